@@ -1,0 +1,43 @@
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV = .venv/bin/python
+# handed over through the environment, so that quotes in a prompt stay what they are
+export PROMPT
+
+.PHONY: help setup demo serve test lint bench checkpoint lock
+
+help:
+	@echo "make demo [PROMPT=\"a blue square on a white background\"]   draw a picture into output/"
+	@echo "make serve        leave the canvas open on http://127.0.0.1:8188"
+	@echo "make test         all tests: unit, graph, server, browser"
+	@echo "make lint         ruff and mypy"
+	@echo "make bench        measure, and write benchmarks/"
+	@echo "make checkpoint   train demo/sana-tiny again (about an hour)"
+
+setup:
+	@$(PYTHON) scripts/setup.py
+
+demo: setup
+	@$(VENV) scripts/demo.py --prompt "$$PROMPT"
+
+serve: setup
+	@$(VENV) scripts/demo.py --serve
+
+test: lint
+	@$(PYTHON) scripts/setup.py --browser
+	$(VENV) -m pytest -c tests/pytest.ini tests
+
+lint: setup
+	$(VENV) -m ruff check .
+	$(VENV) -m ruff format --check .
+	$(VENV) -m mypy
+
+bench: setup
+	$(VENV) benchmarks/start.py
+
+checkpoint: setup
+	$(VENV) -m demo.recipe
+
+# needs uv
+lock: setup
+	uv pip compile -q --universal --python-version 3.10 --generate-hashes --no-header --no-annotate \
+		requirements/dev.in .cache/ComfyUI/requirements.txt -o requirements/lock.txt

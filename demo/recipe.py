@@ -1,0 +1,66 @@
+"""Make the bundled checkpoint: `python -m demo.recipe`. About an hour on two CPU cores, seeded.
+
+Stages keep what they made under demo/build/, so that an interrupted recipe goes on where it was; delete that folder
+to begin again. The result is demo/sana-tiny/ and demo/report/.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+
+from sana_core.checkpoints import load_text_encoder
+
+from . import autoencoder, evaluate, text, transformer
+
+HERE = Path(__file__).parent
+BUILD, CHECKPOINT, REPORT = HERE / "build", HERE / "sana-tiny", HERE / "report"
+
+
+def log_losses(stage: str) -> Callable[[int, float], None]:
+    """Return report(step, loss), which keeps the curve of `stage` and shows it on standard error."""
+    curve, started = [], time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        seconds = round(time.monotonic() - started, 1)
+        curve.append((step, round(loss, 5), seconds))
+        (BUILD / f"{stage}.json").write_text(json.dumps(curve))
+        sys.stderr.write(f"{stage} {step} loss {loss:.4f} {seconds:.0f} s\n")
+
+    return report
+
+
+def main() -> None:
+    BUILD.mkdir(exist_ok=True)
+    REPORT.mkdir(exist_ok=True)
+    if not (BUILD / "vae/config.json").is_file():
+        vae = autoencoder.train(log_losses("vae"))
+        vae.register_to_config(scaling_factor=transformer.latent_scale(vae))
+        vae.save_pretrained(BUILD / "vae")
+    vae = AutoencoderDC.from_pretrained(BUILD / "vae")
+    if not (BUILD / "text_encoder/config.json").is_file():
+        encoder = text.train(log_losses("text_encoder"))
+        encoder.tokenizer.save_pretrained(BUILD / "tokenizer")
+        encoder.model.save_pretrained(BUILD / "text_encoder")
+    encoder = load_text_encoder(BUILD)
+    if not (BUILD / "transformer/config.json").is_file():
+        transformer.train(vae, encoder, log_losses("transformer")).save_pretrained(BUILD / "transformer")
+    dit = SanaTransformer2DModel.from_pretrained(BUILD / "transformer")
+
+    scheduler = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
+    pipeline = SanaPipeline(encoder.tokenizer, encoder.model, vae, dit, scheduler)
+    pipeline.to(torch.bfloat16).save_pretrained(CHECKPOINT)
+    evaluate.plot_losses(BUILD, REPORT)
+    result = evaluate.evaluate(CHECKPOINT, REPORT, autoencoder.psnr(AutoencoderDC.from_pretrained(CHECKPOINT / "vae")))
+    size = sum(file.stat().st_size for file in CHECKPOINT.rglob("*") if file.is_file())
+    sys.stderr.write(f"{size / 1e6:.2f} MB, {json.dumps(result, indent=2)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Stage 2: a tokenizer and a small Gemma 2, trained to continue a prompt with a description of its picture."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaTokenizer
+
+from sana_core.text import TextEncoder, instruction_text
+
+from .pictures import article, combinations, position_word, random_caption, random_scene, size_word
+
+VOCABULARY = 1024
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+STEPS, BATCH, LEARNING_RATE = 900, 16, 2e-3
+
+
+def documents(rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Yield (prompt, description) of training scenes for ever; the description says again what the prompt said.
+
+    Saying it again is what makes the last hidden states carry colour, shape and background.
+    """
+    train, _ = combinations()
+    while True:
+        scene = random_scene(rng, rng.choice(train))
+        facts = [
+            f"the {scene.shape} is {scene.colour}.",
+            f"the background is {scene.background}.",
+            f"it is {article(size_word(scene) or 'middling')} {scene.shape}.",
+            f"it is in the {position_word(scene)}.",
+        ]
+        rng.shuffle(facts)
+        yield random_caption(rng, scene), "\n" + " ".join(facts)
+
+
+def train_tokenizer() -> GemmaTokenizer:
+    """Byte-pair merges over captions and the instruction, in Gemma's form: bytes for what it never saw."""
+    rng = random.Random(3)
+    stream = documents(rng)
+    corpus = ["".join(next(stream)) for _ in range(4000)] + [instruction_text()] * 40
+    raw = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    # Gemma turns spaces into U+2581; split in front of each, lest merges run across words
+    raw.normalizer = normalizers.Replace(" ", "\u2581")
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("\u2581", behavior="merged_with_next"), pre_tokenizers.Punctuation()]
+    )
+    special = SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
+    raw.train_from_iterator(corpus, trainer)
+    model = json.loads(raw.to_str())["model"]
+    tokenizer = GemmaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+    bos = ("<bos>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", "<bos> $A <bos> $B", [bos])
+    return tokenizer
+
+
+def build(tokenizer: GemmaTokenizer) -> Gemma2ForCausalLM:
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            max_position_embeddings=2048,
+            sliding_window=1024,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+def train(report: Callable[[int, float], None]) -> TextEncoder:
+    """Train on prompt and description, half of them behind the instruction; return tokenizer and decoder stack."""
+    torch.manual_seed(3)
+    tokenizer = train_tokenizer()
+    model = build(tokenizer)
+    stream = documents(random.Random(4))
+    prefix = instruction_text()
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.05)
+    for step in range(STEPS):
+        before = prefix if step % 2 else ""
+        skip = len(tokenizer(before).input_ids) if before else 0
+        texts = [
+            before + prompt + description + "<eos>" for prompt, description in (next(stream) for _ in range(BATCH))
+        ]
+        batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        labels[:, :skip] = -100  # the instruction is always the same
+        loss = model(**batch, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 20 == 0:
+            report(step, loss.item())
+    return TextEncoder(tokenizer, model.model.train(False))

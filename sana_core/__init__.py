@@ -1,0 +1,16 @@
+"""SANA outside ComfyUI: load, encode, sample, decode. Heavy libraries are imported where they are used."""
+
+from .checkpoints import load_autoencoder, load_text_encoder, load_transformer
+from .decode import decode_latents, encode_images
+from .generate import generate
+from .text import encode_prompts
+
+__all__ = [
+    "decode_latents",
+    "encode_images",
+    "encode_prompts",
+    "generate",
+    "load_autoencoder",
+    "load_text_encoder",
+    "load_transformer",
+]

@@ -1,0 +1,49 @@
+"""The shape of SANA's latents and the noise that a seed stands for."""
+
+from __future__ import annotations
+
+import torch
+
+CHANNELS = 32
+DOWNSCALE = 32
+LARGEST = 16384
+LARGEST_BATCH = 4096
+
+
+def check_number(field: str, value: float, low: float, high: float) -> None:
+    """Raise ValueError unless low <= `value` <= high; NaN is neither."""
+    if not low <= value <= high:
+        raise ValueError(f"{field}: got {value}, expected a number from {low} to {high}")
+
+
+def check_side(field: str, pixels: int) -> None:
+    """Raise ValueError unless `pixels` is a multiple of 32 between 32 and 16384."""
+    if not (DOWNSCALE <= pixels <= LARGEST and pixels % DOWNSCALE == 0):
+        nearest = min(max(round(pixels / DOWNSCALE) * DOWNSCALE, DOWNSCALE), LARGEST)
+        raise ValueError(
+            f"{field}: got {pixels}, expected a multiple of {DOWNSCALE} from {DOWNSCALE} to {LARGEST}; use {nearest}"
+        )
+
+
+def picture_shape(width: int, height: int, count: int) -> tuple[int, int, int, int]:
+    """Return the latent shape [count, 32, height / 32, width / 32]. Raises ValueError as `check_side` does."""
+    check_side("width", width)
+    check_side("height", height)
+    check_number("batch_size", count, 1, LARGEST_BATCH)
+    return (count, CHANNELS, height // DOWNSCALE, width // DOWNSCALE)
+
+
+def check_channels(field: str, shape: torch.Size) -> None:
+    """Raise ValueError unless `shape` is [B, 32, h, w]."""
+    if len(shape) != 4 or shape[1] != CHANNELS:
+        raise ValueError(
+            f"{field}: got a latent of shape {list(shape)}, expected [batch, {CHANNELS}, height / {DOWNSCALE}, "
+            f"width / {DOWNSCALE}]; use SANA Empty Latent, or encode with SANA's VAE"
+        )
+
+
+def noise_like(latents: torch.Tensor, seed: int, indices: list[int] | None = None) -> torch.Tensor:
+    """Return float32 noise on the CPU, picture k of it from seed + k (or seed + indices[k]), whatever the batch."""
+    indices = list(range(len(latents))) if indices is None else indices
+    generators = [torch.Generator().manual_seed((seed + index) % 2**64) for index in indices]
+    return torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])

@@ -1,0 +1,61 @@
+"""Draw one picture over the HTTP API of a ComfyUI with this pack, or leave its canvas open (`--serve`)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+
+from host import ROOT, GraphError, base_directory, images_of, run_graph, server_command, start_server
+
+GRAPH = ROOT / "tests" / "graphs" / "demo.json"
+OUTPUT = ROOT / "output"
+
+
+def draw(prompt: str | None) -> None:
+    graph = json.loads(GRAPH.read_text())
+    if prompt:
+        (node,) = (node for node in graph.values() if node["_meta"]["title"] == "Prompt")
+        node["inputs"]["text"] = prompt
+    started = time.monotonic()
+    sys.stdout.write("Starting ComfyUI ...\n")
+    with start_server("demo", OUTPUT) as server:
+        queued = time.monotonic()
+        events = []
+        for event in run_graph(server, graph):
+            events.append(event)
+            if isinstance(event, dict) and event["type"] == "progress":
+                sys.stdout.write("\r{node}: step {value} of {max} ".format(**event["data"]))
+                sys.stdout.flush()
+        ended = time.monotonic()
+    (image,) = images_of(events)
+    path = OUTPUT / image["subfolder"] / image["filename"]
+    sys.stdout.write(f"\r{path}\n({ended - started:.1f} s, of which the graph {ended - queued:.1f} s)\n")
+
+
+def serve() -> None:
+    sys.stdout.write("The canvas: http://127.0.0.1:8188  (Ctrl+C ends it)\n")
+    sys.stdout.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        subprocess.run(server_command(base_directory("serve"), OUTPUT, 8188), check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompt", help='for example "a blue square on a white background"')
+    parser.add_argument("--serve", action="store_true", help="leave the canvas open on 127.0.0.1:8188")
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve()
+        return
+    try:
+        draw(arguments.prompt)
+    except GraphError as error:
+        sys.exit(f"\n{error}")
+
+
+if __name__ == "__main__":
+    main()
