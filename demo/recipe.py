@@ -17,7 +17,7 @@ from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, 
 
 from sana_core.checkpoints import load_text_encoder
 
-from . import autoencoder, evaluate, text, transformer
+from . import autoencoder, evaluate, preview, text, transformer
 
 HERE = Path(__file__).parent
 BUILD, CHECKPOINT, REPORT = HERE / "build", HERE / "sana-tiny", HERE / "report"
@@ -55,7 +55,9 @@ def main() -> None:
 
     scheduler = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
     pipeline = SanaPipeline(encoder.tokenizer, encoder.model, vae, dit, scheduler)
+    colours = preview.fit_colours(vae)
     pipeline.to(torch.bfloat16).save_pretrained(CHECKPOINT)
+    (CHECKPOINT / "preview.json").write_text(json.dumps(colours) + "\n")
     evaluate.plot_losses(BUILD, REPORT)
     result = evaluate.evaluate(CHECKPOINT, REPORT, autoencoder.psnr(AutoencoderDC.from_pretrained(CHECKPOINT / "vae")))
     size = sum(file.stat().st_size for file in CHECKPOINT.rglob("*") if file.is_file())

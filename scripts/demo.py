@@ -28,7 +28,9 @@ def draw(prompt: str | None) -> None:
         for event in run_graph(server, graph):
             events.append(event)
             if isinstance(event, dict) and event["type"] == "progress":
-                sys.stdout.write("\r{node}: step {value} of {max} ".format(**event["data"]))
+                data = event["data"]
+                title = graph[data["node"]]["_meta"]["title"]
+                sys.stdout.write(f"\r{title}: step {data['value']} of {data['max']} ")
                 sys.stdout.flush()
         ended = time.monotonic()
     (image,) = images_of(events)

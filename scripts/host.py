@@ -11,7 +11,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,8 @@ def base_directory(name: str) -> Path:
     (base / "custom_nodes").mkdir(parents=True, exist_ok=True)
     (base / "models" / "diffusers").mkdir(parents=True, exist_ok=True)
     link = base / "custom_nodes" / "sana"
-    if not link.is_symlink():
+    if link.resolve() != ROOT:  # none yet, or the checkout has moved
+        link.unlink(missing_ok=True)
         link.symlink_to(ROOT, target_is_directory=True)
     return base
 
@@ -59,13 +60,14 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def start_server(name: str, output: Path | None = None) -> Iterator[Server]:
+def start_server(name: str, output: Path | None = None, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run a server until the block ends. Raises RuntimeError with the end of its log if it does not come up."""
     base, port = base_directory(name), free_port()
     output = output or base / "output"
     log = base / "server.log"
+    command = [*server_command(base, output, port), *options]
     with log.open("w") as stream:
-        process = subprocess.Popen(server_command(base, output, port), stdout=stream, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
     server = Server(f"127.0.0.1:{port}", log, output)
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -107,7 +109,18 @@ def queue(server: Server, graph: dict, client_id: str) -> str:
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)["prompt_id"]
     except urllib.error.HTTPError as error:
-        raise GraphError(error.read().decode()) from None
+        raise GraphError(refusal(json.load(error))) from None
+
+
+def refusal(answer: dict) -> str:
+    """What the server says of the inputs that it refuses, one line each."""
+    nodes = answer.get("node_errors") or {}
+    lines = [
+        f"{node['class_type']}: {error['message']}: {error['details']}"
+        for node in nodes.values()
+        for error in node["errors"]
+    ]
+    return "\n".join(lines) or answer["error"]["message"]
 
 
 def run_graph(server: Server, graph: dict) -> Iterator[dict | bytes]:

@@ -1,0 +1,122 @@
+"""What the pack costs at the server's start, and what a picture of the demo takes: `make bench`.
+
+Writes benchmarks/start.json. The baseline of each figure is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from host import base_directory, start_server  # noqa: E402
+from setup import comfyui_path  # noqa: E402
+
+RUNS = 5
+
+# Imports the pack as the server does, in a process that has imported the host before.
+IMPORT = """
+import asyncio, json, sys, time, tracemalloc
+host, pack = sys.argv[1:]
+sys.path.insert(0, host)
+from comfy.cli_args import args
+import torch
+args.cpu = not torch.cuda.is_available()
+import nodes
+from server import PromptServer
+PromptServer(asyncio.new_event_loop())
+import comfy_api.latest
+tracemalloc.start()
+started = time.perf_counter()
+loaded = asyncio.run(nodes.load_custom_node(pack, set()))
+seconds = time.perf_counter() - started
+assert loaded
+heavy = [name for name in ("diffusers", "peft", "accelerate", "ray") if name in sys.modules]
+sys.stdout.write("\\n" + json.dumps({"seconds": seconds, "bytes": tracemalloc.get_traced_memory()[0], "heavy": heavy}))
+"""
+
+
+def import_cost() -> dict:
+    """Seconds and traced bytes of the pack's import, and of that of an empty pack as the baseline."""
+    base = base_directory("bench")
+    empty = base / "empty_pack"
+    empty.mkdir(exist_ok=True)
+    (empty / "__init__.py").write_text("NODE_CLASS_MAPPINGS = {}\n")
+    runs: dict[str, list[dict]] = {"pack": [], "empty_pack": []}
+    for _ in range(RUNS):
+        for name, folder in (("pack", base / "custom_nodes" / "sana"), ("empty_pack", empty)):
+            command = [sys.executable, "-c", IMPORT, str(comfyui_path()), str(folder)]
+            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            runs[name].append(json.loads(out.splitlines()[-1]))
+    return {
+        name: {
+            "seconds": round(statistics.median(run["seconds"] for run in results), 4),
+            "megabytes": round(statistics.median(run["bytes"] for run in results) / 1e6, 3),
+            "heavy_imports": results[0]["heavy"],
+        }
+        for name, results in runs.items()
+    }
+
+
+def server_start() -> dict:
+    """Seconds until the server answers, with the pack and without any, and what the server says of its import."""
+    times: dict[str, list[float]] = {"with_pack": [], "without": []}
+    reported = []
+    for _ in range(RUNS):
+        for name, options in (("with_pack", []), ("without", ["--disable-all-custom-nodes"])):
+            started = time.perf_counter()
+            with start_server("bench", options=options) as server:
+                times[name].append(time.perf_counter() - started)
+                log = server.log.read_text()
+            if name == "with_pack":
+                reported += re.findall(r"([\d.]+) seconds: .*custom_nodes/sana\n", log)
+    medians = {name: round(statistics.median(values), 2) for name, values in times.items()}
+    ratio = round(medians["with_pack"] / medians["without"], 3)
+    return {"seconds": medians, "ratio": ratio, "reported_import_seconds": [float(text) for text in reported]}
+
+
+def demo() -> dict:
+    """Seconds of `make demo`, all of it and the graph alone, when everything is set up."""
+    results = []
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        done = subprocess.run(["make", "demo"], cwd=ROOT, check=True, capture_output=True, text=True)
+        (graph,) = re.findall(r"of which the graph ([\d.]+) s", done.stdout)
+        results.append((time.perf_counter() - started, float(graph)))
+    whole, graph = (statistics.median(column) for column in zip(*results, strict=True))
+    return {"seconds": round(whole, 1), "graph_seconds": round(graph, 1), "graph_share": round(graph / whole, 2)}
+
+
+def main() -> None:
+    figures = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}",
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")}
+        | {"python": platform.python_version(), "comfyui": comfyui_version()},
+        "runs": RUNS,
+        "import": import_cost(),
+        "server_start": server_start(),
+        "make_demo": demo(),
+    }
+    text = json.dumps(figures, indent=2) + "\n"
+    (ROOT / "benchmarks" / "start.json").write_text(text)
+    sys.stdout.write(text)
+
+
+def comfyui_version() -> str:
+    (found,) = re.findall(r'__version__ = "(.+)"', (comfyui_path() / "comfyui_version.py").read_text())
+    return found
+
+
+if __name__ == "__main__":
+    main()

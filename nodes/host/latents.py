@@ -1,0 +1,81 @@
+"""SANA's latents as ComfyUI's LATENT: channels, scale, and the colours that previews show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import comfy.latent_formats
+import comfy.model_management
+import torch
+
+from ...sana_core.checkpoints import scaling_factor
+from ...sana_core.latents import CHANNELS, DOWNSCALE, picture_shape
+
+# DC-AE f32c32 sana-1.0, from the scaled latent to RGB in [0, 1], fitted by the authors of
+# https://github.com/city96/ComfyUI_ExtraModels/pull/92
+RGB_FACTORS = [
+    [-0.0020, -0.0061, -0.0017],
+    [0.0014, 0.0037, 0.0041],
+    [0.0101, 0.0003, -0.0143],
+    [-0.0024, 0.0031, -0.0010],
+    [0.0022, 0.0077, -0.0132],
+    [0.0112, 0.0058, 0.0036],
+    [-0.0729, 0.0111, 0.0361],
+    [0.0323, 0.0287, 0.0250],
+    [0.0016, -0.0011, 0.0028],
+    [-0.0356, -0.0234, -0.0031],
+    [-0.0002, -0.0021, -0.0127],
+    [0.0002, 0.0012, -0.0008],
+    [0.0138, 0.0027, 0.0074],
+    [0.0130, 0.0026, 0.0060],
+    [0.0153, 0.0095, 0.0067],
+    [0.0052, -0.0095, 0.0085],
+    [0.0144, -0.0033, 0.0095],
+    [-0.0041, -0.0019, -0.0034],
+    [-0.0025, 0.0005, 0.0020],
+    [-0.0036, 0.0011, 0.0053],
+    [-0.0052, 0.0081, -0.0376],
+    [-0.0039, -0.0016, -0.0036],
+    [-0.0066, -0.0068, -0.0100],
+    [-0.0022, 0.0001, 0.0015],
+    [-0.0929, -0.1138, -0.1092],
+    [0.0008, 0.0056, 0.0348],
+    [0.0127, 0.0297, 0.0032],
+    [-0.0012, 0.0091, -0.0004],
+    [0.0008, 0.0050, 0.0023],
+    [0.0078, 0.0040, 0.0036],
+    [-0.0018, 0.0049, 0.0142],
+    [-0.0015, 0.0029, -0.0046],
+]
+RGB_BIAS = [0.4358, 0.3814, 0.3388]
+
+
+class SanaLatents(comfy.latent_formats.LatentFormat):
+    """Latents of DC-AE f32c32."""
+
+    latent_channels = CHANNELS
+    spacial_downscale_ratio = DOWNSCALE
+
+    def __init__(self, scale_factor: float, rgb_factors: list[list[float]], rgb_bias: list[float]) -> None:
+        self.scale_factor = scale_factor
+        # previews expect [-1, 1]
+        self.latent_rgb_factors = [[2 * factor for factor in row] for row in rgb_factors]
+        self.latent_rgb_factors_bias = [2 * bias - 1 for bias in rgb_bias]
+
+
+def latent_format(folder: Path) -> SanaLatents:
+    """Return the format of the checkpoint in `folder`: its VAE's scale, and its own preview colours if it has any."""
+    scale_factor = scaling_factor(folder)
+    preview = folder / "preview.json"
+    if preview.is_file():
+        own = json.loads(preview.read_text(encoding="utf-8"))
+        return SanaLatents(scale_factor, own["rgb_factors"], own["rgb_bias"])
+    return SanaLatents(scale_factor, RGB_FACTORS, RGB_BIAS)
+
+
+def empty_latent(width: int, height: int, batch_size: int) -> dict:
+    """Return a LATENT of zeros for pictures of `width` x `height` pixels. Raises ValueError for sizes SANA has not."""
+    device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
+    samples = torch.zeros(picture_shape(width, height, batch_size), device=device, dtype=dtype)
+    return {"samples": samples, "downscale_ratio_spacial": DOWNSCALE}
