@@ -11,7 +11,7 @@ help:
 	@echo "make test         all tests: unit, graph, server, browser"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
-	@echo "make checkpoint   train demo/sana-tiny again (about an hour)"
+	@echo "make checkpoint   train demo/sana-tiny again (about 80 minutes)"
 
 setup:
 	@$(PYTHON) scripts/setup.py

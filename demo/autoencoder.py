@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +13,23 @@ from diffusers import AutoencoderDC
 
 from .pictures import PIXELS, combinations, draw_scene, random_scene
 
-STEPS = 2200
-# Crops cost a quarter of whole pictures and show the same edges; the last steps see whole ones, since the
-# attention's sums run over all positions.
-CROP, CROP_BATCH = 128, 16
-WHOLE_STEPS, WHOLE_BATCH = 300, 5
-LEARNING_RATE = 2e-3
+
+class Phase(NamedTuple):
+    """A stretch of training on `crop` x `crop` windows of scenes drawn at `pixels` x `pixels`."""
+
+    steps: int
+    pixels: int
+    crop: int
+    batch: int
+
+
+# Each tuple is one learning rate cycle. Scenes at twice the size have simpler edges, and crops of them cost no more
+# than small pictures; a few whole ones follow, since the attention's sums run over all positions. Last come pictures
+# of the size that the transformer learns.
+CYCLES = {
+    2e-3: (Phase(1900, 2 * PIXELS, PIXELS, 16), Phase(300, 2 * PIXELS, 2 * PIXELS, 5)),
+    1.5e-3: (Phase(700, PIXELS, PIXELS, 16),),
+}
 
 CHANNELS = (16, 32, 32, 64, 64, 128)
 BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
@@ -49,44 +62,47 @@ def to_pixels(images: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(images).movedim(-1, 1).float() / 127.5 - 1
 
 
-def draw_batch(rng: random.Random, count: int, crop: int) -> torch.Tensor:
-    """Random training scenes, each cut to a random `crop` x `crop` window."""
+def draw_batch(rng: random.Random, phase: Phase) -> torch.Tensor:
+    """Random training scenes [batch, 3, crop, crop], each cut to a random window."""
     train, _ = combinations()
     images = []
-    for _ in range(count):
-        y, x = rng.randint(0, PIXELS - crop), rng.randint(0, PIXELS - crop)
-        images.append(draw_scene(random_scene(rng, rng.choice(train)))[y : y + crop, x : x + crop])
+    for _ in range(phase.batch):
+        y, x = (rng.randint(0, phase.pixels - phase.crop) for _ in range(2))
+        image = draw_scene(random_scene(rng, rng.choice(train)), phase.pixels)
+        images.append(image[y : y + phase.crop, x : x + phase.crop])
     return to_pixels(np.stack(images))
 
 
 def train(report: Callable[[int, float], None]) -> AutoencoderDC:
     """Train with an absolute plus squared pixel error; `report(step, loss)` is called every 20 steps."""
     torch.manual_seed(1)
-    rng = random.Random(1)
     model = build().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.05)
-    for step in range(STEPS):
-        whole = step >= STEPS - WHOLE_STEPS
-        pixels = draw_batch(rng, WHOLE_BATCH, PIXELS) if whole else draw_batch(rng, CROP_BATCH, CROP)
-        pixels = pixels.contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cpu", torch.bfloat16):
-            error = model.decode(model.encode(pixels).latent).sample.float() - pixels
-        loss = error.abs().mean() + error.square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 20 == 0:
-            report(step, loss.item())
+    step = 0
+    for seed, (learning_rate, phases) in enumerate(CYCLES.items(), start=1):
+        rng = random.Random(seed)
+        steps = sum(phase.steps for phase in phases)
+        optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
+        for phase in itertools.chain.from_iterable(itertools.repeat(phase, phase.steps) for phase in phases):
+            pixels = draw_batch(rng, phase).contiguous(memory_format=torch.channels_last)
+            with torch.autocast("cpu", torch.bfloat16):
+                error = model.decode(model.encode(pixels).latent).sample.float() - pixels
+            loss = error.abs().mean() + error.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if step % 20 == 0:
+                report(step, loss.item())
+            step += 1
     return model.train(False)
 
 
 @torch.no_grad()
 def psnr(model: AutoencoderDC, count: int = 32) -> float:
     """Peak signal-to-noise ratio in dB over whole pictures that training did not see."""
-    pixels = draw_batch(random.Random(2), count, PIXELS)
+    pixels = draw_batch(random.Random(0), Phase(1, PIXELS, PIXELS, count))
     squared = [
         (model.decode(model.encode(p[None]).latent).sample.clamp(-1, 1) - p).square().mean().item() for p in pixels
     ]

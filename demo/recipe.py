@@ -1,4 +1,4 @@
-"""Make the bundled checkpoint: `python -m demo.recipe`. About an hour on two CPU cores, seeded.
+"""Make the bundled checkpoint: `python -m demo.recipe`. About 80 minutes on two CPU cores, seeded.
 
 Stages keep what they made under demo/build/, so that an interrupted recipe goes on where it was; delete that folder
 to begin again. The result is demo/sana-tiny/ and demo/report/.
@@ -57,6 +57,9 @@ def main() -> None:
     pipeline = SanaPipeline(encoder.tokenizer, encoder.model, vae, dit, scheduler)
     colours = preview.fit_colours(vae)
     pipeline.to(torch.bfloat16).save_pretrained(CHECKPOINT)
+    for config in CHECKPOINT.glob("*/config.json"):  # diffusers notes where the module was loaded from
+        kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "_name_or_path"}
+        config.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
     (CHECKPOINT / "preview.json").write_text(json.dumps(colours) + "\n")
     evaluate.plot_losses(BUILD, REPORT)
     result = evaluate.evaluate(CHECKPOINT, REPORT, autoencoder.psnr(AutoencoderDC.from_pretrained(CHECKPOINT / "vae")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +13,33 @@ from diffusers import AutoencoderDC, SanaTransformer2DModel
 from sana_core.text import TextEncoder, encode_prompts
 
 from .autoencoder import to_pixels
-from .pictures import PIXELS, combinations, draw_scene, random_caption, random_scene
+from .pictures import PIXELS, combinations, draw_scene, placed_scenes, random_caption, random_scene
 
-PICTURES = 6400  # 40 of each training combination
-STEPS, BATCH, LEARNING_RATE = 4000, 64, 1.5e-3
+BATCH = 128
 SHIFT = 3.0
 MAX_TOKENS = 28
-DROP_PROMPT, DROP_INSTRUCTION = 0.1, 0.2
+DROP_PROMPT = 0.1
+
+
+class Cycle(NamedTuple):
+    """A stretch of training with a data set and a one-cycle schedule of its own, of which it runs `steps`."""
+
+    steps: int
+    schedule_steps: int
+    learning_rate: float
+    rounds: int  # of the grid of scenes
+    jitter: float
+    captions: int  # of each scene
+    drop_instruction: float
+
+
+# The first cycle learns to compose from the bare grid. It stops before it knows that by heart; the others see each
+# picture a few times only, and held-out combinations gain.
+CYCLES = (
+    Cycle(3501, 5000, 1.5e-3, rounds=1, jitter=0.0, captions=4, drop_instruction=0.2),
+    Cycle(2200, 2200, 1e-3, rounds=3, jitter=0.03, captions=2, drop_instruction=0.45),
+    Cycle(2000, 2000, 1e-3, rounds=3, jitter=0.03, captions=2, drop_instruction=0.45),
+)
 
 
 def build(caption_channels: int) -> SanaTransformer2DModel:
@@ -49,10 +70,12 @@ def cache_latents(autoencoder: AutoencoderDC, scenes: list) -> torch.Tensor:
 
 
 def cache_embeddings(encoder: TextEncoder, captions: list[str], instruction: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings and mask of the captions, cut to the longest of them; the rest would be padding."""
-    batches = [captions[i : i + 32] for i in range(0, len(captions), 32)]
+    """Embeddings [N, 28, C] and mask [N, 28] of the captions; what follows would be padding."""
+    unique = {caption: i for i, caption in enumerate(dict.fromkeys(captions))}
+    batches = [list(unique)[i : i + 32] for i in range(0, len(unique), 32)]
     embeds, masks = zip(*(encode_prompts(encoder, batch, instruction, MAX_TOKENS) for batch in batches), strict=True)
-    return torch.cat(embeds), torch.cat(masks).float()
+    pick = [unique[caption] for caption in captions]
+    return torch.cat(embeds)[pick], torch.cat(masks)[pick].float()
 
 
 def flow_loss(
@@ -73,27 +96,49 @@ def train(
 ) -> SanaTransformer2DModel:
     """Train on the latents of `autoencoder`, whose config must already hold the scaling factor."""
     torch.manual_seed(5)
-    rng = random.Random(5)
+    model = build(encoder.model.config.hidden_size)
+    before = 0
+    for number, cycle in enumerate(CYCLES):
+        run_cycle(
+            model, cycle, number, autoencoder, encoder, lambda step, loss, start=before: report(start + step, loss)
+        )
+        before += cycle.steps
+    return model.train(False)
+
+
+def run_cycle(
+    model: SanaTransformer2DModel,
+    cycle: Cycle,
+    number: int,
+    autoencoder: AutoencoderDC,
+    encoder: TextEncoder,
+    report: Callable[[int, float], None],
+) -> None:
+    """Draw, encode and learn the scenes of one cycle."""
+    if number:
+        torch.manual_seed(5 + number)
+    rng = random.Random(5 + number)
     combos, _ = combinations()
-    scenes = [random_scene(rng, combos[i % len(combos)]) for i in range(PICTURES)]
-    captions = [random_caption(rng, scene) for scene in scenes]
+    scenes = [s for c in combos for _ in range(cycle.rounds) for s in placed_scenes(rng, c, cycle.jitter)]
+    captions = [random_caption(rng, scene) for scene in scenes for _ in range(cycle.captions)]
     latents = cache_latents(autoencoder, scenes) * autoencoder.config.scaling_factor
     plain = cache_embeddings(encoder, captions, instruction=False)
     instructed = cache_embeddings(encoder, captions, instruction=True)
     null = cache_embeddings(encoder, [""], instruction=False)
 
-    model = build(instructed[0].shape[-1])
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.05)
-    for step in range(STEPS):
-        pick = torch.randint(PICTURES, (BATCH,))
+    optimizer = torch.optim.AdamW(model.parameters(), cycle.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, cycle.learning_rate, total_steps=cycle.schedule_steps, pct_start=0.05
+    )
+    for step in range(cycle.steps):
+        pick = torch.randint(len(captions), (BATCH,))
         dice = torch.rand(BATCH, 1)
         batch = []
         for empty, bare, full in zip(null, plain, instructed, strict=True):
             where = dice.view(-1, *[1] * (full.ndim - 1))
-            kept = torch.where(where < DROP_PROMPT + DROP_INSTRUCTION, bare[pick], full[pick])
+            kept = torch.where(where < DROP_PROMPT + cycle.drop_instruction, bare[pick], full[pick])
             batch.append(torch.where(where < DROP_PROMPT, empty, kept))
-        loss = flow_loss(model, latents[pick], *batch)
+        loss = flow_loss(model, latents[pick // cycle.captions], *batch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -101,7 +146,6 @@ def train(
         schedule.step()
         if step % 20 == 0:
             report(step, loss.item())
-    return model.train(False)
 
 
 def latent_scale(autoencoder: AutoencoderDC) -> float:

@@ -12,7 +12,7 @@ class SanaEmptyLatent(io.ComfyNode):
     """
     The empty latent that SANA draws into: 32 channels, one cell for 32 x 32 pixels.
 
-    Use the size that the model was trained at: 512, 1024, 2048 or 4096, and 256 for the bundled model.
+    Use the size that the model was trained at: 512, 1024, 2048 or 4096, and 128 for the bundled model.
     """
 
     @classmethod

@@ -12,7 +12,7 @@ class SanaLoader(io.ComfyNode):
     Loads a SANA model: transformer, Gemma text encoder and DC-AE.
 
     Put diffusers folders into models/diffusers. "sana-tiny (bundled)" comes with the pack: it draws coloured shapes
-    at 256 x 256 on any computer.
+    at 128 x 128 on any computer.
     """
 
     @classmethod

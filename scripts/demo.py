@@ -35,7 +35,7 @@ def draw(prompt: str | None) -> None:
         ended = time.monotonic()
     (image,) = images_of(events)
     path = OUTPUT / image["subfolder"] / image["filename"]
-    sys.stdout.write(f"\r{path}\n({ended - started:.1f} s, of which the graph {ended - queued:.1f} s)\n")
+    sys.stdout.write(f"\n{path}\n({ended - started:.1f} s, of which the graph {ended - queued:.1f} s)\n")
 
 
 def serve() -> None:

@@ -37,12 +37,6 @@ class SanaTokenizer:
         tail = (0,) if return_word_ids else ()
         return {KEY: [[(token, 1.0, *tail) for token in ids[0].tolist()]]}
 
-    def untokenize(self, pairs: list[tuple]) -> list[tuple]:
-        return [(pair, self.tokenizer.convert_ids_to_tokens(pair[0])) for pair in pairs]
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
     def state_dict(self) -> dict:
         return {}
 
@@ -90,7 +84,6 @@ def load_clip(folder: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
     )
     clip = comfy.sd.CLIP(
         target,
-        parameters=sum(p.numel() for p in encoder.model.parameters()),
         model_options={"dtype": dtype, "initial_device": torch.device("cpu")},
         disable_dynamic=disable_dynamic,
     )

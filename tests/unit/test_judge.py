@@ -26,15 +26,15 @@ def test_judge_reads_every_drawing():
 def test_judge_reads_blurred_and_noisy_drawings():
     rng, noise = random.Random(8), np.random.default_rng(8)
     for combination in combinations()[1]:
-        picture = draw_scene(random_scene(rng, combination), 128).repeat(2, 0).repeat(2, 1).astype(float)
+        picture = draw_scene(random_scene(rng, combination), 64).repeat(2, 0).repeat(2, 1).astype(float)
         picture = (picture + noise.normal(0, 8, picture.shape)).clip(0, 255).astype(np.uint8)
         assert judge(picture) == combination
 
 
 def test_judge_sees_no_shape_in_noise_or_in_nothing():
-    noise = np.random.default_rng(9).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+    noise = np.random.default_rng(9).integers(0, 256, (128, 128, 3), dtype=np.uint8)
     assert judge(noise).shape is None
-    plain = np.full((256, 256, 3), COLOURS["red"], np.uint8)
+    plain = np.full((128, 128, 3), COLOURS["red"], np.uint8)
     assert judge(plain) == (None, None, "red")
 
 

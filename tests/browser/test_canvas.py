@@ -1,0 +1,61 @@
+"""The canvas in Chromium, as a person uses it."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from host import get, start_server
+from PIL import Image
+from playwright.sync_api import sync_playwright
+from setup import CACHE, ROOT, chromium_path
+
+from demo.judge import judge
+
+ARTIFACTS = ROOT / "tests" / "artifacts"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    # the canvas greets a new user with the template browser; an earlier run is no new user
+    settings = CACHE / "base" / "test-browser" / "user" / "default" / "comfy.settings.json"
+    settings.unlink(missing_ok=True)
+    with start_server("test-browser", tmp_path_factory.mktemp("output")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(server):
+    ARTIFACTS.mkdir(exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium_path(), args=FLAGS)
+        page = browser.new_page(viewport={"width": 1600, "height": 900})
+        page.set_default_timeout(120_000)
+        page.goto(f"http://{server.address}")
+        page.wait_for_function("window.app?.graph && window.app?.extensionManager")
+        yield page
+        browser.close()
+
+
+def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
+    page.get_by_role("button", name="sana", exact=True).click()
+    page.get_by_test_id("template-workflow-sana_demo").wait_for()
+    page.screenshot(path=ARTIFACTS / "templates.png")
+    page.get_by_test_id("template-workflow-sana_demo").click()
+    page.wait_for_function("window.app.graph.nodes.some(node => node.type === 'SanaSampler')")
+
+    # the canvas sends what the scripts and the other tests send
+    sent = json.loads(page.evaluate("async () => JSON.stringify((await window.app.graphToPrompt()).output)"))
+    assert sent == json.loads((ROOT / "tests" / "graphs" / "demo.json").read_text())
+
+    page.get_by_test_id("queue-button").click()
+    page.wait_for_function("Object.values(window.app.nodeOutputs).some(output => output.images?.length)")
+    page.wait_for_function("window.app.graph.nodes.find(node => node.type === 'SaveImage').imgs?.[0]?.complete")
+    page.get_by_test_id("template-workflows-content").wait_for(state="hidden")
+    page.wait_for_timeout(1000)
+    page.screenshot(path=ARTIFACTS / "canvas.png")
+
+    (image,) = page.evaluate("Object.values(window.app.nodeOutputs).flatMap(output => output.images ?? [])")
+    picture = Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB")
+    assert judge(np.asarray(picture)) == ("red", "circle", "blue")

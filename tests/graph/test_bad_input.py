@@ -1,0 +1,168 @@
+"""Wrong use gives one short error that names the field, and the next graph runs."""
+
+import json
+import re
+import shutil
+
+import pytest
+from in_process import NodeError
+
+
+@pytest.fixture
+def fails(host, base_graph):
+    """A function that runs a graph, wants its error to match and to be short, and runs a good graph after it."""
+
+    def run(graph, pattern):
+        with pytest.raises(NodeError) as caught:
+            host.run(graph)
+        message = str(caught.value)
+        assert re.search(pattern, message), message
+        assert "\n" not in message and len(message) < 300
+        assert host.run(base_graph(steps=1))["image"].isfinite().all()
+
+    return run
+
+
+def linked(value):
+    """Core checks the range of widgets, not of links."""
+    return ("AnyValue", {"value": value})
+
+
+@pytest.mark.parametrize("value, expected", [(1000, 992), (0, 32), (-32, 32), (100000, 16384)])
+@pytest.mark.parametrize("field", ["width", "height"])
+def test_sizes(fails, base_graph, field, value, expected):
+    graph = base_graph()
+    graph["number"] = linked(value)
+    graph["empty"][1][field] = ["number", 0]
+    fails(graph, f"^{field}: got {value}, expected a multiple of 32 from 32 to 16384; use {expected}$")
+
+
+def test_batch_sizes(fails, base_graph):
+    for value in (0, 5000):
+        graph = base_graph()
+        graph["number"] = linked(value)
+        graph["empty"][1]["batch_size"] = ["number", 0]
+        fails(graph, f"^batch_size: got {value}, expected a number from 1 to 4096$")
+
+
+def test_a_width_typed_into_the_widget_that_is_no_multiple_of_32(fails, base_graph):
+    graph = base_graph()
+    graph["empty"][1]["width"] = 250
+    fails(graph, "^width: got 250, expected a multiple of 32 from 32 to 16384; use 256$")
+
+
+@pytest.mark.parametrize("field, value", [("steps", 0), ("steps", 5000), ("seed", -1), ("guidance", float("nan"))])
+def test_numbers_of_the_sampler(fails, base_graph, field, value):
+    graph = base_graph()
+    graph["number"] = linked(value)
+    graph["sample"][1][field] = ["number", 0]
+    fails(graph, f"^{field}: got {value}, expected a number from ")
+
+
+def test_nan_and_infinity_in_the_widget(host, fails, base_graph):
+    fails(base_graph(guidance=float("nan")), "^guidance: got nan, expected a number from 0 to 100.0$")
+    with pytest.raises(NodeError, match="value_bigger_than_max"):
+        host.run(base_graph(guidance=float("inf")))
+
+
+def test_an_unknown_sampler_through_a_link(fails, base_graph):
+    graph = base_graph()
+    graph["name"] = linked("ddim")
+    graph["sample"][1]["sampler"] = ["name", 0]
+    fails(graph, "^sampler: got 'ddim', expected one of flow_dpmpp_2m, flow_euler$")
+
+
+@pytest.mark.parametrize("text", ["", " \n\t"])
+def test_an_empty_prompt(fails, base_graph, text):
+    fails(base_graph(text=text), "^text: got an empty prompt; write one, or turn the instruction off")
+
+
+@pytest.mark.parametrize("instruction", [True, False])
+def test_a_prompt_of_ten_thousand_words(fails, base_graph, instruction):
+    graph = base_graph(text="red " * 10_000)
+    graph["positive"][1]["instruction"] = instruction
+    fails(graph, r"^text: got \d{5} tokens, SANA reads at most 300; shorten the prompt$")
+
+
+def test_a_long_prompt_in_core_s_encoder(fails, base_graph):
+    graph = base_graph()
+    graph["positive"] = ("CLIPTextEncode", {"clip": ["load", 1], "text": "red " * 10_000})
+    fails(graph, r"^text: got \d{5} tokens, SANA reads at most 300; shorten the prompt$")
+
+
+def test_a_latent_of_four_channels(host, fails, base_graph):
+    class Noise4:
+        RETURN_TYPES, FUNCTION = ("LATENT",), "make"
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {}}
+
+        def make(self):
+            import torch
+
+            return ({"samples": torch.randn(1, 4, 8, 8)},)
+
+    host.nodes.NODE_CLASS_MAPPINGS["Noise4"] = Noise4
+    graph = {**base_graph(), "four": ("Noise4", {})}
+    wanted = r"got a latent of shape \[1, 4, 8, 8\], expected \[batch, 32, height / 32, width / 32\]"
+    for node, field in (("sample", "latent_image"), ("decode", "samples")):
+        wrong = {**graph, node: (graph[node][0], {**graph[node][1], field: ["four", 0]})}
+        fails(wrong, f"^{field}: {wanted}")
+    decode = ("VAEDecode", {"samples": ["four", 0], "vae": ["load", 2]})
+    fails({**graph, "decode": decode}, f"^samples: {wanted}")
+    links = {key: graph["sample"][1][key] for key in ("model", "positive", "negative")}
+    core = {"seed": 0, "steps": 2, "cfg": 4.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
+    fails({**graph, "sample": ("KSampler", {**links, "latent_image": ["four", 0], **core})}, f"^latent_image: {wanted}")
+
+
+@pytest.fixture
+def folder(host, checkpoint):
+    """A function that puts a copy of the checkpoint into models/diffusers, to be broken by the test."""
+    root = host.models / "diffusers"
+
+    def make(name):
+        return shutil.copytree(checkpoint, root / name)
+
+    yield make
+    for path in root.iterdir():
+        shutil.rmtree(path)
+
+
+def load(name):
+    return {
+        "load": ("SanaLoader", {"model": name}),
+        "catch": ("Catch", {"value": ["load", 0], "name": "model"}),
+    }
+
+
+def test_a_copied_folder_loads(host, folder):
+    folder("copy")
+    assert host.run(load("copy"))["model"].model.latent_format.latent_channels == 32
+
+
+def test_a_folder_without_config(fails, folder):
+    (folder("broken") / "vae" / "config.json").unlink()
+    fails(load("broken"), r"^model: no config.json in broken/vae; download the model folder again, whole")
+
+
+def test_a_folder_of_another_model(fails, folder):
+    config = folder("flux") / "transformer" / "config.json"
+    config.write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    fails(load("flux"), "^model: flux/transformer holds FluxTransformer2DModel, expected SanaTransformer2DModel")
+
+
+def test_a_folder_that_lost_its_weights(fails, folder):
+    for file in (folder("empty") / "transformer").glob("*.safetensors"):
+        file.unlink()
+    fails(load("empty"), "^model: no .safetensors file in empty/transformer; download")
+
+
+@pytest.mark.parametrize("name", ["gone", "", "..", "../../..", "/etc", "a\0b"])
+def test_names_that_are_not_on_the_list(host, fails, name):
+    with pytest.raises(NodeError, match="value_not_in_list"):
+        host.run(load(name))
+    graph = load("")
+    graph["name"] = linked(name)
+    graph["load"][1]["model"] = ["name", 0]
+    fails(graph, r"^model: got .*, expected one of sana-tiny \(bundled\); put diffusers folders into models/diffusers$")

@@ -1,0 +1,149 @@
+"""Our objects in the host's samplers, and our samplers on the host's objects, against diffusers."""
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
+
+from sana_core.latents import noise_like
+from sana_core.text import instruction_text
+
+PROMPT = "a red circle on a blue background"
+K_INPUTS = {"seed": 3, "steps": 8, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
+
+
+def pipeline_picture(checkpoint, scheduler=None, steps=8, output_type="pt"):
+    pipeline = SanaPipeline.from_pretrained(checkpoint, dtype=torch.float32)
+    if scheduler:
+        pipeline.scheduler = scheduler
+    pipeline.set_progress_bar_config(disable=True)
+    result = pipeline(
+        PROMPT,
+        num_inference_steps=steps,
+        guidance_scale=4.5,
+        width=128,
+        height=128,
+        latents=noise_like(torch.empty(1, 32, 4, 4), 3),
+        use_resolution_binning=False,
+        complex_human_instruction=instruction_text().split("\n"),
+        output_type=output_type,
+    )
+    if output_type == "latent":
+        return result.images / pipeline.vae.config.scaling_factor
+    return result.images.movedim(1, -1)
+
+
+def with_ksampler(graph, **inputs):
+    """Exchange SANA Sampler for core's KSampler."""
+    links = {key: graph["sample"][1][key] for key in ("model", "positive", "negative", "latent_image")}
+    return {**graph, "sample": ("KSampler", {**links, **K_INPUTS, **inputs})}
+
+
+@pytest.mark.parametrize("steps", [8, 20])
+def test_sana_sampler_equals_the_pipeline_with_its_own_scheduler(host, base_graph, checkpoint, steps):
+    got = host.run(base_graph(steps=steps))
+    expected = pipeline_picture(checkpoint, steps=steps, output_type="latent")
+    torch.testing.assert_close(got["latent"]["samples"], expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(got["image"], pipeline_picture(checkpoint, steps=steps), atol=1e-4, rtol=0)
+
+
+def test_sana_sampler_euler_equals_the_pipeline_with_euler(host, base_graph, checkpoint):
+    got = host.run(base_graph(sampler="flow_euler"))
+    expected = pipeline_picture(checkpoint, FlowMatchEulerDiscreteScheduler(shift=3.0))
+    torch.testing.assert_close(got["image"], expected, atol=1e-4, rtol=0)
+
+
+def test_ksampler_euler_normal_equals_diffusers_euler(host, base_graph, checkpoint):
+    got = host.run(with_ksampler(base_graph()))
+    expected = pipeline_picture(checkpoint, FlowMatchEulerDiscreteScheduler(shift=3.0), output_type="latent")
+    torch.testing.assert_close(got["latent"]["samples"], expected, atol=1e-4, rtol=0)
+
+
+def test_sampler_custom_advanced_equals_ksampler(host, base_graph):
+    graph = base_graph()
+    conds = {"model": ["load", 0], "positive": ["positive", 0], "negative": ["negative", 0]}
+    custom = {
+        **graph,
+        "noise": ("RandomNoise", {"noise_seed": 3}),
+        "guider": ("CFGGuider", {**conds, "cfg": 4.5}),
+        "euler": ("KSamplerSelect", {"sampler_name": "euler"}),
+        "sigmas": ("BasicScheduler", {"model": ["load", 0], "scheduler": "normal", "steps": 8, "denoise": 1.0}),
+        "sample": (
+            "SamplerCustomAdvanced",
+            {
+                "noise": ["noise", 0],
+                "guider": ["guider", 0],
+                "sampler": ["euler", 0],
+                "sigmas": ["sigmas", 0],
+                "latent_image": ["empty", 0],
+            },
+        ),
+    }
+    expected = host.run(with_ksampler(graph))["latent"]["samples"]
+    assert torch.equal(host.run(custom)["latent"]["samples"], expected)
+
+
+def test_the_shift_node_of_core_moves_our_schedule(host, base_graph, checkpoint):
+    graph = base_graph(sampler="flow_euler")
+    graph["shift"] = ("ModelSamplingSD3", {"model": ["load", 0], "shift": 6.0})
+    graph["sample"][1]["model"] = ["shift", 0]
+    expected = pipeline_picture(checkpoint, FlowMatchEulerDiscreteScheduler(shift=6.0))
+    torch.testing.assert_close(host.run(graph)["image"], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("text, instruction", [(PROMPT, True), ("", False)])
+def test_clip_text_encode_equals_sana_text_encode(host, text, instruction):
+    got = host.run(
+        {
+            "load": ("SanaLoader", {"model": "sana-tiny (bundled)"}),
+            "core": ("CLIPTextEncode", {"clip": ["load", 1], "text": text}),
+            "ours": ("SanaTextEncode", {"clip": ["load", 1], "text": text, "instruction": instruction}),
+            "catch core": ("Catch", {"value": ["core", 0], "name": "core"}),
+            "catch ours": ("Catch", {"value": ["ours", 0], "name": "ours"}),
+        }
+    )
+    ((core, core_rest),), ((ours, ours_rest),) = got["core"], got["ours"]
+    assert core.shape == (1, 300, 64)
+    assert torch.equal(core, ours) and torch.equal(core_rest["attention_mask"], ours_rest["attention_mask"])
+
+
+def test_our_instruction_is_that_of_the_host():
+    from comfy.text_encoders import pixeldit
+
+    assert instruction_text() == pixeldit._PIXELDIT_CHI_PROMPT
+
+
+def test_vae_decode_and_encode_equal_the_library(host, base_graph, checkpoint):
+    graph = base_graph(batch_size=2)
+    graph["core decode"] = ("VAEDecode", {"samples": ["sample", 0], "vae": ["load", 2]})
+    graph["core encode"] = ("VAEEncode", {"pixels": ["core decode", 0], "vae": ["load", 2]})
+    graph["catch core image"] = ("Catch", {"value": ["core decode", 0], "name": "core image"})
+    graph["catch core latent"] = ("Catch", {"value": ["core encode", 0], "name": "core latent"})
+    got = host.run(graph)
+    vae = SanaPipeline.from_pretrained(checkpoint, dtype=torch.float32).vae
+    with torch.no_grad():
+        expected = ((vae.decode(got["latent"]["samples"]).sample + 1) / 2).clamp(0, 1).movedim(1, -1)
+        encoded = vae.encode(got["core image"].movedim(-1, 1) * 2 - 1).latent
+    assert torch.equal(got["image"], got["core image"])
+    torch.testing.assert_close(got["image"], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got["core latent"]["samples"], encoded, atol=1e-4, rtol=0)
+
+
+def test_an_empty_latent_of_core_draws_the_same_picture(host, base_graph):
+    ours = base_graph()
+    core = {**ours, "empty": ("EmptyLatentImage", {"width": 128, "height": 128, "batch_size": 1})}
+    assert torch.equal(host.run(ours)["image"], host.run(core)["image"])
+    ours, core = with_ksampler(ours), with_ksampler(core)
+    assert torch.equal(host.run(ours)["image"], host.run(core)["image"])
+
+
+def test_an_encoded_picture_is_sampled_further(host, base_graph):
+    graph = base_graph(batch_size=1)
+    graph["encode"] = ("VAEEncode", {"pixels": ["decode", 0], "vae": ["load", 2]})
+    links = {"model": ["load", 0], "positive": ["positive", 0], "negative": ["negative", 0]}
+    again = {**links, "latent_image": ["encode", 0], **K_INPUTS, "denoise": 0.3}
+    graph["again"] = ("KSampler", again)
+    graph["decode again"] = ("VAEDecode", {"samples": ["again", 0], "vae": ["load", 2]})
+    graph["catch again"] = ("Catch", {"value": ["decode again", 0], "name": "again"})
+    got = host.run(graph)
+    difference = (got["again"] - got["image"]).abs().mean()
+    assert 0 < difference < 0.1

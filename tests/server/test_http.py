@@ -1,0 +1,95 @@
+"""As a script uses it: POST /prompt, events on the websocket, pictures from /view."""
+
+import copy
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from host import GraphError, get, images_of, run_graph
+from PIL import Image
+
+from demo.judge import judge
+
+
+def picture(server, events):
+    (image,) = images_of(events)
+    data = get(server, "/view", **image)
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+@pytest.mark.parametrize(
+    "prompt, wanted",
+    [
+        ("a red circle on a blue background", ("red", "circle", "blue")),
+        ("a blue square on a white background", ("blue", "square", "white")),
+    ],
+)
+def test_the_demo_draws_what_the_prompt_says_with_progress_and_previews(server, demo, prompt, wanted):
+    demo["2"]["inputs"]["text"] = prompt
+    events = list(run_graph(server, demo))
+    assert judge(picture(server, events)) == wanted
+
+    progress = [
+        e["data"] for e in events if isinstance(e, dict) and e["type"] == "progress" and e["data"]["node"] == "5"
+    ]
+    assert [step["value"] for step in progress] == list(range(1, 21))
+    assert {step["max"] for step in progress} == {20}
+    previews = [event for event in events if isinstance(event, bytes)]
+    assert len(previews) == 20
+    # 4 bytes of event, 4 of format, then the file
+    assert Image.open(io.BytesIO(previews[-1][8:])).format == "JPEG"
+
+
+def test_the_picture_carries_its_graph(server, demo):
+    (image,) = images_of(list(run_graph(server, demo)))
+    png = Image.open(io.BytesIO(get(server, "/view", **image)))
+    assert json.loads(png.text["prompt"])["5"]["class_type"] == "SanaSampler"
+
+
+BAD = {
+    "width": ("4", "width", 1000),
+    "text": ("2", "text", ""),
+    "guidance": ("5", "guidance", float("nan")),
+    "steps": ("5", "steps", float("nan")),
+    "model": ("1", "model", "missing"),
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_bad_input_is_refused_by_name_and_the_next_graph_runs(server, demo, field):
+    good = copy.deepcopy(demo)
+    node, name, value = BAD[field]
+    demo[node]["inputs"][name] = value
+    with pytest.raises(GraphError, match=field):
+        list(run_graph(server, demo))
+    assert images_of(list(run_graph(server, good)))
+
+
+def test_every_node_is_described(server):
+    info = json.loads(get(server, "/object_info"))
+    ours = {key: node for key, node in info.items() if key.startswith("Sana")}
+    assert set(ours) == {"SanaLoader", "SanaTextEncode", "SanaEmptyLatent", "SanaSampler", "SanaDecode"}
+    for key, node in ours.items():
+        assert node["display_name"].startswith("SANA ") and node["category"] == "SANA"
+        assert node["description"] and node["search_aliases"]
+        for name, (_, options) in {**node["input"].get("required", {}), **node["input"].get("optional", {})}.items():
+            assert options.get("tooltip"), f"{key}.{name}"
+        help_page = get(server, f"/extensions/sana/docs/{key}.md").decode()
+        assert help_page.startswith(f"# {node['display_name']}\n")
+
+
+def test_the_demo_is_a_template_with_a_thumbnail(server):
+    templates = json.loads(get(server, "/workflow_templates"))
+    assert templates["sana"] == ["sana_demo"]
+    workflow = json.loads(get(server, "/api/workflow_templates/sana/sana_demo.json"))
+    assert {node["type"] for node in workflow["nodes"]} >= {"SanaLoader", "SanaSampler", "SanaDecode"}
+    thumbnail = Image.open(io.BytesIO(get(server, "/api/workflow_templates/sana/sana_demo.jpg")))
+    assert thumbnail.format == "JPEG"
+
+
+def test_the_log_is_clean(server):
+    log = server.log.read_text()
+    assert "IMPORT FAILED" not in log
+    assert re.search(r"Import times for custom nodes:\n.*seconds: .*custom_nodes/sana", log)

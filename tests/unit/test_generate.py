@@ -1,0 +1,57 @@
+"""From prompt to picture without a host, against diffusers' own pipeline."""
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
+
+import sana_core
+from sana_core.text import instruction_text
+
+PROMPT = "a red circle on a blue background"
+SIZE = {"width": 128, "height": 128}
+
+
+def reference(checkpoint, scheduler=None, **options):
+    pipeline = SanaPipeline.from_pretrained(checkpoint, dtype=torch.float32)
+    if scheduler:
+        pipeline.scheduler = scheduler
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(
+        PROMPT,
+        num_inference_steps=20,
+        guidance_scale=4.5,
+        use_resolution_binning=False,
+        complex_human_instruction=instruction_text().split("\n"),
+        output_type="pt",
+        **options,
+    ).images
+    return images * 2 - 1
+
+
+@pytest.mark.parametrize("width, height", [(128, 128), (192, 96)])
+def test_equals_the_pipeline_with_its_own_scheduler(checkpoint, width, height):
+    generator = torch.Generator().manual_seed(3)
+    theirs = reference(checkpoint, width=width, height=height, generator=generator)
+    ours = sana_core.generate([PROMPT], checkpoint, seed=3, width=width, height=height)
+    assert ours.shape == (1, 3, height, width)
+    torch.testing.assert_close(ours, theirs.clamp(-1, 1), atol=1e-4, rtol=0)
+
+
+def test_euler_equals_the_pipeline_with_euler(checkpoint):
+    generator = torch.Generator().manual_seed(3)
+    theirs = reference(checkpoint, FlowMatchEulerDiscreteScheduler(shift=3.0), generator=generator, **SIZE)
+    ours = sana_core.generate([PROMPT], checkpoint, seed=3, sampler="flow_euler", **SIZE)
+    torch.testing.assert_close(ours, theirs.clamp(-1, 1), atol=1e-4, rtol=0)
+
+
+def test_the_same_seed_gives_the_same_picture_and_another_seed_another(checkpoint):
+    first, again, other = (sana_core.generate([PROMPT], checkpoint, seed=s, **SIZE) for s in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert (first - other).abs().mean() > 0.01
+
+
+def test_picture_k_of_a_batch_is_the_picture_of_seed_plus_k(checkpoint):
+    batch = sana_core.generate([PROMPT], checkpoint, seed=8, count=3, **SIZE)
+    for k in range(3):
+        alone = sana_core.generate([PROMPT], checkpoint, seed=8 + k, **SIZE)
+        torch.testing.assert_close(batch[k : k + 1], alone, atol=1e-4, rtol=0)

@@ -1,0 +1,76 @@
+"""What the registry's rules and the house's ask of the files that users get."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from setup import ROOT
+
+SHIPPED = [ROOT / "__init__.py", *sorted(ROOT.glob("nodes/**/*.py")), *sorted(ROOT.glob("sana_core/**/*.py"))]
+BANNED_CALLS = {"print", "eval", "exec", "compile", "__import__"}
+BANNED_MODULES = {"pickle", "subprocess", "socket", "os", "ctypes", "urllib", "requests", "aiohttp"}
+BANNED_ATTRIBUTES = {("sys", "path"), ("os", "environ"), ("os", "system")}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shipped_code_does_nothing_that_the_registry_bans(path):
+    source = path.read_text(encoding="ascii")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in BANNED_CALLS, node.lineno
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not {name.split(".")[0] for name in names} & BANNED_MODULES, node.lineno
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert (node.value.id, node.attr) not in BANNED_ATTRIBUTES, node.lineno
+    assert not re.search(r"[\"']cuda|\.cuda\(|trust_remote_code|\.eval\(", source)
+    assert source.count("\n") <= 400
+
+
+def test_sana_core_never_looks_up():
+    for path in ROOT.glob("sana_core/**/*.py"):
+        assert not re.search(r"^\s*(from|import) (comfy|nodes|folder_paths|sana_core)", path.read_text(), re.M), path
+
+
+def test_only_host_knows_the_host():
+    for path in ROOT.glob("nodes/*.py"):
+        imports = re.findall(r"^\s*(?:from|import) (\w+[\w.]*)", path.read_text(), re.M)
+        assert set(imports) <= {"inspect", "comfy_api.latest"}, path
+
+
+def test_nodes_import_the_heavy_half_of_host_only_when_they_run():
+    for path in ROOT.glob("nodes/*.py"):
+        at_import = re.findall(r"^from \.host(?:\.(\w+))? import", path.read_text(), re.M)
+        assert set(at_import) <= {"folders", "latents"}, path
+
+
+def test_importing_sana_core_imports_no_heavy_library():
+    code = "import sys, sana_core; sys.exit(', '.join({'diffusers', 'transformers', 'peft'} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_requirements_are_the_dependencies_of_the_project():
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^dependencies = \[(.*?)\]", text, re.M | re.S).group(1)
+    assert re.findall(r'"(.+?)"', listed) == (ROOT / "requirements.txt").read_text().split()
+    assert not any(line.startswith("torch") for line in (ROOT / "requirements.txt").read_text().split())
+
+
+def test_every_workflow_has_a_thumbnail_and_holds_no_path():
+    workflows = list(ROOT.glob("workflows/*.json"))
+    assert workflows
+    for path in workflows:
+        assert path.with_suffix(".jpg").read_bytes()[:3] == b"\xff\xd8\xff"
+        for node in json.loads(path.read_text())["nodes"]:
+            assert not any(re.match(r"/|[A-Z]:\\", str(value)) for value in node["widgets_values"])
+
+
+def test_every_node_has_a_help_page_and_a_translation():
+    ids = re.findall(r'node_id="(\w+)"', "".join(path.read_text() for path in ROOT.glob("nodes/*.py")))
+    assert len(ids) == len(set(ids)) and all(name.startswith("Sana") for name in ids)
+    assert {path.stem for path in ROOT.glob("web/docs/*.md")} == set(ids)
+    assert set(json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))) == set(ids)
