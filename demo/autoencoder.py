@@ -12,6 +12,7 @@ import torch
 from diffusers import AutoencoderDC
 
 from .pictures import PIXELS, combinations, draw_scene, random_scene
+from .step import take_step
 
 
 class Phase(NamedTuple):
@@ -88,11 +89,7 @@ def train(report: Callable[[int, float], None]) -> AutoencoderDC:
             with torch.autocast("cpu", torch.bfloat16):
                 error = model.decode(model.encode(pixels).latent).sample.float() - pixels
             loss = error.abs().mean() + error.square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
+            take_step(model, optimizer, schedule, loss)
             if step % 20 == 0:
                 report(step, loss.item())
             step += 1

@@ -13,6 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaTokenizer
 from sana_core.text import TextEncoder, instruction_text
 
 from .pictures import article, combinations, position_word, random_caption, random_scene, size_word
+from .step import take_step
 
 VOCABULARY = 1024
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
@@ -97,11 +98,7 @@ def train(report: Callable[[int, float], None]) -> TextEncoder:
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
         labels[:, :skip] = -100  # the instruction is always the same
         loss = model(**batch, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        take_step(model, optimizer, schedule, loss)
         if step % 20 == 0:
             report(step, loss.item())
     return TextEncoder(tokenizer, model.model.train(False))

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from diffusers import AutoencoderDC, SanaTransformer2DModel
 
+from sana_core.sampling import SHIFT, shift_sigmas
 from sana_core.text import TextEncoder, encode_prompts
 
 from .autoencoder import to_pixels
 from .pictures import PIXELS, combinations, draw_scene, placed_scenes, random_caption, random_scene
+from .step import take_step
 
 BATCH = 128
-SHIFT = 3.0
 MAX_TOKENS = 28
 DROP_PROMPT = 0.1
 
@@ -83,7 +84,7 @@ def flow_loss(
 ) -> torch.Tensor:
     """Squared error of the velocity noise - x0 at logit-normal times, shifted (SANA paper, section 2.3)."""
     t = torch.sigmoid(torch.randn(len(x0)))
-    sigma = SHIFT * t / (1 + (SHIFT - 1) * t)
+    sigma = shift_sigmas(t, SHIFT)
     s = sigma.view(-1, 1, 1, 1)
     noise = torch.randn_like(x0)
     with torch.autocast("cpu", torch.bfloat16):
@@ -139,11 +140,7 @@ def run_cycle(
             kept = torch.where(where < DROP_PROMPT + cycle.drop_instruction, bare[pick], full[pick])
             batch.append(torch.where(where < DROP_PROMPT, empty, kept))
         loss = flow_loss(model, latents[pick // cycle.captions], *batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        take_step(model, optimizer, schedule, loss)
         if step % 20 == 0:
             report(step, loss.item())
 

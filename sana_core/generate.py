@@ -10,13 +10,11 @@ import torch
 from .checkpoints import load_autoencoder, load_text_encoder, load_transformer
 from .decode import decode_latents
 from .latents import noise_like, picture_shape
-from .sampling import Denoiser, find_sampler
+from .sampling import SHIFT, Denoiser, find_sampler
 from .text import encode_prompts
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
-
-SHIFT = 3.0
 
 
 def denoiser(

@@ -14,6 +14,9 @@ import torch
 Denoiser = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Callback = Callable[[dict], None]
 
+# of SANA up to 2048 px
+SHIFT = 3.0
+
 
 def shift_sigmas(sigmas: torch.Tensor, shift: float) -> torch.Tensor:
     """Move the schedule towards noise, as larger pictures want (Esser et al. 2024, section 5.3.2)."""

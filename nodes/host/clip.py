@@ -14,7 +14,7 @@ import torch
 
 from ...sana_core.checkpoints import load_text_encoder
 from ...sana_core.text import MAX_TOKENS, select_tokens, tokenize
-from .adopt import adopt
+from .adopt import adopt, wide_dtype
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model, PreTrainedTokenizerBase
@@ -67,15 +67,9 @@ class SanaTextModel(torch.nn.Module):
         return cond, None, {"attention_mask": select_tokens(mask, MAX_TOKENS).to(device)}
 
 
-def text_dtype(device: torch.device) -> torch.dtype:
-    """Gemma 2 overflows in fp16."""
-    return torch.bfloat16 if comfy.model_management.should_use_bf16(device) else torch.float32
-
-
 def load_clip(folder: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
     """Return the CLIP of the diffusers folder `folder`."""
-    load_device = comfy.model_management.text_encoder_device()
-    dtype = text_dtype(load_device)
+    dtype = wide_dtype(comfy.model_management.text_encoder_device())
     encoder = load_text_encoder(folder, dtype=dtype)
     adopt(encoder.model, comfy.ops.disable_weight_init)
     target = comfy.supported_models_base.ClipTarget(

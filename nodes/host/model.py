@@ -15,10 +15,10 @@ from diffusers import SanaTransformer2DModel
 
 from ...sana_core.checkpoints import load_transformer, stored_dtype
 from ...sana_core.latents import check_channels
+from ...sana_core.sampling import SHIFT
 from .adopt import adopt
 from .latents import latent_format
 
-SHIFT = 3.0
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
 

@@ -14,7 +14,7 @@ from diffusers import AutoencoderDC
 from ...sana_core.checkpoints import load_autoencoder
 from ...sana_core.decode import decode_latents, encode_images
 from ...sana_core.latents import CHANNELS, DOWNSCALE
-from .adopt import adopt
+from .adopt import adopt, wide_dtype
 
 # Measured at 1024 x 1024 in fp32: 2.7 GB beyond the weights, for 128 channels at full resolution.
 ELEMENTS_PER_PIXEL = 650 / 128
@@ -35,9 +35,9 @@ class SanaAutoencoder(AutoencoderDC):
 def load_vae(folder: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
     """Return the VAE of the diffusers folder `folder`."""
     # ComfyUI's VAE has no constructor for a module of ours; the pixel-space one, which has no weights, sets up all
-    # else, and its module is then exchanged. DC-AE overflows in fp16.
+    # else, and its module is then exchanged.
     device = comfy.model_management.vae_device()
-    dtype = torch.bfloat16 if comfy.model_management.should_use_bf16(device) else torch.float32
+    dtype = wide_dtype(device)
     vae = comfy.sd.VAE(sd={"pixel_space_vae": torch.ones(())}, device=device, dtype=dtype)
 
     autoencoder = load_autoencoder(folder, dtype=dtype)
