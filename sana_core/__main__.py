@@ -1,0 +1,38 @@
+"""`python -m sana_core`: what the engine does, one command each."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from inspect import cleandoc
+
+from .commands import generate
+
+COMMANDS = {"generate": generate}
+
+
+def main() -> int:
+    """Run the command that the arguments name. Returns the exit status; a user's mistake is one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m sana_core", description="NVIDIA's SANA, without a host.")
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        text = cleandoc(command.__doc__ or "")
+        own = subparsers.add_parser(
+            name,
+            help=text.splitlines()[0],
+            description=text,
+            epilog=command.EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.configure(own)
+    arguments = parser.parse_args()
+    try:
+        COMMANDS[arguments.command].run(arguments)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
