@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import comfy.latent_formats
 import comfy.model_management
 import torch
 
-from ...sana_core.checkpoints import scaling_factor
+from ...sana_core.checkpoints import CheckpointInfo
+from ...sana_core.checkpoints.load import latent_scale
 from ...sana_core.latents import CHANNELS, DOWNSCALE, picture_shape
 
 # DC-AE f32c32 sana-1.0, from the scaled latent to RGB in [0, 1], fitted by the authors of
@@ -64,10 +64,10 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
         self.latent_rgb_factors_bias = [2 * bias - 1 for bias in rgb_bias]
 
 
-def latent_format(folder: Path) -> SanaLatents:
-    """Return the format of the checkpoint in `folder`: its VAE's scale, and its own preview colours if it has any."""
-    scale_factor = scaling_factor(folder)
-    preview = folder / "preview.json"
+def latent_format(info: CheckpointInfo) -> SanaLatents:
+    """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any."""
+    scale_factor = latent_scale(info)
+    preview = info.path / "preview.json"
     if preview.is_file():
         own = json.loads(preview.read_text(encoding="utf-8"))
         return SanaLatents(scale_factor, own["rgb_factors"], own["rgb_bias"])
