@@ -12,7 +12,6 @@ from PIL import Image
 
 from demo.judge import judge
 
-
 TEXT = 3  # the kind of event, in its first four bytes
 
 
@@ -39,12 +38,16 @@ def test_the_demo_draws_what_the_prompt_says_with_progress_and_previews(server, 
     ]
     assert [step["value"] for step in progress] == list(range(1, 21))
     assert {step["max"] for step in progress} == {20}
-    texts = [event for event in events if isinstance(event, bytes) and event[3] == TEXT]
-    assert texts[0].endswith(b"sana-custom-160x5, 128 px (config), diffusers layout, bfloat16")
     previews = [event for event in events if isinstance(event, bytes) and event[3] != TEXT]
     assert len(previews) == 20
     # 4 bytes of event, 4 of format, then the file
     assert Image.open(io.BytesIO(previews[-1][8:])).format == "JPEG"
+
+
+def test_the_loader_writes_under_itself_what_it_found(server, demo):
+    demo["1"]["inputs"]["resolution"] = "512"
+    (text,) = (event for event in run_graph(server, demo) if isinstance(event, bytes) and event[3] == TEXT)
+    assert text.endswith(b"sana-custom-160x5, 512 px (chosen), diffusers layout, bfloat16")
 
 
 def test_the_picture_carries_its_graph(server, demo):

@@ -9,8 +9,8 @@ import layouts
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from PIL import Image
+from setup import ROOT
 
 from sana_core import generate, inspect_checkpoint, load_transformer
 from sana_core.__main__ import COMMANDS, main
