@@ -7,6 +7,7 @@ from comfy_api.latest import io
 from .host.folders import find_file, list_files, list_models, model_path
 
 AUTO = "auto"
+RESOLUTIONS = ("512", "1024", "2048", "4096")
 
 
 def weight_dtype_input() -> io.Combo.Input:
@@ -22,7 +23,7 @@ def weight_dtype_input() -> io.Combo.Input:
 def resolution_input() -> io.Combo.Input:
     return io.Combo.Input(
         "resolution",
-        options=[AUTO, "512", "1024", "2048", "4096"],
+        options=[AUTO, *RESOLUTIONS],
         optional=True,
         advanced=True,
         tooltip="The size that the model was trained at. auto reads it from config, weights or file name.",
@@ -30,6 +31,9 @@ def resolution_input() -> io.Combo.Input:
 
 
 def pixels(resolution: str) -> int | None:
+    # widgets check their options, links do not
+    if resolution not in (AUTO, *RESOLUTIONS):
+        raise ValueError(f"resolution: got {resolution!r}, expected one of {', '.join((AUTO, *RESOLUTIONS))}")
     return None if resolution == AUTO else int(resolution)
 
 

@@ -70,6 +70,8 @@ def load_model(
     `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader; `resolution` in pixels overrides what the
     checkpoint says. Raises ValueError or FileNotFoundError, with the file's name, for what is no SANA transformer.
     """
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"weight_dtype: got {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
     checkpoint = inspect_checkpoint(path)
     info = find_part(checkpoint, "transformer")
     config = SanaConfig(checkpoint, info, resolution)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from ...sana_core.checkpoints.load import build_module, component_tensors, fill
 if TYPE_CHECKING:
     from ...sana_core.checkpoints import CheckpointInfo
 
+QUANTISATION = "_quantization_metadata"  # ComfyUI's key
 ADOPTED = (torch.nn.Linear, torch.nn.Conv2d)
 
 
@@ -53,22 +55,42 @@ def load_quantised(
 ) -> dict[str, torch.Tensor]:
     """Put quantised layers of `operations` into `module` and return the tensors that are left.
 
-    Raises ValueError for the original layout, whose fused weights cannot be parted under their scales, and for a
-    format that ComfyUI does not know.
+    Raises ValueError for the original layout, whose fused weights cannot be parted under their scales, for a component
+    that runs in other operations, and for a format that ComfyUI does not know.
     """
-    if info.layout == "original":
-        raise ValueError(f"{info.name}: got quantised weights in NVIDIA's layout, expected diffusers' names")
-    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=info.weights.metadata)
+    if info.layout == "original" or not is_mixed(operations):
+        raise ValueError(
+            f"{info.name}: got quantised weights, which are read of transformers and text encoders with the library's "
+            "names; use the file that is not quantised"
+        )
+    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(info))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
         plain = module.get_submodule(name)
-        layer = operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, device="cpu")
         own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
         try:
+            if not isinstance(plain, torch.nn.Linear):
+                raise ValueError(f"a {type(plain).__name__}")
+            layer = operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, device="cpu")
             layer.load_state_dict({key.removeprefix(f"{name}."): value for key, value in own.items()}, assign=True)
         except (KeyError, ValueError, RuntimeError) as error:
             raise ValueError(f"{info.name}: ComfyUI cannot read the quantised layer {name} ({error})") from None
         module.set_submodule(name, layer.requires_grad_(False))
     return tensors
+
+
+def renamed_layers(info: CheckpointInfo) -> dict[str, str]:
+    """Return the file's metadata, the layers in its table of formats under the names that the module has."""
+    metadata = dict(info.weights.metadata)
+    if QUANTISATION in metadata:
+        names = {origin.name: target for target, origin in info.origins.items()}
+        table = json.loads(metadata[QUANTISATION])
+        layers = {
+            names[f"{layer}.weight"].removesuffix(".weight"): form
+            for layer, form in table["layers"].items()
+            if f"{layer}.weight" in names
+        }
+        metadata[QUANTISATION] = json.dumps({**table, "layers": layers})
+    return metadata
 
 
 def adopt(module: torch.nn.Module, operations: type) -> None:

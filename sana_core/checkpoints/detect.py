@@ -191,8 +191,8 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
     sizes: Counter[torch.dtype] = Counter()
     for header in stored.values():
         sizes[header.dtype] += header.size
-    config = (config or {}).get(kind, config)  # an all-in-one file has one for each component
-    config = config if fits(config, kind) else None
+    # an all-in-one file has a configuration for each component
+    config = next((each for each in ((config or {}).get(kind), config) if fits(each, kind)), None)
     variant, resolution, source = "", None, ""
     if kind in ("transformer", "controlnet"):
         variant = variant_name(architecture(headers)) if kind == "transformer" else controlnet_name(headers)
@@ -225,9 +225,9 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
     )
 
 
-def fits(config: dict[str, Any] | None, kind: str) -> bool:
-    """Whether a config.json is of the library's class for `kind`; one beside a file may be of something else."""
-    if config is None:
+def fits(config: Any, kind: str) -> bool:
+    """Whether `config` is one of the library's class for `kind`; a config.json beside a file may be of another."""
+    if not isinstance(config, dict):
         return False
     return (config.get("_class_name") or (config.get("architectures") or [""])[0]) in CLASSES.get(kind, ())
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from .headers import Header
 
 Headers = Mapping[str, Header]
@@ -66,7 +68,7 @@ def transformer_config(headers: Headers, resolution: int) -> dict[str, Any]:
     The width has to be one of CROSS_HEADS, because the shapes do not tell the number of heads.
     """
     found = architecture(headers)
-    caption = headers["caption_projection.linear_1.weight"].shape[1]
+    caption = headers["caption_projection.linear_1.weight"]
     hidden = headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
     return {
         "in_channels": headers["patch_embed.proj.weight"].shape[1],
@@ -77,7 +79,8 @@ def transformer_config(headers: Headers, resolution: int) -> dict[str, Any]:
         "num_cross_attention_heads": CROSS_HEADS[found.width],
         "cross_attention_head_dim": found.width // CROSS_HEADS[found.width],
         "cross_attention_dim": found.width,
-        "caption_channels": caption,
+        # 4-bit formats pack two numbers into a byte
+        "caption_channels": caption.shape[1] * (2 if caption.dtype == torch.uint8 else 1),
         "mlp_ratio": hidden / found.width,
         "guidance_embeds": found.guidance_embeds,
         "qk_norm": "rms_norm_across_heads" if found.qk_norm else None,

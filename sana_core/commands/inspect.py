@@ -29,7 +29,7 @@ def sentence(info: CheckpointInfo) -> str:
     """Return `info` as a line: what it is, resolution and what told it, layout, dtype, size."""
     words = [describe(info)]
     if info.resolution is not None:
-        words.append(f"{info.resolution} px (from {info.resolution_from})")
+        words.append(f"{info.resolution} px ({info.resolution_from})")
     if info.layout:
         words.append(f"{info.layout} layout")
     words += [str(info.dtype).removeprefix("torch."), f"{info.size / 1e9:.3f} GB"]

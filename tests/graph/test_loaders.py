@@ -207,6 +207,69 @@ def test_a_quantised_format_that_core_does_not_know_is_named(host, put):
         host.run({"load": ("SanaModelLoader", {"model_name": "sana_int4.safetensors"}), **catch("load", 0)})
 
 
+@pytest.mark.parametrize("form", ["scaled_fp8", "metadata"])
+def test_a_quantised_text_encoder_is_read(host, put, tokenizer, form):
+    """Comfy-Org's fp8 files of Gemma 2, whose names begin with model."""
+    model = layouts.gemma(vocabulary=750)
+    tensors, layers = dict(tokenizer), {}
+    for name, value in model.state_dict().items():
+        layer, _, leaf = name.rpartition(".")
+        tensors[f"model.{name}"] = value
+        if value.ndim == 2 and "embed" not in name:
+            scale = value.float().abs().max() / 448
+            tensors[f"model.{name}"] = (value.float() / scale).to(torch.float8_e4m3fn)
+            tensors[f"model.{layer}.{'scale_weight' if form == 'scaled_fp8' else 'weight_scale'}"] = scale
+            layers[f"model.{layer}"] = {"format": "float8_e4m3fn"}
+            model.get_parameter(name).data = tensors[f"model.{name}"].float() * scale
+    if form == "scaled_fp8":
+        tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if form == "metadata" else {}
+    put("text_encoders", "gemma_fp8.safetensors", tensors, **metadata)
+    graph = {
+        "load": ("SanaTextEncoderLoader", {"text_encoder_name": "gemma_fp8.safetensors"}),
+        "text": ("SanaTextEncode", {"clip": ["load", 0], "text": "a red circle", "instruction": False}),
+        "catch text": ("Catch", {"value": ["text", 0], "name": "text"}),
+    }
+    got = host.run({**graph, **catch("load", 0)})
+    assert got["0"].cond_stage_model.gemma.layers[1].mlp.up_proj.quant_format == "float8_e4m3fn"
+    ids = [pair[0] for pair in got["0"].tokenize("a red circle", instruction=False)["gemma2_2b"][0]]
+    with torch.no_grad():
+        mask = torch.tensor([ids]).ne(0).long()
+        expected = model.float()(torch.tensor([ids]), attention_mask=mask).last_hidden_state
+    kept = mask.bool()
+    torch.testing.assert_close(got["text"][0][0][kept], expected[kept], atol=1e-2, rtol=0)
+
+
+def test_int8_layers_are_read(host, put):
+    model = layouts.transformer()
+    tensors = dict(model.state_dict())
+    layer = "transformer_blocks.0.attn2.to_q"
+    scale = tensors[f"{layer}.weight"].float().abs().max() / 127
+    tensors[f"{layer}.weight"] = (tensors[f"{layer}.weight"].float() / scale).round().to(torch.int8)
+    tensors[f"{layer}.weight_scale"] = scale
+    tensors[f"{layer}.comfy_quant"] = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
+    model.get_parameter(f"{layer}.weight").data = tensors[f"{layer}.weight"].float() * scale
+    put("diffusion_models", "sana_int8.safetensors", tensors)
+    patcher = host.run({"load": ("SanaModelLoader", {"model_name": "sana_int8.safetensors"}), **catch("load", 0)})["0"]
+    check_forward(patcher, model, tolerance=5e-2)
+
+
+def test_a_quantised_vae_is_refused(host, put):
+    tensors = dict(layouts.autoencoder().state_dict())
+    tensors["decoder.up_blocks.3.1.attn.to_q.weight_scale"] = torch.ones(())
+    put("vae", "dc-ae_fp8.safetensors", tensors)
+    with pytest.raises(NodeError, match="dc-ae_fp8.safetensors: got quantised weights, which are read of transformers"):
+        host.run({"load": ("SanaVAELoader", {"vae_name": "dc-ae_fp8.safetensors"}), **catch("load", 0)})
+
+
+@pytest.mark.parametrize("field, value", [("weight_dtype", "int3"), ("resolution", "777"), ("resolution", "")])
+def test_choices_through_links_are_checked(host, field, value):
+    graph = {"value": ("AnyValue", {"value": value})}
+    graph["load"] = ("SanaLoader", {"model": "sana-tiny (bundled)", field: ["value", 0]})
+    with pytest.raises(NodeError, match=f"^{field}: got '{value}', expected one of "):
+        host.run({**graph, **catch("load", 0)})
+
+
 @pytest.mark.parametrize("resolution, shift", [("auto", 3.0), ("4096", 6.0), ("512", 3.0)])
 def test_the_resolution_can_be_overridden(host, put, resolution, shift):
     put("diffusion_models", "sana.safetensors", layouts.transformer().state_dict())
