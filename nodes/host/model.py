@@ -14,10 +14,14 @@ import torch
 from diffusers import SanaTransformer2DModel
 
 from ...sana_core.checkpoints import load_transformer, stored_dtype
+from ...sana_core.defaults import GUIDANCE, model_timestep
+from ...sana_core.forward import velocity
 from ...sana_core.latents import check_channels
 from ...sana_core.sampling import SHIFT
 from .adopt import adopt
 from .latents import latent_format
+from .prompts import Prompt, PromptBatch, PromptCondition
+from .sprint import watch_sampler
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
@@ -26,10 +30,29 @@ WHOLE_TIMESTEPS = "sana_whole_timesteps"
 class SanaDiffusionModel(SanaTransformer2DModel):
     """The transformer with the call that ComfyUI makes; its parameters keep diffusers' names."""
 
-    def forward(self, x, timesteps, context=None, control=None, transformer_options={}, attention_mask=None, **kwargs):
-        if transformer_options.get(WHOLE_TIMESTEPS):
-            timesteps = timesteps.floor()
-        return super().forward(x, context, timesteps, encoder_attention_mask=attention_mask, return_dict=False)[0]
+    def forward(
+        self,
+        x,
+        timesteps,
+        context=None,
+        control=None,
+        transformer_options={},
+        attention_mask=None,
+        prompt: PromptBatch | None = None,
+        guidance=None,
+        **kwargs,
+    ):
+        timesteps = model_timestep(self.config, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
+        if guidance is not None:
+            guidance = guidance * self.config.guidance_embeds_scale
+        if prompt is None or torch.is_grad_enabled():
+            # in training the prompt's keys change with the weights
+            out = super().forward(
+                x, context, timesteps, guidance, encoder_attention_mask=attention_mask, return_dict=False
+            )
+            return out[0]
+        constants, perturbation = prompt.constants(self, x)
+        return velocity(self, x, timesteps, constants, guidance, perturbation)
 
 
 class SanaModel(comfy.model_base.BaseModel):
@@ -45,9 +68,15 @@ class SanaModel(comfy.model_base.BaseModel):
                 f"{field}: got embeddings of width {context.shape[-1]}, expected {width}; "
                 "encode the text with the CLIP of SANA Loader"
             )
+        mask = kwargs.get("attention_mask")
+        out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
+        # for ControlNets, training and what others hang into the call
         out["c_crossattn"] = comfy.conds.CONDRegular(context)
-        if "attention_mask" in kwargs:
-            out["attention_mask"] = comfy.conds.CONDRegular(kwargs["attention_mask"])
+        if mask is not None:
+            out["attention_mask"] = comfy.conds.CONDRegular(mask)
+        if self.diffusion_model.config.guidance_embeds:
+            guidance = float(kwargs.get("guidance", GUIDANCE))
+            out["guidance"] = comfy.conds.CONDRegular(torch.tensor([guidance], device=context.device))
         return out
 
 
@@ -90,4 +119,5 @@ def load_model(folder: Path, disable_dynamic: bool = False) -> comfy.model_patch
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
     patcher.cached_patcher_init = (load_model, (folder,))
+    watch_sampler(patcher)
     return patcher
