@@ -2,12 +2,13 @@
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import decode, latent, loader, sampler, text
+from . import custom_sampling, decode, guidance, latent, loader, prompt_list, sampler, text
 
 
 class SanaExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [node for module in (loader, text, latent, sampler, decode) for node in module.NODES]
+        modules = (loader, text, prompt_list, latent, guidance, sampler, custom_sampling, decode)
+        return [node for module in modules for node in module.NODES]
 
 
 async def comfy_entrypoint() -> SanaExtension:

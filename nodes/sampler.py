@@ -147,6 +147,7 @@ class SanaSprint(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "strength",
+                    optional=True,
                     default=1.0,
                     min=0.0,
                     max=1.0,
@@ -155,6 +156,7 @@ class SanaSprint(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "max_timestep",
+                    optional=True,
                     default=MAX_TIMESTEP,
                     min=0.0001,
                     max=MAX_TIMESTEP,
@@ -165,6 +167,7 @@ class SanaSprint(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "intermediate_timestep",
+                    optional=True,
                     default=INTERMEDIATE_TIMESTEP,
                     min=0.0001,
                     max=MAX_TIMESTEP,
