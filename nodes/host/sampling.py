@@ -14,7 +14,7 @@ import node_helpers
 import torch
 from tqdm.auto import tqdm
 
-from ...sana_core.defaults import Defaults, check_sampler, model_defaults
+from ...sana_core.defaults import SPRINT, Defaults, check_sampler, model_defaults
 from ...sana_core.latents import check_channels, noise_stream
 from ...sana_core.sampling import find_sampler, sample_scm
 from ...sana_core.schedules import start_later
@@ -82,10 +82,11 @@ def defaults_of(model: ModelPatcher) -> Defaults:
 def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:
     """Return the sigmas of the sampler `name` with the model's shift, none for `denoise` 0.
 
-    Raises ValueError for numbers out of range and for a sampler that is not in SAMPLERS.
+    Raises ValueError for numbers out of range, and for a sampler that is not in SAMPLERS or not for the model.
     """
-    shift = defaults_of(model).shift
-    return start_later(lambda count: find_sampler(name).sigmas(count, shift), steps, denoise)
+    flow, shift = find_sampler(name), defaults_of(model).shift
+    check_sampler(model.model.diffusion_model.config, name)
+    return start_later(lambda count: flow.sigmas(count, shift), steps, denoise)
 
 
 def sample(
@@ -128,6 +129,6 @@ def sample_sprint(
     model: ModelPatcher, positive: list, latent: dict, seed: int, guidance: float, sigmas: torch.Tensor
 ) -> dict:
     """Return a LATENT of a SANA-Sprint model, which gets its guidance as an embedding. Raises as `sample` does."""
-    check_sampler(require_sana(model.model).diffusion_model.config, "scm")
+    check_sampler(require_sana(model.model).diffusion_model.config, SPRINT)
     positive = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
-    return sample(model, positive, positive, latent, seed, 1.0, "scm", sigmas)
+    return sample(model, positive, positive, latent, seed, 1.0, SPRINT, sigmas)

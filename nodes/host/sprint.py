@@ -26,12 +26,10 @@ def watch_sampler(patcher: ModelPatcher) -> None:
 def refuse_other_samplers(executor, guider, *args, **kwargs):
     """Raises ValueError for a sampler of one ODE step after another, or for guidance by a second pass."""
     sampler = executor.class_obj
-    if isinstance(sampler, comfy.samplers.KSAMPLER):
-        name = getattr(sampler, "name", sampler.sampler_function.__name__)
-        if name not in (SPRINT, LCM):
-            raise ValueError(
-                f"sampler_name: got {name.removeprefix('sample_')} for a SANA-Sprint model, expected scm; {REMEDY}"
-            )
+    # ours say themselves what they are for
+    if type(sampler) is comfy.samplers.KSAMPLER and sampler.sampler_function.__name__ != LCM:
+        name = sampler.sampler_function.__name__.removeprefix("sample_")
+        raise ValueError(f"sampler_name: got {name} for a SANA-Sprint model, expected scm; {REMEDY}")
     if getattr(guider, "cfg", 1.0) != 1:
         raise ValueError(
             f"cfg: got {guider.cfg} for a SANA-Sprint model, whose guidance is built in, expected 1; {REMEDY}"
