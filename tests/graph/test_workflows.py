@@ -1,0 +1,47 @@
+"""Every shipped workflow fits the nodes, and draws what its thumbnail shows if its model is the bundled one."""
+
+import json
+
+import pytest
+from setup import ROOT
+
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+BUNDLED = "sana-tiny (bundled)"
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+
+
+def to_graph(host, workflow):
+    """The graph that the canvas queues for `workflow`: its widgets go by their order in the schema."""
+    sources = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    graph = {}
+    for node in workflow["nodes"]:
+        types = host.nodes.NODE_CLASS_MAPPINGS[node["type"]].INPUT_TYPES()
+        fields = {**types.get("required", {}), **types.get("optional", {})}
+        assert [entry["name"] for entry in node["inputs"]] == list(fields), node["type"]
+        linked = {entry["name"]: sources[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
+        values = iter(node["widgets_values"])
+        inputs = {}
+        for name, (kind, *options) in fields.items():
+            if isinstance(kind, list | tuple) or kind in WIDGETS:
+                inputs[name] = next(values)
+                if options and options[0].get("control_after_generate"):
+                    assert next(values) in ("fixed", "randomize")
+        assert not list(values), node["type"]
+        graph[str(node["id"])] = (node["type"], {**inputs, **linked})
+    return graph
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_fits_the_nodes_and_draws(host, path):
+    graph = to_graph(host, json.loads(path.read_text()))
+    (save,) = (key for key, (kind, _) in graph.items() if kind == "SaveImage")
+    image = graph.pop(save)[1]["images"]
+    loaders = [inputs["model"] for kind, inputs in graph.values() if kind == "SanaLoader"]
+    if loaders == [BUNDLED]:
+        picture = host.run({**graph, "catch": ("Catch", {"value": image, "name": "image"})})["image"]
+        assert picture.isfinite().all() and picture.std() > 0.1
+
+
+def test_every_node_is_in_a_workflow(host):
+    used = {node["type"] for path in WORKFLOWS for node in json.loads(path.read_text())["nodes"]}
+    assert {name for name in host.nodes.NODE_CLASS_MAPPINGS if name.startswith("Sana")} <= used
