@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+from transformers import AutoTokenizer
 
 from sana_core.checkpoints import load_text_encoder
 
@@ -45,16 +46,17 @@ def main() -> None:
         vae.save_pretrained(BUILD / "vae")
     vae = AutoencoderDC.from_pretrained(BUILD / "vae")
     if not (BUILD / "text_encoder/config.json").is_file():
-        encoder = text.train(log_losses("text_encoder"))
-        encoder.tokenizer.save_pretrained(BUILD / "tokenizer")
-        encoder.model.save_pretrained(BUILD / "text_encoder")
+        tokenizer, language_model = text.train(log_losses("text_encoder"))
+        tokenizer.save_pretrained(BUILD / "tokenizer")
+        language_model.save_pretrained(BUILD / "text_encoder")
     encoder = load_text_encoder(BUILD)
     if not (BUILD / "transformer/config.json").is_file():
         transformer.train(vae, encoder, log_losses("transformer")).save_pretrained(BUILD / "transformer")
     dit = SanaTransformer2DModel.from_pretrained(BUILD / "transformer")
 
     scheduler = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
-    pipeline = SanaPipeline(encoder.tokenizer, encoder.model, vae, dit, scheduler)
+    tokenizer = AutoTokenizer.from_pretrained(BUILD / "tokenizer", local_files_only=True)
+    pipeline = SanaPipeline(tokenizer, encoder.model, vae, dit, scheduler)
     colours = preview.fit_colours(vae)
     pipeline.to(torch.bfloat16).save_pretrained(CHECKPOINT)
     for config in CHECKPOINT.glob("*/config.json"):  # diffusers notes where the module was loaded from

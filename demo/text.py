@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaTokenizer
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma2Model, GemmaTokenizer
 
-from sana_core.text import TextEncoder, instruction_text
+from sana_core.text import instruction_text
 
 from .pictures import article, combinations, position_word, random_caption, random_scene, size_word
 from .step import take_step
@@ -79,7 +79,7 @@ def build(tokenizer: GemmaTokenizer) -> Gemma2ForCausalLM:
     )
 
 
-def train(report: Callable[[int, float], None]) -> TextEncoder:
+def train(report: Callable[[int, float], None]) -> tuple[GemmaTokenizer, Gemma2Model]:
     """Train on prompt and description, half of them behind the instruction; return tokenizer and decoder stack."""
     torch.manual_seed(3)
     tokenizer = train_tokenizer()
@@ -101,4 +101,4 @@ def train(report: Callable[[int, float], None]) -> TextEncoder:
         take_step(model, optimizer, schedule, loss)
         if step % 20 == 0:
             report(step, loss.item())
-    return TextEncoder(tokenizer, model.model.train(False))
+    return tokenizer, model.model.train(False)

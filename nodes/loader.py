@@ -1,18 +1,44 @@
-"""Model folder to MODEL, CLIP and VAE."""
+"""Model files to MODEL, CLIP and VAE."""
 
 from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from .host.folders import list_models, model_folder
+from .host.folders import find_file, list_files, list_models, model_path
+
+AUTO = "auto"
+
+
+def weight_dtype_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "weight_dtype",
+        options=["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
+        optional=True,
+        advanced=True,
+        tooltip="fp8 halves the transformer's memory at some loss of quality. default is the file's own.",
+    )
+
+
+def resolution_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "resolution",
+        options=[AUTO, "512", "1024", "2048", "4096"],
+        optional=True,
+        advanced=True,
+        tooltip="The size that the model was trained at. auto reads it from config, weights or file name.",
+    )
+
+
+def pixels(resolution: str) -> int | None:
+    return None if resolution == AUTO else int(resolution)
 
 
 class SanaLoader(io.ComfyNode):
     """
-    Loads a SANA model: transformer, Gemma text encoder and DC-AE.
+    Loads a whole SANA model: transformer, Gemma text encoder and DC-AE.
 
-    Put diffusers folders into models/diffusers. "sana-tiny (bundled)" comes with the pack: it draws coloured shapes
-    at 128 x 128 on any computer.
+    Put diffusers folders into models/diffusers, all-in-one files into models/checkpoints. "sana-tiny (bundled)" comes
+    with the pack: it draws coloured shapes at 128 x 128 on any computer.
     """
 
     @classmethod
@@ -20,32 +46,131 @@ class SanaLoader(io.ComfyNode):
         return io.Schema(
             node_id="SanaLoader",
             display_name="SANA Loader",
-            category="SANA",
+            category="SANA/loaders",
             description=cleandoc(cls.__doc__),
             search_aliases=["sana checkpoint", "load sana", "gemma", "dc-ae"],
             inputs=[
                 io.Combo.Input(
                     "model",
                     options=list_models(),
-                    tooltip="A folder with model_index.json under models/diffusers, or the bundled one.",
-                )
+                    tooltip="A folder under models/diffusers, a file in models/checkpoints, or the bundled model.",
+                ),
+                weight_dtype_input(),
+                resolution_input(),
             ],
             outputs=[
                 io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders."),
                 io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode."),
                 io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode."),
             ],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, model: str) -> io.NodeOutput:
+    def execute(cls, model: str, weight_dtype: str = "default", resolution: str = AUTO) -> io.NodeOutput:
         # these import diffusers and transformers
         from .host.clip import load_clip
-        from .host.model import load_model
+        from .host.load_model import load_model, model_text
+        from .host.report import show
         from .host.vae import load_vae
 
-        folder = model_folder(model)
-        return io.NodeOutput(load_model(folder), load_clip(folder), load_vae(folder))
+        path = model_path(model)
+        patcher = load_model(path, weight_dtype, pixels(resolution))
+        show(model_text(patcher), cls.hidden.unique_id)
+        return io.NodeOutput(patcher, load_clip(path), load_vae(path))
 
 
-NODES = [SanaLoader]
+class SanaModelLoader(io.ComfyNode):
+    """
+    Loads a SANA transformer from one file: diffusers' or NVIDIA's layout, .safetensors or .pth, any of the released
+    sizes. It is recognised by its tensors.
+
+    Of a sharded model, choose the first file. A config.json in the same folder is read.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaModelLoader",
+            display_name="SANA Load Diffusion Model",
+            category="SANA/loaders",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["sana unet", "sana transformer", "load sana model", "sana pth"],
+            inputs=[
+                io.Combo.Input(
+                    "model_name", options=list_files("diffusion_models"), tooltip="A file in models/diffusion_models."
+                ),
+                weight_dtype_input(),
+                resolution_input(),
+            ],
+            outputs=[io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, model_name: str, weight_dtype: str = "default", resolution: str = AUTO) -> io.NodeOutput:
+        from .host.load_model import load_model, model_text
+        from .host.report import show
+
+        model = load_model(find_file("diffusion_models", model_name), weight_dtype, pixels(resolution))
+        show(model_text(model), cls.hidden.unique_id)
+        return io.NodeOutput(model)
+
+
+class SanaTextEncoderLoader(io.ComfyNode):
+    """
+    Loads SANA's text encoder, Gemma-2-2b-it: one file with its tokenizer inside, or a file of a downloaded folder.
+
+    The gemma_2_2b file that other models use works. ComfyUI's CLIPLoader with type pixeldit gives the same.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaTextEncoderLoader",
+            display_name="SANA Load Text Encoder",
+            category="SANA/loaders",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["gemma loader", "sana clip", "load gemma 2"],
+            inputs=[
+                io.Combo.Input(
+                    "text_encoder_name", options=list_files("text_encoders"), tooltip="A file in models/text_encoders."
+                )
+            ],
+            outputs=[io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode.")],
+        )
+
+    @classmethod
+    def execute(cls, text_encoder_name: str) -> io.NodeOutput:
+        from .host.clip import load_clip
+
+        return io.NodeOutput(load_clip(find_file("text_encoders", text_encoder_name)))
+
+
+class SanaVAELoader(io.ComfyNode):
+    """
+    Loads SANA's autoencoder, DC-AE f32c32 1.0 or 1.1, in diffusers' or the original layout.
+
+    1.1 has the better decoder; its latents are the same.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaVAELoader",
+            display_name="SANA Load VAE",
+            category="SANA/loaders",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["dc-ae", "sana vae", "load dc-ae"],
+            inputs=[io.Combo.Input("vae_name", options=list_files("vae"), tooltip="A file in models/vae.")],
+            outputs=[io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode.")],
+        )
+
+    @classmethod
+    def execute(cls, vae_name: str) -> io.NodeOutput:
+        from .host.vae import load_vae
+
+        return io.NodeOutput(load_vae(find_file("vae", vae_name)))
+
+
+NODES = [SanaLoader, SanaModelLoader, SanaTextEncoderLoader, SanaVAELoader]

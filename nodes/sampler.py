@@ -104,7 +104,7 @@ class SanaSampler(io.ComfyNode):
         from .host.sampling import defaults_of, sample, sample_sprint, schedule
 
         if model_defaults:
-            sampler, steps, guidance, _ = defaults_of(model)
+            sampler, steps, guidance = defaults_of(model)
         # widgets check their range, links do not
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)

@@ -21,7 +21,7 @@ class SanaTextEncode(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["sana prompt", "gemma", "complex human instruction", "chi"],
             inputs=[
-                io.Clip.Input("clip", tooltip="The CLIP of SANA Loader."),
+                io.Clip.Input("clip", tooltip="The CLIP of a SANA loader, or of CLIPLoader with type pixeldit."),
                 io.String.Input(
                     "text",
                     multiline=True,
@@ -41,9 +41,11 @@ class SanaTextEncode(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip, text: str, instruction: bool) -> io.NodeOutput:
+        from .host.clip import encode
+
         if instruction and not text.strip():
             raise ValueError("text: got an empty prompt; write one, or turn the instruction off for a negative prompt")
-        return io.NodeOutput(clip.encode_from_tokens_scheduled(clip.tokenize(text, instruction=instruction)))
+        return io.NodeOutput(encode(clip, text, instruction))
 
 
 NODES = [SanaTextEncode]

@@ -1,6 +1,6 @@
 """SANA outside ComfyUI: load, encode, sample, decode. Heavy libraries are imported where they are used."""
 
-from .checkpoints import load_autoencoder, load_text_encoder, load_transformer
+from .checkpoints import inspect_checkpoint, load_autoencoder, load_controlnet, load_text_encoder, load_transformer
 from .decode import decode_latents, encode_images
 from .generate import generate
 from .text import encode_prompts
@@ -10,7 +10,9 @@ __all__ = [
     "encode_images",
     "encode_prompts",
     "generate",
+    "inspect_checkpoint",
     "load_autoencoder",
+    "load_controlnet",
     "load_text_encoder",
     "load_transformer",
 ]

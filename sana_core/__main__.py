@@ -6,13 +6,16 @@ import argparse
 import sys
 from inspect import cleandoc
 
-from .commands import generate
+from .commands import convert, generate, inspect
 
-COMMANDS = {"generate": generate}
+COMMANDS = {"generate": generate, "inspect": inspect, "convert": convert}
 
 
-def main() -> int:
-    """Run the command that the arguments name. Returns the exit status; a user's mistake is one line on stderr."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that `argv`, or the command line, names.
+
+    Returns the exit status; a user's mistake is one line on stderr.
+    """
     parser = argparse.ArgumentParser(prog="python -m sana_core", description="NVIDIA's SANA, without a host.")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
@@ -25,7 +28,7 @@ def main() -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.configure(own)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         COMMANDS[arguments.command].run(arguments)
     except (OSError, ValueError) as error:

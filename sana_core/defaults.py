@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .schedules import SHIFT
-
 # of SANA's demo and of diffusers' pipelines
 GUIDANCE = 4.5
 # the sampler of SANA-Sprint, which was distilled for it
@@ -15,19 +13,16 @@ SPRINT = "scm"
 
 
 class Defaults(NamedTuple):
-    """What SANA's authors sample a model with; `sampler` is a name in SAMPLERS."""
+    """What SANA's authors sample a model with, besides its shift; `sampler` is a name in SAMPLERS."""
 
     sampler: str
     steps: int
     guidance: float
-    shift: float
 
 
 def model_defaults(config: Any) -> Defaults:
-    """Return the defaults of the transformer with `config`: SANA-Sprint's, those of 4K, or SANA's."""
-    if config.guidance_embeds:
-        return Defaults(SPRINT, 2, GUIDANCE, 1.0)
-    return Defaults("flow_dpmpp_2m", 20, GUIDANCE, 6.0 if config.sample_size == 128 else SHIFT)
+    """Return the defaults of the transformer with `config`: SANA-Sprint's or SANA's."""
+    return Defaults(SPRINT, 2, GUIDANCE) if config.guidance_embeds else Defaults("flow_dpmpp_2m", 20, GUIDANCE)
 
 
 def check_sampler(config: Any, name: str) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from .checkpoints import load_autoencoder, load_text_encoder, load_transformer
+from .checkpoints import inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
+from .checkpoints.load import shift_of
 from .decode import decode_latents
 from .defaults import check_sampler, model_defaults
 from .guidance import denoiser, perturbed_attention
@@ -48,9 +49,10 @@ def generate(
     check_sampler(transformer.config, sampler)
     check_number("guidance_interval", guidance_interval[0], 0, 1)
     check_number("guidance_interval", guidance_interval[1], guidance_interval[0], 1)
-    ends = shift_sigmas(1 - torch.tensor(guidance_interval, dtype=torch.float64), defaults.shift).tolist()
+    shift = shift_of(inspect_checkpoint(checkpoint))
+    ends = shift_sigmas(1 - torch.tensor(guidance_interval, dtype=torch.float64), shift).tolist()
     perturbed = perturbed_attention(transformer.config, pag_scale, pag_blocks) if pag_scale else None
-    sigmas = flow.sigmas(defaults.steps if steps is None else steps, defaults.shift)
+    sigmas = flow.sigmas(defaults.steps if steps is None else steps, shift)
     shape = picture_shape(width, height, count)
 
     autoencoder = load_autoencoder(checkpoint)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from transformers import Gemma2Model, PreTrainedTokenizerBase
+    from transformers import Gemma2Model
 
 MAX_TOKENS = 300
+
+
+class Tokenizer(NamedTuple):
+    """A function from text to token ids, BOS first; the id that fills up; and what it was made of."""
+
+    encode: Callable[[str], list[int]]
+    pad_token: int
+    kind: str  # spiece_model or tokenizer_json: the name under which single-file text encoders hold `content`
+    content: bytes
 
 
 class TextEncoder(NamedTuple):
     """A tokenizer and the decoder-only language model whose last hidden states are the embeddings."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     model: Gemma2Model
 
 
@@ -42,7 +52,7 @@ def check_characters(text: str) -> None:
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[str], instruction: bool = True, max_tokens: int = MAX_TOKENS
+    tokenizer: Tokenizer, prompts: list[str], instruction: bool = True, max_tokens: int = MAX_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and mask, both int64 [B, L], padded on the right.
 
@@ -55,18 +65,17 @@ def tokenize(
     prefix, length = "", max_tokens
     if instruction:
         prefix = instruction_text()
-        length = len(tokenizer(prefix).input_ids) + max_tokens - 2
-    tokens = [tokenizer(prefix + prompt).input_ids for prompt in prompts]
+        length = len(tokenizer.encode(prefix)) + max_tokens - 2
+    tokens = [tokenizer.encode(prefix + prompt) for prompt in prompts]
     for ids in tokens:
         if len(ids) > length:
             raise ValueError(
                 f"text: got {len(ids) - length + max_tokens} tokens, SANA reads at most {max_tokens}; "
                 "shorten the prompt"
             )
-    batch = tokenizer.pad(
-        {"input_ids": tokens}, padding="max_length", max_length=length, padding_side="right", return_tensors="pt"
-    )
-    return batch["input_ids"], batch["attention_mask"]
+    padded = torch.tensor([row + [tokenizer.pad_token] * (length - len(row)) for row in tokens])
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in tokens])
+    return padded, mask
 
 
 def select_tokens(states: torch.Tensor, max_tokens: int = MAX_TOKENS) -> torch.Tensor:

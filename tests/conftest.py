@@ -1,15 +1,43 @@
 """Paths. The project comes last on sys.path: its `nodes` must not stand before ComfyUI's nodes.py."""
 
+import io
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "scripts"), str(ROOT)]
+sys.path += [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
 
 @pytest.fixture(scope="session")
 def checkpoint() -> Path:
     """The bundled checkpoint: real classes, really trained."""
     return ROOT / "demo" / "sana-tiny"
+
+
+@pytest.fixture(scope="session")
+def spiece() -> bytes:
+    """A sentencepiece model with Gemma's settings: BPE, bytes for what is unknown, text left as it is."""
+    import sentencepiece
+
+    from sana_core.text import instruction_text
+
+    prompts = [f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square")]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*prompts, *instruction_text().splitlines()]),
+        model_writer=model,
+        vocab_size=600,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        minloglevel=2,
+    )
+    return model.getvalue()

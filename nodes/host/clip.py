@@ -11,13 +11,15 @@ import comfy.ops
 import comfy.sd
 import comfy.supported_models_base
 import torch
+from comfy.text_encoders.pixeldit import PixelDiTGemma2Tokenizer
 
-from ...sana_core.checkpoints import load_text_encoder
-from ...sana_core.text import MAX_TOKENS, select_tokens, tokenize
-from .adopt import adopt, wide_dtype
+from ...sana_core.checkpoints import find_part, inspect_checkpoint
+from ...sana_core.checkpoints.tokenizer import load_tokenizer
+from ...sana_core.text import MAX_TOKENS, Tokenizer, select_tokens, tokenize
+from .weights import load_component, wide_dtype
 
 if TYPE_CHECKING:
-    from transformers import Gemma2Model, PreTrainedTokenizerBase
+    from transformers import Gemma2Model
 
 KEY = "gemma2_2b"
 
@@ -25,7 +27,7 @@ KEY = "gemma2_2b"
 class SanaTokenizer:
     """Text to (token, weight) pairs. Weights are always 1: SANA reads brackets as brackets."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
     def tokenize_with_weights(
@@ -33,12 +35,17 @@ class SanaTokenizer:
     ) -> dict[str, list[list[tuple]]]:
         """Without `instruction` from the caller, a prompt has it and the empty text, which stands for none, has not."""
         instruction = bool(text.strip()) if instruction is None else instruction
-        ids, _ = tokenize(self.tokenizer, [text], instruction)
-        tail = (0,) if return_word_ids else ()
-        return {KEY: [[(token, 1.0, *tail) for token in ids[0].tolist()]]}
+        return token_pairs(self.tokenizer, text, instruction, (0,) if return_word_ids else ())
 
     def state_dict(self) -> dict:
-        return {}
+        """What ComfyUI writes into a checkpoint, so that the file has its tokenizer inside."""
+        return {self.tokenizer.kind: torch.tensor(list(self.tokenizer.content), dtype=torch.uint8)}
+
+
+def token_pairs(tokenizer: Tokenizer, text: str, instruction: bool, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
+    """Return what ComfyUI's CLIP calls tokens; it raises as `tokenize` does."""
+    ids, _ = tokenize(tokenizer, [text], instruction)
+    return {KEY: [[(token, 1.0, *tail) for token in ids[0].tolist()]]}
 
 
 class SanaTextModel(torch.nn.Module):
@@ -46,10 +53,15 @@ class SanaTextModel(torch.nn.Module):
 
     def __init__(self, gemma: Gemma2Model, pad_token: int) -> None:
         super().__init__()
-        self.gemma = gemma
+        # the names by which ComfyUI's checkpoints and LoRA know Gemma 2
+        self.gemma2_2b = torch.nn.ModuleDict({"transformer": torch.nn.ModuleDict({"model": gemma})})
         self.pad_token = pad_token
         self.dtypes = {gemma.dtype}
         self.execution_device = gemma.device
+
+    @property
+    def gemma(self) -> Gemma2Model:
+        return self.gemma2_2b["transformer"]["model"]
 
     def reset_clip_options(self) -> None:
         self.execution_device = self.gemma.device
@@ -67,24 +79,50 @@ class SanaTextModel(torch.nn.Module):
         return cond, None, {"attention_mask": select_tokens(mask, MAX_TOKENS).to(device)}
 
 
-def load_clip(folder: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
-    """Return the CLIP of the diffusers folder `folder`."""
-    dtype = wide_dtype(comfy.model_management.text_encoder_device())
-    encoder = load_text_encoder(folder, dtype=dtype)
-    adopt(encoder.model, comfy.ops.disable_weight_init)
+def load_clip(path: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
+    """Return the CLIP of the checkpoint at `path`.
+
+    Raises ValueError or FileNotFoundError, with the file's name, for what is no Gemma 2 with its tokenizer.
+    """
+    info = find_part(inspect_checkpoint(path), "text_encoder")
+    tokenizer = load_tokenizer(info)
+    device = comfy.model_management.text_encoder_device()
+    dtype = wide_dtype(device)
+    operations = comfy.ops.disable_weight_init
+    if info.quantised:
+        operations = comfy.ops.mixed_precision_ops({}, dtype, full_precision_mm=True)
+    gemma = load_component(info, dtype, None, operations)
     target = comfy.supported_models_base.ClipTarget(
-        lambda **_: SanaTokenizer(encoder.tokenizer),
-        lambda **_: SanaTextModel(encoder.model, encoder.tokenizer.pad_token_id),
+        lambda **_: SanaTokenizer(tokenizer), lambda **_: SanaTextModel(gemma, tokenizer.pad_token)
     )
     clip = comfy.sd.CLIP(
         target,
         model_options={"dtype": dtype, "initial_device": torch.device("cpu")},
         disable_dynamic=disable_dynamic,
     )
-    clip.patcher.cached_patcher_init = (load_clip_patcher, (folder,))
+    clip.patcher.cached_patcher_init = (load_clip_patcher, (path,))
     return clip
 
 
-def load_clip_patcher(folder: Path, disable_dynamic: bool = False) -> comfy.model_patcher.ModelPatcher:
+def load_clip_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_patcher.ModelPatcher:
     """What ComfyUI calls for another copy of the weights."""
-    return load_clip(folder, disable_dynamic).patcher
+    return load_clip(path, disable_dynamic).patcher
+
+
+def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> list:
+    """Return the CONDITIONING of `text`, with SANA's instruction before it or without.
+
+    `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises ValueError
+    for any other.
+    """
+    if isinstance(clip.tokenizer, SanaTokenizer):
+        return clip.encode_from_tokens_scheduled(clip.tokenize(text, instruction=instruction))
+    if not isinstance(clip.tokenizer, PixelDiTGemma2Tokenizer):
+        raise ValueError(
+            f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "
+            "use SANA Loader, SANA Text Encoder Loader, or CLIPLoader with type pixeldit"
+        )
+    # pixeldit's own tokenization puts the instruction before negative prompts too
+    theirs = clip.tokenizer.gemma2_2b
+    tokenizer = Tokenizer(lambda prompt: theirs.tokenizer(prompt)["input_ids"], theirs.pad_token, "spiece_model", b"")
+    return clip.encode_from_tokens_scheduled(token_pairs(tokenizer, text, instruction))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import comfy.latent_formats
 import comfy.model_management
 import torch
 
-from ...sana_core.checkpoints import scaling_factor
+from ...sana_core.checkpoints import CheckpointInfo
+from ...sana_core.checkpoints.load import latent_scale
 from ...sana_core.latents import CHANNELS, DOWNSCALE, picture_shape
 from .preview import find_taesana, taesana_previewer
 
@@ -87,13 +87,13 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
         return find_taesana() if self.taesana else None
 
 
-def latent_format(folder: Path) -> SanaLatents:
-    """Return the format of the checkpoint in `folder`: its VAE's scale, and its own preview colours if it has any.
+def latent_format(info: CheckpointInfo) -> SanaLatents:
+    """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any.
 
     A checkpoint with colours of its own has latents of its own, which TAESANA cannot read.
     """
-    scale_factor = scaling_factor(folder)
-    preview = folder / "preview.json"
+    scale_factor = latent_scale(info)
+    preview = info.path / "preview.json"
     if preview.is_file():
         own = json.loads(preview.read_text(encoding="utf-8"))
         return SanaLatents(scale_factor, own["rgb_factors"], own["rgb_bias"], taesana=False)

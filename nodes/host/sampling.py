@@ -74,9 +74,8 @@ def later_noise(x: torch.Tensor, seed: int | None) -> Iterator[torch.Tensor]:
 
 
 def defaults_of(model: ModelPatcher) -> Defaults:
-    """Return how the authors sample the model, with the shift that is set on it."""
-    defaults = model_defaults(require_sana(model.model).diffusion_model.config)
-    return defaults._replace(shift=model.get_model_object("model_sampling").shift)
+    """Return how the authors sample the model. Raises as `require_sana` does."""
+    return model_defaults(require_sana(model.model).diffusion_model.config)
 
 
 def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:
@@ -84,8 +83,9 @@ def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -
 
     Raises ValueError for numbers out of range, and for a sampler that is not in SAMPLERS or not for the model.
     """
-    flow, shift = find_sampler(name), defaults_of(model).shift
-    check_sampler(model.model.diffusion_model.config, name)
+    flow = find_sampler(name)
+    check_sampler(require_sana(model.model).diffusion_model.config, name)
+    shift = model.get_model_object("model_sampling").shift
     return start_later(lambda count: flow.sigmas(count, shift), steps, denoise)
 
 

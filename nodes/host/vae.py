@@ -11,10 +11,10 @@ import comfy.sd
 import torch
 from diffusers import AutoencoderDC
 
-from ...sana_core.checkpoints import load_autoencoder
+from ...sana_core.checkpoints import find_part, inspect_checkpoint
 from ...sana_core.decode import decode_latents, encode_images
 from ...sana_core.latents import CHANNELS, DOWNSCALE
-from .adopt import adopt, wide_dtype
+from .weights import load_component, wide_dtype
 
 # Measured at 1024 x 1024 in fp32: 2.7 GB beyond the weights, for 128 channels at full resolution.
 ELEMENTS_PER_PIXEL = 650 / 128
@@ -32,18 +32,20 @@ class SanaAutoencoder(AutoencoderDC):
         return encode_images(self, x)
 
 
-def load_vae(folder: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
-    """Return the VAE of the diffusers folder `folder`."""
+def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
+    """Return the VAE of the checkpoint at `path`.
+
+    Raises ValueError or FileNotFoundError, with the file's name, for what is no DC-AE.
+    """
+    info = find_part(inspect_checkpoint(path), "autoencoder")
     # ComfyUI's VAE has no constructor for a module of ours; the pixel-space one, which has no weights, sets up all
     # else, and its module is then exchanged.
     device = comfy.model_management.vae_device()
     dtype = wide_dtype(device)
     vae = comfy.sd.VAE(sd={"pixel_space_vae": torch.ones(())}, device=device, dtype=dtype)
 
-    autoencoder = load_autoencoder(folder, dtype=dtype)
-    adopt(autoencoder, comfy.ops.disable_weight_init)
+    autoencoder = load_component(info, dtype, None, comfy.ops.disable_weight_init)
     autoencoder.__class__ = SanaAutoencoder
-    comfy.model_management.archive_model_dtypes(autoencoder)
     elements = ELEMENTS_PER_PIXEL * autoencoder.config.decoder_block_out_channels[0]
 
     vae.first_stage_model = autoencoder
@@ -58,11 +60,11 @@ def load_vae(folder: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
     )
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     vae.patcher = patcher_class(autoencoder, device, comfy.model_management.vae_offload_device())
-    vae.patcher.cached_patcher_init = (load_vae_patcher, (folder,))
+    vae.patcher.cached_patcher_init = (load_vae_patcher, (path,))
     vae.size = comfy.model_management.module_size(autoencoder)
     return vae
 
 
-def load_vae_patcher(folder: Path, disable_dynamic: bool = False) -> comfy.model_patcher.ModelPatcher:
+def load_vae_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_patcher.ModelPatcher:
     """What ComfyUI calls for another copy of the weights."""
-    return load_vae(folder, disable_dynamic).patcher
+    return load_vae(path, disable_dynamic).patcher

@@ -1,5 +1,14 @@
 """From files to modules."""
 
-from .folder import load_autoencoder, load_text_encoder, load_transformer, scaling_factor, stored_dtype
+from .detect import CheckpointInfo, find_part, inspect_checkpoint
+from .load import load_autoencoder, load_controlnet, load_text_encoder, load_transformer
 
-__all__ = ["load_autoencoder", "load_text_encoder", "load_transformer", "scaling_factor", "stored_dtype"]
+__all__ = [
+    "CheckpointInfo",
+    "find_part",
+    "inspect_checkpoint",
+    "load_autoencoder",
+    "load_controlnet",
+    "load_text_encoder",
+    "load_transformer",
+]

@@ -82,7 +82,7 @@ class Host:
         self.executor = execution.PromptExecutor(
             self.server, execution.CacheType.CLASSIC, {"lru": 0, "ram": 0.0, "ram_inactive": 0.0}
         )
-        self.models = base / "models"
+        self.models, self.output = base / "models", base / "output"
 
     def run(self, graph, keep_cache=False):
         """Run `graph` {id: (class_type, inputs)}; return what its Catch nodes got. Raises NodeError."""

@@ -5,7 +5,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPAGPipeline, SanaSprintPipeline, SCMScheduler
 
 from sana_core import encode_prompts, load_text_encoder, load_transformer
-from sana_core.checkpoints import scaling_factor
+from sana_core.checkpoints import inspect_checkpoint
+from sana_core.checkpoints.load import latent_scale
 from sana_core.guidance import PerturbedAttention, denoiser
 from sana_core.latents import noise_like, noise_stream
 from sana_core.sampling import flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
@@ -88,7 +89,7 @@ def test_pag_and_the_interval_in_any_order_equal_sana_core(host, base_graph, che
     ends = shift_sigmas(torch.tensor([0.8, 0.3], dtype=torch.float64), 3.0).tolist()
     model = denoiser(transformer, cond, uncond, 4.5, True, PerturbedAttention(2.0, frozenset({3})), tuple(ends))
     expected = sample_flow_dpmpp_2m(model, noise_like(torch.empty(1, 32, 4, 4), 3), flow_dpm_sigmas(8, 3.0))
-    got = host.run(graph)["latent"]["samples"] * scaling_factor(checkpoint)
+    got = host.run(graph)["latent"]["samples"] * latent_scale(inspect_checkpoint(checkpoint))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
@@ -112,7 +113,7 @@ def test_pag_respects_the_norms_of_sana_1_5(host, base_graph, variants):
     cond, uncond = encode_prompts(encoder, [PROMPT]), encode_prompts(encoder, [""], instruction=False)
     model = denoiser(transformer, cond, uncond, 4.5, True, PerturbedAttention(2.0, frozenset({3})))
     expected = sample_flow_dpmpp_2m(model, noise_like(torch.empty(1, 32, 4, 4), 3), flow_dpm_sigmas(8, 3.0))
-    torch.testing.assert_close(pag * scaling_factor(variants / "sana15"), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(pag * latent_scale(inspect_checkpoint(variants / "sana15")), expected, atol=1e-4, rtol=0)
     assert (pag - plain).abs().max() > 1e-3
 
 
@@ -179,11 +180,12 @@ def test_sprint_draws_a_picture_anew(host, base_graph, variants):
     got = host.run(graph)
 
     folder = variants / "sprint"
+    scale = latent_scale(inspect_checkpoint(folder))
     cond = encode_prompts(load_text_encoder(folder), [PROMPT])
     noise, sigmas = noise_stream(torch.empty(1, 32, 4, 4), 3), scm_sigmas(4)[2:]
-    x = sigmas[0] * next(noise) + (1 - sigmas[0]) * got["source"]["samples"] * scaling_factor(folder)
+    x = sigmas[0] * next(noise) + (1 - sigmas[0]) * got["source"]["samples"] * scale
     expected = sample_scm(denoiser(load_transformer(folder), cond, cond, 4.5), x, sigmas, noise=noise)
-    torch.testing.assert_close(got["latent"]["samples"] * scaling_factor(folder), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(got["latent"]["samples"] * scale, expected, atol=1e-4, rtol=0)
 
     graph["sample"][1]["strength"] = 0.0
     none = host.run(graph)

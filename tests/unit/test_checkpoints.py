@@ -1,26 +1,35 @@
-"""Folders that load, and folders that say what is wrong with them."""
+"""The bundled folder loads as the library loads it, and broken files say what is wrong with them."""
 
 import json
+import pickle
 import shutil
+import socket
 
+import layouts
 import pytest
 import torch
 from diffusers import AutoencoderDC, SanaTransformer2DModel
+from safetensors.torch import save_file
 from transformers import Gemma2Model
 
 import sana_core
-from sana_core.checkpoints import stored_dtype
 
 LOADERS = {
     "transformer": (sana_core.load_transformer, SanaTransformer2DModel),
     "vae": (sana_core.load_autoencoder, AutoencoderDC),
     "text_encoder": (lambda *a, **k: sana_core.load_text_encoder(*a, **k).model, Gemma2Model),
 }
+KIND = {"transformer": "a SANA transformer", "vae": "SANA's VAE, DC-AE f32c32", "text_encoder": "SANA's text encoder"}
 
 
 @pytest.fixture
 def copy(checkpoint, tmp_path):
     return shutil.copytree(checkpoint, tmp_path / "model")
+
+
+@pytest.fixture
+def weights(checkpoint):
+    return checkpoint / "transformer" / "diffusion_pytorch_model.safetensors"
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -31,50 +40,232 @@ def test_loads_what_the_library_loads(checkpoint, name):
     assert not any(p.requires_grad for p in ours.parameters())
     for (key, a), (other, b) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
         assert key == other and a.dtype == torch.float32 and torch.equal(a, b)
+    for (key, a), (other, b) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        assert key == other and torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_loads_in_the_dtype_that_the_file_has(checkpoint, name):
-    dtype = stored_dtype(checkpoint, name)
+    parts = {part.path.parent.name: part for part in sana_core.inspect_checkpoint(checkpoint).parts}
+    dtype = parts[name].dtype
     assert dtype == torch.bfloat16
     assert {p.dtype for p in LOADERS[name][0](checkpoint, dtype=dtype).parameters()} == {dtype}
 
 
-def test_a_single_component_folder_loads(checkpoint):
-    assert sana_core.load_transformer(checkpoint / "transformer").config.num_layers == 5
+def test_the_bundled_folder_is_recognised(checkpoint):
+    info = sana_core.inspect_checkpoint(checkpoint)
+    assert (info.kind, info.layout, info.resolution, info.resolution_from) == ("pipeline", "diffusers", 128, "config")
+    assert [part.kind for part in info.parts] == ["transformer", "autoencoder", "text_encoder"]
+    assert sana_core.inspect_checkpoint(checkpoint / "vae").kind == "autoencoder"
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_broken_folders_are_named(copy, name):
     load = LOADERS[name][0]
-    with pytest.raises(FileNotFoundError, match="model: got 'nowhere', which is no folder; download"):
+    with pytest.raises(FileNotFoundError, match="^nowhere: no such file, and no folder with model_index.json, "):
         load(copy.parent / "nowhere")
 
     config = copy / name / "config.json"
     content = config.read_text()
-    config.write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
-    with pytest.raises(ValueError, match=f"model: model/{name} holds FluxTransformer2DModel, expected "):
-        load(copy)
     config.write_text("{")
-    with pytest.raises(ValueError, match=f"model: model/{name}/config.json is not JSON"):
+    with pytest.raises(ValueError, match=rf"^{name}/\w+.safetensors: its config is not JSON .*; download it again$"):
         load(copy)
     config.unlink()
-    with pytest.raises(FileNotFoundError, match=f"model: no config.json in model/{name}; download"):
+    with pytest.raises(FileNotFoundError, match=f"^model: no config.json in model/{name}; download the folder again"):
         load(copy)
     config.write_text(content)
     for file in (copy / name).glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
-    with pytest.raises(FileNotFoundError, match=f"model: no .safetensors file in model/{name}; download"):
+    with pytest.raises(FileNotFoundError, match=f"^{name}: no .safetensors file beside config.json; download"):
         load(copy)
+
+
+def test_a_config_of_another_model_is_not_believed(copy):
+    (copy / "transformer" / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    with pytest.raises(ValueError, match="got width 160, expected 1152 or 2240, .*; put the model's config"):
+        sana_core.load_transformer(copy)
 
 
 def test_a_missing_tokenizer_is_named(copy):
     shutil.rmtree(copy / "tokenizer")
-    with pytest.raises(FileNotFoundError, match="model: no tokenizer.json in model/tokenizer; download"):
+    with pytest.raises(FileNotFoundError, match="^text_encoder/model.safetensors: no tokenizer in the file, and no "):
         sana_core.load_text_encoder(copy)
 
 
 def test_an_empty_folder_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="model: no config.json in empty/transformer; download"):
+    with pytest.raises(FileNotFoundError, match="^empty: no such file, and no folder with"):
         sana_core.load_transformer(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        (lambda data: b"", "got 0 bytes"),
+        (lambda data: data[:7], "got 7 bytes"),
+        (lambda data: data[:100], "got 100 bytes, no safetensors header: it asks for "),
+        (lambda data: data[:-1000], "got [0-9]+ bytes, expected [0-9]+ bytes"),
+        (lambda data: data + b"\0", "got [0-9]+ bytes, expected [0-9]+ bytes"),
+        (lambda data: (2**62).to_bytes(8, "little") + data[8:], "it asks for 4611686018427387904 bytes"),
+        (lambda data: data[:8] + b"x" + data[9:], "its header is not JSON"),
+        (lambda data: data.replace(b'"shape":[160]', b'"shape":[161]'), "a tensor's shape does not fit its bytes"),
+    ],
+    ids=["zero bytes", "7 bytes", "half a header", "truncated", "too long", "huge header", "no JSON", "wrong shape"],
+)
+def test_a_corrupt_file_says_so_before_anything_is_allocated(weights, tmp_path, change, what):
+    file = tmp_path / "sana.safetensors"
+    file.write_bytes(change(weights.read_bytes()))
+    with pytest.raises(ValueError, match=rf"/sana.safetensors: corrupt or incomplete, .*{what}.*; download"):
+        sana_core.load_transformer(file)
+
+
+class Payload:
+    """A pickle that would make a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("name", ["sana.safetensors", "sana.pth"])
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_nothing_in_a_file_is_executed(tmp_path, name, by_torch):
+    content, file = {"state_dict": {"x_embedder.proj.weight": Payload(tmp_path / "executed")}}, tmp_path / name
+    if by_torch:
+        torch.save(content, file)
+    else:
+        file.write_bytes(pickle.dumps(content))
+    with pytest.raises(ValueError, match="corrupt or incomplete|torch cannot read it safely"):
+        sana_core.load_transformer(file)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["sana.pt", "sana.ckpt", "sana.bin", "sana"])
+def test_other_pickles_are_not_opened(tmp_path, name):
+    torch.save({}, tmp_path / name)
+    with pytest.raises(ValueError, match="expected one of .safetensors, .sft, .pth$"):
+        sana_core.inspect_checkpoint(tmp_path / name)
+
+
+def test_a_pth_without_weights_says_so(tmp_path):
+    torch.save({"epoch": 3}, tmp_path / "sana.pth")
+    with pytest.raises(ValueError, match="got a pickle without weights, expected a state_dict of tensors"):
+        sana_core.load_transformer(tmp_path / "sana.pth")
+
+
+OTHERS = {
+    "a Stable Diffusion XL U-Net": ["model.diffusion_model.label_emb.0.0.weight", "model.diffusion_model.out.0.bias"],
+    "a Stable Diffusion U-Net": ["model.diffusion_model.input_blocks.0.0.weight"],
+    "a Flux transformer": ["double_blocks.0.img_attn.qkv.weight"],
+    "a Stable Diffusion 3 transformer": ["joint_blocks.0.context_block.attn.qkv.weight"],
+    "a PixArt transformer": ["adaln_single.linear.weight", "transformer_blocks.0.attn1.to_q.weight"],
+    "a T5 text encoder": ["encoder.block.0.layer.0.SelfAttention.q.weight"],
+    "a Gemma 3 or Qwen text encoder": [
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.pre_feedforward_layernorm.weight",
+    ],
+    "an upscaler": ["body.0.rdb1.conv1.weight"],
+    "tensors named a, b, c": ["d", "c", "b", "a"],
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_file_that_is_not_sanas_is_named_for_what_it_is(tmp_path, kind, family):
+    file = layouts.save({name: torch.zeros(2, 2) for name in OTHERS[family]}, tmp_path / "other.safetensors")
+    info = sana_core.inspect_checkpoint(file)
+    assert (info.kind, info.variant) == ("other", family)
+    with pytest.raises(ValueError, match=rf"/other.safetensors: not {KIND[kind]}.*: found {family}; get .* Hugging"):
+        LOADERS[kind][0](file)
+
+
+def test_a_vae_with_16_channels_says_so(tmp_path):
+    tensors = {"decoder.conv_in.weight": torch.zeros(8, 16, 3, 3), "decoder.mid.block_1.norm1.weight": torch.zeros(8)}
+    with pytest.raises(ValueError, match="found a VAE with 16 channels; get dc-ae-f32c32-sana-1.1-diffusers from mit"):
+        sana_core.load_autoencoder(layouts.save(tensors, tmp_path / "ae.safetensors"))
+
+
+def test_the_wrong_component_says_which_it_is(weights):
+    with pytest.raises(ValueError, match="not SANA's VAE, .*: found a SANA transformer .*; get dc-ae-f32c32"):
+        sana_core.load_autoencoder(weights)
+
+
+def altered(weights, tmp_path, change):
+    tensors = sana_core.checkpoints.headers.read_file(weights)
+    shutil.copy(weights.parent / "config.json", tmp_path)
+    return layouts.save(change({key: value.clone() for key, value in tensors.items()}), tmp_path / "sana.safetensors")
+
+
+def test_missing_and_extra_tensors_are_listed_and_counted(weights, tmp_path):
+    fewer = altered(weights, tmp_path, lambda t: {k: v for k, v in t.items() if ".attn2." not in k})
+    with pytest.raises(ValueError, match=r"no transformer_blocks.0.attn2.to_k.bias, (\S+), (\S+) and 37 more; the"):
+        sana_core.load_transformer(fewer)
+    more = altered(weights, tmp_path, lambda t: {**t, "surprise": torch.zeros(1)})
+    with pytest.raises(ValueError, match="unexpected surprise; the file is incomplete, or of another model"):
+        sana_core.load_transformer(more)
+    wrong = altered(weights, tmp_path, lambda t: {**t, "proj_out.bias": torch.zeros(31)})
+    with pytest.raises(ValueError, match=r"proj_out.bias is \[31\], expected \[32\]; the file is of another model"):
+        sana_core.load_transformer(wrong)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused(weights, tmp_path, value):
+    def change(tensors):
+        tensors["transformer_blocks.2.ff.conv_inverted.weight"][5, 3] = value
+        return tensors
+
+    with pytest.raises(ValueError, match="1 of 128000 numbers in transformer_blocks.2.ff.conv_inverted.weight are NaN"):
+        sana_core.load_transformer(altered(weights, tmp_path, change))
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    layouts.transformer().save_pretrained(tmp_path / "sana", max_shard_size="10MB")
+    return tmp_path / "sana"
+
+
+def test_a_missing_shard_is_named(sharded):
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(
+        FileNotFoundError, match=f"^sana/{shard.name}: no such file, but diffusion.*index.json names it"
+    ):
+        sana_core.load_transformer(sharded)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "..\\x.safetensors", "C:x", "a/b", "..", "a\0"])
+def test_an_index_that_names_a_file_outside_its_folder_is_refused(sharded, name):
+    index = next(sharded.glob("*.index.json"))
+    content = json.loads(index.read_text())
+    content["weight_map"]["proj_out.bias"] = name
+    index.write_text(json.dumps(content))
+    save_file({"proj_out.bias": torch.zeros(32)}, sharded.parent / "x.safetensors")
+    with pytest.raises(ValueError, match="^sana/diffusion.*index.json: names .*, expected files of its own folder"):
+        sana_core.load_transformer(sharded)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}'])
+def test_an_index_that_is_none_is_named(sharded, content):
+    next(sharded.glob("*.index.json")).write_text(content)
+    with pytest.raises(ValueError, match="got no index of safetensors files; download it again"):
+        sana_core.load_transformer(sharded)
+
+
+def test_a_shard_without_its_tensor_is_named(sharded):
+    shard = sorted(sharded.glob("*.safetensors"))[-1]
+    save_file({"other": torch.zeros(1)}, shard)
+    with pytest.raises(ValueError, match=f"^sana/{shard.name}: no tensor .*, but diffusion.*index.json names it"):
+        sana_core.load_transformer(sharded)
+
+
+def test_no_request_is_ever_made(checkpoint, monkeypatch, tmp_path):
+    def refuse(*arguments, **keywords):
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    for load, _ in LOADERS.values():
+        load(checkpoint)
+    with pytest.raises(FileNotFoundError):
+        sana_core.load_text_encoder("google/gemma-2-2b-it")

@@ -1,31 +1,53 @@
-"""`python -m sana_core`, as an operator runs it: another process, outside the project's folder."""
+"""`python -m sana_core`, as an operator runs it."""
 
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
+import layouts
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
 
-from sana_core import generate
-from sana_core.__main__ import COMMANDS
+from sana_core import generate, inspect_checkpoint, load_transformer
+from sana_core.__main__ import COMMANDS, main
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 @pytest.fixture
-def command(tmp_path):
+def command(tmp_path, monkeypatch, capsys):
+    """A function that runs a command in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
     def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "sana_core", *map(str, arguments)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            code = ended.code
+        return Done(code, *capsys.readouterr())
 
     return run
+
+
+def test_it_runs_outside_the_projects_folder(tmp_path, checkpoint):
+    done = subprocess.run(
+        [sys.executable, "-m", "sana_core", "inspect", checkpoint],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -50,3 +72,62 @@ def test_a_mistake_is_one_line_on_stderr(command, checkpoint):
     done = command("generate", "a red circle", "--checkpoint", checkpoint, "--width", 100)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "width: got 100, expected a multiple of 32 from 32 to 16384; use 96"
+
+
+def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
+    flux = layouts.save({"double_blocks.0.img_attn.qkv.weight": torch.zeros(2)}, tmp_path / "flux.safetensors")
+    done = command("inspect", checkpoint, flux)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        f"{checkpoint}: a SANA pipeline (sana-custom-160x5), 128 px (from config), diffusers layout, bfloat16, "
+        "0.008 GB",
+        "  a SANA transformer (sana-custom-160x5), 128 px (from config), diffusers layout, bfloat16, 0.005 GB",
+        "  a DC-AE (dc-ae-f32c32), diffusers layout, bfloat16, 0.003 GB",
+        "  a Gemma 2 text encoder (gemma-2-custom-64), transformers layout, bfloat16, 0.000 GB",
+        f"{flux}: a Flux transformer, float32, 0.000 GB",
+    ]
+
+
+def test_a_converted_folder_is_one_file_that_draws_the_same(command, checkpoint, tmp_path):
+    done = command("convert", checkpoint, "all.safetensors")
+    assert done.returncode == 0, done.stderr
+    prompt = ["a red circle on a blue background"]
+    pictures = [
+        generate(prompt, path, steps=3, width=128, height=128) for path in (checkpoint, tmp_path / "all.safetensors")
+    ]
+    assert torch.equal(*pictures)
+    again = command("convert", checkpoint, "all.safetensors")
+    assert again.returncode == 1 and "all.safetensors exists; choose another name" in again.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["all.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_convert_gives_diffusers_names_from_nvidias(command, tmp_path, dtype):
+    model = layouts.transformer()
+    torch.save({"state_dict": layouts.nvidia(model)}, tmp_path / "sana.pth")
+    done = command("convert", "sana.pth", "sana.safetensors", "--dtype", dtype, "--resolution", 2048)
+    assert done.stdout == "sana.safetensors: a SANA transformer (sana-custom-1152x1), 35 tensors\n", done.stderr
+    info = inspect_checkpoint(tmp_path / "sana.safetensors")
+    assert (info.layout, info.resolution, info.dtype) == ("diffusers", 2048, getattr(torch, dtype))
+    converted = load_transformer(tmp_path / "sana.safetensors").state_dict()
+    for key, value in model.state_dict().items():
+        assert torch.equal(converted[key], value.to(getattr(torch, dtype)).float())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["sana.pth", "out.pth"], "target: got out.pth, expected a name that ends with .safetensors or .sft"),
+        (
+            ["sana.pth", "out.safetensors", "--resolution", 999],
+            "resolution: got 999, expected one of 512, 1024, 2048, 4096",
+        ),
+        (["gone", "out.safetensors"], "gone: no such file, and no folder with model_index.json, config.json or"),
+        (["other.safetensors", "out.safetensors"], "other.safetensors: got tensors named a, expected a SANA model"),
+    ],
+)
+def test_convert_refuses_and_leaves_nothing_behind(command, tmp_path, arguments, message):
+    layouts.save({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    done = command("convert", *arguments)
+    assert done.returncode == 1 and message in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["other.safetensors"]

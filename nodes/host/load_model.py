@@ -1,0 +1,100 @@
+"""A checkpoint's transformer as ComfyUI's MODEL."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import comfy.model_base
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.supported_models_base
+import torch
+
+from ...sana_core.checkpoints import CheckpointInfo, find_part, inspect_checkpoint
+from ...sana_core.checkpoints.load import shift_of
+from .latents import latent_format
+from .lora import teach_dialects
+from .model import SanaDiffusionModel, SanaModel
+from .sprint import watch_sampler
+from .weights import load_component
+
+
+class SanaConfig(comfy.supported_models_base.BASE):
+    """Settings that BaseModel reads."""
+
+    unet_config = {"disable_unet_model_creation": True}
+    unet_extra_config = {}
+    # how ComfyUI names the components when it saves a checkpoint
+    text_encoder_key_prefix = ["text_encoders."]
+    vae_key_prefix = ["vae."]
+
+    def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None) -> None:
+        """`info` is the transformer in `checkpoint`."""
+        super().__init__(self.unet_config)
+        self.sampling_settings = {"shift": shift_of(checkpoint, resolution)}
+        self.latent_format = latent_format(checkpoint)
+        # fp16 overflows in SANA's weights but for the repositories made for it
+        half = [torch.float16] if info.dtype == torch.float16 else []
+        self.supported_inference_dtypes = [*half, torch.bfloat16, torch.float32]
+        # ComfyUI finds the formats by the layers; it only wants to know that there are any
+        self.quant_config = {"mixed_ops": True} if info.quantised else None
+        pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
+        self.text = (
+            f"{info.variant}, {pixels} px ({source}), {info.layout} layout, {str(info.dtype).removeprefix('torch.')}"
+        )
+        # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
+        inner = info.headers["patch_embed.proj.weight"].shape[0]
+        hidden = 2 * info.headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
+        self.memory_usage_factor = (3 * hidden + 10 * inner) / (0.01 * 1024 * 1024)
+
+
+WEIGHT_DTYPES = {
+    "default": None,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e4m3fn_fast": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def model_text(patcher: comfy.model_patcher.ModelPatcher) -> str:
+    """Return what a loaded model is, in a line for the user."""
+    return patcher.model.model_config.text
+
+
+def load_model(
+    path: Path, weight_dtype: str = "default", resolution: int | None = None, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """Return the MODEL of the checkpoint at `path`.
+
+    `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader; `resolution` in pixels overrides what the
+    checkpoint says. Raises ValueError or FileNotFoundError, with the file's name, for what is no SANA transformer.
+    """
+    checkpoint = inspect_checkpoint(path)
+    info = find_part(checkpoint, "transformer")
+    config = SanaConfig(checkpoint, info, resolution)
+    load_device = comfy.model_management.get_torch_device()
+    supported = config.supported_inference_dtypes
+    stored = WEIGHT_DTYPES[weight_dtype]
+    if stored is None:
+        parameters = sum(math.prod(header.shape) for header in info.headers.values())
+        stored = comfy.model_management.unet_dtype(
+            load_device, parameters, supported, weight_dtype=None if info.quantised else info.dtype
+        )
+    compute = comfy.model_management.unet_manual_cast(None if info.quantised else stored, load_device, supported)
+    config.set_inference_dtype(stored, compute, device=load_device)
+    operations = comfy.ops.pick_operations(
+        stored, compute, load_device, fp8_optimizations=weight_dtype.endswith("fast"), model_config=config
+    )
+    teach_dialects()
+    transformer = load_component(info, stored, compute, operations, resolution)
+    transformer.__class__ = SanaDiffusionModel
+
+    model = SanaModel(config, comfy.model_base.ModelType.FLOW)
+    model.diffusion_model = transformer
+    patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
+    patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
+    patcher.cached_patcher_init = (load_model, (path, weight_dtype, resolution))
+    watch_sampler(patcher)
+    return patcher

@@ -1,0 +1,140 @@
+"""LoRA on SANA: whose names fit which weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import comfy.lora
+import comfy.sd
+import torch
+from comfy.weight_adapter import LoRAAdapter
+
+from ...sana_core.checkpoints import find_part, inspect_checkpoint
+from .model import SanaModel
+from .weights import read
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+logger = logging.getLogger(__name__)
+# what comes after a layer's name in the keys of LoRA, LoKr, LoHa and full differences
+LEAF = re.compile(
+    r"\.(lora_[AB](\.default)?(\.weight)?|lora_(up|down|mid)\.weight|lora\.(up|down)\.weight"
+    r"|lokr_\w+|hada_\w+|alpha|dora_scale|diff|diff_b|w_norm|b_norm|set_weight|reshape_weight)$"
+)
+# diffusers' name of PEFT's settings in the file's metadata
+PEFT_SETTINGS = "lora_adapter_metadata"
+
+
+def model_keys(model: SanaModel) -> dict[str, str]:
+    """Return {name in a LoRA: weight} in the dialects that ComfyUI does not know of SANA by itself.
+
+    diffusers and PEFT write transformer. or base_model.model. before the module's name, or nothing; OneTrainer and
+    SimpleTuner's LyCORIS write it with underscores.
+    """
+    prefix, suffix = "diffusion_model.", ".weight"
+    keys = {}
+    for weight in model.state_dict():
+        if weight.startswith(prefix) and weight.endswith(suffix):
+            name = weight.removeprefix(prefix).removesuffix(suffix)
+            flat = name.replace(".", "_")
+            dotted = (name, f"transformer.{name}", f"base_model.model.{name}", f"transformer.base_model.model.{name}")
+            keys.update(dict.fromkeys((*dotted, f"lora_transformer_{flat}", f"lycoris_{flat}"), weight))
+    return keys
+
+
+def clip_keys(text_model) -> dict[str, str]:
+    """Return {name in a LoRA: weight} of Gemma 2 as PEFT writes it."""
+    inner = "gemma2_2b.transformer.model."
+    keys = {}
+    for weight in text_model.state_dict():
+        if weight.startswith(inner) and weight.endswith(".weight"):
+            name = weight.removeprefix(inner).removesuffix(".weight")
+            keys.update({f"text_encoder.{name}": weight, f"text_encoder.model.{name}": weight})
+    return keys
+
+
+def teach_dialects() -> None:
+    """Make ComfyUI's own LoRA loaders find SANA's weights by all of `model_keys`.
+
+    ComfyUI knows a model's dialects by its class, from a list in one function with no way to join it; so that function
+    is wrapped, once, and answers for other models as before.
+    """
+    core = comfy.lora.model_lora_keys_unet
+    if getattr(core, "knows_sana", False):
+        return
+
+    def model_lora_keys_unet(model, key_map={}):
+        key_map = core(model, key_map)
+        if isinstance(model, SanaModel):
+            key_map.update(model_keys(model))
+        return key_map
+
+    model_lora_keys_unet.knows_sana = True
+    comfy.lora.model_lora_keys_unet = model_lora_keys_unet
+
+
+def apply_lora(
+    model: ModelPatcher, clip: comfy.sd.CLIP | None, path: Path, strength_model: float, strength_clip: float
+) -> tuple[ModelPatcher, comfy.sd.CLIP | None, str]:
+    """Return `model` and `clip` with the LoRA at `path`, and how much of it fits.
+
+    Raises ValueError for a file that is no LoRA, a MODEL that is not SANA's, and a LoRA of which nothing fits.
+    """
+    if not isinstance(model.model, SanaModel):
+        raise ValueError(f"model: got {type(model.model).__name__}, expected a SANA model; use SANA Loader")
+    info = find_part(inspect_checkpoint(path), "lora")
+    lora = with_alpha(read(path), info.weights.metadata)
+    keys = comfy.lora.model_lora_keys_unet(model.model, {})
+    if clip is not None:
+        keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, keys)
+        keys.update(clip_keys(clip.cond_stage_model))
+    patches = comfy.lora.load_lora(lora, keys, log_missing=False)
+    check_shapes(info.name, patches, model.model.state_dict())
+    model, clip = model.clone(), clip.clone() if clip is not None else None
+    applied = set(model.add_patches(patches, strength_model))
+    if clip is not None:
+        applied |= set(clip.add_patches(patches, strength_clip))
+    fitting = {name for name in keys if keys[name] in applied and name in layers(lora)}
+    missing = sorted(layers(lora) - fitting)
+    if not applied:
+        raise ValueError(
+            f"{info.name}: none of its {len(missing)} layers fit this model, among them {', '.join(missing[:3])}; "
+            "choose a LoRA trained on this SANA"
+        )
+    report = f"{info.name}: {len(fitting)} of {len(layers(lora))} layers fit"
+    if missing:
+        report += f", not {', '.join(missing[:3])}" + (" and others" if len(missing) > 3 else "")
+        logger.warning(report)
+    return model, clip, report
+
+
+def check_shapes(name: str, patches: dict, weights: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError for a LoRA's layer of another shape; ComfyUI would only log that, in the midst of sampling."""
+    for key, patch in patches.items():
+        if key not in weights or not isinstance(patch, LoRAAdapter):
+            continue
+        up, down, _, middle, *_ = patch.weights
+        got, expected = [up.shape[0], down.flatten(1).shape[1]], [*weights[key].flatten(1).shape]
+        if middle is None and got != expected:
+            raise ValueError(
+                f"{name}: the layer for {key} is for {got}, expected {expected}; choose a LoRA trained on this model"
+            )
+
+
+def with_alpha(lora: dict, metadata: dict[str, str]) -> dict:
+    """Return `lora` with the alpha that PEFT keeps in the file's metadata, where it is not the rank."""
+    settings = json.loads(metadata.get(PEFT_SETTINGS, "{}"))
+    alpha, rank = settings.get("transformer.lora_alpha"), settings.get("transformer.r")
+    if alpha is None or alpha == rank:
+        return lora
+    return {**{f"{layer}.alpha": torch.tensor(float(alpha)) for layer in layers(lora)}, **lora}
+
+
+def layers(lora: dict) -> set[str]:
+    """Return the names of the layers that a LoRA's keys belong to."""
+    return {LEAF.sub("", key) for key in lora}

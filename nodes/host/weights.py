@@ -1,0 +1,94 @@
+"""A recognised component as a module in ComfyUI's operations, filled from the file that ComfyUI has mapped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import comfy.model_management
+import comfy.ops
+import comfy.utils
+import torch
+
+from ...sana_core.checkpoints.headers import SAFETENSORS, read_file
+from ...sana_core.checkpoints.load import build_module, component_tensors, fill
+
+if TYPE_CHECKING:
+    from ...sana_core.checkpoints import CheckpointInfo
+
+ADOPTED = (torch.nn.Linear, torch.nn.Conv2d)
+
+
+def read(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of `file`; ComfyUI's own reader knows how to stream a .safetensors file to the card."""
+    return comfy.utils.load_torch_file(str(file)) if file.suffix.lower() in SAFETENSORS else read_file(file)
+
+
+def load_component(
+    info: CheckpointInfo,
+    weight_dtype: torch.dtype,
+    compute_dtype: torch.dtype | None,
+    operations: type,
+    resolution: int | None = None,
+) -> torch.nn.Module:
+    """Return the module of `info`: its Linear and Conv2d layers those of `operations`, with weights of `weight_dtype`.
+
+    ComfyUI casts those layers as it runs them; all other parameters get `compute_dtype` (None: the same). Raises as
+    sana_core's loaders do.
+    """
+    module = build_module(info, resolution)
+    tensors = component_tensors(info, read)
+    adopted = {name for name, child in module.named_modules() if type(child) in ADOPTED}
+    if info.quantised:
+        tensors = load_quantised(module, tensors, info, operations)
+    wide = compute_dtype or weight_dtype
+    fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in adopted else wide)
+    adopt(module, operations)
+    comfy.model_management.archive_model_dtypes(module)
+    return module
+
+
+def load_quantised(
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor], info: CheckpointInfo, operations: type
+) -> dict[str, torch.Tensor]:
+    """Put quantised layers of `operations` into `module` and return the tensors that are left.
+
+    Raises ValueError for the original layout, whose fused weights cannot be parted under their scales, and for a
+    format that ComfyUI does not know.
+    """
+    if info.layout == "original":
+        raise ValueError(f"{info.name}: got quantised weights in NVIDIA's layout, expected diffusers' names")
+    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=info.weights.metadata)
+    for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
+        plain = module.get_submodule(name)
+        layer = operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, device="cpu")
+        own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
+        try:
+            layer.load_state_dict({key.removeprefix(f"{name}."): value for key, value in own.items()}, assign=True)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{info.name}: ComfyUI cannot read the quantised layer {name} ({error})") from None
+        module.set_submodule(name, layer.requires_grad_(False))
+    return tensors
+
+
+def adopt(module: torch.nn.Module, operations: type) -> None:
+    """Turn every exact Linear and Conv2d below `module` into that of `operations`, a namespace of comfy.ops.
+
+    Casting, offloading and LoRA patches reach only those. Under dynamic VRAM, ComfyUI ignores patches on plain torch
+    layers without a word.
+    """
+    for child in module.modules():
+        if type(child) is torch.nn.Linear:
+            child.__class__ = comfy.ops.manual_cast.Linear if is_mixed(operations) else operations.Linear
+        elif type(child) is torch.nn.Conv2d:
+            child.__class__ = operations.Conv2d
+
+
+def is_mixed(operations: type) -> bool:
+    """Whether `operations` are those for quantised files, whose Linear is no torch.nn.Linear."""
+    return not issubclass(operations.Linear, torch.nn.Linear)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return bf16 where `device` has it, else fp32: Gemma 2 and DC-AE overflow in fp16."""
+    return torch.bfloat16 if comfy.model_management.should_use_bf16(device) else torch.float32

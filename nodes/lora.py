@@ -1,0 +1,58 @@
+"""MODEL and a LoRA file to MODEL."""
+
+from inspect import cleandoc
+
+from comfy_api.latest import io
+
+from ..sana_core.latents import check_number
+from .host.folders import find_file, list_files
+
+LARGEST_STRENGTH = 100.0
+
+
+class SanaLoraLoader(io.ComfyNode):
+    """
+    Puts a LoRA on a SANA model and says how much of it fits. Chain several for several LoRAs.
+
+    It reads the files of diffusers and PEFT, kohya, OneTrainer, SimpleTuner and ComfyUI. ComfyUI's own LoRA loaders
+    work too, but say nothing when nothing fits.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        strength = {"default": 1.0, "min": -LARGEST_STRENGTH, "max": LARGEST_STRENGTH, "step": 0.01}
+        return io.Schema(
+            node_id="SanaLoraLoader",
+            display_name="SANA Load LoRA",
+            category="SANA/loaders",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["sana lora", "apply lora", "peft"],
+            inputs=[
+                io.Model.Input("model", tooltip="The MODEL of a SANA loader, or of another SANA Load LoRA."),
+                io.Combo.Input("lora_name", options=list_files("loras"), tooltip="A file in models/loras."),
+                io.Float.Input("strength_model", **strength, tooltip="0 changes nothing; negative values are allowed."),
+                io.Clip.Input("clip", optional=True, tooltip="For a LoRA that was trained on the text encoder too."),
+                io.Float.Input("strength_clip", **strength, optional=True, tooltip="The strength on the text encoder."),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="The model with the LoRA."),
+                io.Clip.Output(tooltip="The text encoder with the LoRA, where one was connected."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls, model, lora_name: str, strength_model: float, clip=None, strength_clip: float = 1.0
+    ) -> io.NodeOutput:
+        from .host.lora import apply_lora
+        from .host.report import show
+
+        for field, value in (("strength_model", strength_model), ("strength_clip", strength_clip)):
+            check_number(field, value, -LARGEST_STRENGTH, LARGEST_STRENGTH)
+        model, clip, report = apply_lora(model, clip, find_file("loras", lora_name), strength_model, strength_clip)
+        show(report, cls.hidden.unique_id)
+        return io.NodeOutput(model, clip)
+
+
+NODES = [SanaLoraLoader]

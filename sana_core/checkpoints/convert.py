@@ -1,0 +1,72 @@
+"""Any layout to one: a safetensors file with diffusers' names, and the configuration in its metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
+from .headers import SAFETENSORS
+from .load import build_module, component_tensors, fill
+from .tokenizer import load_tokenizer
+from .zoo import RESOLUTIONS
+
+# an all-in-one file: what stands before the names of each component
+PREFIXES = {"transformer": "model.diffusion_model.", "autoencoder": "vae.", "text_encoder": "text_encoders."}
+GEMMA = "gemma2_2b.transformer.model."
+
+
+def convert_checkpoint(
+    source: Path, target: Path, dtype: str | None = None, resolution: int | None = None
+) -> list[str]:
+    """Write `source` to the safetensors file `target` and return a line for each component.
+
+    One component keeps diffusers' names as they are, with its configuration in the metadata; a pipeline becomes an
+    all-in-one file. The file appears under its name only when it is whole. Raises ValueError for a target that is
+    no .safetensors file or a source that is not SANA's, FileExistsError for a target that is there.
+    """
+    from safetensors.torch import save_file
+
+    if target.suffix not in SAFETENSORS:
+        raise ValueError(f"target: got {target.name}, expected a name that ends with {' or '.join(SAFETENSORS)}")
+    if target.exists():
+        raise FileExistsError(f"target: {target} exists; choose another name")
+    if resolution not in (None, *RESOLUTIONS):
+        raise ValueError(f"resolution: got {resolution}, expected one of {', '.join(map(str, RESOLUTIONS))}")
+    info = inspect_checkpoint(source)
+    parts = info.parts or (info,)
+    if any(part.kind in ("other", "lora") for part in parts):
+        raise ValueError(f"{info.name}: got {describe(info)}, expected a SANA model")
+    tensors, configs, lines = {}, {}, []
+    for part in parts:
+        own, configs[part.kind] = component(part, dtype, resolution)
+        single = len(parts) == 1
+        tensors.update({name if single else full_name(part, name): value for name, value in own.items()})
+        lines.append(f"{target.name}: {describe(part)}, {len(own)} tensors")
+    partial = target.with_name(f"{target.name}.part")
+    save_file(tensors, partial, {"format": "pt", "config": json.dumps(configs)})
+    partial.rename(target)
+    return lines
+
+
+def component(info: CheckpointInfo, dtype: str | None, resolution: int | None) -> tuple[dict[str, torch.Tensor], dict]:
+    """Return the tensors of one component by the library's names, checked, and its configuration."""
+    wanted = getattr(torch, dtype) if dtype else info.dtype
+    module = build_module(info, resolution if info.kind in ("transformer", "controlnet") else None)
+    fill(module, component_tensors(info), info.name, lambda key: wanted)
+    tensors = {name: parameter.data.contiguous() for name, parameter in module.named_parameters()}
+    if info.kind == "text_encoder":
+        tokenizer = load_tokenizer(info)
+        tensors[tokenizer.kind] = torch.frombuffer(bytearray(tokenizer.content), dtype=torch.uint8)
+        config = {**module.config.to_dict(), "architectures": ["Gemma2Model"]}  # type: ignore[union-attr,operator]
+    else:
+        config = {**dict(module.config), "_class_name": type(module).__name__}  # type: ignore[arg-type]
+    return tensors, {key: value for key, value in config.items() if key != "_name_or_path"}
+
+
+def full_name(info: CheckpointInfo, name: str) -> str:
+    """Return the name inside an all-in-one file, where the tokenizer lies beside Gemma's weights."""
+    inner = GEMMA if info.kind == "text_encoder" and name not in TOKENIZERS else ""
+    return f"{PREFIXES[info.kind]}{inner}{name}"

@@ -1,0 +1,321 @@
+"""What a file or folder is, told from the names and shapes of its tensors; nothing but headers is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .families import family
+from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, shown
+from .keys import Origin, autoencoder_origins, transformer_origins
+from .zoo import GEMMA_WIDTHS, Headers, architecture, resolution_config, variant_name
+
+# in an all-in-one file: what stands before the names of each component
+PREFIXES = (
+    re.compile(r"(model\.)?diffusion_model\.|transformer\.|module\."),
+    re.compile(r"first_stage_model\.|vae\."),
+    re.compile(r"text_encoders?\.(gemma2_2b\.(transformer\.)?)?"),
+)
+# beside the weights in a text encoder's file: sentencepiece's model, or the tokenizers library's JSON, as bytes
+TOKENIZERS = ("spiece_model", "tokenizer_json")
+# beside quantised weights, as ComfyUI's operations read them
+SCALES = (
+    ".comfy_quant",
+    ".weight_scale",
+    ".weight_scale_2",
+    ".input_scale",
+    ".pre_quant_scale",
+    ".scale_weight",
+    ".scale_input",
+    "scaled_fp8",
+)
+LORA = re.compile(r"[._](lora_[AB]|lora_(down|up)|lokr_w[12].*|hada_w[12]_[ab]|dora_scale|diff|diff_b)(\.|$)")
+SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}$")
+NAMED_RESOLUTION = re.compile(r"(?<![0-9a-z])(512|1024|2048|4096|1k|2k|4k)(?=px|[^0-9a-z]|$)", re.IGNORECASE)
+THOUSANDS = {"1k": 1024, "2k": 2048, "4k": 4096}
+CLASSES = {
+    "transformer": ("SanaTransformer2DModel",),
+    "controlnet": ("SanaControlNetModel",),
+    "autoencoder": ("AutoencoderDC",),
+    "text_encoder": ("Gemma2Model", "Gemma2ForCausalLM"),
+}
+# of the language model, and of ComfyUI's wrapper around it
+UNUSED_TEXT = ("lm_head.weight", "logit_scale")
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint is. `headers` and `origins` go by the names that the library's module has."""
+
+    path: Path
+    kind: str  # transformer, controlnet, autoencoder, text_encoder, lora, pipeline (see `parts`), or other
+    variant: str  # a name in zoo.VARIANTS, the text encoder's, or what the file is if it is not SANA's
+    layout: str  # diffusers, original, transformers, or comfy for a file with several components
+    dtype: torch.dtype  # of most bytes
+    size: int  # bytes of tensors
+    resolution: int | None = None  # pixels of the pictures that it was trained with
+    resolution_from: str = ""  # config, position embedding, file name, or assumed
+    config: Mapping[str, Any] | None = None  # the library's, where one lies beside the weights or in them
+    headers: Headers = field(default_factory=dict, repr=False)
+    origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)
+    weights: Weights = field(default=Weights({}, {}), repr=False)
+    parts: tuple[CheckpointInfo, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """How errors name it."""
+        return shown(self.path) if self.path.is_file() else self.path.name
+
+    @property
+    def quantised(self) -> bool:
+        """Whether weights have scales beside them."""
+        return any(name.endswith(SCALES) for name in self.headers)
+
+
+def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
+    """Return what the file or folder at `path` is: kind, variant, layout, dtype, size, resolution.
+
+    A folder is one of diffusers' or transformers', whole or a single component, or NVIDIA's with checkpoints/ in it.
+    A file that is not SANA's has kind "other" and a variant that names it. Raises FileNotFoundError for a path that is
+    not there, ValueError for a file that is truncated or no weights file.
+    """
+    path = Path(path)
+    if path.is_file():
+        return inspect_file(path)
+    if (path / "model_index.json").is_file():
+        found = [inspect_folder(path / name) for name in FOLDERS.values() if (path / name / "config.json").is_file()]
+        if not found:
+            raise FileNotFoundError(
+                f"{path.name}: no component beside model_index.json; download the folder again, whole"
+            )
+        return bundle(path, "diffusers", found)
+    if (path / "config.json").is_file():
+        return inspect_folder(path)
+    originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
+    if originals:
+        return inspect_file(originals[0])
+    raise FileNotFoundError(
+        f"{path.name}: no such file, and no folder with model_index.json, config.json or checkpoints/; "
+        "download the model again, whole"
+    )
+
+
+def inspect_file(file: Path) -> CheckpointInfo:
+    """As `inspect_checkpoint`, for a file; one of several shards stands for all of them."""
+    shard = SHARD.match(file.stem)
+    index = file.with_name(f"{shard[1]}.safetensors.index.json") if shard else file
+    weights = read_sharded(index) if shard and index.is_file() else read_header(file)
+    groups = components(weights.headers)
+    config = own_config(file, weights)
+    parts = [recognise(file, names, weights, config) for names in groups]
+    known = [part for part in parts if part.kind != "other"]
+    if len(known) == 1 or not known:
+        return (known or parts)[0]
+    return bundle(file, "comfy", known)
+
+
+def components(names: Iterable[str]) -> list[dict[str, str]]:
+    """Return {name without its prefix: name} of each component in a file; a LoRA's prefixes are part of its names."""
+    groups: dict[int, dict[str, str]] = {}
+    for name in names:
+        if LORA.search(name):
+            return [{name: name for name in names}]
+        found = [(number, match.end()) for number, prefix in enumerate(PREFIXES) if (match := prefix.match(name))]
+        number, start = found[0] if found else (len(PREFIXES), 0)
+        groups.setdefault(number, {})[name[start:]] = name
+    return list(groups.values())
+
+
+def inspect_folder(folder: Path) -> CheckpointInfo:
+    """As `inspect_checkpoint`, for one component's folder. Of several precisions, it takes the one without a suffix."""
+    for pattern in ("*.safetensors.index.json", "*.safetensors.index.*.json"):
+        for index in sorted(folder.glob(pattern)):
+            read_sharded(index)  # raises where a shard is missing
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in SAFETENSORS]
+    if not files:
+        raise FileNotFoundError(
+            f"{folder.name}: no .safetensors file beside config.json; download the folder again, whole"
+        )
+    plain = [file for file in files if "." not in SHARD.sub(r"\1", file.stem)]
+    return inspect_file((plain or files)[0])
+
+
+def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointInfo:
+    """Several components as one; the transformer, if there is one, speaks for all."""
+    first = next((part for part in parts if part.kind == "transformer"), parts[0])
+    return CheckpointInfo(
+        path,
+        "pipeline",
+        first.variant,
+        layout,
+        first.dtype,
+        sum(part.size for part in parts),
+        first.resolution,
+        first.resolution_from,
+        parts=tuple(parts),
+    )
+
+
+def own_config(file: Path, weights: Weights) -> dict[str, Any] | None:
+    """Return the configuration in the file's metadata or beside it, None if there is none. Raises for one not JSON."""
+    beside = file.with_name("config.json")
+    if "config" not in weights.metadata and not beside.is_file():
+        return None
+    try:
+        text = weights.metadata["config"] if "config" in weights.metadata else beside.read_text(encoding="utf-8")
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{shown(file)}: its config is not JSON ({error}); download it again") from None
+    return config if isinstance(config, dict) else None
+
+
+def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[str, Any] | None) -> CheckpointInfo:
+    """Return what the tensors are that `names` {name without prefix: name in the file} holds."""
+    stored = {name: weights.headers[full] for name, full in names.items()}
+    kind, layout, origins = match(set(names))
+    origins = {target: Origin(names[o.name], o.part, o.parts) for target, o in origins.items()}
+    headers = {target: part_header(weights.headers[o.name], o) for target, o in origins.items()}
+    sizes: Counter[torch.dtype] = Counter()
+    for header in stored.values():
+        sizes[header.dtype] += header.size
+    config = (config or {}).get(kind, config)  # an all-in-one file has one for each component
+    config = config if fits(config, kind) else None
+    variant, resolution, source = "", None, ""
+    if kind in ("transformer", "controlnet"):
+        variant = variant_name(architecture(headers)) if kind == "transformer" else controlnet_name(headers)
+        resolution, source = find_resolution(file, config, stored.get("pos_embed"))
+        if config is not None and "sample_size" in config and "interpolation_scale" not in config:
+            # configurations older than the argument
+            config = {**config, **resolution_config(resolution)}
+    elif kind == "autoencoder":
+        channels = headers["decoder.conv_in.weight"].shape[1]
+        variant = f"dc-ae-f32c{channels}"
+    elif kind == "text_encoder":
+        width = headers["embed_tokens.weight"].shape[1]
+        variant = GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")
+    elif kind == "other":
+        variant = family(stored)
+    dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
+    return CheckpointInfo(
+        file,
+        kind,
+        variant,
+        layout,
+        dtype,
+        sum(sizes.values()),
+        resolution,
+        source,
+        config,
+        headers,
+        origins,
+        weights,
+    )
+
+
+def fits(config: dict[str, Any] | None, kind: str) -> bool:
+    """Whether a config.json is of the library's class for `kind`; one beside a file may be of something else."""
+    if config is None:
+        return False
+    return (config.get("_class_name") or (config.get("architectures") or [""])[0]) in CLASSES.get(kind, ())
+
+
+def match(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
+    """Return kind, layout, and where each of the module's parameters is among `names`."""
+    same = {name: Origin(name) for name in names}
+    if any(LORA.search(name) for name in names):
+        return "lora", "", same
+    if {"controlnet_blocks.0.weight", "input_block.weight", "patch_embed.proj.weight"} <= names:
+        return "controlnet", "diffusers", same
+    if "controlnet.0.before_proj.weight" in names:
+        return "controlnet", "original", transformer_origins(names)
+    if {"caption_projection.linear_1.weight", "transformer_blocks.0.ff.conv_point.weight"} <= names:
+        return "transformer", "diffusers", same
+    if {"blocks.0.cross_attn.q_linear.weight", "blocks.0.mlp.point_conv.conv.weight"} <= names:
+        return "transformer", "original", transformer_origins(names)
+    if "decoder.conv_in.weight" in names and any(name.endswith("to_qkv_multiscale.0.proj_in.weight") for name in names):
+        return "autoencoder", "diffusers", same
+    if {"encoder.project_in.conv.weight", "decoder.project_in.conv.weight"} <= names:
+        return "autoencoder", "original", autoencoder_origins(names)
+    bare = {name.removeprefix("model."): Origin(name) for name in names.difference(UNUSED_TEXT)}
+    # Gemma 3 has the same norms, and q_norm besides
+    if "layers.0.pre_feedforward_layernorm.weight" in bare and "layers.0.self_attn.q_norm.weight" not in bare:
+        return "text_encoder", "transformers", bare
+    return "other", "", same
+
+
+def part_header(header: Header, origin: Origin) -> Header:
+    first, *rest = header.shape or (1,)
+    return header._replace(shape=(first // origin.parts, *rest)) if origin.parts > 1 else header
+
+
+def controlnet_name(headers: Headers) -> str:
+    base = {1152: "sana-0.6b", 2240: "sana-1.6b"}.get(architecture(headers).width, "sana-custom")
+    return f"{base}-controlnet"
+
+
+def find_resolution(file: Path, config: dict[str, Any] | None, positions: Header | None) -> tuple[int, str]:
+    """Return the size in pixels that the model was trained at, and what told it.
+
+    NVIDIA's files carry a position embedding of that many latent cells, read or not; diffusers' carry none.
+    """
+    if config is not None and "sample_size" in config:
+        return 32 * int(config["sample_size"]), "config"
+    if positions is not None:
+        return 32 * round(positions.shape[1] ** 0.5), "position embedding"
+    for name in (file.stem, file.parent.name, file.parent.parent.name):
+        found = NAMED_RESOLUTION.search(name)
+        if found:
+            return THOUSANDS.get(found[1].lower()) or int(found[1]), "file name"
+    return 1024, "assumed"
+
+
+def find_part(info: CheckpointInfo, kind: str) -> CheckpointInfo:
+    """Return the component of that kind. Raises ValueError that names what was found and where to get the right one."""
+    for part in info.parts or (info,):
+        if part.kind == kind:
+            return part
+    if (info.path / "model_index.json").is_file() and kind in FOLDERS:
+        raise FileNotFoundError(
+            f"{info.name}: no config.json in {info.name}/{FOLDERS[kind]}; download the folder again, whole"
+        )
+    found = ", ".join(describe(part) for part in info.parts or (info,))
+    raise ValueError(f"{info.name}: not {WANTED[kind]}: found {found}; {WHERE[kind]}")
+
+
+def describe(info: CheckpointInfo) -> str:
+    """Return `info`'s kind and variant in words."""
+    if info.kind == "other":
+        return info.variant
+    return f"a {KINDS[info.kind]} ({info.variant})" if info.variant else f"a {KINDS[info.kind]}"
+
+
+FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder"}
+KINDS = {
+    "transformer": "SANA transformer",
+    "controlnet": "SANA ControlNet",
+    "autoencoder": "DC-AE",
+    "text_encoder": "Gemma 2 text encoder",
+    "lora": "LoRA",
+    "pipeline": "SANA pipeline",
+}
+WANTED = {
+    "transformer": "a SANA transformer",
+    "controlnet": "a SANA ControlNet",
+    "autoencoder": "SANA's VAE, DC-AE f32c32",
+    "text_encoder": "SANA's text encoder, Gemma-2-2b-it",
+    "lora": "a LoRA",
+}
+WHERE = {
+    "transformer": "get one from Efficient-Large-Model on Hugging Face, such as Sana_1600M_1024px_BF16_diffusers",
+    "controlnet": "get Sana_1600M_1024px_BF16_ControlNet_HED from Efficient-Large-Model on Hugging Face",
+    "autoencoder": "get dc-ae-f32c32-sana-1.1-diffusers from mit-han-lab on Hugging Face",
+    "text_encoder": "get gemma-2-2b-it from Efficient-Large-Model on Hugging Face; no account is needed",
+    "lora": "choose a LoRA trained on SANA",
+}

@@ -1,0 +1,37 @@
+"""Names for files that are not SANA's, so that an error can say what was found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from .headers import Header
+
+# specific before broad: a pattern that some tensor's name contains
+FAMILIES = (
+    (r"model\.diffusion_model\.input_blocks.*(conditioner|label_emb)|^label_emb\.", "a Stable Diffusion XL U-Net"),
+    (r"conditioner\.embedders\.1", "a Stable Diffusion XL checkpoint"),
+    (r"input_blocks\.0\.0\.weight|down_blocks\.0\.resnets\.0\.time_emb_proj", "a Stable Diffusion U-Net"),
+    (r"double_blocks\.0\.img_(attn|mod)|single_transformer_blocks\.0\.proj_mlp", "a Flux transformer"),
+    (r"joint_blocks\.0\.context_block", "a Stable Diffusion 3 transformer"),
+    (r"patch_embedding\.weight|blocks\.0\.mlp\.t_conv|conv_temp", "a video transformer"),
+    (r"adaln_single\.linear\.weight", "a PixArt transformer"),
+    (r"pixel_blocks|pixel_embedder", "a PixelDiT transformer"),
+    (r"encoder\.block\.0\.layer\.0\.SelfAttention", "a T5 text encoder"),
+    (r"layers\.0\.self_attn\.q_norm\.weight", "a Gemma 3 or Qwen text encoder"),
+    (r"layers\.0\.self_attn\.q_proj\.weight", "a language model other than Gemma 2"),
+    (r"text_model\.encoder\.layers\.0", "a CLIP text encoder"),
+    (r"input_hint_block|controlnet_cond_embedding|zero_convs\.0", "another model's ControlNet"),
+    (r"body\.0\.rdb1|model\.1\.sub\.0|conv_body\.weight", "an upscaler"),
+)
+
+
+def family(headers: Mapping[str, Header]) -> str:
+    """Return what a file with these names is, by its first three names if that is not known."""
+    decoder = [header for name, header in headers.items() if name.endswith("decoder.conv_in.weight")]
+    if decoder and len(decoder[0].shape) > 1:
+        return f"a VAE with {decoder[0].shape[1]} channels"
+    for pattern, label in FAMILIES:
+        if any(re.search(pattern, name) for name in headers):
+            return label
+    return f"tensors named {', '.join(sorted(headers)[:3])}" if headers else "no tensors"

@@ -1,0 +1,116 @@
+"""Original names to diffusers' names: NVIDIA's transformer and ControlNet, and DC-AE as MIT's repository has it.
+
+A fused tensor becomes several, equal parts of it along its first dimension.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+TRANSFORMER = {
+    "x_embedder.proj": "patch_embed.proj",
+    "y_embedder.y_proj.fc1": "caption_projection.linear_1",
+    "y_embedder.y_proj.fc2": "caption_projection.linear_2",
+    "attention_y_norm": "caption_norm",
+    "t_embedder.mlp.0": "time_embed.emb.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "time_embed.emb.timestep_embedder.linear_2",
+    "t_block.1": "time_embed.linear",
+    "final_layer.linear": "proj_out",
+    "final_layer": "",  # its scale_shift_table
+}
+# Sprint embeds its guidance beside the time
+SPRINT = {
+    "t_embedder.mlp.0": "time_embed.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "time_embed.timestep_embedder.linear_2",
+    "cfg_embedder.mlp.0": "time_embed.guidance_embedder.linear_1",
+    "cfg_embedder.mlp.2": "time_embed.guidance_embedder.linear_2",
+}
+BLOCK = {
+    "": ("",),  # its scale_shift_table
+    "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "attn.q_norm": ("attn1.norm_q",),
+    "attn.k_norm": ("attn1.norm_k",),
+    "attn.proj": ("attn1.to_out.0",),
+    "cross_attn.q_linear": ("attn2.to_q",),
+    "cross_attn.kv_linear": ("attn2.to_k", "attn2.to_v"),
+    "cross_attn.q_norm": ("attn2.norm_q",),
+    "cross_attn.k_norm": ("attn2.norm_k",),
+    "cross_attn.proj": ("attn2.to_out.0",),
+    "mlp.inverted_conv.conv": ("ff.conv_inverted",),
+    "mlp.depth_conv.conv": ("ff.conv_depth",),
+    "mlp.point_conv.conv": ("ff.conv_point",),
+}
+# what the transformer never reads: the null prompt, the buffer of positions, the head of the training's variance
+UNUSED = ("y_embedder.y_embedding", "pos_embed", "logvar_linear.weight", "logvar_linear.bias")
+
+AUTOENCODER = (
+    (r"main\.|op_list\.", ""),
+    (r"\.project_in\.conv\.", ".conv_in."),
+    (r"encoder\.project_out\.0\.conv\.", "encoder.conv_out."),
+    (r"decoder\.project_out\.0\.", "decoder.norm_out."),
+    (r"decoder\.project_out\.2\.conv\.", "decoder.conv_out."),
+    (r"encoder\.stages", "encoder.down_blocks"),
+    (r"decoder\.stages", "decoder.up_blocks"),
+    (r"context_module", "attn"),
+    (r"local_module", "conv_out"),
+    (r"aggreg\.(\d+)\.0\.", r"to_qkv_multiscale.\1.proj_in."),
+    (r"aggreg\.(\d+)\.1\.", r"to_qkv_multiscale.\1.proj_out."),
+    (r"(depth|inverted|point)_conv\.conv\.", r"conv_\1."),
+    (r"point_conv\.norm|conv2\.norm", "norm"),
+    (r"proj\.norm", "norm_out"),
+    (r"proj\.conv\.", "to_out."),
+    (r"conv([12]?)\.conv\.", r"conv\1."),
+)
+
+
+class Origin(NamedTuple):
+    """Where a parameter comes from: a tensor of the file, and which of its `parts` equal parts."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+def transformer_origins(names: set[str]) -> dict[str, Origin]:
+    """Return {diffusers' name: origin} of NVIDIA's transformer or ControlNet; names that fit nowhere map to themselves.
+
+    `names` are those of the file. The key map is that of diffusers' conversion scripts for SANA.
+    """
+    modules = {**TRANSFORMER, **SPRINT} if any(name.startswith("cfg_embedder.") for name in names) else TRANSFORMER
+    is_controlnet = any(name.startswith("controlnet.") for name in names)
+    origins = {}
+    for name in names.difference(UNUSED):
+        # a ControlNet's file may hold the transformer that it was trained on
+        if is_controlnet and name.startswith(("blocks.", "final_layer.")):
+            continue
+        module, _, leaf = name.rpartition(".")
+        targets = block_modules(module) or (modules.get(module, module),)
+        for part, target in enumerate(targets):
+            origins[f"{target}.{leaf}".lstrip(".")] = Origin(name, part, len(targets))
+    return origins
+
+
+def block_modules(module: str) -> tuple[str, ...]:
+    """Return diffusers' names of a module inside a numbered block, none for any other."""
+    projection = re.fullmatch(r"controlnet\.(\d+)\.(before|after)_proj", module)
+    if projection:
+        number, side = projection.groups()
+        return ("input_block",) if side == "before" else (f"controlnet_blocks.{number}",)
+    block = re.fullmatch(r"(?:blocks\.(\d+)|controlnet\.(\d+)\.copied_block)\.?(.*)", module)
+    if not block or block[3] not in BLOCK:
+        return ()
+    return tuple(f"transformer_blocks.{block[1] or block[2]}.{target}".rstrip(".") for target in BLOCK[block[3]])
+
+
+def autoencoder_origins(names: set[str]) -> dict[str, Origin]:
+    """Return {diffusers' name: origin} of DC-AE in its original layout."""
+    origins = {}
+    for name in names:
+        target = name
+        for pattern, replacement in AUTOENCODER:
+            target = re.sub(pattern, replacement, target)
+        fused = target.partition(".qkv.conv.")
+        parts = [f"{fused[0]}.to_{letter}.{fused[2]}" for letter in "qkv"] if fused[1] else [target]
+        origins.update({part: Origin(name, index, len(parts)) for index, part in enumerate(parts)})
+    return origins

@@ -1,0 +1,181 @@
+"""From a recognised checkpoint to the library's module, built without memory and filled from the mapped file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..sampling import SHIFT
+from ..text import TextEncoder
+from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, inspect_checkpoint
+from .headers import Reader, read_file, read_tensors
+from .tokenizer import load_tokenizer
+from .zoo import (
+    CROSS_HEADS,
+    DC_AE_SCALE,
+    architecture,
+    autoencoder_config,
+    controlnet_config,
+    gemma_config,
+    resolution_config,
+    transformer_config,
+)
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
+
+SHOWN = 3
+SHIFT_4K = 6.0
+
+
+def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
+    """Return the library's module for `info`, its parameters on the meta device, its buffers real.
+
+    `resolution` in pixels overrides what `info` says. Raises ValueError where neither configuration nor shapes tell
+    the architecture.
+    """
+    from accelerate import init_empty_weights
+    from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
+    from transformers import Gemma2Config, Gemma2Model
+
+    with init_empty_weights(include_buffers=False):
+        if info.kind == "text_encoder":
+            arguments = info.config if info.config is not None else gemma_config(info.headers)
+            return Gemma2Model(Gemma2Config(**arguments))
+        if info.kind == "autoencoder":
+            return AutoencoderDC.from_config(info.config or autoencoder_config(info.headers))
+        width = architecture(info.headers).width
+        if info.config is None and width not in CROSS_HEADS:
+            raise ValueError(
+                f"{info.name}: got width {width}, expected {' or '.join(map(str, CROSS_HEADS))}, for weights do not "
+                "tell the number of attention heads; put the model's config.json beside the file"
+            )
+        is_controlnet = info.kind == "controlnet"
+        from_shapes: Callable[..., dict[str, Any]] = controlnet_config if is_controlnet else transformer_config
+        config = dict(info.config or from_shapes(info.headers, info.resolution))
+        if resolution is not None:
+            config.update(resolution_config(resolution))
+        return (SanaControlNetModel if is_controlnet else SanaTransformer2DModel).from_config(config)
+
+
+def shift_of(info: CheckpointInfo, resolution: int | None = None) -> float:
+    """Return the schedule's shift: that of a diffusers folder's scheduler, else 6 for 4096 px and 3 below.
+
+    `resolution` in pixels, if given, decides instead of what `info` says.
+    """
+    file = info.path / "scheduler" / "scheduler_config.json"
+    if resolution is None and file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        shift = config.get("flow_shift", config.get("shift"))
+        if shift is not None:
+            return float(shift)
+    return SHIFT_4K if (resolution or info.resolution) == 4096 else SHIFT
+
+
+def latent_scale(info: CheckpointInfo) -> float:
+    """Return what latents of `info`'s autoencoder are multiplied by; that of DC-AE f32c32 where it has none."""
+    parts = [part for part in info.parts or (info,) if part.kind == "autoencoder" and part.config is not None]
+    return parts[0].config["scaling_factor"] if parts and parts[0].config else DC_AE_SCALE
+
+
+def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[str, torch.Tensor]:
+    """Return the tensors of `info` under the module's names: views of the mapped file, fused ones as their parts."""
+    wanted = {target: origin for target, origin in info.origins.items() if target not in TOKENIZERS}
+    stored = read_tensors(info.weights, dict.fromkeys(origin.name for origin in wanted.values()), read)
+    return {
+        target: stored[name].chunk(parts)[part] if parts > 1 else stored[name]
+        for target, (name, part, parts) in wanted.items()
+    }
+
+
+def fill(
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], name: str, dtype_of: Callable[[str], Any]
+) -> None:
+    """Make `tensors` the parameters of `module` that are on the meta device, each as `dtype_of` its name says.
+
+    The same dtype shares the memory.
+
+    Raises ValueError for missing, unexpected, misshapen and non-finite tensors; `name` is the file's.
+    """
+    expected = {key: parameter for key, parameter in module.named_parameters() if parameter.is_meta}
+    check_names(name, "no", expected.keys() - tensors.keys())
+    check_names(name, "unexpected", {key for key in tensors.keys() - expected.keys() if not key.endswith(SCALES)})
+    modules = dict(module.named_modules())
+    for key, parameter in expected.items():
+        tensor = tensors[key]
+        if tensor.shape != parameter.shape:
+            # 1x1 convolutions of the original layout are linear layers in diffusers'
+            if tensor.squeeze().shape != parameter.squeeze().shape:
+                raise ValueError(
+                    f"{name}: {key} is {list(tensor.shape)}, expected {list(parameter.shape)}; "
+                    "the file is of another model, or its config.json is"
+                )
+            tensor = tensor.reshape(parameter.shape)
+        check_finite(name, key, tensor)
+        owner, _, leaf = key.rpartition(".")
+        value = torch.nn.Parameter(tensor.to(dtype_of(key)), requires_grad=False)
+        modules[owner].register_parameter(leaf, value)
+    module.train(False)
+
+
+def check_names(name: str, fault: str, keys: set[str]) -> None:
+    if keys:
+        shown = ", ".join(sorted(keys)[:SHOWN])
+        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+        raise ValueError(f"{name}: {fault} {shown}{more}; the file is incomplete, or of another model")
+
+
+def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for NaN and infinity: their sum in fp32 is neither number nor finite."""
+    if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        if bad:
+            raise ValueError(
+                f"{name}: {bad} of {tensor.numel()} numbers in {key} are NaN or infinite; use another file"
+            )
+
+
+def load_module(path: str | Path, kind: str, device: str | torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """Return the component of that kind of the checkpoint at `path`, in evaluation mode."""
+    info = find_part(inspect_checkpoint(path), kind)
+    if info.quantised:
+        raise ValueError(f"{info.name}: got quantised weights, which only ComfyUI's operations read; use the nodes")
+    module = build_module(info)
+    fill(module, component_tensors(info), info.name, lambda key: dtype)
+    return module.to(device)
+
+
+def load_transformer(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> SanaTransformer2DModel:
+    """Return SANA's transformer from any layout that `inspect_checkpoint` recognises, in evaluation mode.
+
+    Raises ValueError or FileNotFoundError, with the file's name, for what is no whole SANA transformer.
+    """
+    return load_module(path, "transformer", device, dtype)  # type: ignore[return-value]
+
+
+def load_controlnet(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> SanaControlNetModel:
+    """Return a SANA ControlNet; it raises as `load_transformer` does."""
+    return load_module(path, "controlnet", device, dtype)  # type: ignore[return-value]
+
+
+def load_autoencoder(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> AutoencoderDC:
+    """Return DC-AE; it raises as `load_transformer` does."""
+    return load_module(path, "autoencoder", device, dtype)  # type: ignore[return-value]
+
+
+def load_text_encoder(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> TextEncoder:
+    """Return tokenizer and Gemma 2; it raises as `load_transformer` does, and for a tokenizer that is not there."""
+    tokenizer = load_tokenizer(find_part(inspect_checkpoint(path), "text_encoder"))
+    return TextEncoder(tokenizer, load_module(path, "text_encoder", device, dtype))  # type: ignore[arg-type]

@@ -1,0 +1,149 @@
+"""The released models, and the configurations that tensors' shapes stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from .headers import Header
+
+Headers = Mapping[str, Header]
+
+
+class Architecture(NamedTuple):
+    """What tells SANA's transformers apart: inner width, blocks, and the two later additions."""
+
+    width: int
+    layers: int
+    qk_norm: bool = False
+    guidance_embeds: bool = False
+
+
+VARIANTS = {
+    "sana-0.6b": Architecture(1152, 28),
+    "sana-1.6b": Architecture(2240, 20),
+    "sana-1.5-1.6b": Architecture(2240, 20, qk_norm=True),
+    "sana-1.5-4.8b": Architecture(2240, 60, qk_norm=True),
+    "sana-sprint-0.6b": Architecture(1152, 28, qk_norm=True, guidance_embeds=True),
+    "sana-sprint-1.6b": Architecture(2240, 20, qk_norm=True, guidance_embeds=True),
+}
+# inner width: heads of the cross-attention
+CROSS_HEADS = {1152: 16, 2240: 20}
+HEAD_DIM = 32
+# pixels: the interpolation scale of the position embedding, which only the larger sizes have
+RESOLUTIONS = {512: None, 1024: None, 2048: 1.0, 4096: 2.0}
+GEMMA_HEAD_DIM = 256
+GEMMA_WIDTHS = {2304: "gemma-2-2b", 3584: "gemma-2-9b", 4608: "gemma-2-27b"}
+DC_AE_SCALE = 0.41407
+
+
+def count(names: Iterable[str], pattern: str) -> int:
+    """Return one more than the largest number that `pattern` finds at the start of the names, 0 if it finds none."""
+    found = (re.match(pattern, name) for name in names)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def architecture(headers: Headers) -> Architecture:
+    """Return the architecture of a transformer or ControlNet with diffusers' names."""
+    return Architecture(
+        headers["patch_embed.proj.weight"].shape[0],
+        count(headers, r"transformer_blocks\.(\d+)\."),
+        "transformer_blocks.0.attn1.norm_q.weight" in headers,
+        "time_embed.guidance_embedder.linear_1.weight" in headers,
+    )
+
+
+def variant_name(found: Architecture) -> str:
+    """Return the name in VARIANTS, or one that says how the model differs."""
+    names = [name for name, known in VARIANTS.items() if known == found]
+    return names[0] if names else f"sana-custom-{found.width}x{found.layers}"
+
+
+def transformer_config(headers: Headers, resolution: int) -> dict[str, Any]:
+    """Return SanaTransformer2DModel's configuration for tensors with diffusers' names, at `resolution` pixels.
+
+    The width has to be one of CROSS_HEADS, because the shapes do not tell the number of heads.
+    """
+    found = architecture(headers)
+    caption = headers["caption_projection.linear_1.weight"].shape[1]
+    hidden = headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
+    return {
+        "in_channels": headers["patch_embed.proj.weight"].shape[1],
+        "out_channels": headers["patch_embed.proj.weight"].shape[1],
+        "num_attention_heads": found.width // HEAD_DIM,
+        "attention_head_dim": HEAD_DIM,
+        "num_layers": found.layers,
+        "num_cross_attention_heads": CROSS_HEADS[found.width],
+        "cross_attention_head_dim": found.width // CROSS_HEADS[found.width],
+        "cross_attention_dim": found.width,
+        "caption_channels": caption,
+        "mlp_ratio": hidden / found.width,
+        "guidance_embeds": found.guidance_embeds,
+        "qk_norm": "rms_norm_across_heads" if found.qk_norm else None,
+        **resolution_config(resolution),
+    }
+
+
+def controlnet_config(headers: Headers, resolution: int) -> dict[str, Any]:
+    """Return SanaControlNetModel's configuration under the same condition."""
+    config = transformer_config(headers, resolution)
+    return {key: value for key, value in config.items() if key not in ("guidance_embeds", "qk_norm")}
+
+
+def resolution_config(resolution: int) -> dict[str, Any]:
+    """Return what a configuration says of the size that a model was trained at."""
+    return {"sample_size": resolution // 32, "interpolation_scale": RESOLUTIONS[resolution]}
+
+
+def autoencoder_config(headers: Headers) -> dict[str, Any]:
+    """Return AutoencoderDC's configuration for tensors with diffusers' names."""
+    config: dict[str, Any] = {
+        "latent_channels": headers["decoder.conv_in.weight"].shape[1],
+        "downsample_block_type": "Conv",
+        "upsample_block_type": "interpolate",
+        "decoder_norm_types": "rms_norm",
+        "decoder_act_fns": "silu",
+        "scaling_factor": DC_AE_SCALE,
+    }
+    for side, blocks in (("encoder", "encoder.down_blocks"), ("decoder", "decoder.up_blocks")):
+        stages = [f"{blocks}.{stage}." for stage in range(count(headers, rf"{side}\.\w+_blocks\.(\d+)\."))]
+        kinds, channels, layers, scales = zip(*(stage_config(headers, stage) for stage in stages), strict=True)
+        config[f"{side}_block_types"] = kinds
+        config[f"{side}_block_out_channels"] = channels
+        config[f"{side}_layers_per_block"] = layers
+        config[f"{side}_qkv_multiscales"] = scales
+    grouped = [name for name in headers if name.endswith("to_qkv_multiscale.0.proj_out.weight")]
+    config["attention_head_dim"] = headers[grouped[0]].shape[1] if grouped else HEAD_DIM
+    return config
+
+
+def stage_config(headers: Headers, stage: str) -> tuple[str, int, int, tuple[int, ...]]:
+    """Return block type, channels, blocks, and the kernel sizes of the attention's scales of one stage of DC-AE."""
+    names = [name for name in headers if name.startswith(stage)]
+    residual = [name for name in names if name.endswith(".conv1.weight")]
+    attention = [name for name in names if name.endswith(".attn.to_q.weight")]
+    first = (residual or attention)[0]
+    kernels = {name: headers[name].shape[-1] for name in names if name.endswith(".proj_in.weight")}
+    scales = tuple(kernels[name] for name in sorted(kernels) if name.startswith(first.removesuffix("to_q.weight")))
+    return (
+        "ResBlock" if residual else "EfficientViTBlock",
+        headers[first].shape[1],
+        len(residual or attention),
+        scales,
+    )
+
+
+def gemma_config(headers: Headers) -> dict[str, Any]:
+    """Return Gemma2Config's arguments for tensors with transformers' names; heads are 256 wide, as in 2B and 9B."""
+    layer = "layers.0."
+    return {
+        "vocab_size": headers["embed_tokens.weight"].shape[0],
+        "hidden_size": headers["embed_tokens.weight"].shape[1],
+        "intermediate_size": headers[f"{layer}mlp.gate_proj.weight"].shape[0],
+        "num_hidden_layers": count(headers, r"layers\.(\d+)\."),
+        "num_attention_heads": headers[f"{layer}self_attn.q_proj.weight"].shape[0] // GEMMA_HEAD_DIM,
+        "num_key_value_heads": headers[f"{layer}self_attn.k_proj.weight"].shape[0] // GEMMA_HEAD_DIM,
+        "head_dim": GEMMA_HEAD_DIM,
+        "query_pre_attn_scalar": GEMMA_HEAD_DIM,
+    }

@@ -1,0 +1,36 @@
+"""Say what a checkpoint is: a file or a folder, of which only headers are read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ..checkpoints import CheckpointInfo, inspect_checkpoint
+from ..checkpoints.detect import describe
+
+EXAMPLE = """example:
+  python -m sana_core inspect demo/sana-tiny"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, or folders")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    for path in arguments.paths:
+        info = inspect_checkpoint(path)
+        sys.stdout.write(f"{path}: {sentence(info)}\n")
+        for part in info.parts:
+            sys.stdout.write(f"  {sentence(part)}\n")
+
+
+def sentence(info: CheckpointInfo) -> str:
+    """Return `info` as a line: what it is, resolution and what told it, layout, dtype, size."""
+    words = [describe(info)]
+    if info.resolution is not None:
+        words.append(f"{info.resolution} px (from {info.resolution_from})")
+    if info.layout:
+        words.append(f"{info.layout} layout")
+    words += [str(info.dtype).removeprefix("torch."), f"{info.size / 1e9:.3f} GB"]
+    return ", ".join(words)

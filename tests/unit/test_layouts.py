@@ -1,0 +1,258 @@
+"""Every layout of every model is recognised, and loads into the module that it was written from."""
+
+import layouts
+import pytest
+import torch
+from accelerate import init_empty_weights
+from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
+
+import sana_core
+from sana_core.checkpoints.load import build_module, shift_of
+from sana_core.checkpoints.zoo import VARIANTS, Architecture, variant_name
+
+COUNTS = {
+    "sana-0.6b": 591_747_872,
+    "sana-1.6b": 1_604_462_752,
+    "sana-1.5-1.6b": 1_604_641_952,
+    "sana-1.5-4.8b": 4_721_825_952,
+}
+
+
+def settings(model):
+    return {key: value for key, value in model.config.items() if not key.startswith("_")}
+
+
+def run_transformer(model):
+    torch.manual_seed(0)
+    x, context = torch.randn(2, 32, 3, 5), torch.randn(2, 7, layouts.CAPTION)
+    guidance = torch.tensor([0.45, 0.2]) if model.config.guidance_embeds else None
+    with torch.no_grad():
+        return model.float()(x, context, torch.tensor([700.0, 3.0]), guidance=guidance).sample
+
+
+def run_controlnet(model):
+    torch.manual_seed(0)
+    x, hint, context = torch.randn(2, 32, 3, 5), torch.randn(2, 32, 3, 5), torch.randn(2, 7, layouts.CAPTION)
+    with torch.no_grad():
+        out = model.float()(x, context, torch.tensor([700.0, 3.0]), hint).controlnet_block_samples
+    return torch.stack(list(out))
+
+
+def run_autoencoder(model):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return model.float()(torch.randn(1, 3, 64, 96)).sample
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_released_size_is_recognised_by_its_header_alone(tmp_path, name):
+    width, layers, qk_norm, sprint = VARIANTS[name]
+    with init_empty_weights():
+        model = SanaTransformer2DModel(
+            num_attention_heads=width // 32,
+            num_layers=layers,
+            num_cross_attention_heads=width // {1152: 72, 2240: 112}[width],
+            cross_attention_head_dim={1152: 72, 2240: 112}[width],
+            cross_attention_dim=width,
+            qk_norm="rms_norm_across_heads" if qk_norm else None,
+            guidance_embeds=sprint,
+        )
+    file = layouts.sparse(model, tmp_path / "a.safetensors")
+    info = sana_core.inspect_checkpoint(file)
+    assert (info.kind, info.variant, info.layout, info.dtype) == ("transformer", name, "diffusers", torch.bfloat16)
+    assert info.size == 2 * sum(p.numel() for p in model.parameters())
+    built = build_module(info)
+    count = sum(p.numel() for p in built.parameters())
+    assert count == COUNTS.get(name, sum(p.numel() for p in model.parameters()))
+    assert settings(built) == settings(model)
+    assert all(p.is_meta for p in built.parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layers": 3}, {"qk_norm": True}, {"sprint": True}, {"resolution": 2048}, {"resolution": 4096}],
+    ids=str,
+)
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_nvidias_layout_loads_exactly(tmp_path, options, suffix):
+    model = layouts.transformer(**options)
+    tensors = layouts.nvidia(model)
+    file = tmp_path / f"SanaMS.{suffix}"
+    if suffix == "pth":
+        torch.save({"state_dict": tensors, "epoch": 3}, file)
+    else:
+        layouts.save(tensors, file)
+    info = sana_core.inspect_checkpoint(file)
+    resolution = options.get("resolution", 1024)
+    assert (info.kind, info.layout) == ("transformer", "original")
+    assert (info.resolution, info.resolution_from) == (resolution, "position embedding")
+    assert shift_of(info) == (6 if resolution == 4096 else 3)
+    loaded = sana_core.load_transformer(file)
+    assert type(loaded) is SanaTransformer2DModel and not loaded.training
+    assert torch.equal(run_transformer(loaded), run_transformer(model))
+
+
+def test_the_unused_tensors_of_nvidias_files_may_be_absent(tmp_path):
+    model = layouts.transformer()
+    file = layouts.save(layouts.nvidia(model, unused=False), tmp_path / "Sana_600M_512px.safetensors")
+    info = sana_core.inspect_checkpoint(file)
+    assert (info.resolution, info.resolution_from) == (512, "file name")
+    assert torch.equal(run_transformer(sana_core.load_transformer(file)), run_transformer(model))
+
+
+@pytest.mark.parametrize("sprint", [False, True])
+def test_a_single_diffusers_file_loads_exactly(tmp_path, sprint):
+    model = layouts.transformer(sprint=sprint)
+    file = layouts.save(model.state_dict(), tmp_path / "sana.sft")
+    info = sana_core.inspect_checkpoint(file)
+    assert (info.layout, info.resolution, info.resolution_from) == ("diffusers", 1024, "assumed")
+    assert torch.equal(run_transformer(sana_core.load_transformer(file)), run_transformer(model))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "10MB"}, {"variant": "bf16"}], ids=str)
+def test_a_diffusers_folder_loads_as_the_library_loads_it(tmp_path, options):
+    layouts.transformer().save_pretrained(tmp_path / "sana", **options)
+    theirs = SanaTransformer2DModel.from_pretrained(tmp_path / "sana", variant=options.get("variant"))
+    files = sorted((tmp_path / "sana").glob("*.safetensors"))
+    assert len(files) > 2 if "max_shard_size" in options else len(files) == 1
+    for path in (tmp_path / "sana", files[0]):
+        assert torch.equal(run_transformer(sana_core.load_transformer(path)), run_transformer(theirs))
+
+
+def test_of_two_precisions_the_one_without_a_suffix_is_taken(tmp_path):
+    model = layouts.transformer()
+    model.save_pretrained(tmp_path / "sana", variant="fp16")
+    model.float().save_pretrained(tmp_path / "sana")
+    assert sana_core.inspect_checkpoint(tmp_path / "sana").dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", ["folder", "diffusers", "original"])
+def test_a_controlnet_loads_exactly(tmp_path, layout):
+    model = layouts.controlnet()
+    path = tmp_path / "control.safetensors"
+    if layout == "folder":
+        path = tmp_path / "control"
+        model.save_pretrained(path)
+    else:
+        layouts.save(layouts.nvidia(model) if layout == "original" else model.state_dict(), path)
+    info = sana_core.inspect_checkpoint(path)
+    assert (info.kind, info.variant) == ("controlnet", "sana-0.6b-controlnet")
+    loaded = sana_core.load_controlnet(path)
+    assert type(loaded) is SanaControlNetModel
+    assert torch.equal(run_controlnet(loaded), run_controlnet(model))
+
+
+def test_a_controlnets_file_may_hold_the_transformer_it_was_trained_on(tmp_path):
+    model = layouts.controlnet()
+    tensors = {**layouts.nvidia(layouts.transformer()), **layouts.nvidia(model)}
+    file = tmp_path / "hed.pth"
+    torch.save({"state_dict": tensors}, file)
+    assert torch.equal(run_controlnet(sana_core.load_controlnet(file)), run_controlnet(model))
+
+
+@pytest.mark.parametrize("layout", ["folder", "diffusers", "original"])
+def test_dc_ae_loads_exactly(tmp_path, layout):
+    model = layouts.autoencoder()
+    path = tmp_path / "dc-ae.safetensors"
+    if layout == "folder":
+        path = tmp_path / "dc-ae"
+        model.save_pretrained(path)
+    else:
+        layouts.save(layouts.mit(model) if layout == "original" else model.state_dict(), path)
+    info = sana_core.inspect_checkpoint(path)
+    assert (info.kind, info.variant) == ("autoencoder", "dc-ae-f32c32")
+    loaded = sana_core.load_autoencoder(path)
+    assert loaded.config.scaling_factor == 0.41407
+    assert torch.equal(run_autoencoder(loaded), run_autoencoder(model))
+
+
+def test_the_configuration_read_from_the_real_dc_aes_shapes_is_the_real_one(tmp_path):
+    both = {
+        "block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
+        "block_out_channels": (128, 256, 512, 512, 1024, 1024),
+        "qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
+    }
+    with init_empty_weights():
+        model = AutoencoderDC(
+            latent_channels=32,
+            encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
+            decoder_layers_per_block=(3, 3, 3, 3, 3, 3),
+            downsample_block_type="Conv",
+            upsample_block_type="interpolate",
+            decoder_norm_types="rms_norm",
+            decoder_act_fns="silu",
+            scaling_factor=0.41407,
+            **{f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in both.items()},
+        )
+    info = sana_core.inspect_checkpoint(layouts.sparse(model, tmp_path / "dc-ae.safetensors"))
+    assert settings(build_module(info)) == settings(model)
+    assert info.size == 2 * 312_250_275
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_an_all_in_one_file_gives_each_component(tmp_path, prefixed):
+    parts = {
+        "model.diffusion_model.": layouts.transformer(),
+        "first_stage_model.": layouts.autoencoder(),
+        "text_encoders.gemma2_2b.transformer.model.": layouts.gemma(),
+    }
+    if not prefixed:
+        parts = dict(zip(("transformer.", "vae.", "text_encoder."), parts.values(), strict=True))
+    tensors = {prefix + key: value for prefix, model in parts.items() for key, value in model.state_dict().items()}
+    info = sana_core.inspect_checkpoint(layouts.save(tensors, tmp_path / "sana.safetensors"))
+    assert (info.kind, info.layout) == ("pipeline", "comfy")
+    assert {part.kind for part in info.parts} == {"transformer", "autoencoder", "text_encoder"}
+    models = list(parts.values())
+    assert torch.equal(run_transformer(sana_core.load_transformer(info.path)), run_transformer(models[0]))
+    assert torch.equal(run_autoencoder(sana_core.load_autoencoder(info.path)), run_autoencoder(models[1]))
+
+
+def test_nvidias_repository_folder_stands_for_its_checkpoint(tmp_path):
+    model = layouts.transformer()
+    (tmp_path / "Sana_600M_1024px" / "checkpoints").mkdir(parents=True)
+    torch.save({"state_dict": layouts.nvidia(model)}, tmp_path / "Sana_600M_1024px" / "checkpoints" / "Sana.pth")
+    loaded = sana_core.load_transformer(tmp_path / "Sana_600M_1024px")
+    assert torch.equal(run_transformer(loaded), run_transformer(model))
+
+
+@pytest.mark.parametrize(
+    "name, resolution",
+    [
+        ("Sana_1600M_4Kpx_BF16.safetensors", 4096),
+        ("Sana_1600M_2Kpx_BF16.safetensors", 2048),
+        ("Sana_600M_512px_MultiLing.safetensors", 512),
+        ("SANA1.5_1.6B_1024px.safetensors", 1024),
+        ("Sana_1600M_4Kpx/transformer.safetensors", 4096),
+        ("my_4k_finetune.safetensors", 4096),
+        ("run10240.safetensors", 1024),
+    ],
+)
+def test_the_file_name_tells_the_resolution_where_nothing_else_does(tmp_path, name, resolution):
+    file = layouts.save(layouts.transformer().state_dict(), tmp_path / name)
+    assert sana_core.inspect_checkpoint(file).resolution == resolution
+    assert build_module(sana_core.inspect_checkpoint(file)).config.interpolation_scale == {2048: 1.0, 4096: 2.0}.get(
+        resolution
+    )
+
+
+def test_configurations_older_than_the_position_embedding_get_it(tmp_path):
+    model = layouts.transformer(resolution=4096)
+    layouts.save(model.state_dict(), tmp_path / "sana" / "diffusion_pytorch_model.safetensors")
+    config = {k: v for k, v in model.config.items() if k not in ("interpolation_scale", "qk_norm")}
+    text = layouts.json.dumps({**config, "_class_name": "SanaTransformer2DModel"})
+    (tmp_path / "sana" / "config.json").write_text(text)
+    loaded = sana_core.load_transformer(tmp_path / "sana")
+    assert torch.equal(run_transformer(loaded), run_transformer(model))
+
+
+def test_a_model_between_the_sizes_has_a_name_that_says_how(tmp_path):
+    assert variant_name(Architecture(1152, 3)) == "sana-custom-1152x3"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_any_stored_precision_loads_in_any(tmp_path, dtype):
+    stored = {key: value.to(dtype) for key, value in layouts.transformer().state_dict().items()}
+    file = layouts.save(stored, tmp_path / "sana.safetensors")
+    assert sana_core.inspect_checkpoint(file).dtype == dtype
+    loaded = sana_core.load_transformer(file, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(loaded[key], value.bfloat16()) for key, value in stored.items())

@@ -1,0 +1,77 @@
+"""Gemma's tokenizer from wherever it lies, and the embeddings that follow."""
+
+import json
+
+import layouts
+import pytest
+import sentencepiece
+import torch
+
+import sana_core
+
+PROMPTS = ["a red circle", "two  spaces, a tab\tand \U0001f3d4", "line\nbreak <bos> <end>", ""]
+
+
+def as_tensor(content):
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+@pytest.fixture
+def single_file(tmp_path, spiece):
+    """What users of other models have: Gemma 2 in one file, fp16, its tokenizer inside."""
+    model = layouts.gemma(vocabulary=600)
+    tensors = {f"model.{key}": value.half() for key, value in model.state_dict().items()}
+    return layouts.save({**tensors, "spiece_model": as_tensor(spiece)}, tmp_path / "gemma_2_2b_fp16.safetensors")
+
+
+def test_a_single_file_carries_its_tokenizer(single_file, spiece):
+    info = sana_core.inspect_checkpoint(single_file)
+    assert (info.kind, info.variant) == ("text_encoder", "gemma-2-custom-64")
+    encoder = sana_core.load_text_encoder(single_file)
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=spiece)
+    for prompt in PROMPTS:
+        assert encoder.tokenizer.encode(prompt) == [2, *theirs.encode(prompt)]
+    embeds, mask = sana_core.encode_prompts(encoder, PROMPTS[:1])
+    assert embeds.isfinite().all() and mask[0].sum() > 3
+    model = layouts.gemma(vocabulary=600).half().float()
+    for (key, a), (_, b) in zip(encoder.model.state_dict().items(), model.state_dict().items(), strict=True):
+        assert torch.equal(a, b), key
+
+
+@pytest.mark.parametrize("place", ["inside", "beside", "folder"])
+def test_the_tokenizer_is_the_same_wherever_it_lies(checkpoint, tmp_path, place):
+    reference = sana_core.load_text_encoder(checkpoint)
+    content = (checkpoint / "tokenizer" / "tokenizer.json").read_bytes()
+    tensors = sana_core.checkpoints.headers.read_file(checkpoint / "text_encoder" / "model.safetensors")
+    metadata = {"config": (checkpoint / "text_encoder" / "config.json").read_text()}
+    if place == "inside":
+        tensors["tokenizer_json"] = as_tensor(content)
+    else:
+        folder = tmp_path if place == "beside" else tmp_path.parent / "tokenizer"
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_bytes(content)
+        config = json.loads((checkpoint / "tokenizer" / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    encoder = sana_core.load_text_encoder(layouts.save(tensors, tmp_path / "gemma.safetensors", **metadata))
+    for prompt in PROMPTS:
+        assert encoder.tokenizer.encode(prompt) == reference.tokenizer.encode(prompt)
+    ours, theirs = (sana_core.encode_prompts(each, PROMPTS[:2])[0] for each in (encoder, reference))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_tokenizer_model_beside_the_file_is_read(single_file, spiece, tmp_path):
+    tensors = sana_core.checkpoints.headers.read_file(single_file)
+    del tensors["spiece_model"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.model").write_bytes(spiece)
+    encoder = sana_core.load_text_encoder(layouts.save(tensors, tmp_path / "other" / "gemma.safetensors"))
+    assert encoder.tokenizer.encode("a red circle")[0] == 2
+
+
+@pytest.mark.parametrize("name, width", [("gemma-2-2b", 2304), ("gemma-2-9b", 3584)])
+def test_the_size_of_gemma_is_named(tmp_path, name, width):
+    tensors = {
+        "layers.0.pre_feedforward_layernorm.weight": torch.zeros(width),
+        "embed_tokens.weight": torch.zeros(2, width),
+    }
+    assert sana_core.inspect_checkpoint(layouts.save(tensors, tmp_path / "g.safetensors")).variant == name
