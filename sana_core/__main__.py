@@ -12,10 +12,7 @@ COMMANDS = {"generate": generate, "inspect": inspect, "convert": convert}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv`, or the command line, names.
-
-    Returns the exit status; a user's mistake is one line on stderr.
-    """
+    """Run the command that `argv`, or the command line, names. Return the exit status; a mistake is one line."""
     parser = argparse.ArgumentParser(prog="python -m sana_core", description="NVIDIA's SANA, without a host.")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():

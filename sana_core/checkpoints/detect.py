@@ -109,9 +109,8 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
 
 def inspect_file(file: Path) -> CheckpointInfo:
     """As `inspect_checkpoint`, for a file; one of several shards stands for all of them."""
-    shard = SHARD.match(file.stem)
-    index = file.with_name(f"{shard[1]}.safetensors.index.json") if shard else file
-    weights = read_sharded(index) if shard and index.is_file() else read_header(file)
+    index = find_index(file)
+    weights = read_sharded(index) if index else read_header(file)
     groups = components(weights.headers)
     config = own_config(file, weights)
     parts = [recognise(file, names, weights, config) for names in groups]
@@ -119,6 +118,16 @@ def inspect_file(file: Path) -> CheckpointInfo:
     if len(known) == 1 or not known:
         return (known or parts)[0]
     return bundle(file, "comfy", known)
+
+
+def find_index(file: Path) -> Path | None:
+    """Return the index of the shards that `file` is one of, None if it is not or there is none."""
+    shard = SHARD.match(file.stem)
+    if not shard:
+        return None
+    name, _, variant = shard[1].partition(".")
+    names = [f"{shard[1]}.safetensors.index.json", f"{name}.safetensors.index.{variant}.json"]
+    return next((file.with_name(name) for name in names if file.with_name(name).is_file()), None)
 
 
 def components(names: Iterable[str]) -> list[dict[str, str]]:
@@ -135,9 +144,6 @@ def components(names: Iterable[str]) -> list[dict[str, str]]:
 
 def inspect_folder(folder: Path) -> CheckpointInfo:
     """As `inspect_checkpoint`, for one component's folder. Of several precisions, it takes the one without a suffix."""
-    for pattern in ("*.safetensors.index.json", "*.safetensors.index.*.json"):
-        for index in sorted(folder.glob(pattern)):
-            read_sharded(index)  # raises where a shard is missing
     files = [file for file in sorted(folder.iterdir()) if file.suffix in SAFETENSORS]
     if not files:
         raise FileNotFoundError(

@@ -318,3 +318,26 @@ def test_a_fp16_text_encoder_and_vae_run_wider(host, put, tokenizer):
     got = host.run(graph)
     assert {p.dtype for p in got["clip"].cond_stage_model.parameters()} == {torch.float32}
     assert {p.dtype for p in got["vae"].first_stage_model.parameters()} == {torch.float32}
+
+
+def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
+    """As main.py reads the file at its start."""
+    import shutil
+
+    import folder_paths
+    from utils.extra_config import load_extra_path_config
+
+    kept = {kind: (list(paths), kinds) for kind, (paths, kinds) in folder_paths.folder_names_and_paths.items()}
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(checkpoint, elsewhere / "diffusers" / "mine")
+    layouts.save(layouts.transformer().state_dict(), elsewhere / "unet" / "sana.safetensors")
+    config = tmp_path / "extra_model_paths.yaml"
+    config.write_text(f"other:\n  base_path: {elsewhere}\n  diffusers: diffusers/\n  diffusion_models: unet/\n")
+    try:
+        load_extra_path_config(str(config))
+        got = host.run({"load": ("SanaLoader", {"model": "mine"}), **catch_all("load")})
+        assert got["0"].model.model_config.text.startswith("sana-custom-160x5, 128 px (config)")
+        got = host.run({"load": ("SanaModelLoader", {"model_name": "sana.safetensors"}), **catch("load", 0)})
+        assert got["0"].model.model_config.text.startswith("sana-custom-1152x1")
+    finally:
+        folder_paths.folder_names_and_paths.update(kept)

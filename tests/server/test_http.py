@@ -13,6 +13,8 @@ from setup import ROOT
 
 from demo.judge import judge
 
+TEXT = 3  # the kind of event, in its first four bytes
+
 
 def picture(server, events):
     (image,) = images_of(events)
@@ -37,7 +39,9 @@ def test_the_demo_draws_what_the_prompt_says_with_progress_and_previews(server, 
     ]
     assert [step["value"] for step in progress] == list(range(1, 21))
     assert {step["max"] for step in progress} == {20}
-    previews = [event for event in events if isinstance(event, bytes)]
+    texts = [event for event in events if isinstance(event, bytes) and event[3] == TEXT]
+    assert texts[0].endswith(b"sana-custom-160x5, 128 px (config), diffusers layout, bfloat16")
+    previews = [event for event in events if isinstance(event, bytes) and event[3] != TEXT]
     assert len(previews) == 20
     # 4 bytes of event, 4 of format, then the file
     assert Image.open(io.BytesIO(previews[-1][8:])).format == "JPEG"
@@ -72,21 +76,26 @@ def test_every_node_is_described(server):
     info = json.loads(get(server, "/object_info"))
     ours = {key: node for key, node in info.items() if key.startswith("Sana")}
     assert set(ours) == {
-        "SanaLoader",
-        "SanaTextEncode",
-        "SanaPromptList",
+        "SanaControlNetLoader",
+        "SanaDecode",
         "SanaEmptyLatent",
+        "SanaGuidanceInterval",
+        "SanaLoader",
+        "SanaLoraLoader",
+        "SanaModelLoader",
+        "SanaPAG",
+        "SanaPromptList",
         "SanaResolution",
         "SanaSampler",
-        "SanaSprint",
-        "SanaPAG",
-        "SanaGuidanceInterval",
-        "SanaScheduler",
         "SanaSamplerSelect",
-        "SanaDecode",
+        "SanaScheduler",
+        "SanaSprint",
+        "SanaTextEncode",
+        "SanaTextEncoderLoader",
+        "SanaVAELoader",
     }
     for key, node in ours.items():
-        assert node["display_name"].startswith("SANA ") and node["category"] == "SANA"
+        assert node["display_name"].startswith("SANA ") and node["category"].split("/")[0] == "SANA"
         assert node["description"] and node["search_aliases"]
         for name, (_, options) in {**node["input"].get("required", {}), **node["input"].get("optional", {})}.items():
             assert options.get("tooltip"), f"{key}.{name}"

@@ -109,7 +109,11 @@ def test_a_single_diffusers_file_loads_exactly(tmp_path, sprint):
     assert torch.equal(run_transformer(sana_core.load_transformer(file)), run_transformer(model))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_shard_size": "10MB"}, {"variant": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_shard_size": "10MB"}, {"variant": "bf16"}, {"max_shard_size": "10MB", "variant": "fp16"}],
+    ids=str,
+)
 def test_a_diffusers_folder_loads_as_the_library_loads_it(tmp_path, options):
     layouts.transformer().save_pretrained(tmp_path / "sana", **options)
     theirs = SanaTransformer2DModel.from_pretrained(tmp_path / "sana", variant=options.get("variant"))
@@ -117,6 +121,15 @@ def test_a_diffusers_folder_loads_as_the_library_loads_it(tmp_path, options):
     assert len(files) > 2 if "max_shard_size" in options else len(files) == 1
     for path in (tmp_path / "sana", files[0]):
         assert torch.equal(run_transformer(sana_core.load_transformer(path)), run_transformer(theirs))
+
+
+def test_an_index_without_its_shards_is_no_matter_where_another_precision_is_whole(tmp_path):
+    model = layouts.transformer()
+    model.save_pretrained(tmp_path / "sana", max_shard_size="10MB")
+    for shard in (tmp_path / "sana").glob("*.safetensors"):
+        shard.unlink()
+    model.save_pretrained(tmp_path / "sana", variant="bf16")
+    assert torch.equal(run_transformer(sana_core.load_transformer(tmp_path / "sana")), run_transformer(model))
 
 
 def test_of_two_precisions_the_one_without_a_suffix_is_taken(tmp_path):

@@ -1,0 +1,106 @@
+"""What inspecting and loading a 3.2 GB transformer costs, beside safetensors' own load_file: `make bench`.
+
+Writes benchmarks/load.json. The weights are random, SANA 1.6B in bf16; every measurement is a process of its own, with
+the file in the page cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = 5
+
+# The sum reads every byte: load_file itself maps the file and reads nothing, ours has looked for NaN.
+STEPS = {
+    "ours": "model = sana_core.load_transformer(path, dtype=torch.bfloat16)",
+    "load_file, read": "tensors = load_file(path); [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]",
+    "load_file, mapped": "tensors = load_file(path)",
+    "ours, to fp32": "model = sana_core.load_transformer(path)",
+    "diffusers": "model = SanaTransformer2DModel.from_single_file(path, config=config, dtype=torch.bfloat16)",
+    "inspect": "info = sana_core.inspect_checkpoint(path)",
+}
+PROCESS = """
+import json, sys, time
+import accelerate, torch
+from diffusers import SanaTransformer2DModel
+from safetensors.torch import load_file
+from transformers import Gemma2Model
+sys.path.insert(0, sys.argv[1])
+import sana_core
+import sana_core.checkpoints.load
+path, config = sys.argv[2:4]
+
+def status(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+before = status("VmRSS")
+started = time.perf_counter()
+{step}
+seconds = time.perf_counter() - started
+out = {{"seconds": seconds, "peak": status("VmHWM") - before, "anonymous": status("RssAnon")}}
+sys.stdout.write("\\n" + json.dumps(out))
+"""
+
+
+def write_file(folder: Path) -> Path:
+    """Write a SANA 1.6B of random bf16 numbers, in diffusers' names, with its configuration beside it."""
+    import torch
+    from accelerate import init_empty_weights
+    from diffusers import SanaTransformer2DModel
+    from safetensors.torch import save_file
+
+    with init_empty_weights():
+        model = SanaTransformer2DModel()
+    tensors = {name: torch.empty(t.shape, dtype=torch.bfloat16).normal_() for name, t in model.state_dict().items()}
+    path = folder / "diffusion_pytorch_model.safetensors"
+    save_file(tensors, path)
+    model.save_config(folder)
+    return path
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_file(Path(folder))
+        size = path.stat().st_size
+        runs: dict[str, list[dict]] = {name: [] for name in STEPS}
+        for _ in range(RUNS):
+            for name, step in STEPS.items():
+                command = [sys.executable, "-c", PROCESS.format(step=step), str(ROOT), str(path), folder]
+                out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                runs[name].append(json.loads(out.splitlines()[-1]))
+    results = {
+        name: {
+            "seconds": round(statistics.median(run["seconds"] for run in all_runs), 4),
+            "peak_of_file": round(statistics.median(run["peak"] for run in all_runs) / size, 3),
+        }
+        for name, all_runs in runs.items()
+    }
+    figures = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}",
+        "versions": {name: version(name) for name in ("torch", "diffusers", "safetensors")}
+        | {"python": platform.python_version()},
+        "runs": RUNS,
+        "file_gigabytes": round(size / 1e9, 3),
+        "results": results,
+        "ratio_to_load_file_read": round(results["ours"]["seconds"] / results["load_file, read"]["seconds"], 3),
+    }
+    text = json.dumps(figures, indent=2) + "\n"
+    (ROOT / "benchmarks" / "load.json").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
