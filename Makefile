@@ -34,6 +34,7 @@ lint: setup
 bench: setup
 	$(VENV) benchmarks/start.py
 	$(VENV) benchmarks/load.py
+	$(VENV) benchmarks/sampling.py
 
 checkpoint: setup
 	$(VENV) -m demo.recipe

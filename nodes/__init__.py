@@ -2,12 +2,14 @@
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import controlnet, decode, latent, loader, lora, sampler, text
+from . import controlnet, custom_sampling, decode, guidance, latent, loader, lora, prompt_list, sampler, text
 
 
 class SanaExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [node for module in (loader, lora, controlnet, text, latent, sampler, decode) for node in module.NODES]
+        loading = (loader, lora, controlnet)
+        modules = (*loading, text, prompt_list, latent, guidance, sampler, custom_sampling, decode)
+        return [node for module in modules for node in module.NODES]
 
 
 async def comfy_entrypoint() -> SanaExtension:

@@ -5,6 +5,7 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
+from ..sana_core.resolutions import SHAPES, SIZES, picture_size
 from .host.latents import empty_latent
 
 
@@ -43,4 +44,39 @@ class SanaEmptyLatent(io.ComfyNode):
         return io.NodeOutput(empty_latent(width, height, batch_size))
 
 
-NODES = [SanaEmptyLatent]
+class SanaResolution(io.ComfyNode):
+    """
+    Width and height of a shape that SANA was trained at, for SANA Empty Latent.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaResolution",
+            display_name="SANA Resolution",
+            category="SANA",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["aspect ratio", "sana size", "resolution select"],
+            inputs=[
+                io.Combo.Input(
+                    "size",
+                    options=list(SIZES),
+                    default="1024",
+                    tooltip="The size of the model: each has the area of a square with this side, in pixels.",
+                ),
+                io.Combo.Input(
+                    "ratio",
+                    options=list(SHAPES),
+                    default="1.0",
+                    tooltip="Height / width: below 1 is wide, 1.0 is square, above 1 is tall.",
+                ),
+            ],
+            outputs=[io.Int.Output("width", tooltip="Pixels."), io.Int.Output("height", tooltip="Pixels.")],
+        )
+
+    @classmethod
+    def execute(cls, size: str, ratio: str) -> io.NodeOutput:
+        return io.NodeOutput(*picture_size(size, ratio))
+
+
+NODES = [SanaEmptyLatent, SanaResolution]

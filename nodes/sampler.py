@@ -4,19 +4,31 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.latents import check_number
+from ..sana_core.guidance import LARGEST_GUIDANCE
+from ..sana_core.latents import check_number, check_whole
 from ..sana_core.sampling import SAMPLERS
+from ..sana_core.schedules import INTERMEDIATE_TIMESTEP, LARGEST_STEPS, MAX_TIMESTEP, last_steps, scm_sigmas
 
 LARGEST_SEED = 2**64 - 1
-LARGEST_STEPS = 1000
-LARGEST_GUIDANCE = 100.0
+
+
+def seed_input() -> io.Int.Input:
+    return io.Int.Input(
+        "seed",
+        default=0,
+        min=0,
+        max=LARGEST_SEED,
+        control_after_generate=True,
+        tooltip="The same seed gives the same picture.",
+    )
 
 
 class SanaSampler(io.ComfyNode):
     """
     Draws pictures with the sampler and the schedule that SANA's own demo uses.
 
-    Picture k of a batch uses seed + k, so that it is the same picture when drawn alone.
+    Picture k of a batch uses seed + k, so that it is the same picture when drawn alone. Switch model_defaults on to
+    leave steps, guidance and sampler to the loaded model.
     """
 
     @classmethod
@@ -31,15 +43,8 @@ class SanaSampler(io.ComfyNode):
                 io.Model.Input("model", tooltip="The MODEL of SANA Loader."),
                 io.Conditioning.Input("positive", tooltip="What the picture should show."),
                 io.Conditioning.Input("negative", tooltip="What it should not; usually the empty prompt."),
-                io.Latent.Input("latent_image", tooltip="From SANA Empty Latent, or any empty latent."),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=LARGEST_SEED,
-                    control_after_generate=True,
-                    tooltip="The same seed gives the same picture.",
-                ),
+                io.Latent.Input("latent_image", tooltip="From SANA Empty Latent, or any empty latent, or a picture's."),
+                seed_input(),
                 io.Int.Input(
                     "steps",
                     default=20,
@@ -57,7 +62,26 @@ class SanaSampler(io.ComfyNode):
                     tooltip="How closely to follow the prompt; 2 to 7 is usual. 1 is twice as fast, without negative.",
                 ),
                 io.Combo.Input(
-                    "sampler", options=list(SAMPLERS), tooltip="flow_dpmpp_2m is SANA's own, with its timesteps."
+                    "sampler",
+                    options=list(SAMPLERS),
+                    tooltip="flow_dpmpp_2m is SANA's own, with its timesteps. scm is for SANA-Sprint alone.",
+                ),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    optional=True,
+                    tooltip="How much of a given picture to draw anew: 1 all, 0 nothing.",
+                ),
+                io.Boolean.Input(
+                    "model_defaults",
+                    default=False,
+                    optional=True,
+                    label_on="of the model",
+                    label_off="as set above",
+                    tooltip="On: steps, guidance and sampler are those of the model's authors, whatever is set above.",
                 ),
             ],
             outputs=[io.Latent.Output()],
@@ -65,15 +89,116 @@ class SanaSampler(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model, positive, negative, latent_image, seed: int, steps: int, guidance: float, sampler: str
+        cls,
+        model,
+        positive,
+        negative,
+        latent_image,
+        seed: int,
+        steps: int,
+        guidance: float,
+        sampler: str,
+        denoise: float = 1.0,
+        model_defaults: bool = False,
     ) -> io.NodeOutput:
-        from .host.sampling import sample
+        from .host.sampling import defaults_of, sample, sample_sprint, schedule
 
+        if model_defaults:
+            sampler, steps, guidance = defaults_of(model)
         # widgets check their range, links do not
-        check_number("seed", seed, 0, LARGEST_SEED)
-        check_number("steps", steps, 1, LARGEST_STEPS)
+        check_whole("seed", seed, 0, LARGEST_SEED)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
-        return io.NodeOutput(sample(model, positive, negative, latent_image, seed, steps, guidance, sampler))
+        sigmas = schedule(model, sampler, steps, denoise)
+        if sampler == "scm":
+            return io.NodeOutput(sample_sprint(model, positive, latent_image, seed, guidance, sigmas))
+        return io.NodeOutput(sample(model, positive, negative, latent_image, seed, guidance, sampler, sigmas))
 
 
-NODES = [SanaSampler]
+class SanaSprint(io.ComfyNode):
+    """
+    Draws pictures with a SANA-Sprint model in 1 to 4 steps.
+
+    Sprint has guidance built in: there is no negative prompt, and a step takes half as long as with SANA Sampler. With
+    the latent of a picture and a strength below 1 it draws that picture anew.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaSprint",
+            display_name="SANA Sprint",
+            category="SANA",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["scm", "sana sprint", "one step", "lcm sana"],
+            inputs=[
+                io.Model.Input("model", tooltip="A SANA-Sprint model from SANA Loader."),
+                io.Conditioning.Input("positive", tooltip="What the picture should show."),
+                io.Latent.Input("latent_image", tooltip="From SANA Empty Latent, or the latent of a picture."),
+                seed_input(),
+                io.Int.Input("steps", default=2, min=1, max=LARGEST_STEPS, tooltip="1, 2 or 4 are usual."),
+                io.Float.Input(
+                    "guidance",
+                    default=4.5,
+                    min=0.0,
+                    max=LARGEST_GUIDANCE,
+                    step=0.1,
+                    round=0.01,
+                    tooltip="How closely to follow the prompt. It costs no time.",
+                ),
+                io.Float.Input(
+                    "strength",
+                    optional=True,
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="The share of the steps that is drawn, from a picture's latent; 1 for a new picture.",
+                ),
+                io.Float.Input(
+                    "max_timestep",
+                    optional=True,
+                    default=MAX_TIMESTEP,
+                    min=0.0001,
+                    max=MAX_TIMESTEP,
+                    step=0.0001,
+                    round=0.00001,
+                    advanced=True,
+                    tooltip="The angle of the first step; 1.5708 is pure noise.",
+                ),
+                io.Float.Input(
+                    "intermediate_timestep",
+                    optional=True,
+                    default=INTERMEDIATE_TIMESTEP,
+                    min=0.0001,
+                    max=MAX_TIMESTEP,
+                    step=0.01,
+                    round=0.00001,
+                    advanced=True,
+                    tooltip="The angle of the second of two steps; other numbers of steps are spread evenly.",
+                ),
+            ],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model,
+        positive,
+        latent_image,
+        seed: int,
+        steps: int,
+        guidance: float,
+        strength: float = 1.0,
+        max_timestep: float = MAX_TIMESTEP,
+        intermediate_timestep: float = INTERMEDIATE_TIMESTEP,
+    ) -> io.NodeOutput:
+        from .host.sampling import sample_sprint
+
+        check_whole("seed", seed, 0, LARGEST_SEED)
+        check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
+        sigmas = last_steps(scm_sigmas(steps, max_timestep, intermediate_timestep), strength)
+        return io.NodeOutput(sample_sprint(model, positive, latent_image, seed, guidance, sigmas))
+
+
+NODES = [SanaSampler, SanaSprint]

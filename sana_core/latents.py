@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 CHANNELS = 32
@@ -14,6 +16,12 @@ def check_number(field: str, value: float, low: float, high: float) -> None:
     """Raise ValueError unless low <= `value` <= high; NaN is neither."""
     if not low <= value <= high:
         raise ValueError(f"{field}: got {value}, expected a number from {low} to {high}")
+
+
+def check_whole(field: str, value: float, low: int, high: int) -> None:
+    """Raise ValueError unless `value` is a whole number from `low` to `high`; 20.0 is one."""
+    if not (low <= value <= high and value == int(value)):
+        raise ValueError(f"{field}: got {value}, expected a whole number from {low} to {high}")
 
 
 def check_side(field: str, pixels: int) -> None:
@@ -42,8 +50,17 @@ def check_channels(field: str, shape: torch.Size) -> None:
         )
 
 
-def noise_like(latents: torch.Tensor, seed: int, indices: list[int] | None = None) -> torch.Tensor:
-    """Return float32 noise on the CPU, picture k of it from seed + k (or seed + indices[k]), whatever the batch."""
+def noise_stream(latents: torch.Tensor, seed: int, indices: list[int] | None = None) -> Iterator[torch.Tensor]:
+    """Yield float32 noise on the CPU like `latents`, again and again.
+
+    Picture k of it is from seed + k (or seed + indices[k]), whatever the batch.
+    """
     indices = list(range(len(latents))) if indices is None else indices
-    generators = [torch.Generator().manual_seed((seed + index) % 2**64) for index in indices]
-    return torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
+    generators = [torch.Generator().manual_seed((int(seed) + index) % 2**64) for index in indices]
+    while True:
+        yield torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
+
+
+def noise_like(latents: torch.Tensor, seed: int, indices: list[int] | None = None) -> torch.Tensor:
+    """Return the noise that pictures start from: the first of `noise_stream`."""
+    return next(noise_stream(latents, seed, indices))

@@ -1,54 +1,63 @@
-"""Flow-matching schedules and samplers, one function each.
+"""SANA's samplers, one function each, in the manner of k-diffusion.
 
 x_sigma = (1 - sigma) x0 + sigma noise, so alpha = 1 - sigma. A model is called as model(x, sigma) and returns x0.
 `callback` gets {"i", "x", "sigma", "denoised"} once a step, before x changes; what it raises ends the sampling.
+Sigmas are read into the host before the first step; after that nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
+from .schedules import SHIFT, descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas, shift_sigmas
+
+__all__ = [
+    "SAMPLERS",
+    "SHIFT",
+    "Callback",
+    "Denoiser",
+    "FlowSampler",
+    "find_sampler",
+    "flow_dpm_sigmas",
+    "flow_euler_sigmas",
+    "sample_flow_dpmpp_1",
+    "sample_flow_dpmpp_2m",
+    "sample_flow_dpmpp_3m",
+    "sample_flow_euler",
+    "sample_scm",
+    "scm_sigmas",
+    "shift_sigmas",
+]
+
 Denoiser = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Callback = Callable[[dict], None]
 
-# of SANA up to 2048 px
-SHIFT = 3.0
-
-
-def shift_sigmas(sigmas: torch.Tensor, shift: float) -> torch.Tensor:
-    """Move the schedule towards noise, as larger pictures want (Esser et al. 2024, section 5.3.2)."""
-    return shift * sigmas / (1 + (shift - 1) * sigmas)
-
-
-def flow_euler_sigmas(steps: int, shift: float) -> torch.Tensor:
-    """Return [steps + 1] sigmas from 1 to 0: those of diffusers' FlowMatchEulerDiscreteScheduler.
-
-    It shifts twice: the smallest sigma of training, then the whole line between 1 and that.
-    """
-    smallest = shift_sigmas(torch.tensor(1 / 1000, dtype=torch.float64), shift)
-    line = torch.linspace(1, smallest.item(), steps, dtype=torch.float64)
-    return torch.cat([shift_sigmas(line, shift), torch.zeros(1)]).float()
-
-
-def flow_dpm_sigmas(steps: int, shift: float) -> torch.Tensor:
-    """Return [steps + 1] sigmas from just below 1 to 0: the flow sigmas of DPM-Solver in SANA and in diffusers."""
-    line = torch.linspace(0.999, 0, steps + 1, dtype=torch.float64)
-    return shift_sigmas(line, shift).float()
+# with fewer steps than this, DPM-Solver falls by one order a step at the end
+FEW_STEPS = 15
 
 
 def sample_flow_euler(
     model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
 ) -> torch.Tensor:
-    """Euler steps along the velocity (x - x0) / sigma. Returns x at the last sigma."""
-    for i in range(len(sigmas) - 1):
+    """Euler steps along the velocity (x - x0) / sigma. Returns x at the last sigma. Raises as `descending` does."""
+    line = descending(sigmas)
+    for i in range(len(line) - 1):
         denoised = model(x, sigmas[i])
         if callback is not None:
             callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
-        x = x + (sigmas[i + 1] - sigmas[i]) * (x - denoised) / sigmas[i]
+        x = torch.lerp(x, denoised, 1 - line[i + 1] / line[i])
     return x
+
+
+def sample_flow_dpmpp_1(
+    model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
+) -> torch.Tensor:
+    """DPM-Solver++ of order 1, which is DDIM (Lu et al. 2022). Returns and raises as `sample_flow_dpmpp_2m` does."""
+    return sample_dpmpp_multistep(model, x, sigmas, callback, 1)
 
 
 def sample_flow_dpmpp_2m(
@@ -56,21 +65,91 @@ def sample_flow_dpmpp_2m(
 ) -> torch.Tensor:
     """DPM-Solver++(2M), midpoint form (Lu et al. 2022, algorithm 2), with lambda = log((1 - sigma) / sigma).
 
-    The first step has order 1, and so has one to sigma 0, where h is infinite. Returns x at the last sigma.
+    Returns x at the last sigma. Raises ValueError for sigmas that do not descend.
     """
-    lambdas = torch.log((1 - sigmas) / sigmas)
-    previous = None
-    for i in range(len(sigmas) - 1):
+    return sample_dpmpp_multistep(model, x, sigmas, callback, 2)
+
+
+def sample_flow_dpmpp_3m(
+    model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
+) -> torch.Tensor:
+    """DPM-Solver++ of order 3, multistep (Lu et al. 2022, appendix B). Returns and raises as order 2 does."""
+    return sample_dpmpp_multistep(model, x, sigmas, callback, 3)
+
+
+def sample_dpmpp_multistep(
+    model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None, order: int
+) -> torch.Tensor:
+    """The steps of DPM-Solver++ of any order up to 3; the first ones have the order that their past allows.
+
+    A step to sigma 0, where lambda and h are infinite, has order 1. In a schedule of fewer than 15 steps to 0 the one
+    before it has at most order 2.
+    """
+    line = descending(sigmas)
+    steps = len(line) - 1
+    wide = sigmas.double().cpu()
+    lambdas = torch.log((1 - wide) / wide).tolist()
+    past: list[torch.Tensor] = []
+    for i in range(steps):
         denoised = model(x, sigmas[i])
         if callback is not None:
             callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
-        h = lambdas[i + 1] - lambdas[i]
-        d = denoised
-        if previous is not None and sigmas[i + 1] > 0:
-            r = (lambdas[i] - lambdas[i - 1]) / h
-            d = denoised + (denoised - previous) / (2 * r)
-        x = sigmas[i + 1] / sigmas[i] * x - (1 - sigmas[i + 1]) * torch.expm1(-h) * d
-        previous = denoised
+        past = [denoised, *past[: order - 1]]
+        left = steps - i
+        falls = line[-1] == 0 and (left == 1 or steps < FEW_STEPS)
+        weights = dpmpp_weights(lambdas[: i + 2], min(len(past), left) if falls else len(past))
+        x = line[i + 1] / line[i] * x
+        for weight, x0 in zip(weights, past, strict=False):
+            x = x.add(x0, alpha=(1 - line[i + 1]) * weight)
+    return x
+
+
+def dpmpp_weights(lambdas: list[float], order: int) -> list[float]:
+    """Weights of the last `order` x0, the newest first, in the step from the last but one of `lambdas` to the last.
+
+    x_t = (sigma_t / sigma_s) x + alpha_t sum_k weights[k] x0[k]. In the names of Lu et al. 2022: phi_1 = 1 - e^-h times
+    D0, and for orders 2 and 3 the divided differences D1, D2 of the past, written out by x0. lambda is -infinity at
+    sigma 1, which then takes no part.
+    """
+    h = lambdas[-1] - lambdas[-2]
+    phi_1 = -math.expm1(-h)
+    if order == 1:
+        return [phi_1]
+    # of D1_0 = (m0 - m1) / r0
+    r0 = (lambdas[-2] - lambdas[-3]) / h
+    if order == 2:
+        return [phi_1 + phi_1 / (2 * r0), -phi_1 / (2 * r0)]
+    # of D1_1 = (m1 - m2) / r1, D1 = D1_0 + r0 / (r0 + r1) (D1_0 - D1_1) and D2 = (D1_0 - D1_1) / (r0 + r1)
+    r1 = (lambdas[-3] - lambdas[-4]) / h
+    phi_2 = 1 - phi_1 / h
+    phi_3 = 0.5 - (h - phi_1) / h**2
+    bend = (r0 * phi_2 + phi_3) / (r0 + r1)
+    newer, older = (phi_2 + bend) / r0, bend / r1
+    return [phi_1 + newer, -newer - older, older]
+
+
+def sample_scm(
+    model: Denoiser,
+    x: torch.Tensor,
+    sigmas: torch.Tensor,
+    callback: Callback | None = None,
+    noise: Iterator[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Multistep consistency sampling (Song et al. 2023, algorithm 1), as SANA-Sprint's sCM samples.
+
+    Each x0 is noised again to the next sigma, with the next of `noise` (of torch's own generator without it). This is
+    the TrigFlow step of Lu and Song 2025 in flow's variables: with sigma = sin t / (sin t + cos t), TrigFlow's
+    cos(t) x - sin(t) F is x - sigma velocity. Returns x at the last sigma. Raises as `descending` does.
+    """
+    line = descending(sigmas)
+    for i in range(len(line) - 1):
+        denoised = model(x, sigmas[i])
+        if callback is not None:
+            callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
+        x = denoised
+        if line[i + 1] > 0:
+            fresh = torch.randn_like(x) if noise is None else next(noise).to(x)
+            x = torch.lerp(x, fresh, line[i + 1])
     return x
 
 
@@ -82,9 +161,17 @@ class FlowSampler(NamedTuple):
     whole_timesteps: bool
 
 
+def unshifted_scm_sigmas(steps: int, shift: float) -> torch.Tensor:
+    """SANA-Sprint was distilled at its own angles, which no shift moves."""
+    return scm_sigmas(steps)
+
+
 SAMPLERS = {
     "flow_dpmpp_2m": FlowSampler(sample_flow_dpmpp_2m, flow_dpm_sigmas, True),
     "flow_euler": FlowSampler(sample_flow_euler, flow_euler_sigmas, False),
+    "flow_dpmpp_3m": FlowSampler(sample_flow_dpmpp_3m, flow_dpm_sigmas, True),
+    "flow_dpmpp_1": FlowSampler(sample_flow_dpmpp_1, flow_dpm_sigmas, True),
+    "scm": FlowSampler(sample_scm, unshifted_scm_sigmas, False),
 }
 
 

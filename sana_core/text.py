@@ -41,14 +41,27 @@ def instruction_text() -> str:
     return "\n".join(lines).replace("'Enhanced prompt'", '"Enhanced prompt"')
 
 
+def check_characters(text: str) -> None:
+    """Raise ValueError for half of a character of two, which JSON can carry and no encoding can."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text: holds half a character (a lone surrogate) at position {error.start}; write the text again"
+        ) from None
+
+
 def tokenize(
     tokenizer: Tokenizer, prompts: list[str], instruction: bool = True, max_tokens: int = MAX_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and mask, both int64 [B, L], padded on the right.
 
     L is `max_tokens`, or with the instruction that many less 2 after the instruction's own tokens (BOS included), so
-    that BOS and the last `max_tokens` - 1 positions hold the whole prompt. Raises ValueError for a longer prompt.
+    that BOS and the last `max_tokens` - 1 positions hold the whole prompt. Raises ValueError for a longer prompt, and
+    as `check_characters` does.
     """
+    for prompt in prompts:
+        check_characters(prompt)
     prefix, length = "", max_tokens
     if instruction:
         prefix = instruction_text()

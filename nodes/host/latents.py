@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import comfy.latent_formats
 import comfy.model_management
@@ -11,6 +12,7 @@ import torch
 from ...sana_core.checkpoints import CheckpointInfo
 from ...sana_core.checkpoints.load import latent_scale
 from ...sana_core.latents import CHANNELS, DOWNSCALE, picture_shape
+from .preview import find_taesana, taesana_previewer
 
 # DC-AE f32c32 sana-1.0, from the scaled latent to RGB in [0, 1], fitted by the authors of
 # https://github.com/city96/ComfyUI_ExtraModels/pull/92
@@ -57,21 +59,45 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
     latent_channels = CHANNELS
     spacial_downscale_ratio = DOWNSCALE
 
-    def __init__(self, scale_factor: float, rgb_factors: list[list[float]], rgb_bias: list[float]) -> None:
+    def __init__(
+        self, scale_factor: float, rgb_factors: list[list[float]], rgb_bias: list[float], taesana: bool
+    ) -> None:
         self.scale_factor = scale_factor
         # previews expect [-1, 1]
-        self.latent_rgb_factors = [[2 * factor for factor in row] for row in rgb_factors]
-        self.latent_rgb_factors_bias = [2 * bias - 1 for bias in rgb_bias]
+        self.linear_factors = [[2 * factor for factor in row] for row in rgb_factors]
+        self.linear_bias = [2 * bias - 1 for bias in rgb_bias]
+        self.taesana = taesana
+
+    # ComfyUI reads these three when a sampling begins: reshape(latents), then a linear map of channels to RGB. With
+    # TAESANA the first gives RGB already.
+    @property
+    def latent_rgb_factors(self) -> list[list[float]]:
+        return torch.eye(3).tolist() if self.taesana_file() else self.linear_factors
+
+    @property
+    def latent_rgb_factors_bias(self) -> list[float]:
+        return [0.0] * 3 if self.taesana_file() else self.linear_bias
+
+    @property
+    def latent_rgb_factors_reshape(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        path = self.taesana_file()
+        return taesana_previewer(path) if path else None
+
+    def taesana_file(self) -> str | None:
+        return find_taesana() if self.taesana else None
 
 
 def latent_format(info: CheckpointInfo) -> SanaLatents:
-    """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any."""
+    """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any.
+
+    A checkpoint with colours of its own has latents of its own, which TAESANA cannot read.
+    """
     scale_factor = latent_scale(info)
     preview = info.path / "preview.json"
     if preview.is_file():
         own = json.loads(preview.read_text(encoding="utf-8"))
-        return SanaLatents(scale_factor, own["rgb_factors"], own["rgb_bias"])
-    return SanaLatents(scale_factor, RGB_FACTORS, RGB_BIAS)
+        return SanaLatents(scale_factor, own["rgb_factors"], own["rgb_bias"], taesana=False)
+    return SanaLatents(scale_factor, RGB_FACTORS, RGB_BIAS, taesana=True)
 
 
 def empty_latent(width: int, height: int, batch_size: int) -> dict:

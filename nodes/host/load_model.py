@@ -17,6 +17,7 @@ from ...sana_core.checkpoints.load import shift_of
 from .latents import latent_format
 from .lora import teach_dialects
 from .model import SanaDiffusionModel, SanaModel
+from .sprint import watch_sampler
 from .weights import load_component
 
 
@@ -97,4 +98,5 @@ def load_model(
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
     patcher.cached_patcher_init = (load_model, (path, weight_dtype, resolution))
+    watch_sampler(patcher)
     return patcher

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import comfy.conds
 import comfy.model_base
+import torch
 from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
+from ...sana_core.defaults import GUIDANCE, model_timestep
+from ...sana_core.forward import velocity
 from ...sana_core.latents import check_channels
+from .prompts import Prompt, PromptBatch, PromptCondition
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
@@ -15,18 +19,35 @@ WHOLE_TIMESTEPS = "sana_whole_timesteps"
 class SanaDiffusionModel(SanaTransformer2DModel):
     """The transformer with the call that ComfyUI makes; its parameters keep diffusers' names."""
 
-    def forward(self, x, timesteps, context=None, control=None, transformer_options={}, attention_mask=None, **kwargs):
-        if transformer_options.get(WHOLE_TIMESTEPS):
-            timesteps = timesteps.floor()
+    def forward(
+        self,
+        x,
+        timesteps,
+        context=None,
+        control=None,
+        transformer_options={},
+        attention_mask=None,
+        prompt: PromptBatch | None = None,
+        guidance=None,
+        **kwargs,
+    ):
+        timesteps = model_timestep(self.config, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
+        if guidance is not None:
+            guidance = guidance * self.config.guidance_embeds_scale
         residuals = control["input"] if control else None
-        return super().forward(
-            x,
-            context,
-            timesteps,
-            encoder_attention_mask=attention_mask,
-            controlnet_block_samples=residuals,
-            return_dict=False,
-        )[0]
+        if prompt is None or torch.is_grad_enabled():
+            # in training the prompt's keys change with the weights
+            return super().forward(
+                x,
+                context,
+                timesteps,
+                guidance,
+                encoder_attention_mask=attention_mask,
+                controlnet_block_samples=residuals,
+                return_dict=False,
+            )[0]
+        constants, perturbation = prompt.constants(self, x)
+        return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
 
 
 class SanaModel(comfy.model_base.BaseModel):
@@ -43,9 +64,15 @@ class SanaModel(comfy.model_base.BaseModel):
                 "encode the text with the CLIP of SANA Loader"
             )
         check_controlnets(kwargs.get("control"), self.diffusion_model)
+        mask = kwargs.get("attention_mask")
+        out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
+        # for ControlNets, training and what others hang into the call
         out["c_crossattn"] = comfy.conds.CONDRegular(context)
-        if "attention_mask" in kwargs:
-            out["attention_mask"] = comfy.conds.CONDRegular(kwargs["attention_mask"])
+        if mask is not None:
+            out["attention_mask"] = comfy.conds.CONDRegular(mask)
+        if self.diffusion_model.config.guidance_embeds:
+            guidance = float(kwargs.get("guidance", GUIDANCE))
+            out["guidance"] = comfy.conds.CONDRegular(torch.tensor([guidance], device=context.device))
         return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import comfy.model_management
@@ -9,69 +10,125 @@ import comfy.sample
 import comfy.samplers
 import comfy.utils
 import latent_preview
+import node_helpers
+import torch
 from tqdm.auto import tqdm
 
-from ...sana_core.latents import check_channels, noise_like
-from ...sana_core.sampling import FlowSampler, find_sampler
-from .model import WHOLE_TIMESTEPS, SanaModel
+from ...sana_core.defaults import SPRINT, Defaults, check_sampler, model_defaults
+from ...sana_core.latents import check_channels, noise_stream
+from ...sana_core.sampling import find_sampler, sample_scm
+from ...sana_core.schedules import start_later
+from .guidance import SIGMA, require_sana
+from .model import WHOLE_TIMESTEPS
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
-def host_sampler(flow: FlowSampler) -> comfy.samplers.KSAMPLER:
-    """Return `flow` as ComfyUI's SAMPLER; cancel is polled every step."""
+class FlowSampler(comfy.samplers.KSAMPLER):
+    """A sampler of sana_core as ComfyUI's SAMPLER.
 
-    def sampler_function(model, x, sigmas, extra_args, callback, disable):
-        options = dict(extra_args["model_options"])
-        options["transformer_options"] = {**options["transformer_options"], WHOLE_TIMESTEPS: flow.whole_timesteps}
-        extra_args = {**extra_args, "model_options": options}
+    `noise` is where scm takes its noise from; without it, from the seed that the host hands over.
+    """
+
+    def __init__(self, name: str, noise: Iterator[torch.Tensor] | None = None) -> None:
+        super().__init__(self.run)
+        self.name = name
+        self.flow = find_sampler(name)
+        self.noise = noise
+
+    def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, *args, **kwargs):
+        check_sampler(require_sana(model_wrap.inner_model).diffusion_model.config, self.name)
+        if latent_image is not None and not latent_image.any():
+            # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1
+            noise = noise / sigmas[0]
+        return super().sample(model_wrap, sigmas, extra_args, callback, noise, latent_image, *args, **kwargs)
+
+    def run(self, model, x, sigmas, extra_args, callback, disable):
+        """What KSAMPLER calls; cancel is polled every step."""
+        options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.flow.whole_timesteps}
+        line = iter(sigmas.tolist())
 
         def denoise(x, sigma):
             comfy.model_management.throw_exception_if_processing_interrupted()
-            return model(x, sigma.expand(len(x)), **extra_args)
+            step = {**extra_args["model_options"], "transformer_options": {**options, SIGMA: next(line)}}
+            return model(x, sigma.expand(len(x)), **{**extra_args, "model_options": step})
 
+        more = {}
+        if self.flow.sample is sample_scm:
+            more["noise"] = self.noise or later_noise(x, extra_args["seed"])
         with tqdm(total=len(sigmas) - 1, disable=disable) as bar:
 
             def report(state):
                 callback(state)
                 bar.update()
 
-            return flow.sample(denoise, x, sigmas, report)
+            return self.flow.sample(denoise, x, sigmas, report, **more)
 
-    return comfy.samplers.KSAMPLER(sampler_function)
+
+def later_noise(x: torch.Tensor, seed: int | None) -> Iterator[torch.Tensor]:
+    """Return the noise of `seed` after the first, which the picture started from."""
+    noise = noise_stream(x, seed or 0)
+    next(noise)
+    return noise
+
+
+def defaults_of(model: ModelPatcher) -> Defaults:
+    """Return how the authors sample the model. Raises as `require_sana` does."""
+    return model_defaults(require_sana(model.model).diffusion_model.config)
+
+
+def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:
+    """Return the sigmas of the sampler `name` with the model's shift, none for `denoise` 0.
+
+    Raises ValueError for numbers out of range, and for a sampler that is not in SAMPLERS or not for the model.
+    """
+    flow = find_sampler(name)
+    check_sampler(require_sana(model.model).diffusion_model.config, name)
+    shift = model.get_model_object("model_sampling").shift
+    return start_later(lambda count: flow.sigmas(count, shift), steps, denoise)
 
 
 def sample(
-    model: ModelPatcher, positive: list, negative: list, latent: dict, seed: int, steps: int, guidance: float, name: str
+    model: ModelPatcher,
+    positive: list,
+    negative: list,
+    latent: dict,
+    seed: int,
+    guidance: float,
+    name: str,
+    sigmas: torch.Tensor,
 ) -> dict:
     """Return a LATENT of pictures sampled from `latent`; picture k uses seed + k, or seed + its batch_index.
 
     Raises ValueError for a MODEL, a LATENT or embeddings that are not SANA's.
     """
-    if not isinstance(model.model, SanaModel):
-        raise ValueError(f"model: got {type(model.model).__name__}, expected a SANA model; use SANA Loader")
+    require_sana(model.model)
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"))
     check_channels("latent_image", samples.shape)
-    flow = find_sampler(name)
-    sigmas = flow.sigmas(steps, model.get_model_object("model_sampling").shift)
-    noise = noise_like(samples, seed, latent.get("batch_index"))
-    if not samples.any():
-        # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1
-        noise = noise / sigmas[0]
+    noise = noise_stream(samples, seed, latent.get("batch_index"))
     out = {k: v for k, v in latent.items() if k != "downscale_ratio_spacial"}
     out["samples"] = comfy.sample.sample_custom(
         model,
-        noise,
+        next(noise),
         guidance,
-        host_sampler(flow),
+        FlowSampler(name, noise),
         sigmas,
         positive,
         negative,
         samples,
         noise_mask=latent.get("noise_mask"),
-        callback=latent_preview.prepare_callback(model, steps),
+        callback=latent_preview.prepare_callback(model, len(sigmas) - 1),
         disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
         seed=seed,
     )
     return out
+
+
+def sample_sprint(
+    model: ModelPatcher, positive: list, latent: dict, seed: int, guidance: float, sigmas: torch.Tensor
+) -> dict:
+    """Return a LATENT of a SANA-Sprint model, which gets its guidance as an embedding. Raises as `sample` does."""
+    check_sampler(require_sana(model.model).diffusion_model.config, SPRINT)
+    positive = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
+    return sample(model, positive, positive, latent, seed, 1.0, SPRINT, sigmas)

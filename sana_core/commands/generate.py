@@ -17,8 +17,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the PNG files")
     parser.add_argument("--seed", type=int, default=0, help="picture i of each prompt uses seed + i")
     parser.add_argument("--count", type=int, default=1, help="pictures of each prompt")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float, default=4.5)
+    parser.add_argument("--steps", type=int, help="20, or 2 for SANA-Sprint, if left out")
+    parser.add_argument("--guidance", type=float, help="4.5 if left out")
+    parser.add_argument("--sampler", help="flow_dpmpp_2m, or scm for SANA-Sprint, if left out")
+    parser.add_argument("--pag-scale", type=float, default=0.0, help="perturbed-attention guidance, 1 to 3; 0 is off")
+    parser.add_argument("--pag-blocks", default="", help="blocks to perturb, like 8 or 7,8")
+    parser.add_argument("--compile", action="store_true", help="torch.compile, with CUDA graphs where there is CUDA")
     parser.add_argument("--width", type=int, default=1024, help="pixels, a multiple of 32")
     parser.add_argument("--height", type=int, default=1024, help="pixels, a multiple of 32")
     parser.add_argument("--negative-prompt", default="")
@@ -39,6 +43,10 @@ def run(arguments: argparse.Namespace) -> None:
         width=arguments.width,
         height=arguments.height,
         negative_prompt=arguments.negative_prompt,
+        sampler=arguments.sampler,
+        pag_scale=arguments.pag_scale,
+        pag_blocks=arguments.pag_blocks,
+        compiled=arguments.compile,
     )
     arguments.out.mkdir(parents=True, exist_ok=True)
     pixels = ((images + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()

@@ -1,7 +1,10 @@
 """The host in this process, and the graph that most tests begin with."""
 
+import shutil
+
 import pytest
 from in_process import Host
+from variants import SANA_1_5, SPRINT, make_variant
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +38,37 @@ def base_graph():
             "decode": ("SanaDecode", {"samples": ["sample", 0], "vae": ["load", 2]}),
             "catch latent": ("Catch", {"value": ["sample", 0], "name": "latent"}),
             "catch image": ("Catch", {"value": ["decode", 0], "name": "image"}),
+        }
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def variants(host, checkpoint):
+    """Names for SANA Loader of a SANA-Sprint and a SANA-1.5 with random weights."""
+    root = host.models / "diffusers"
+    made = [make_variant(checkpoint, root / name, **kind) for name, kind in (("sprint", SPRINT), ("sana15", SANA_1_5))]
+    yield root
+    for folder in made:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def custom_graph(base_graph):
+    """A function of overrides: the base graph with core's SamplerCustomAdvanced, our schedule and our sampler."""
+
+    def build(sampler="flow_dpmpp_2m", steps=8, guidance=4.5, model=("load", 0), seed=3, **base):
+        graph = base_graph(**base)
+        conds = {"positive": ["positive", 0], "negative": ["negative", 0]}
+        scheduler = {"model": list(model), "sampler": sampler, "steps": steps, "denoise": 1.0}
+        links = {"noise": ["noise", 0], "guider": ["guider", 0], "sampler": ["select", 0], "sigmas": ["sigmas", 0]}
+        return {
+            **graph,
+            "noise": ("RandomNoise", {"noise_seed": seed}),
+            "guider": ("CFGGuider", {"model": list(model), **conds, "cfg": guidance}),
+            "select": ("SanaSamplerSelect", {"sampler": sampler}),
+            "sigmas": ("SanaScheduler", scheduler),
+            "sample": ("SamplerCustomAdvanced", {**links, "latent_image": ["empty", 0]}),
         }
 
     return build

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from host import GraphError, get, images_of, run_graph
 from PIL import Image
+from setup import ROOT
 
 from demo.judge import judge
 
@@ -82,10 +83,17 @@ def test_every_node_is_described(server):
         "SanaControlNetLoader",
         "SanaDecode",
         "SanaEmptyLatent",
+        "SanaGuidanceInterval",
         "SanaLoader",
         "SanaLoraLoader",
         "SanaModelLoader",
+        "SanaPAG",
+        "SanaPromptList",
+        "SanaResolution",
         "SanaSampler",
+        "SanaSamplerSelect",
+        "SanaScheduler",
+        "SanaSprint",
         "SanaTextEncode",
         "SanaTextEncoderLoader",
         "SanaVAELoader",
@@ -101,7 +109,7 @@ def test_every_node_is_described(server):
 
 def test_the_demo_is_a_template_with_a_thumbnail(server):
     templates = json.loads(get(server, "/workflow_templates"))
-    assert "sana_demo" in templates["sana"]
+    assert sorted(templates["sana"]) == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
     workflow = json.loads(get(server, "/api/workflow_templates/sana/sana_demo.json"))
     assert {node["type"] for node in workflow["nodes"]} >= {"SanaLoader", "SanaSampler", "SanaDecode"}
     thumbnail = Image.open(io.BytesIO(get(server, "/api/workflow_templates/sana/sana_demo.jpg")))

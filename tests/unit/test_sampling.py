@@ -2,21 +2,28 @@
 
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, SCMScheduler
 
 from sana_core.sampling import (
+    SAMPLERS,
     find_sampler,
     flow_dpm_sigmas,
     flow_euler_sigmas,
+    sample_flow_dpmpp_1,
     sample_flow_dpmpp_2m,
+    sample_flow_dpmpp_3m,
     sample_flow_euler,
+    sample_scm,
 )
+from sana_core.schedules import last_steps, scm_sigmas, scm_timesteps, start_later
 
 STEPS_AND_SHIFTS = [(1, 3.0), (2, 3.0), (3, 2.5), (14, 3.0), (20, 3.0), (28, 6.0), (50, 1.5)]
 
 
-def dpm_scheduler(shift):
-    return DPMSolverMultistepScheduler(flow_shift=shift, use_flow_sigmas=True, prediction_type="flow_prediction")
+def dpm_scheduler(shift, order=2):
+    return DPMSolverMultistepScheduler(
+        flow_shift=shift, use_flow_sigmas=True, prediction_type="flow_prediction", solver_order=order
+    )
 
 
 def velocity(x, sigma):
@@ -56,6 +63,90 @@ def test_samplers_are_those_of_diffusers(steps, shift):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "order, sample", [(1, sample_flow_dpmpp_1), (2, sample_flow_dpmpp_2m), (3, sample_flow_dpmpp_3m)]
+)
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 14, 15, 20, 40])
+def test_dpm_solver_of_every_order_is_that_of_diffusers(steps, order, sample):
+    noise = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(1))
+    for shift in (1.5, 3.0, 6.0):
+        ours = sample(x0_model, noise, flow_dpm_sigmas(steps, shift))
+        theirs = run_scheduler(dpm_scheduler(shift, order), steps, noise)
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
+def test_the_schedules_are_the_printed_ones():
+    dpm = "99967 98242 96394 94409 92272 89964 87464 84746 81781 78534 74962 71015 6663 61728 56215 49967"
+    dpm += " 42827 34589 24979 13624 0"
+    printed = torch.tensor([float(f"0.{digits}") for digits in dpm.split()])
+    torch.testing.assert_close(flow_dpm_sigmas(20, 3.0), printed, atol=6e-6, rtol=0)
+    larger = flow_dpm_sigmas(20, 6.0)
+    ends = torch.tensor([0.99983, 0.99113, 0.51399, 0.39973, 0.23981, 0.0])
+    torch.testing.assert_close(larger[[0, 1, -4, -3, -2, -1]], ends, atol=6e-6, rtol=0)
+    euler = flow_euler_sigmas(28, 3.0)
+    ends = torch.tensor([1.0, 0.98738, 0.11091, 0.00893, 0.0])
+    torch.testing.assert_close(euler[[0, 1, -3, -2, -1]], ends, atol=6e-6, rtol=0)
+    assert scm_timesteps(2).tolist() == [1.5708, 1.3, 0]
+    torch.testing.assert_close(scm_timesteps(4), torch.linspace(1.5708, 0, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_timestep": 1.5658, "intermediate_timestep": 1.0}])
+@pytest.mark.parametrize("steps", [1, 2, 4, 8])
+def test_scm_is_that_of_diffusers(steps, options):
+    """diffusers samples in TrigFlow's x, which is sigma_data (sin t + cos t) times that of the flow."""
+    data = 0.5
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(2, 4, 3, 3, generator=generator)
+    scheduler = SCMScheduler(prediction_type="trigflow", sigma_data=data)
+    angles = scm_timesteps(steps, **options)
+    scheduler.set_timesteps(steps, angles.tolist(), max_timesteps=None, intermediate_timesteps=None)
+    x = start * data
+    fresh = torch.Generator().set_state(generator.get_state())
+    noise = (torch.randn(start.shape, generator=fresh) for _ in range(steps))
+    for angle in scheduler.timesteps[:-1]:
+        scale = torch.sin(angle) + torch.cos(angle)
+        sigma = torch.sin(angle) / scale
+        flow_x = x / data / scale
+        # TrigFlow's F of the flow velocity
+        length = (sigma**2 + (1 - sigma) ** 2).sqrt()
+        v = velocity(flow_x, sigma)
+        f = ((1 - 2 * sigma) * flow_x + (1 - 2 * sigma + 2 * sigma**2) * v) / length * data
+        x, denoised = scheduler.step(f, angle, x, generator=generator, return_dict=False)
+    sigmas = scm_sigmas(steps, **options)
+    # both begin with the noise itself
+    x0 = sample_scm(x0_model, start / (torch.sin(angles[0]) + torch.cos(angles[0])).float(), sigmas, noise=noise)
+    torch.testing.assert_close(x0, denoised / data, atol=2e-5, rtol=0)
+
+
+def test_scm_without_noise_of_its_own_takes_torch_s():
+    torch.manual_seed(3)
+    start = torch.randn(1, 4, 2, 2)
+    given = sample_scm(x0_model, start, scm_sigmas(4))
+    assert given.isfinite().all() and (given - sample_scm(x0_model, start, scm_sigmas(4))).abs().max() > 1e-3
+
+
+def test_a_consistency_model_needs_one_step_of_scm():
+    """For the exact solution of the flow as the model, which sCM approximates, SCM's x0 is that solution."""
+    x = torch.randn(1, 4, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def solution(x, sigma):
+        return sample_flow_dpmpp_2m(x0_model, x, sigma * torch.linspace(1, 0, 2001, dtype=torch.float64))
+
+    one = sample_scm(solution, x, torch.tensor([0.9, 0.0], dtype=torch.float64))
+    many = sample_flow_euler(x0_model, x, torch.linspace(0.9, 0, 8001, dtype=torch.float64))
+    torch.testing.assert_close(one, many, atol=2e-3, rtol=0)
+
+
+def test_img2img_starts_later():
+    sigmas = flow_dpm_sigmas(40, 3.0)
+    assert torch.equal(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.5), sigmas[-21:])
+    assert torch.equal(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 40, 1.0), sigmas)
+    assert len(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0)) == 0
+    assert len(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.001)) == 21
+    for steps, strength, left in ((2, 1.0, 2), (2, 0.6, 2), (2, 0.5, 1), (4, 0.6, 3), (4, 0.1, 1), (4, 0.0, -1)):
+        assert len(last_steps(scm_sigmas(steps), strength)) == left + 1
+
+
 def test_dpmpp_2m_converges_to_the_solution_with_order_two():
     x = torch.full((1, 1, 1, 1), 0.7, dtype=torch.float64)
 
@@ -76,15 +167,16 @@ def test_dpmpp_2m_starts_from_sigma_one_without_nan():
 def test_samplers_report_each_step_and_leave_the_noise_alone():
     noise = torch.randn(1, 4, 2, 2)
     before = noise.clone()
-    for sample in (sample_flow_dpmpp_2m, sample_flow_euler):
+    for flow in SAMPLERS.values():
         seen = []
-        sample(x0_model, noise, torch.tensor([0.9, 0.5, 0.0]), seen.append)
+        flow.sample(x0_model, noise, torch.tensor([0.9, 0.5, 0.0]), seen.append)
         assert [state["i"] for state in seen] == [0, 1]
         assert set(seen[0]) == {"i", "x", "sigma", "denoised"}
     assert torch.equal(noise, before)
 
 
-def test_a_callback_that_raises_ends_the_sampling():
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_callback_that_raises_ends_the_sampling(name):
     class Cancelled(BaseException):
         pass
 
@@ -92,7 +184,40 @@ def test_a_callback_that_raises_ends_the_sampling():
         raise Cancelled
 
     with pytest.raises(Cancelled):
-        sample_flow_euler(x0_model, torch.zeros(1, 4, 2, 2), torch.tensor([0.9, 0.5, 0.0]), cancel)
+        SAMPLERS[name].sample(x0_model, torch.zeros(1, 4, 2, 2), torch.tensor([0.9, 0.5, 0.0]), cancel)
+
+
+BAD_SIGMAS = [[0.0, 0.5, 1.0], [0.9, 0.9, 0.0], [0.9, 0.5, 0.6, 0.0], [14.6, 1.0, 0.0], [0.5], [], [0.5, -0.1]]
+
+
+@pytest.mark.parametrize("sigmas", [*BAD_SIGMAS, [float("nan"), 0.5, 0.0]])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_sigmas_that_do_not_descend_are_named(name, sigmas):
+    with pytest.raises(
+        ValueError, match=r"^sigmas: got \[.*expected at least two numbers that fall .*; use SANA Sched"
+    ):
+        SAMPLERS[name].sample(x0_model, torch.zeros(1, 4, 2, 2), torch.tensor(sigmas))
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1001, 2.5, float("nan")])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_steps_that_are_none_are_named(name, steps):
+    with pytest.raises(ValueError, match=f"^steps: got {steps}, expected a whole number from 1 to 1000$"):
+        SAMPLERS[name].sigmas(steps, 3.0)
+
+
+@pytest.mark.parametrize("angles, field", [((0.0, 1.3), "max"), ((1.6, 1.3), "max"), ((1.3, 1.3), "intermediate")])
+def test_angles_out_of_range_are_named(angles, field):
+    with pytest.raises(ValueError, match=f"^{field}_timestep: got "):
+        scm_timesteps(2, *angles)
+
+
+def test_denoise_and_strength_out_of_range_are_named():
+    for value in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="^denoise: got "):
+            start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, value)
+        with pytest.raises(ValueError, match="^strength: got "):
+            last_steps(scm_sigmas(2), value)
 
 
 def test_an_unknown_sampler_is_named():

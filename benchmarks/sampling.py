@@ -1,0 +1,188 @@
+"""Our sampling loop beside diffusers' SanaPipeline, and core's KSampler beside our loop, on the CPU.
+
+Writes benchmarks/sampling.json. The model is SANA-0.6B with 6 of its 28 blocks and random weights, so that a run takes
+minutes; prompts have 300 tokens unless the row says otherwise. Both sides of a ratio run in turn, on the same weights,
+embeddings and noise, and the medians are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from machine import description
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "scripts"), str(ROOT)]
+
+from setup import comfyui_path  # noqa: E402
+
+from sana_core.guidance import denoiser  # noqa: E402
+from sana_core.sampling import SAMPLERS  # noqa: E402
+
+BLOCKS = 6
+STEPS = 20
+GUIDANCE = 4.5
+TOKENS = 300
+
+
+def small_model() -> torch.nn.Module:
+    from diffusers import SanaTransformer2DModel
+
+    torch.manual_seed(0)
+    return SanaTransformer2DModel(
+        num_attention_heads=36,
+        attention_head_dim=32,
+        num_layers=BLOCKS,
+        num_cross_attention_heads=16,
+        cross_attention_head_dim=72,
+        cross_attention_dim=1152,
+    ).requires_grad_(False)
+
+
+def prompts(transformer: torch.nn.Module, kept: int) -> tuple[tuple, tuple]:
+    """Embeddings and masks of a positive and a negative prompt, which keep the first `kept` of 300 tokens."""
+    mask = torch.zeros(1, TOKENS, dtype=torch.long)
+    mask[:, :kept] = 1
+    width = transformer.config.caption_channels
+    return (torch.randn(1, TOKENS, width), mask), (torch.randn(1, TOKENS, width), mask)
+
+
+def in_turn(first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor], runs: int) -> dict:
+    """Median seconds of both, their ratio, and the largest difference of what they return."""
+    seconds: tuple[list, list] = ([], [])
+    # a few runs need no warm one: the first is as slow as the others here
+    results = [first(), second()] if runs > 2 else [torch.empty(0), torch.empty(0)]
+    for _ in range(runs):
+        for k, call in enumerate((first, second)):
+            started = time.perf_counter()
+            results[k] = call()
+            seconds[k].append(time.perf_counter() - started)
+    ours, theirs = map(statistics.median, seconds)
+    difference = (results[0] - results[1]).abs().max().item()
+    return {
+        "seconds": round(ours, 2),
+        "baseline_seconds": round(theirs, 2),
+        "ratio": round(ours / theirs, 3),
+        "largest_difference": float(f"{difference:.1e}"),
+        "runs": runs,
+    }
+
+
+def loop_beside_pipeline(transformer: torch.nn.Module, pixels: int, kept: int, runs: int) -> dict:
+    from diffusers import DPMSolverMultistepScheduler, SanaPipeline
+
+    scheduler = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
+    pipeline = SanaPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=transformer, scheduler=scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    cond, uncond = prompts(transformer, kept)
+    noise = torch.randn(1, 32, pixels // 32, pixels // 32)
+    flow = SAMPLERS["flow_dpmpp_2m"]
+
+    def ours() -> torch.Tensor:
+        model = denoiser(transformer, cond, uncond, GUIDANCE, flow.whole_timesteps)
+        return flow.sample(model, noise, flow.sigmas(STEPS, 3.0))
+
+    def theirs() -> torch.Tensor:
+        return pipeline(
+            prompt_embeds=cond[0],
+            prompt_attention_mask=cond[1],
+            negative_prompt=None,
+            negative_prompt_embeds=uncond[0],
+            negative_prompt_attention_mask=uncond[1],
+            num_inference_steps=STEPS,
+            guidance_scale=GUIDANCE,
+            height=pixels,
+            width=pixels,
+            latents=noise,
+            use_resolution_binning=False,
+            output_type="latent",
+        ).images
+
+    return in_turn(ours, theirs, runs)
+
+
+def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -> dict:
+    """Core's KSampler on the MODEL of our loader, euler and normal, beside flow_euler in sana_core's loop."""
+    import asyncio
+
+    sys.path.insert(0, str(comfyui_path()))
+    from comfy.cli_args import args
+
+    args.cpu = True
+    import comfy.sample
+    from server import PromptServer
+
+    import nodes
+
+    with tempfile.TemporaryDirectory() as temporary:
+        base = Path(temporary)
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        PromptServer(loop)
+        link = base / "sana"
+        link.symlink_to(ROOT, target_is_directory=True)
+        assert loop.run_until_complete(nodes.load_custom_node(str(link), set()))
+        (name,) = (name for name in sys.modules if name.endswith("sana.nodes.loader"))
+        package = __import__(name.rsplit(".", 1)[0] + ".host.load_model", fromlist=["load_model"])
+
+        folder = base / "model"
+        transformer.save_pretrained(folder / "transformer")
+        (folder / "vae").symlink_to(ROOT / "demo" / "sana-tiny" / "vae", target_is_directory=True)
+        model = package.load_model(folder)
+
+    cond, uncond = prompts(transformer, TOKENS)
+    positive, negative = ([[embeds, {"attention_mask": mask}]] for embeds, mask in (cond, uncond))
+    noise = torch.randn(1, 32, pixels // 32, pixels // 32)
+    flow = SAMPLERS["flow_euler"]
+
+    @torch.inference_mode()
+    def core() -> torch.Tensor:
+        latent = comfy.sample.sample(
+            model,
+            noise,
+            STEPS,
+            GUIDANCE,
+            "euler",
+            "normal",
+            positive,
+            negative,
+            torch.zeros_like(noise),
+            disable_pbar=True,
+            seed=0,
+        )
+        return model.model.latent_format.process_in(latent)
+
+    @torch.inference_mode()
+    def ours() -> torch.Tensor:
+        loop_model = denoiser(transformer, cond, uncond, GUIDANCE)
+        return flow.sample(loop_model, noise, flow.sigmas(STEPS, 3.0))
+
+    return in_turn(core, ours, runs)
+
+
+def main() -> None:
+    transformer = small_model()
+    figures = description() | {
+        "model": f"SANA-0.6B with {BLOCKS} of 28 blocks, random weights, fp32, {STEPS} steps, guidance {GUIDANCE}",
+        "threads": torch.get_num_threads(),
+        "loop_beside_pipeline": {
+            "256 px, 300 tokens": loop_beside_pipeline(transformer, 256, 300, 5),
+            "256 px, 30 of 300 tokens": loop_beside_pipeline(transformer, 256, 30, 3),
+            "1024 px, 300 tokens": loop_beside_pipeline(transformer, 1024, 300, 2),
+        },
+        "ksampler_beside_loop": {"256 px, 300 tokens": ksampler_beside_loop(transformer, 256, 7)},
+    }
+    text = json.dumps(figures, indent=2) + "\n"
+    (ROOT / "benchmarks" / "sampling.json").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""SANA's schedules and samplers for core's SamplerCustomAdvanced."""
+
+from inspect import cleandoc
+
+from comfy_api.latest import io
+
+from ..sana_core.sampling import SAMPLERS
+from ..sana_core.schedules import LARGEST_STEPS
+
+NAMES = list(SAMPLERS)
+
+
+class SanaScheduler(io.ComfyNode):
+    """
+    The sigmas of SANA's schedules, with the shift that is set on the model.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaScheduler",
+            display_name="SANA Scheduler",
+            category="SANA",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["flow sigmas", "sana sigmas", "basic scheduler sana"],
+            inputs=[
+                io.Model.Input("model", tooltip="For its shift: 3, or 6 of the 4K model, or that of ModelSamplingSD3."),
+                io.Combo.Input(
+                    "sampler", options=NAMES, tooltip="The sampler that the schedule is for; scm is for SANA-Sprint."
+                ),
+                io.Int.Input("steps", default=20, min=1, max=LARGEST_STEPS, tooltip="Steps of the sampling."),
+                io.Float.Input(
+                    "denoise",
+                    optional=True,
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="1 from pure noise; below 1 the end of a longer schedule, to draw a picture anew.",
+                ),
+            ],
+            outputs=[io.Sigmas.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model, sampler: str, steps: int, denoise: float = 1.0) -> io.NodeOutput:
+        from .host.sampling import schedule
+
+        return io.NodeOutput(schedule(model, sampler, steps, denoise))
+
+
+class SanaSamplerSelect(io.ComfyNode):
+    """
+    A SANA sampler for SamplerCustomAdvanced.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaSamplerSelect",
+            display_name="SANA Sampler Select",
+            category="SANA",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["flow dpm solver", "ksampler select sana", "scm"],
+            inputs=[
+                io.Combo.Input(
+                    "sampler", options=NAMES, tooltip="flow_dpmpp_2m is SANA's own; scm is for SANA-Sprint alone."
+                )
+            ],
+            outputs=[io.Sampler.Output()],
+        )
+
+    @classmethod
+    def execute(cls, sampler: str) -> io.NodeOutput:
+        from .host.sampling import FlowSampler
+
+        return io.NodeOutput(FlowSampler(sampler))
+
+
+NODES = [SanaScheduler, SanaSamplerSelect]

@@ -1,0 +1,90 @@
+"""Perturbed attention and the guidance interval as patches of a MODEL, for every sampler and guider of two prompts.
+
+Both wrap the call that computes what a step needs of the positive and the negative prompt, so that all passes stay one
+batch, and other patches of the guidance (APG, CFG-Zero) act on what they return.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ...sana_core.guidance import PerturbedAttention, perturbed_attention
+from .model import SanaModel
+from .prompts import PromptCondition
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+# sigma as a number of the host, from samplers that know it; reading it from the device would wait for it
+SIGMA = "sana_sigma"
+PERTURBED = "sana_perturbed_attention"
+INTERVAL = "sana_guidance_interval"
+
+
+def require_sana(model: torch.nn.Module) -> SanaModel:
+    """Return `model`. Raises ValueError unless it is a SANA model."""
+    if not isinstance(model, SanaModel):
+        raise ValueError(f"model: got {type(model).__name__}, expected a SANA model; use SANA Loader")
+    return model
+
+
+def is_perturbed(conds: list[dict] | None) -> bool:
+    return bool(conds) and conds[0]["model_conds"]["prompt"].cond.perturbed is not None
+
+
+def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> ModelPatcher:
+    """Return a copy of `model` with perturbed-attention guidance in place of any before.
+
+    Raises as `perturbed_attention` and `require_sana` do.
+    """
+    attention = perturbed_attention(require_sana(model.model).diffusion_model.config, scale, blocks)
+    patched = model.clone()
+    patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, PERTURBED)
+    if scale:
+
+        def wrapper(executor, base, conds, *args):
+            if len(conds) != 2 or conds[0] is None:
+                return executor(base, conds, *args)
+            with_prompt, without, perturbed = executor(base, [*conds, perturb(conds[0], attention)], *args)
+            # the same shift on both sides passes through u + g (c - u) unchanged
+            shift = scale * (with_prompt - perturbed)
+            return [with_prompt + shift, without + shift]
+
+        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, PERTURBED, wrapper)
+    return patched
+
+
+def perturb(conds: list[dict], attention: PerturbedAttention) -> list[dict]:
+    """Return copies of `conds` whose prompts ask for perturbed attention."""
+    out = []
+    for cond in conds:
+        prompt = PromptCondition(cond["model_conds"]["prompt"].cond.perturb(attention))
+        out.append({**cond, "model_conds": {**cond["model_conds"], "prompt": prompt}})
+    return out
+
+
+def limit_guidance(model: ModelPatcher, start: float, end: float) -> ModelPatcher:
+    """Return a copy of `model` that is guided only from the share `start` of the sampling to `end`.
+
+    Outside, the negative prompt is not computed, and each step takes half the time. Raises as `require_sana` does.
+    """
+    require_sana(model.model)
+    patched = model.clone()
+    patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, INTERVAL)
+
+    def wrapper(executor, base, conds, x, sigma, options):
+        perturbed = conds[2:]
+        if len(conds) < 2 or conds[1] is None or not all(map(is_perturbed, perturbed)):
+            return executor(base, conds, x, sigma, options)
+        high, low = (base.model_sampling.percent_to_sigma(share) for share in (start, end))
+        now = options.get("transformer_options", {}).get(SIGMA)
+        if low <= (float(sigma[0]) if now is None else now) <= high:
+            return executor(base, conds, x, sigma, options)
+        with_prompt, _, *rest = executor(base, [conds[0], None, *perturbed], x, sigma, options)
+        return [with_prompt, with_prompt, *rest]
+
+    patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, INTERVAL, wrapper)
+    return patched

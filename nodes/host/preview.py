@@ -1,0 +1,86 @@
+"""Live previews by TAESANA, a small decoder for SANA's latents, where the user has put it into models/vae_approx.
+
+Its architecture is the f32 decoder of https://github.com/madebyollin/taesd: residual blocks of three 3x3 convolutions,
+doubled in size five times. ComfyUI has only the decoder for 8x latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import comfy.ops
+import comfy.utils
+import folder_paths
+import torch
+from comfy.cli_args import LatentPreviewMethod, args
+
+NAME = "taesana_decoder"
+# channels of the three blocks at each size, from that of the latent to twice, four times ... as large
+WIDTHS = (256, 128, 64, 64, 64)
+# cells a side; a larger preview would take longer than the step that it shows
+LARGEST = 32
+
+layers = comfy.ops.disable_weight_init
+
+
+class Squash(torch.nn.Module):
+    """Keep latents in [-3, 3], softly."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * torch.tanh(x / 3)
+
+
+class ResidualBlock(torch.nn.Module):
+    """ReLU(x + three convolutions of x); the parameters keep the names of the file."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        convolutions = [layers.Conv2d(width, width, 3, padding=1) for _ in range(3)]
+        relu = torch.nn.ReLU()
+        self.conv = torch.nn.Sequential(convolutions[0], relu, convolutions[1], relu, convolutions[2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.conv(x) + x)
+
+
+def taesana_decoder() -> torch.nn.Sequential:
+    """Return the decoder without weights: scaled latents [B, 32, h, w] to pictures [B, 3, 32h, 32w], about [0, 1]."""
+    parts = [Squash(), layers.Conv2d(32, WIDTHS[0], 3, padding=1), torch.nn.ReLU()]
+    for width, following in zip(WIDTHS, (*WIDTHS[1:], WIDTHS[-1]), strict=True):
+        parts += [ResidualBlock(width) for _ in range(3)]
+        parts += [torch.nn.Upsample(scale_factor=2), layers.Conv2d(width, following, 3, padding=1, bias=False)]
+    parts += [ResidualBlock(WIDTHS[-1]), layers.Conv2d(WIDTHS[-1], 3, 3, padding=1)]
+    return torch.nn.Sequential(*parts)
+
+
+def find_taesana() -> str | None:
+    """Return the path of TAESANA's decoder, or None where there is none or another kind of preview is asked for."""
+    if args.preview_method not in (LatentPreviewMethod.Auto, LatentPreviewMethod.TAESD):
+        return None
+    names = [name for name in folder_paths.get_filename_list("vae_approx") if name.startswith(NAME)]
+    return folder_paths.get_full_path("vae_approx", names[0]) if names else None
+
+
+def taesana_previewer(path: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of scaled latents [B, 32, h, w] that gives pictures [B, 3, 32h, 32w] in [-1, 1].
+
+    Raises ValueError for a file that is not TAESANA's decoder.
+    """
+    decoder = taesana_decoder().requires_grad_(False)
+    try:
+        decoder.load_state_dict(comfy.utils.load_torch_file(path, safe_load=True))
+    except RuntimeError:
+        raise ValueError(
+            f"preview: models/vae_approx holds a {NAME} that is not the decoder of TAESANA; download it again"
+        ) from None
+    return partial(decode_preview, decoder)
+
+
+def decode_preview(decoder: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
+    latents = latents[:1]
+    side = max(latents.shape[-2:])
+    if side > LARGEST:
+        size = [max(1, round(cells * LARGEST / side)) for cells in latents.shape[-2:]]
+        latents = torch.nn.functional.interpolate(latents, size, mode="area")
+    return decoder.to(latents)(latents) * 2 - 1

@@ -1,0 +1,101 @@
+"""Prompts inside the host: what depends on them alone is computed in the first step of a sampling, and then kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import comfy.conds
+import torch
+
+from ...sana_core.forward import Constants, Perturbation, prepare
+from ...sana_core.guidance import PerturbedAttention
+
+
+class Prompt:
+    """One conditioning of a sampling: its embeddings [R, T, C] and mask [R, T], for one picture or R of them.
+
+    ComfyUI makes it anew for each sampling and drops it afterwards, and with it the constants that it holds. They are
+    not kept where hooks may exchange the weights from step to step.
+    """
+
+    def __init__(self, field: str, embeds: torch.Tensor, mask: torch.Tensor | None, keep: bool) -> None:
+        self.embeds = embeds
+        self.mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
+        if self.mask.shape != embeds.shape[:2]:
+            raise ValueError(
+                f"{field}: got a mask of shape {list(self.mask.shape)} for embeddings of shape {list(embeds.shape)}; "
+                "SANA cannot join prompts, write one text"
+            )
+        self.keep = keep
+        self.perturbed: PerturbedAttention | None = None
+        self.twins: dict[PerturbedAttention, Prompt] = {}
+        self.constants: dict[tuple, tuple[Constants, Perturbation | None]] = {}
+
+    def perturb(self, attention: PerturbedAttention) -> Prompt:
+        """Return this prompt for passes with perturbed attention, the same object each time."""
+        if attention not in self.twins:
+            self.twins[attention] = Prompt("", self.embeds, self.mask, self.keep)
+            self.twins[attention].perturbed = attention
+        return self.twins[attention]
+
+    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return embeddings and mask of `count` pictures, repeated in turn as ComfyUI repeats a batch."""
+        index = torch.arange(count, device=self.embeds.device) % len(self.embeds)
+        return self.embeds[index], self.mask[index]
+
+
+class PromptBatch:
+    """The prompts of one call of the model, each for as many pictures."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self.prompts = prompts
+
+    def to(self, device: torch.device) -> PromptBatch:
+        """The constants follow the latents' device by themselves."""
+        return self
+
+    @torch.compiler.disable
+    def constants(self, transformer: torch.nn.Module, x: torch.Tensor) -> tuple[Constants, Perturbation | None]:
+        """Return the constants for `x` [B, 32, h, w], computed for the first call with these prompts and that shape."""
+        key = (*map(id, self.prompts), tuple(x.shape), x.device, x.dtype)
+        known = self.prompts[0].constants
+        if key in known:
+            return known[key]
+        found = self.prepare(transformer, x)
+        if all(prompt.keep for prompt in self.prompts):
+            known[key] = found
+        return found
+
+    def prepare(self, transformer: torch.nn.Module, x: torch.Tensor) -> tuple[Constants, Perturbation | None]:
+        pictures = len(x) // len(self.prompts)
+        # one row of keys and values serves all pictures of a prompt, unless some prompt has one for each
+        count = 1 if all(len(prompt.embeds) == 1 for prompt in self.prompts) else pictures
+        longest = max(prompt.embeds.shape[1] for prompt in self.prompts)
+        rows = [prompt.rows(count) for prompt in self.prompts]
+        pads = [(0, longest - mask.shape[1]) for _, mask in rows]
+        embeds = torch.cat(
+            [torch.nn.functional.pad(part, (0, 0, *pad)).to(x) for (part, _), pad in zip(rows, pads, strict=True)]
+        )
+        mask = torch.cat([torch.nn.functional.pad(part, pad).to(x) for (_, part), pad in zip(rows, pads, strict=True)])
+        attention = next((prompt.perturbed for prompt in self.prompts if prompt.perturbed), None)
+        perturbation = None
+        if attention:
+            flags = torch.tensor([prompt.perturbed is not None for prompt in self.prompts], device=x.device)
+            perturbation = Perturbation(flags.repeat_interleave(pictures)[:, None, None], attention.blocks)
+        return prepare(transformer, embeds, mask, *x.shape[-2:]), perturbation
+
+
+class PromptCondition(comfy.conds.CONDRegular):
+    """A Prompt on its way through ComfyUI's batching of conditionings; the model gets a PromptBatch."""
+
+    def process_cond(self, batch_size: int, **kwargs) -> PromptCondition:
+        return self
+
+    def can_concat(self, other: PromptCondition) -> bool:
+        return True
+
+    def concat(self, others: list[PromptCondition]) -> PromptBatch:
+        return PromptBatch([self.cond, *(other.cond for other in others)])
+
+    def size(self) -> list[int]:
+        return list(self.cond.embeds.shape)

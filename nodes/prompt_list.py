@@ -1,0 +1,58 @@
+"""Several texts to one CONDITIONING."""
+
+from inspect import cleandoc
+
+from comfy_api.latest import io
+
+from ..sana_core.latents import LARGEST_BATCH
+
+
+class SanaPromptList(io.ComfyNode):
+    """
+    Encodes one prompt a line, for a batch with one picture of each.
+
+    Picture k of the batch shows prompt k; connect count to the batch size of SANA Empty Latent.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaPromptList",
+            display_name="SANA Prompt List",
+            category="SANA",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["batch prompts", "prompts to batch", "multi prompt"],
+            is_input_list=True,
+            inputs=[
+                io.Clip.Input("clip", tooltip="The CLIP of SANA Loader."),
+                io.String.Input(
+                    "prompts",
+                    multiline=True,
+                    dynamic_prompts=True,
+                    tooltip="One prompt a line, or a list of texts from another node. Empty lines don't count.",
+                ),
+                io.Boolean.Input(
+                    "instruction",
+                    default=True,
+                    label_on="on (positive)",
+                    label_off="off (negative)",
+                    tooltip="On for positive prompts, off for negative ones.",
+                ),
+            ],
+            outputs=[
+                io.Conditioning.Output(),
+                io.Int.Output("count", tooltip="The number of prompts, for the batch size."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, clip: list, prompts: list[str], instruction: list[bool]) -> io.NodeOutput:
+        from .host.conditioning import encode_list
+
+        lines = [line.strip() for text in prompts for line in text.splitlines() if line.strip()]
+        if not 1 <= len(lines) <= LARGEST_BATCH:
+            raise ValueError(f"prompts: got {len(lines)} prompts, expected 1 to {LARGEST_BATCH}; write one a line")
+        return io.NodeOutput(encode_list(clip[0], lines, instruction[0]), len(lines))
+
+
+NODES = [SanaPromptList]

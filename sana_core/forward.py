@@ -1,0 +1,189 @@
+"""The forward of SANA's transformer for sampling: what does not change over the steps is computed once.
+
+diffusers.SanaTransformer2DModel computes the caption's projection and the keys and values of every cross-attention,
+which depend on the prompt alone, again in each step. Here `prepare` computes them once, for the tokens that the mask
+keeps, and `velocity` is the rest. It calls the modules' own layers, so that LoRA, casting and offloading work, and has
+no gradient's needs in mind: training uses the library's forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diffusers import SanaTransformer2DModel
+    from diffusers.models.attention_processor import Attention
+    from diffusers.models.transformers.sana_transformer import GLUMBConv
+
+# what diffusers adds to the attention scores of tokens that the mask drops; their weight becomes exactly 0
+DROPPED = -10000.0
+
+
+class Constants(NamedTuple):
+    """What a batch of prompts and a size fix for all steps. P prompts of T tokens, N positions, L blocks."""
+
+    keys: list[torch.Tensor]  # L of [P, heads, T, head_dim]
+    values: list[torch.Tensor]
+    bias: torch.Tensor | None  # [P, 1, 1, T], or None where no prompt is padded
+    position: torch.Tensor | None  # [1, N, D], of models with a position embedding
+    tables: torch.Tensor  # [L, 6, D]
+
+
+class Perturbation(NamedTuple):
+    """Perturbed attention: in `blocks`, the self-attention of the pictures in `pictures` becomes the identity."""
+
+    pictures: torch.Tensor  # bool [B, 1, 1]
+    blocks: frozenset[int]
+
+
+def longest_prompt(mask: torch.Tensor) -> int:
+    """Return the number of tokens up to the last one that `mask` [P, T] keeps, at least 1."""
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return max(1, int((positions * (mask != 0)).max()))
+
+
+def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, N, heads * d] to [B, heads, N, d], a view."""
+    return states.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+@torch.no_grad()
+def prepare(
+    transformer: SanaTransformer2DModel, embeds: torch.Tensor, mask: torch.Tensor, height: int, width: int
+) -> Constants:
+    """Return the constants of prompts `embeds` [P, T, C], `mask` [P, T] and latents of `height` x `width` cells.
+
+    The embeddings must be in the dtype and on the device of the forward.
+    """
+    length = longest_prompt(mask)
+    embeds, mask = embeds[:, :length], mask[:, :length]
+    captions = transformer.caption_norm(transformer.caption_projection(embeds))
+    keys, values = [], []
+    for block in transformer.transformer_blocks:
+        attention = block.attn2
+        key, value = attention.to_k(captions), attention.to_v(captions)
+        if attention.norm_k is not None:
+            key = attention.norm_k(key)
+        keys.append(split_heads(key, attention.heads).contiguous())
+        values.append(split_heads(value, attention.heads).contiguous())
+    bias = None
+    if not bool((mask != 0).all()):
+        bias = ((1 - mask.to(embeds.dtype)) * DROPPED)[:, None, None]
+    tables = torch.stack([block.scale_shift_table for block in transformer.transformer_blocks])
+    return Constants(keys, values, bias, position_embedding(transformer, embeds, height, width), tables)
+
+
+def position_embedding(
+    transformer: SanaTransformer2DModel, like: torch.Tensor, height: int, width: int
+) -> torch.Tensor | None:
+    """Return what the patch embedding adds to latents of `height` x `width` cells: nothing below 2K."""
+    patch = transformer.patch_embed
+    if patch.pos_embed is None:
+        return None
+    if (patch.height, patch.width) == (height // patch.patch_size, width // patch.patch_size):
+        return patch.pos_embed.to(like.device)
+    from diffusers.models.embeddings import get_2d_sincos_pos_embed
+
+    return get_2d_sincos_pos_embed(
+        patch.pos_embed.shape[-1],
+        (height // patch.patch_size, width // patch.patch_size),
+        base_size=patch.base_size,
+        interpolation_scale=patch.interpolation_scale,
+        device=like.device,
+        output_type="pt",
+    ).float()[None]
+
+
+def velocity(
+    transformer: SanaTransformer2DModel,
+    x: torch.Tensor,
+    timestep: torch.Tensor,
+    constants: Constants,
+    guidance: torch.Tensor | None = None,
+    perturbation: Perturbation | None = None,
+    control: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the library's forward does.
+
+    B is a multiple of the P prompts in `constants`; each prompt has B / P pictures, one after another. `guidance` [B]
+    is that of distilled models, already in the model's scale. `control` are the residuals of a ControlNet: number i is
+    added after block i + 1.
+    """
+    batch, _, height, width = x.shape
+    patch = transformer.config.patch_size
+    # contiguous, or every norm and sum below would carry the transposed layout on
+    hidden = transformer.patch_embed.proj(x).flatten(2).transpose(1, 2).contiguous()
+    if constants.position is not None:
+        hidden = (hidden + constants.position).to(hidden.dtype)
+    if guidance is None:
+        time, embedded = transformer.time_embed(timestep, batch_size=batch, hidden_dtype=hidden.dtype)
+    else:
+        time, embedded = transformer.time_embed(timestep, guidance=guidance, hidden_dtype=hidden.dtype)
+
+    # [B, L, 6, 1, D]: shift, scale and gate of self-attention, then of the feed-forward
+    modulation = (constants.tables + time.view(batch, 1, 6, -1)).unsqueeze(3)
+    scales = 1 + modulation[:, :, 1::3]
+    for i, block in enumerate(transformer.transformer_blocks):
+        shift_attention, _, gate_attention, shift_forward, _, gate_forward = modulation[:, i].unbind(1)
+        scale_attention, scale_forward = scales[:, i].unbind(1)
+        pictures = perturbation.pictures if perturbation is not None and i in perturbation.blocks else None
+
+        states = torch.addcmul(shift_attention, block.norm1(hidden), scale_attention).to(hidden.dtype)
+        hidden = torch.addcmul(hidden, gate_attention, self_attention(block.attn1, states, pictures))
+        hidden = hidden + cross_attention(block.attn2, hidden, constants.keys[i], constants.values[i], constants.bias)
+        states = torch.addcmul(shift_forward, block.norm2(hidden), scale_forward)
+        states = states.unflatten(1, (height // patch, width // patch)).permute(0, 3, 1, 2)
+        states = feed_forward(block.ff, states).flatten(2).transpose(1, 2)
+        hidden = torch.addcmul(hidden, gate_forward, states)
+        if control is not None and 0 < i <= len(control):
+            hidden = hidden + control[i - 1]
+
+    hidden = transformer.norm_out(hidden, embedded, transformer.scale_shift_table)
+    out = transformer.proj_out(hidden).unflatten(1, (height // patch, width // patch)).unflatten(-1, (patch, patch, -1))
+    return out.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, height, width)
+
+
+def self_attention(attention: Attention, states: torch.Tensor, perturbed: torch.Tensor | None = None) -> torch.Tensor:
+    """Linear attention with ReLU over `states` [B, N, D] (SANA paper, section 2.2), summed in float32.
+
+    Where `perturbed` [B, 1, 1] is set, the value itself is the output, as if each position saw only itself (Ahn et al.
+    2024); the norms of query and key, which SANA-1.5 has, don't touch it.
+    """
+    query, key, value = attention.to_q(states), attention.to_k(states), attention.to_v(states)
+    if attention.norm_q is not None:
+        query, key = attention.norm_q(query), attention.norm_k(key)
+    query, key, value = (split_heads(part, attention.heads) for part in (query, key, value))
+    query, key = F.relu(query).float(), F.relu(key).float()
+    summed = key.transpose(2, 3) @ value.float()  # [B, heads, d, d]
+    total = key.sum(2, keepdim=True).transpose(2, 3)  # [B, heads, d, 1]
+    out = (query @ summed) / (query @ total + 1e-15)
+    out = out.to(states.dtype)
+    if perturbed is not None:
+        out = torch.where(perturbed[..., None], value, out)
+    out = attention.to_out[0](out.transpose(1, 2).flatten(2))
+    return out.clip(-65504, 65504) if states.dtype == torch.float16 else out
+
+
+def cross_attention(
+    attention: Attention, states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Softmax attention of `states` [B, N, D] to the tokens of P prompts, of which each has B / P pictures."""
+    query = attention.to_q(states)
+    if attention.norm_q is not None:
+        query = attention.norm_q(query)
+    # the pictures of a prompt stand in one row of queries, so that keys and values need no copies
+    query = split_heads(query.reshape(len(key), -1, query.shape[-1]), attention.heads)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    return attention.to_out[0](out.transpose(1, 2).reshape(*states.shape[:2], -1))
+
+
+def feed_forward(block: GLUMBConv, states: torch.Tensor) -> torch.Tensor:
+    """The gated feed-forward with its 3x3 depthwise convolution, `states` [B, D, h, w] (SANA paper, section 2.2)."""
+    states = F.silu(block.conv_inverted(states), inplace=True)
+    states, gate = block.conv_depth(states).chunk(2, dim=1)
+    return block.conv_point(states * F.silu(gate))

@@ -1,0 +1,124 @@
+"""SANA's schedules: descending flow sigmas from noise to picture, one function each.
+
+sigma is the share of noise, x_sigma = (1 - sigma) x0 + sigma noise. Each returns [steps + 1] float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .latents import check_number, check_whole
+
+# of SANA up to 2048 px
+SHIFT = 3.0
+# the timesteps of SANA's training
+LARGEST_STEPS = 1000
+# pi / 2 rounded up: pure noise in TrigFlow's angles, which SANA-Sprint begins with
+MAX_TIMESTEP = 1.57080
+INTERMEDIATE_TIMESTEP = 1.3
+
+
+def check_steps(steps: int) -> None:
+    """Raise ValueError unless `steps` is a whole number from 1 to 1000."""
+    check_whole("steps", steps, 1, LARGEST_STEPS)
+
+
+def shift_sigmas(sigmas: torch.Tensor, shift: float) -> torch.Tensor:
+    """Move the schedule towards noise, as larger pictures want (Esser et al. 2024, section 5.3.2)."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def flow_euler_sigmas(steps: int, shift: float) -> torch.Tensor:
+    """Return [steps + 1] sigmas from 1 to 0: those of diffusers' FlowMatchEulerDiscreteScheduler.
+
+    It shifts twice: the smallest sigma of training, then the whole line between 1 and that. Raises as `check_steps`.
+    """
+    check_steps(steps)
+    smallest = shift_sigmas(torch.tensor(1 / 1000, dtype=torch.float64), shift)
+    line = torch.linspace(1, smallest.item(), steps, dtype=torch.float64)
+    return torch.cat([shift_sigmas(line, shift), torch.zeros(1)]).float()
+
+
+def flow_dpm_sigmas(steps: int, shift: float) -> torch.Tensor:
+    """Return [steps + 1] sigmas from just below 1 to 0: the flow sigmas of DPM-Solver in SANA and in diffusers.
+
+    Raises as `check_steps` does.
+    """
+    check_steps(steps)
+    line = torch.linspace(0.999, 0, steps + 1, dtype=torch.float64)
+    return shift_sigmas(line, shift).float()
+
+
+def scm_timesteps(
+    steps: int, max_timestep: float = MAX_TIMESTEP, intermediate_timestep: float = INTERMEDIATE_TIMESTEP
+) -> torch.Tensor:
+    """Return [steps + 1] float64 angles of TrigFlow from `max_timestep` to 0 (SANA-Sprint, section 4).
+
+    The intermediate angle is that of the second of two steps and has no meaning for other numbers of steps; those are
+    evenly spaced. Raises ValueError as `check_steps` does, and for angles that are not
+    0 < intermediate < max <= 1.5708.
+    """
+    check_steps(steps)
+    if not 0 < max_timestep <= MAX_TIMESTEP:
+        raise ValueError(f"max_timestep: got {max_timestep}, expected a number above 0 and up to {MAX_TIMESTEP}")
+    if steps != 2:
+        return torch.linspace(max_timestep, 0, steps + 1, dtype=torch.float64)
+    if not 0 < intermediate_timestep < max_timestep:
+        raise ValueError(
+            f"intermediate_timestep: got {intermediate_timestep}, expected a number between 0 and max_timestep, "
+            f"which is {max_timestep}"
+        )
+    return torch.tensor([max_timestep, intermediate_timestep, 0], dtype=torch.float64)
+
+
+def scm_sigmas(
+    steps: int, max_timestep: float = MAX_TIMESTEP, intermediate_timestep: float = INTERMEDIATE_TIMESTEP
+) -> torch.Tensor:
+    """Return the angles of `scm_timesteps` as [steps + 1] flow sigmas, sin t / (sin t + cos t). Raises as that does."""
+    angles = scm_timesteps(steps, max_timestep, intermediate_timestep)
+    sigmas = torch.sin(angles) / (torch.sin(angles) + torch.cos(angles))
+    # 1.57080 lies 4e-6 beyond pi / 2
+    return sigmas.clamp(max=1).float()
+
+
+def start_later(schedule: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
+    """Return the last `steps` steps of a schedule of `steps` / `denoise`: as much noise as a half-drawn picture has.
+
+    No sigma at all for `denoise` 0. Raises ValueError unless 0 <= `denoise` <= 1, and as the schedule does.
+    """
+    check_steps(steps)
+    check_number("denoise", denoise, 0, 1)
+    if denoise == 0:
+        return torch.empty(0)
+    # more than the training's timesteps would repeat sigmas
+    whole = min(int(steps / denoise), LARGEST_STEPS)
+    return schedule(whole)[-(steps + 1) :]
+
+
+def last_steps(sigmas: torch.Tensor, strength: float) -> torch.Tensor:
+    """Return the last `strength` of the steps in `sigmas`, rounded up, none for 0: img2img as SANA-Sprint does it.
+
+    Raises ValueError unless 0 <= `strength` <= 1.
+    """
+    check_number("strength", strength, 0, 1)
+    steps = len(sigmas) - 1
+    first = int(max(steps - min(steps * strength, steps), 0))
+    return sigmas[first:] if first < steps else torch.empty(0)
+
+
+def descending(sigmas: torch.Tensor) -> list[float]:
+    """Return `sigmas` as numbers of the host, read once, so that no step waits for the device.
+
+    Raises ValueError unless they descend from at most 1 to at least 0.
+    """
+    line = sigmas.tolist()
+    falls = all(high > low for high, low in zip(line, line[1:], strict=False))
+    if len(line) < 2 or not falls or not (line[0] <= 1 and line[-1] >= 0):
+        shown = ", ".join(f"{value:.4g}" for value in line[:4]) + (", ..." if len(line) > 4 else "")
+        raise ValueError(
+            f"sigmas: got [{shown}], expected at least two numbers that fall from at most 1 to at least 0; "
+            "use SANA Scheduler"
+        )
+    return line

@@ -1,0 +1,50 @@
+"""Every shipped workflow fits the nodes, and draws what its thumbnail shows if its model is the bundled one."""
+
+import json
+
+import pytest
+from setup import ROOT
+
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+BUNDLED = "sana-tiny (bundled)"
+NOTES = {"Note", "MarkdownNote"}
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+
+
+def to_graph(host, workflow):
+    """The graph that the canvas queues for `workflow`: its widgets go by their order in the schema."""
+    sources = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    graph = {}
+    for node in workflow["nodes"]:
+        if node["type"] in NOTES:
+            continue
+        types = host.nodes.NODE_CLASS_MAPPINGS[node["type"]].INPUT_TYPES()
+        fields = {**types.get("required", {}), **types.get("optional", {})}
+        names = [entry["name"] for entry in node["inputs"]]
+        # a node may have learnt optional inputs since; the canvas gives them their defaults
+        assert names == list(fields)[: len(names)] and set(types["required"]) <= set(names), node["type"]
+        linked = {entry["name"]: sources[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
+        values = iter(node["widgets_values"])
+        inputs = {}
+        for name in names:
+            kind, *options = fields[name]
+            if isinstance(kind, list | tuple) or kind in WIDGETS:
+                inputs[name] = next(values)
+                if options and options[0].get("control_after_generate"):
+                    assert next(values) in ("fixed", "randomize")
+                if options and options[0].get("image_upload"):
+                    assert next(values) == "image"
+        assert not list(values), node["type"]
+        graph[str(node["id"])] = (node["type"], {**inputs, **linked})
+    return graph
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_fits_the_nodes_and_draws(host, path):
+    graph = to_graph(host, json.loads(path.read_text()))
+    (save,) = (key for key, (kind, _) in graph.items() if kind == "SaveImage")
+    image = graph.pop(save)[1]["images"]
+    loaders = [inputs["model"] for kind, inputs in graph.values() if kind == "SanaLoader"]
+    if loaders == [BUNDLED] and not any(kind == "LoadImage" for kind, _ in graph.values()):
+        picture = host.run({**graph, "catch": ("Catch", {"value": image, "name": "image"})})["image"]
+        assert picture.isfinite().all() and picture.std() > 0.1

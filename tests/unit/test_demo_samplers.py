@@ -1,0 +1,62 @@
+"""The samplers on the bundled checkpoint: they go to the same picture, and the committed table is theirs."""
+
+import json
+
+import pytest
+import torch
+
+import sana_core
+from demo.samplers import ROWS, STEPS
+from sana_core.guidance import denoiser
+from sana_core.sampling import SAMPLERS, sample_flow_dpmpp_2m, sample_scm
+from sana_core.schedules import flow_dpm_sigmas
+
+PROMPTS = ["a red circle on a blue background", "a green square on a white background"]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """With the exact timesteps, so that nothing but the solver differs."""
+    encoder, transformer = sana_core.load_text_encoder(checkpoint), sana_core.load_transformer(checkpoint)
+    cond = sana_core.encode_prompts(encoder, PROMPTS)
+    uncond = sana_core.encode_prompts(encoder, [""], instruction=False)
+    with torch.no_grad():
+        yield denoiser(transformer, cond, uncond, 2.0)
+
+
+@pytest.fixture(scope="module")
+def noise():
+    return torch.randn(2, 32, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_euler_and_every_order_of_dpm_converge_to_each_other(model, noise):
+    many = sample_flow_dpmpp_2m(model, noise, flow_dpm_sigmas(120, 3.0))
+    for name, flow in SAMPLERS.items():
+        if name != "scm":
+            few, more = (
+                (flow.sample(model, noise, flow_dpm_sigmas(steps, 3.0)) - many).abs().mean() for steps in (8, 48)
+            )
+            assert more < 0.35 * few and more < 0.08, name
+
+
+@torch.no_grad()
+def test_scm_of_the_exact_solution_is_that_of_euler_and_dpm(model, noise):
+    """SCM is made for models that predict the end of the ODE; with the ODE itself as that model it gives its end."""
+
+    def solution(x, sigma):
+        return sample_flow_dpmpp_2m(model, x, sigma * torch.linspace(1, 0, 40))
+
+    x0 = sample_scm(solution, noise, torch.tensor([0.99967, 0.0]))
+    euler = SAMPLERS["flow_euler"].sample(model, noise, 0.99967 * torch.linspace(1, 0, 160))
+    assert (x0 - euler).abs().mean() < 0.05
+
+
+def test_the_table_has_every_sampler_at_every_number_of_steps(checkpoint):
+    report = checkpoint.parent / "report"
+    table = json.loads((report / "samplers.json").read_text())["table"]
+    assert list(table) == [row.title for row in ROWS]
+    assert all(list(row) == [str(steps) for steps in STEPS] for row in table.values())
+    # the other report draws the same pictures, each prompt alone
+    other = json.loads((report / "score.json").read_text())["guidance"]["4.5"]["all"]
+    assert abs(table["flow_dpmpp_2m"]["20"]["all"] - other) <= 2 / 64

@@ -1,0 +1,153 @@
+"""Whole samplings against diffusers' pipelines: the same tiny random weights, embeddings and noise."""
+
+import pytest
+import torch
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SanaPAGPipeline,
+    SanaPipeline,
+    SanaSprintImg2ImgPipeline,
+    SanaSprintPipeline,
+    SCMScheduler,
+)
+from tiny import random_prompt, tiny_transformer
+
+from sana_core.checkpoints import load_autoencoder
+from sana_core.guidance import PerturbedAttention, denoiser
+from sana_core.latents import noise_stream
+from sana_core.sampling import SAMPLERS, flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
+from sana_core.schedules import last_steps, scm_sigmas
+
+COND, UNCOND = random_prompt(kept=9, seed=1), random_prompt(kept=2, seed=2)
+SIZES = [(128, 128), (96, 192)]
+
+
+def dpm(shift=3.0):
+    return DPMSolverMultistepScheduler(flow_shift=shift, use_flow_sigmas=True, prediction_type="flow_prediction")
+
+
+def scm():
+    return SCMScheduler(prediction_type="trigflow", sigma_data=0.5)
+
+
+def pipeline_of(pipeline_class, transformer, scheduler, vae=None, **options):
+    parts = {"tokenizer": None, "text_encoder": None, "vae": vae, "transformer": transformer, "scheduler": scheduler}
+    pipeline = pipeline_class(**parts, **options)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def run(pipeline, size, generator=None, negative=True, **options):
+    texts = {"prompt_embeds": COND[0], "prompt_attention_mask": COND[1]}
+    if negative:
+        texts |= {"negative_prompt_embeds": UNCOND[0], "negative_prompt_attention_mask": UNCOND[1]}
+        texts["negative_prompt"] = None
+    return pipeline(
+        **texts,
+        height=size[0],
+        width=size[1],
+        use_resolution_binning=False,
+        output_type="latent",
+        generator=generator,
+        **options,
+    ).images
+
+
+def start(seed, size):
+    return noise_stream(torch.empty(1, 32, size[0] // 32, size[1] // 32), seed)
+
+
+@pytest.mark.parametrize("seed, steps, guidance", [(0, 20, 4.5), (1, 8, 7.0), (2, 14, 1.0), (3, 28, 2.0)])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("variant", ["sana", "sana-1.5", "sana-4k"])
+def test_sana_pipeline(variant, size, seed, steps, guidance):
+    transformer = tiny_transformer(variant)
+    model = denoiser(transformer, COND, UNCOND, guidance, whole_timesteps=True)
+    noise = next(start(seed, size))
+    for scheduler, name in ((dpm(), "flow_dpmpp_2m"), (FlowMatchEulerDiscreteScheduler(shift=3.0), "flow_euler")):
+        flow = SAMPLERS[name]
+        model = denoiser(transformer, COND, UNCOND, guidance, flow.whole_timesteps)
+        ours = flow.sample(model, noise, flow.sigmas(steps, 3.0))
+        pipeline = pipeline_of(SanaPipeline, transformer, scheduler)
+        options = {"num_inference_steps": steps, "guidance_scale": guidance}
+        torch.testing.assert_close(ours, run(pipeline, size, latents=noise, **options), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("seed, steps, guidance, scale", [(0, 20, 4.5, 3.0), (1, 8, 1.0, 2.0), (2, 14, 7.0, 1.0)])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("blocks", [(1,), (0, 2)])
+def test_sana_pag_pipeline(size, seed, steps, guidance, scale, blocks):
+    transformer = tiny_transformer()
+    noise = next(start(seed, size))
+    layers = [f"transformer_blocks.{block}" for block in blocks]
+    pipeline = pipeline_of(SanaPAGPipeline, transformer, dpm(), pag_applied_layers=layers)
+    options = {"num_inference_steps": steps, "guidance_scale": guidance, "pag_scale": scale}
+    theirs = run(pipeline, size, latents=noise, **options)
+    perturbed = PerturbedAttention(scale, frozenset(blocks))
+    model = denoiser(transformer, COND, UNCOND, guidance, True, perturbed)
+    ours = sample_flow_dpmpp_2m(model, noise, flow_dpm_sigmas(steps, 3.0))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    plain = denoiser(transformer, COND, UNCOND, guidance, True)
+    assert (ours - sample_flow_dpmpp_2m(plain, noise, flow_dpm_sigmas(steps, 3.0))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("seed, steps, guidance", [(0, 1, 4.5), (1, 2, 4.5), (2, 2, 1.0), (3, 4, 7.0), (4, 8, 3.0)])
+@pytest.mark.parametrize("size", SIZES)
+def test_sana_sprint_pipeline(size, seed, steps, guidance):
+    transformer = tiny_transformer("sprint")
+    pipeline = pipeline_of(SanaSprintPipeline, transformer, scm())
+    options = {"num_inference_steps": steps, "guidance_scale": guidance}
+    options["intermediate_timesteps"] = 1.3 if steps == 2 else None
+    theirs = run(pipeline, size, torch.Generator().manual_seed(seed), negative=False, **options)
+    noise = start(seed, size)
+    model = denoiser(transformer, COND, UNCOND, guidance)
+    ours = sample_scm(model, next(noise), scm_sigmas(steps), noise=noise)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("steps, strength", [(2, 0.6), (2, 0.5), (4, 0.6), (4, 1.0), (8, 0.3)])
+@pytest.mark.parametrize("size", SIZES)
+def test_sana_sprint_img2img_pipeline(checkpoint, size, steps, strength):
+    transformer, vae = tiny_transformer("sprint"), load_autoencoder(checkpoint)
+    pipeline = pipeline_of(SanaSprintImg2ImgPipeline, transformer, scm(), vae=vae)
+    image = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(9)) * 2 - 1
+    options = {"num_inference_steps": steps, "guidance_scale": 4.5, "strength": strength, "image": image}
+    options["intermediate_timesteps"] = 1.3 if steps == 2 else None
+    theirs = run(pipeline, size, torch.Generator().manual_seed(6), negative=False, **options)
+    noise, sigmas = start(6, size), last_steps(scm_sigmas(steps), strength)
+    picture = vae.encode(image).latent * vae.config.scaling_factor
+    x = sigmas[0] * next(noise) + (1 - sigmas[0]) * picture
+    ours = sample_scm(denoiser(transformer, COND, UNCOND, 4.5), x, sigmas, noise=noise)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_prompts_of_a_batch_are_those_drawn_alone():
+    transformer = tiny_transformer()
+    noise = torch.randn(2, 32, 4, 4)
+    pair = random_prompt(2, seed=5)
+    pair[1][0, 4:] = 0
+    sigmas = flow_dpm_sigmas(6, 3.0)
+    together = sample_flow_dpmpp_2m(denoiser(transformer, pair, UNCOND, 4.5), noise, sigmas)
+    for k in range(2):
+        one = (pair[0][k : k + 1], pair[1][k : k + 1])
+        alone = sample_flow_dpmpp_2m(denoiser(transformer, one, UNCOND, 4.5), noise[k : k + 1], sigmas)
+        torch.testing.assert_close(together[k : k + 1], alone, atol=1e-5, rtol=0)
+
+
+def test_guidance_outside_its_interval_is_off():
+    transformer = tiny_transformer()
+    x = torch.randn(1, 32, 4, 4)
+    guided, plain = (denoiser(transformer, COND, UNCOND, guidance) for guidance in (4.5, 1.0))
+    limited = denoiser(transformer, COND, UNCOND, 4.5, interval=(0.8, 0.3))
+    for sigma, same in ((0.9, plain), (0.79, guided), (0.5, guided), (0.31, guided), (0.2, plain)):
+        sigma = torch.tensor(sigma)
+        torch.testing.assert_close(limited(x, sigma), same(x, sigma), atol=1e-6, rtol=0)
+
+
+def test_the_compiled_forward_draws_the_same():
+    # two blocks: a compilation takes seconds a block
+    transformer = tiny_transformer(layers=2)
+    x, sigma = torch.randn(1, 32, 4, 4), torch.tensor(0.7)
+    eager, compiled = (denoiser(transformer, COND, UNCOND, 4.5, compiled=choice) for choice in (False, True))
+    torch.testing.assert_close(compiled(x, sigma), eager(x, sigma), atol=1e-4, rtol=0)
