@@ -1,0 +1,145 @@
+"""The exact decode in strips of rows.
+
+The attention stages make one map at 1/8 of the resolution. Everything after it is local, and goes strip by strip
+through all layers to finished pixels, each convolution carrying its last rows to the next strip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from .attention import attend_rows, score_pieces, strips
+from .layout import Layout
+from .rows import ConvRows, Layer, Poll, ResBlockRows, UpRows, chunks, empty, run
+
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_dc import Decoder
+
+# Rows of latents whose positions the attention sums at once. Part of the result: sums in other pieces round otherwise.
+PIECE = 2
+
+
+def first_map(decoder: Decoder, latents: torch.Tensor) -> torch.Tensor:
+    """Return what the decoder's stages begin with, [B, C, h, w] of `latents` [B, 32, h, w]."""
+    x = decoder.conv_in(latents)
+    if decoder.in_shortcut:
+        x += latents.repeat_interleave(decoder.in_shortcut_repeats, dim=1)
+    return x
+
+
+def global_blocks(decoder: Decoder, layout: Layout) -> Iterator[tuple[torch.nn.Module, int]]:
+    """Yield the blocks before the kept map, and the rows that they have for one row of latents."""
+    for stage in reversed(range(layout.local, len(layout.widths))):
+        scale = layout.downscale // 2**stage
+        for block in decoder.up_blocks[stage]:
+            yield block, scale
+
+
+def is_attention(block: torch.nn.Module) -> bool:
+    return hasattr(block, "attn")
+
+
+def is_quadratic(block: torch.nn.Module, x: torch.Tensor) -> bool:
+    """Whether diffusers computes the attention of so few positions position by position."""
+    return x.shape[2] * x.shape[3] <= block.attn.attention_head_dim
+
+
+def global_block(block: torch.nn.Module, x: torch.Tensor, rows: int | None, scale: int, poll: Poll) -> torch.Tensor:
+    """Return `block` of the whole map `x`, undivided, or with `rows` rows of latents at a time."""
+    poll()
+    if rows is None or (is_attention(block) and is_quadratic(block, x)):
+        return block(x)
+    x = x.contiguous(memory_format=torch.channels_last)
+    height = x.shape[2]
+    if is_attention(block):
+        pieces = score_pieces(block.attn, x, 0, height, rows * scale, PIECE * scale, poll)
+        parts = attend_rows(block, x, ordered_sum(pieces), 0, height, rows * scale, poll)
+        return fill(empty(x, *x.shape[1:]), parts)
+    layer = local_layer(block, (height, x.shape[3]))
+    # an upsampling block belongs to the stage after it
+    step = rows * scale * height // (height * factor(block))
+    parts = (run([layer], x[:, :, a:b], b == height, poll) for a, b in chunks(height, max(3, step)))
+    width = block.norm.weight.numel() if isinstance(layer, ResBlockRows) else out_channels(block)
+    return fill(empty(x, width, height * factor(block), x.shape[3] * factor(block)), parts)
+
+
+def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of `pieces` from the first to the last: floats added in another order round otherwise."""
+    total = next(pieces)
+    for piece in pieces:
+        total += piece
+    return total
+
+
+def fill(out: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Return `out` [B, C, H, W] with the rows of `parts` from top to bottom."""
+    top = 0
+    for part in parts:
+        out[:, :, top : top + part.shape[2]] = part
+        top += part.shape[2]
+    return out
+
+
+def factor(block: torch.nn.Module) -> int:
+    return 2 if hasattr(block, "interpolate") else 1
+
+
+def out_channels(block: torch.nn.Module) -> int:
+    channels = block.conv.out_channels
+    return channels if block.interpolate else channels // 4
+
+
+def local_layer(block: torch.nn.Module, size: tuple[int, int]) -> Layer:
+    """Return the layer in strips of a ResBlock or DCUpBlock2d of a map of `size` (height, width)."""
+    return UpRows(block, size) if factor(block) == 2 else ResBlockRows(block, size)
+
+
+def local_layers(decoder: Decoder, layout: Layout, height: int, width: int) -> list[Layer]:
+    """Return the layers from a kept map of `height` x `width` to pixels."""
+    layers: list[Layer] = []
+    size = (height, width)
+    for stage in reversed(range(layout.local)):
+        for block in decoder.up_blocks[stage]:
+            layers.append(local_layer(block, size))
+            size = (size[0] * factor(block), size[1] * factor(block))
+    return [*layers, ConvRows(decoder.conv_out, size, decoder.norm_out, decoder.conv_act)]
+
+
+def pixel_rows(
+    decoder: Decoder,
+    layout: Layout,
+    kept: torch.Tensor,
+    start: int,
+    stop: int,
+    rows: int,
+    columns: int | None,
+    poll: Poll,
+) -> Iterator[torch.Tensor]:
+    """Yield the pixels [B, 3, n, W] of rows `start` to `stop` of the map `kept`, top to bottom.
+
+    `rows` of the map at a time, and at most `columns` of its columns: panels beside each other need a halo, whole rows
+    of the map need none.
+    """
+    height, width = kept.shape[2:]
+    halo, stride = layout.halo, layout.stride
+    # rows beyond the halo cannot reach these pixels; what the zeros there spoil is cut off
+    low, high = max(0, start - halo), min(height, stop + halo)
+    panels = []
+    for left, right in chunks(width, columns or width):
+        begin, end = max(0, left - halo), min(width, right + halo)
+        layers = local_layers(decoder, layout, height, width)
+        panels.append((layers, begin, end, (left - begin) * stride, (right - begin) * stride))
+    row = low * stride
+    for top, bottom in strips(low, high, start, rows, halo):
+        parts = [
+            run(layers, kept[:, :, top:bottom, begin:end], bottom == high, poll)[..., left:right]
+            for layers, begin, end, left, right in panels
+        ]
+        done = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+        first, row = row, row + done.shape[2]
+        done = done[:, :, max(0, start * stride - first) : max(0, stop * stride - first)]
+        if done.shape[2]:
+            yield done
