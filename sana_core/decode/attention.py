@@ -56,14 +56,20 @@ def projection(attn: torch.nn.Module, parts: tuple[int, ...]) -> Projection:
     return Projection(pick(torch.cat([attn.to_q.weight, attn.to_k.weight, attn.to_v.weight])), scales)
 
 
-def band(height: int, start: int, stop: int, reach: int) -> tuple[int, int, int, int]:
-    """Return the first and last row read for rows `start` to `stop`, and the rows of zeros to put above and below.
+class Reading(NamedTuple):
+    """The rows of its input that a layer reads for some of its output, and the zeros beyond the picture's edges."""
 
-    Where the rows are not at the map's edge, the map has `reach` more of them.
-    """
-    low, above = (0, reach) if start == 0 else (start - reach, 0)
-    high, below = (height, reach) if stop == height else (stop + reach, 0)
-    return low, high, above, below
+    low: int
+    high: int
+    above: int
+    below: int
+
+
+def reading(height: int, start: int, stop: int, reach: int) -> Reading:
+    """Return what is read of a map of `height` rows for rows `start` to `stop`, `reach` above and below each."""
+    return Reading(
+        max(0, start - reach), min(height, stop + reach), max(0, reach - start), max(0, stop + reach - height)
+    )
 
 
 def strips(low: int, high: int, start: int, rows: int, reach: int) -> Iterator[tuple[int, int]]:
@@ -75,11 +81,11 @@ def strips(low: int, high: int, start: int, rows: int, reach: int) -> Iterator[t
 class ProjectionRows:
     """Input rows to one map [B, heads, parts * d, n * W] a scale."""
 
-    def __init__(self, attn: torch.nn.Module, parts: tuple[int, ...], above: int, below: int) -> None:
+    def __init__(self, attn: torch.nn.Module, parts: tuple[int, ...], read: Reading) -> None:
         self.parts, self.d = len(parts), attn.attention_head_dim
         self.weights = projection(attn, parts)
         self.reach = halo(attn)
-        self.carry = Carry(2 * self.reach, above, below)
+        self.carry = Carry(2 * self.reach, read.above, read.below)
 
     def __call__(self, rows: torch.Tensor, last: bool) -> list[torch.Tensor]:
         # what the matrix makes is carried, not its input: nearly all of the work is in it
@@ -107,14 +113,15 @@ def score_pieces(
 ) -> Iterator[torch.Tensor]:
     """Yield value @ key^T [B, scales * heads, d + 1, d] in fp32 of each `piece` rows from `start` to `stop` of `x`.
 
-    `start` and `rows` are multiples of `piece`; `x` [B, C, H, W] is the whole map, or a band with its halo.
+    `rows` is a multiple of `piece`; `x` [B, C, H, W] is the whole map, or a band of it with as many rows above and
+    below as are read.
     """
     reach, d, width = halo(attn), attn.attention_head_dim, x.shape[3]
-    low, high, above, below = band(x.shape[2], start, stop, reach)
-    project = ProjectionRows(attn, KEY_VALUE, above, below)
-    for begin, end in strips(low, high, start, rows, reach):
+    read = reading(x.shape[2], start, stop, reach)
+    project = ProjectionRows(attn, KEY_VALUE, read)
+    for begin, end in strips(read.low, read.high, start, rows, reach):
         poll()
-        maps = [one.float() for one in project(x[:, :, begin:end], end == high)]
+        maps = [one.float() for one in project(x[:, :, begin:end], end == read.high)]
         for left, right in chunks(maps[0].shape[-1], piece * width):
             yield torch.cat([piece_scores(one[..., left:right], d) for one in maps], dim=1)
 
@@ -128,10 +135,10 @@ def piece_scores(key_value: torch.Tensor, d: int) -> torch.Tensor:
 class AttentionRows:
     """Linear attention with known sums, and its residual."""
 
-    def __init__(self, attn: torch.nn.Module, scores: torch.Tensor, above: int, below: int) -> None:
+    def __init__(self, attn: torch.nn.Module, scores: torch.Tensor, read: Reading) -> None:
         self.attn, self.scores = attn, scores
-        self.project = ProjectionRows(attn, QUERY, above, below)
-        self.residual = Residual(self.project.reach - above)
+        self.project = ProjectionRows(attn, QUERY, read)
+        self.residual = Residual(self.project.reach - read.above)
 
     def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
         self.residual.push(rows)
@@ -153,10 +160,10 @@ class AttentionRows:
 class GluRows:
     """The gated feed-forward with a depthwise 3x3 in it, and its residual."""
 
-    def __init__(self, glu: torch.nn.Module, above: int, below: int) -> None:
+    def __init__(self, glu: torch.nn.Module, read: Reading) -> None:
         self.glu = glu
-        self.carry = Carry(2, above, below)
-        self.residual = Residual(GLU_HALO - above)
+        self.carry = Carry(2 * GLU_HALO, read.above, read.below)
+        self.residual = Residual(GLU_HALO - read.above)
 
     def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
         self.residual.push(rows)
@@ -201,10 +208,8 @@ def attend_rows(
 ) -> Iterator[torch.Tensor]:
     """Yield rows `start` to `stop` of EfficientViTBlock `block` of `x`, top to bottom, about `rows` at a time."""
     reach = halo(block.attn)
-    low, high, above, below = band(x.shape[2], start, stop, reach + GLU_HALO)
-    layers: list[Layer] = [
-        AttentionRows(block.attn, scores, min(above, reach), min(below, reach)),
-        GluRows(block.conv_out, min(above, GLU_HALO), min(below, GLU_HALO)),
-    ]
-    for begin, end in strips(low, high, start, rows, reach + GLU_HALO):
-        yield run(layers, x[:, :, begin:end], end == high, poll)
+    glu = reading(x.shape[2], start, stop, GLU_HALO)
+    attention = reading(x.shape[2], glu.low, glu.high, reach)
+    layers: list[Layer] = [AttentionRows(block.attn, scores, attention), GluRows(block.conv_out, glu)]
+    for begin, end in strips(attention.low, attention.high, start, rows, reach + GLU_HALO):
+        yield run(layers, x[:, :, begin:end], end == attention.high, poll)

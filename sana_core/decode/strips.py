@@ -6,6 +6,7 @@ through all layers to finished pixels, each convolution carrying its last rows t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import torch
 
 from .attention import attend_rows, score_pieces, strips
 from .layout import Layout
-from .rows import ConvRows, Layer, Poll, ResBlockRows, UpRows, chunks, empty, run
+from .rows import ConvRows, DownRows, Layer, Poll, ResBlockRows, UpRows, chunks, empty, run
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
@@ -56,14 +57,11 @@ def global_block(block: torch.nn.Module, x: torch.Tensor, rows: int | None, scal
     height = x.shape[2]
     if is_attention(block):
         pieces = score_pieces(block.attn, x, 0, height, rows * scale, PIECE * scale, poll)
-        parts = attend_rows(block, x, ordered_sum(pieces), 0, height, rows * scale, poll)
-        return fill(empty(x, *x.shape[1:]), parts)
+        return fill(height, attend_rows(block, x, ordered_sum(pieces), 0, height, rows * scale, poll))
     layer = local_layer(block, (height, x.shape[3]))
-    # an upsampling block belongs to the stage after it
-    step = rows * scale * height // (height * factor(block))
-    parts = (run([layer], x[:, :, a:b], b == height, poll) for a, b in chunks(height, max(3, step)))
-    width = block.norm.weight.numel() if isinstance(layer, ResBlockRows) else out_channels(block)
-    return fill(empty(x, width, height * factor(block), x.shape[3] * factor(block)), parts)
+    # at least the three rows that a residual block looks at
+    parts = (run([layer], x[:, :, a:b], b == height, poll) for a, b in chunks(height, max(3, rows * scale)))
+    return fill(resized(block, height), parts)
 
 
 def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -74,27 +72,28 @@ def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def fill(out: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-    """Return `out` [B, C, H, W] with the rows of `parts` from top to bottom."""
-    top = 0
-    for part in parts:
+def fill(height: int, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Return a map of `height` rows made of `parts` from top to bottom."""
+    first = next(parts)
+    out, top = empty(first, first.shape[1], height, first.shape[3]), 0
+    for part in itertools.chain([first], parts):
         out[:, :, top : top + part.shape[2]] = part
         top += part.shape[2]
     return out
 
 
-def factor(block: torch.nn.Module) -> int:
-    return 2 if hasattr(block, "interpolate") else 1
-
-
-def out_channels(block: torch.nn.Module) -> int:
-    channels = block.conv.out_channels
-    return channels if block.interpolate else channels // 4
+def resized(block: torch.nn.Module, side: int) -> int:
+    """Return how many rows or columns `block` makes of `side`."""
+    if hasattr(block, "interpolate"):
+        return 2 * side
+    return side // 2 if hasattr(block, "downsample") else side
 
 
 def local_layer(block: torch.nn.Module, size: tuple[int, int]) -> Layer:
-    """Return the layer in strips of a ResBlock or DCUpBlock2d of a map of `size` (height, width)."""
-    return UpRows(block, size) if factor(block) == 2 else ResBlockRows(block, size)
+    """Return the layer in strips of a ResBlock, DCUpBlock2d or DCDownBlock2d of a map of `size` (height, width)."""
+    if hasattr(block, "interpolate"):
+        return UpRows(block, size)
+    return DownRows(block, size) if hasattr(block, "downsample") else ResBlockRows(block, size)
 
 
 def local_layers(decoder: Decoder, layout: Layout, height: int, width: int) -> list[Layer]:
@@ -104,7 +103,7 @@ def local_layers(decoder: Decoder, layout: Layout, height: int, width: int) -> l
     for stage in reversed(range(layout.local)):
         for block in decoder.up_blocks[stage]:
             layers.append(local_layer(block, size))
-            size = (size[0] * factor(block), size[1] * factor(block))
+            size = (resized(block, size[0]), resized(block, size[1]))
     return [*layers, ConvRows(decoder.conv_out, size, decoder.norm_out, decoder.conv_act)]
 
 
@@ -117,11 +116,12 @@ def pixel_rows(
     rows: int,
     columns: int | None,
     poll: Poll,
+    whole: int | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield the pixels [B, 3, n, W] of rows `start` to `stop` of the map `kept`, top to bottom.
 
     `rows` of the map at a time, and at most `columns` of its columns: panels beside each other need a halo, whole rows
-    of the map need none.
+    of the map need none. `whole` is the map's height if `kept` is only a part of it.
     """
     height, width = kept.shape[2:]
     halo, stride = layout.halo, layout.stride
@@ -130,7 +130,7 @@ def pixel_rows(
     panels = []
     for left, right in chunks(width, columns or width):
         begin, end = max(0, left - halo), min(width, right + halo)
-        layers = local_layers(decoder, layout, height, width)
+        layers = local_layers(decoder, layout, whole or height, width)
         panels.append((layers, begin, end, (left - begin) * stride, (right - begin) * stride))
     row = low * stride
     for top, bottom in strips(low, high, start, rows, halo):
