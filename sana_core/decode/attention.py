@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from .rows import Carry, Layer, Poll, chunks, in_place, norm_, run
+from .rows import Block, Carry, Layer, Poll, chunks, in_place, norm_, run
 
 QUERY, KEY_VALUE = (0,), (1, 2)
 # rows above and below that the second pass looks at: 2 for the 5x5 projection, 1 for the feed-forward
 GLU_HALO = 1
 
 
-def halo(attn: torch.nn.Module) -> int:
+def halo(attn: Block) -> int:
     """Return the rows above and below that the attention's widest projection reads."""
     return max((scale.proj_in.kernel_size[0] // 2 for scale in attn.to_qkv_multiscale), default=0)
 
@@ -43,7 +43,7 @@ class Projection(NamedTuple):
     scales: list[Scale]
 
 
-def projection(attn: torch.nn.Module, parts: tuple[int, ...]) -> Projection:
+def projection(attn: Block, parts: tuple[int, ...]) -> Projection:
     d = attn.attention_head_dim
 
     def pick(weight: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def strips(low: int, high: int, start: int, rows: int, reach: int) -> Iterator[t
 class ProjectionRows:
     """Input rows to one map [B, heads, parts * d, n * W] a scale."""
 
-    def __init__(self, attn: torch.nn.Module, parts: tuple[int, ...], read: Reading) -> None:
+    def __init__(self, attn: Block, parts: tuple[int, ...], read: Reading) -> None:
         self.parts, self.d = len(parts), attn.attention_head_dim
         self.weights = projection(attn, parts)
         self.reach = halo(attn)
@@ -109,7 +109,7 @@ class ProjectionRows:
 
 
 def score_pieces(
-    attn: torch.nn.Module, x: torch.Tensor, start: int, stop: int, rows: int, piece: int, poll: Poll
+    attn: Block, x: torch.Tensor, start: int, stop: int, rows: int, piece: int, poll: Poll
 ) -> Iterator[torch.Tensor]:
     """Yield value @ key^T [B, scales * heads, d + 1, d] in fp32 of each `piece` rows from `start` to `stop` of `x`.
 
@@ -135,7 +135,7 @@ def piece_scores(key_value: torch.Tensor, d: int) -> torch.Tensor:
 class AttentionRows:
     """Linear attention with known sums, and its residual."""
 
-    def __init__(self, attn: torch.nn.Module, scores: torch.Tensor, read: Reading) -> None:
+    def __init__(self, attn: Block, scores: torch.Tensor, read: Reading) -> None:
         self.attn, self.scores = attn, scores
         self.project = ProjectionRows(attn, QUERY, read)
         self.residual = Residual(self.project.reach - read.above)
@@ -160,7 +160,7 @@ class AttentionRows:
 class GluRows:
     """The gated feed-forward with a depthwise 3x3 in it, and its residual."""
 
-    def __init__(self, glu: torch.nn.Module, read: Reading) -> None:
+    def __init__(self, glu: Block, read: Reading) -> None:
         self.glu = glu
         self.carry = Carry(2 * GLU_HALO, read.above, read.below)
         self.residual = Residual(GLU_HALO - read.above)
@@ -184,7 +184,7 @@ class Residual:
 
     def __init__(self, skip: int) -> None:
         self.skip = skip
-        self.rows: torch.Tensor | None = None
+        self.rows: Any = None
 
     def push(self, rows: torch.Tensor) -> None:
         if self.rows is None:
@@ -204,7 +204,7 @@ def pointwise(conv: torch.nn.Conv2d, rows: torch.Tensor) -> torch.Tensor:
 
 
 def attend_rows(
-    block: torch.nn.Module, x: torch.Tensor, scores: torch.Tensor, start: int, stop: int, rows: int, poll: Poll
+    block: Block, x: torch.Tensor, scores: torch.Tensor, start: int, stop: int, rows: int, poll: Poll
 ) -> Iterator[torch.Tensor]:
     """Yield rows `start` to `stop` of EfficientViTBlock `block` of `x`, top to bottom, about `rows` at a time."""
     reach = halo(block.attn)

@@ -44,18 +44,22 @@ def encode_images(
     like = next(autoencoder.parameters())
     height, width = (side // layout.downscale for side in images.shape[2:])
     planner = Planner(layout, height, width, like.dtype, like.device.type != "cpu")
-    plan = planner.whole() if method == "whole" else planner.strips(
-        free_bytes(like.device) * BUDGET if max_bytes is None else max_bytes
+    plan = (
+        planner.whole()
+        if method == "whole"
+        else planner.strips(free_bytes(like.device) * BUDGET if max_bytes is None else max_bytes)
     )
     latents = [encode_one(autoencoder.encoder, layout, planner, plan, one[None], like, poll) for one in images]
     return torch.cat(latents)
 
 
 def check_images(images: torch.Tensor, layout: Layout) -> None:
-    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape or any(s % layout.downscale for s in images.shape[2:]):
+    """Raise ValueError for anything but pictures [B, 3, H, W] of finite values whose sides can be latents."""
+    shape, side = list(images.shape), layout.downscale
+    if len(shape) != 4 or shape[1] != 3 or 0 in shape or shape[2] % side or shape[3] % side:
         raise ValueError(
-            f"pixels: got pictures of shape {list(images.shape)}, expected [batch, 3, height, width] with sides that are "
-            f"multiples of {layout.downscale}; crop or scale them"
+            f"pixels: got pictures of shape {shape}, expected [batch, 3, height, width] with sides that are multiples "
+            f"of {side}; crop or scale them"
         )
     check_finite("pixels", images)
 
@@ -105,7 +109,9 @@ def kept_map(
         layers = local_layers(encoder, layout, (image.shape[2], image.shape[3]))
         top = 0
         for first, last in strips(0, height, 0, plan.rows, layout.halo):
-            pixels = image[:, :, first * layout.stride : last * layout.stride, begin * layout.stride : end * layout.stride]
+            pixels = image[
+                :, :, first * layout.stride : last * layout.stride, begin * layout.stride : end * layout.stride
+            ]
             rows = run(layers, channels_last(pixels, like), last == height, poll)
             kept[:, :, top : top + rows.shape[2], left:right] = rows[..., left - begin : right - begin]
             top += rows.shape[2]

@@ -19,9 +19,11 @@ LARGEST_TENSOR = 2**31
 # rows of the kept map in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator
 # kernels should be large
 CPU_ROWS = (8, 4, 2, 1)
-ACCELERATOR_ROWS = (64, 32, 16, 8, 4, 2, 1)
-# rows of latents that the attention stages take at a time, None for all of them at once
-ATTENTION_ROWS = (None, 32, 16, 8, 4, PIECE)
+ACCELERATOR_ROWS = (32, 16, 8, 4, 2, 1)
+# rows of latents that the attention stages take at a time, None for all of them at once: bit for bit the library's
+# attention on the CPU, where that can be had
+CPU_ATTENTION_ROWS = (None, 32, 16, 8, 4, PIECE)
+ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
 # workspace of an accelerator's convolution, as a share of its input and output
 WORKSPACE = 0.5
 # the library's attention stage and the whole tail hold so many times the stage's, or the finest stage's, map
@@ -49,7 +51,9 @@ class Plan:
         if self.method == "tiles":
             return f"tiles of {self.tile * layout.downscale} px, overlapping by {self.overlap * layout.downscale} px"
         attention = (
-            "attention whole" if self.attention_rows is None else f"attention {self.attention_rows} latent rows at a time"
+            "attention whole"
+            if self.attention_rows is None
+            else f"attention {self.attention_rows} latent rows at a time"
         )
         width = "" if self.columns is None else f", {self.columns * layout.stride} px wide"
         return f"strips of {self.rows * layout.stride} px{width}; {attention}"
@@ -116,7 +120,8 @@ def whole_demand(layout: Layout, height: int, width: int, dtype: torch.dtype) ->
     finest = layout.widths[0] * height * width * layout.stride**2
     head = head_demand(layout, height, width, None, item, False)
     return Demand(
-        max(UNDIVIDED_TAIL[dtype] * finest * item, head.size), max(layout.widths[1] * finest / layout.widths[0], head.largest)
+        max(UNDIVIDED_TAIL[dtype] * finest * item, head.size),
+        max(layout.widths[1] * finest / layout.widths[0], head.largest),
     )
 
 
@@ -158,7 +163,7 @@ class Planner:
 
     def heads(self) -> Iterator[tuple[int | None, float]]:
         """Yield rows of latents for the attention stages, and the bytes they need, the fastest first."""
-        for rows in ATTENTION_ROWS:
+        for rows in ACCELERATOR_ATTENTION_ROWS if self.accelerator else CPU_ATTENTION_ROWS:
             demand = head_demand(self.layout, self.height, self.width, rows, self.dtype.itemsize, self.accelerator)
             if demand.largest < LARGEST_TENSOR or rows == PIECE:
                 yield rows, demand.size

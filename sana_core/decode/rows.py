@@ -11,12 +11,13 @@ strip are one piece of memory. On the CPU in fp32 the results are then those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 Poll = Callable[[], None]
+Block = Any  # a module of diffusers, whose types say nothing of its layers
 
 # up to this many elements of input, torch convolves fp32 on the CPU without oneDNN (aten/native/Convolution.cpp)
 SMALL_INPUT = 20480
@@ -52,7 +53,7 @@ class Carry:
 
     def __init__(self, overlap: int = 2, above: int = 1, below: int = 1) -> None:
         self.overlap, self.zeros_above, self.zeros_below = overlap, above, below
-        self.kept: torch.Tensor | None = None
+        self.kept: Any = None
 
     def above(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what lies above `rows`, at a band's start nothing."""
@@ -86,14 +87,19 @@ def empty(like: torch.Tensor, channels: int, height: int, width: int) -> torch.T
 def convolve(conv: torch.nn.Conv2d, window: torch.Tensor, whole: int) -> torch.Tensor:
     """Return `conv` of a window whose rows are padded already; `whole` is the picture's size in elements of input."""
     padding = (0, int(conv.padding[1]))
-    if window.device.type == "cpu" and window.dtype == torch.float32 and window.numel() <= SMALL_INPUT < whole:
+    small, small_whole = window.numel() <= SMALL_INPUT, whole <= SMALL_INPUT
+    if small != small_whole and window.device.type == "cpu" and window.dtype == torch.float32:
+        # as the undivided picture would be convolved
+        if small_whole:
+            kernel = conv.weight.shape[2:]
+            return torch.ops.aten.thnn_conv2d(window, conv.weight, kernel, conv.bias, conv.stride, padding)
         return torch.mkldnn_convolution(
             window, conv.weight, conv.bias, padding, conv.stride, conv.dilation, conv.groups
         )
     return functional.conv2d(window, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
 
 
-def norm_(x: torch.Tensor, norm: torch.nn.Module, residual: torch.Tensor | None = None) -> torch.Tensor:
+def norm_(x: torch.Tensor, norm: Any, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Normalise `x` [B, C, n, W] over its channels in place, add `residual`, and return it.
 
     The operations of diffusers' RMSNorm in their order, block by block while the block is in the cache.
@@ -125,7 +131,7 @@ class ConvRows:
         self,
         conv: torch.nn.Conv2d,
         size: tuple[int, int],
-        norm: torch.nn.Module | None = None,
+        norm: Any | None = None,
         activation: torch.nn.Module | None = None,
     ) -> None:
         self.conv, self.norm, self.activation = conv, norm, activation
@@ -146,7 +152,7 @@ class ConvRows:
 class ResBlockRows:
     """diffusers' ResBlock, two rows behind."""
 
-    def __init__(self, block: torch.nn.Module, size: tuple[int, int]) -> None:
+    def __init__(self, block: Block, size: tuple[int, int]) -> None:
         self.block = block
         self.whole = block.conv1.in_channels * size[0] * size[1]
         self.carry, self.inner = Carry(), Carry()
@@ -167,12 +173,12 @@ class ResBlockRows:
 class UpRows:
     """diffusers' DCUpBlock2d: twice the rows and columns, one row behind."""
 
-    def __init__(self, block: torch.nn.Module, size: tuple[int, int]) -> None:
+    def __init__(self, block: Block, size: tuple[int, int]) -> None:
         self.block = block
         # the convolution sees the larger picture if it comes after the interpolation
         self.whole = block.conv.in_channels * size[0] * size[1] * (4 if block.interpolate else 1)
         self.carry = Carry()
-        self.source: torch.Tensor | None = None  # the rows that the shortcut still needs
+        self.source: Any = None  # the rows that the shortcut still needs
         self.skip = 0  # how many rows of the shortcut of `source` are out already
 
     def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
@@ -226,10 +232,10 @@ class UpRows:
 class DownRows:
     """diffusers' DCDownBlock2d: half the rows and columns."""
 
-    def __init__(self, block: torch.nn.Module, size: tuple[int, int]) -> None:
+    def __init__(self, block: Block, size: tuple[int, int]) -> None:
         self.block = block
         self.whole = block.conv.in_channels * size[0] * size[1]
-        self.kept: torch.Tensor | None = None
+        self.kept: Any = None
 
     def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
         parts = [zeros(rows, 1) if self.kept is None else self.kept, rows]

@@ -20,6 +20,7 @@ from .tiles import decode_tiles
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
+    from diffusers.models.autoencoders.autoencoder_dc import Decoder
 
 # of the free memory, since other programs take some too
 BUDGET = 0.9
@@ -62,7 +63,16 @@ def decode_latents(
         like = next(autoencoder.parameters())
         out = torch.empty(count, 3, h * scale, w * scale, device=like.device, dtype=like.dtype)
     rows = decode_rows(
-        autoencoder, latents, method, max_bytes, devices, report, tile=tile, overlap=overlap, poll=poll, progress=progress
+        autoencoder,
+        latents,
+        method,
+        max_bytes,
+        devices,
+        report,
+        tile=tile,
+        overlap=overlap,
+        poll=poll,
+        progress=progress,
     )
     for picture, top, pixels in rows:
         out[picture, :, top : top + pixels.shape[1]] = pixels
@@ -93,7 +103,7 @@ def decode_rows(
         raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
     like = next(autoencoder.parameters())
     layout = decoder_layout(autoencoder)
-    planner = Planner(layout, *latents.shape[2:], like.dtype, like.device.type != "cpu")
+    planner = planner_for(autoencoder, latents.shape)
     budget = free_bytes(like.device) * BUDGET if max_bytes is None else max_bytes
     plan = choose(planner, method, budget, tile, overlap)
     total, done = len(latents) * latents.shape[2] * layout.downscale, 0
@@ -114,6 +124,12 @@ def decode_rows(
                     progress(done, total)
                 del pixels
     notes.finish(peak.bytes)
+
+
+def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int]) -> Planner:
+    """Return what plans the decode of latents [B, 32, h, w] where the autoencoder is."""
+    like = next(autoencoder.parameters())
+    return Planner(decoder_layout(autoencoder), latent_shape[2], latent_shape[3], like.dtype, like.device.type != "cpu")
 
 
 def choose(planner: Planner, method: str, budget: float, tile: int, overlap: int) -> Plan:
@@ -192,7 +208,7 @@ class Retry:
         self.notes.planned(plan)
         self.notes.add(f"out of memory, went on with {plan.words(self.planner.layout)}")
 
-    def head(self, decoder: torch.nn.Module, layout: Layout, latents: torch.Tensor, poll: Poll) -> torch.Tensor:
+    def head(self, decoder: Decoder, layout: Layout, latents: torch.Tensor, poll: Poll) -> torch.Tensor:
         x = first_map(decoder, latents)
         for block, scale in global_blocks(decoder, layout):
             following = None
@@ -209,15 +225,13 @@ class Retry:
         return x
 
     def tail(
-        self, decoder: torch.nn.Module, layout: Layout, kept: torch.Tensor, poll: Poll
+        self, decoder: Decoder, layout: Layout, kept: torch.Tensor, poll: Poll
     ) -> Iterator[tuple[int, torch.Tensor]]:
         height, row = kept.shape[2], 0
         while row < height * layout.stride:
             failure: BaseException | None = None
             first, repeated = divmod(row, layout.stride)
-            strips = pixel_rows(
-                decoder, layout, kept, first, height, self.plan.rows, self.plan.columns, poll
-            )
+            strips = pixel_rows(decoder, layout, kept, first, height, self.plan.rows, self.plan.columns, poll)
             while True:
                 try:
                     pixels = next(strips, None)

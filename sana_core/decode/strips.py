@@ -14,7 +14,7 @@ import torch
 
 from .attention import attend_rows, score_pieces, strips
 from .layout import Layout
-from .rows import ConvRows, DownRows, Layer, Poll, ResBlockRows, UpRows, chunks, empty, run
+from .rows import Block, ConvRows, DownRows, Layer, Poll, ResBlockRows, UpRows, chunks, empty, run
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
@@ -31,7 +31,7 @@ def first_map(decoder: Decoder, latents: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def global_blocks(decoder: Decoder, layout: Layout) -> Iterator[tuple[torch.nn.Module, int]]:
+def global_blocks(decoder: Decoder, layout: Layout) -> Iterator[tuple[Block, int]]:
     """Yield the blocks before the kept map, and the rows that they have for one row of latents."""
     for stage in reversed(range(layout.local, len(layout.widths))):
         scale = layout.downscale // 2**stage
@@ -39,16 +39,16 @@ def global_blocks(decoder: Decoder, layout: Layout) -> Iterator[tuple[torch.nn.M
             yield block, scale
 
 
-def is_attention(block: torch.nn.Module) -> bool:
+def is_attention(block: Block) -> bool:
     return hasattr(block, "attn")
 
 
-def is_quadratic(block: torch.nn.Module, x: torch.Tensor) -> bool:
+def is_quadratic(block: Block, x: torch.Tensor) -> bool:
     """Whether diffusers computes the attention of so few positions position by position."""
     return x.shape[2] * x.shape[3] <= block.attn.attention_head_dim
 
 
-def global_block(block: torch.nn.Module, x: torch.Tensor, rows: int | None, scale: int, poll: Poll) -> torch.Tensor:
+def global_block(block: Block, x: torch.Tensor, rows: int | None, scale: int, poll: Poll) -> torch.Tensor:
     """Return `block` of the whole map `x`, undivided, or with `rows` rows of latents at a time."""
     poll()
     if rows is None or (is_attention(block) and is_quadratic(block, x)):
@@ -82,14 +82,14 @@ def fill(height: int, parts: Iterator[torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def resized(block: torch.nn.Module, side: int) -> int:
+def resized(block: Block, side: int) -> int:
     """Return how many rows or columns `block` makes of `side`."""
     if hasattr(block, "interpolate"):
         return 2 * side
     return side // 2 if hasattr(block, "downsample") else side
 
 
-def local_layer(block: torch.nn.Module, size: tuple[int, int]) -> Layer:
+def local_layer(block: Block, size: tuple[int, int]) -> Layer:
     """Return the layer in strips of a ResBlock, DCUpBlock2d or DCDownBlock2d of a map of `size` (height, width)."""
     if hasattr(block, "interpolate"):
         return UpRows(block, size)
