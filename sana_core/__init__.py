@@ -3,6 +3,7 @@
 from .checkpoints import load_autoencoder, load_text_encoder, load_transformer
 from .decode import decode_latents, encode_images
 from .generate import generate
+from .memory import plan_memory
 from .text import encode_prompts
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "load_autoencoder",
     "load_text_encoder",
     "load_transformer",
+    "plan_memory",
 ]

@@ -6,9 +6,9 @@ import argparse
 import sys
 from inspect import cleandoc
 
-from .commands import generate
+from .commands import decode, generate, plan
 
-COMMANDS = {"generate": generate}
+COMMANDS = {"generate": generate, "decode": decode, "plan": plan}
 
 
 def main() -> int:
