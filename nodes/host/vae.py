@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,11 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
     report: dict[str, Any] = {}
     options: dict[str, Any] = {"method": method, "report": report}
     if budget_gb:
+        planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype)
+        floor = math.ceil(planner.floor().peak_bytes / 1e6) / 1e3
+        if budget_gb < floor:
+            size = f"{samples.shape[3] * DOWNSCALE} x {samples.shape[2] * DOWNSCALE}"
+            raise ValueError(f"budget_gb: got {budget_gb}, expected at least {floor} for a picture of {size}, or 0")
         options["max_bytes"] = int(budget_gb * 1e9)
     if devices == "all":
         options["devices"] = comfy.model_management.get_all_torch_devices()
