@@ -33,6 +33,7 @@ lint: setup
 
 bench: setup
 	$(VENV) benchmarks/start.py
+	$(VENV) benchmarks/decode.py
 
 checkpoint: setup
 	$(VENV) -m demo.recipe
