@@ -29,7 +29,7 @@ SECONDS = 0.02  # between two samples of the memory
 POINTS = 100  # of a timeline that are kept
 # whole needs 5 maps of 128 channels: 2.7 GB at 1024 px, 11 GB at 2048 px, 43 GB at 4096 px
 LARGEST_WHOLE = 2048
-METHODS = ("whole", "diffusers_tiles", "strips_exact", "strips", "smallest", "tiles")
+METHODS = ("whole_fp32", "whole", "diffusers_tiles", "strips_exact", "strips", "smallest", "tiles")
 
 
 def autoencoder(device: str, dtype: torch.dtype):
@@ -105,19 +105,19 @@ def measure(method: str, pixels: int, device: str, saved: str | None) -> dict:
     from sana_core.decode.layout import decoder_layout
     from sana_core.decode.plan import Planner
 
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = torch.float32 if device == "cpu" or method == "whole_fp32" else torch.bfloat16
     model = autoencoder(device, dtype)
     side = pixels // 32
     latents = torch.randn(1, 32, side, side, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     planner = Planner(decoder_layout(model), side, side, dtype, device != "cpu")
     report: dict = {}
     # the pictures are fp32 on the CPU, as in ComfyUI, and there before the sampling of the memory begins
-    out = torch.zeros(1, 3, pixels, pixels)
+    out = torch.ones(1, 3, pixels, pixels)
     # a share of what the undivided decode needs at 1024 px, at every size the same multiple of the kept map
     budgets = {"strips_exact": 2**40, "strips": 8 * planner.kept, "smallest": planner.floor().peak_bytes}
 
     def work(latents: torch.Tensor, out: torch.Tensor) -> None:
-        if method == "whole":
+        if method.startswith("whole"):
             out.copy_(model.decode(latents).sample)
         elif method == "diffusers_tiles":
             model.enable_tiling()
@@ -156,7 +156,7 @@ def size(pixels: int, device: str, methods: list[str]) -> dict:
             sys.stderr.write(
                 f"{pixels} {method} {results[method]['seconds']} s {results[method]['peak_megabytes']} MB\n"
             )
-        reference = "whole" if "whole" in methods else "strips_exact" if "strips_exact" in methods else methods[0]
+        reference = next((name for name in ("whole_fp32", "whole", "strips_exact") if name in methods), methods[0])
         expected = torch.load(f"{folder}/{reference}.pt")
         for method in methods:
             difference = (torch.load(f"{folder}/{method}.pt") - expected).double()
@@ -208,7 +208,10 @@ def main() -> None:
         "versions": {name: version(name) for name in ("torch", "diffusers")} | {"python": platform.python_version()},
     }
     for pixels in arguments.sizes:
-        methods = [m for m in arguments.methods if m != "whole" or pixels <= LARGEST_WHOLE or arguments.device != "cpu"]
+        # in fp32, whole is the reference anyway; in bf16, fp32 is
+        impossible = {"whole_fp32"} if arguments.device == "cpu" else set()
+        impossible |= {"whole", "whole_fp32"} if pixels > LARGEST_WHOLE else set()
+        methods = [method for method in arguments.methods if method not in impossible]
         results = size(pixels, arguments.device, methods)
         results = {method: {"threads": torch.get_num_threads()} | result for method, result in results.items()}
         if "whole" not in methods:

@@ -134,7 +134,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
 
 def report_text(report: dict[str, Any]) -> str:
     lines = [
-        f"{report['plan']}",
+        report["plan"],
         f"{report['strips']} strips, {report['seconds']:.2f} s",
         f"peak {report['predicted_bytes'] / 1e6:.0f} MB predicted, {report['peak_bytes'] / 1e6:.0f} MB measured",
     ]

@@ -118,6 +118,7 @@ def decode_rows(
                 parts = picture_rows(autoencoder, layout, planner, plan, one, notes, poll)
             for top, pixels in parts:
                 poll()
+                notes.report["strips"] += plan.method == "strips"
                 yield picture, top, pixels[0]
                 done += pixels.shape[2]
                 if progress is not None:
@@ -240,7 +241,6 @@ class Retry:
                     break
                 if pixels is None:
                     return
-                self.notes.report["strips"] += 1
                 # after a failure the first strip begins with rows that are out already
                 pixels = pixels[:, :, repeated:]
                 repeated = 0
