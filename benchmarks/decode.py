@@ -113,8 +113,9 @@ def measure(method: str, pixels: int, device: str, saved: str | None) -> dict:
     report: dict = {}
     # the pictures are fp32 on the CPU, as in ComfyUI, and there before the sampling of the memory begins
     out = torch.ones(1, 3, pixels, pixels)
+    floor = planner.floor().peak_bytes
     # a share of what the undivided decode needs at 1024 px, at every size the same multiple of the kept map
-    budgets = {"strips_exact": 2**40, "strips": 8 * planner.kept, "smallest": planner.floor().peak_bytes}
+    budgets = {"strips_exact": 2**40, "strips": max(8 * planner.kept, 1.3 * floor), "smallest": floor}
 
     def work(latents: torch.Tensor, out: torch.Tensor) -> None:
         if method.startswith("whole"):
@@ -142,7 +143,9 @@ def measure(method: str, pixels: int, device: str, saved: str | None) -> dict:
 
 def child(method: str, pixels: int, device: str, saved: str) -> dict:
     command = [sys.executable, __file__, str(pixels), "--device", device, "--method", method, "--save", saved]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    # glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 

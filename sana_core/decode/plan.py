@@ -26,6 +26,8 @@ CPU_ATTENTION_ROWS = (None, 32, 16, 8, 4, PIECE)
 ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
 # workspace of an accelerator's convolution, as a share of its input and output
 WORKSPACE = 0.5
+# what oneDNN keeps of reordered weights on the CPU, in times the largest convolution's
+REORDERED = 6.5
 # the library's attention stage and the whole tail hold so many times the stage's, or the finest stage's, map
 UNDIVIDED_ATTENTION = 25
 UNDIVIDED_TAIL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
@@ -88,7 +90,9 @@ def tail_demand(layout: Layout, width: int, rows: int, item: int, accelerator: b
             most = max(most, block + 2 * block * extra)
             carried += 4 * channels * columns
         height -= 1
-    return Demand((most + carried) * item, largest)
+    pairs = zip(layout.widths, layout.widths[1 : layout.local + 1], strict=False)
+    weights = 0 if accelerator else REORDERED * 9 * max(a * b for a, b in pairs)
+    return Demand((most + carried + weights) * item, largest)
 
 
 def head_demand(layout: Layout, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
