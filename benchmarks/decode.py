@@ -216,7 +216,8 @@ def main() -> None:
         impossible |= {"whole", "whole_fp32"} if pixels > LARGEST_WHOLE else set()
         methods = [method for method in arguments.methods if method not in impossible]
         results = size(pixels, arguments.device, methods)
-        results = {method: {"threads": torch.get_num_threads()} | result for method, result in results.items()}
+        how = {"threads": torch.get_num_threads(), "allocator": "mapped"}
+        results = {method: how | result for method, result in results.items()}
         if "whole" not in methods:
             # 5.1 maps of 128 channels in fp32, as measured at the smaller sizes
             results["whole"] = {"predicted_megabytes": round(5.1 * 128 * pixels**2 * 4 / 1e6), "timeline": []}

@@ -62,7 +62,7 @@ class Workers:
         if not devices:
             raise ValueError("devices: got none, expected one or more; leave it out for the autoencoder's own")
         own = next(decoder.parameters()).device
-        # "cuda" and "cuda:0" are one device
+        # a device with and without its index is one device
         placed = [torch.empty(0, device=device).device for device in devices]
         copies = {device: decoder if device == own else copy.deepcopy(decoder).to(device) for device in set(placed)}
         self.devices = placed

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from PIL import Image
 from safetensors.torch import save_file
+from setup import ROOT
 
 from sana_core import decode_latents, generate, load_autoencoder
 from sana_core.__main__ import COMMANDS

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from setup import ROOT
 
 from sana_core import plan_memory
 from sana_core.memory import DECODER, ENCODER, GEMMA, VARIANTS, Transformer, transformer_parameters
@@ -70,16 +70,14 @@ def test_a_plan_of_nothing_that_exists_is_refused(field, options):
         plan_memory(**{"variant": "1.6B", "width": 1024, "height": 1024} | options)
 
 
-def test_the_measured_decodes_lie_within_the_promise():
+def test_no_measured_decode_took_more_than_predicted():
+    """Where glibc maps tensors one by one; with its defaults a process keeps up to twice what is in use."""
     sizes = json.loads((ROOT / "benchmarks" / "decode.json").read_text())["sizes"]
-    checked = 0
-    for methods in sizes.values():
-        for result in methods.values():
-            if "predicted_megabytes" in result and "peak_megabytes" in result and result["peak_megabytes"] > 200:
-                ratio = result["predicted_megabytes"] / result["peak_megabytes"]
-                assert 0.95 <= ratio <= result.get("headroom", 1.25), result["plan"]
-                checked += 1
-    assert checked >= 3
+    results = [result for methods in sizes.values() for result in methods.values()]
+    measured = [one for one in results if one.get("allocator") == "mapped" and "plan" in one]
+    assert len(measured) >= 3
+    for result in measured:
+        assert result["peak_megabytes"] <= 1.05 * result["predicted_megabytes"], result["plan"]
 
 
 def test_plan_prints_a_table_and_json():
