@@ -35,6 +35,7 @@ bench: setup
 	$(VENV) benchmarks/start.py
 	$(VENV) benchmarks/load.py
 	$(VENV) benchmarks/sampling.py
+	$(VENV) benchmarks/decode.py
 
 checkpoint: setup
 	$(VENV) -m demo.recipe

@@ -4,12 +4,18 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.latents import CHANNELS, check_channels
+from ..sana_core.latents import CHANNELS, check_channels, check_number
+
+METHODS = ["auto", "strips", "tiles", "whole"]
+DEVICES = ["one", "all"]
+LARGEST_BUDGET = 1024.0
 
 
 class SanaDecode(io.ComfyNode):
     """
-    Turns SANA's latents into pictures.
+    Turns SANA's latents into pictures: in strips, with the pixels of the undivided decode, in the memory there is.
+
+    VAE Decode does the same with the defaults. The report says how it was done and what it took.
     """
 
     @classmethod
@@ -19,20 +25,52 @@ class SanaDecode(io.ComfyNode):
             display_name="SANA Decode",
             category="SANA",
             description=cleandoc(cls.__doc__),
-            search_aliases=["dc-ae decode", "sana vae decode"],
+            search_aliases=["dc-ae decode", "sana vae decode", "tiled decode", "4k decode"],
             inputs=[
                 io.Latent.Input("samples", tooltip="32 channels, from SANA Sampler or KSampler."),
                 io.Vae.Input("vae", tooltip="The VAE of SANA Loader."),
+                io.Combo.Input(
+                    "method",
+                    options=METHODS,
+                    default="auto",
+                    optional=True,
+                    tooltip="auto and strips give the pixels of whole. tiles blends tiles of 1024 px, which shows.",
+                ),
+                io.Float.Input(
+                    "budget_gb",
+                    default=0.0,
+                    min=0.0,
+                    max=LARGEST_BUDGET,
+                    step=0.1,
+                    round=0.001,
+                    optional=True,
+                    tooltip="Memory that the decode may take beyond the weights, in GB; 0 for what is free.",
+                ),
+                io.Combo.Input(
+                    "devices",
+                    options=DEVICES,
+                    default="one",
+                    optional=True,
+                    tooltip="all shares the rows of each picture out over all GPUs.",
+                ),
             ],
-            outputs=[io.Image.Output()],
+            outputs=[io.Image.Output(), io.String.Output("report", display_name="report")],
         )
 
     @classmethod
-    def execute(cls, samples: dict, vae) -> io.NodeOutput:
+    def execute(
+        cls, samples: dict, vae, method: str = "auto", budget_gb: float = 0.0, devices: str = "one"
+    ) -> io.NodeOutput:
+        from .host.vae import decode
+
         if vae.latent_channels != CHANNELS:
             raise ValueError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
         check_channels("samples", samples["samples"].shape)
-        return io.NodeOutput(vae.decode(samples["samples"]))
+        # widgets check their values, links do not
+        check_number("budget_gb", budget_gb, 0, LARGEST_BUDGET)
+        if devices not in DEVICES:
+            raise ValueError(f"devices: got {devices!r}, expected one of {', '.join(DEVICES)}")
+        return io.NodeOutput(*decode(vae, samples["samples"], method, budget_gb, devices))
 
 
 NODES = [SanaDecode]

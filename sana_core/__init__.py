@@ -3,6 +3,7 @@
 from .checkpoints import inspect_checkpoint, load_autoencoder, load_controlnet, load_text_encoder, load_transformer
 from .decode import decode_latents, encode_images
 from .generate import generate
+from .memory import plan_memory
 from .text import encode_prompts
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "load_controlnet",
     "load_text_encoder",
     "load_transformer",
+    "plan_memory",
 ]

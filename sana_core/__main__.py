@@ -6,9 +6,9 @@ import argparse
 import sys
 from inspect import cleandoc
 
-from .commands import convert, generate, inspect
+from .commands import convert, decode, generate, inspect, plan
 
-COMMANDS = {"generate": generate, "inspect": inspect, "convert": convert}
+COMMANDS = {"generate": generate, "decode": decode, "plan": plan, "inspect": inspect, "convert": convert}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -41,9 +41,8 @@ class SanaConfig(comfy.supported_models_base.BASE):
         # ComfyUI finds the formats by the layers; it only wants to know that there are any
         self.quant_config = {"mixed_ops": True} if info.quantised else None
         pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
-        self.text = (
-            f"{info.variant}, {pixels} px ({source}), {info.layout} layout, {str(info.dtype).removeprefix('torch.')}"
-        )
+        dtype = str(info.dtype).removeprefix("torch.")
+        self.text = f"SANA {info.variant}, {pixels} px ({source}), {info.layout} layout, {dtype}"
         # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
         inner = info.headers["patch_embed.proj.weight"].shape[0]
         hidden = 2 * info.headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]

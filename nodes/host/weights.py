@@ -60,8 +60,8 @@ def load_quantised(
     """
     if info.layout == "original" or not is_mixed(operations):
         raise ValueError(
-            f"{info.name}: got quantised weights, which are read of transformers and text encoders with the library's "
-            "names; use the file that is not quantised"
+            f"{info.name}: got quantised weights, which are read of transformers and text encoders with "
+            "diffusers' names; use the plain file"
         )
     tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(info))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:

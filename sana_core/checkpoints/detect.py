@@ -262,7 +262,7 @@ def part_header(header: Header, origin: Origin) -> Header:
 
 
 def controlnet_name(headers: Headers) -> str:
-    base = {1152: "sana-0.6b", 2240: "sana-1.6b"}.get(architecture(headers).width, "sana-custom")
+    base = {1152: "0.6B", 2240: "1.6B"}.get(architecture(headers).width, "custom")
     return f"{base}-controlnet"
 
 

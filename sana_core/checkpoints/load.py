@@ -139,14 +139,23 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
             )
 
 
+def load_part(info: CheckpointInfo, dtype: torch.dtype, read: Reader = read_file) -> torch.nn.Module:
+    """Return the library's module of `info` in `dtype`, its files read by `read`.
+
+    Raises ValueError for quantised weights, and as `fill` does.
+    """
+    if info.quantised:
+        raise ValueError(
+            f"{info.name}: got quantised weights, which only ComfyUI reads, not of a VAE; use the plain file"
+        )
+    module = build_module(info)
+    fill(module, component_tensors(info, read), info.name, lambda key: dtype)
+    return module
+
+
 def load_module(path: str | Path, kind: str, device: str | torch.device, dtype: torch.dtype) -> torch.nn.Module:
     """Return the component of that kind of the checkpoint at `path`, in evaluation mode."""
-    info = find_part(inspect_checkpoint(path), kind)
-    if info.quantised:
-        raise ValueError(f"{info.name}: got quantised weights, which only ComfyUI's operations read; use the nodes")
-    module = build_module(info)
-    fill(module, component_tensors(info), info.name, lambda key: dtype)
-    return module.to(device)
+    return load_part(find_part(inspect_checkpoint(path), kind), dtype).to(device)
 
 
 def load_transformer(

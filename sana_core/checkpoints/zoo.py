@@ -23,12 +23,12 @@ class Architecture(NamedTuple):
 
 
 VARIANTS = {
-    "sana-0.6b": Architecture(1152, 28),
-    "sana-1.6b": Architecture(2240, 20),
-    "sana-1.5-1.6b": Architecture(2240, 20, qk_norm=True),
-    "sana-1.5-4.8b": Architecture(2240, 60, qk_norm=True),
-    "sana-sprint-0.6b": Architecture(1152, 28, qk_norm=True, guidance_embeds=True),
-    "sana-sprint-1.6b": Architecture(2240, 20, qk_norm=True, guidance_embeds=True),
+    "0.6B": Architecture(1152, 28),
+    "1.6B": Architecture(2240, 20),
+    "1.5-1.6B": Architecture(2240, 20, qk_norm=True),
+    "1.5-4.8B": Architecture(2240, 60, qk_norm=True),
+    "sprint-0.6B": Architecture(1152, 28, qk_norm=True, guidance_embeds=True),
+    "sprint-1.6B": Architecture(2240, 20, qk_norm=True, guidance_embeds=True),
 }
 # inner width: heads of the cross-attention
 CROSS_HEADS = {1152: 16, 2240: 20}
@@ -59,7 +59,7 @@ def architecture(headers: Headers) -> Architecture:
 def variant_name(found: Architecture) -> str:
     """Return the name in VARIANTS, or one that says how the model differs."""
     names = [name for name, known in VARIANTS.items() if known == found]
-    return names[0] if names else f"sana-custom-{found.width}x{found.layers}"
+    return names[0] if names else f"custom-{found.width}x{found.layers}"
 
 
 def transformer_config(headers: Headers, resolution: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Latents to pixels and back."""
 
-from .whole import decode_latents, encode_images
+from .encode import encode_images
+from .run import decode_latents, decode_rows
 
-__all__ = ["decode_latents", "encode_images"]
+__all__ = ["decode_latents", "decode_rows", "encode_images"]

@@ -115,7 +115,7 @@ def test_an_all_in_one_checkpoint_gives_all_three(host, put, tokenizer, suffix):
     else:
         put("checkpoints", "all.safetensors", tensors)
     got = host.run({**catch_all("load"), "load": ("SanaLoader", {"model": f"all.{suffix}"})})
-    text = "sana-custom-1152x1, 1024 px (position embedding), original layout, bfloat16"
+    text = "SANA custom-1152x1, 1024 px (position embedding), original layout, bfloat16"
     assert got["0"].model.model_config.text == text
     check_all_three(got, models)
     (host.models / "checkpoints" / "all.pth").unlink(missing_ok=True)
@@ -132,7 +132,7 @@ def test_what_core_saves_as_one_checkpoint_loads_again(host, put, tokenizer):
     assert {key.split(".")[0] for key in tensors} == {"model", "text_encoders", "vae"}
     put("checkpoints", "again.safetensors", tensors)
     got = host.run({**catch_all("load"), "load": ("SanaLoader", {"model": "again.safetensors"})})
-    assert got["0"].model.model_config.text == "sana-custom-1152x1, 1024 px (assumed), diffusers layout, float32"
+    assert got["0"].model.model_config.text == "SANA custom-1152x1, 1024 px (assumed), diffusers layout, float32"
     check_all_three(got, models)
     assert got["1"].tokenize("a red circle")["gemma2_2b"][0][0] == (2, 1.0)
 
@@ -258,7 +258,7 @@ def test_a_quantised_vae_is_refused(host, put):
     tensors = dict(layouts.autoencoder().state_dict())
     tensors["decoder.up_blocks.3.1.attn.to_q.weight_scale"] = torch.ones(())
     put("vae", "dc-ae_fp8.safetensors", tensors)
-    with pytest.raises(NodeError, match="dc-ae_fp8.safetensors: got quantised weights, which are read of transformers"):
+    with pytest.raises(NodeError, match="dc-ae_fp8.safetensors: got quantised weights, which only ComfyUI"):
         host.run({"load": ("SanaVAELoader", {"vae_name": "dc-ae_fp8.safetensors"}), **catch("load", 0)})
 
 
@@ -280,7 +280,7 @@ def test_the_resolution_can_be_overridden(host, put, resolution, shift):
     assert config.sample_size == (1024 if resolution == "auto" else int(resolution)) // 32
     assert config.interpolation_scale == (2.0 if resolution == "4096" else None)
     shown = "1024 px (assumed)" if resolution == "auto" else f"{resolution} px (chosen)"
-    assert patcher.model.model_config.text == f"sana-custom-1152x1, {shown}, diffusers layout, bfloat16"
+    assert patcher.model.model_config.text == f"SANA custom-1152x1, {shown}, diffusers layout, bfloat16"
 
 
 def test_of_a_sharded_model_the_first_file_is_offered_and_stands_for_all(host, put):
@@ -399,8 +399,8 @@ def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
     try:
         load_extra_path_config(str(config))
         got = host.run({"load": ("SanaLoader", {"model": "mine"}), **catch_all("load")})
-        assert got["0"].model.model_config.text.startswith("sana-custom-160x5, 128 px (config)")
+        assert got["0"].model.model_config.text.startswith("SANA custom-160x5, 128 px (config)")
         got = host.run({"load": ("SanaModelLoader", {"model_name": "sana.safetensors"}), **catch("load", 0)})
-        assert got["0"].model.model_config.text.startswith("sana-custom-1152x1")
+        assert got["0"].model.model_config.text.startswith("SANA custom-1152x1")
     finally:
         folder_paths.folder_names_and_paths.update(kept)

@@ -48,7 +48,7 @@ def test_the_demo_draws_what_the_prompt_says_with_progress_and_previews(server, 
 def test_the_loader_writes_under_itself_what_it_found(server, demo):
     demo["1"]["inputs"]["resolution"] = "512"
     (text,) = (event for event in run_graph(server, demo) if isinstance(event, bytes) and event[3] == TEXT)
-    assert text.endswith(b"sana-custom-160x5, 512 px (chosen), diffusers layout, bfloat16")
+    assert text.endswith(b"SANA custom-160x5, 512 px (chosen), diffusers layout, bfloat16")
 
 
 def test_the_picture_carries_its_graph(server, demo):
@@ -88,6 +88,7 @@ def test_every_node_is_described(server):
         "SanaLoraLoader",
         "SanaModelLoader",
         "SanaPAG",
+        "SanaPlan",
         "SanaPromptList",
         "SanaResolution",
         "SanaSampler",
@@ -114,6 +115,50 @@ def test_the_demo_is_a_template_with_a_thumbnail(server):
     assert {node["type"] for node in workflow["nodes"]} >= {"SanaLoader", "SanaSampler", "SanaDecode"}
     thumbnail = Image.open(io.BytesIO(get(server, "/api/workflow_templates/sana/sana_demo.jpg")))
     assert thumbnail.format == "JPEG"
+
+
+TEMPLATES = {"sana_1k": 1024, "sana_2k": 2048, "sana_4k": 4096, "sana_4k_8gb": 4096, "sana_8k": 8192}
+
+
+def api_graph(workflow, info):
+    """What the canvas sends of a workflow: widget values in the order of the node's inputs."""
+    links = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    graph = {}
+    for node in workflow["nodes"]:
+        if node["type"] == "MarkdownNote":
+            continue
+        values = iter(node["widgets_values"])
+        inputs = {}
+        for slot in node["inputs"]:
+            if "widget" in slot:
+                inputs[slot["name"]] = next(values)
+                if slot["name"] == "seed":
+                    next(values)  # fixed or randomize
+            if slot["link"] is not None:
+                inputs[slot["name"]] = links[slot["link"]]
+        known = info[node["type"]]["input"]
+        assert set(inputs) <= {*known.get("required", {}), *known.get("optional", {})}, node["type"]
+        graph[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+    return graph
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_runs_with_the_bundled_checkpoint_at_a_sixteenth_of_its_size(server, name):
+    workflow = json.loads(get(server, f"/api/workflow_templates/sana/{name}.json"))
+    graph = api_graph(workflow, json.loads(get(server, "/object_info")))
+    by_type = {node["class_type"]: node["inputs"] for node in graph.values()}
+    assert (by_type["SanaEmptyLatent"]["width"], by_type["SanaPlan"]["width"]) == (TEMPLATES[name],) * 2
+    (loader,) = (node for node in workflow["nodes"] if node["type"] == "SanaLoader")
+    for model in loader["properties"]["models"]:
+        assert re.fullmatch(r"https://huggingface\.co/Efficient-Large-Model/.+\.safetensors", model["url"])
+        assert model["directory"].startswith(f"diffusers/{by_type['SanaLoader']['model']}/")
+    by_type["SanaLoader"]["model"] = "sana-tiny (bundled)"
+    by_type["SanaSampler"]["steps"] = 2
+    side = TEMPLATES[name] // 16
+    by_type["SanaEmptyLatent"].update(width=side, height=side)
+    images = images_of(list(run_graph(server, graph)))
+    (saved,) = (image for image in images if image["type"] == "output")
+    assert Image.open(io.BytesIO(get(server, "/view", **saved))).size == (side, side)
 
 
 def test_the_log_is_clean(server):

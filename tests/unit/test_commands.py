@@ -1,5 +1,6 @@
 """`python -m sana_core`, as an operator runs it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from setup import ROOT
 
-from sana_core import generate, inspect_checkpoint, load_transformer
+from sana_core import decode_latents, generate, inspect_checkpoint, load_autoencoder, load_transformer
 from sana_core.__main__ import COMMANDS, main
 
 
@@ -79,8 +81,8 @@ def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
     done = command("inspect", checkpoint, flux)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        f"{checkpoint}: a SANA pipeline (sana-custom-160x5), 128 px (config), diffusers layout, bfloat16, 0.008 GB",
-        "  a SANA transformer (sana-custom-160x5), 128 px (config), diffusers layout, bfloat16, 0.005 GB",
+        f"{checkpoint}: a SANA pipeline (custom-160x5), 128 px (config), diffusers layout, bfloat16, 0.008 GB",
+        "  a SANA transformer (custom-160x5), 128 px (config), diffusers layout, bfloat16, 0.005 GB",
         "  a DC-AE (dc-ae-f32c32), diffusers layout, bfloat16, 0.003 GB",
         "  a Gemma 2 text encoder (gemma-2-custom-64), transformers layout, bfloat16, 0.000 GB",
         f"{flux}: a Flux transformer, float32, 0.000 GB",
@@ -105,7 +107,7 @@ def test_convert_gives_diffusers_names_from_nvidias(command, tmp_path, dtype):
     model = layouts.transformer()
     torch.save({"state_dict": layouts.nvidia(model)}, tmp_path / "sana.pth")
     done = command("convert", "sana.pth", "sana.safetensors", "--dtype", dtype, "--resolution", 2048)
-    assert done.stdout == "sana.safetensors: a SANA transformer (sana-custom-1152x1), 35 tensors\n", done.stderr
+    assert done.stdout == "sana.safetensors: a SANA transformer (custom-1152x1), 35 tensors\n", done.stderr
     info = inspect_checkpoint(tmp_path / "sana.safetensors")
     assert (info.layout, info.resolution, info.dtype) == ("diffusers", 2048, getattr(torch, dtype))
     converted = load_transformer(tmp_path / "sana.safetensors").state_dict()
@@ -130,3 +132,28 @@ def test_convert_refuses_and_leaves_nothing_behind(command, tmp_path, arguments,
     done = command("convert", *arguments)
     assert done.returncode == 1 and message in done.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["other.safetensors"]
+
+
+def test_decode_writes_row_by_row_what_the_call_returns(command, checkpoint, tmp_path):
+    latents = torch.randn(2, 32, 5, 4, generator=torch.Generator().manual_seed(0))
+    save_file({"latents": latents}, tmp_path / "two.safetensors")
+    done = command("decode", "two.safetensors", "--checkpoint", checkpoint, "--out", "out", "--report")
+    assert done.returncode == 0, done.stderr
+    expected = decode_latents(load_autoencoder(checkpoint), latents).clamp(-1, 1)
+    lines = done.stdout.splitlines()
+    for picture, path in zip(expected, lines[::2], strict=True):
+        image = Image.open(tmp_path / path)
+        image.verify()
+        pixels = torch.from_numpy(np.array(Image.open(tmp_path / path))).permute(2, 0, 1)
+        assert (pixels - (picture + 1) * 127.5).abs().max() <= 0.52
+    assert json.loads(lines[1])["method"] == "strips"
+    assert "160 of 160 rows" in done.stderr
+    assert not list(tmp_path.glob("out/*.part"))
+
+
+def test_decode_names_a_file_without_latents(command, checkpoint, tmp_path):
+    save_file({"other": torch.zeros(1)}, tmp_path / "none.safetensors")
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    for name, wanted in (("none", "holds other, expected a tensor 'latents'"), ("text", "is no safetensors file")):
+        done = command("decode", f"{name}.safetensors", "--checkpoint", checkpoint)
+        assert done.returncode == 1 and wanted in done.stderr.splitlines()[-1]

@@ -11,10 +11,10 @@ from sana_core.checkpoints.load import build_module, shift_of
 from sana_core.checkpoints.zoo import VARIANTS, Architecture, variant_name
 
 COUNTS = {
-    "sana-0.6b": 591_747_872,
-    "sana-1.6b": 1_604_462_752,
-    "sana-1.5-1.6b": 1_604_641_952,
-    "sana-1.5-4.8b": 4_721_825_952,
+    "0.6B": 591_747_872,
+    "1.6B": 1_604_462_752,
+    "1.5-1.6B": 1_604_641_952,
+    "1.5-4.8B": 4_721_825_952,
 }
 
 
@@ -149,7 +149,7 @@ def test_a_controlnet_loads_exactly(tmp_path, layout):
     else:
         layouts.save(layouts.nvidia(model) if layout == "original" else model.state_dict(), path)
     info = sana_core.inspect_checkpoint(path)
-    assert (info.kind, info.variant) == ("controlnet", "sana-0.6b-controlnet")
+    assert (info.kind, info.variant) == ("controlnet", "0.6B-controlnet")
     loaded = sana_core.load_controlnet(path)
     assert type(loaded) is SanaControlNetModel
     assert torch.equal(run_controlnet(loaded), run_controlnet(model))
@@ -259,7 +259,7 @@ def test_configurations_older_than_the_position_embedding_get_it(tmp_path):
 
 
 def test_a_model_between_the_sizes_has_a_name_that_says_how(tmp_path):
-    assert variant_name(Architecture(1152, 3)) == "sana-custom-1152x3"
+    assert variant_name(Architecture(1152, 3)) == "custom-1152x3"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

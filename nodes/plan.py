@@ -1,0 +1,46 @@
+"""Sizes to a chart of the memory they take."""
+
+from inspect import cleandoc
+
+from comfy_api.latest import io
+
+from ..sana_core.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
+from ..sana_core.memory import VARIANTS
+
+
+class SanaPlan(io.ComfyNode):
+    """
+    Shows what a picture will take of the memory, before any model is loaded: a bar for each stage, and each way to
+    decode, beside the memory of this computer's card.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        side = {"default": 1024, "min": DOWNSCALE, "max": LARGEST, "step": DOWNSCALE}
+        return io.Schema(
+            node_id="SanaPlan",
+            display_name="SANA Plan",
+            category="SANA",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["sana memory", "vram", "does it fit"],
+            inputs=[
+                io.Combo.Input(
+                    "variant", options=list(VARIANTS), default="1.6B", tooltip="The model to be planned for."
+                ),
+                io.Int.Input("width", **side, tooltip="Pixels, a multiple of 32."),
+                io.Int.Input("height", **side, tooltip="Pixels, a multiple of 32."),
+                io.Int.Input(
+                    "batch_size", default=1, min=1, max=LARGEST_BATCH, tooltip="Pictures that are drawn together."
+                ),
+            ],
+            outputs=[io.Image.Output(display_name="chart"), io.String.Output(display_name="figures")],
+        )
+
+    @classmethod
+    def execute(cls, variant: str, width: int, height: int, batch_size: int) -> io.NodeOutput:
+        from .host.plan import draw_plan
+
+        return io.NodeOutput(*draw_plan(variant, width, height, batch_size))
+
+
+NODES = [SanaPlan]

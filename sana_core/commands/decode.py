@@ -1,0 +1,89 @@
+"""Decode latents to PNG files, row by row, without ever holding a whole picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..decode.plan import METHODS
+
+EXAMPLE = """example:
+  python -m sana_core decode latents.safetensors --checkpoint demo/sana-tiny --out output --max-gb 2
+
+The file holds one tensor "latents" [B, 32, h, w] in the autoencoder's own scale, or "latent_tensor" as ComfyUI's Save
+Latent writes it."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("latents", type=Path, help="a .safetensors or .latent file")
+    parser.add_argument("--checkpoint", required=True, help="a folder in the diffusers layout")
+    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the PNG files, or one .png")
+    parser.add_argument("--method", choices=METHODS, default="auto")
+    parser.add_argument("--max-gb", type=float, help="memory beyond the weights; what is free, without it")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--report", action="store_true", help="print what was done as JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from ..checkpoints import load_autoencoder
+    from ..decode import decode_rows
+    from ..latents import DOWNSCALE
+    from ..png import PngWriter
+
+    latents = read_latents(arguments.latents)
+    count, _, height, width = latents.shape
+    names = paths(arguments.out, arguments.latents.stem, count)
+    autoencoder = load_autoencoder(arguments.checkpoint, arguments.device, getattr(torch, arguments.dtype))
+    budget = None if arguments.max_gb is None else int(arguments.max_gb * 1e9)
+    report: dict = {}
+    for index, path in enumerate(names):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".part")
+        with unfinished.open("wb") as file, PngWriter(file, width * DOWNSCALE, height * DOWNSCALE) as png:
+            one = latents[index : index + 1]
+            for _, _, pixels in decode_rows(
+                autoencoder, one, arguments.method, budget, report=report, progress=show_progress
+            ):
+                png.rows(pixels)
+        unfinished.replace(path)
+        sys.stderr.write("\n")
+        sys.stdout.write(f"{path}\n")
+        if arguments.report:
+            sys.stdout.write(json.dumps(report) + "\n")
+
+
+def show_progress(done: int, total: int) -> None:
+    sys.stderr.write(f"\r{done} of {total} rows")
+    sys.stderr.flush()
+
+
+def read_latents(path: Path):  # type: ignore[no-untyped-def]
+    """Return the tensor of `path`. Raises ValueError if it holds none of latents."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from ..latents import check_channels
+
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"latents: {path.name} is no safetensors file ({error})") from None
+    found = tensors.get("latents", tensors.get("latent_tensor"))
+    if found is None:
+        raise ValueError(f"latents: {path.name} holds {', '.join(tensors) or 'nothing'}, expected a tensor 'latents'")
+    check_channels("latents", found.shape)
+    return found.float()
+
+
+def paths(out: Path, stem: str, count: int) -> list[Path]:
+    """Return a path for each picture: `out` itself if it is one PNG file for one picture."""
+    if out.suffix.lower() == ".png":
+        if count > 1:
+            raise ValueError(f"out: got one file for {count} pictures, expected a folder")
+        return [out]
+    return [out / f"{stem}_{index:05d}.png" for index in range(count)]

@@ -1,0 +1,215 @@
+"""EfficientViT blocks in strips of rows, with the sums of linear attention over the whole picture.
+
+Two passes over a block's input. The first makes keys and values only and sums value @ key^T, the second makes queries
+only and applies the sums: between them they do each projection once. diffusers projects q, k and v, concatenates them
+and reads groups of 3 * 32 channels as one head's q, k and v, so a head's queries come from all three matrices.
+
+The sums are added over pieces of fixed height from top to bottom. So the result depends neither on the height of the
+strips nor on how many devices have shared them out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from .rows import Block, Carry, Layer, Poll, chunks, in_place, norm_, run
+
+QUERY, KEY_VALUE = (0,), (1, 2)
+# rows above and below that the second pass looks at: 2 for the 5x5 projection, 1 for the feed-forward
+GLU_HALO = 1
+
+
+def halo(attn: Block) -> int:
+    """Return the rows above and below that the attention's widest projection reads."""
+    return max((scale.proj_in.kernel_size[0] // 2 for scale in attn.to_qkv_multiscale), default=0)
+
+
+class Scale(NamedTuple):
+    """One of `to_qkv_multiscale`: depthwise weights [heads * parts * d, 1, k, k], pointwise [heads * parts, d, d]."""
+
+    depthwise: torch.Tensor
+    pointwise: torch.Tensor
+
+
+class Projection(NamedTuple):
+    """The weights that make some of each head's query, key and value (0, 1, 2) from the block's input."""
+
+    weight: torch.Tensor  # [heads * parts * d, C]
+    scales: list[Scale]
+
+
+def projection(attn: Block, parts: tuple[int, ...]) -> Projection:
+    d = attn.attention_head_dim
+
+    def pick(weight: torch.Tensor) -> torch.Tensor:
+        return weight.unflatten(0, (-1, 3, d))[:, parts].flatten(0, 2)
+
+    scales = [
+        Scale(pick(scale.proj_in.weight), pick(scale.proj_out.weight.flatten(1)).unflatten(0, (-1, d)))
+        for scale in attn.to_qkv_multiscale
+    ]
+    return Projection(pick(torch.cat([attn.to_q.weight, attn.to_k.weight, attn.to_v.weight])), scales)
+
+
+class Reading(NamedTuple):
+    """The rows of its input that a layer reads for some of its output, and the zeros beyond the picture's edges."""
+
+    low: int
+    high: int
+    above: int
+    below: int
+
+
+def reading(height: int, start: int, stop: int, reach: int) -> Reading:
+    """Return what is read of a map of `height` rows for rows `start` to `stop`, `reach` above and below each."""
+    return Reading(
+        max(0, start - reach), min(height, stop + reach), max(0, reach - start), max(0, stop + reach - height)
+    )
+
+
+def strips(low: int, high: int, start: int, rows: int, reach: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows read by each strip from `low` to `high`: as many as complete `rows` rows, from `start` on."""
+    edges = [low, *range(start + rows + reach, high, rows), high]
+    yield from itertools.pairwise(edges)
+
+
+class ProjectionRows:
+    """Input rows to one map [B, heads, parts * d, n * W] a scale."""
+
+    def __init__(self, attn: Block, parts: tuple[int, ...], read: Reading) -> None:
+        self.parts, self.d = len(parts), attn.attention_head_dim
+        self.weights = projection(attn, parts)
+        self.reach = halo(attn)
+        self.carry = Carry(2 * self.reach, read.above, read.below)
+
+    def __call__(self, rows: torch.Tensor, last: bool) -> list[torch.Tensor]:
+        # what the matrix makes is carried, not its input: nearly all of the work is in it
+        projected = functional.linear(rows.movedim(1, -1), self.weights.weight).movedim(-1, 1)
+        window = self.carry.join(projected, last)
+        del projected
+        count = window.shape[2] - 2 * self.reach
+        out = [self.heads(window[:, :, self.reach : self.reach + count]).unflatten(1, (-1, self.parts)).flatten(2, 3)]
+        for scale in self.weights.scales:
+            k = scale.depthwise.shape[-1]
+            skip = self.reach - k // 2
+            inner = window[:, :, skip : window.shape[2] - skip]
+            spread = functional.conv2d(inner, scale.depthwise, padding=(0, k // 2), groups=inner.shape[1])
+            mixed = scale.pointwise @ self.heads(spread)
+            out.append(mixed.unflatten(1, (-1, self.parts)).flatten(2, 3))
+        return out
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a view [B, heads * parts, d, n * W] of `x` [B, heads * parts * d, n, W], channels-last."""
+        return x.movedim(1, -1).flatten(1, 2).unflatten(2, (-1, self.d)).permute(0, 2, 3, 1)
+
+
+def score_pieces(
+    attn: Block, x: torch.Tensor, start: int, stop: int, rows: int, piece: int, poll: Poll
+) -> Iterator[torch.Tensor]:
+    """Yield value @ key^T [B, scales * heads, d + 1, d] in fp32 of each `piece` rows from `start` to `stop` of `x`.
+
+    `rows` is a multiple of `piece`; `x` [B, C, H, W] is the whole map, or a band of it with as many rows above and
+    below as are read.
+    """
+    reach, d, width = halo(attn), attn.attention_head_dim, x.shape[3]
+    read = reading(x.shape[2], start, stop, reach)
+    project = ProjectionRows(attn, KEY_VALUE, read)
+    for begin, end in strips(read.low, read.high, start, rows, reach):
+        poll()
+        maps = [one.float() for one in project(x[:, :, begin:end], end == read.high)]
+        for left, right in chunks(maps[0].shape[-1], piece * width):
+            yield torch.cat([piece_scores(one[..., left:right], d) for one in maps], dim=1)
+
+
+def piece_scores(key_value: torch.Tensor, d: int) -> torch.Tensor:
+    key, value = key_value.split(d, dim=2)
+    # a row of ones sums the keys, which the result is divided by
+    return functional.pad(value, (0, 0, 0, 1), value=1.0) @ functional.relu(key).mT
+
+
+class AttentionRows:
+    """Linear attention with known sums, and its residual."""
+
+    def __init__(self, attn: Block, scores: torch.Tensor, read: Reading) -> None:
+        self.attn, self.scores = attn, scores
+        self.project = ProjectionRows(attn, QUERY, read)
+        self.residual = Residual(self.project.reach - read.above)
+
+    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
+        self.residual.push(rows)
+        width = rows.shape[3]
+        maps = self.project(rows, last)
+        scores = self.scores.chunk(len(maps), dim=1)
+        hidden = [self.attend(s, q).to(rows.dtype).flatten(1, 2) for s, q in zip(scores, maps, strict=True)]
+        return torch.cat(hidden, dim=1).unflatten(2, (-1, width))
+
+    def attend(self, scores: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        out = scores @ functional.relu(query.float())
+        return out[:, :, :-1] / (out[:, :, -1:] + self.attn.eps)
+
+    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
+        out = functional.linear(window.movedim(1, -1), self.attn.to_out.weight).movedim(-1, 1)
+        return norm_(out, self.attn.norm_out, self.residual.pop(out.shape[2]))
+
+
+class GluRows:
+    """The gated feed-forward with a depthwise 3x3 in it, and its residual."""
+
+    def __init__(self, glu: Block, read: Reading) -> None:
+        self.glu = glu
+        self.carry = Carry(2 * GLU_HALO, read.above, read.below)
+        self.residual = Residual(GLU_HALO - read.above)
+
+    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
+        self.residual.push(rows)
+        return self.carry.join(in_place(self.glu.nonlinearity, pointwise(self.glu.conv_inverted, rows)), last)
+
+    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
+        depth = self.glu.conv_depth
+        hidden = functional.conv2d(window, depth.weight, depth.bias, padding=(0, 1), groups=depth.groups)
+        value, gate = hidden.chunk(2, dim=1)
+        value.mul_(in_place(self.glu.nonlinearity, gate))
+        out = pointwise(self.glu.conv_point, value)
+        del hidden, gate, value
+        return norm_(out, self.glu.norm, self.residual.pop(out.shape[2]))
+
+
+class Residual:
+    """The rows that a layer adds to its result when that has caught up with them."""
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+        self.rows: Any = None
+
+    def push(self, rows: torch.Tensor) -> None:
+        if self.rows is None:
+            self.rows = rows[:, :, self.skip :]
+        else:
+            self.rows = torch.cat([self.rows, rows], dim=2)
+
+    def pop(self, count: int) -> torch.Tensor:
+        out = self.rows[:, :, :count]
+        self.rows = self.rows[:, :, count:].clone()
+        return out
+
+
+def pointwise(conv: torch.nn.Conv2d, rows: torch.Tensor) -> torch.Tensor:
+    """Return a 1x1 convolution of `rows`, as a product of matrices: the same bits however many rows there are."""
+    return functional.linear(rows.movedim(1, -1), conv.weight.flatten(1), conv.bias).movedim(-1, 1)
+
+
+def attend_rows(
+    block: Block, x: torch.Tensor, scores: torch.Tensor, start: int, stop: int, rows: int, poll: Poll
+) -> Iterator[torch.Tensor]:
+    """Yield rows `start` to `stop` of EfficientViTBlock `block` of `x`, top to bottom, about `rows` at a time."""
+    reach = halo(block.attn)
+    glu = reading(x.shape[2], start, stop, GLU_HALO)
+    attention = reading(x.shape[2], glu.low, glu.high, reach)
+    layers: list[Layer] = [AttentionRows(block.attn, scores, attention), GluRows(block.conv_out, glu)]
+    for begin, end in strips(attention.low, attention.high, start, rows, reach + GLU_HALO):
+        yield run(layers, x[:, :, begin:end], end == attention.high, poll)

@@ -1,0 +1,130 @@
+"""Pixels to latents: the decoder's way back, exact in strips of rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .attention import strips
+from .faults import check_finite, forget, is_out_of_memory
+from .layout import Layout, encoder_layout
+from .peak import free_bytes
+from .plan import Plan, Planner, smaller
+from .rows import ConvRows, Layer, Poll, chunks, empty, run
+from .run import BUDGET, never
+from .strips import global_block, local_layer, resized
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC
+    from diffusers.models.autoencoders.autoencoder_dc import Encoder
+
+METHODS = ("auto", "strips", "whole")
+
+
+@torch.no_grad()
+def encode_images(
+    autoencoder: AutoencoderDC,
+    images: torch.Tensor,
+    method: str = "auto",
+    max_bytes: int | None = None,
+    *,
+    poll: Poll = never,
+) -> torch.Tensor:
+    """Return latents [B, 32, H / 32, W / 32] in the autoencoder's own scale of `images` [B, 3, H, W] in [-1, 1].
+
+    The pictures may be on another device; strips of them go to the autoencoder's. "strips" and "whole" give the same
+    latents, "auto" fits `max_bytes` or what is free. Raises ValueError for pictures of other channels or with NaN, a
+    side that is no multiple of 32, an unknown method, or a budget that no plan fits.
+    """
+    layout = encoder_layout(autoencoder)
+    check_images(images, layout)
+    if method not in METHODS:
+        raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
+    like = next(autoencoder.parameters())
+    height, width = (side // layout.downscale for side in images.shape[2:])
+    planner = Planner(layout, height, width, like.dtype, like.device.type != "cpu")
+    plan = (
+        planner.whole()
+        if method == "whole"
+        else planner.strips(free_bytes(like.device) * BUDGET if max_bytes is None else max_bytes)
+    )
+    latents = [encode_one(autoencoder.encoder, layout, planner, plan, one[None], like, poll) for one in images]
+    return torch.cat(latents)
+
+
+def check_images(images: torch.Tensor, layout: Layout) -> None:
+    """Raise ValueError for anything but pictures [B, 3, H, W] of finite values whose sides can be latents."""
+    shape, side = list(images.shape), layout.downscale
+    if len(shape) != 4 or shape[1] != 3 or 0 in shape or shape[2] % side or shape[3] % side:
+        raise ValueError(
+            f"pixels: got pictures of shape {shape}, expected [batch, 3, height, width] with sides that are multiples "
+            f"of {side}; crop or scale them"
+        )
+    check_finite("pixels", images)
+
+
+def encode_one(
+    encoder: Encoder, layout: Layout, planner: Planner, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
+) -> torch.Tensor:
+    """Return the latents of one picture, with half the budget each time that memory runs out."""
+    while True:
+        failure: BaseException | None = None
+        try:
+            if plan.method == "whole":
+                poll()
+                return encoder(channels_last(image, like))
+            return last_layers(encoder, kept_map(encoder, layout, plan, image, like, poll), layout, plan, poll)
+        except Exception as error:
+            failure = error
+        following = smaller(planner, plan) if plan.method == "strips" and is_out_of_memory(failure) else None
+        if following is None:
+            raise failure
+        forget(failure)
+        plan = following
+
+
+def channels_last(pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return pixels.to(device=like.device, dtype=like.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def local_layers(encoder: Encoder, layout: Layout, size: tuple[int, int]) -> list[Layer]:
+    """Return the layers from pixels to the map before the first attention stage."""
+    layers: list[Layer] = [ConvRows(encoder.conv_in, size)]
+    for stage in range(layout.local):
+        for block in encoder.down_blocks[stage]:
+            layers.append(local_layer(block, size))
+            size = (resized(block, size[0]), resized(block, size[1]))
+    return layers
+
+
+def kept_map(
+    encoder: Encoder, layout: Layout, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
+) -> torch.Tensor:
+    """Return the map [1, C, H / 8, W / 8] that the local layers make of `image`, in strips and panels of `plan`."""
+    height, width = image.shape[2] // layout.stride, image.shape[3] // layout.stride
+    kept = empty(like.new_empty(1), layout.widths[layout.local], height, width)
+    for left, right in chunks(width, plan.columns or width):
+        begin, end = max(0, left - layout.halo), min(width, right + layout.halo)
+        layers = local_layers(encoder, layout, (image.shape[2], image.shape[3]))
+        top = 0
+        for first, last in strips(0, height, 0, plan.rows, layout.halo):
+            pixels = image[
+                :, :, first * layout.stride : last * layout.stride, begin * layout.stride : end * layout.stride
+            ]
+            rows = run(layers, channels_last(pixels, like), last == height, poll)
+            kept[:, :, top : top + rows.shape[2], left:right] = rows[..., left - begin : right - begin]
+            top += rows.shape[2]
+    return kept
+
+
+def last_layers(encoder: Encoder, x: torch.Tensor, layout: Layout, plan: Plan, poll: Poll) -> torch.Tensor:
+    """Return the latents of the kept map `x`."""
+    for stage in range(layout.local, len(layout.widths)):
+        for block in encoder.down_blocks[stage]:
+            # a downsampling block is counted to the stage before it
+            x = global_block(block, x, plan.attention_rows, layout.downscale // 2**stage, poll)
+    latents = encoder.conv_out(x)
+    if encoder.out_shortcut:
+        latents += x.unflatten(1, (-1, encoder.out_shortcut_average_group_size)).mean(dim=2)
+    return latents

@@ -1,0 +1,36 @@
+"""What goes wrong while decoding: memory that runs out, and latents that hold no picture."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on an accelerator or on the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def forget(error: BaseException) -> BaseException:
+    """Return `error` without its frames, whose variables would keep tensors alive, and give their memory back."""
+    error.__traceback__ = None
+    error.__context__ = None
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return error
+
+
+def check_finite(field: str, values: torch.Tensor) -> None:
+    """Raise ValueError if `values` [B, C, H, W] hold NaN or infinity, saying how many and where the first is."""
+    wrong = ~values.isfinite()
+    count = int(wrong.sum())
+    if count:
+        picture, channel, row, column = (int(index) for index in wrong.nonzero()[0])
+        raise ValueError(
+            f"{field}: {count} of {values.numel()} values are NaN or infinite, the first in picture {picture}, channel "
+            f"{channel}, row {row}, column {column}; sample again in bf16 or fp32"
+        )

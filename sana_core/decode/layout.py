@@ -1,0 +1,84 @@
+"""What of a DC-AE is global and what is local: the shapes that strips are planned and cut by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC
+
+
+class Layout(NamedTuple):
+    """One half of a DC-AE, its stages in the order of their resolution, the finest first.
+
+    The `local` finest stages hold convolutions only. Between them and the attention stages lies the one map that a
+    decode in strips keeps whole: `widths[local]` channels at 1 / `stride` of the picture's resolution.
+    """
+
+    widths: tuple[int, ...]
+    layers: tuple[int, ...]
+    local: int
+    head_dim: int
+    latent_channels: int
+    scales: int  # multi-scale projections of an attention block, with the plain one
+    interpolates: bool
+
+    @property
+    def stride(self) -> int:
+        """Pixels for one row of the kept map."""
+        return 2**self.local
+
+    @property
+    def downscale(self) -> int:
+        """Pixels for one row of latents."""
+        return 2 ** (len(self.widths) - 1)
+
+    @property
+    def scale(self) -> int:
+        """Rows of the kept map for one row of latents."""
+        return self.downscale // self.stride
+
+    @property
+    def halo(self) -> int:
+        """Rows of the kept map, above and below, that a row of pixels depends on: 7 for f32c32."""
+        reach = 1  # the convolution to or from RGB
+        for layers in self.layers[: self.local]:
+            # two convolutions a block, and the one that changes the resolution
+            reach = -(-(reach + 2 * layers + 1) // 2)
+        return reach
+
+
+def decoder_layout(autoencoder: AutoencoderDC) -> Layout:
+    """Return the layout of `autoencoder.decoder`."""
+    config = autoencoder.config
+    return layout(
+        config,
+        config.decoder_block_types,
+        config.decoder_block_out_channels,
+        config.decoder_layers_per_block,
+        config.decoder_qkv_multiscales,
+        config.upsample_block_type == "interpolate",
+    )
+
+
+def encoder_layout(autoencoder: AutoencoderDC) -> Layout:
+    """Return the layout of `autoencoder.encoder`."""
+    config = autoencoder.config
+    return layout(
+        config,
+        config.encoder_block_types,
+        config.encoder_block_out_channels,
+        config.encoder_layers_per_block,
+        config.encoder_qkv_multiscales,
+        False,
+    )
+
+
+def layout(config, types, widths, layers, multiscales, interpolates: bool) -> Layout:  # type: ignore[no-untyped-def]
+    types = (types,) * len(widths) if isinstance(types, str) else types
+    # the coarsest stage stays with the global part, if there is no attention at all
+    local = next((i for i, kind in enumerate(types) if kind != "ResBlock"), len(widths) - 1)
+    scales = 1 + max(len(sizes) for sizes in multiscales)
+    return Layout(
+        tuple(widths), tuple(layers), local, config.attention_head_dim, config.latent_channels, scales, interpolates
+    )

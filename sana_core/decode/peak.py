@@ -1,0 +1,57 @@
+"""How much memory a piece of work really took."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import torch
+
+SECONDS = 0.01  # between two looks at the process
+
+
+class PeakMemory:
+    """A context that measures the most bytes beyond those at its start: of the device, on the CPU of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes = 0
+        self.ended = threading.Event()
+
+    def __enter__(self) -> PeakMemory:
+        self.start = self.used()
+        if self.device.type == "cpu":
+            self.watcher = threading.Thread(target=self.watch, daemon=True)
+            self.watcher.start()
+        else:
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.device.type == "cpu":
+            self.ended.set()
+            self.watcher.join()
+        else:
+            self.bytes = max(0, torch.accelerator.max_memory_allocated(self.device) - self.start)
+
+    def used(self) -> int:
+        if self.device.type != "cpu":
+            return torch.accelerator.memory_allocated(self.device)
+        import psutil
+
+        return psutil.Process().memory_info().rss
+
+    def watch(self) -> None:
+        while not self.ended.wait(SECONDS):
+            self.bytes = max(self.bytes, self.used() - self.start)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on `device`."""
+    if device.type == "cpu":
+        import psutil
+
+        return psutil.virtual_memory().available
+    free, _ = torch.accelerator.get_memory_info(device)
+    # what torch has reserved and does not use
+    return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)

@@ -1,0 +1,214 @@
+"""How a picture is decoded, and the bytes that takes: counted from the shapes, before anything is allocated.
+
+Bytes are those beyond weights, latents and output. Measured against real decodes in benchmarks/decode.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from .layout import Layout
+from .strips import PIECE
+
+METHODS = ("auto", "strips", "tiles", "whole")
+# many kernels count elements in 32 bits, and fall back to ones that need many times the memory
+LARGEST_TENSOR = 2**31
+# rows of the kept map in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator
+# kernels should be large
+CPU_ROWS = (8, 4, 2, 1)
+ACCELERATOR_ROWS = (32, 16, 8, 4, 2, 1)
+# rows of latents that the attention stages take at a time, None for all of them at once: bit for bit the library's
+# attention on the CPU, where that can be had
+CPU_ATTENTION_ROWS = (None, 32, 16, 8, 4, PIECE)
+ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
+# workspace of an accelerator's convolution, as a share of its input and output
+WORKSPACE = 0.5
+# what oneDNN keeps of reordered weights on the CPU, in times the largest convolution's
+REORDERED = 6.5
+# the library's attention stage and the whole tail hold so many times the stage's, or the finest stage's, map
+UNDIVIDED_ATTENTION = 25
+UNDIVIDED_TAIL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `method` does, and its predicted peak."""
+
+    method: str
+    rows: int = 0  # of the kept map, completed by one strip
+    columns: int | None = None  # of the kept map, in one panel; None for all
+    attention_rows: int | None = None  # of latents, at a time; None for all
+    tile: int = 0  # rows and columns of latents
+    overlap: int = 0
+    peak_bytes: int = 0
+
+    def words(self, layout: Layout) -> str:
+        """Return the plan as a person reads it."""
+        if self.method == "whole":
+            return "whole"
+        if self.method == "tiles":
+            return f"tiles of {self.tile * layout.downscale} px, overlapping by {self.overlap * layout.downscale} px"
+        attention = (
+            "attention whole"
+            if self.attention_rows is None
+            else f"attention {self.attention_rows} latent rows at a time"
+        )
+        width = "" if self.columns is None else f", {self.columns * layout.stride} px wide"
+        return f"strips of {self.rows * layout.stride} px{width}; {attention}"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The most bytes alive at once, and the elements of the largest tensor."""
+
+    size: float
+    largest: float
+
+
+def tail_demand(layout: Layout, width: int, rows: int, item: int, accelerator: bool) -> Demand:
+    """Return what the local layers need for strips of `rows` rows of the kept map, `width` columns wide."""
+    most, largest, carried = 0.0, 0.0, 0.0
+    extra = 1 + WORKSPACE if accelerator else 1
+    # the first strip reads the halo too
+    height, columns = rows + layout.halo, width
+    for stage in reversed(range(layout.local)):
+        channels, above = layout.widths[stage], layout.widths[stage + 1]
+        height, columns = 2 * height, 2 * columns
+        window, out = above * (height + 1) * columns, channels * height * columns
+        source = above * height * columns / 4
+        most = max(most, source + (window + out) * extra)
+        largest = max(largest, window)
+        carried += 2 * above * columns
+        for _ in range(layout.layers[stage]):
+            height -= 2
+            block = channels * (height + 3) * columns
+            # the window of each convolution, and what the second makes of its own
+            most = max(most, block + 2 * block * extra)
+            carried += 4 * channels * columns
+        height -= 1
+    pairs = zip(layout.widths, layout.widths[1 : layout.local + 1], strict=False)
+    weights = 0 if accelerator else REORDERED * 9 * max(a * b for a, b in pairs)
+    return Demand((most + carried + weights) * item, largest)
+
+
+def head_demand(layout: Layout, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
+    """Return what the attention stages need for a kept map of `height` x `width`, `rows` rows of latents at a time."""
+    most, largest = 0.0, 0.0
+    extra = 1 + WORKSPACE if accelerator else 1
+    for stage in range(layout.local, len(layout.widths)):
+        channels, step = layout.widths[stage], 2 ** (stage - layout.local)
+        h, w = height // step, width // step
+        whole = channels * h * w
+        if rows is None:
+            most = max(most, UNDIVIDED_ATTENTION * whole * item)
+            largest = max(largest, 8 * whole)
+            continue
+        # the map before and after a block, and the feed-forward's 8 times as many channels twice
+        strip = channels * min(h, rows * layout.downscale // 2**stage + 4) * w
+        feed_forward = (2 * whole + (16 * extra + 3) * strip) * item
+        # keys and values in two scales, projected and in fp32
+        sums = whole * item + strip * (6 * item + 4 * layout.scales * 4)
+        # the coarser map, upsampled
+        most = max(most, feed_forward, sums)
+        largest = max(largest, whole, 8 * strip)
+    return Demand(most, largest)
+
+
+def whole_demand(layout: Layout, height: int, width: int, dtype: torch.dtype) -> Demand:
+    """Return what the undivided decode needs for a kept map of `height` x `width`."""
+    item = dtype.itemsize
+    finest = layout.widths[0] * height * width * layout.stride**2
+    head = head_demand(layout, height, width, None, item, False)
+    return Demand(
+        max(UNDIVIDED_TAIL[dtype] * finest * item, head.size),
+        max(layout.widths[1] * finest / layout.widths[0], head.largest),
+    )
+
+
+class Planner:
+    """Plans for one picture of `height` x `width` rows and columns of latents."""
+
+    def __init__(self, layout: Layout, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> None:
+        self.layout, self.dtype, self.accelerator = layout, dtype, accelerator
+        self.height, self.width = height * layout.scale, width * layout.scale
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the map that stays while the strips are made."""
+        return self.layout.widths[self.layout.local] * self.height * self.width * self.dtype.itemsize
+
+    def strips(self, max_bytes: float) -> Plan:
+        """Return the plan in strips that is fastest within `max_bytes`. Raises ValueError if none is."""
+        plan = self.fitting(max_bytes)
+        if plan is None:
+            floor = self.floor().peak_bytes
+            megabytes = -(-floor // MEBIBYTE)
+            raise ValueError(
+                f"max_bytes: got {int(max_bytes)}, expected at least {floor} for a picture of "
+                f"{self.width * self.layout.stride} x {self.height * self.layout.stride}; use {megabytes} MiB or more"
+            )
+        return plan
+
+    def fitting(self, max_bytes: float) -> Plan | None:
+        head = next((pair for pair in self.heads() if pair[1] <= max_bytes), None)
+        tail = next((triple for triple in self.tails() if triple[2] <= max_bytes), None)
+        if head is None or tail is None:
+            return None
+        return Plan("strips", tail[0], tail[1], head[0], peak_bytes=int(max(head[1], tail[2])))
+
+    def floor(self) -> Plan:
+        """Return the plan that needs the least."""
+        head, tail = list(self.heads())[-1], min(self.tails(), key=lambda triple: triple[2])
+        return Plan("strips", tail[0], tail[1], head[0], peak_bytes=int(max(head[1], tail[2])))
+
+    def heads(self) -> Iterator[tuple[int | None, float]]:
+        """Yield rows of latents for the attention stages, and the bytes they need, the fastest first."""
+        for rows in ACCELERATOR_ATTENTION_ROWS if self.accelerator else CPU_ATTENTION_ROWS:
+            demand = head_demand(self.layout, self.height, self.width, rows, self.dtype.itemsize, self.accelerator)
+            if demand.largest < LARGEST_TENSOR or rows == PIECE:
+                yield rows, demand.size
+
+    def tails(self) -> Iterator[tuple[int, int | None, float]]:
+        """Yield rows and columns of a strip, and the bytes it needs, the fastest first."""
+        options = ACCELERATOR_ROWS if self.accelerator else CPU_ROWS
+        columns: int | None = None
+        while True:
+            # a panel has a halo on both sides
+            width = self.width if columns is None else min(self.width, columns + 2 * self.layout.halo)
+            for rows in options if columns is None else options[-4:]:
+                demand = tail_demand(self.layout, width, rows, self.dtype.itemsize, self.accelerator)
+                if demand.largest < LARGEST_TENSOR:
+                    yield rows, columns, self.kept + demand.size
+            columns = (columns or self.width) // 2
+            if columns < 2 * self.layout.halo:
+                return
+
+    def whole(self) -> Plan:
+        """Return the undivided plan. Raises ValueError where a tensor of it has 2^31 elements."""
+        demand = whole_demand(self.layout, self.height, self.width, self.dtype)
+        if demand.largest >= LARGEST_TENSOR:
+            raise ValueError(
+                f"method: got whole, which makes a tensor of {int(demand.largest)} elements for this picture, expected "
+                f"fewer than {LARGEST_TENSOR}; use strips, which gives the same pixels"
+            )
+        return Plan("whole", peak_bytes=int(demand.size))
+
+    def tiles(self, tile: int, overlap: int) -> Plan:
+        """Return the plan of tiles of `tile` rows and columns of latents."""
+        h, w = (min(side, tile * self.layout.scale) for side in (self.height, self.width))
+        demand = whole_demand(self.layout, h, w, self.dtype)
+        # a row of tiles is added up in fp32
+        band = 3 * h * self.width * self.layout.stride**2 * 4
+        return Plan("tiles", tile=tile, overlap=overlap, peak_bytes=int(demand.size + band))
+
+
+def smaller(planner: Planner, plan: Plan) -> Plan | None:
+    """Return a plan with half the budget of `plan`, at least the floor; None if `plan` is that already."""
+    floor = planner.floor()
+    if plan.peak_bytes <= floor.peak_bytes:
+        return None
+    return replace(planner.fitting(max(plan.peak_bytes // 2, floor.peak_bytes)) or floor)

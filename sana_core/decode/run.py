@@ -1,0 +1,251 @@
+"""Latents to pixels: which plan, picture after picture, and on after memory ran out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..latents import check_channels, check_number
+from .devices import Workers, shared_rows
+from .faults import check_finite, forget, is_out_of_memory
+from .layout import Layout, decoder_layout
+from .peak import PeakMemory, free_bytes
+from .plan import METHODS, Plan, Planner, smaller
+from .rows import Poll
+from .strips import first_map, global_block, global_blocks, pixel_rows
+from .tiles import decode_tiles
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC
+    from diffusers.models.autoencoders.autoencoder_dc import Decoder
+
+# of the free memory, since other programs take some too
+BUDGET = 0.9
+TILE, OVERLAP = 1024, 128  # pixels
+Progress = Callable[[int, int], None]
+
+
+def never() -> None:
+    """A poll that does not cancel."""
+
+
+@torch.no_grad()
+def decode_latents(
+    autoencoder: AutoencoderDC,
+    latents: torch.Tensor,
+    method: str = "auto",
+    max_bytes: int | None = None,
+    devices: Sequence[str | torch.device] | None = None,
+    report: dict[str, Any] | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    tile: int = TILE,
+    overlap: int = OVERLAP,
+    poll: Poll = never,
+    progress: Progress | None = None,
+) -> torch.Tensor:
+    """Return pictures [B, 3, 32 h, 32 w], about [-1, 1], of `latents` [B, 32, h, w] in the autoencoder's own scale.
+
+    "strips" and "whole" give the same pixels, "tiles" blends tiles of `tile` pixels, each with statistics of its own.
+    "auto" is the fastest exact plan within `max_bytes` of memory beyond weights, latents and pictures; without it,
+    within what is free. `devices` share the rows of each picture out. The pictures are written into `out` if it is
+    given, on any device. `poll` is called many times a strip and cancels by raising; `progress` gets pixel rows done
+    and in all. `report` is filled with what was done. Raises ValueError for latents of other channels or with NaN, an
+    unknown method, or a budget that no plan fits.
+    """
+    check_channels("samples", latents.shape)
+    scale = decoder_layout(autoencoder).downscale
+    count, _, h, w = latents.shape
+    if out is None:
+        like = next(autoencoder.parameters())
+        out = torch.empty(count, 3, h * scale, w * scale, device=like.device, dtype=like.dtype)
+    rows = decode_rows(
+        autoencoder,
+        latents,
+        method,
+        max_bytes,
+        devices,
+        report,
+        tile=tile,
+        overlap=overlap,
+        poll=poll,
+        progress=progress,
+    )
+    for picture, top, pixels in rows:
+        out[picture, :, top : top + pixels.shape[1]] = pixels
+    return out
+
+
+@torch.no_grad()
+def decode_rows(
+    autoencoder: AutoencoderDC,
+    latents: torch.Tensor,
+    method: str = "auto",
+    max_bytes: int | None = None,
+    devices: Sequence[str | torch.device] | None = None,
+    report: dict[str, Any] | None = None,
+    *,
+    tile: int = TILE,
+    overlap: int = OVERLAP,
+    poll: Poll = never,
+    progress: Progress | None = None,
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield (picture, first row, pixels [3, n, W]) as they are done, as `decode_latents` has them.
+
+    One picture after the other; with one device its rows come from top to bottom.
+    """
+    check_channels("samples", latents.shape)
+    check_finite("samples", latents)
+    if method not in METHODS:
+        raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
+    like = next(autoencoder.parameters())
+    layout = decoder_layout(autoencoder)
+    planner = planner_for(autoencoder, latents.shape)
+    budget = free_bytes(like.device) * BUDGET if max_bytes is None else max_bytes
+    plan = choose(planner, method, budget, tile, overlap)
+    total, done = len(latents) * latents.shape[2] * layout.downscale, 0
+    notes = Notes(report, layout, plan)
+    workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
+    with PeakMemory(like.device) as peak:
+        for picture in range(len(latents)):
+            one = latents[picture : picture + 1].to(device=like.device, dtype=like.dtype)
+            if workers is not None and plan.method == "strips":
+                parts = shared_rows(workers, layout, one, plan, notes.add, poll)
+            else:
+                parts = picture_rows(autoencoder, layout, planner, plan, one, notes, poll)
+            for top, pixels in parts:
+                poll()
+                notes.report["strips"] += plan.method == "strips"
+                yield picture, top, pixels[0]
+                done += pixels.shape[2]
+                if progress is not None:
+                    progress(done, total)
+                del pixels
+    notes.finish(peak.bytes)
+
+
+def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int]) -> Planner:
+    """Return what plans the decode of latents [B, 32, h, w] where the autoencoder is."""
+    like = next(autoencoder.parameters())
+    return Planner(decoder_layout(autoencoder), latent_shape[2], latent_shape[3], like.dtype, like.device.type != "cpu")
+
+
+def choose(planner: Planner, method: str, budget: float, tile: int, overlap: int) -> Plan:
+    """Return the plan for `method` within `budget` bytes. Raises ValueError for sizes that make no tiles."""
+    if method == "whole":
+        return planner.whole()
+    if method == "tiles":
+        scale = planner.layout.downscale
+        check_number("tile", tile, scale, 2**20)
+        check_number("overlap", overlap, 0, tile - scale)
+        return planner.tiles(tile // scale, overlap // scale)
+    return planner.strips(budget)
+
+
+class Notes:
+    """What `report` says in the end."""
+
+    def __init__(self, report: dict[str, Any] | None, layout: Layout, plan: Plan) -> None:
+        self.report = {} if report is None else report
+        self.layout = layout
+        self.started = time.perf_counter()
+        self.report.update(events=[], strips=0)
+        self.planned(plan)
+
+    def planned(self, plan: Plan) -> None:
+        self.report.update(method=plan.method, plan=plan.words(self.layout), predicted_bytes=plan.peak_bytes)
+
+    def add(self, event: str) -> None:
+        self.report["events"].append(event)
+
+    def finish(self, peak_bytes: int) -> None:
+        self.report.update(seconds=time.perf_counter() - self.started, peak_bytes=peak_bytes)
+
+
+def picture_rows(
+    autoencoder: AutoencoderDC,
+    layout: Layout,
+    planner: Planner,
+    plan: Plan,
+    latents: torch.Tensor,
+    notes: Notes,
+    poll: Poll,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first row, pixels [1, 3, n, W]) of one picture, from top to bottom."""
+    decoder = autoencoder.decoder
+    if plan.method == "whole":
+        poll()
+        yield 0, decoder(latents)
+        return
+    if plan.method == "tiles":
+        top = 0
+        for pixels in decode_tiles(decoder, latents, plan.tile, plan.overlap, layout.downscale, poll):
+            yield top, pixels
+            top += pixels.shape[2]
+        return
+    retry = Retry(planner, plan, notes)
+    kept = retry.head(decoder, layout, latents, poll)
+    yield from retry.tail(decoder, layout, kept, poll)
+
+
+class Retry:
+    """Strips that go on with half the budget when memory runs out: from the last whole block, or the last row."""
+
+    def __init__(self, planner: Planner, plan: Plan, notes: Notes) -> None:
+        self.planner, self.plan, self.notes = planner, plan, notes
+
+    def shrink(self, error: BaseException) -> None:
+        """Take half the budget, or raise `error` if there is no smaller plan."""
+        if not is_out_of_memory(error):
+            raise error
+        plan = smaller(self.planner, self.plan)
+        if plan is None:
+            raise forget(error)
+        forget(error)
+        self.plan = plan
+        self.notes.planned(plan)
+        self.notes.add(f"out of memory, went on with {plan.words(self.planner.layout)}")
+
+    def head(self, decoder: Decoder, layout: Layout, latents: torch.Tensor, poll: Poll) -> torch.Tensor:
+        x = first_map(decoder, latents)
+        for block, scale in global_blocks(decoder, layout):
+            following = None
+            while following is None:
+                failure: BaseException | None = None
+                try:
+                    following = global_block(block, x, self.plan.attention_rows, scale, poll)
+                except Exception as error:
+                    failure = error
+                # outside the handler, which would keep the failed work's tensors alive
+                if failure is not None:
+                    self.shrink(failure)
+            x = following
+        return x
+
+    def tail(
+        self, decoder: Decoder, layout: Layout, kept: torch.Tensor, poll: Poll
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        height, row = kept.shape[2], 0
+        while row < height * layout.stride:
+            failure: BaseException | None = None
+            first, repeated = divmod(row, layout.stride)
+            strips = pixel_rows(decoder, layout, kept, first, height, self.plan.rows, self.plan.columns, poll)
+            while True:
+                try:
+                    pixels = next(strips, None)
+                except Exception as error:
+                    failure = error
+                    break
+                if pixels is None:
+                    return
+                # after a failure the first strip begins with rows that are out already
+                pixels = pixels[:, :, repeated:]
+                repeated = 0
+                yield row, pixels
+                row += pixels.shape[2]
+                del pixels
+            del strips
+            self.shrink(failure)

@@ -1,0 +1,145 @@
+"""The exact decode in strips of rows.
+
+The attention stages make one map at 1/8 of the resolution. Everything after it is local, and goes strip by strip
+through all layers to finished pixels, each convolution carrying its last rows to the next strip.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from .attention import attend_rows, score_pieces, strips
+from .layout import Layout
+from .rows import Block, ConvRows, DownRows, Layer, Poll, ResBlockRows, UpRows, chunks, empty, run
+
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_dc import Decoder
+
+# Rows of latents whose positions the attention sums at once. Part of the result: sums in other pieces round otherwise.
+PIECE = 2
+
+
+def first_map(decoder: Decoder, latents: torch.Tensor) -> torch.Tensor:
+    """Return what the decoder's stages begin with, [B, C, h, w] of `latents` [B, 32, h, w]."""
+    x = decoder.conv_in(latents)
+    if decoder.in_shortcut:
+        x += latents.repeat_interleave(decoder.in_shortcut_repeats, dim=1)
+    return x
+
+
+def global_blocks(decoder: Decoder, layout: Layout) -> Iterator[tuple[Block, int]]:
+    """Yield the blocks before the kept map, and the rows that they have for one row of latents."""
+    for stage in reversed(range(layout.local, len(layout.widths))):
+        scale = layout.downscale // 2**stage
+        for block in decoder.up_blocks[stage]:
+            yield block, scale
+
+
+def is_attention(block: Block) -> bool:
+    return hasattr(block, "attn")
+
+
+def is_quadratic(block: Block, x: torch.Tensor) -> bool:
+    """Whether diffusers computes the attention of so few positions position by position."""
+    return x.shape[2] * x.shape[3] <= block.attn.attention_head_dim
+
+
+def global_block(block: Block, x: torch.Tensor, rows: int | None, scale: int, poll: Poll) -> torch.Tensor:
+    """Return `block` of the whole map `x`, undivided, or with `rows` rows of latents at a time."""
+    poll()
+    if rows is None or (is_attention(block) and is_quadratic(block, x)):
+        return block(x)
+    x = x.contiguous(memory_format=torch.channels_last)
+    height = x.shape[2]
+    if is_attention(block):
+        pieces = score_pieces(block.attn, x, 0, height, rows * scale, PIECE * scale, poll)
+        return fill(height, attend_rows(block, x, ordered_sum(pieces), 0, height, rows * scale, poll))
+    layer = local_layer(block, (height, x.shape[3]))
+    # at least the three rows that a residual block looks at
+    parts = (run([layer], x[:, :, a:b], b == height, poll) for a, b in chunks(height, max(3, rows * scale)))
+    return fill(resized(block, height), parts)
+
+
+def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of `pieces` from the first to the last: floats added in another order round otherwise."""
+    total = next(pieces)
+    for piece in pieces:
+        total += piece
+    return total
+
+
+def fill(height: int, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Return a map of `height` rows made of `parts` from top to bottom."""
+    first = next(parts)
+    out, top = empty(first, first.shape[1], height, first.shape[3]), 0
+    for part in itertools.chain([first], parts):
+        out[:, :, top : top + part.shape[2]] = part
+        top += part.shape[2]
+    return out
+
+
+def resized(block: Block, side: int) -> int:
+    """Return how many rows or columns `block` makes of `side`."""
+    if hasattr(block, "interpolate"):
+        return 2 * side
+    return side // 2 if hasattr(block, "downsample") else side
+
+
+def local_layer(block: Block, size: tuple[int, int]) -> Layer:
+    """Return the layer in strips of a ResBlock, DCUpBlock2d or DCDownBlock2d of a map of `size` (height, width)."""
+    if hasattr(block, "interpolate"):
+        return UpRows(block, size)
+    return DownRows(block, size) if hasattr(block, "downsample") else ResBlockRows(block, size)
+
+
+def local_layers(decoder: Decoder, layout: Layout, height: int, width: int) -> list[Layer]:
+    """Return the layers from a kept map of `height` x `width` to pixels."""
+    layers: list[Layer] = []
+    size = (height, width)
+    for stage in reversed(range(layout.local)):
+        for block in decoder.up_blocks[stage]:
+            layers.append(local_layer(block, size))
+            size = (resized(block, size[0]), resized(block, size[1]))
+    return [*layers, ConvRows(decoder.conv_out, size, decoder.norm_out, decoder.conv_act)]
+
+
+def pixel_rows(
+    decoder: Decoder,
+    layout: Layout,
+    kept: torch.Tensor,
+    start: int,
+    stop: int,
+    rows: int,
+    columns: int | None,
+    poll: Poll,
+    whole: int | None = None,
+) -> Iterator[torch.Tensor]:
+    """Yield the pixels [B, 3, n, W] of rows `start` to `stop` of the map `kept`, top to bottom.
+
+    `rows` of the map at a time, and at most `columns` of its columns: panels beside each other need a halo, whole rows
+    of the map need none. `whole` is the map's height if `kept` is only a part of it.
+    """
+    height, width = kept.shape[2:]
+    halo, stride = layout.halo, layout.stride
+    # rows beyond the halo cannot reach these pixels; what the zeros there spoil is cut off
+    low, high = max(0, start - halo), min(height, stop + halo)
+    panels = []
+    for left, right in chunks(width, columns or width):
+        begin, end = max(0, left - halo), min(width, right + halo)
+        layers = local_layers(decoder, layout, whole or height, width)
+        panels.append((layers, begin, end, (left - begin) * stride, (right - begin) * stride))
+    row = low * stride
+    for top, bottom in strips(low, high, start, rows, halo):
+        parts = [
+            run(layers, kept[:, :, top:bottom, begin:end], bottom == high, poll)[..., left:right]
+            for layers, begin, end, left, right in panels
+        ]
+        done = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+        first, row = row, row + done.shape[2]
+        done = done[:, :, max(0, start * stride - first) : max(0, stop * stride - first)]
+        if done.shape[2]:
+            yield done

@@ -1,0 +1,213 @@
+"""Core's VAE nodes and SANA Decode make the same pixels, within their budget, and stop when they are told to."""
+
+import gc
+
+import pytest
+import torch
+from in_process import NodeError
+
+LOAD = {"load": ("SanaLoader", {"model": "sana-tiny (bundled)"})}
+
+
+@pytest.fixture
+def latent(host):
+    """A function of a shape: the id of a node that gives noise of that shape, and the graph with it."""
+
+    def build(*shape, spoil=None):
+        samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        if spoil is not None:
+            samples[0, 3, 2, 1] = spoil
+
+        class Noise:
+            RETURN_TYPES, FUNCTION = ("LATENT",), "make"
+
+            @classmethod
+            def INPUT_TYPES(cls):
+                return {"required": {}}
+
+            def make(self):
+                return ({"samples": samples},)
+
+        host.nodes.NODE_CLASS_MAPPINGS["Noise"] = Noise
+        return samples, {**LOAD, "noise": ("Noise", {})}
+
+    return build
+
+
+def assert_same(got, expected):
+    """Equal but for the last bits, which kernels of several threads leave to the size of their input."""
+    assert got.shape == expected.shape
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+def decoded(host, graph, node="SanaDecode", **inputs):
+    graph = {
+        **graph,
+        "decode": (node, {"samples": ["noise", 0], "vae": ["load", 2], **inputs}),
+        "catch": ("Catch", {"value": ["decode", 0], "name": "image"}),
+    }
+    if node == "SanaDecode":
+        graph["catch report"] = ("Catch", {"value": ["decode", 1], "name": "report"})
+    return host.run(graph)
+
+
+@pytest.fixture
+def whole(host, latent, checkpoint):
+    """The library's undivided decode of a latent, as an IMAGE."""
+    from diffusers import AutoencoderDC
+
+    vae = AutoencoderDC.from_pretrained(checkpoint / "vae")
+
+    @torch.no_grad()
+    def decode(samples):
+        return ((vae.decode(samples).sample + 1) / 2).clamp(0, 1).movedim(1, -1)
+
+    return decode
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 1, 1), (2, 32, 9, 7), (1, 32, 16, 24)])
+def test_core_s_decode_nodes_give_the_undivided_pixels(host, latent, whole, shape):
+    samples, graph = latent(*shape)
+    expected = whole(samples)
+    ours = decoded(host, graph)["image"]
+    assert_same(ours, expected)
+    assert torch.equal(decoded(host, graph, "VAEDecode")["image"], ours)
+    tiled = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
+    assert_same(decoded(host, graph, "VAEDecodeTiled", **tiled)["image"], expected)
+
+
+@pytest.mark.parametrize("options", [{"method": "strips", "budget_gb": 0.02}, {"method": "whole"}, {"devices": "all"}])
+def test_every_exact_option_gives_the_same_pixels_and_a_report(host, latent, whole, options):
+    samples, graph = latent(1, 32, 12, 10)
+    got = decoded(host, graph, **options)
+    assert_same(got["image"], whole(samples))
+    assert "MB predicted" in got["report"] and got["report"].startswith(options.get("method", "strips"))
+
+
+def test_tiles_have_the_right_size(host, latent):
+    _, graph = latent(1, 32, 33, 3)
+    assert decoded(host, graph, method="tiles")["image"].shape == (1, 1056, 96, 3)
+
+
+def test_core_s_encode_nodes_give_the_library_s_latents(host, latent, checkpoint):
+    from diffusers import AutoencoderDC
+
+    _, graph = latent(1, 32, 9, 7)
+    graph["decode"] = ("SanaDecode", {"samples": ["noise", 0], "vae": ["load", 2]})
+    graph["encode"] = ("VAEEncode", {"pixels": ["decode", 0], "vae": ["load", 2]})
+    tiled = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
+    graph["encode tiled"] = ("VAEEncodeTiled", {"pixels": ["decode", 0], "vae": ["load", 2], **tiled})
+    for name in ("decode", "encode", "encode tiled"):
+        graph["catch " + name] = ("Catch", {"value": [name, 0], "name": name})
+    got = host.run(graph)
+    with torch.no_grad():
+        vae = AutoencoderDC.from_pretrained(checkpoint / "vae")
+        expected = vae.encode(got["decode"].movedim(-1, 1) * 2 - 1).latent
+    for name in ("encode", "encode tiled"):
+        torch.testing.assert_close(got[name]["samples"], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("node", ["SanaDecode", "VAEDecode"])
+def test_nan_is_an_error_and_not_a_black_picture(host, latent, node):
+    _, graph = latent(1, 32, 4, 4, spoil=float("nan"))
+    with pytest.raises(
+        NodeError, match="^samples: 1 of 512 values are NaN or infinite, the first in picture 0, channel"
+    ):
+        decoded(host, graph, node)
+
+
+def test_a_budget_below_the_floor_says_the_smallest_that_works(host, latent):
+    _, graph = latent(1, 32, 4, 4)
+    with pytest.raises(NodeError, match=r"^budget_gb: got 0.001, expected at least 0\.\d+ for a picture of 128 x 128"):
+        decoded(host, graph, budget_gb=0.001)
+
+
+@pytest.mark.parametrize("name, value", [("budget_gb", float("nan")), ("budget_gb", -1.0)])
+def test_budgets_through_a_link_are_checked(host, latent, name, value):
+    _, graph = latent(1, 32, 4, 4)
+    graph["number"] = ("AnyValue", {"value": value})
+    with pytest.raises(NodeError, match=f"^{name}: got {value}, expected a number from 0 to 1024.0$"):
+        decoded(host, graph, **{name: ["number", 0]})
+
+
+@pytest.mark.parametrize("name", ["method", "devices"])
+def test_names_through_a_link_are_checked(host, latent, name):
+    _, graph = latent(1, 32, 4, 4)
+    graph["name"] = ("AnyValue", {"value": "some"})
+    with pytest.raises(NodeError, match=f"^{name}: got 'some', expected one of "):
+        decoded(host, graph, **{name: ["name", 0]})
+
+
+@pytest.mark.parametrize("poll", [6, 9, 15, 30])
+def test_cancel_ends_a_decode_within_a_strip_and_the_next_one_is_whole(host, latent, monkeypatch, poll):
+    import comfy.model_management
+
+    _, graph = latent(1, 32, 16, 12)
+    options = {"method": "strips", "budget_gb": 0.05}
+    expected = decoded(host, graph, **options)["image"]
+    check, calls = comfy.model_management.throw_exception_if_processing_interrupted, []
+
+    def count():
+        calls.append(1)
+        if len(calls) == poll:
+            host.nodes.interrupt_processing()
+        check()
+
+    monkeypatch.setattr(comfy.model_management, "throw_exception_if_processing_interrupted", count)
+    with pytest.raises(InterruptedError) as stopped:
+        decoded(host, graph, **options)
+    assert stopped.value.args == ("decode",) and len(calls) == poll
+    monkeypatch.undo()
+    gc.collect()
+    assert torch.equal(decoded(host, graph, **options)["image"], expected)
+
+
+def test_memory_that_runs_out_shrinks_the_strips_in_core_s_decode_too(host, latent, whole, monkeypatch):
+    import sys
+
+    rows = next(module for name, module in sys.modules.items() if name.endswith("nodes-1.sana_core.decode.rows"))
+    convolve, calls = rows.convolve, []
+
+    def fail_once(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("no memory")
+        return convolve(*arguments)
+
+    monkeypatch.setattr(rows, "convolve", fail_once)
+    samples, graph = latent(1, 32, 16, 12)
+    assert_same(decoded(host, graph, "VAEDecode")["image"], whole(samples))
+    assert len(calls) > 4
+
+
+def test_progress_counts_rows(host, latent):
+    import comfy.utils
+
+    seen = []
+    comfy.utils.set_progress_bar_global_hook(lambda value, total, preview, node_id=None: seen.append((value, total)))
+    try:
+        _, graph = latent(1, 32, 16, 4)
+        decoded(host, graph)
+    finally:
+        comfy.utils.set_progress_bar_global_hook(None)
+    assert seen[-1] == (512, 512)
+
+
+def test_the_predicted_memory_is_what_core_reserves(host, latent):
+    got = host.run({**LOAD, "catch": ("Catch", {"value": ["load", 2], "name": "vae"})})
+    vae = got["vae"]
+    small, large = (vae.memory_used_decode((1, 32, side, side), torch.float32) for side in (4, 64))
+    assert 0 < small < large < 0.2 * 2178 * 64 * 64 * 64 * 4
+    assert vae.memory_used_encode((1, 3, 128, 128), torch.float32) > 0
+
+
+def test_the_plan_is_a_chart_and_text(host):
+    got = host.run(
+        {
+            "plan": ("SanaPlan", {"variant": "1.6B", "width": 4096, "height": 4096, "batch_size": 1}),
+            "catch": ("Catch", {"value": ["plan", 0], "name": "chart"}),
+            "catch figures": ("Catch", {"value": ["plan", 1], "name": "figures"}),
+        }
+    )
+    assert got["chart"].shape == (1, 430, 900, 3) and got["chart"].std() > 0.05
+    assert "decode, whole: not possible" in got["figures"] and "decode, strips: " in got["figures"]

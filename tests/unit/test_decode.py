@@ -1,0 +1,471 @@
+"""Strips give the pixels of the undivided decode, whatever the size, the strips, the budget and the devices."""
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+
+from sana_core import decode_latents, encode_images, load_autoencoder
+from sana_core.decode import attention, decode_rows, devices, rows
+from sana_core.decode.layout import decoder_layout, encoder_layout
+from sana_core.decode.plan import Planner
+from sana_core.decode.strips import first_map, global_block, global_blocks, pixel_rows
+
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Kernels of several threads divide sums by the size of their input."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def bundled(checkpoint):
+    return load_autoencoder(checkpoint)
+
+
+def f32c32(divisor, **changes):
+    """SANA's DC-AE with random weights and so many times fewer channels."""
+    from diffusers import AutoencoderDC
+
+    torch.manual_seed(0)
+    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+    widths = tuple(width // divisor for width in (128, 256, 512, 512, 1024, 1024))
+    scales = ((), (), (), (5,), (5,), (5,))
+    config = {
+        "attention_head_dim": 32,
+        "encoder_block_types": blocks,
+        "decoder_block_types": blocks,
+        "encoder_block_out_channels": widths,
+        "decoder_block_out_channels": widths,
+        "encoder_layers_per_block": (2, 2, 2, 3, 3, 3),
+        "decoder_layers_per_block": (3,) * 6,
+        "encoder_qkv_multiscales": scales,
+        "decoder_qkv_multiscales": scales,
+        "upsample_block_type": "interpolate",
+        "downsample_block_type": "Conv",
+    }
+    return AutoencoderDC(**config | changes).requires_grad_(False)
+
+
+def noise(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def decode_in_strips(model, latents, strip, columns=None, attention_rows=None):
+    layout = decoder_layout(model)
+    x = first_map(model.decoder, latents)
+    for block, scale in global_blocks(model.decoder, layout):
+        x = global_block(block, x, attention_rows, scale, lambda: None)
+    parts = pixel_rows(model.decoder, layout, x, 0, x.shape[2], strip, columns, lambda: None)
+    return torch.cat(list(parts), dim=2)
+
+
+def relative(got, expected):
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+CASES = random.Random(5)
+SIZES = [(1, 1), (1, 9), (9, 1), (4, 8), (3, 11), *[(CASES.randint(1, 9), CASES.randint(1, 9)) for _ in range(8)]]
+
+
+@pytest.mark.parametrize("height, width", SIZES)
+@torch.no_grad()
+def test_strips_equal_the_library_bit_for_bit_where_the_attention_runs_whole(bundled, height, width):
+    latents = noise(1, 32, height, width, seed=height * 10 + width)
+    expected = bundled.decode(latents).sample
+    for strip in (1, CASES.randint(2, 7), 40):
+        columns = CASES.choice([None, 8, 12])
+        assert torch.equal(decode_in_strips(bundled, latents, strip, columns), expected), (strip, columns)
+
+
+@pytest.mark.parametrize("height, width", [(2, 3), (5, 3), (3, 8)])
+@torch.no_grad()
+def test_the_real_depth_with_fewer_channels_is_equal_too(height, width):
+    model = f32c32(4)
+    latents = noise(1, 32, height, width)
+    assert torch.equal(decode_in_strips(model, latents, 3, 16), model.decode(latents).sample)
+
+
+@torch.no_grad()
+def test_the_real_configuration_is_equal():
+    model = f32c32(1)
+    latents = noise(1, 32, 3, 2)
+    assert torch.equal(decode_in_strips(model, latents, 2), model.decode(latents).sample)
+
+
+@pytest.mark.parametrize("height, width", SIZES)
+@torch.no_grad()
+def test_attention_in_strips_is_close_to_the_library(bundled, height, width):
+    latents = noise(1, 32, height, width, seed=height * 10 + width)
+    expected = bundled.decode(latents).sample
+    for attention_rows in (2, 4, 8):
+        assert relative(decode_in_strips(bundled, latents, 3, None, attention_rows), expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_the_height_of_the_strips_and_the_number_of_bands_do_not_change_a_bit_of_the_attention():
+    block = f32c32(4).decoder.up_blocks[3][1]
+    x = noise(1, 128, 48, 32).contiguous(memory_format=torch.channels_last)
+
+    def attend(strip, edges):
+        spans = list(zip(edges, edges[1:], strict=False))
+        pieces = [
+            piece for a, b in spans for piece in attention.score_pieces(block.attn, x, a, b, strip, 8, lambda: None)
+        ]
+        scores = sum(pieces[1:], pieces[0])
+        parts = [part for a, b in spans for part in attention.attend_rows(block, x, scores, a, b, strip, lambda: None)]
+        return torch.cat(parts, dim=2)
+
+    expected = attend(8, [0, 48])
+    torch.testing.assert_close(expected, block(x), **CLOSE)
+    for strip, edges in ((16, [0, 48]), (48, [0, 48]), (8, [0, 16, 48]), (24, [0, 24, 40, 48])):
+        assert torch.equal(attend(strip, edges), expected)
+
+
+@torch.no_grad()
+def test_at_most_32_positions_take_the_quadratic_branch_and_33_do_not():
+    model = f32c32(4)
+    for height, width in ((4, 8), (3, 11)):
+        latents = noise(1, 32, height, width)
+        assert relative(decode_in_strips(model, latents, 4, None, 2), model.decode(latents).sample) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@torch.no_grad()
+def test_bf16_is_as_near_to_the_fp32_whole_as_the_bf16_whole_is(bundled, dtype):
+    latents = noise(1, 32, 9, 7)
+    exact = bundled.decode(latents).sample
+    model = f32c32(8) if dtype == torch.float32 else load_autoencoder_as(bundled, dtype)
+    if dtype == torch.float32:
+        exact = model.decode(latents).sample
+    whole = relative(model.decode(latents.to(dtype)).sample.float(), exact)
+    for attention_rows in (None, 2):
+        strips = relative(decode_in_strips(model, latents.to(dtype), 4, None, attention_rows).float(), exact)
+        assert strips <= 1.05 * whole + 1e-6
+
+
+def load_autoencoder_as(model, dtype):
+    import copy
+
+    return copy.deepcopy(model).to(dtype)
+
+
+@torch.no_grad()
+def test_other_ways_of_changing_the_resolution_and_other_norms_are_exact():
+    model = f32c32(
+        8,
+        attention_head_dim=16,
+        upsample_block_type="pixel_shuffle",
+        downsample_block_type="pixel_unshuffle",
+        decoder_norm_types=("batch_norm",) * 3 + ("rms_norm",) * 3,
+        decoder_act_fns=("relu",) * 3 + ("silu",) * 3,
+    ).eval()
+    latents = noise(1, 32, 5, 4)
+    expected = model.decode(latents).sample
+    torch.testing.assert_close(decode_in_strips(model, latents, 6), expected, **CLOSE)
+    pictures = expected.clamp(-1, 1).contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(encode_images(model, pictures), model.encode(pictures).latent, **CLOSE)
+
+
+def test_a_picture_does_not_depend_on_its_batch(bundled):
+    latents = noise(3, 32, 5, 4)
+    batch = decode_latents(bundled, latents)
+    for index in range(3):
+        assert torch.equal(batch[index : index + 1], decode_latents(bundled, latents[index : index + 1]))
+
+
+@pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 4.0])
+def test_every_budget_from_the_floor_up_gives_the_pixels(bundled, share):
+    latents = noise(1, 32, 9, 7)
+    planner = Planner(decoder_layout(bundled), 9, 7, torch.float32, False)
+    budget = int(planner.floor().peak_bytes * share)
+    report = {}
+    got = decode_latents(bundled, latents, max_bytes=budget, report=report)
+    assert relative(got, bundled.decode(latents).sample) <= 1e-5
+    assert report["predicted_bytes"] <= budget and report["method"] == "strips" and report["strips"] >= 1
+
+
+def test_a_budget_below_the_floor_says_the_smallest_that_works(bundled):
+    floor = Planner(decoder_layout(bundled), 4, 4, torch.float32, False).floor().peak_bytes
+    with pytest.raises(ValueError, match=f"^max_bytes: got 1000, expected at least {floor} for a picture of 128 x 128"):
+        decode_latents(bundled, noise(1, 32, 4, 4), max_bytes=1000)
+    assert decode_latents(bundled, noise(1, 32, 4, 4), max_bytes=floor).isfinite().all()
+
+
+@pytest.mark.parametrize("height, width", [(2**a, 2**b) for a in (4, 7, 8) for b in (4, 7, 8)] + [(128, 512)])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, accelerator):
+    from sana_core.decode.plan import head_demand, tail_demand
+
+    layout = decoder_layout(f32c32_layout())
+    planner = Planner(layout, height, width, torch.bfloat16, accelerator)
+    for budget in (1e9, 4e9, 1e11, 1e15):
+        plan = planner.fitting(budget)
+        if plan is None:
+            continue
+        columns = planner.width if plan.columns is None else plan.columns + 2 * layout.halo
+        tail = tail_demand(layout, columns, plan.rows, 2, accelerator)
+        head = head_demand(layout, planner.height, planner.width, plan.attention_rows, 2, accelerator)
+        assert max(tail.largest, head.largest) < 2**31
+
+
+def f32c32_layout():
+    with torch.device("meta"):
+        return f32c32(1)
+
+
+def test_whole_is_refused_where_a_tensor_would_be_too_large():
+    planner = Planner(decoder_layout(f32c32_layout()), 128, 128, torch.bfloat16, True)
+    with pytest.raises(ValueError, match=r"^method: got whole, which makes a tensor of 4294967296 el.* use strips"):
+        planner.whole()
+
+
+def test_4k_in_bf16_fits_2_and_a_half_gigabytes_and_8k_an_8_gb_card():
+    layout = decoder_layout(f32c32_layout())
+    assert Planner(layout, 128, 128, torch.bfloat16, True).fitting(2.5e9).columns is None
+    assert Planner(layout, 256, 256, torch.bfloat16, True).fitting(8e9 - 1.3e9).columns is None
+
+
+@pytest.mark.parametrize("tile, overlap", [(32, 0), (64, 32), (96, 32), (128, 64), (1024, 128)])
+@pytest.mark.parametrize("height, width", [(1, 1), (2, 7), (8, 8), (9, 5)])
+def test_tiles_have_the_right_size_everywhere(bundled, tile, overlap, height, width):
+    latents = noise(1, 32, height, width)
+    got = decode_latents(bundled, latents, method="tiles", tile=tile, overlap=overlap)
+    assert got.shape == (1, 3, 32 * height, 32 * width) and got.isfinite().all()
+    if tile >= 32 * max(height, width):
+        torch.testing.assert_close(got, bundled.decode(latents).sample, **CLOSE)
+
+
+def test_no_tile_is_smaller_than_the_others():
+    from sana_core.decode.tiles import ramps, tile_starts
+
+    for length in range(1, 60):
+        for tile, overlap in ((16, 2), (7, 3), (4, 0)):
+            starts = tile_starts(length, tile, overlap)
+            assert starts[0] == 0 and (starts[-1] + tile == length or tile >= length)
+            assert all(0 < b - a <= tile - overlap for a, b in zip(starts, starts[1:], strict=False))
+            torch.testing.assert_close(ramps(length, min(tile, length), starts).sum(0), torch.ones(length))
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (3, 7), (9, 4), (8, 8)])
+def test_encoding_in_strips_equals_the_library(bundled, height, width):
+    pictures = noise(2, 3, 32 * height, 32 * width).clamp(-1, 1).contiguous(memory_format=torch.channels_last)
+    expected = torch.cat([bundled.encode(one[None]).latent for one in pictures])
+    floor = Planner(encoder_layout(bundled), height, width, torch.float32, False).floor().peak_bytes
+    for options in ({}, {"method": "strips"}, {"method": "whole"}, {"max_bytes": floor}):
+        assert relative(encode_images(bundled, pictures, **options), expected) <= 1e-5, options
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 32, 32), (1, 4, 32, 32), (1, 3, 33, 32), (1, 3, 0, 32), (3, 32, 32)])
+def test_pictures_that_cannot_be_encoded_are_named(bundled, shape):
+    with pytest.raises(ValueError, match=r"^pixels: got pictures of shape .*multiples of 32; crop or scale them$"):
+        encode_images(bundled, torch.zeros(shape))
+
+
+def test_an_unknown_method_is_named(bundled):
+    with pytest.raises(ValueError, match="^method: got 'fast', expected one of auto, strips, tiles, whole$"):
+        decode_latents(bundled, noise(1, 32, 1, 1), method="fast")
+    with pytest.raises(ValueError, match="^method: got 'tiles', expected one of auto, strips, whole$"):
+        encode_images(bundled, torch.zeros(1, 3, 32, 32), method="tiles")
+    with pytest.raises(ValueError, match="^overlap: got 64, expected a number from 0 to 32$"):
+        decode_latents(bundled, noise(1, 32, 4, 4), method="tiles", tile=64, overlap=64)
+
+
+def test_nan_says_how_many_and_where(bundled):
+    latents = noise(2, 32, 4, 5)
+    latents[1, 7, 2, 3], latents[1, 8, 0, 0] = float("nan"), float("inf")
+    wanted = "^samples: 2 of 1280 values are NaN or infinite, the first in picture 1, channel 7, row 2, column 3;"
+    with pytest.raises(ValueError, match=wanted):
+        decode_latents(bundled, latents)
+
+
+def test_inputs_stay_as_they_were_and_out_is_filled_in_place(bundled):
+    latents, pictures = noise(1, 32, 3, 4), noise(1, 3, 96, 128)
+    before = latents.clone(), pictures.clone()
+    out = torch.zeros(1, 3, 96, 128, dtype=torch.float64)
+    assert decode_latents(bundled, latents, out=out) is out
+    assert torch.equal(out.float(), decode_latents(bundled, latents))
+    encode_images(bundled, pictures)
+    assert torch.equal(latents, before[0]) and torch.equal(pictures, before[1])
+
+
+def test_progress_counts_rows_of_all_pictures(bundled):
+    seen = []
+    decode_latents(bundled, noise(2, 32, 4, 2), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (256, 256) and [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+# memory that runs out
+
+
+class Fails:
+    """A function that raises the n-th time it is called, and works after that."""
+
+    def __init__(self, function, calls, error=torch.OutOfMemoryError):
+        self.function, self.calls, self.error = function, calls, error
+
+    def __call__(self, *arguments, **options):
+        self.calls -= 1
+        if self.calls == 0:
+            raise self.error("no memory")
+        return self.function(*arguments, **options)
+
+
+def roomy(bundled, height=9, width=7):
+    """Memory for strips with halves to go to."""
+    return Planner(decoder_layout(bundled), height, width, torch.float32, False).floor().peak_bytes * 4
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5, 9, 14, 20])
+def test_memory_that_runs_out_in_a_convolution_costs_no_finished_row(bundled, monkeypatch, calls):
+    latents = noise(1, 32, 9, 7)
+    expected = decode_latents(bundled, latents)
+    monkeypatch.setattr(rows, "convolve", Fails(rows.convolve, calls))
+    report, tops = {}, []
+    got = torch.zeros_like(expected)
+    for _, top, pixels in decode_rows(bundled, latents, max_bytes=roomy(bundled), report=report):
+        tops.append((top, pixels.shape[1]))
+        got[0, :, top : top + pixels.shape[1]] = pixels
+    assert relative(got, expected) <= 1e-5
+    assert [top for top, _ in tops[1:]] == [top + count for top, count in tops[:-1]]
+    assert len(report["events"]) == 1 and report["events"][0].startswith("out of memory, went on with strips")
+
+
+@pytest.mark.parametrize("name", ["score_pieces", "attend_rows"])
+def test_memory_that_runs_out_in_the_attention_begins_the_block_again(bundled, monkeypatch, name):
+    from sana_core.decode import strips
+
+    latents = noise(1, 32, 9, 7)
+    expected = decode_latents(bundled, latents)
+    planner = Planner(decoder_layout(bundled), 9, 7, torch.float32, False)
+    budget = next(size for size in range(planner.floor().peak_bytes, 10**9, 50_000) if halves(planner, size))
+    monkeypatch.setattr(strips, name, Fails(getattr(strips, name), 2))
+    report = {}
+    assert relative(decode_latents(bundled, latents, max_bytes=budget, report=report), expected) <= 1e-5
+    assert len(report["events"]) == 1
+
+
+def halves(planner, budget):
+    """Whether the plan for `budget` has its attention in strips, and room below it."""
+    plan = planner.fitting(budget)
+    return plan.attention_rows is not None and plan.peak_bytes > planner.floor().peak_bytes
+
+
+def test_memory_that_never_suffices_ends_at_the_floor_with_the_error_s_own_type(bundled, monkeypatch):
+    def none(*arguments):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(rows, "convolve", none)
+    with pytest.raises(torch.OutOfMemoryError):
+        decode_latents(bundled, noise(1, 32, 9, 7), max_bytes=roomy(bundled))
+
+
+def test_another_error_is_not_taken_for_memory(bundled, monkeypatch):
+    monkeypatch.setattr(rows, "convolve", Fails(rows.convolve, 3, ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        decode_latents(bundled, noise(1, 32, 9, 7))
+
+
+def test_memory_that_runs_out_while_encoding(bundled, monkeypatch):
+    pictures = noise(1, 3, 288, 224)
+    expected = encode_images(bundled, pictures)
+    budget = Planner(encoder_layout(bundled), 9, 7, torch.float32, False).floor().peak_bytes * 4
+    monkeypatch.setattr(rows, "convolve", Fails(rows.convolve, 7))
+    assert relative(encode_images(bundled, pictures, max_bytes=budget), expected) <= 1e-5
+
+
+# cancel
+
+
+class Cancelled(BaseException):
+    pass
+
+
+def test_a_cancel_at_any_point_leaves_nothing_behind(bundled):
+    latents = noise(1, 32, 9, 7)
+    points = 0
+
+    def count():
+        nonlocal points
+        points += 1
+
+    budget = roomy(bundled)
+    expected = decode_latents(bundled, latents, max_bytes=budget, poll=count)
+    assert points > 40
+    for wanted in range(1, points, 5):
+        out = torch.zeros_like(expected)
+        alive = weakref.ref(out)
+        calls = iter(range(1, points + 1))
+
+        def cancel(calls=calls, wanted=wanted):
+            if next(calls) == wanted:
+                raise Cancelled
+
+        with pytest.raises(Cancelled):
+            decode_latents(bundled, latents, max_bytes=budget, poll=cancel, out=out)
+        del out
+        gc.collect()
+        assert alive() is None
+        assert not [x for x in gc.get_objects() if type(x) is torch.Tensor and x.numel() > 10**6]
+    assert torch.equal(decode_latents(bundled, latents, max_bytes=budget), expected)
+
+
+# several devices
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_devices_give_the_pixels_of_one(bundled, workers):
+    latents = noise(2, 32, 16, 12)
+    one = decode_latents(bundled, latents, devices=["cpu"])
+    assert relative(one, decode_latents(bundled, latents)) <= 1e-5
+    assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * workers), one)
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (2, 9), (7, 2), (9, 5)])
+def test_small_pictures_on_more_devices_than_they_have_rows_for(bundled, height, width):
+    latents = noise(1, 32, height, width)
+    got = decode_latents(bundled, latents, devices=["cpu"] * 4)
+    assert relative(got, bundled.decode(latents).sample) <= 1e-5
+
+
+@pytest.mark.parametrize("where", ["score_pieces", "pixel_rows"])
+def test_a_device_that_fails_gives_its_rows_to_the_others(bundled, monkeypatch, where):
+    latents = noise(1, 32, 16, 12)
+    expected = decode_latents(bundled, latents, devices=["cpu"])
+    monkeypatch.setattr(devices, where, Fails(getattr(devices, where), 2))
+    report = {}
+    assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * 3, report=report), expected)
+    assert report["events"] == ["cpu failed (OutOfMemoryError), its rows went to the others"]
+
+
+def test_when_all_devices_fail_the_error_is_theirs(bundled, monkeypatch):
+    def none(*arguments, **options):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(devices, "pixel_rows", none)
+    with pytest.raises(torch.OutOfMemoryError):
+        decode_latents(bundled, noise(1, 32, 16, 12), devices=["cpu"] * 2)
+    with pytest.raises(ValueError, match="^devices: got none"):
+        decode_latents(bundled, noise(1, 32, 4, 4), devices=[])
+
+
+def test_a_cancel_ends_all_workers(bundled):
+    import threading
+
+    polls = iter(range(10**6))
+
+    def cancel():
+        if next(polls) == 12:
+            raise Cancelled
+
+    before = threading.active_count()
+    with pytest.raises(Cancelled):
+        decode_latents(bundled, noise(1, 32, 32, 24), devices=["cpu"] * 2, poll=cancel)
+    assert threading.active_count() == before

@@ -1,0 +1,89 @@
+"""What is predicted is what the libraries' own modules hold, and near what decodes really take."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from setup import ROOT
+
+from sana_core import plan_memory
+from sana_core.checkpoints.zoo import VARIANTS, Architecture
+from sana_core.memory import DECODER, ENCODER, GEMMA, transformer_parameters
+
+CONFIGS = {
+    "0.6B": {"num_attention_heads": 36, "num_layers": 28, "num_cross_attention_heads": 16, "cross_attention_dim": 1152},
+    "1.6B": {"num_attention_heads": 70, "num_layers": 20, "num_cross_attention_heads": 20, "cross_attention_dim": 2240},
+}
+CONFIGS["1.5-1.6B"] = CONFIGS["1.6B"] | {"qk_norm": "rms_norm_across_heads"}
+CONFIGS["1.5-4.8B"] = CONFIGS["1.5-1.6B"] | {"num_layers": 60}
+CONFIGS["sprint-0.6B"] = CONFIGS["0.6B"] | {"qk_norm": "rms_norm_across_heads", "guidance_embeds": True}
+CONFIGS["sprint-1.6B"] = CONFIGS["1.6B"] | {"qk_norm": "rms_norm_across_heads", "guidance_embeds": True}
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_have_as_many_parameters_as_the_library_s(variant):
+    from diffusers import SanaTransformer2DModel
+
+    config = CONFIGS[variant]
+    cross = config["cross_attention_dim"] // config["num_cross_attention_heads"]
+    with torch.device("meta"):
+        model = SanaTransformer2DModel(attention_head_dim=32, cross_attention_head_dim=cross, **config)
+    assert transformer_parameters(VARIANTS[variant]) == count(model)
+
+
+def test_autoencoder_and_gemma_have_as_many_parameters_as_the_libraries():
+    from test_decode import f32c32_layout
+    from transformers import Gemma2Config, Gemma2Model
+
+    model = f32c32_layout()
+    with torch.device("meta"):
+        gemma = Gemma2Model(Gemma2Config())
+    assert (count(model.decoder), count(model.encoder), count(gemma)) == (DECODER, ENCODER, GEMMA)
+
+
+def test_a_plan_grows_with_the_picture_and_the_strips_do_not_need_what_whole_needs():
+    plans = [plan_memory("1.6B", side, side) for side in (1024, 2048, 4096, 8192)]
+    assert [plan["decode"]["methods"]["whole"] is None for plan in plans] == [False, False, True, True]
+    for smaller, larger in zip(plans, plans[1:], strict=False):
+        assert larger["transformer"]["activations"] > 2 * smaller["transformer"]["activations"]
+        assert larger["decode"]["activations"] > smaller["decode"]["activations"]
+    assert plans[0]["decode"]["methods"]["strips"] < 0.3 * plans[0]["decode"]["methods"]["whole"]
+    assert plans[2]["decode"]["methods"]["strips"] <= 2.5e9
+    assert plans[3]["decode"]["weights"] + plans[3]["decode"]["methods"]["strips"] <= 8e9
+    assert plans[2]["fits"] == {4: False, 6: True, 8: True, 12: True, 16: True, 24: True}
+
+
+def test_transformers_of_any_shape_can_be_counted():
+    assert transformer_parameters(Architecture(1152, 0)) > 0
+
+
+@pytest.mark.parametrize(
+    "field, options", [("variant", {"variant": "2B"}), ("dtype", {"dtype": "float16"}), ("width", {"width": 1000})]
+)
+def test_a_plan_of_nothing_that_exists_is_refused(field, options):
+    with pytest.raises(ValueError, match=f"^{field}: got "):
+        plan_memory(**{"variant": "1.6B", "width": 1024, "height": 1024} | options)
+
+
+def test_no_measured_decode_took_more_than_predicted():
+    """Where glibc maps tensors one by one; with its defaults a process keeps up to twice what is in use."""
+    sizes = json.loads((ROOT / "benchmarks" / "decode.json").read_text())["sizes"]
+    results = [result for methods in sizes.values() for result in methods.values()]
+    measured = [one for one in results if one.get("allocator") == "mapped" and "plan" in one]
+    assert len(measured) >= 3
+    for result in measured:
+        assert result["peak_megabytes"] <= 1.05 * result["predicted_megabytes"], result["plan"]
+
+
+def test_plan_prints_a_table_and_json():
+    command = [sys.executable, "-m", "sana_core", "plan", "0.6B", "--width", "2048", "--height", "1024"]
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "decode, strips" in table and "fits a card of 6 GB" in table
+    text = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert json.loads(text)["width"] == 2048
