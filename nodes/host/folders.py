@@ -11,21 +11,26 @@ from ...sana_core.checkpoints.headers import SUFFIXES
 
 BUNDLED = "sana-tiny (bundled)"
 BUNDLED_FOLDER = Path(__file__).parents[2] / "demo" / "sana-tiny"
+# the folders whose part the bundled checkpoint has
+PARTS = ("diffusion_models", "text_encoders", "vae")
 # of a sharded model, the first file stands for all
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
 
 
 def list_files(kind: str) -> list[str]:
-    """Return the names of the weights files in ComfyUI's folders of that kind."""
-    return [
+    """Return the names of the weights files in ComfyUI's folders of that kind, the bundled one last where it fits."""
+    files = [
         name
         for name in folder_paths.get_filename_list(kind)
         if name.lower().endswith(SUFFIXES) and not LATER_SHARD.search(name)
     ]
+    return [*files, BUNDLED] if kind in PARTS else files
 
 
 def find_file(kind: str, name: str) -> Path:
     """Return the file that `name` of `list_files` means. Raises ValueError or FileNotFoundError for any other name."""
+    if name == BUNDLED and kind in PARTS:
+        return BUNDLED_FOLDER
     if not name.lower().endswith(SUFFIXES):
         raise ValueError(f"{kind}: got {name!r}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
     path = folder_paths.get_full_path(kind, name)
