@@ -1,61 +1,19 @@
 """Strips give the pixels of the undivided decode, whatever the size, the strips, the budget and the devices."""
 
-import gc
 import random
-import weakref
 
 import pytest
 import torch
+from decoders import f32c32, f32c32_layout, noise, relative
 
-from sana_core import decode_latents, encode_images, load_autoencoder
-from sana_core.decode import attention, decode_rows, devices, rows
+from sana_core import decode_latents, encode_images
+from sana_core.decode import attention
 from sana_core.decode.layout import decoder_layout, encoder_layout
 from sana_core.decode.plan import Planner
 from sana_core.decode.strips import first_map, global_block, global_blocks, pixel_rows
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Kernels of several threads divide sums by the size of their input."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def bundled(checkpoint):
-    return load_autoencoder(checkpoint)
-
-
-def f32c32(divisor, **changes):
-    """SANA's DC-AE with random weights and so many times fewer channels."""
-    from diffusers import AutoencoderDC
-
-    torch.manual_seed(0)
-    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
-    widths = tuple(width // divisor for width in (128, 256, 512, 512, 1024, 1024))
-    scales = ((), (), (), (5,), (5,), (5,))
-    config = {
-        "attention_head_dim": 32,
-        "encoder_block_types": blocks,
-        "decoder_block_types": blocks,
-        "encoder_block_out_channels": widths,
-        "decoder_block_out_channels": widths,
-        "encoder_layers_per_block": (2, 2, 2, 3, 3, 3),
-        "decoder_layers_per_block": (3,) * 6,
-        "encoder_qkv_multiscales": scales,
-        "decoder_qkv_multiscales": scales,
-        "upsample_block_type": "interpolate",
-        "downsample_block_type": "Conv",
-    }
-    return AutoencoderDC(**config | changes).requires_grad_(False)
-
-
-def noise(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def decode_in_strips(model, latents, strip, columns=None, attention_rows=None):
@@ -65,10 +23,6 @@ def decode_in_strips(model, latents, strip, columns=None, attention_rows=None):
         x = global_block(block, x, attention_rows, scale, lambda: None)
     parts = pixel_rows(model.decoder, layout, x, 0, x.shape[2], strip, columns, lambda: None)
     return torch.cat(list(parts), dim=2)
-
-
-def relative(got, expected):
-    return ((got - expected).norm() / expected.norm()).item()
 
 
 CASES = random.Random(5)
@@ -216,11 +170,6 @@ def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, acceler
         assert max(tail.largest, head.largest) < 2**31
 
 
-def f32c32_layout():
-    with torch.device("meta"):
-        return f32c32(1)
-
-
 def test_whole_is_refused_where_a_tensor_would_be_too_large():
     planner = Planner(decoder_layout(f32c32_layout()), 128, 128, torch.bfloat16, True)
     with pytest.raises(ValueError, match=r"^method: got whole, which makes a tensor of 4294967296 el.* use strips"):
@@ -303,169 +252,3 @@ def test_progress_counts_rows_of_all_pictures(bundled):
 
 
 # memory that runs out
-
-
-class Fails:
-    """A function that raises the n-th time it is called, and works after that."""
-
-    def __init__(self, function, calls, error=torch.OutOfMemoryError):
-        self.function, self.calls, self.error = function, calls, error
-
-    def __call__(self, *arguments, **options):
-        self.calls -= 1
-        if self.calls == 0:
-            raise self.error("no memory")
-        return self.function(*arguments, **options)
-
-
-def roomy(bundled, height=9, width=7):
-    """Memory for strips with halves to go to."""
-    return Planner(decoder_layout(bundled), height, width, torch.float32, False).floor().peak_bytes * 4
-
-
-@pytest.mark.parametrize("calls", [1, 2, 5, 9, 14, 20])
-def test_memory_that_runs_out_in_a_convolution_costs_no_finished_row(bundled, monkeypatch, calls):
-    latents = noise(1, 32, 9, 7)
-    expected = decode_latents(bundled, latents)
-    monkeypatch.setattr(rows, "convolve", Fails(rows.convolve, calls))
-    report, tops = {}, []
-    got = torch.zeros_like(expected)
-    for _, top, pixels in decode_rows(bundled, latents, max_bytes=roomy(bundled), report=report):
-        tops.append((top, pixels.shape[1]))
-        got[0, :, top : top + pixels.shape[1]] = pixels
-    assert relative(got, expected) <= 1e-5
-    assert [top for top, _ in tops[1:]] == [top + count for top, count in tops[:-1]]
-    assert len(report["events"]) == 1 and report["events"][0].startswith("out of memory, went on with strips")
-
-
-@pytest.mark.parametrize("name", ["score_pieces", "attend_rows"])
-def test_memory_that_runs_out_in_the_attention_begins_the_block_again(bundled, monkeypatch, name):
-    from sana_core.decode import strips
-
-    latents = noise(1, 32, 9, 7)
-    expected = decode_latents(bundled, latents)
-    planner = Planner(decoder_layout(bundled), 9, 7, torch.float32, False)
-    budget = next(size for size in range(planner.floor().peak_bytes, 10**9, 50_000) if halves(planner, size))
-    monkeypatch.setattr(strips, name, Fails(getattr(strips, name), 2))
-    report = {}
-    assert relative(decode_latents(bundled, latents, max_bytes=budget, report=report), expected) <= 1e-5
-    assert len(report["events"]) == 1
-
-
-def halves(planner, budget):
-    """Whether the plan for `budget` has its attention in strips, and room below it."""
-    plan = planner.fitting(budget)
-    return plan.attention_rows is not None and plan.peak_bytes > planner.floor().peak_bytes
-
-
-def test_memory_that_never_suffices_ends_at_the_floor_with_the_error_s_own_type(bundled, monkeypatch):
-    def none(*arguments):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(rows, "convolve", none)
-    with pytest.raises(torch.OutOfMemoryError):
-        decode_latents(bundled, noise(1, 32, 9, 7), max_bytes=roomy(bundled))
-
-
-def test_another_error_is_not_taken_for_memory(bundled, monkeypatch):
-    monkeypatch.setattr(rows, "convolve", Fails(rows.convolve, 3, ZeroDivisionError))
-    with pytest.raises(ZeroDivisionError):
-        decode_latents(bundled, noise(1, 32, 9, 7))
-
-
-def test_memory_that_runs_out_while_encoding(bundled, monkeypatch):
-    pictures = noise(1, 3, 288, 224)
-    expected = encode_images(bundled, pictures)
-    budget = Planner(encoder_layout(bundled), 9, 7, torch.float32, False).floor().peak_bytes * 4
-    monkeypatch.setattr(rows, "convolve", Fails(rows.convolve, 7))
-    assert relative(encode_images(bundled, pictures, max_bytes=budget), expected) <= 1e-5
-
-
-# cancel
-
-
-class Cancelled(BaseException):
-    pass
-
-
-def test_a_cancel_at_any_point_leaves_nothing_behind(bundled):
-    latents = noise(1, 32, 9, 7)
-    points = 0
-
-    def count():
-        nonlocal points
-        points += 1
-
-    budget = roomy(bundled)
-    expected = decode_latents(bundled, latents, max_bytes=budget, poll=count)
-    assert points > 40
-    for wanted in range(1, points, 5):
-        out = torch.zeros_like(expected)
-        alive = weakref.ref(out)
-        calls = iter(range(1, points + 1))
-
-        def cancel(calls=calls, wanted=wanted):
-            if next(calls) == wanted:
-                raise Cancelled
-
-        with pytest.raises(Cancelled):
-            decode_latents(bundled, latents, max_bytes=budget, poll=cancel, out=out)
-        del out
-        gc.collect()
-        assert alive() is None
-        assert not [x for x in gc.get_objects() if type(x) is torch.Tensor and x.numel() > 10**6]
-    assert torch.equal(decode_latents(bundled, latents, max_bytes=budget), expected)
-
-
-# several devices
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_devices_give_the_pixels_of_one(bundled, workers):
-    latents = noise(2, 32, 16, 12)
-    one = decode_latents(bundled, latents, devices=["cpu"])
-    assert relative(one, decode_latents(bundled, latents)) <= 1e-5
-    assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * workers), one)
-
-
-@pytest.mark.parametrize("height, width", [(1, 1), (2, 9), (7, 2), (9, 5)])
-def test_small_pictures_on_more_devices_than_they_have_rows_for(bundled, height, width):
-    latents = noise(1, 32, height, width)
-    got = decode_latents(bundled, latents, devices=["cpu"] * 4)
-    assert relative(got, bundled.decode(latents).sample) <= 1e-5
-
-
-@pytest.mark.parametrize("where", ["score_pieces", "pixel_rows"])
-def test_a_device_that_fails_gives_its_rows_to_the_others(bundled, monkeypatch, where):
-    latents = noise(1, 32, 16, 12)
-    expected = decode_latents(bundled, latents, devices=["cpu"])
-    monkeypatch.setattr(devices, where, Fails(getattr(devices, where), 2))
-    report = {}
-    assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * 3, report=report), expected)
-    assert report["events"] == ["cpu failed (OutOfMemoryError), its rows went to the others"]
-
-
-def test_when_all_devices_fail_the_error_is_theirs(bundled, monkeypatch):
-    def none(*arguments, **options):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(devices, "pixel_rows", none)
-    with pytest.raises(torch.OutOfMemoryError):
-        decode_latents(bundled, noise(1, 32, 16, 12), devices=["cpu"] * 2)
-    with pytest.raises(ValueError, match="^devices: got none"):
-        decode_latents(bundled, noise(1, 32, 4, 4), devices=[])
-
-
-def test_a_cancel_ends_all_workers(bundled):
-    import threading
-
-    polls = iter(range(10**6))
-
-    def cancel():
-        if next(polls) == 12:
-            raise Cancelled
-
-    before = threading.active_count()
-    with pytest.raises(Cancelled):
-        decode_latents(bundled, noise(1, 32, 32, 24), devices=["cpu"] * 2, poll=cancel)
-    assert threading.active_count() == before

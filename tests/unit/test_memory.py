@@ -38,7 +38,7 @@ def test_transformers_have_as_many_parameters_as_the_library_s(variant):
 
 
 def test_autoencoder_and_gemma_have_as_many_parameters_as_the_libraries():
-    from test_decode import f32c32_layout
+    from decoders import f32c32_layout
     from transformers import Gemma2Config, Gemma2Model
 
     model = f32c32_layout()
