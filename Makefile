@@ -36,6 +36,7 @@ bench: setup
 	$(VENV) benchmarks/load.py
 	$(VENV) benchmarks/sampling.py
 	$(VENV) benchmarks/decode.py
+	$(VENV) benchmarks/memory.py
 
 checkpoint: setup
 	$(VENV) -m demo.recipe

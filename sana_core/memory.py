@@ -1,7 +1,7 @@
 """Bytes that drawing a picture takes, stage by stage, before anything is loaded.
 
-Weights are counted from the configurations of the published models. Activations are those of the library's forwards:
-so many maps of the model's width, as measured; benchmarks/memory.json holds measured and predicted side by side.
+Weights are counted from the configurations of the published models. Activations are those of the forwards: so many maps
+of the model's width, as measured on a CPU; benchmarks/memory.json holds measured and predicted side by side.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ CONTEXT = 600 * 10**6
 F32C32 = Layout((128, 256, 512, 512, 1024, 1024), (3,) * 6, 3, 32, 32, 2, True)
 DECODER, ENCODER, GEMMA = 159_223_171, 153_027_104, 2_614_341_888
 TEXT_WIDTH, TEXT_HIDDEN, TEXT_TOKENS, INSTRUCTION_TOKENS = 2304, 9216, 300, 280
-# maps [batch, positions, width] alive at once in a block: the gated feed-forward in its own precision, and in bf16 the
-# linear attention's fp32 copies; and what does not grow with the picture: the text's keys, values, and buffers
-MAPS = {torch.float32: 12.0, torch.bfloat16: 15.5}
-FIXED = 100 * 10**6
+# maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them; in bf16 the linear
+# attention's fp32 copies besides
+MAPS = {torch.float32: 12.0, torch.bfloat16: 13.7}
+# on the CPU in bf16, a reordered copy of a block's largest weight beside fewer maps
+MAPS_BESIDE_WEIGHT = 8.0
+FIXED = 5 * 10**6
 
 
 def transformer_parameters(model: Architecture) -> int:
@@ -43,13 +45,23 @@ def transformer_parameters(model: Architecture) -> int:
 def text_bytes(batch: int, item: int) -> int:
     """Return what encoding `batch` prompts behind the instruction takes beyond Gemma's weights."""
     tokens = TEXT_TOKENS + INSTRUCTION_TOKENS
-    return batch * tokens * (8 * TEXT_WIDTH + 3 * TEXT_HIDDEN + 8 * tokens) * item
+    return batch * tokens * (6 * TEXT_WIDTH + 3 * TEXT_HIDDEN + 8 * tokens) * item
 
 
-def transformer_bytes(model: Architecture, height: int, width: int, batch: int, dtype: torch.dtype) -> int:
-    """Return what a step takes beyond the weights, prompt and negative prompt together; sides in latents."""
+def transformer_bytes(
+    model: Architecture, height: int, width: int, batch: int, dtype: torch.dtype, accelerator: bool
+) -> int:
+    """Return what a step takes beyond the weights, prompt and negative prompt together; sides in latents.
+
+    The keys and values of both are kept for all steps and blocks.
+    """
     passes = 1 if model.guidance_embeds else 2
-    return int(MAPS[dtype] * batch * passes * height * width * model.width * dtype.itemsize) + FIXED
+    prompts = 2 * model.layers * passes * TEXT_TOKENS * model.width * dtype.itemsize
+    unit = batch * passes * height * width * model.width * dtype.itemsize
+    block = MAPS[dtype] * unit
+    if dtype == torch.bfloat16 and not accelerator:
+        block = max(block, MAPS_BESIDE_WEIGHT * unit + 5 * model.width**2 * dtype.itemsize)
+    return int(prompts + block) + FIXED
 
 
 def plan_memory(
@@ -72,7 +84,7 @@ def plan_memory(
         "text": {"weights": GEMMA * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)},
         "transformer": {
             "weights": transformer_parameters(model) * kind.itemsize,
-            "activations": transformer_bytes(model, rows, columns, batch, kind),
+            "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator),
         },
     }
     methods = decode_methods(Planner(F32C32, rows, columns, kind, accelerator))

@@ -1,0 +1,109 @@
+"""What text and transformer take beyond their weights, beside what sana_core.memory predicts: `make bench`.
+
+Writes benchmarks/memory.json. Real widths, two blocks or layers of each, random weights, each measurement a process of
+its own; the figures of the decode are in decode.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+BLOCKS = 2
+DTYPES = ("float32", "bfloat16")
+TRANSFORMERS = [(width, pixels, dtype) for width in (1152, 2240) for pixels in (512, 1024) for dtype in DTYPES]
+
+
+def measure_transformer(width: int, pixels: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return measured and predicted bytes of a guided step."""
+    from diffusers import SanaTransformer2DModel
+
+    from sana_core.checkpoints.zoo import CROSS_HEADS, Architecture
+    from sana_core.decode.peak import PeakMemory
+    from sana_core.guidance import denoiser
+    from sana_core.memory import transformer_bytes
+
+    heads = CROSS_HEADS[width]
+    model = SanaTransformer2DModel(
+        num_attention_heads=width // 32,
+        num_layers=BLOCKS,
+        num_cross_attention_heads=heads,
+        cross_attention_head_dim=width // heads,
+        cross_attention_dim=width,
+    )
+    model = model.requires_grad_(False).to(dtype)
+    side = pixels // 32
+    prompt = torch.randn(1, 300, 2304, dtype=dtype), torch.ones(1, 300)
+    x = torch.randn(1, 32, side, side)
+    with torch.inference_mode():
+        denoiser(model, prompt, prompt, 4.5)(x[..., :2, :2].contiguous(), torch.tensor(0.5))  # buffers made once
+        with PeakMemory(torch.device("cpu")) as peak:
+            denoiser(model, prompt, prompt, 4.5)(x, torch.tensor(0.5))
+    return peak.bytes, transformer_bytes(Architecture(width, BLOCKS), side, side, 1, dtype, accelerator=False)
+
+
+def measure_text(dtype: torch.dtype) -> tuple[int, int]:
+    """Return measured and predicted bytes of one prompt behind the instruction."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    from sana_core.decode.peak import PeakMemory
+    from sana_core.memory import INSTRUCTION_TOKENS, TEXT_TOKENS, text_bytes
+
+    model = Gemma2Model(Gemma2Config(num_hidden_layers=BLOCKS, vocab_size=1000)).requires_grad_(False).to(dtype)
+    ids = torch.randint(3, 1000, (1, INSTRUCTION_TOKENS + TEXT_TOKENS))
+    with torch.inference_mode():
+        model(ids[:, :8], attention_mask=torch.ones(1, 8))
+        with PeakMemory(torch.device("cpu")) as peak:
+            model(ids, attention_mask=torch.ones_like(ids))
+    return peak.bytes, text_bytes(1, dtype.itemsize)
+
+
+def child(arguments: list[str]) -> dict:
+    # glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    command = [sys.executable, __file__, *arguments]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    measured, predicted = json.loads(out.splitlines()[-1])
+    return {
+        "measured_megabytes": round(measured / 1e6, 1),
+        "predicted_megabytes": round(predicted / 1e6, 1),
+        "measured_of_predicted": round(measured / predicted, 3),
+    }
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        *size, dtype = sys.argv[1:]
+        kind = getattr(torch, dtype)
+        result = measure_transformer(*map(int, size), kind) if size else measure_text(kind)
+        sys.stdout.write(f"\n{json.dumps(result)}")
+        return
+    figures = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}",
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")}
+        | {"python": platform.python_version()},
+        "text": {dtype: child([dtype]) for dtype in DTYPES},
+        "transformer": {
+            f"width {width}, {pixels} px, {dtype}": child([str(width), str(pixels), dtype])
+            for width, pixels, dtype in TRANSFORMERS
+        },
+    }
+    text = json.dumps(figures, indent=2) + "\n"
+    (ROOT / "benchmarks" / "memory.json").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
