@@ -142,7 +142,9 @@ def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -
 
         folder = base / "model"
         transformer.save_pretrained(folder / "transformer")
-        (folder / "vae").symlink_to(ROOT / "demo" / "sana-tiny" / "vae", target_is_directory=True)
+        for part in (ROOT / "demo" / "sana-tiny").iterdir():
+            if part.name != "transformer":
+                (folder / part.name).symlink_to(part)
         model = package.load_model(folder)
 
     cond, uncond = prompts(transformer, TOKENS)
