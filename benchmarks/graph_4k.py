@@ -1,0 +1,57 @@
+"""Seconds of a 4096 x 4096 graph with the bundled checkpoint, queued over HTTP: `python benchmarks/graph_4k.py`.
+
+Writes benchmarks/graph_4k.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from host import images_of, run_graph, start_server  # noqa: E402
+
+SIDE = 4096
+
+
+def main() -> None:
+    graph = json.loads((ROOT / "tests" / "graphs" / "demo.json").read_text())
+    names = {node["class_type"]: key for key, node in graph.items()}
+    graph[names["SanaEmptyLatent"]]["inputs"].update(width=SIDE, height=SIDE)
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, start_server("bench-4k", Path(folder)) as server:
+        started = last = time.perf_counter()
+        node, events = None, []
+        for event in run_graph(server, graph):
+            events.append(event)
+            if isinstance(event, dict) and event["type"] == "executing":
+                now = time.perf_counter()
+                if node is not None:
+                    seconds[graph[node]["class_type"]] = round(now - last, 1)
+                node, last = event["data"]["node"], now
+        whole = round(time.perf_counter() - started, 1)
+        assert len(images_of(events)) == 1
+    figures = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}",
+        "versions": {"torch": version("torch"), "python": platform.python_version()},
+        "pixels": SIDE,
+        "steps": graph[names["SanaSampler"]]["inputs"]["steps"],
+        "seconds": whole,
+        "seconds_of_nodes": seconds,
+    }
+    text = json.dumps(figures, indent=2) + "\n"
+    (ROOT / "benchmarks" / "graph_4k.json").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
