@@ -6,9 +6,9 @@ import argparse
 import sys
 from inspect import cleandoc
 
-from .commands import convert, generate, inspect
+from .commands import batch, convert, generate, inspect
 
-COMMANDS = {"generate": generate, "inspect": inspect, "convert": convert}
+COMMANDS = {"generate": generate, "batch": batch, "inspect": inspect, "convert": convert}
 
 
 def main(argv: list[str] | None = None) -> int:

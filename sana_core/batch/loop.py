@@ -48,7 +48,7 @@ class Pool(Protocol[R]):
         """Return the seconds of the pool's clock."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether `error` says that memory ran out, on an accelerator or on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

@@ -20,7 +20,7 @@ ROUNDS = 3
 class Picture(NamedTuple):
     """One picture: its place in the order of the results, the number of its prompt, its seed."""
 
-    index: int
+    number: int
     prompt: int
     seed: int
 
@@ -45,14 +45,14 @@ def batch_pictures(prompts: int, count: int, seed: int) -> list[Picture]:
 
 
 def cut(pictures: Iterable[Picture], size: int, done: Collection[int] = ()) -> list[Chunk]:
-    """Return the pictures in chunks of at most `size`, without those whose index is in `done`.
+    """Return the pictures in chunks of at most `size`, without those whose number is in `done`.
 
-    Where a chunk begins depends on the index alone, so that what is drawn together does not depend on what is done.
+    Where a chunk begins depends on the number alone, so that what is drawn together does not depend on what is done.
     Raises ValueError for a size below 1.
     """
     check_whole("chunk", size, 1, LARGEST_COUNT)
-    chunks = (tuple(group) for _, group in groupby(pictures, key=lambda picture: picture.index // int(size)))
-    left = (tuple(picture for picture in chunk if picture.index not in done) for chunk in chunks)
+    chunks = (tuple(group) for _, group in groupby(pictures, key=lambda picture: picture.number // int(size)))
+    left = (tuple(picture for picture in chunk if picture.number not in done) for chunk in chunks)
     return [chunk for chunk in left if chunk]
 
 

@@ -21,7 +21,7 @@ PATIENCE = 10.0
 FIRST_PATIENCE = 30.0
 
 
-class ChunkLostError(RuntimeError):
+class ChunkLostError(ConnectionError):
     """Some pictures were lost with their worker again and again."""
 
 
@@ -39,7 +39,7 @@ class Queue:
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self.waiting = deque(chunks)
         self.flights: dict[str, list[Flight]] = {}
-        self.missing = {picture.index for chunk in self.waiting for picture in chunk}
+        self.missing = {picture.number for chunk in self.waiting for picture in chunk}
         self.limits: dict[str, int] = {}
         self.strikes: Counter[str] = Counter()
         self.losses: Counter[Chunk] = Counter()
@@ -57,15 +57,15 @@ class Queue:
         has it: a slow card, one that hangs, or one with a second chunk behind its first does not hold up the end.
         """
         while self.waiting:
-            chunk = tuple(picture for picture in self.waiting.popleft() if picture.index in self.missing)
+            chunk = tuple(picture for picture in self.waiting.popleft() if picture.number in self.missing)
             limit = self.limits.get(worker, len(chunk))
             if len(chunk) > limit:
                 self.waiting.appendleft(chunk[limit:])
                 chunk = chunk[:limit]
             if chunk:
                 return self.launch(worker, chunk, now)
-        chunk = None if self.load(worker) else self.latest(worker, now)
-        return self.launch(worker, chunk, now) if chunk else None
+        copy = None if self.load(worker) else self.latest(worker, now)
+        return self.launch(worker, copy, now) if copy else None
 
     def launch(self, worker: str, chunk: Chunk, now: float) -> Chunk:
         own = self.flights.setdefault(worker, [])
@@ -93,7 +93,7 @@ class Queue:
         return found
 
     def is_missing(self, chunk: Chunk) -> bool:
-        return any(picture.index in self.missing for picture in chunk)
+        return any(picture.number in self.missing for picture in chunk)
 
     def land(self, worker: str, chunk: Chunk, now: float) -> float | None:
         """Take `chunk` off `worker`. Return the seconds since it was started, None if it was already taken away."""
@@ -113,8 +113,8 @@ class Queue:
             pace = seconds / len(chunk)
             self.pace[worker] = (self.pace.get(worker, pace) + pace) / 2
         self.strikes[worker] = 0
-        fresh = [picture for picture in chunk if picture.index in self.missing]
-        self.missing.difference_update(picture.index for picture in fresh)
+        fresh = [picture for picture in chunk if picture.number in self.missing]
+        self.missing.difference_update(picture.number for picture in fresh)
         self.drawn[worker] += len(fresh)
         return fresh
 
@@ -140,7 +140,7 @@ class Queue:
             self.losses[flight.chunk] += flight.started is not None
             if self.losses[flight.chunk] >= LARGEST_LOSSES:
                 raise ChunkLostError(
-                    f"picture {flight.chunk[0].index} and {len(flight.chunk) - 1} more were lost with their worker "
+                    f"picture {flight.chunk[0].number} and {len(flight.chunk) - 1} more were lost with their worker "
                     f"{LARGEST_LOSSES} times; see the workers' logs, or use a smaller chunk"
                 )
             self.waiting.appendleft(flight.chunk)

@@ -14,7 +14,7 @@ def run(pool, pictures=100, chunk=4, grace=60.0):
     """Draw `pictures` and return the queue; all must arrive, each once."""
     queue = Queue(cut(batch_pictures(1, pictures, 0), chunk))
     arrived = [picture for picture, _ in carry_out((), pool, grace, queue)]
-    assert sorted(picture.index for picture in arrived) == list(range(pictures))
+    assert sorted(picture.number for picture in arrived) == list(range(pictures))
     return queue
 
 
@@ -34,7 +34,7 @@ def mishaps(**shares):
 
 def test_picture_i_of_a_prompt_has_seed_plus_i():
     pictures = batch_pictures(2, 3, 2**64 - 2)
-    assert [picture.index for picture in pictures] == list(range(6))
+    assert [picture.number for picture in pictures] == list(range(6))
     assert [picture.prompt for picture in pictures] == [0, 0, 0, 1, 1, 1]
     assert [picture.seed for picture in pictures] == [2**64 - 2, 2**64 - 1, 0] * 2
 
@@ -57,7 +57,7 @@ def test_numbers_out_of_range_are_named(prompts, count, seed, message):
 
 def test_a_cut_leaves_out_what_is_done_and_keeps_the_rest_together():
     pictures = batch_pictures(1, 10, 0)
-    sizes = [[picture.index for picture in chunk] for chunk in cut(pictures, 4, done={1, 4, 5, 6, 7})]
+    sizes = [[picture.number for picture in chunk] for chunk in cut(pictures, 4, done={1, 4, 5, 6, 7})]
     assert sizes == [[0, 2, 3], [8, 9]]
     with pytest.raises(ValueError, match="chunk: got 0"):
         cut(pictures, 0)
