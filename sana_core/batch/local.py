@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Generic, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from .draw import Models, Settings, complete, draw, encode_texts, load_encoder, load_models, texts_of
 from .loop import GRACE, Outcome, carry_out, is_out_of_memory
 from .plan import Chunk, Picture, auto_chunk, cut
+from .queue import Queue
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +46,17 @@ class LocalPool(Generic[R]):
 
     def __init__(self, devices: Sequence[torch.device], prepare: Callable[[torch.device, Poll], Draw[R]]) -> None:
         self.prepare = prepare
-        self.outcomes: queue.SimpleQueue[Outcome[R]] = queue.SimpleQueue()
+        self.outcomes: SimpleQueue[Outcome[R]] = SimpleQueue()
         self.loading = threading.Lock()
         self.cancelled = threading.Event()
-        self.inboxes: dict[str, queue.SimpleQueue[Chunk | None]] = {}
+        self.inboxes: dict[str, SimpleQueue[Chunk | None]] = {}
         self.threads: dict[str, threading.Thread] = {}
         self.reason: BaseException | None = None
         seen: Counter[torch.device] = Counter()
         for device in devices:
             seen[device] += 1
             name = f"{device}" if seen[device] == 1 else f"{device} #{seen[device]}"
-            self.inboxes[name] = queue.SimpleQueue()
+            self.inboxes[name] = SimpleQueue()
             share = max(1, torch.get_num_threads() // devices.count(device)) if device.type == "cpu" else None
             self.threads[name] = threading.Thread(
                 target=self.work, args=(name, device, share), name=f"sana batch {name}", daemon=True
@@ -112,7 +113,7 @@ class LocalPool(Generic[R]):
     def wait(self) -> list[Outcome[R]]:
         try:
             outcome = self.outcomes.get(timeout=LOOK)
-        except queue.Empty:
+        except Empty:
             return []
         if outcome.error is None:
             return [outcome]
@@ -185,18 +186,23 @@ def draw_local(
     chunk: int | None = None,
     done: frozenset[int] = frozenset(),
     grace: float = GRACE,
+    report: dict[str, Any] | None = None,
 ) -> Generator[tuple[Picture, torch.Tensor], None, None]:
     """Yield each of `pictures` that is not in `done` with its pixels [3, H, W] in [-1, 1], as they finish.
 
     Every prompt is encoded once, on the first device, before the models are loaded. Closing the iterator stops all
-    devices within a step. Raises as `complete`, `local_devices` and the loaders do.
+    devices within a step. `report` gets "drawn", the pictures of each worker.
+
+    Raises as `complete`, `local_devices` and the loaders do.
     """
     found = local_devices(devices)
     settings = complete(settings, checkpoint)
     left = [picture for picture in pictures if picture.number not in done]
     size = chunk or auto_chunk(settings.width, settings.height, len(left), len(found))
-    chunks = cut(pictures, size, done)
-    if not chunks:
+    queue = Queue(cut(pictures, size, done))
+    if report is not None:
+        report["drawn"] = queue.drawn
+    if not left:
         return
     encoder = load_encoder(checkpoint, found[0], settings.dtype)
     wanted = dict.fromkeys(prompts[picture.prompt] for picture in left)
@@ -211,4 +217,4 @@ def draw_local(
         return lambda chunk: draw(shared[device], settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
 
     with closing(LocalPool(found, prepare)) as pool:
-        yield from carry_out(chunks, pool, grace)
+        yield from carry_out(queue, pool, grace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -55,16 +55,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def carry_out(
-    chunks: Iterable[Chunk], pool: Pool[R], grace: float = GRACE, queue: Queue | None = None
-) -> Iterator[tuple[Picture, R]]:
-    """Yield each picture of `chunks` once, with its result, as they finish.
+def carry_out(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[Picture, R]]:
+    """Yield each picture of `queue` once, with its result, as they finish.
 
     A chunk for which memory ran out is drawn in halves, one whose worker died or hangs by another worker. Raises what
-    a worker raised otherwise, ChunkLostError, and what the pool raises when no worker is left. `queue` is for those
-    who want to watch.
+    a worker raised otherwise, ChunkLostError, and what the pool raises when no worker is left.
     """
-    queue = Queue(chunks) if queue is None else queue
     while queue.missing:
         workers = pool.workers()
         for worker in queue.flights.keys() - workers:

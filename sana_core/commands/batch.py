@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     if done:
         sys.stdout.write(f"{len(done)} of {len(pictures)} pictures are there already\n")
     started = time.monotonic()
-    drawn = draw(arguments, prompts, settings, pictures, done)
+    report: dict[str, Any] = {"drawn": {}}
+    drawn = draw(arguments, prompts, settings, pictures, done, report)
     with closing(drawn):
         for number, (picture, levels) in enumerate(drawn, len(done) + 1):
             path = save(folder, picture, levels, len(pictures))
@@ -85,6 +87,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.report:
         seconds, count = time.monotonic() - started, len(pictures) - len(done)
         sys.stdout.write(f"{count} pictures in {seconds:.1f} s, {count / seconds:.2f} a second\n")
+        for worker, number in report["drawn"].items():
+            sys.stdout.write(f"  {worker}: {number}\n")
 
 
 def draw(
@@ -93,17 +97,19 @@ def draw(
     settings: Settings,
     pictures: list[Picture],
     done: frozenset[int],
+    report: dict[str, Any],
 ) -> Generator[tuple[Picture, np.ndarray], None, None]:
     """Yield each picture that is not done with its levels [H, W, 3]."""
     options = (prompts, arguments.checkpoint, settings, pictures)
     if arguments.cluster is None:
-        drawn = draw_local(*options, arguments.devices, arguments.chunk, done)
+        drawn = draw_local(*options, arguments.devices, arguments.chunk, done, report=report)
         with closing(drawn):
             yield from levels_of(drawn)
         return
     from ..batch.cluster import draw_on_cluster
 
-    yield from draw_on_cluster(*options, arguments.cluster, arguments.chunk, done, as_levels=True)
+    with closing(draw_on_cluster(*options, arguments.cluster, arguments.chunk, done, True, report=report)) as levels:
+        yield from levels
 
 
 def levels_of(drawn: Iterable) -> Iterator[tuple[Picture, np.ndarray]]:

@@ -13,7 +13,7 @@ from sana_core.batch.queue import LARGEST_LOSSES, ChunkLostError, Queue
 def run(pool, pictures=100, chunk=4, grace=60.0):
     """Draw `pictures` and return the queue; all must arrive, each once."""
     queue = Queue(cut(batch_pictures(1, pictures, 0), chunk))
-    arrived = [picture for picture, _ in carry_out((), pool, grace, queue)]
+    arrived = [picture for picture, _ in carry_out(queue, pool, grace)]
     assert sorted(picture.number for picture in arrived) == list(range(pictures))
     return queue
 
