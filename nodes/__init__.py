@@ -2,13 +2,13 @@
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import controlnet, custom_sampling, decode, guidance, latent, loader, lora, prompt_list, sampler, text
+from . import batch, controlnet, custom_sampling, decode, guidance, latent, loader, lora, prompt_list, sampler, text
 
 
 class SanaExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         loading = (loader, lora, controlnet)
-        modules = (*loading, text, prompt_list, latent, guidance, sampler, custom_sampling, decode)
+        modules = (*loading, text, prompt_list, latent, guidance, sampler, batch, custom_sampling, decode)
         return [node for module in modules for node in module.NODES]
 
 
