@@ -215,17 +215,21 @@ def plot(pool: SimulatedPool, efficiency: float, arrived: list[float]) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
     colours = {"drawn": "#7aa6c2", "dies": "#c0392b", "hangs": "#e67e22", "memory": "#8e44ad"}
     figure, (rows, curve) = plt.subplots(2, 1, figsize=(10, 8), sharex=True, height_ratios=(3, 1))
     order = {slot: row for row, slot in enumerate(sorted(pool.speeds, key=pool.speeds.__getitem__))}
     for kind, colour in colours.items():
-        bars = [bar for bar in pool.busy if bar[3] == kind]
-        left, width = [start for _, start, _, _ in bars], [max(end - start, 0.4) for _, start, end, _ in bars]
-        rows.barh([order[slot] for slot, *_ in bars], width, left=left, height=1, color=colour, label=kind, linewidth=0)
+        bars = [bar for bar in pool.busy if bar[3] == kind and bar[1] < pool.clock]
+        left, width = (
+            [start for _, start, _, _ in bars],
+            [max(min(end, pool.clock) - start, 0.4) for _, start, end, _ in bars],
+        )
+        rows.barh([order[slot] for slot, *_ in bars], width, left=left, height=1, color=colour, linewidth=0)
     rows.set_ylabel("workers, the slowest below")
     rows.set_title(f"10,000 pictures on 64 simulated workers: efficiency {efficiency:.3f}, {len(pool.mishaps)} mishaps")
-    rows.legend(loc="lower right")
+    rows.legend(handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()], loc="lower right")
     curve.plot(arrived, range(1, len(arrived) + 1), color="#2c3e50")
     curve.set_xlabel("seconds")
     curve.set_ylabel("pictures")

@@ -51,29 +51,30 @@ def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
     return [chosen or model.load_device]
 
 
+def patcher_on(base: ModelPatcher, device: torch.device, taken: list[torch.nn.Module]) -> ModelPatcher:
+    """Return a clone of `base` for `device`, with its patches and with weights that are none of `taken`.
+
+    Weights that an earlier run has loaded are used again; otherwise they are read from the file.
+    """
+    for known in comfy.model_management.loaded_models():
+        is_ours = known.clone_base_uuid == base.clone_base_uuid and known.load_device == device
+        if is_ours and all(known.model is not other for other in taken):
+            clone = base.clone(model_override=known.get_clone_model_override())
+            clone.load_device, clone.hook_backup = known.load_device, known.hook_backup
+            return clone
+    return base.deepclone_multigpu(new_load_device=device)
+
+
 def models_on(model: ModelPatcher, devices: list[torch.device]) -> list[ModelPatcher]:
-    """Return a clone of `model` for each of `devices`, with its patches; clones of an earlier run are used again."""
+    """Return a clone of `model` for each of `devices`; the first on the model's own device shares its weights."""
     base = model.clone()
     base.remove_additional_models("multigpu")
     clones: list[ModelPatcher] = []
     for device in devices:
         if device == base.load_device and not clones:
             clones.append(base)
-            continue
-        taken = [base.model, *(clone.model for clone in clones)]
-        loaded = [
-            known
-            for known in comfy.model_management.loaded_models()
-            if known.clone_base_uuid == base.clone_base_uuid
-            and known.load_device == device
-            and all(known.model is not other for other in taken)
-        ]
-        if loaded:
-            clone = base.clone(model_override=loaded[0].get_clone_model_override())
-            clone.load_device, clone.hook_backup = loaded[0].load_device, loaded[0].hook_backup
         else:
-            clone = base.deepclone_multigpu(new_load_device=device)
-        clones.append(clone)
+            clones.append(patcher_on(base, device, [base.model, *(clone.model for clone in clones)]))
     return clones
 
 
@@ -81,10 +82,10 @@ def vae_on(vae: comfy.sd.VAE, device: torch.device) -> comfy.sd.VAE:
     """Return `vae` for that device: itself, or a copy with weights of its own."""
     if vae.device == device:
         return vae
-    vae = copy.copy(vae)
-    vae.patcher = vae.patcher.deepclone_multigpu(new_load_device=device)
-    vae.first_stage_model, vae.device = vae.patcher.model, device
-    return vae
+    moved = copy.copy(vae)
+    moved.patcher = patcher_on(vae.patcher, device, [vae.first_stage_model])
+    moved.first_stage_model, moved.device = moved.patcher.model, device
+    return moved
 
 
 def count_prompts(conditioning: list) -> int:
@@ -172,9 +173,15 @@ def sample_batch(
     pictures = batch_pictures(prompts, count, seed)
     queue = Queue(cut(pictures, chunk or chunk_that_fits(model, samples.shape, len(pictures), devices)))
     clones, free = models_on(model, devices), list(range(len(devices)))
+    vaes = {device: vae_on(vae, device) for device in devices} if vae is not None else {}
     progress = Progress(model, len(pictures) * (len(sigmas) - 1))
     # ComfyUI's list of what is loaded where knows no threads
     loading = threading.Lock()
+
+    def decode(own: comfy.sd.VAE, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
+        poll()
+        with loading:
+            return own.decode(latent[None])[0]
 
     def prepare(device: torch.device, poll: Poll) -> Draw[tuple[torch.Tensor, torch.Tensor | None]]:
         index = next(i for i in free if devices[i] == device)
@@ -182,7 +189,6 @@ def sample_batch(
         clone = clones[index]
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, one_at_a_time(loading))
         comfy.model_management.set_torch_device(device)
-        own_vae = vae_on(vae, device) if vae is not None else None
 
         def callback(step: int, x0: torch.Tensor, x: torch.Tensor, total: int) -> None:
             poll()
@@ -199,13 +205,8 @@ def sample_batch(
                     out = sample_sprint(clone, conds[0], start, 0, guidance, sigmas, callback)["samples"]
                 else:
                     out = sample(clone, *conds, start, 0, guidance, name, sigmas, callback)["samples"]
-                images = [None] * len(chunk) if own_vae is None else [decode(own_vae, each, poll) for each in out]
+                images = [decode(vaes[device], each, poll) if vaes else None for each in out]
             return list(zip(out, images, strict=True))
-
-        def decode(own: comfy.sd.VAE, each: torch.Tensor, poll: Poll) -> torch.Tensor:
-            poll()
-            with loading:
-                return own.decode(each[None])[0]
 
         return draw
 

@@ -121,7 +121,7 @@ def sample(
         samples,
         noise_mask=latent.get("noise_mask"),
         callback=callback or latent_preview.prepare_callback(model, len(sigmas) - 1),
-        disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
+        disable_pbar=callback is not None or not comfy.utils.PROGRESS_BAR_ENABLED,
         seed=seed,
     )
     return out

@@ -211,6 +211,8 @@ def draw_local(
     shared: dict[torch.device, Models] = {}
 
     def prepare(device: torch.device, poll: Poll) -> Draw[torch.Tensor]:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
         # threads on one device share its weights
         if device not in shared:
             shared[device] = load_models(checkpoint, device, settings.dtype)

@@ -35,11 +35,11 @@ def add_node(cluster):
     return cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
 
 
-def kill_an_actor():
-    """SIGKILL the process of some actor that has been drawing."""
+def send_to_an_actor(number):
+    """Send a signal to the process of some actor."""
     named = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
     (victim, *_) = [p for p in named if p.info["cmdline"][0].startswith(f"ray::{Painter.__name__}")]
-    victim.send_signal(signal.SIGKILL)
+    victim.send_signal(number)
 
 
 @pytest.mark.timeout(400)
@@ -55,7 +55,7 @@ def test_every_picture_arrives_once_while_machines_die_and_join(cluster, checkpo
         if len(arrived) == 5:
             cluster.remove_node(nodes[0], allow_graceful=False)
         elif len(arrived) == 9:
-            kill_an_actor()
+            send_to_an_actor(signal.SIGKILL)
         elif len(arrived) == 11:
             joined = add_node(cluster)
         deadline = time.monotonic() + 1
@@ -85,3 +85,17 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
                 pool.wait()
     finally:
         pool.close()
+
+
+@pytest.mark.timeout(300)
+def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
+    add_node(cluster)
+    pictures = batch_pictures(2, 6, 5)
+    report, arrived = {}, []
+    options = {"chunk": 1, "grace": 3.0, "report": report}
+    for picture, _ in draw_on_cluster(PROMPTS, checkpoint, SETTINGS, pictures, cluster.address, **options):
+        arrived.append(picture.number)
+        if len(arrived) == 2:
+            send_to_an_actor(signal.SIGSTOP)
+    assert sorted(arrived) == list(range(12))
+    assert [name.split()[-1] for name in report["drawn"]] == ["1)", "2)"]
