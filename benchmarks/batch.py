@@ -142,7 +142,7 @@ def ray_against_threads() -> dict:
         cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
     connect(cluster.address)
     times: dict[str, list[float]] = {"threads": [], "ray": []}
-    with closing(RayPool(PROMPTS, str(CHECKPOINT), settings, False, 300)) as actors:
+    with closing(RayPool(PROMPTS, str(CHECKPOINT), settings, None, 300)) as actors:
         warm(actors, 2)
         with closing(local_pool(2, os.sched_getaffinity(0))) as threads:
             warm(threads, 2)

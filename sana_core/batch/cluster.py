@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .draw import Settings, Text, complete, draw, encode_text, load_encoder, load_models
-from .folder import fingerprint, to_levels
+from .folder import encode_png, fingerprint
 from .loop import GRACE, Outcome, carry_out, is_out_of_memory
 from .plan import Chunk, Picture, auto_chunk, cut
 from .queue import Queue
@@ -35,8 +35,8 @@ LARGEST_TRIES = 5
 class Painter:
     """The actor: one GPU, or the CPU of a machine without one, with a checkpoint on it."""
 
-    def __init__(self, checkpoint: str, settings: Settings, as_levels: bool) -> None:
-        self.checkpoint, self.settings, self.as_levels = checkpoint, settings, as_levels
+    def __init__(self, checkpoint: str, settings: Settings, described: dict[str, Any] | None) -> None:
+        self.checkpoint, self.settings, self.described = checkpoint, settings, described
         self.texts: dict[str, Text] = {}
 
     def load(self, weights: str) -> None:
@@ -52,7 +52,7 @@ class Painter:
         self.negative = encode_text(self.encoder, self.settings.negative_prompt, instruction=False)
 
     def draw(self, chunk: Chunk, prompts: list[str]) -> list[Any]:
-        """Return the pictures of `chunk`, whose prompts are `prompts`."""
+        """Return the pictures of `chunk`, whose prompts are `prompts`: PNG files where settings are `described`."""
         # only those of the last chunks: the queue hands the pictures of a prompt out one after another
         known = {prompt: self.texts[prompt] for prompt in prompts if prompt in self.texts}
         for prompt in prompts:
@@ -60,7 +60,12 @@ class Painter:
                 known[prompt] = encode_text(self.encoder, prompt, instruction=True)
         self.texts = known
         pictures = draw(self.models, self.settings, chunk, [known[prompt] for prompt in prompts], self.negative)
-        return [to_levels(picture) if self.as_levels else picture.numpy() for picture in pictures]
+        if self.described is None:
+            return [pixels.numpy() for pixels in pictures]
+        return [
+            encode_png(pixels, prompt, picture.seed, self.described)
+            for picture, prompt, pixels in zip(chunk, prompts, pictures, strict=True)
+        ]
 
 
 class RayPool:
@@ -70,13 +75,18 @@ class RayPool:
     depth = 2
 
     def __init__(
-        self, prompts: Sequence[str], checkpoint: str, settings: Settings, as_levels: bool, wait: float
+        self,
+        prompts: Sequence[str],
+        checkpoint: str,
+        settings: Settings,
+        described: dict[str, Any] | None,
+        wait: float,
     ) -> None:
         import ray
 
         self.ray, self.prompts, self.longest_wait = ray, prompts, wait
         self.weights = fingerprint(checkpoint)
-        self.arguments = (checkpoint, settings, as_levels)
+        self.arguments = (checkpoint, settings, described)
         self.actor_class: Any = ray.remote(Painter)
         self.actors: dict[str, Any] = {}  # those that are ready, by name
         self.machines: dict[str, tuple[str, str]] = {}  # actor: its node's id and the machine's name
@@ -214,17 +224,19 @@ def draw_on_cluster(
     address: str = "auto",
     chunk: int | None = None,
     done: frozenset[int] = frozenset(),
-    as_levels: bool = False,
+    described: dict[str, Any] | None = None,
     grace: float = GRACE,
     wait: float = WAIT_FOR_ACTORS,
     report: dict[str, Any] | None = None,
 ) -> Generator[tuple[Picture, Any], None, None]:
     """Yield each of `pictures` that is not in `done` as it finishes, drawn on the GPUs of a Ray cluster.
 
-    With `as_levels` the pixels are arrays [H, W, 3] of uint8, else tensors [3, H, W] in [-1, 1]. `checkpoint` is the
-    path on every machine. A machine without it, or with other weights there, is left out with a log. Raises
-    ValueError without ray, ConnectionError where no cluster or no GPU of it can be reached, what the machines say where
-    none has the checkpoint, and as `complete` does. `report` gets "drawn", the pictures of each worker.
+    They come as tensors [3, H, W] in [-1, 1]; with the settings `described`, as the PNG files of `encode_png`, made
+    where they are drawn. `checkpoint` is the path on every machine; one without it, or with other weights there, is
+    left out with a log. `report` gets "drawn", the pictures of each worker.
+
+    Raises ValueError without ray, ConnectionError where no cluster or no GPU of it can be reached, what the machines
+    say where none has the checkpoint, and as `complete` does.
     """
     settings = complete(settings, checkpoint)
     left = sum(picture.number not in done for picture in pictures)
@@ -237,9 +249,9 @@ def draw_on_cluster(
     if report is not None:
         report["drawn"] = queue.drawn
     path = str(Path(checkpoint).absolute())
-    with closing(RayPool(prompts, path, settings, as_levels, wait)) as pool:
+    with closing(RayPool(prompts, path, settings, described, wait)) as pool:
         for picture, pixels in carry_out(queue, pool, grace):
-            yield picture, pixels if as_levels else torch.from_numpy(pixels.copy())
+            yield picture, torch.from_numpy(pixels.copy()) if described is None else pixels
 
 
 def connect(address: str) -> Any:

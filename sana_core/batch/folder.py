@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import torch
 
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
@@ -28,6 +27,8 @@ ENTRY = "sana"
 # seconds between two manifests, for one of 10,000 pictures has 2 MB
 REWRITE = 5.0
 SAMPLE = 1 << 20
+# of compression; above it a picture takes much longer for little
+LEVEL = 4
 
 
 def fingerprint(checkpoint: str | Path) -> str:
@@ -55,9 +56,22 @@ def describe_settings(settings: Settings, checkpoint: str | Path) -> dict[str, A
     return {"weights": fingerprint(checkpoint), **described}
 
 
-def to_levels(pixels: torch.Tensor) -> np.ndarray:
-    """Return the levels [H, W, 3], uint8, of a picture [3, H, W] in [-1, 1]."""
-    return ((pixels + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+def describe_picture(prompt: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what a picture is: prompt, seed, and the digest of all that it depends on, as its key."""
+    text = json.dumps([prompt, seed, settings], sort_keys=True)
+    return {"prompt": prompt, "seed": seed, "key": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def encode_png(pixels: torch.Tensor, prompt: str, seed: int, settings: dict[str, Any]) -> bytes:
+    """Return the picture [3, H, W] in [-1, 1] as a PNG that says what it is."""
+    from PIL import Image, PngImagePlugin
+
+    levels = ((pixels + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+    words = PngImagePlugin.PngInfo()
+    words.add_text(ENTRY, json.dumps({**describe_picture(prompt, seed, settings), "settings": settings}))
+    stream = io.BytesIO()
+    Image.fromarray(levels).save(stream, "PNG", pnginfo=words, compress_level=LEVEL)
+    return stream.getvalue()
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -104,11 +118,6 @@ class OutputFolder:
     def name(self, picture: Picture) -> str:
         return f"{picture.prompt:05d}_{picture.seed}.png"
 
-    def key(self, picture: Picture) -> str:
-        """Return the digest of all that the picture depends on."""
-        text = json.dumps([self.prompts[picture.prompt], picture.seed, self.settings], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
     def find_done(self, pictures: Sequence[Picture]) -> frozenset[int]:
         """Return the numbers of the pictures that are here whole, as they would be drawn now."""
         document = self.read_document()
@@ -127,7 +136,7 @@ class OutputFolder:
             entry = listed if listed.get("sha256") == digest else read_entry(data)
             if entry is None and not listed:
                 raise ValueError(f"out: {file} is not of this batch; choose another folder, or remove it")
-            if entry is not None and entry.get("key") != self.key(picture):
+            if entry is not None and entry.get("key") != self.entry(picture)["key"]:
                 raise ValueError(
                     f"out: {file} is of another prompt or other settings ({self.difference(entry, picture)}); "
                     "choose another folder"
@@ -147,19 +156,13 @@ class OutputFolder:
         return ", ".join(f"{name} {theirs.get(name)!r:.40}" for name in changed[:1]) or "unknown"
 
     def entry(self, picture: Picture) -> dict[str, Any]:
-        return {"prompt": self.prompts[picture.prompt], "seed": picture.seed, "key": self.key(picture)}
+        return describe_picture(self.prompts[picture.prompt], picture.seed, self.settings)
 
-    def save(self, picture: Picture, levels: np.ndarray) -> Path:
-        """Write the picture of `levels` [H, W, 3] and return its path. Raises OSError with the folder's name."""
-        from PIL import Image, PngImagePlugin
-
-        entry, path = self.entry(picture), self.path / self.name(picture)
-        words = PngImagePlugin.PngInfo()
-        words.add_text(ENTRY, json.dumps({**entry, "settings": self.settings}))
-        stream = io.BytesIO()
-        Image.fromarray(levels).save(stream, "PNG", pnginfo=words, compress_level=4)
-        write_whole(path, stream.getvalue())
-        self.entries[path.name] = {**entry, "sha256": hashlib.sha256(stream.getvalue()).hexdigest()}
+    def save(self, picture: Picture, png: bytes) -> Path:
+        """Write what `encode_png` returned for the picture, and return its path. Raises OSError."""
+        path = self.path / self.name(picture)
+        write_whole(path, png)
+        self.entries[path.name] = {**self.entry(picture), "sha256": hashlib.sha256(png).hexdigest()}
         if time.monotonic() - self.written > REWRITE:
             self.write_manifest()
         return path

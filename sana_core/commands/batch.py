@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..batch.draw import Settings, complete
-from ..batch.folder import OutputFolder, describe_settings, to_levels
+from ..batch.folder import OutputFolder, describe_settings, encode_png
 from ..batch.local import draw_local
 from ..batch.plan import Picture, batch_pictures
 
@@ -71,16 +69,17 @@ def run(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
     )
     settings = complete(settings, arguments.checkpoint)
-    folder = OutputFolder(arguments.out, prompts, describe_settings(settings, arguments.checkpoint))
+    described = describe_settings(settings, arguments.checkpoint)
+    folder = OutputFolder(arguments.out, prompts, described)
     done = folder.find_done(pictures)
     if done:
         sys.stdout.write(f"{len(done)} of {len(pictures)} pictures are there already\n")
     started = time.monotonic()
     report: dict[str, Any] = {"drawn": {}}
-    drawn = draw(arguments, prompts, settings, pictures, done, report)
+    drawn = draw(arguments, prompts, settings, described, pictures, done, report)
     with closing(drawn):
-        for number, (picture, levels) in enumerate(drawn, len(done) + 1):
-            path = save(folder, picture, levels, len(pictures))
+        for number, (picture, png) in enumerate(drawn, len(done) + 1):
+            path = save(folder, picture, png, len(pictures))
             sys.stdout.write(f"{path} ({number} of {len(pictures)})\n")
             sys.stdout.flush()
     folder.write_manifest()
@@ -95,32 +94,29 @@ def draw(
     arguments: argparse.Namespace,
     prompts: list[str],
     settings: Settings,
+    described: dict[str, Any],
     pictures: list[Picture],
     done: frozenset[int],
     report: dict[str, Any],
-) -> Generator[tuple[Picture, np.ndarray], None, None]:
-    """Yield each picture that is not done with its levels [H, W, 3]."""
+) -> Generator[tuple[Picture, bytes], None, None]:
+    """Yield each picture that is not done as a PNG file."""
     options = (prompts, arguments.checkpoint, settings, pictures)
-    if arguments.cluster is None:
-        drawn = draw_local(*options, arguments.devices, arguments.chunk, done, report=report)
-        with closing(drawn):
-            yield from levels_of(drawn)
+    if arguments.cluster is not None:
+        from ..batch.cluster import draw_on_cluster
+
+        address, chunk = arguments.cluster, arguments.chunk
+        with closing(draw_on_cluster(*options, address, chunk, done, described, report=report)) as files:
+            yield from files
         return
-    from ..batch.cluster import draw_on_cluster
-
-    with closing(draw_on_cluster(*options, arguments.cluster, arguments.chunk, done, True, report=report)) as levels:
-        yield from levels
-
-
-def levels_of(drawn: Iterable) -> Iterator[tuple[Picture, np.ndarray]]:
-    for picture, pixels in drawn:
-        yield picture, to_levels(pixels)
+    with closing(draw_local(*options, arguments.devices, arguments.chunk, done, report=report)) as drawn:
+        for picture, pixels in drawn:
+            yield picture, encode_png(pixels, prompts[picture.prompt], picture.seed, described)
 
 
-def save(folder: OutputFolder, picture: Picture, levels: np.ndarray, total: int) -> Path:
+def save(folder: OutputFolder, picture: Picture, png: bytes, total: int) -> Path:
     """Write the picture. Raises OSError that says what is safe already, for example on a full disk."""
     try:
-        return folder.save(picture, levels)
+        return folder.save(picture, png)
     except OSError as error:
         raise OSError(
             f"out: cannot write into {folder.path} ({error.strerror}); {len(folder.entries)} of {total} pictures are "

@@ -1,6 +1,7 @@
 """A real Ray cluster of three machines, all on this one, with a logical GPU each."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import sana_core
+from sana_core.__main__ import main
 from sana_core.batch.cluster import Painter, RayPool, connect, draw_on_cluster
 from sana_core.batch.draw import Settings, complete
 from sana_core.batch.plan import batch_pictures
@@ -76,7 +78,7 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
     shutil.copytree(checkpoint, copy)
     node = add_node(cluster)
     connect(cluster.address)
-    pool = RayPool(PROMPTS, str(copy), complete(SETTINGS, copy), False, 60)
+    pool = RayPool(PROMPTS, str(copy), complete(SETTINGS, copy), None, 60)
     shutil.rmtree(copy)
     try:
         with pytest.raises(OSError, match=rf"\({node.node_id[:6]}, actor \d+\): .*sana"):
@@ -99,3 +101,16 @@ def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
             send_to_an_actor(signal.SIGSTOP)
     assert sorted(arrived) == list(range(12))
     assert [name.split()[-1] for name in report["drawn"]] == ["1)", "2)"]
+
+
+@pytest.mark.timeout(300)
+def test_the_command_writes_the_same_files_with_a_cluster_as_without(cluster, checkpoint, tmp_path, capsys):
+    add_node(cluster)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    own = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--width", 128, "--height", 128]
+    own += ["--steps", 4, "--chunk", 2, "--count", 2, "--report"]
+    for name, more in (("here", []), ("there", ["--cluster", cluster.address])):
+        assert main([str(word) for word in (*own, "--out", tmp_path / name, *more)]) == 0, capsys.readouterr().err
+    assert re.search(r"actor 1\): 4", capsys.readouterr().out)
+    here, there = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("here", "there"))
+    assert here == there and len(here) == 5
