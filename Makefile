@@ -34,7 +34,7 @@ lint: setup
 bench: setup
 	$(VENV) benchmarks/start.py
 	$(VENV) benchmarks/load.py
-	$(VENV) benchmarks/batch.py
+	OMP_NUM_THREADS=1 $(VENV) benchmarks/batch.py
 
 checkpoint: setup
 	$(VENV) -m demo.recipe

@@ -1,6 +1,7 @@
 """Batches: workers against one worker, Ray against threads, what the queue costs, and a simulated cluster.
 
-`python benchmarks/batch.py` writes benchmarks/batch.json and benchmarks/batch.png.
+`OMP_NUM_THREADS=1 python benchmarks/batch.py` writes benchmarks/batch.json and benchmarks/batch.png; on a machine that
+does nothing else, for two processes of two threads each would slow each other down.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sana_core.batch.queue import Queue  # noqa: E402
 
 CHECKPOINT = ROOT / "demo" / "sana-tiny"
 PROMPTS = ["a red circle on a blue background"]
-PICTURES, CHUNK, RUNS = 32, 4, 5
+PICTURES, CHUNK, RUNS = 32, 4, 3
 CPU = torch.device("cpu")
 
 
@@ -162,6 +163,8 @@ def exactness() -> dict:
     def images(**options):
         return sana_core.generate(PROMPTS, CHECKPOINT, count=16, width=128, height=128, **options)
 
+    # as many threads in every worker: other shares of a sum would round in another way
+    torch.set_num_threads(1)
     alone = images(chunk=1)
     far = {chunk: (images(chunk=chunk) - alone).abs() for chunk in (2, 3, 8, 16)}
     same = all(

@@ -39,8 +39,12 @@ class Painter:
         self.checkpoint, self.settings, self.described = checkpoint, settings, described
         self.texts: dict[str, Text] = {}
 
-    def load(self, weights: str) -> None:
-        """Load everything. Raises ValueError if the checkpoint of this machine is not the one of that fingerprint."""
+    def load(self, weights: str, neighbours: int) -> None:
+        """Load everything, to share the machine's cores with so many actors, this one included.
+
+        Raises ValueError if the checkpoint of this machine is not the one of that fingerprint.
+        """
+        torch.set_num_threads(max(1, torch.get_num_threads() // neighbours))
         own = fingerprint(self.checkpoint)
         if own != weights:
             raise ValueError(f"{self.checkpoint}: got other weights than the driver has; copy the same files there")
@@ -111,14 +115,15 @@ class RayPool:
             present = sum(of == node_id for of, _ in self.machines.values())
             if node_id in self.refused:
                 continue
-            for _ in range(int(node["Resources"].get("GPU", 0)) - present):
+            gpus = int(node["Resources"].get("GPU", 0))
+            for _ in range(gpus - present):
                 self.started += 1
                 name = f"{node['NodeManagerHostname']} ({node_id[:6]}, actor {self.started})"
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
                 options = {"num_gpus": 1, "num_cpus": 0, "scheduling_strategy": place}
                 actor: Any = self.actor_class.options(**options).remote(*self.arguments)
                 self.machines[name] = (node_id, name)
-                self.starting[actor.load.remote(self.weights)] = (name, actor)
+                self.starting[actor.load.remote(self.weights, gpus)] = (name, actor)
 
     def forget(self, name: str) -> None:
         """Take an actor out; the loop gives its chunks to others."""
