@@ -37,6 +37,7 @@ bench: setup
 	$(VENV) benchmarks/sampling.py
 	$(VENV) benchmarks/decode.py
 	$(VENV) benchmarks/memory.py
+	OMP_NUM_THREADS=1 $(VENV) benchmarks/batch.py
 
 checkpoint: setup
 	$(VENV) -m demo.recipe

@@ -6,9 +6,16 @@ import argparse
 import sys
 from inspect import cleandoc
 
-from .commands import convert, decode, generate, inspect, plan
+from .commands import batch, convert, decode, generate, inspect, plan
 
-COMMANDS = {"generate": generate, "decode": decode, "plan": plan, "inspect": inspect, "convert": convert}
+COMMANDS = {
+    "generate": generate,
+    "batch": batch,
+    "decode": decode,
+    "plan": plan,
+    "inspect": inspect,
+    "convert": convert,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

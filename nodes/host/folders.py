@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import comfy.model_management
 import folder_paths
 
 from ...sana_core.checkpoints.headers import SUFFIXES
 
+TWO_WORKERS = "cpu x 2"
 BUNDLED = "sana-tiny (bundled)"
 BUNDLED_FOLDER = Path(__file__).parents[2] / "demo" / "sana-tiny"
 # the folders whose part the bundled checkpoint has
@@ -62,3 +64,11 @@ def model_path(name: str) -> Path:
     roots = map(Path, folder_paths.get_folder_paths("diffusers"))
     folders = (root / name for root in roots if (root / name / "model_index.json").is_file())
     return next(folders, None) or find_file("checkpoints", name)
+
+
+def list_devices() -> list[str]:
+    """Return what SANA Batch Sampler offers: all and default, each accelerator, or the CPU's cores as two workers."""
+    devices = comfy.model_management.get_all_torch_devices()
+    if devices[0].type == "cpu":
+        return ["all", "default", TWO_WORKERS]
+    return ["all", "default", *(f"gpu:{i}" for i in range(len(devices)))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import comfy.model_management
@@ -98,10 +98,12 @@ def sample(
     guidance: float,
     name: str,
     sigmas: torch.Tensor,
+    callback: Callable | None = None,
 ) -> dict:
     """Return a LATENT of pictures sampled from `latent`; picture k uses seed + k, or seed + its batch_index.
 
-    Raises ValueError for a MODEL, a LATENT or embeddings that are not SANA's.
+    `callback` takes the place of the node's progress and preview. Raises ValueError for a MODEL, a LATENT or embeddings
+    that are not SANA's.
     """
     require_sana(model.model)
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"))
@@ -118,17 +120,23 @@ def sample(
         negative,
         samples,
         noise_mask=latent.get("noise_mask"),
-        callback=latent_preview.prepare_callback(model, len(sigmas) - 1),
-        disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
+        callback=callback or latent_preview.prepare_callback(model, len(sigmas) - 1),
+        disable_pbar=callback is not None or not comfy.utils.PROGRESS_BAR_ENABLED,
         seed=seed,
     )
     return out
 
 
 def sample_sprint(
-    model: ModelPatcher, positive: list, latent: dict, seed: int, guidance: float, sigmas: torch.Tensor
+    model: ModelPatcher,
+    positive: list,
+    latent: dict,
+    seed: int,
+    guidance: float,
+    sigmas: torch.Tensor,
+    callback: Callable | None = None,
 ) -> dict:
     """Return a LATENT of a SANA-Sprint model, which gets its guidance as an embedding. Raises as `sample` does."""
     check_sampler(require_sana(model.model).diffusion_model.config, SPRINT)
     positive = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
-    return sample(model, positive, positive, latent, seed, 1.0, SPRINT, sigmas)
+    return sample(model, positive, positive, latent, seed, 1.0, SPRINT, sigmas, callback)

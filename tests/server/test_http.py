@@ -80,6 +80,7 @@ def test_every_node_is_described(server):
     info = json.loads(get(server, "/object_info"))
     ours = {key: node for key, node in info.items() if key.startswith("Sana")}
     assert set(ours) == {
+        "SanaBatchSampler",
         "SanaControlNetLoader",
         "SanaDecode",
         "SanaEmptyLatent",

@@ -1,0 +1,263 @@
+"""Batches: workers against one worker, Ray against threads, what the queue costs, and a simulated cluster.
+
+`OMP_NUM_THREADS=1 python benchmarks/batch.py` writes benchmarks/batch.json and benchmarks/batch.png; on a machine that
+does nothing else, for two processes of two threads each would slow each other down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import sana_core  # noqa: E402
+from benchmarks.machine import description  # noqa: E402
+from benchmarks.simulation import SimulatedPool  # noqa: E402
+from sana_core.batch.draw import (  # noqa: E402
+    Settings,
+    complete,
+    draw,
+    encode_texts,
+    load_encoder,
+    load_models,
+    texts_of,
+)
+from sana_core.batch.local import LocalPool  # noqa: E402
+from sana_core.batch.loop import carry_out  # noqa: E402
+from sana_core.batch.plan import batch_pictures, cut  # noqa: E402
+from sana_core.batch.queue import Queue  # noqa: E402
+
+CHECKPOINT = ROOT / "demo" / "sana-tiny"
+PROMPTS = ["a red circle on a blue background"]
+PICTURES, CHUNK, RUNS = 32, 4, 3
+CPU = torch.device("cpu")
+
+
+def seconds_of(pool, pictures: int, chunk: int) -> float:
+    """Return the seconds in which the pool's workers draw so many pictures."""
+    queue = Queue(cut(batch_pictures(1, pictures, 0), chunk))
+    started = time.perf_counter()
+    arrived = sum(1 for _ in carry_out(queue, pool))
+    seconds = time.perf_counter() - started
+    assert arrived == pictures
+    return seconds
+
+
+def warm(pool, workers: int) -> None:
+    """Wait until all workers are there, and let each draw."""
+    while len(pool.workers()) < workers:
+        pool.wait()
+    seconds_of(pool, 4 * CHUNK * workers, CHUNK)
+
+
+def local_pool(workers: int, cores: set[int]) -> LocalPool:
+    """Return threads on these cores that draw with the bundled checkpoint, one torch thread each."""
+    settings = complete(Settings(128, 128), CHECKPOINT)
+    texts, negative = encode_texts(load_encoder(CHECKPOINT, CPU, "float32"), PROMPTS, "")
+    models = load_models(CHECKPOINT, CPU, "float32")
+    everywhere = os.sched_getaffinity(0)
+    # threads keep the affinity of the one that starts them
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(workers)
+    pool = LocalPool(
+        [CPU] * workers,
+        lambda device, poll: (
+            lambda chunk: draw(models, settings, chunk, texts_of(chunk, PROMPTS, texts), negative, poll)
+        ),
+    )
+    os.sched_setaffinity(0, everywhere)
+    return pool
+
+
+def speedup(chunk: int) -> dict:
+    """Two workers on two cores against one on one core, and against one that has both."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    times: dict[str, list[float]] = {"one worker, one core": [], "two workers, two cores": []}
+    for _ in range(RUNS):
+        for name, workers in zip(times, (1, 2), strict=True):
+            with closing(local_pool(workers, set(cores[:workers]))) as pool:
+                warm(pool, workers)
+                times[name].append(seconds_of(pool, PICTURES, chunk))
+    one, two = (statistics.median(values) for values in times.values())
+    return {
+        "pictures": PICTURES,
+        "chunk": chunk,
+        "seconds": {name: round(statistics.median(values), 3) for name, values in times.items()},
+        "speedup": round(one / two, 3),
+        "target": 1.8,
+    }
+
+
+def sleeping(seconds: Callable[[str], float], workers: int) -> LocalPool:
+    """Return workers that sleep for each picture, for what the queue itself does."""
+    names = iter(range(workers))
+
+    def prepare(device, poll):
+        name = f"worker {next(names)}"
+        return lambda chunk: [time.sleep(seconds(name) * len(chunk)), *chunk][1:]
+
+    return LocalPool([CPU] * workers, prepare)
+
+
+def unequal() -> dict:
+    """A worker three times as fast as the other: the ideal is that both end together."""
+    pace = {"worker 0": 0.05, "worker 1": 0.15}
+    ideal = PICTURES / sum(1 / seconds for seconds in pace.values())
+    shares = []
+    for _ in range(RUNS):
+        with closing(sleeping(pace.__getitem__, 2)) as pool:
+            shares.append(ideal / seconds_of(pool, PICTURES, 1))
+    return {"pictures": PICTURES, "share_of_ideal": round(statistics.median(shares), 3), "target": 0.9}
+
+
+def overhead() -> dict:
+    """What the engine adds to chunks of a second."""
+    chunks, extra = 5, []
+    for _ in range(3):
+        with closing(sleeping(lambda name: 0.25, 1)) as pool:
+            extra.append(seconds_of(pool, 4 * chunks, 4) / chunks - 1)
+    return {"chunk_seconds": 1.0, "overhead": round(statistics.median(extra), 5), "target": 0.03}
+
+
+def ray_against_threads() -> dict:
+    """Two actors on two logical GPUs of this machine against two threads, when all are warm."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from sana_core.batch.cluster import RayPool, connect
+
+    settings = complete(Settings(128, 128), CHECKPOINT)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
+    connect(cluster.address)
+    times: dict[str, list[float]] = {"threads": [], "ray": []}
+    with closing(RayPool(PROMPTS, str(CHECKPOINT), settings, None, 300)) as actors:
+        warm(actors, 2)
+        with closing(local_pool(2, os.sched_getaffinity(0))) as threads:
+            warm(threads, 2)
+            for _ in range(RUNS):
+                times["threads"].append(seconds_of(threads, PICTURES, CHUNK))
+                times["ray"].append(seconds_of(actors, PICTURES, CHUNK))
+    ray.shutdown()
+    cluster.shutdown()
+    medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
+    ratio = round(medians["ray"] / medians["threads"], 3)
+    return {"pictures": PICTURES, "chunk": CHUNK, "seconds": medians, "ratio": ratio, "target": 1.1}
+
+
+def exactness() -> dict:
+    """How far pictures of other chunks and workers are from those drawn alone, in fp32, of a range of 2."""
+
+    def images(**options):
+        return sana_core.generate(PROMPTS, CHECKPOINT, count=16, width=128, height=128, **options)
+
+    # as many threads in every worker: other shares of a sum would round in another way
+    torch.set_num_threads(1)
+    alone = images(chunk=1)
+    far = {chunk: (images(chunk=chunk) - alone).abs() for chunk in (2, 3, 8, 16)}
+    same = all(
+        torch.equal(images(chunk=chunk), images(chunk=chunk, devices=["cpu"] * workers))
+        for chunk in (1, 3)
+        for workers in (2, 3)
+    )
+    return {
+        "largest_difference": {chunk: float(f"{d.max().item():.3g}") for chunk, d in far.items()},
+        "mean_difference": {chunk: float(f"{d.mean().item():.3g}") for chunk, d in far.items()},
+        "same_bits_with_the_same_chunks": same,
+        "target": 1e-5,
+    }
+
+
+def mishap(source: random.Random) -> str | None:
+    """One chunk in 500 takes its worker down, one in 2000 hangs, one in 500 runs out of memory."""
+    value = source.random()
+    return "dies" if value < 0.002 else "hangs" if value < 0.0025 else "memory" if value < 0.0045 else None
+
+
+def simulate(seed: int) -> tuple[SimulatedPool, float, list[float]]:
+    """Return a cluster of 64 unequal workers after 10,000 pictures, its efficiency, and when each arrived."""
+    source = random.Random(seed)
+    speeds = [source.choice([0.5, 1.0, 1.0, 2.0]) for _ in range(64)]
+    pool = SimulatedPool(speeds, seed, delay=0.05, jitter=0.1, restart=60, mishap=mishap)
+    queue = Queue(cut(batch_pictures(1, 10_000, 0), 4))
+    arrived = [pool.clock for _ in carry_out(queue, pool)]
+    assert len(arrived) == 10_000
+    return pool, 10_000 / pool.capacity(), arrived
+
+
+def simulation() -> dict:
+    """Efficiency: pictures over what all workers could have drawn while they lived."""
+    runs = [simulate(seed) for seed in range(10)]
+    plot(*runs[0])
+    efficiencies = [efficiency for _, efficiency, _ in runs]
+    return {
+        "workers": 64,
+        "pictures": 10_000,
+        "seeds": len(runs),
+        "mishaps": statistics.mean(len(pool.mishaps) for pool, _, _ in runs),
+        "efficiency": {"worst": round(min(efficiencies), 4), "mean": round(statistics.mean(efficiencies), 4)},
+        "target": 0.95,
+    }
+
+
+def plot(pool: SimulatedPool, efficiency: float, arrived: list[float]) -> None:
+    """Draw what every worker did, and how many pictures there were."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    colours = {"drawn": "#7aa6c2", "dies": "#c0392b", "hangs": "#e67e22", "memory": "#8e44ad"}
+    figure, (rows, curve) = plt.subplots(2, 1, figsize=(10, 8), sharex=True, height_ratios=(3, 1))
+    order = {slot: row for row, slot in enumerate(sorted(pool.speeds, key=pool.speeds.__getitem__))}
+    for kind, colour in colours.items():
+        bars = [bar for bar in pool.busy if bar[3] == kind and bar[1] < pool.clock]
+        left, width = (
+            [start for _, start, _, _ in bars],
+            [max(min(end, pool.clock) - start, 0.4) for _, start, end, _ in bars],
+        )
+        rows.barh([order[slot] for slot, *_ in bars], width, left=left, height=1, color=colour, linewidth=0)
+    rows.set_ylabel("workers, the slowest below")
+    rows.set_title(f"10,000 pictures on 64 simulated workers: efficiency {efficiency:.3f}, {len(pool.mishaps)} mishaps")
+    rows.legend(handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()], loc="lower right")
+    curve.plot(arrived, range(1, len(arrived) + 1), color="#2c3e50")
+    curve.set_xlabel("seconds")
+    curve.set_ylabel("pictures")
+    figure.tight_layout()
+    figure.savefig(ROOT / "benchmarks" / "batch.png", dpi=80)
+
+
+def main() -> None:
+    parts = {
+        "speedup": lambda: [speedup(chunk) for chunk in (4, 8, 16)],
+        "unequal": unequal,
+        "overhead": overhead,
+        "ray": ray_against_threads,
+        "exactness": exactness,
+        "simulation": simulation,
+    }
+    path = ROOT / "benchmarks" / "batch.json"
+    figures = json.loads(path.read_text()) if path.is_file() else {}
+    figures |= description()
+    for name in sys.argv[1:] or parts:
+        figures[name] = parts[name]()
+        sys.stdout.write(f"{name}: {json.dumps(figures[name])}\n")
+        sys.stdout.flush()
+    path.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

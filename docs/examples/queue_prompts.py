@@ -1,0 +1,94 @@
+"""Queue a file of prompts on a running ComfyUI and fetch the pictures: `python queue_prompts.py prompts.txt`.
+
+Only Python's own library is needed. The prompts go into graphs of a few lines each, so that pictures come while others
+wait; inside each, SANA Batch Sampler draws on every device of the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+
+def graph_of(prompts: list[str], options: argparse.Namespace) -> dict:
+    """Return the graph that draws `prompts`, in ComfyUI's API format."""
+    link = {
+        "model": ["load", 0],
+        "positive": ["positive", 0],
+        "negative": ["negative", 0],
+        "latent_image": ["empty", 0],
+    }
+    size = {"width": options.width, "height": options.height, "batch_size": 1}
+    sampling = {"count": options.count, "seed": options.seed, "steps": 20, "guidance": 4.5, "sampler": "flow_dpmpp_2m"}
+    nodes = {
+        "load": ("SanaLoader", {"model": options.model, "weight_dtype": "default", "resolution": "auto"}),
+        "positive": ("SanaPromptList", {"clip": ["load", 1], "prompts": "\n".join(prompts), "instruction": True}),
+        "negative": ("SanaTextEncode", {"clip": ["load", 1], "text": "", "instruction": False}),
+        "empty": ("SanaEmptyLatent", size),
+        "batch": ("SanaBatchSampler", {**link, **sampling, "devices": options.devices, "chunk": 0, "vae": ["load", 2]}),
+        "save": ("SaveImage", {"images": ["batch", 1], "filename_prefix": "batch"}),
+    }
+    return {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}
+
+
+def call(server: str, path: str, body: dict | None = None) -> bytes:
+    """GET `path`, or POST `body` to it. Ends the program with the server's words if it refuses."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{server}{path}", data=data, headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.read()
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{server}{path}: {error.read().decode(errors='replace')}")
+
+
+def wait_for(server: str, prompt_id: str) -> list[dict]:
+    """Return the images of a queued graph once it has run. Ends the program if it failed."""
+    while True:
+        history = json.loads(call(server, f"/history/{prompt_id}"))
+        if prompt_id in history:
+            status = history[prompt_id]["status"]
+            if status["status_str"] != "success":
+                sys.exit(f"{prompt_id}: {status['messages'][-1]}")
+            return history[prompt_id]["outputs"]["save"]["images"]
+        time.sleep(0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", type=Path, help="a text file in UTF-8, one prompt a line")
+    parser.add_argument("--server", default="http://127.0.0.1:8188")
+    parser.add_argument("--out", type=Path, default=Path("pictures"))
+    parser.add_argument("--model", default="sana-tiny (bundled)", help="as SANA Loader lists it")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--height", type=int, default=128)
+    parser.add_argument("--count", type=int, default=1, help="pictures of each prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--devices", default="all", help="as SANA Batch Sampler lists them")
+    parser.add_argument("--together", type=int, default=10, help="prompts in one graph")
+    options = parser.parse_args()
+    prompts = [line.strip() for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    options.out.mkdir(parents=True, exist_ok=True)
+    queued = []
+    for first in range(0, len(prompts), options.together):
+        some = prompts[first : first + options.together]
+        answer = json.loads(call(options.server, "/prompt", {"prompt": graph_of(some, options)}))
+        queued.append((first, answer["prompt_id"]))
+    sys.stdout.write(f"queued {len(prompts)} prompts in {len(queued)} graphs\n")
+    for first, prompt_id in queued:
+        for index, image in enumerate(wait_for(options.server, prompt_id)):
+            prompt, i = divmod(index, options.count)
+            path = options.out / f"{first + prompt:05d}_{options.seed + i}.png"
+            path.write_bytes(call(options.server, f"/view?{urllib.parse.urlencode(image)}"))
+            sys.stdout.write(f"{path}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

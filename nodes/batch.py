@@ -1,0 +1,117 @@
+"""MODEL and CONDITIONING to many pictures, on every device of this machine."""
+
+from inspect import cleandoc
+
+from comfy_api.latest import io
+
+from ..sana_core.batch.plan import LARGEST_CHUNK, LARGEST_SEED
+from ..sana_core.guidance import LARGEST_GUIDANCE
+from ..sana_core.latents import LARGEST_BATCH, check_number, check_whole
+from ..sana_core.sampling import SAMPLERS
+from ..sana_core.schedules import LARGEST_STEPS
+from .host.folders import list_devices
+from .sampler import seed_input
+
+
+class SanaBatchSampler(io.ComfyNode):
+    """
+    Draws many pictures of one prompt or of a list of prompts, on all devices of this machine together.
+
+    Picture i of each prompt uses seed + i and is the same whichever device draws it. The work is handed out in small
+    parts, so that a slow card gets fewer and memory that runs out only makes the parts smaller. With a VAE the pictures
+    are decoded too.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaBatchSampler",
+            display_name="SANA Batch Sampler",
+            category="SANA",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["multi gpu", "many pictures", "all gpus", "batch count", "parallel"],
+            inputs=[
+                io.Model.Input("model", tooltip="The MODEL of SANA Loader."),
+                io.Conditioning.Input("positive", tooltip="One prompt, or the prompts of SANA Prompt List."),
+                io.Conditioning.Input(
+                    "negative", tooltip="What the pictures should not show; usually the empty prompt."
+                ),
+                io.Latent.Input("latent_image", tooltip="One empty latent, for the size, or one picture's."),
+                io.Int.Input("count", default=4, min=1, max=LARGEST_BATCH, tooltip="Pictures of each prompt."),
+                seed_input(),
+                io.Int.Input("steps", default=20, min=1, max=LARGEST_STEPS, tooltip="20 for flow_dpmpp_2m."),
+                io.Float.Input(
+                    "guidance",
+                    default=4.5,
+                    min=0.0,
+                    max=LARGEST_GUIDANCE,
+                    step=0.1,
+                    round=0.01,
+                    tooltip="How closely to follow the prompt; 2 to 7 is usual.",
+                ),
+                io.Combo.Input(
+                    "sampler",
+                    options=list(SAMPLERS),
+                    tooltip="flow_dpmpp_2m is SANA's own. scm is for SANA-Sprint alone.",
+                ),
+                io.Combo.Input(
+                    "devices",
+                    options=list_devices(),
+                    tooltip="all: every accelerator of this machine. default: the one that the model is on.",
+                ),
+                io.Int.Input(
+                    "chunk",
+                    default=0,
+                    min=0,
+                    max=LARGEST_CHUNK,
+                    advanced=True,
+                    tooltip="Pictures that a device draws at once; 0 finds a number that fits.",
+                ),
+                io.Vae.Input("vae", optional=True, tooltip="The VAE of SANA Loader, to get pictures too."),
+            ],
+            outputs=[
+                io.Latent.Output(),
+                io.Image.Output(tooltip="The pictures, in the order of the prompts; nothing without a VAE."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, devices: str = "default"):
+        # a workflow from a machine with more devices runs here too
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        model,
+        positive,
+        negative,
+        latent_image,
+        count: int,
+        seed: int,
+        steps: int,
+        guidance: float,
+        sampler: str,
+        devices: str,
+        chunk: int,
+        vae=None,
+    ) -> io.NodeOutput:
+        from .host.batch import sample_batch
+        from .host.report import show
+        from .host.sampling import schedule
+
+        # widgets check their range, links do not
+        check_whole("count", count, 1, LARGEST_BATCH)
+        check_whole("seed", seed, 0, LARGEST_SEED)
+        check_whole("chunk", chunk, 0, LARGEST_CHUNK)
+        check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
+        sigmas = schedule(model, sampler, steps)
+        latent, images, text = sample_batch(
+            model, positive, negative, latent_image, count, seed, guidance, sampler, sigmas, devices, chunk, vae
+        )
+        show(text, cls.hidden.unique_id)
+        return io.NodeOutput(latent, images)
+
+
+NODES = [SanaBatchSampler]

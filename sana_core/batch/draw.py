@@ -1,0 +1,178 @@
+"""What a worker does with a chunk: sample it and decode it. Which worker, which chunk makes no difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..checkpoints import find_part, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
+from ..checkpoints.load import build_module, shift_of
+from ..decode import decode_latents
+from ..defaults import check_sampler, model_defaults
+from ..forward import longest_prompt
+from ..guidance import LARGEST_GUIDANCE, denoiser, perturbed_attention
+from ..latents import check_number, noise_stream, picture_shape
+from ..sampling import find_sampler, sample_scm
+from ..schedules import check_steps, shift_sigmas
+from ..text import MAX_TOKENS, TextEncoder, encode_prompts
+from .plan import Chunk
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC, SanaTransformer2DModel
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
+Text = tuple[torch.Tensor, torch.Tensor]
+
+
+class Settings(NamedTuple):
+    """How pictures are drawn, besides prompt and seed. None is what the model's authors use."""
+
+    width: int = 1024
+    height: int = 1024
+    steps: int | None = None
+    guidance: float | None = None
+    negative_prompt: str = ""
+    sampler: str | None = None
+    pag_scale: float = 0.0
+    pag_blocks: str = ""
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    dtype: str = "float32"
+    compiled: bool = False
+
+
+def complete(settings: Settings, checkpoint: str | Path) -> Settings:
+    """Return the settings with the defaults of the checkpoint's model in place of None; only headers are read.
+
+    Raises ValueError for a size that is no multiple of 32, numbers out of range, a sampler that is not for the model,
+    and what is no SANA.
+    """
+    config: Any = build_module(find_part(inspect_checkpoint(checkpoint), "transformer")).config
+    defaults = model_defaults(config)
+    settings = settings._replace(
+        sampler=settings.sampler or defaults.sampler,
+        steps=defaults.steps if settings.steps is None else settings.steps,
+        guidance=defaults.guidance if settings.guidance is None else settings.guidance,
+    )
+    assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
+    picture_shape(settings.width, settings.height, 1)
+    find_sampler(settings.sampler)
+    check_sampler(config, settings.sampler)
+    check_steps(settings.steps)
+    check_number("guidance", settings.guidance, 0, LARGEST_GUIDANCE)
+    check_number("guidance_interval", settings.guidance_interval[0], 0, 1)
+    check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
+    if settings.pag_scale:
+        perturbed_attention(config, settings.pag_scale, settings.pag_blocks)
+    if settings.dtype not in DTYPES:
+        raise ValueError(f"dtype: got {settings.dtype!r}, expected one of {', '.join(DTYPES)}")
+    return settings
+
+
+def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Text:
+    """Return one prompt on the CPU. It is encoded alone, so that it is the same in any batch."""
+    # SANA never saw the instruction with nothing behind it
+    embeds, mask = encode_prompts(encoder, [prompt], instruction=instruction and bool(prompt.strip()))
+    length = longest_prompt(mask)
+    return embeds[:, :length].cpu(), mask[:, :length].cpu()
+
+
+def load_encoder(checkpoint: str | Path, device: torch.device, dtype: str) -> TextEncoder:
+    """Return the text encoder. Gemma 2 overflows in float16, so it is bfloat16 there."""
+    return load_text_encoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16)
+
+
+def encode_texts(
+    encoder: TextEncoder, prompts: Iterable[str], negative_prompt: str, poll: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Text], Text]:
+    """Return each different prompt encoded once, and the negative one. `poll` cancels by raising.
+
+    Raises as `encode_prompts` does, and says which prompt it is.
+    """
+    texts: dict[str, Text] = {}
+    for prompt in prompts:
+        poll()
+        try:
+            texts[prompt] = texts.get(prompt) or encode_text(encoder, prompt, instruction=True)
+        except ValueError as error:
+            raise ValueError(f"{error} (the prompt that begins {prompt[:40]!a})") from None
+    return texts, encode_text(encoder, negative_prompt, instruction=False)
+
+
+class Models(NamedTuple):
+    """A checkpoint on one device, without its text encoder."""
+
+    transformer: SanaTransformer2DModel
+    autoencoder: AutoencoderDC
+    shift: float
+
+
+def load_models(checkpoint: str | Path, device: torch.device, dtype: str) -> Models:
+    """Return the models on `device`. DC-AE overflows in float16, so it is bfloat16 there. Raises as the loaders do."""
+    transformer = load_transformer(checkpoint, device, getattr(torch, dtype))
+    autoencoder = load_autoencoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16)
+    return Models(transformer, autoencoder, shift_of(inspect_checkpoint(checkpoint)))
+
+
+def stack_texts(texts: Sequence[Text]) -> Text:
+    """Return prompts as one batch of T = 300 tokens; a single row where all are the same one."""
+    if all(text is texts[0] for text in texts):
+        texts = texts[:1]
+    pads = [(0, MAX_TOKENS - mask.shape[1]) for _, mask in texts]
+    embeds = [torch.nn.functional.pad(embeds, (0, 0, *pad)) for (embeds, _), pad in zip(texts, pads, strict=True)]
+    mask = [torch.nn.functional.pad(mask, pad) for (_, mask), pad in zip(texts, pads, strict=True)]
+    return torch.cat(embeds), torch.cat(mask)
+
+
+@torch.no_grad()
+def draw(
+    models: Models,
+    settings: Settings,
+    chunk: Chunk,
+    texts: Sequence[Text],
+    negative: Text,
+    poll: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """Return a picture [3, H, W] in [-1, 1], float32 on the CPU, for each of `chunk`; `texts` are their prompts.
+
+    `settings` are those that `complete` returns. `poll` is called every step and cancels by raising.
+    """
+    transformer, autoencoder, shift = models
+    assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
+    flow = find_sampler(settings.sampler)
+    ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), shift).tolist()
+    perturbed = None
+    if settings.pag_scale:
+        perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
+    model = denoiser(
+        transformer,
+        stack_texts(texts),
+        stack_texts([negative]),
+        settings.guidance,
+        flow.whole_timesteps,
+        perturbed,
+        (ends[0], ends[1]),
+        settings.compiled,
+    )
+    shape = picture_shape(settings.width, settings.height, len(chunk))
+    noise = noise_stream(torch.empty(shape), 0, [picture.seed for picture in chunk])
+    start = next(noise).to(transformer.device)
+    more = {"noise": noise} if flow.sample is sample_scm else {}
+    sigmas = flow.sigmas(settings.steps, shift)
+    latents = flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
+    latents = (latents / autoencoder.config.scaling_factor).to(autoencoder.dtype)
+    pictures = []
+    for latent in latents:
+        poll()
+        # one by one: the memory of one decode, and the same pixels in any chunk
+        pictures.append(decode_latents(autoencoder, latent[None])[0].clamp(-1, 1).float().cpu())
+    return pictures
+
+
+def texts_of(chunk: Chunk, prompts: Sequence[str], texts: Mapping[str, Text]) -> list[Text]:
+    """Return the encoded prompt of each picture."""
+    return [texts[prompts[picture.prompt]] for picture in chunk]

@@ -1,0 +1,66 @@
+"""What a batch is made of: pictures, each a function of its prompt and its seed alone, and how they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import groupby
+from typing import NamedTuple
+
+from ..latents import check_whole
+
+LARGEST_SEED = 2**64 - 1
+LARGEST_COUNT = 100_000
+LARGEST_CHUNK = 32
+# pictures of this many pixels at once keep an accelerator busy
+BUSY_PIXELS = 8 * 1024 * 1024
+# chunks for each worker, so that the last ones end together
+ROUNDS = 3
+
+
+class Picture(NamedTuple):
+    """One picture: its place in the order of the results, the number of its prompt, its seed."""
+
+    number: int
+    prompt: int
+    seed: int
+
+
+Chunk = tuple[Picture, ...]
+
+
+def batch_pictures(prompts: int, count: int, seed: int) -> list[Picture]:
+    """Return `count` pictures of each of `prompts` prompts; picture i of a prompt has seed + i.
+
+    Raises ValueError for no prompts, a count that is not from 1 to 100000, and a seed that is not from 0 to 2^64 - 1.
+    """
+    if prompts < 1:
+        raise ValueError("prompts: got none, expected at least one")
+    check_whole("count", count, 1, LARGEST_COUNT)
+    check_whole("seed", seed, 0, LARGEST_SEED)
+    return [
+        Picture(prompt * int(count) + i, prompt, (int(seed) + i) % 2**64)
+        for prompt in range(prompts)
+        for i in range(int(count))
+    ]
+
+
+def cut(pictures: Iterable[Picture], size: int, done: Collection[int] = ()) -> list[Chunk]:
+    """Return the pictures in chunks of at most `size`, without those whose number is in `done`.
+
+    Where a chunk begins depends on the number alone, so that what is drawn together does not depend on what is done.
+    Raises ValueError for a size below 1.
+    """
+    check_whole("chunk", size, 1, LARGEST_COUNT)
+    chunks = (tuple(group) for _, group in groupby(pictures, key=lambda picture: picture.number // int(size)))
+    left = (tuple(picture for picture in chunk if picture.number not in done) for chunk in chunks)
+    return [chunk for chunk in left if chunk]
+
+
+def auto_chunk(width: int, height: int, pictures: int, workers: int) -> int:
+    """Return how many pictures of `width` x `height` pixels a worker should draw at once.
+
+    As many as keep it busy, but few enough that several workers share `pictures` out evenly. It is a start: a worker
+    whose memory runs out halves it.
+    """
+    busy = min(LARGEST_CHUNK, max(1, BUSY_PIXELS // (width * height)))
+    return busy if workers == 1 else max(1, min(busy, -(-pictures // (ROUNDS * workers))))

@@ -1,0 +1,124 @@
+"""Draw many pictures of many prompts on every device, or on a Ray cluster.
+
+Each picture is written as it finishes. A run that was interrupted goes on where it was when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from ..batch.draw import Settings, complete
+from ..batch.folder import OutputFolder, describe_settings, encode_png
+from ..batch.local import draw_local
+from ..batch.plan import Picture, batch_pictures
+
+EXAMPLE = """example:
+  python -m sana_core batch prompts.txt --count 4 --out output \\
+      --checkpoint demo/sana-tiny --width 128 --height 128"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", type=Path, help="a text file in UTF-8, one prompt a line")
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, help="a folder or file; on a cluster, of each machine"
+    )
+    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the PNG files and manifest.json")
+    parser.add_argument("--count", type=int, default=1, help="pictures of each prompt")
+    parser.add_argument("--seed", type=int, default=0, help="picture i of each prompt uses seed + i")
+    parser.add_argument("--steps", type=int, help="default: the model's own")
+    parser.add_argument("--guidance", type=float, help="default: the model's own")
+    parser.add_argument("--sampler", help="default: the model's own")
+    parser.add_argument("--width", type=int, default=1024, help="pixels, a multiple of 32")
+    parser.add_argument("--height", type=int, default=1024, help="pixels, a multiple of 32")
+    parser.add_argument("--negative-prompt", default="")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16, or float16 for models made for it")
+    parser.add_argument("--chunk", type=int, help="pictures that a device draws at once; default: what suits it")
+    parser.add_argument("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all accelerators, or the CPU")
+    parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: draw on all its GPUs")
+    parser.add_argument("--report", action="store_true", help="say at the end who drew how many, and how fast")
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Return the lines of `file` that are not empty. Raises ValueError for none, and for a file not in UTF-8."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts: {file} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"prompts: {file} holds no prompt; write one a line")
+    return prompts
+
+
+def run(arguments: argparse.Namespace) -> None:
+    prompts = read_prompts(arguments.prompts)
+    pictures = batch_pictures(len(prompts), arguments.count, arguments.seed)
+    settings = Settings(
+        arguments.width,
+        arguments.height,
+        arguments.steps,
+        arguments.guidance,
+        arguments.negative_prompt,
+        arguments.sampler,
+        dtype=arguments.dtype,
+    )
+    settings = complete(settings, arguments.checkpoint)
+    described = describe_settings(settings, arguments.checkpoint)
+    folder = OutputFolder(arguments.out, prompts, described)
+    done = folder.find_done(pictures)
+    if done:
+        sys.stdout.write(f"{len(done)} of {len(pictures)} pictures are there already\n")
+    started = time.monotonic()
+    report: dict[str, Any] = {"drawn": {}}
+    drawn = draw(arguments, prompts, settings, described, pictures, done, report)
+    with closing(drawn):
+        for number, (picture, png) in enumerate(drawn, len(done) + 1):
+            path = save(folder, picture, png, len(pictures))
+            sys.stdout.write(f"{path} ({number} of {len(pictures)})\n")
+            sys.stdout.flush()
+    folder.write_manifest()
+    if arguments.report:
+        seconds, count = time.monotonic() - started, len(pictures) - len(done)
+        sys.stdout.write(f"{count} pictures in {seconds:.1f} s, {count / seconds:.2f} a second\n")
+        for worker, number in report["drawn"].items():
+            sys.stdout.write(f"  {worker}: {number}\n")
+
+
+def draw(
+    arguments: argparse.Namespace,
+    prompts: list[str],
+    settings: Settings,
+    described: dict[str, Any],
+    pictures: list[Picture],
+    done: frozenset[int],
+    report: dict[str, Any],
+) -> Generator[tuple[Picture, bytes], None, None]:
+    """Yield each picture that is not done as a PNG file."""
+    options = (prompts, arguments.checkpoint, settings, pictures)
+    if arguments.cluster is not None:
+        from ..batch.cluster import draw_on_cluster
+
+        address, chunk = arguments.cluster, arguments.chunk
+        with closing(draw_on_cluster(*options, address, chunk, done, described, report=report)) as files:
+            yield from files
+        return
+    with closing(draw_local(*options, arguments.devices, arguments.chunk, done, report=report)) as drawn:
+        for picture, pixels in drawn:
+            yield picture, encode_png(pixels, prompts[picture.prompt], picture.seed, described)
+
+
+def save(folder: OutputFolder, picture: Picture, png: bytes, total: int) -> Path:
+    """Write the picture. Raises OSError that says what is safe already, for example on a full disk."""
+    try:
+        return folder.save(picture, png)
+    except OSError as error:
+        raise OSError(
+            f"out: cannot write into {folder.path} ({error.strerror}); {len(folder.entries)} of {total} pictures are "
+            "there, the same command draws the rest"
+        ) from error

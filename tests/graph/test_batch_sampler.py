@@ -1,0 +1,170 @@
+"""SANA Batch Sampler in the host: on one device, and on two workers of the CPU."""
+
+import logging
+
+import layouts
+import pytest
+import torch
+from in_process import NodeError
+
+PROMPTS = "a red circle on a blue background\na blue square on a white background"
+TWO = "cpu x 2"
+
+
+@pytest.fixture
+def batch_graph(base_graph):
+    """A function of overrides: two prompts, three pictures each, with latent, pictures and the same by SANA Sampler."""
+
+    def build(prompts=PROMPTS, **inputs):
+        graph = base_graph(steps=8)
+        own = {"count": 3, "seed": 7, "steps": 8, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "devices": "default"}
+        links = {
+            "model": ["load", 0],
+            "positive": ["list", 0],
+            "negative": ["negative", 0],
+            "latent_image": ["empty", 0],
+        }
+        return {
+            **{key: graph[key] for key in ("load", "negative", "empty")},
+            "list": ("SanaPromptList", {"clip": ["load", 1], "prompts": prompts, "instruction": True}),
+            "batch": ("SanaBatchSampler", {**links, **own, "chunk": 2, "vae": ["load", 2], **inputs}),
+            "catch latent": ("Catch", {"value": ["batch", 0], "name": "latent"}),
+            "catch image": ("Catch", {"value": ["batch", 1], "name": "image"}),
+        }
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def alone(host):
+    """A function of prompt and seed: that picture by SANA Sampler, with a batch of one."""
+    known = {}
+
+    def draw(base_graph, prompt, seed):
+        if (prompt, seed) not in known:
+            known[prompt, seed] = host.run(base_graph(text=prompt, seed=seed))["image"][0]
+        return known[prompt, seed]
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"devices": TWO}, {"devices": TWO, "chunk": 0}, {"devices": "all", "chunk": 5}]
+)
+def test_its_pictures_are_those_of_sana_sampler(host, base_graph, batch_graph, alone, options):
+    caught = host.run(batch_graph(**options))
+    assert caught["latent"]["samples"].shape == (6, 32, 4, 4)
+    assert caught["latent"]["batch_index"] == [0, 1, 2, 0, 1, 2]
+    for index, picture in enumerate(caught["image"]):
+        expected = alone(base_graph, PROMPTS.splitlines()[index // 3], 7 + index % 3)
+        torch.testing.assert_close(picture, expected, atol=1e-4, rtol=0)
+
+
+@pytest.fixture
+def with_lora(host, batch_graph):
+    """A function of overrides: the batch with a random LoRA on every cross-attention's query."""
+    random = torch.Generator().manual_seed(1)
+    tensors = {}
+    for block in range(5):
+        for part, shape in (("lora_A", (4, 160)), ("lora_B", (160, 4))):
+            name = f"transformer.transformer_blocks.{block}.attn2.to_q.{part}.weight"
+            tensors[name] = torch.randn(shape, generator=random) * 0.2
+    path = layouts.save(tensors, host.models / "loras" / "batch.safetensors")
+
+    def build(**inputs):
+        lora = {"model": ["load", 0], "lora_name": "batch.safetensors", "strength_model": 1.0}
+        return {**batch_graph(model=["lora", 0], **inputs), "lora": ("SanaLoraLoader", lora)}
+
+    yield build
+    path.unlink()
+
+
+def test_two_workers_draw_the_same_bits_as_one_also_with_a_lora_and_twice(host, batch_graph, with_lora):
+    first = host.run(with_lora())
+    assert (first["image"] - host.run(batch_graph(devices=TWO))["image"]).abs().mean() > 0.01
+    for _ in range(2):
+        again = host.run(with_lora(devices=TWO))
+        assert torch.equal(again["image"], first["image"])
+        assert torch.equal(again["latent"]["samples"], first["latent"]["samples"])
+
+
+def test_without_a_vae_there_is_a_latent_and_no_image(host, batch_graph):
+    graph = batch_graph()
+    del graph["batch"][1]["vae"], graph["catch image"]
+    assert set(host.run(graph)) == {"latent"}
+
+
+def test_a_device_that_is_not_here_is_passed_on_with_a_log(host, batch_graph, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert len(host.run(batch_graph(devices="gpu:5"))["image"]) == 6
+    assert "no device gpu:5 here; drawing on cpu" in caplog.text
+
+
+def test_cancel_stops_both_workers_and_the_next_run_is_whole(host, batch_graph):
+    import comfy.utils
+
+    expected = host.run(batch_graph(count=6))["image"]
+    seen = []
+
+    def cancel(value, total, preview, node_id=None):
+        seen.append((value, total, preview is not None))
+        if len(seen) == 5:
+            host.nodes.interrupt_processing()
+
+    comfy.utils.set_progress_bar_global_hook(cancel)
+    try:
+        with pytest.raises(InterruptedError):
+            host.run(batch_graph(count=6, devices=TWO))
+    finally:
+        comfy.utils.set_progress_bar_global_hook(None)
+    # the step in which it was, and at most one more of each worker
+    assert 5 <= len(seen) <= 8
+    assert seen[0][1:] == (12 * 8, True)
+    assert torch.equal(host.run(batch_graph(count=6))["image"], expected)
+
+
+def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph):
+    pack = next(module for name, module in sys_modules() if name.endswith("nodes.host.batch"))
+    real, sizes = pack.sample, []
+
+    def run_out(model, positive, negative, start, *args):
+        sizes.append(len(start["samples"]))
+        if len(start["samples"]) > 2:
+            raise torch.OutOfMemoryError("fake")
+        return real(model, positive, negative, start, *args)
+
+    expected = host.run(batch_graph(chunk=2))["image"]
+    pack.sample = run_out
+    try:
+        image = host.run(batch_graph(chunk=6))["image"]
+    finally:
+        pack.sample = real
+    assert sizes[0] == 6 and max(sizes[2:]) <= 3
+    torch.testing.assert_close(image, expected, atol=1e-4, rtol=0)
+
+
+def sys_modules():
+    import sys
+
+    return list(sys.modules.items())
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        ({"count": 0}, "count"),
+        ({"count": 1_000_000}, "count"),
+        ({"count": 4000}, "count: got 4000 of 2 prompts, expected at most 4096 pictures in all"),
+        ({"chunk": -1}, "chunk"),
+    ],
+)
+def test_numbers_out_of_range_are_named(host, batch_graph, inputs, message):
+    with pytest.raises(NodeError, match=message):
+        host.run(batch_graph(**inputs))
+
+
+def test_a_batch_of_latents_is_refused(host, batch_graph):
+    graph = batch_graph()
+    graph["empty"][1]["batch_size"] = 2
+    with pytest.raises(NodeError, match="latent_image: got a batch of 2, expected 1; set count"):
+        host.run(graph)

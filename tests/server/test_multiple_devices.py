@@ -1,0 +1,49 @@
+"""SANA Batch Sampler over HTTP, with two workers on the CPU, and the example client."""
+
+import io
+import subprocess
+import sys
+
+import numpy as np
+from host import get, images_of, run_graph
+from PIL import Image
+from setup import ROOT
+
+from demo.judge import judge
+
+PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
+WANTED = [("red", "circle", "blue"), ("blue", "square", "white")]
+
+
+def test_two_workers_draw_what_the_prompts_say_with_progress_previews_and_a_report(server, demo):
+    demo["2"] = {"class_type": "SanaPromptList", "inputs": {"clip": ["1", 1], "prompts": "\n".join(PROMPTS)}}
+    demo["2"]["inputs"]["instruction"] = True
+    own = demo["5"]["inputs"]
+    for name in ("denoise", "model_defaults"):
+        del own[name]
+    own.update(count=2, devices="cpu x 2", chunk=1, vae=["1", 2])
+    demo["5"]["class_type"] = "SanaBatchSampler"
+    demo["7"]["inputs"]["images"] = ["5", 1]
+    del demo["6"]
+    events = list(run_graph(server, demo))
+    images = [Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB") for image in images_of(events)]
+    judged = [judge(np.asarray(image)) for image in images]
+    assert len(judged) == 4
+    assert judged[0] == WANTED[0] and judged[2] == WANTED[1]
+    steps = [e["data"] for e in events if isinstance(e, dict) and e["type"] == "progress" and e["data"]["node"] == "5"]
+    assert steps[-1]["value"] == steps[-1]["max"] == 4 * 20
+    assert any(isinstance(event, bytes) for event in events)
+    assert "4 pictures in" in server.log.read_text()
+
+
+def test_the_example_client_queues_a_file_of_prompts(server, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS * 3))
+    command = [sys.executable, str(ROOT / "docs" / "examples" / "queue_prompts.py"), "prompts.txt", "--together", "4"]
+    command += ["--server", f"http://{server.address}", "--devices", "default"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "queued 6 prompts in 2 graphs" in done.stdout
+    pictures = sorted((tmp_path / "pictures").glob("*.png"))
+    assert [path.name for path in pictures] == [f"{i:05d}_0.png" for i in range(6)]
+    for path, wanted in zip(pictures, WANTED * 3, strict=True):
+        assert judge(np.asarray(Image.open(path).convert("RGB"))) == wanted

@@ -1,0 +1,168 @@
+"""Batches on the devices of this machine, whichever of them drew what."""
+
+import logging
+import random
+import threading
+
+import pytest
+import torch
+
+import sana_core
+from sana_core.batch import local
+from sana_core.batch.draw import Settings
+from sana_core.batch.local import draw_local, local_devices
+from sana_core.batch.plan import batch_pictures
+from sana_core.latents import noise_stream
+
+PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
+SETTINGS = Settings(128, 128, steps=4)
+CPUS = ["cpu", "cpu"]
+# batches of other sizes sum in another order
+CLOSE = {"atol": 5e-5, "rtol": 0}
+
+
+def draw(checkpoint, count=4, **options):
+    return sana_core.generate(PROMPTS, checkpoint, seed=5, count=count, width=128, height=128, steps=4, **options)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """Eight pictures, each drawn by itself."""
+    return draw(checkpoint, chunk=1)
+
+
+@pytest.fixture
+def slow_draw(monkeypatch):
+    """A function that puts another one before the drawing of every chunk."""
+
+    def put(before):
+        real = local.draw
+
+        def wrapped(models, settings, chunk, texts, negative, poll):
+            before(chunk, poll)
+            return real(models, settings, chunk, texts, negative, poll)
+
+        monkeypatch.setattr(local, "draw", wrapped)
+
+    return put
+
+
+def test_the_noise_of_a_picture_is_the_same_bits_in_any_chunk():
+    whole = next(noise_stream(torch.empty(6, 32, 4, 4), 0, [7, 8, 9, 10, 11, 12]))
+    parts = [next(noise_stream(torch.empty(2, 32, 4, 4), 0, seeds)) for seeds in ([7, 8], [9, 10], [11, 12])]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+@pytest.mark.parametrize("workers, chunk", [(1, 3), (2, 3), (3, 3), (2, 1), (2, 8)])
+def test_pictures_do_not_depend_on_workers_and_chunks(checkpoint, alone, workers, chunk):
+    torch.testing.assert_close(draw(checkpoint, chunk=chunk, devices=["cpu"] * workers), alone, **CLOSE)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_with_the_same_chunks_they_are_the_same_bits(checkpoint, chunk):
+    first = draw(checkpoint, chunk=chunk)
+    assert torch.equal(first, draw(checkpoint, chunk=chunk, devices=CPUS))
+
+
+def test_pictures_come_as_they_finish_and_say_which_they_are(checkpoint, alone):
+    pictures = batch_pictures(2, 4, 5)
+    for picture, pixels in draw_local(PROMPTS, checkpoint, SETTINGS, pictures, CPUS, 1, done=frozenset({0, 5})):
+        assert picture.number not in (0, 5)
+        torch.testing.assert_close(pixels, alone[picture.number], **CLOSE)
+
+
+def test_memory_that_runs_out_at_random_loses_no_picture(checkpoint, alone, slow_draw):
+    source = random.Random(1)
+    failed = []
+
+    def run_out(chunk, poll):
+        if source.random() < 0.08 * len(chunk):
+            failed.append(len(chunk))
+            raise torch.OutOfMemoryError("fake")
+
+    slow_draw(run_out)
+    torch.testing.assert_close(draw(checkpoint, chunk=8, devices=CPUS), alone, **CLOSE)
+    assert failed
+
+
+def test_memory_that_is_never_enough_ends_with_that_error(checkpoint, slow_draw):
+    def run_out(chunk, poll):
+        raise torch.OutOfMemoryError("fake")
+
+    slow_draw(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        draw(checkpoint, devices=CPUS)
+
+
+def test_a_device_that_fails_is_left_out(checkpoint, alone, slow_draw):
+    def fail(chunk, poll):
+        if threading.current_thread().name.endswith("#2"):
+            raise torch.AcceleratorError("fake")
+
+    slow_draw(fail)
+    torch.testing.assert_close(draw(checkpoint, chunk=1, devices=CPUS), alone, **CLOSE)
+
+
+def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
+    woken = threading.Event()
+
+    def hang(chunk, poll):
+        if threading.current_thread().name.endswith("#2"):
+            woken.wait()
+
+    slow_draw(hang)
+    pictures = batch_pictures(2, 4, 5)
+    arrived = [p.number for p, _ in draw_local(PROMPTS, checkpoint, SETTINGS, pictures, CPUS, 1, grace=0.1)]
+    woken.set()
+    assert sorted(arrived) == list(range(8))
+
+
+def test_closing_stops_every_device_within_a_step(checkpoint, slow_draw):
+    started = threading.Barrier(3, timeout=30)
+    polls = []
+
+    def count(chunk, poll):
+        started.wait()
+        while True:
+            polls.append(1)
+            poll()
+
+    slow_draw(count)
+    pool = local.LocalPool([torch.device("cpu")] * 2, lambda device, poll: lambda chunk: count(chunk, poll))
+    for worker in pool.workers():
+        pool.submit(worker, ())
+    threads = list(pool.threads.values())
+    started.wait()
+    pool.close()
+    assert polls and not any(thread.is_alive() for thread in threads)
+
+
+def test_an_error_of_the_work_is_raised_and_no_thread_stays(checkpoint, slow_draw):
+    def fail(chunk, poll):
+        raise ValueError("bad weights")
+
+    slow_draw(fail)
+    with pytest.raises(ValueError, match="bad weights"):
+        draw(checkpoint, devices=CPUS)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sana batch")]
+
+
+def test_a_device_that_is_not_there_is_left_out_with_a_log(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert local_devices(["cpu", "cuda:7"]) == [torch.device("cpu")]
+    assert "this machine has no cuda:7" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"devices": ["cuda:7"]}, "devices: got cuda:7, expected some of cpu"),
+        ({"devices": ["nonsense"]}, "devices: got 'nonsense'"),
+        ({"count": 0}, "count: got 0"),
+        ({"chunk": -1}, "chunk: got -1"),
+        ({"dtype": "int8"}, "dtype: got 'int8'"),
+    ],
+)
+def test_bad_numbers_are_named_before_anything_is_loaded(checkpoint, options, message):
+    with pytest.raises(ValueError, match=message):
+        draw(checkpoint, **options)

@@ -1,0 +1,168 @@
+"""The queue and its loop, driven by a discrete simulation: nothing lost, nothing twice, nobody idle."""
+
+import random
+
+import pytest
+
+from benchmarks.simulation import SimulatedPool
+from sana_core.batch.loop import carry_out
+from sana_core.batch.plan import Picture, auto_chunk, batch_pictures, cut
+from sana_core.batch.queue import LARGEST_LOSSES, ChunkLostError, Queue
+
+
+def run(pool, pictures=100, chunk=4, grace=60.0):
+    """Draw `pictures` and return the queue; all must arrive, each once."""
+    queue = Queue(cut(batch_pictures(1, pictures, 0), chunk))
+    arrived = [picture for picture, _ in carry_out(queue, pool, grace)]
+    assert sorted(picture.number for picture in arrived) == list(range(pictures))
+    return queue
+
+
+def mishaps(**shares):
+    """A mishap of each kind in that share of the chunks."""
+
+    def draw(source):
+        value = source.random()
+        for kind, share in shares.items():
+            if value < share:
+                return kind
+            value -= share
+        return None
+
+    return draw
+
+
+def test_picture_i_of_a_prompt_has_seed_plus_i():
+    pictures = batch_pictures(2, 3, 2**64 - 2)
+    assert [picture.number for picture in pictures] == list(range(6))
+    assert [picture.prompt for picture in pictures] == [0, 0, 0, 1, 1, 1]
+    assert [picture.seed for picture in pictures] == [2**64 - 2, 2**64 - 1, 0] * 2
+
+
+@pytest.mark.parametrize(
+    "prompts, count, seed, message",
+    [
+        (1, 0, 0, "count: got 0"),
+        (1, 1_000_000, 0, "count: got 1000000, expected a whole number from 1 to 100000"),
+        (1, 1.5, 0, "count: got 1.5"),
+        (1, 1, -1, "seed: got -1"),
+        (1, 1, 2**64, "seed: got"),
+        (0, 1, 0, "prompts: got none"),
+    ],
+)
+def test_numbers_out_of_range_are_named(prompts, count, seed, message):
+    with pytest.raises(ValueError, match=message):
+        batch_pictures(prompts, count, seed)
+
+
+def test_a_cut_leaves_out_what_is_done_and_keeps_the_rest_together():
+    pictures = batch_pictures(1, 10, 0)
+    sizes = [[picture.number for picture in chunk] for chunk in cut(pictures, 4, done={1, 4, 5, 6, 7})]
+    assert sizes == [[0, 2, 3], [8, 9]]
+    with pytest.raises(ValueError, match="chunk: got 0"):
+        cut(pictures, 0)
+
+
+def test_the_chunk_shrinks_with_the_picture_and_with_the_share_of_each_worker():
+    assert [auto_chunk(side, side, 1000, 1) for side in (128, 1024, 2048, 4096)] == [32, 8, 2, 1]
+    assert auto_chunk(1024, 1024, 12, 4) == 1
+    assert auto_chunk(1024, 1024, 1, 64) == 1
+
+
+@pytest.mark.parametrize("workers, chunk, depth", [(1, 1, 1), (2, 4, 1), (3, 7, 2), (64, 4, 2)])
+def test_every_picture_arrives_once_whatever_the_workers(workers, chunk, depth):
+    queue = run(SimulatedPool([1.0] * workers, depth=depth, jitter=0.3), chunk=chunk)
+    assert sum(queue.drawn.values()) == 100
+
+
+def test_a_slow_card_gets_fewer():
+    pool = SimulatedPool([3.0, 1.0], depth=1)
+    queue = run(pool, pictures=32, chunk=1)
+    assert queue.drawn == {"worker 0": 24, "worker 1": 8}
+    assert pool.clock == pytest.approx(8.0)
+
+
+def test_the_end_does_not_wait_for_the_slowest():
+    # alone, the slow worker would hold its last chunk for 40 seconds
+    pool = SimulatedPool([1.0, 0.1], depth=1)
+    run(pool, pictures=40, chunk=4)
+    assert pool.clock < 45
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_while_workers_die_hang_and_run_out_of_memory(seed):
+    speeds = [random.Random(seed).uniform(0.3, 3) for _ in range(6)]
+    fate = mishaps(dies=0.05, hangs=0.05, memory=0.1)
+    pool = SimulatedPool(speeds, seed, delay=0.1, jitter=0.4, restart=20, mishap=fate)
+    run(pool, pictures=200, grace=10.0)
+    assert len({kind for _, kind in pool.mishaps}) >= 2
+
+
+def test_a_worker_that_hangs_alone_is_replaced():
+    fates = iter([None, "hangs"])
+    pool = SimulatedPool([1.0], depth=1, restart=5, mishap=lambda source: next(fates, None))
+    run(pool, pictures=12, grace=10.0)
+    assert pool.names == {"worker 0": "worker 0, 1"}
+
+
+def test_a_worker_that_hangs_at_its_first_chunk_is_noticed_too():
+    fates = iter(["hangs"])
+    pool = SimulatedPool([1.0], depth=1, restart=5, mishap=lambda source: next(fates, None))
+    run(pool, pictures=12, grace=10.0)
+
+
+def test_memory_that_runs_out_halves_the_chunks_of_that_worker_alone():
+    fates = iter(["memory", None])
+    pool = SimulatedPool([1.0, 1.0], depth=1, mishap=lambda source: next(fates, None))
+    queue = run(pool, pictures=64, chunk=8)
+    assert queue.limits == {"worker 0": 4}
+
+
+def test_a_worker_without_memory_for_one_picture_is_given_up():
+    pool = SimulatedPool([1.0], depth=1, mishap=lambda source: "memory")
+    dropped = []
+
+    def drop(worker, reason):
+        dropped.append(worker)
+        raise reason
+
+    pool.drop = drop
+    with pytest.raises(MemoryError):
+        run(pool, pictures=8)
+    assert dropped == ["worker 0"]
+
+
+def test_a_chunk_that_kills_every_worker_ends_the_run():
+    pool = SimulatedPool([1.0], depth=1, restart=1, mishap=lambda source: "dies")
+    with pytest.raises(ChunkLostError, match=f"picture 0 and 3 more were lost with their worker {LARGEST_LOSSES}"):
+        run(pool)
+
+
+def test_an_error_of_a_worker_is_raised():
+    class Faulty(SimulatedPool):
+        def wait(self):
+            return [outcome._replace(error=ValueError("bad")) for outcome in super().wait()]
+
+    with pytest.raises(ValueError, match="bad"):
+        run(Faulty([1.0]))
+
+
+def test_a_copy_that_arrives_second_counts_for_nothing():
+    chunk = (Picture(0, 0, 0), Picture(1, 0, 1))
+    queue = Queue([chunk, (Picture(2, 0, 2),)])
+    assert queue.take("fast", 0.0) == chunk and queue.take("slow", 0.0) == (Picture(2, 0, 2),)
+    assert queue.finish("fast", chunk, 1.0) == list(chunk)
+    assert queue.take("fast", 1.0) is None
+    # half a second a picture is the usual pace; the slow one is 9.5 s late
+    assert queue.take("fast", 10.0) == (Picture(2, 0, 2),)
+    assert len(queue.finish("fast", (Picture(2, 0, 2),), 10.5)) == 1
+    assert queue.finish("slow", (Picture(2, 0, 2),), 11.0) == []
+    assert not queue.missing
+
+
+def test_sixty_four_workers_are_busy_to_the_end():
+    speeds = [random.Random(1).choice([0.5, 1.0, 1.0, 2.0]) for _ in range(64)]
+    fate = mishaps(dies=0.002, hangs=0.0005, memory=0.002)
+    pool = SimulatedPool(speeds, 3, delay=0.05, jitter=0.1, restart=60, mishap=fate)
+    run(pool, pictures=10_000)
+    assert 10_000 / pool.capacity() >= 0.95
