@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from ..decode.faults import is_out_of_memory
 from .draw import Settings, Text, complete, draw, encode_text, load_encoder, load_models
 from .folder import encode_png, fingerprint
-from .loop import GRACE, Outcome, carry_out, is_out_of_memory
+from .loop import GRACE, Outcome, carry_out
 from .plan import Chunk, Picture, auto_chunk, cut
 from .queue import Queue
 

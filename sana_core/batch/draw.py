@@ -169,7 +169,7 @@ def draw(
     for latent in latents:
         poll()
         # one by one: the memory of one decode, and the same pixels in any chunk
-        pictures.append(decode_latents(autoencoder, latent[None])[0].clamp(-1, 1).float().cpu())
+        pictures.append(decode_latents(autoencoder, latent[None], poll=poll)[0].clamp(-1, 1).float().cpu())
     return pictures
 
 

@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ..decode.faults import is_out_of_memory
 from .draw import Models, Settings, complete, draw, encode_texts, load_encoder, load_models, texts_of
-from .loop import GRACE, Outcome, carry_out, is_out_of_memory
+from .loop import GRACE, Outcome, carry_out
 from .plan import Chunk, Picture, auto_chunk, cut
 from .queue import Queue
 

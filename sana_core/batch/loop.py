@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import torch
-
+from ..decode.faults import is_out_of_memory
 from .plan import Chunk, Picture
 from .queue import Queue
 
@@ -46,13 +45,6 @@ class Pool(Protocol[R]):
 
     def now(self) -> float:
         """Return the seconds of the pool's clock."""
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error` says that memory ran out, on an accelerator or on the CPU."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def carry_out(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[Picture, R]]:

@@ -7,7 +7,7 @@ import gc
 import torch
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether `error` says that memory ran out, on an accelerator or on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

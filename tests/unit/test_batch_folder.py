@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from PIL import Image
+from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
