@@ -41,3 +41,14 @@ def spiece() -> bytes:
         minloglevel=2,
     )
     return model.getvalue()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """The same bits need the same threads: kernels divide their sums among them."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+import ray
 import torch
 
 import sana_core
@@ -16,7 +17,8 @@ from sana_core.batch.cluster import Painter, RayPool, connect, draw_on_cluster
 from sana_core.batch.draw import Settings, complete
 from sana_core.batch.plan import batch_pictures
 
-ray = pytest.importorskip("ray")
+# an actor has one core
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SETTINGS = Settings(128, 128, steps=4)

@@ -58,6 +58,7 @@ def test_pictures_do_not_depend_on_workers_and_chunks(checkpoint, alone, workers
     torch.testing.assert_close(draw(checkpoint, chunk=chunk, devices=["cpu"] * workers), alone, **CLOSE)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_with_the_same_chunks_they_are_the_same_bits(checkpoint, chunk):
     first = draw(checkpoint, chunk=chunk)
