@@ -181,7 +181,8 @@ def sample_batch(
     def decode(own: comfy.sd.VAE, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
         poll()
         with loading:
-            return own.decode(latent[None])[0]
+            # the bar of the batch is the node's
+            return own.decode(latent[None], {"progress": None})[0]
 
     def prepare(device: torch.device, poll: Poll) -> Draw[tuple[torch.Tensor, torch.Tensor | None]]:
         index = next(i for i in free if devices[i] == device)

@@ -39,17 +39,17 @@ class SanaAutoencoder(AutoencoderDC):
     def decode(self, z: torch.Tensor, output_buffer: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         weights = next(self.parameters())
         if options.get("max_bytes") is None:
-            options["max_bytes"] = int(comfy.model_management.get_free_memory(weights.device) * BUDGET)
+            options["max_bytes"] = budget(planner_of(self, z.shape, weights.dtype), weights.device)
         if output_buffer is None:
             device = comfy.model_management.intermediate_device()
             output_buffer = torch.empty(self.decode_output_shape(z.shape), device=device, dtype=weights.dtype)
-        bar = comfy.utils.ProgressBar(len(z) * z.shape[2] * DOWNSCALE)
+        if "progress" not in options:
+            options["progress"] = comfy.utils.ProgressBar(len(z) * z.shape[2] * DOWNSCALE).update_absolute
         return decode_latents(
             self,
             z,
             out=output_buffer,
             poll=comfy.model_management.throw_exception_if_processing_interrupted,
-            progress=bar.update_absolute,
             **options,
         )
 
@@ -62,9 +62,17 @@ class SanaAutoencoder(AutoencoderDC):
         return self.decode(z, method="strips", max_bytes=max(tiles.peak_bytes, planner.floor().peak_bytes))
 
     def encode(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        free = comfy.model_management.get_free_memory(next(self.parameters()).device)
+        weights = next(self.parameters())
+        rows, columns = (side // DOWNSCALE for side in x.shape[2:])
+        planner = Planner(encoder_layout(self), rows, columns, weights.dtype, weights.device.type != "cpu")
         poll = comfy.model_management.throw_exception_if_processing_interrupted
-        return encode_images(self, x, max_bytes=int(free * BUDGET), poll=poll)
+        return encode_images(self, x, max_bytes=budget(planner, weights.device), poll=poll)
+
+
+def budget(planner: Planner, device: torch.device) -> int:
+    """Return what work may take of `device`: of its free memory, but never less than it can do with."""
+    free = comfy.model_management.get_free_memory(device)
+    return max(int(free * BUDGET), planner.floor().peak_bytes)
 
 
 def planner_of(autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype) -> Planner:

@@ -79,6 +79,7 @@ def with_lora(host, batch_graph):
     path.unlink()
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_two_workers_draw_the_same_bits_as_one_also_with_a_lora_and_twice(host, batch_graph, with_lora):
     first = host.run(with_lora())
     assert (first["image"] - host.run(batch_graph(devices=TWO))["image"]).abs().mean() > 0.01

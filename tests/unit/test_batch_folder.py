@@ -83,6 +83,7 @@ def test_the_pictures_are_those_of_the_call_and_the_manifest_lists_them(made, ch
         assert (entry["prompt"], f"_{entry['seed']}.") == (PROMPTS[int(name[:5])], name[5:-3])
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn, tmp_path):
     whole = files(made)
     made.rename(tmp_path / "whole")
