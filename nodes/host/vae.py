@@ -63,10 +63,9 @@ class SanaAutoencoder(AutoencoderDC):
 
     def encode(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         weights = next(self.parameters())
-        rows, columns = (side // DOWNSCALE for side in x.shape[2:])
-        planner = Planner(encoder_layout(self), rows, columns, weights.dtype, weights.device.type != "cpu")
+        max_bytes = budget(encoder_planner_of(self, x.shape, weights.dtype), weights.device)
         poll = comfy.model_management.throw_exception_if_processing_interrupted
-        return encode_images(self, x, max_bytes=budget(planner, weights.device), poll=poll)
+        return encode_images(self, x, max_bytes=max_bytes, poll=poll)
 
 
 def budget(planner: Planner, device: torch.device) -> int:
@@ -78,6 +77,12 @@ def budget(planner: Planner, device: torch.device) -> int:
 def planner_of(autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype) -> Planner:
     device = comfy.model_management.vae_device()
     return Planner(decoder_layout(autoencoder), latent_shape[2], latent_shape[3], dtype, device.type != "cpu")
+
+
+def encoder_planner_of(autoencoder: AutoencoderDC, image_shape: torch.Size, dtype: torch.dtype) -> Planner:
+    rows, columns = (side // DOWNSCALE for side in image_shape[2:])
+    device = comfy.model_management.vae_device()
+    return Planner(encoder_layout(autoencoder), rows, columns, dtype, device.type != "cpu")
 
 
 def reserved_bytes(planner: Planner) -> int:
@@ -110,9 +115,7 @@ def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
     vae.disable_offload = False
     vae.handles_tiling = True
     vae.memory_used_decode = lambda shape, dtype: reserved_bytes(planner_of(autoencoder, shape, dtype))
-    vae.memory_used_encode = lambda shape, dtype: reserved_bytes(
-        Planner(encoder_layout(autoencoder), shape[2] // DOWNSCALE, shape[3] // DOWNSCALE, dtype, device.type != "cpu")
-    )
+    vae.memory_used_encode = lambda shape, dtype: reserved_bytes(encoder_planner_of(autoencoder, shape, dtype))
     # core would blend three passes of tiles
     vae.encode_tiled_ = lambda pixels, **ignored: autoencoder.encode(vae.process_input(pixels).to(dtype)).to(
         device=vae.output_device, dtype=vae.vae_output_dtype()

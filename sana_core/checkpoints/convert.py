@@ -9,7 +9,7 @@ import torch
 
 from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
 from .headers import SAFETENSORS
-from .load import build_module, component_tensors, fill
+from .load import load_part
 from .tokenizer import load_tokenizer
 from .zoo import RESOLUTIONS
 
@@ -54,8 +54,7 @@ def convert_checkpoint(
 def component(info: CheckpointInfo, dtype: str | None, resolution: int | None) -> tuple[dict[str, torch.Tensor], dict]:
     """Return the tensors of one component by the library's names, checked, and its configuration."""
     wanted = getattr(torch, dtype) if dtype else info.dtype
-    module = build_module(info, resolution if info.kind in ("transformer", "controlnet") else None)
-    fill(module, component_tensors(info), info.name, lambda key: wanted)
+    module = load_part(info, wanted, resolution=resolution)
     tensors = {name: parameter.data.contiguous() for name, parameter in module.named_parameters()}
     if info.kind == "text_encoder":
         tokenizer = load_tokenizer(info)

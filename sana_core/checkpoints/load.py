@@ -139,8 +139,10 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
             )
 
 
-def load_part(info: CheckpointInfo, dtype: torch.dtype, read: Reader = read_file) -> torch.nn.Module:
-    """Return the library's module of `info` in `dtype`, its files read by `read`.
+def load_part(
+    info: CheckpointInfo, dtype: torch.dtype, read: Reader = read_file, resolution: int | None = None
+) -> torch.nn.Module:
+    """Return the library's module of `info` in `dtype`, its files read by `read`; `resolution` as in `build_module`.
 
     Raises ValueError for quantised weights, and as `fill` does.
     """
@@ -148,7 +150,7 @@ def load_part(info: CheckpointInfo, dtype: torch.dtype, read: Reader = read_file
         raise ValueError(
             f"{info.name}: got quantised weights, which only ComfyUI reads, not of a VAE; use the plain file"
         )
-    module = build_module(info)
+    module = build_module(info, resolution)
     fill(module, component_tensors(info, read), info.name, lambda key: dtype)
     return module
 

@@ -157,3 +157,12 @@ def test_decode_names_a_file_without_latents(command, checkpoint, tmp_path):
     for name, wanted in (("none", "holds other, expected a tensor 'latents'"), ("text", "is no safetensors file")):
         done = command("decode", f"{name}.safetensors", "--checkpoint", checkpoint)
         assert done.returncode == 1 and wanted in done.stderr.splitlines()[-1]
+
+
+def test_convert_refuses_quantised_weights_whose_scales_it_would_lose(command, tmp_path):
+    tensors = dict(layouts.transformer().state_dict())
+    tensors["transformer_blocks.0.attn1.to_q.weight_scale"] = torch.ones(())
+    layouts.save(tensors, tmp_path / "fp8.safetensors")
+    done = command("convert", "fp8.safetensors", "out.safetensors")
+    assert done.returncode == 1 and "got quantised weights, which only ComfyUI reads" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["fp8.safetensors"]
