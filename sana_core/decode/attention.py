@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from .bands import Bands
 from .rows import Block, Carry, Layer, Poll, chunks, in_place, norm_, run
 
 QUERY, KEY_VALUE = (0,), (1, 2)
@@ -109,19 +110,19 @@ class ProjectionRows:
 
 
 def score_pieces(
-    attn: Block, x: torch.Tensor, start: int, stop: int, rows: int, piece: int, poll: Poll
+    attn: Block, x: Bands, start: int, stop: int, rows: int, piece: int, poll: Poll
 ) -> Iterator[torch.Tensor]:
     """Yield value @ key^T [B, scales * heads, d + 1, d] in fp32 of each `piece` rows from `start` to `stop` of `x`.
 
-    `rows` is a multiple of `piece`; `x` [B, C, H, W] is the whole map, or a band of it with as many rows above and
-    below as are read.
+    `rows` is a multiple of `piece`; `x` is the whole map, or a part of it with as many rows above and below as are
+    read.
     """
-    reach, d, width = halo(attn), attn.attention_head_dim, x.shape[3]
-    read = reading(x.shape[2], start, stop, reach)
+    reach, d, width = halo(attn), attn.attention_head_dim, x.width
+    read = reading(x.height, start, stop, reach)
     project = ProjectionRows(attn, KEY_VALUE, read)
     for begin, end in strips(read.low, read.high, start, rows, reach):
         poll()
-        maps = [one.float() for one in project(x[:, :, begin:end], end == read.high)]
+        maps = [one.float() for one in project(x.rows(begin, end), end == read.high)]
         for left, right in chunks(maps[0].shape[-1], piece * width):
             yield torch.cat([piece_scores(one[..., left:right], d) for one in maps], dim=1)
 
@@ -204,12 +205,12 @@ def pointwise(conv: torch.nn.Conv2d, rows: torch.Tensor) -> torch.Tensor:
 
 
 def attend_rows(
-    block: Block, x: torch.Tensor, scores: torch.Tensor, start: int, stop: int, rows: int, poll: Poll
+    block: Block, x: Bands, scores: torch.Tensor, start: int, stop: int, rows: int, poll: Poll
 ) -> Iterator[torch.Tensor]:
     """Yield rows `start` to `stop` of EfficientViTBlock `block` of `x`, top to bottom, about `rows` at a time."""
     reach = halo(block.attn)
-    glu = reading(x.shape[2], start, stop, GLU_HALO)
-    attention = reading(x.shape[2], glu.low, glu.high, reach)
+    glu = reading(x.height, start, stop, GLU_HALO)
+    attention = reading(x.height, glu.low, glu.high, reach)
     layers: list[Layer] = [AttentionRows(block.attn, scores, attention), GluRows(block.conv_out, glu)]
     for begin, end in strips(attention.low, attention.high, start, rows, reach + GLU_HALO):
-        yield run(layers, x[:, :, begin:end], end == attention.high, poll)
+        yield run(layers, x.rows(begin, end), end == attention.high, poll)

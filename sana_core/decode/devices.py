@@ -5,7 +5,8 @@ top of the picture to its bottom, and go out again; the rows that a band's edge 
 The kept map is then put together on the first device, and each device takes rows of it to pixels. Sums and strips are
 those of one device, so the pixels are too.
 
-A device that fails is left out: the attention stages begin again on the others, and its rows of pixels go to them.
+Where memory runs out, all go on with smaller strips. A device that fails otherwise, or has no room for the smallest, is
+left out: the attention stages begin again on the others, and its rows of pixels go to them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from .attention import GLU_HALO, attend_rows, halo, score_pieces
-from .faults import forget
+from .bands import LARGEST_TENSOR, Bands
+from .faults import forget, is_out_of_memory
 from .layout import Layout
 from .plan import Plan
+from .retry import Retry
 from .rows import Poll, chunks, run
 from .strips import (
     PIECE,
@@ -78,46 +81,33 @@ class Workers:
         note(f"{device} failed ({type(error).__name__}), its rows went to the others")
 
 
-class Bands:
-    """A map cut into rows for each device."""
-
-    def __init__(self, parts: list[torch.Tensor]) -> None:
-        self.parts = parts
-        self.edges = [0]
-        for part in parts:
-            self.edges.append(self.edges[-1] + part.shape[2])
-
-    def extended(self, index: int, reach: int) -> tuple[torch.Tensor, int, int]:
-        """Return band `index` with `reach` rows of its neighbours, and where its own rows begin and end in that."""
-        start, stop = self.edges[index], self.edges[index + 1]
-        low, high = max(0, start - reach), min(self.edges[-1], stop + reach)
-        rows = [
-            part[:, :, max(low, top) - top : min(high, bottom) - top].to(self.parts[index].device)
-            for part, top, bottom in zip(self.parts, self.edges, self.edges[1:], strict=False)
-            if max(low, top) < min(high, bottom)
-        ]
-        return torch.cat(rows, dim=2), start - low, stop - low
-
-
 def shared_rows(
-    workers: Workers, layout: Layout, latents: torch.Tensor, plan: Plan, note: Callable[[str], None], poll: Poll
+    workers: Workers, layout: Layout, latents: torch.Tensor, retry: Retry, poll: Poll
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, pixels [1, 3, n, W]) of `latents` [1, 32, h, w], in the order in which they are done."""
     kept = None
     while kept is None:
         try:
-            kept = shared_head(workers, layout, latents, plan.attention_rows or ATTENTION_ROWS, poll)
+            kept = shared_head(workers, layout, latents, retry.plan.attention_rows or ATTENTION_ROWS, poll)
         except WorkerFailed as failed:
             failure = failed.failure
         if kept is None:
-            workers.drop(failure, note)
-    height = kept.shape[2]
-    waiting = [(top, bottom) for top, bottom in chunks(height, -(-height // len(workers.devices)))]
+            recover(workers, [failure], retry)
+    waiting = list(chunks(kept.height, -(-kept.height // len(workers.devices))))
     while waiting:
         failures: list[Failure] = []
-        yield from shared_tail(workers, layout, kept, plan, waiting, failures, poll)
-        for failure in sorted(failures, key=lambda one: -one.worker):
-            workers.drop(failure, note)
+        yield from shared_tail(workers, layout, kept, retry.plan, waiting, failures, poll)
+        recover(workers, failures, retry)
+
+
+def recover(workers: Workers, failures: list[Failure], retry: Retry) -> None:
+    """Take half the budget where memory ran out and strips can be smaller; leave out the workers of other failures."""
+    short = [failure for failure in failures if is_out_of_memory(failure.error)]
+    if short and retry.can_shrink():
+        retry.shrink(short[0].error)
+        failures = [failure for failure in failures if failure not in short]
+    for failure in sorted(failures, key=lambda one: -one.worker):
+        workers.drop(failure, retry.notes.add)
 
 
 class WorkerFailed(Exception):
@@ -128,34 +118,40 @@ class WorkerFailed(Exception):
         self.failure = failure
 
 
-def shared_head(workers: Workers, layout: Layout, latents: torch.Tensor, rows: int, poll: Poll) -> torch.Tensor:
+def shared_head(workers: Workers, layout: Layout, latents: torch.Tensor, rows: int, poll: Poll) -> Bands:
     """Return the kept map, on the first device. Raises WorkerFailed."""
-    x = first_map(workers.decoders[0], latents.to(workers.devices[0])).contiguous(memory_format=torch.channels_last)
-    height, width = latents.shape[2:]
+    x = first_map(workers.decoders[0], latents.to(workers.devices[0])).channels_last()
+    (height, width), count = latents.shape[2:], len(workers.devices)
     # whole pieces of the sums for each, and enough positions that no kernel for a few of them is chosen
-    share = max(-(-height // len(workers.devices)), -(-FEW_POSITIONS // width))
-    share = -(-share // PIECE) * PIECE
-    parts = [x[:, :, top:bottom] for top, bottom in chunks(height, share)]
-    bands = Bands([part.to(device) for part, device in zip(parts, workers.devices, strict=False)])
+    share = max(-(-height // count), -(-FEW_POSITIONS // width))
+    # but no band, with its neighbours' rows, of 2^31 elements: a device may have several
+    most = LARGEST_TENSOR // 2 // (layout.widths[layout.local] * width * layout.scale**2)
+    share = min(-(-share // PIECE), max(1, most // PIECE)) * PIECE
+    spans = enumerate(chunks(height, share))
+    bands = Bands([x.rows(*span, workers.devices[index % count]) for index, span in spans])
     blocks = [list(global_blocks(decoder, layout)) for decoder in workers.decoders]
-    with ThreadPoolExecutor(len(bands.parts)) as pool:
+    with ThreadPoolExecutor(count) as pool:
 
         def phase(work: Callable[[int], T]) -> list[T]:
-            return all_of(pool, len(bands.parts), work, poll)
+            return all_of(pool, len(bands.parts), count, work, poll)
 
         for number, (block, scale) in enumerate(blocks[0]):
-            own = [blocks[index][number][0] for index in range(len(bands.parts))]
-            if is_attention(block) and is_quadratic(block, x):
+            own = [blocks[index % count][number][0] for index in range(len(bands.parts))]
+            if is_attention(block) and is_quadratic(block, bands):
                 # so few positions that one device has them all
-                whole = torch.cat([part.to(workers.devices[0]) for part in bands.parts], dim=2)
-                whole = global_block(block, whole, None, scale, poll)
-                bands = Bands([whole])
+                bands = global_block(block, bands.moved(0, bands.height, workers.devices[0]), None, scale, poll)
             elif is_attention(block):
                 bands = shared_attention(own, bands, rows * scale, PIECE * scale, phase)
             else:
                 bands = shared_local(own, bands, phase)
-            x = bands.parts[0]
-    return torch.cat([part.to(workers.devices[0]) for part in bands.parts], dim=2)
+    return bands.moved(0, bands.height, workers.devices[0])
+
+
+def extended(bands: Bands, index: int, reach: int) -> tuple[Bands, int, int]:
+    """Return band `index` with `reach` rows of its neighbours, and where its own rows begin and end in that."""
+    start, stop = bands.edges[index], bands.edges[index + 1]
+    low, high = max(0, start - reach), min(bands.height, stop + reach)
+    return Bands([bands.rows(low, high, bands.parts[index].device)]), start - low, stop - low
 
 
 def shared_attention(own: list, bands: Bands, rows: int, piece: int, phase: Callable) -> Bands:
@@ -163,15 +159,16 @@ def shared_attention(own: list, bands: Bands, rows: int, piece: int, phase: Call
     reach = halo(own[0].attn) + GLU_HALO
 
     def sums(index: int) -> list[torch.Tensor]:
-        x, start, stop = bands.extended(index, reach)
+        x, start, stop = extended(bands, index, reach)
         return list(score_pieces(own[index].attn, x, start, stop, rows, piece, proceed))
 
     pieces = [piece for band in phase(sums) for piece in band]
     scores = ordered_sum(one.to(pieces[0].device, copy=True) for one in pieces)
 
     def attend(index: int) -> torch.Tensor:
-        x, start, stop = bands.extended(index, reach)
-        return torch.cat(list(attend_rows(own[index], x, scores.to(x.device), start, stop, rows, proceed)), dim=2)
+        x, start, stop = extended(bands, index, reach)
+        known = scores.to(bands.parts[index].device)
+        return torch.cat(list(attend_rows(own[index], x, known, start, stop, rows, proceed)), dim=2)
 
     return Bands(phase(attend))
 
@@ -181,8 +178,8 @@ def shared_local(own: list, bands: Bands, phase: Callable) -> Bands:
 
     def convolve(index: int) -> torch.Tensor:
         # two rows: what one convolution after the other, and an upsampling one, can see
-        x, start, stop = bands.extended(index, 2)
-        out = run([local_layer(own[index], (bands.edges[-1], x.shape[3]))], x, True, proceed)
+        x, start, stop = extended(bands, index, 2)
+        out = run([local_layer(own[index], (bands.height, bands.width))], x.rows(0, x.height), True, proceed)
         return out[:, :, resized(own[index], start) : resized(own[index], stop)]
 
     return Bands(phase(convolve))
@@ -192,27 +189,27 @@ def proceed() -> None:
     """A poll for phases so short that they are not cancelled within."""
 
 
-def all_of(pool: ThreadPoolExecutor, count: int, work: Callable[[int], T], poll: Poll) -> list[T]:
-    """Return work(0) .. work(count - 1), done at once. Raises WorkerFailed for the first that fails."""
+def all_of(pool: ThreadPoolExecutor, bands: int, workers: int, work: Callable[[int], T], poll: Poll) -> list[T]:
+    """Return work(0) .. work(bands - 1), the bands dealt out in turn. Raises WorkerFailed for the first that fails."""
 
     def quiet(index: int) -> T:
         with torch.no_grad():
             return work(index)
 
-    futures: list[Future[T]] = [pool.submit(quiet, index) for index in range(count)]
+    futures: list[Future[T]] = [pool.submit(quiet, index) for index in range(bands)]
     while wait(futures, SECONDS).not_done:
         poll()
     for index, future in enumerate(futures):
         error = future.exception()
         if error is not None:
-            raise WorkerFailed(Failure(index, error))
+            raise WorkerFailed(Failure(index % workers, error))
     return [future.result() for future in futures]
 
 
 def shared_tail(
     workers: Workers,
     layout: Layout,
-    kept: torch.Tensor,
+    kept: Bands,
     plan: Plan,
     waiting: list[tuple[int, int]],
     failures: list[Failure],
@@ -250,13 +247,12 @@ def shared_tail(
             return waiting.pop(0) if waiting else None
 
     def take(index: int, top: int, bottom: int) -> None:
-        low, high = max(0, top - layout.halo), min(kept.shape[2], bottom + layout.halo)
+        low, high = max(0, top - layout.halo), min(kept.height, bottom + layout.halo)
         row = top * layout.stride
         try:
-            part = kept[:, :, low:high].to(workers.devices[index])
-            decoder, height = workers.decoders[index], kept.shape[2]
+            part, decoder = kept.moved(low, high, workers.devices[index]), workers.decoders[index]
             for pixels in pixel_rows(
-                decoder, layout, part, top - low, bottom - low, plan.rows, plan.columns, check, height
+                decoder, layout, part, top - low, bottom - low, plan.rows, plan.columns, check, kept.height
             ):
                 hand((row, pixels))
                 row += pixels.shape[2]

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from .attention import strips
+from .bands import Bands, empty_bands
 from .faults import check_finite, forget, is_out_of_memory
 from .layout import Layout, encoder_layout
 from .peak import free_bytes
 from .plan import Plan, Planner, smaller
-from .rows import ConvRows, Layer, Poll, chunks, empty, run
+from .rows import ConvRows, Layer, Poll, chunks, run
 from .run import BUDGET, never
 from .strips import global_block, local_layer, resized
 
@@ -100,10 +101,10 @@ def local_layers(encoder: Encoder, layout: Layout, size: tuple[int, int]) -> lis
 
 def kept_map(
     encoder: Encoder, layout: Layout, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
-) -> torch.Tensor:
+) -> Bands:
     """Return the map [1, C, H / 8, W / 8] that the local layers make of `image`, in strips and panels of `plan`."""
     height, width = image.shape[2] // layout.stride, image.shape[3] // layout.stride
-    kept = empty(like.new_empty(1), layout.widths[layout.local], height, width)
+    kept = empty_bands(like.new_empty(1), layout.widths[layout.local], height, width)
     for left, right in chunks(width, plan.columns or width):
         begin, end = max(0, left - layout.halo), min(width, right + layout.halo)
         layers = local_layers(encoder, layout, (image.shape[2], image.shape[3]))
@@ -113,17 +114,18 @@ def kept_map(
                 :, :, first * layout.stride : last * layout.stride, begin * layout.stride : end * layout.stride
             ]
             rows = run(layers, channels_last(pixels, like), last == height, poll)
-            kept[:, :, top : top + rows.shape[2], left:right] = rows[..., left - begin : right - begin]
+            kept.write(top, left, rows[..., left - begin : right - begin])
             top += rows.shape[2]
     return kept
 
 
-def last_layers(encoder: Encoder, x: torch.Tensor, layout: Layout, plan: Plan, poll: Poll) -> torch.Tensor:
-    """Return the latents of the kept map `x`."""
+def last_layers(encoder: Encoder, kept: Bands, layout: Layout, plan: Plan, poll: Poll) -> torch.Tensor:
+    """Return the latents of the kept map."""
     for stage in range(layout.local, len(layout.widths)):
         for block in encoder.down_blocks[stage]:
             # a downsampling block is counted to the stage before it
-            x = global_block(block, x, plan.attention_rows, layout.downscale // 2**stage, poll)
+            kept = global_block(block, kept, plan.attention_rows, layout.downscale // 2**stage, poll)
+    x = kept.rows(0, kept.height)
     latents = encoder.conv_out(x)
     if encoder.out_shortcut:
         latents += x.unflatten(1, (-1, encoder.out_shortcut_average_group_size)).mean(dim=2)

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .bands import LARGEST_TENSOR
 from .layout import Layout
 from .strips import PIECE
 
 METHODS = ("auto", "strips", "tiles", "whole")
-# many kernels count elements in 32 bits, and fall back to ones that need many times the memory
-LARGEST_TENSOR = 2**31
 # rows of the kept map in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator
 # kernels should be large
 CPU_ROWS = (8, 4, 2, 1)
@@ -69,8 +68,11 @@ class Demand:
     largest: float
 
 
-def tail_demand(layout: Layout, width: int, rows: int, item: int, accelerator: bool) -> Demand:
-    """Return what the local layers need for strips of `rows` rows of the kept map, `width` columns wide."""
+def tail_demand(layout: Layout, width: int, rows: int, item: int, accelerator: bool, panels: int = 1) -> Demand:
+    """Return what the local layers need for strips of `rows` rows of the kept map.
+
+    Each of `panels` beside each other is `width` columns wide, and carries rows of its own.
+    """
     most, largest, carried = 0.0, 0.0, 0.0
     extra = 1 + WORKSPACE if accelerator else 1
     # the first strip reads the halo too
@@ -92,7 +94,7 @@ def tail_demand(layout: Layout, width: int, rows: int, item: int, accelerator: b
         height -= 1
     pairs = zip(layout.widths, layout.widths[1 : layout.local + 1], strict=False)
     weights = 0 if accelerator else REORDERED * 9 * max(a * b for a, b in pairs)
-    return Demand((most + carried + weights) * item, largest)
+    return Demand((most + panels * carried + weights) * item, largest)
 
 
 def head_demand(layout: Layout, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
@@ -114,7 +116,7 @@ def head_demand(layout: Layout, height: int, width: int, rows: int | None, item:
         sums = whole * item + strip * (6 * item + 4 * layout.scales * 4)
         # the coarser map, upsampled
         most = max(most, feed_forward, sums)
-        largest = max(largest, whole, 8 * strip)
+        largest = max(largest, 8 * strip)
     return Demand(most, largest)
 
 
@@ -169,7 +171,7 @@ class Planner:
         """Yield rows of latents for the attention stages, and the bytes they need, the fastest first."""
         for rows in ACCELERATOR_ATTENTION_ROWS if self.accelerator else CPU_ATTENTION_ROWS:
             demand = head_demand(self.layout, self.height, self.width, rows, self.dtype.itemsize, self.accelerator)
-            if demand.largest < LARGEST_TENSOR or rows == PIECE:
+            if demand.largest < LARGEST_TENSOR:
                 yield rows, demand.size
 
     def tails(self) -> Iterator[tuple[int, int | None, float]]:
@@ -179,8 +181,9 @@ class Planner:
         while True:
             # a panel has a halo on both sides
             width = self.width if columns is None else min(self.width, columns + 2 * self.layout.halo)
+            panels = 1 if columns is None else -(-self.width // columns)
             for rows in options if columns is None else options[-4:]:
-                demand = tail_demand(self.layout, width, rows, self.dtype.itemsize, self.accelerator)
+                demand = tail_demand(self.layout, width, rows, self.dtype.itemsize, self.accelerator, panels)
                 if demand.largest < LARGEST_TENSOR:
                     yield rows, columns, self.kept + demand.size
             columns = (columns or self.width) // 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +9,16 @@ import torch
 
 from ..latents import check_channels, check_number
 from .devices import Workers, shared_rows
-from .faults import check_finite, forget, is_out_of_memory
+from .faults import check_finite
 from .layout import Layout, decoder_layout
 from .peak import PeakMemory, free_bytes
-from .plan import METHODS, Plan, Planner, smaller
+from .plan import METHODS, Plan, Planner
+from .retry import Notes, Retry
 from .rows import Poll
-from .strips import first_map, global_block, global_blocks, pixel_rows
 from .tiles import decode_tiles
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
-    from diffusers.models.autoencoders.autoencoder_dc import Decoder
 
 # of the free memory, since other programs take some too
 BUDGET = 0.9
@@ -104,16 +102,17 @@ def decode_rows(
     like = next(autoencoder.parameters())
     layout = decoder_layout(autoencoder)
     planner = planner_for(autoencoder, latents.shape)
-    budget = free_bytes(like.device) * BUDGET if max_bytes is None else max_bytes
-    plan = choose(planner, method, budget, tile, overlap)
+    workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
+    if max_bytes is None:
+        max_bytes = int(BUDGET * min(free_bytes(device) for device in (workers.devices if workers else [like.device])))
+    plan = choose(planner, method, max_bytes, tile, overlap)
     total, done = len(latents) * latents.shape[2] * layout.downscale, 0
     notes = Notes(report, layout, plan)
-    workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
     with PeakMemory(like.device) as peak:
         for picture in range(len(latents)):
             one = latents[picture : picture + 1].to(device=like.device, dtype=like.dtype)
             if workers is not None and plan.method == "strips":
-                parts = shared_rows(workers, layout, one, plan, notes.add, poll)
+                parts = shared_rows(workers, layout, one, Retry(planner, plan, notes), poll)
             else:
                 parts = picture_rows(autoencoder, layout, planner, plan, one, notes, poll)
             for top, pixels in parts:
@@ -145,26 +144,6 @@ def choose(planner: Planner, method: str, budget: float, tile: int, overlap: int
     return planner.strips(budget)
 
 
-class Notes:
-    """What `report` says in the end."""
-
-    def __init__(self, report: dict[str, Any] | None, layout: Layout, plan: Plan) -> None:
-        self.report = {} if report is None else report
-        self.layout = layout
-        self.started = time.perf_counter()
-        self.report.update(events=[], strips=0)
-        self.planned(plan)
-
-    def planned(self, plan: Plan) -> None:
-        self.report.update(method=plan.method, plan=plan.words(self.layout), predicted_bytes=plan.peak_bytes)
-
-    def add(self, event: str) -> None:
-        self.report["events"].append(event)
-
-    def finish(self, peak_bytes: int) -> None:
-        self.report.update(seconds=time.perf_counter() - self.started, peak_bytes=peak_bytes)
-
-
 def picture_rows(
     autoencoder: AutoencoderDC,
     layout: Layout,
@@ -189,63 +168,3 @@ def picture_rows(
     retry = Retry(planner, plan, notes)
     kept = retry.head(decoder, layout, latents, poll)
     yield from retry.tail(decoder, layout, kept, poll)
-
-
-class Retry:
-    """Strips that go on with half the budget when memory runs out: from the last whole block, or the last row."""
-
-    def __init__(self, planner: Planner, plan: Plan, notes: Notes) -> None:
-        self.planner, self.plan, self.notes = planner, plan, notes
-
-    def shrink(self, error: BaseException) -> None:
-        """Take half the budget, or raise `error` if there is no smaller plan."""
-        if not is_out_of_memory(error):
-            raise error
-        plan = smaller(self.planner, self.plan)
-        if plan is None:
-            raise forget(error)
-        forget(error)
-        self.plan = plan
-        self.notes.planned(plan)
-        self.notes.add(f"out of memory, went on with {plan.words(self.planner.layout)}")
-
-    def head(self, decoder: Decoder, layout: Layout, latents: torch.Tensor, poll: Poll) -> torch.Tensor:
-        x = first_map(decoder, latents)
-        for block, scale in global_blocks(decoder, layout):
-            following = None
-            while following is None:
-                failure: BaseException | None = None
-                try:
-                    following = global_block(block, x, self.plan.attention_rows, scale, poll)
-                except Exception as error:
-                    failure = error
-                # outside the handler, which would keep the failed work's tensors alive
-                if failure is not None:
-                    self.shrink(failure)
-            x = following
-        return x
-
-    def tail(
-        self, decoder: Decoder, layout: Layout, kept: torch.Tensor, poll: Poll
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        height, row = kept.shape[2], 0
-        while row < height * layout.stride:
-            failure: BaseException | None = None
-            first, repeated = divmod(row, layout.stride)
-            strips = pixel_rows(decoder, layout, kept, first, height, self.plan.rows, self.plan.columns, poll)
-            while True:
-                try:
-                    pixels = next(strips, None)
-                except Exception as error:
-                    failure = error
-                    break
-                if pixels is None:
-                    return
-                # after a failure the first strip begins with rows that are out already
-                pixels = pixels[:, :, repeated:]
-                repeated = 0
-                yield row, pixels
-                row += pixels.shape[2]
-                del pixels
-            del strips
-            self.shrink(failure)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .attention import attend_rows, score_pieces, strips
+from .bands import Bands, empty_bands
 from .layout import Layout
-from .rows import Block, ConvRows, DownRows, Layer, Poll, ResBlockRows, UpRows, chunks, empty, run
+from .rows import Block, ConvRows, DownRows, Layer, Poll, ResBlockRows, UpRows, chunks, run
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 PIECE = 2
 
 
-def first_map(decoder: Decoder, latents: torch.Tensor) -> torch.Tensor:
+def first_map(decoder: Decoder, latents: torch.Tensor) -> Bands:
     """Return what the decoder's stages begin with, [B, C, h, w] of `latents` [B, 32, h, w]."""
     x = decoder.conv_in(latents)
     if decoder.in_shortcut:
         x += latents.repeat_interleave(decoder.in_shortcut_repeats, dim=1)
-    return x
+    return Bands([x])
 
 
 def global_blocks(decoder: Decoder, layout: Layout) -> Iterator[tuple[Block, int]]:
@@ -43,24 +44,24 @@ def is_attention(block: Block) -> bool:
     return hasattr(block, "attn")
 
 
-def is_quadratic(block: Block, x: torch.Tensor) -> bool:
+def is_quadratic(block: Block, x: Bands) -> bool:
     """Whether diffusers computes the attention of so few positions position by position."""
-    return x.shape[2] * x.shape[3] <= block.attn.attention_head_dim
+    return x.height * x.width <= block.attn.attention_head_dim
 
 
-def global_block(block: Block, x: torch.Tensor, rows: int | None, scale: int, poll: Poll) -> torch.Tensor:
+def global_block(block: Block, x: Bands, rows: int | None, scale: int, poll: Poll) -> Bands:
     """Return `block` of the whole map `x`, undivided, or with `rows` rows of latents at a time."""
     poll()
+    height = x.height
     if rows is None or (is_attention(block) and is_quadratic(block, x)):
-        return block(x)
-    x = x.contiguous(memory_format=torch.channels_last)
-    height = x.shape[2]
+        return Bands([block(x.rows(0, height))])
+    x = x.channels_last()
     if is_attention(block):
         pieces = score_pieces(block.attn, x, 0, height, rows * scale, PIECE * scale, poll)
         return fill(height, attend_rows(block, x, ordered_sum(pieces), 0, height, rows * scale, poll))
-    layer = local_layer(block, (height, x.shape[3]))
+    layer = local_layer(block, (height, x.width))
     # at least the three rows that a residual block looks at
-    parts = (run([layer], x[:, :, a:b], b == height, poll) for a, b in chunks(height, max(3, rows * scale)))
+    parts = (run([layer], x.rows(a, b), b == height, poll) for a, b in chunks(height, max(3, rows * scale)))
     return fill(resized(block, height), parts)
 
 
@@ -72,12 +73,12 @@ def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def fill(height: int, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+def fill(height: int, parts: Iterator[torch.Tensor]) -> Bands:
     """Return a map of `height` rows made of `parts` from top to bottom."""
     first = next(parts)
-    out, top = empty(first, first.shape[1], height, first.shape[3]), 0
+    out, top = empty_bands(first, first.shape[1], height, first.shape[3]), 0
     for part in itertools.chain([first], parts):
-        out[:, :, top : top + part.shape[2]] = part
+        out.write(top, 0, part)
         top += part.shape[2]
     return out
 
@@ -110,7 +111,7 @@ def local_layers(decoder: Decoder, layout: Layout, height: int, width: int) -> l
 def pixel_rows(
     decoder: Decoder,
     layout: Layout,
-    kept: torch.Tensor,
+    kept: Bands,
     start: int,
     stop: int,
     rows: int,
@@ -123,7 +124,7 @@ def pixel_rows(
     `rows` of the map at a time, and at most `columns` of its columns: panels beside each other need a halo, whole rows
     of the map need none. `whole` is the map's height if `kept` is only a part of it.
     """
-    height, width = kept.shape[2:]
+    height, width = kept.height, kept.width
     halo, stride = layout.halo, layout.stride
     # rows beyond the halo cannot reach these pixels; what the zeros there spoil is cut off
     low, high = max(0, start - halo), min(height, stop + halo)
@@ -135,7 +136,7 @@ def pixel_rows(
     row = low * stride
     for top, bottom in strips(low, high, start, rows, halo):
         parts = [
-            run(layers, kept[:, :, top:bottom, begin:end], bottom == high, poll)[..., left:right]
+            run(layers, kept.rows(top, bottom)[..., begin:end], bottom == high, poll)[..., left:right]
             for layers, begin, end, left, right in panels
         ]
         done = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)

@@ -5,9 +5,12 @@ import random
 import pytest
 import torch
 from decoders import f32c32, f32c32_layout, noise, relative
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import attention
+from sana_core.decode import attention, bands, decode_rows, devices, plan
+from sana_core.decode.bands import Bands
 from sana_core.decode.layout import decoder_layout, encoder_layout
 from sana_core.decode.plan import Planner
 from sana_core.decode.strips import first_map, global_block, global_blocks, pixel_rows
@@ -21,7 +24,7 @@ def decode_in_strips(model, latents, strip, columns=None, attention_rows=None):
     x = first_map(model.decoder, latents)
     for block, scale in global_blocks(model.decoder, layout):
         x = global_block(block, x, attention_rows, scale, lambda: None)
-    parts = pixel_rows(model.decoder, layout, x, 0, x.shape[2], strip, columns, lambda: None)
+    parts = pixel_rows(model.decoder, layout, x, 0, x.height, strip, columns, lambda: None)
     return torch.cat(list(parts), dim=2)
 
 
@@ -66,7 +69,7 @@ def test_attention_in_strips_is_close_to_the_library(bundled, height, width):
 @torch.no_grad()
 def test_the_height_of_the_strips_and_the_number_of_bands_do_not_change_a_bit_of_the_attention():
     block = f32c32(4).decoder.up_blocks[3][1]
-    x = noise(1, 128, 48, 32).contiguous(memory_format=torch.channels_last)
+    x = Bands([noise(1, 128, 48, 32)])
 
     def attend(strip, edges):
         spans = list(zip(edges, edges[1:], strict=False))
@@ -78,7 +81,7 @@ def test_the_height_of_the_strips_and_the_number_of_bands_do_not_change_a_bit_of
         return torch.cat(parts, dim=2)
 
     expected = attend(8, [0, 48])
-    torch.testing.assert_close(expected, block(x), **CLOSE)
+    torch.testing.assert_close(expected, block(x.parts[0]), **CLOSE)
     for strip, edges in ((16, [0, 48]), (48, [0, 48]), (8, [0, 16, 48]), (24, [0, 24, 40, 48])):
         assert torch.equal(attend(strip, edges), expected)
 
@@ -168,6 +171,42 @@ def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, acceler
         tail = tail_demand(layout, columns, plan.rows, 2, accelerator)
         head = head_demand(layout, planner.height, planner.width, plan.attention_rows, 2, accelerator)
         assert max(tail.largest, head.largest) < 2**31
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that any operation of this thread returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        self.elements = max(self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)), 0)
+        return result
+
+
+@pytest.mark.parametrize("workers", [None, 1, 2])
+def test_a_kept_map_that_is_too_large_for_one_tensor_is_kept_in_bands(monkeypatch, workers):
+    model, latents = f32c32(16), noise(1, 32, 160, 2)
+    expected, got, parts = decode_latents(model, latents, method="strips"), torch.zeros(3, 5120, 64), []
+    limit = 32 * 640 * 8  # the kept map's
+    for module in (bands, devices, plan):
+        monkeypatch.setattr(module, "LARGEST_TENSOR", limit)
+    make = Bands.__init__
+    monkeypatch.setattr(Bands, "__init__", lambda self, maps: make(self, maps) or parts.extend(maps))
+    with Largest() as largest:
+        for _, top, pixels in decode_rows(model, latents, devices=workers and ["cpu"] * workers):
+            got[:, top : top + pixels.shape[1]] = pixels
+    assert largest.elements < limit and limit / 3 < max(part.numel() for part in parts) < limit
+    assert relative(got[None], expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_picture_whose_map_is_too_large_is_encoded_in_bands(monkeypatch):
+    model, pictures = f32c32(16), noise(1, 3, 5120, 64).clamp(-1, 1)
+    expected = encode_images(model, pictures, method="strips")
+    for module in (bands, plan):
+        monkeypatch.setattr(module, "LARGEST_TENSOR", 32 * 640 * 8)
+    assert relative(encode_images(model, pictures), expected) <= 1e-5
 
 
 def test_whole_is_refused_where_a_tensor_would_be_too_large():

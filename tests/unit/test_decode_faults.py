@@ -155,9 +155,31 @@ def test_small_pictures_on_more_devices_than_they_have_rows_for(bundled, height,
 def test_a_device_that_fails_gives_its_rows_to_the_others(bundled, monkeypatch, where):
     latents = noise(1, 32, 16, 12)
     expected = decode_latents(bundled, latents, devices=["cpu"])
-    monkeypatch.setattr(devices, where, Fails(getattr(devices, where), 2))
+    monkeypatch.setattr(devices, where, Fails(getattr(devices, where), 2, OSError))
     report = {}
     assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * 3, report=report), expected)
+    assert report["events"] == ["cpu failed (OSError), its rows went to the others"]
+
+
+@pytest.mark.parametrize("where", ["score_pieces", "attend_rows", "pixel_rows"])
+def test_memory_that_runs_out_on_a_device_makes_the_strips_smaller_and_keeps_the_device(bundled, monkeypatch, where):
+    latents = noise(1, 32, 16, 12)
+    expected = decode_latents(bundled, latents, devices=["cpu"])
+    monkeypatch.setattr(devices, where, Fails(getattr(devices, where), 2))
+    report = {}
+    assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * 2, report=report), expected)
+    (event,) = report["events"]
+    assert event.startswith("out of memory, went on with strips")
+
+
+def test_a_device_without_room_for_the_smallest_strips_is_left_out(bundled, monkeypatch):
+    latents = noise(1, 32, 16, 12)
+    expected = decode_latents(bundled, latents, devices=["cpu"])
+    floor = Planner(decoder_layout(bundled), 16, 12, torch.float32, False).floor().peak_bytes
+    monkeypatch.setattr(devices, "pixel_rows", Fails(devices.pixel_rows, 1))
+    report = {}
+    got = decode_latents(bundled, latents, devices=["cpu"] * 2, max_bytes=floor, report=report)
+    assert relative(got, expected) <= 1e-5
     assert report["events"] == ["cpu failed (OutOfMemoryError), its rows went to the others"]
 
 

@@ -1,0 +1,100 @@
+"""What a decode does when memory runs out: it goes on with half the budget, and says so in the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .bands import Bands
+from .faults import forget, is_out_of_memory
+from .layout import Layout
+from .plan import Plan, Planner, smaller
+from .rows import Poll
+from .strips import first_map, global_block, global_blocks, pixel_rows
+
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_dc import Decoder
+
+
+class Notes:
+    """What `report` says in the end."""
+
+    def __init__(self, report: dict[str, Any] | None, layout: Layout, plan: Plan) -> None:
+        self.report = {} if report is None else report
+        self.layout = layout
+        self.started = time.perf_counter()
+        self.report.update(events=[], strips=0)
+        self.planned(plan)
+
+    def planned(self, plan: Plan) -> None:
+        self.report.update(method=plan.method, plan=plan.words(self.layout), predicted_bytes=plan.peak_bytes)
+
+    def add(self, event: str) -> None:
+        self.report["events"].append(event)
+
+    def finish(self, peak_bytes: int) -> None:
+        self.report.update(seconds=time.perf_counter() - self.started, peak_bytes=peak_bytes)
+
+
+class Retry:
+    """Strips that go on with half the budget when memory runs out: from the last whole block, or the last row."""
+
+    def __init__(self, planner: Planner, plan: Plan, notes: Notes) -> None:
+        self.planner, self.plan, self.notes = planner, plan, notes
+
+    def can_shrink(self) -> bool:
+        return smaller(self.planner, self.plan) is not None
+
+    def shrink(self, error: BaseException) -> None:
+        """Take half the budget. Raises `error` if it is another one than memory, or if there is no smaller plan."""
+        if not is_out_of_memory(error):
+            raise error
+        plan = smaller(self.planner, self.plan)
+        forget(error)
+        if plan is None:
+            raise error
+        self.plan = plan
+        self.notes.planned(plan)
+        self.notes.add(f"out of memory, went on with {plan.words(self.planner.layout)}")
+
+    def head(self, decoder: Decoder, layout: Layout, latents: torch.Tensor, poll: Poll) -> Bands:
+        x = first_map(decoder, latents)
+        for block, scale in global_blocks(decoder, layout):
+            following = None
+            while following is None:
+                failure: BaseException | None = None
+                try:
+                    following = global_block(block, x, self.plan.attention_rows, scale, poll)
+                except Exception as error:
+                    failure = error
+                # outside the handler, which would keep the failed work's tensors alive
+                if failure is not None:
+                    self.shrink(failure)
+            x = following
+        return x
+
+    def tail(self, decoder: Decoder, layout: Layout, kept: Bands, poll: Poll) -> Iterator[tuple[int, torch.Tensor]]:
+        height, row = kept.height, 0
+        while row < height * layout.stride:
+            failure: BaseException | None = None
+            first, repeated = divmod(row, layout.stride)
+            strips = pixel_rows(decoder, layout, kept, first, height, self.plan.rows, self.plan.columns, poll)
+            while True:
+                try:
+                    pixels = next(strips, None)
+                except Exception as error:
+                    failure = error
+                    break
+                if pixels is None:
+                    return
+                # after a failure the first strip begins with rows that are out already
+                pixels = pixels[:, :, repeated:]
+                repeated = 0
+                yield row, pixels
+                row += pixels.shape[2]
+                del pixels
+            del strips
+            self.shrink(failure)
