@@ -1,10 +1,11 @@
-"""Decode latents to PNG files, row by row, without ever holding a whole picture."""
+"""Decode latents to PNG or TIFF files, row by row, without ever holding a whole picture."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 from ..decode.plan import METHODS
@@ -19,7 +20,7 @@ Latent writes it."""
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("latents", type=Path, help="a .safetensors or .latent file")
     parser.add_argument("--checkpoint", required=True, help="a folder in the diffusers layout")
-    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the PNG files, or one .png")
+    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for PNG files, or one .png or .tif")
     parser.add_argument("--method", choices=METHODS, default="auto")
     parser.add_argument("--max-gb", type=float, help="memory beyond the weights; what is free, without it")
     parser.add_argument("--device", default="cpu")
@@ -33,24 +34,26 @@ def run(arguments: argparse.Namespace) -> None:
     from ..checkpoints import load_autoencoder
     from ..decode import decode_rows
     from ..latents import DOWNSCALE
-    from ..png import PngWriter
+    from ..picture_files import WRITERS, levels
 
     latents = read_latents(arguments.latents)
     count, _, height, width = latents.shape
-    names = paths(arguments.out, arguments.latents.stem, count)
+    names = paths(arguments.out, arguments.latents.stem, count, WRITERS)
     autoencoder = load_autoencoder(arguments.checkpoint, arguments.device, getattr(torch, arguments.dtype))
     budget = None if arguments.max_gb is None else int(arguments.max_gb * 1e9)
     report: dict = {}
     for index, path in enumerate(names):
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".part")
-        with unfinished.open("wb") as file, PngWriter(file, width * DOWNSCALE, height * DOWNSCALE) as png:
-            one = latents[index : index + 1]
-            for _, _, pixels in decode_rows(
-                autoencoder, one, arguments.method, budget, report=report, progress=show_progress
-            ):
-                png.rows(pixels)
-        unfinished.replace(path)
+        one = latents[index : index + 1]
+        rows = decode_rows(autoencoder, one, arguments.method, budget, report=report, progress=show_progress)
+        write = WRITERS[path.suffix.lower()]
+        try:
+            with unfinished.open("wb") as file:
+                write(file, width * DOWNSCALE, height * DOWNSCALE, (levels(pixels) for _, _, pixels in rows))
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
         sys.stderr.write("\n")
         sys.stdout.write(f"{path}\n")
         if arguments.report:
@@ -80,9 +83,9 @@ def read_latents(path: Path):  # type: ignore[no-untyped-def]
     return found.float()
 
 
-def paths(out: Path, stem: str, count: int) -> list[Path]:
-    """Return a path for each picture: `out` itself if it is one PNG file for one picture."""
-    if out.suffix.lower() == ".png":
+def paths(out: Path, stem: str, count: int, suffixes: Container[str]) -> list[Path]:
+    """Return a path for each picture: `out` itself if it is one file for one picture."""
+    if out.suffix.lower() in suffixes:
         if count > 1:
             raise ValueError(f"out: got one file for {count} pictures, expected a folder")
         return [out]

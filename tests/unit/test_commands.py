@@ -16,6 +16,7 @@ from setup import ROOT
 
 from sana_core import decode_latents, generate, inspect_checkpoint, load_autoencoder, load_transformer
 from sana_core.__main__ import COMMANDS, main
+from sana_core.picture_files import regroup
 
 
 class Done(NamedTuple):
@@ -149,6 +150,36 @@ def test_decode_writes_row_by_row_what_the_call_returns(command, checkpoint, tmp
     assert json.loads(lines[1])["method"] == "strips"
     assert "160 of 160 rows" in done.stderr
     assert not list(tmp_path.glob("out/*.part"))
+
+
+@pytest.mark.parametrize("name", ["one.tif", "one.TIFF", "one.png"])
+def test_decode_writes_one_file_of_the_kind_that_its_name_says(command, checkpoint, tmp_path, name):
+    latents = torch.randn(1, 32, 5, 4, generator=torch.Generator().manual_seed(0))
+    save_file({"latents": latents}, tmp_path / "one.safetensors")
+    done = command("decode", "one.safetensors", "--checkpoint", checkpoint, "--out", name)
+    assert done.returncode == 0, done.stderr
+    with Image.open(tmp_path / name) as image:
+        assert image.format == ("PNG" if name.endswith("png") else "TIFF") and image.size == (128, 160)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    expected = decode_latents(load_autoencoder(checkpoint), latents).clamp(-1, 1)
+    assert (pixels - (expected[0] + 1) * 127.5).abs().max() <= 0.52
+
+
+def test_rows_of_any_number_are_regrouped_into_strips():
+    rows = np.arange(150 * 6, dtype=np.uint8).reshape(150, 2, 3)
+    for cuts in ([], [1], [64], [63, 65], [10, 128], [128], [149], list(range(1, 150))):
+        strips = list(regroup(iter(np.split(rows, cuts)), 64))
+        assert [len(strip) for strip in strips] == [64, 64, 22]
+        assert np.array_equal(np.concatenate(strips), rows)
+
+
+def test_a_decode_that_fails_leaves_no_file(command, checkpoint, tmp_path):
+    latents = torch.zeros(1, 32, 5, 4)
+    latents[0, 0, 0, 0] = float("nan")
+    save_file({"latents": latents}, tmp_path / "one.safetensors")
+    done = command("decode", "one.safetensors", "--checkpoint", checkpoint, "--out", "out")
+    assert done.returncode == 1 and "1 of 640 values are NaN" in done.stderr
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_decode_names_a_file_without_latents(command, checkpoint, tmp_path):
