@@ -60,7 +60,8 @@ def denoiser(
     1, outside the interval and in a distilled model, which gets it as an embedding, there is no uncond pass. All passes
     of a step are one batch. `compiled` runs the forward through torch.compile, with CUDA graphs where there is CUDA.
     """
-    config = transformer.config
+    # diffusers finds the dtype by looking through all modules
+    config, dtype = transformer.config, transformer.dtype
     forward = torch.compile(velocity, mode="reduce-overhead") if compiled else velocity
     prepared: dict[tuple, tuple[Constants, Perturbation | None]] = {}
 
@@ -79,7 +80,7 @@ def denoiser(
                 pictures = torch.zeros(len(passes) * len(x), 1, 1, dtype=torch.bool, device=x.device)
                 pictures[-len(x) :] = True
                 perturbation = Perturbation(pictures, perturbed.blocks)
-            prepared[key] = prepare(transformer, embeds.to(transformer.dtype), mask, *x.shape[-2:]), perturbation
+            prepared[key] = prepare(transformer, embeds.to(dtype), mask, *x.shape[-2:]), perturbation
         return prepared[key]
 
     def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,7 @@ def denoiser(
         guided = guidance != 1 and not config.guidance_embeds and inside
         fixed, perturbation = constants(guided, x)
         count = 1 + guided + (perturbation is not None)
-        batch = x.repeat(count, 1, 1, 1).to(transformer.dtype)
+        batch = x.repeat(count, 1, 1, 1).to(dtype)
         timestep = model_timestep(config, sigma * 1000, whole_timesteps).to(x.device).expand(len(batch))
         embedded = None
         if config.guidance_embeds:
