@@ -32,8 +32,8 @@ LARGEST_WHOLE = 2048
 METHODS = ("whole_fp32", "whole", "diffusers_tiles", "strips_exact", "strips", "smallest", "tiles")
 
 
-def autoencoder(device: str, dtype: torch.dtype):
-    """DC-AE f32c32 as SANA has it, with random weights."""
+def autoencoder(device: str, dtype: torch.dtype, whole: bool = False):
+    """DC-AE f32c32 as SANA has it, with random weights; its decoder alone, unless `whole`."""
     from diffusers import AutoencoderDC
 
     torch.manual_seed(0)
@@ -53,7 +53,8 @@ def autoencoder(device: str, dtype: torch.dtype):
         downsample_block_type="Conv",
         scaling_factor=0.41407,
     )
-    del model.encoder
+    if not whole:
+        del model.encoder
     return model.requires_grad_(False).to(device, dtype)
 
 

@@ -22,12 +22,12 @@ CONTEXT = 600 * 10**6
 F32C32 = Layout((128, 256, 512, 512, 1024, 1024), (3,) * 6, 3, 32, 32, 2, True)
 DECODER, ENCODER, GEMMA = 159_223_171, 153_027_104, 2_614_341_888
 TEXT_WIDTH, TEXT_HIDDEN, TEXT_TOKENS, INSTRUCTION_TOKENS = 2304, 9216, 300, 280
-# maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them; in bf16 the linear
-# attention's fp32 copies besides
-MAPS = {torch.float32: 12.0, torch.bfloat16: 13.7}
+# maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them; on an accelerator in
+# bf16 the linear attention's fp32 copies besides
+MAPS, ACCELERATOR_MAPS = 12.0, {torch.float32: 12.0, torch.bfloat16: 13.7}
 # on the CPU in bf16, a reordered copy of a block's largest weight beside fewer maps
-MAPS_BESIDE_WEIGHT = 8.0
-FIXED = 5 * 10**6
+MAPS_BESIDE_WEIGHT = 7.3
+FIXED = 4_500_000
 
 
 def transformer_parameters(model: Architecture) -> int:
@@ -58,7 +58,7 @@ def transformer_bytes(
     passes = 1 if model.guidance_embeds else 2
     prompts = 2 * model.layers * passes * TEXT_TOKENS * model.width * dtype.itemsize
     unit = batch * passes * height * width * model.width * dtype.itemsize
-    block = MAPS[dtype] * unit
+    block = (ACCELERATOR_MAPS[dtype] if accelerator else MAPS) * unit
     if dtype == torch.bfloat16 and not accelerator:
         block = max(block, MAPS_BESIDE_WEIGHT * unit + 5 * model.width**2 * dtype.itemsize)
     return int(prompts + block) + FIXED
