@@ -26,7 +26,7 @@ ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
 # workspace of an accelerator's convolution, as a share of its input and output
 WORKSPACE = 0.5
 # what oneDNN keeps of reordered weights on the CPU, in times the largest convolution's
-REORDERED = 6.5
+REORDERED = 5.5
 # the library's attention stage and the whole tail hold so many times the stage's, or the finest stage's, map
 UNDIVIDED_ATTENTION = 25
 UNDIVIDED_TAIL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
