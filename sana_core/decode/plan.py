@@ -20,8 +20,8 @@ METHODS = ("auto", "strips", "tiles", "whole")
 CPU_ROWS = (8, 4, 2, 1)
 ACCELERATOR_ROWS = (32, 16, 8, 4, 2, 1)
 # rows of latents that the attention stages take at a time, None for all of them at once: bit for bit the library's
-# attention on the CPU, where that can be had
-CPU_ATTENTION_ROWS = (None, 32, 16, 8, 4, PIECE)
+# attention on the CPU, where that can be had; more rows than 4 take more memory there and as long
+CPU_ATTENTION_ROWS = (None, 4, PIECE)
 ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
 # workspace of an accelerator's convolution, as a share of its input and output
 WORKSPACE = 0.5
