@@ -195,17 +195,21 @@ def sample_batch(
             poll()
             progress.step(x0)
 
+        def draw_together(part: Chunk) -> torch.Tensor:
+            rows = [picture.prompt for picture in part]
+            seeds = [picture.seed for picture in part]
+            start = {**latent, "samples": samples.repeat(len(part), 1, 1, 1), "batch_index": seeds}
+            conds = [pick_prompts(positive, rows), pick_prompts(negative, rows)]
+            if name == SPRINT:
+                return sample_sprint(clone, conds[0], start, 0, guidance, sigmas, callback)["samples"]
+            return sample(clone, *conds, start, 0, guidance, name, sigmas, callback)["samples"]
+
         def draw(chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+            # a CPU gains nothing from a batch, and one by one the pictures have the same bits in any chunk
+            parts = [(picture,) for picture in chunk] if device.type == "cpu" else [chunk]
             # inference mode belongs to the thread
             with torch.inference_mode():
-                rows = [picture.prompt for picture in chunk]
-                seeds = [picture.seed for picture in chunk]
-                start = {**latent, "samples": samples.repeat(len(chunk), 1, 1, 1), "batch_index": seeds}
-                conds = [pick_prompts(positive, rows), pick_prompts(negative, rows)]
-                if name == SPRINT:
-                    out = sample_sprint(clone, conds[0], start, 0, guidance, sigmas, callback)["samples"]
-                else:
-                    out = sample(clone, *conds, start, 0, guidance, name, sigmas, callback)["samples"]
+                out = torch.cat([draw_together(part) for part in parts])
                 images = [decode(vaes[device], each, poll) if vaes else None for each in out]
             return list(zip(out, images, strict=True))
 
