@@ -65,7 +65,7 @@ def local_pool(workers: int, cores: set[int]) -> LocalPool:
     """Return threads on these cores that draw with the bundled checkpoint, one torch thread each."""
     settings = complete(Settings(128, 128), CHECKPOINT)
     texts, negative = encode_texts(load_encoder(CHECKPOINT, CPU, "float32"), PROMPTS, "")
-    models = load_models(CHECKPOINT, CPU, "float32")
+    models = load_models(CHECKPOINT, CPU, "float32", CHECKPOINT)
     everywhere = os.sched_getaffinity(0)
     # threads keep the affinity of the one that starts them
     os.sched_setaffinity(0, cores)
@@ -135,15 +135,19 @@ def ray_against_threads() -> dict:
     import ray
     from ray.cluster_utils import Cluster
 
-    from sana_core.batch.cluster import RayPool, connect
+    from sana_core.batch.cluster import connect
+    from sana_core.batch.folder import fingerprint
+    from sana_core.batch.painter import Order
+    from sana_core.batch.ray_pool import RayPool
 
-    settings = complete(Settings(128, 128), CHECKPOINT)
+    settings, path = complete(Settings(128, 128), CHECKPOINT), str(CHECKPOINT)
+    order = Order(settings, {path: fingerprint(path)}, path, path, path)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
     connect(cluster.address)
     times: dict[str, list[float]] = {"threads": [], "ray": []}
-    with closing(RayPool(PROMPTS, str(CHECKPOINT), settings, None, 300)) as actors:
+    with closing(RayPool(order, PROMPTS)) as actors:
         warm(actors, 2)
         with closing(local_pool(2, os.sched_getaffinity(0))) as threads:
             warm(threads, 2)

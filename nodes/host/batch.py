@@ -7,8 +7,9 @@ import copy
 import logging
 import threading
 import time
+from collections import Counter
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import comfy.model_management
 import comfy.utils
@@ -19,11 +20,12 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from ...sana_core.batch.local import Draw, LocalPool, Poll
 from ...sana_core.batch.loop import carry_out
-from ...sana_core.batch.plan import Chunk, auto_chunk, batch_pictures, cut
+from ...sana_core.batch.plan import Chunk, Picture, auto_chunk, batch_pictures, cut
 from ...sana_core.batch.queue import Queue
 from ...sana_core.defaults import SPRINT
 from ...sana_core.latents import CHANNELS, DOWNSCALE, LARGEST_BATCH, check_channels
-from .folders import TWO_WORKERS
+from .batch_cluster import draw_on_cluster
+from .folders import CLUSTER, TWO_WORKERS
 from .sampling import sample, sample_sprint
 
 if TYPE_CHECKING:
@@ -140,6 +142,21 @@ class Progress:
             self.context.run(self.bar.update_absolute, self.bar.current + len(x0), None, preview)
 
 
+class Batch(NamedTuple):
+    """What to draw: `pictures` of the prompts in `positive`, from `latent` of one picture. Without a VAE, no IMAGE."""
+
+    model: ModelPatcher
+    positive: list
+    negative: list
+    latent: dict
+    pictures: list[Picture]
+    guidance: float
+    sampler: str
+    sigmas: torch.Tensor
+    chunk: int
+    vae: comfy.sd.VAE | None
+
+
 def sample_batch(
     model: ModelPatcher,
     positive: list,
@@ -157,20 +174,39 @@ def sample_batch(
     """Return the LATENT of `count` pictures of each prompt, their IMAGE where there is a VAE, and a report.
 
     Raises ValueError for a latent of more than one picture, for too many pictures, for a ControlNet on several devices,
-    and as `sample` does.
+    and as `sample` and `draw_on_cluster` do.
     """
-    samples = latent["samples"]
-    check_channels("latent_image", samples.shape)
-    if len(samples) != 1:
-        raise ValueError(f"latent_image: got a batch of {len(samples)}, expected 1; set count instead of batch_size")
+    check_channels("latent_image", latent["samples"].shape)
+    if len(latent["samples"]) != 1:
+        got = len(latent["samples"])
+        raise ValueError(f"latent_image: got a batch of {got}, expected 1; set count instead of batch_size")
     if vae is not None and vae.latent_channels != CHANNELS:
         raise ValueError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
-    prompts, devices = count_prompts(positive), find_devices(model, choice)
+    prompts = count_prompts(positive)
     if prompts * count > LARGEST_BATCH:
         raise ValueError(f"count: got {count} of {prompts} prompts, expected at most {LARGEST_BATCH} pictures in all")
+    pictures = batch_pictures(prompts, count, seed)
+    batch = Batch(model, positive, negative, latent, pictures, guidance, name, sigmas, chunk, vae)
+    started = time.monotonic()
+    if choice == CLUSTER:
+        results, drawn = draw_on_cluster(batch)
+    else:
+        results, drawn = draw_on_devices(batch, find_devices(model, choice))
+    rest = {k: v for k, v in latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
+    latents, images = zip(*results, strict=True)
+    out = {**rest, "samples": torch.stack(latents), "batch_index": [i for _ in range(prompts) for i in range(count)]}
+    image = torch.stack(images) if vae is not None else ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
+    return out, image, describe(drawn, time.monotonic() - started)
+
+
+def draw_on_devices(
+    batch: Batch, devices: list[torch.device]
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
+    """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and how many each device has drawn."""
+    model, positive, negative, latent, pictures, guidance, name, sigmas, chunk, vae = batch
     if len(devices) > 1 and any("control" in rest for _, rest in [*positive, *negative]):
         raise ValueError("devices: a ControlNet draws on one device; choose default")
-    pictures = batch_pictures(prompts, count, seed)
+    samples = latent["samples"]
     queue = Queue(cut(pictures, chunk or chunk_that_fits(model, samples.shape, len(pictures), devices)))
     clones, free = models_on(model, devices), list(range(len(devices)))
     vaes = {device: vae_on(vae, device) for device in devices} if vae is not None else {}
@@ -215,16 +251,11 @@ def sample_batch(
 
         return draw
 
-    started = time.monotonic()
     results: list[Any] = [None] * len(pictures)
     with closing(LocalPool(devices, prepare)) as pool:
         for picture, result in carry_out(queue, pool):
             results[picture.number] = result
-    rest = {k: v for k, v in latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
-    latents, images = zip(*results, strict=True)
-    out = {**rest, "samples": torch.stack(latents), "batch_index": [i for _ in range(prompts) for i in range(count)]}
-    image = torch.stack(images) if vae is not None else ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
-    return out, image, describe(queue, time.monotonic() - started)
+    return results, queue.drawn
 
 
 def one_at_a_time(lock: threading.Lock) -> Any:
@@ -237,8 +268,8 @@ def one_at_a_time(lock: threading.Lock) -> Any:
     return wrapper
 
 
-def describe(queue: Queue, seconds: float) -> str:
+def describe(drawn: Counter[str], seconds: float) -> str:
     """Return how many pictures were drawn, how fast, and by whom."""
-    total = sum(queue.drawn.values())
-    by_device = ", ".join(f"{device} {number}" for device, number in sorted(queue.drawn.items()))
+    total = sum(drawn.values())
+    by_device = ", ".join(f"{device} {number}" for device, number in sorted(drawn.items()))
     return f"{total} pictures in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"

@@ -107,15 +107,26 @@ class Models(NamedTuple):
     """A checkpoint on one device, without its text encoder."""
 
     transformer: SanaTransformer2DModel
-    autoencoder: AutoencoderDC
+    autoencoder: AutoencoderDC | None
     shift: float
 
 
-def load_models(checkpoint: str | Path, device: torch.device, dtype: str) -> Models:
-    """Return the models on `device`. DC-AE overflows in float16, so it is bfloat16 there. Raises as the loaders do."""
-    transformer = load_transformer(checkpoint, device, getattr(torch, dtype))
-    autoencoder = load_autoencoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16)
-    return Models(transformer, autoencoder, shift_of(inspect_checkpoint(checkpoint)))
+def load_models(
+    checkpoint: str | Path,
+    device: torch.device,
+    dtype: str,
+    autoencoder: str | Path | None,
+    resolution: int | None = None,
+) -> Models:
+    """Return the transformer of `checkpoint` and the autoencoder of that checkpoint, if any, on `device`.
+
+    DC-AE overflows in float16, so it is bfloat16 there. `resolution` in pixels overrides what the checkpoint says.
+    Raises as the loaders do.
+    """
+    transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution)
+    wide = torch.float32 if dtype == "float32" else torch.bfloat16
+    decoder = None if autoencoder is None else load_autoencoder(autoencoder, device, wide)
+    return Models(transformer, decoder, shift_of(inspect_checkpoint(checkpoint), resolution))
 
 
 def stack_texts(texts: Sequence[Text]) -> Text:
@@ -196,6 +207,7 @@ def draw(
     poll: Callable[[], None] = lambda: None,
 ) -> list[torch.Tensor]:
     """Return the decoded pictures of `sample`."""
+    assert models.autoencoder is not None
     return decode(models.autoencoder, sample(models, settings, chunk, texts, negative, poll), poll)
 
 

@@ -216,7 +216,7 @@ def draw_local(
             torch.accelerator.set_device_index(device)
         # threads on one device share its weights
         if device not in shared:
-            shared[device] = load_models(checkpoint, device, settings.dtype)
+            shared[device] = load_models(checkpoint, device, settings.dtype, checkpoint)
         return lambda chunk: draw(shared[device], settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
 
     with closing(LocalPool(found, prepare)) as pool:

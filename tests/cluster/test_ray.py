@@ -1,49 +1,28 @@
-"""A real Ray cluster of three machines, all on this one, with a logical GPU each."""
+"""Batches on a real Ray cluster, while its machines come and go."""
 
-import os
 import re
 import shutil
 import signal
 import time
 
-import psutil
 import pytest
-import ray
 import torch
+from machines import add_node, send_to_an_actor
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.cluster import Painter, RayPool, connect, draw_on_cluster
+from sana_core.batch.cluster import connect, draw_on_cluster
 from sana_core.batch.draw import Settings, complete
+from sana_core.batch.folder import fingerprint
+from sana_core.batch.painter import Order
 from sana_core.batch.plan import batch_pictures
+from sana_core.batch.ray_pool import RayPool
 
 # an actor has one core
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SETTINGS = Settings(128, 128, steps=4)
-
-
-@pytest.fixture
-def cluster():
-    from ray.cluster_utils import Cluster
-
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    running = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    yield running
-    ray.shutdown()
-    running.shutdown()
-
-
-def add_node(cluster):
-    return cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
-
-
-def send_to_an_actor(number):
-    """Send a signal to the process of some actor."""
-    named = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    (victim, *_) = [p for p in named if p.info["cmdline"][0].startswith(f"ray::{Painter.__name__}")]
-    victim.send_signal(number)
 
 
 @pytest.mark.timeout(400)
@@ -80,7 +59,8 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
     shutil.copytree(checkpoint, copy)
     node = add_node(cluster)
     connect(cluster.address)
-    pool = RayPool(PROMPTS, str(copy), complete(SETTINGS, copy), None, 60)
+    path = str(copy)
+    pool = RayPool(Order(complete(SETTINGS, path), {path: fingerprint(path)}, path, path, path), PROMPTS, 60)
     shutil.rmtree(copy)
     try:
         with pytest.raises(OSError, match=rf"\({node.node_id[:6]}, actor \d+\): .*sana"):
