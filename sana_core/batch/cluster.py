@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .draw import Settings, complete
-from .folder import fingerprint
+from .folder import fingerprint, marked
 from .loop import GRACE, carry_out
 from .painter import Order
 from .plan import Picture, auto_chunk, cut
@@ -31,17 +31,24 @@ def draw_on_cluster(
     grace: float = GRACE,
     wait: float = WAIT_FOR_ACTORS,
     report: dict[str, Any] | None = None,
+    shared: Path | None = None,
 ) -> Generator[tuple[Picture, Any], None, None]:
     """Yield each of `pictures` that is not in `done` as it finishes, drawn on the GPUs of a Ray cluster.
 
     They come as tensors [3, H, W] in [-1, 1]; with the settings `described`, as the PNG files of `encode_png`, made
-    where they are drawn. `checkpoint` is the path on every machine. The rest is as in `carry_out_order`.
+    where they are drawn. Into a folder `shared` by all machines they are written there, by the names of `file_name`,
+    and come as the digests of the files; a machine that cannot write there is left out. `checkpoint` is the path on
+    every machine. The rest is as in `carry_out_order`.
 
-    Raises as `complete` and `carry_out_order` do.
+    Raises OSError where the folder cannot be written, and as `complete` and `carry_out_order` do.
     """
     path = str(Path(checkpoint).absolute())
     order = Order(complete(settings, path), {path: fingerprint(path)}, path, path, path, described=described)
-    with closing(carry_out_order(order, prompts, pictures, address, chunk, done, grace, wait, report)) as drawn:
+    with ExitStack() as stack:
+        if shared is not None:
+            order = order._replace(shared=(str(shared.absolute()), stack.enter_context(marked(shared))))
+        drawing = carry_out_order(order, prompts, pictures, address, chunk, done, grace, wait, report)
+        drawn = stack.enter_context(closing(drawing))
         for picture, result in drawn:
             yield picture, torch.from_numpy(result.copy()) if described is None else result
 
@@ -66,8 +73,8 @@ def carry_out_order(
     the transformer that are not those of the file. `poll`, called at least twice a second, cancels by raising; that,
     and closing the iterator, stops all actors at once.
 
-    Raises ValueError without ray, ConnectionError where no cluster or no GPU of it can be reached, and what the
-    machines say where none has the checkpoint.
+    Raises ValueError without ray, ConnectionError where no cluster or no GPU of it can be reached, and what a machine
+    said where none is left.
     """
     left = sum(picture.number not in done for picture in pictures)
     if not left:

@@ -7,12 +7,13 @@ another name, and the machines would not find its classes under it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from .draw import Settings, Text, decode, encode_text, load_encoder, load_models, sample
-from .folder import encode_png, fingerprint
+from .folder import check_marked, digest_of, encode_png, file_name, fingerprint, write_whole
 from .plan import Chunk, Picture
 
 
@@ -21,8 +22,9 @@ class Order(NamedTuple):
 
     Without `autoencoder` the pictures are not decoded, without `encoder` the prompts come encoded. `negative` is the
     negative prompt where it comes encoded. `weights` has the fingerprint of each path. Pictures are returned as arrays
-    [3, H, W] in [-1, 1], with the settings `described` as PNG files, with `latents` as a pair: the latent [32, h, w]
-    in the model's scale, and the array or None.
+    [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all machines and its
+    mark, the PNG files are written there, and their digests returned. With `latents`, pairs: the latent [32, h, w] in
+    the model's scale, and the array or None.
     """
 
     settings: Settings
@@ -33,6 +35,7 @@ class Order(NamedTuple):
     negative: Text | None = None
     resolution: int | None = None
     described: Mapping[str, Any] | None = None
+    shared: tuple[str, str] | None = None
     latents: bool = False
 
     def pack(self) -> dict[str, Any]:
@@ -56,13 +59,15 @@ class Painter:
         """Load everything, to share the machine's cores with so many actors, this one included.
 
         `changed` are weights of the transformer that are not those of the file, by name. Raises ValueError if the
-        checkpoint of this machine is not the one of the order, and as the loaders do.
+        checkpoint of this machine is not the one of the order, and as `check_marked` and the loaders do.
         """
         order = self.order
         torch.set_num_threads(max(1, torch.get_num_threads() // neighbours))
         for path, weights in order.weights.items():
             if fingerprint(path) != weights:
                 raise ValueError(f"{path}: got other weights than the driver has; copy the same files there")
+        if order.shared is not None:
+            check_marked(Path(order.shared[0]), order.shared[1])
         available = torch.accelerator.is_available()
         device = torch.accelerator.current_accelerator() if available else torch.device("cpu")
         assert device is not None
@@ -99,11 +104,19 @@ class Painter:
         return [known[prompt] for prompt in prompts]
 
     def hand_over(self, picture: Picture, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | None) -> Any:
-        """Return one picture as the order wants it."""
+        """Return one picture as the order wants it. Raises OSError where it cannot be written."""
         array = None if pixels is None else pixels.numpy()
         if self.order.latents:
             return latent.cpu().numpy(), array
         if self.order.described is None:
             return array
         assert pixels is not None
-        return encode_png(pixels, prompt, picture.seed, dict(self.order.described))
+        png = encode_png(pixels, prompt, picture.seed, dict(self.order.described))
+        if self.order.shared is None:
+            return png
+        folder = Path(self.order.shared[0])
+        try:
+            write_whole(folder / file_name(picture), png)
+        except OSError as error:
+            raise OSError(f"out: cannot write into {folder} ({error.strerror})") from error
+        return digest_of(png)

@@ -151,19 +151,21 @@ class RayPool:
             self.ray.get(call)
             self.actors[name] = actor
         except self.ray.exceptions.RayTaskError as error:
-            # the machine itself is well, but cannot draw: another try would end the same
-            cause = error.cause
-            kind = type(cause) if isinstance(cause, ValueError | OSError) else ConnectionError
-            self.refused[node_id] = kind(f"{name}: {cause}")
-            logger.error("batch: %s cannot draw: %s", name, cause)
-            self.forget(name)
-            self.ray.kill(actor)
+            self.refuse(name, actor, error.cause)
         except self.ray.exceptions.RayError as error:
             self.tries[node_id] = self.tries.get(node_id, 0) + 1
             if self.tries[node_id] >= LARGEST_TRIES:
                 self.refused[node_id] = ConnectionError(f"{name}: its processes die before they are ready: {error}")
             logger.warning("batch: %s died before it was ready", name)
             self.forget(name)
+
+    def refuse(self, name: str, actor: Any, cause: BaseException) -> None:
+        """Leave the actor's machine out: it is well, but cannot draw, and another try there would end the same."""
+        kind = next((kind for kind in (OSError, ValueError) if isinstance(cause, kind)), ConnectionError)
+        self.refused[self.machines[name][0]] = kind(f"{name}: {cause}")
+        logger.error("batch: %s cannot draw: %s", name, cause)
+        self.forget(name)
+        self.ray.kill(actor)
 
     def settle(self, call: Any) -> list[Outcome[Any]]:
         """Return how a chunk ended; nothing where its actor died, for then the loop gives it to another."""
@@ -175,6 +177,11 @@ class RayPool:
                 return [Outcome(worker, chunk, error=error.cause)]
             if isinstance(error.cause, torch.AcceleratorError):
                 self.drop(worker, error.cause)
+                return []
+            if isinstance(error.cause, OSError):
+                # a disk that is full or gone; the pictures go to other machines
+                if worker in self.actors:
+                    self.refuse(worker, self.actors[worker], error.cause)
                 return []
             return [Outcome(worker, chunk, error=ValueError(f"{worker}: {error.cause}"))]
         except self.ray.exceptions.RayError as error:

@@ -1,5 +1,6 @@
 """Batches on a real Ray cluster, while its machines come and go."""
 
+import hashlib
 import re
 import shutil
 import signal
@@ -13,7 +14,7 @@ import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.cluster import connect, draw_on_cluster
 from sana_core.batch.draw import Settings, complete
-from sana_core.batch.folder import fingerprint
+from sana_core.batch.folder import describe_settings, fingerprint
 from sana_core.batch.painter import Order
 from sana_core.batch.plan import batch_pictures
 from sana_core.batch.ray_pool import RayPool
@@ -96,3 +97,82 @@ def test_the_command_writes_the_same_files_with_a_cluster_as_without(cluster, ch
     assert re.search(r"actor 1\): 4", capsys.readouterr().out)
     here, there = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("here", "there"))
     assert here == there and len(here) == 5
+
+
+@pytest.fixture
+def command(cluster, checkpoint, tmp_path):
+    """A function of more options: the arguments of a run that writes four pictures into a folder of all machines."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+
+    def build(*more, steps=4):
+        own = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--width", 128, "--height", 128]
+        own += ["--steps", steps, "--chunk", 1, "--count", 4, "--cluster", cluster.address, "--out", tmp_path / "out"]
+        return [str(word) for word in (*own, "--report", *more)]
+
+    return build
+
+
+@pytest.mark.timeout(300)
+def test_machines_write_into_a_shared_folder_and_a_second_run_goes_on(cluster, command, tmp_path, capsys):
+    add_node(cluster)
+    assert main(command("--out-shared")) == 0, capsys.readouterr().err
+    out, here = tmp_path / "out", {}
+    for path in out.iterdir():
+        here[path.name] = path.read_bytes()
+    assert len(here) == 9
+    (out / "00001_2.png").unlink()
+    assert main(command("--out-shared")) == 0
+    assert "7 of 8 pictures are there already" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == here
+    # as the driver would have written them
+    assert main(command("--out", str(tmp_path / "there"))) == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
+
+
+@pytest.fixture
+def shared_run(cluster, checkpoint, tmp_path):
+    """A function that draws pictures into a folder of all machines, and the folder."""
+    out = tmp_path / "out"
+    out.mkdir()
+    described = describe_settings(complete(SETTINGS, checkpoint), checkpoint)
+
+    def draw(count, report):
+        options = {"chunk": 1, "described": described, "report": report, "shared": out}
+        return draw_on_cluster(PROMPTS, checkpoint, SETTINGS, batch_pictures(2, count, 5), cluster.address, **options)
+
+    return draw, out
+
+
+@pytest.mark.timeout(300)
+def test_a_machine_without_the_shared_folder_is_left_out_and_named(cluster, shared_run, caplog):
+    add_node(cluster)
+    draw, out = shared_run
+    late, report, arrived = None, {}, {}
+    for picture, digest in draw(40, report):
+        arrived[picture.number] = digest
+        if late is None:
+            # as on a machine that has another folder at this path
+            (mark,) = out.glob(".shared.*")
+            mark.unlink()
+            late = add_node(cluster)
+        elif f"({late.node_id[:6]}" not in caplog.text:
+            time.sleep(0.5)
+    assert re.search(rf"\({late.node_id[:6]}, actor \d+\) cannot draw: out: {out} is not the driver's", caplog.text)
+    assert sorted(arrived) == list(range(80)) and not drew(report, late)
+    assert {hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.png")} == set(arrived.values())
+
+
+@pytest.mark.timeout(300)
+def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(cluster, shared_run, tmp_path):
+    node = add_node(cluster)
+    draw, out = shared_run
+    pictures = draw(40, {})
+    next(pictures)
+    out.rename(tmp_path / "gone")
+    with pytest.raises(OSError, match=rf"\({node.node_id[:6]}, actor 1\): out: cannot write into {out} \(No such file"):
+        list(pictures)
+
+
+def test_a_shared_folder_is_for_a_cluster(tmp_path, checkpoint, capsys):
+    assert main(["batch", "prompts.txt", "--checkpoint", str(checkpoint), "--out-shared"]) == 1
+    assert "out-shared: it is for machines of a cluster; add --cluster" in capsys.readouterr().err
