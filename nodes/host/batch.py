@@ -20,8 +20,9 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from ...sana_core.batch.local import Draw, LocalPool, Poll
 from ...sana_core.batch.loop import carry_out
-from ...sana_core.batch.plan import Chunk, Picture, auto_chunk, batch_pictures, cut
+from ...sana_core.batch.plan import LARGEST_CHUNK, Chunk, Picture, auto_chunk, batch_pictures, cut
 from ...sana_core.batch.queue import Queue
+from ...sana_core.batch.room import find_architecture, pictures_in
 from ...sana_core.defaults import SPRINT
 from ...sana_core.latents import CHANNELS, DOWNSCALE, LARGEST_BATCH, check_channels
 from .batch_cluster import draw_on_cluster
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY = "sana_batch"
-# of a device's memory, for what a step takes beside the weights
-SHARE = 0.8
 
 
 def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
@@ -113,16 +112,16 @@ def pick_prompts(conditioning: list, rows: list[int]) -> list:
     return picked
 
 
-def chunk_that_fits(model: ModelPatcher, shape: torch.Size, pictures: int, devices: list[torch.device]) -> int:
-    """Return how many pictures a device should draw at once, by ComfyUI's estimate of what a step takes."""
-    height, width = shape[2:]
-    chunk = auto_chunk(width * DOWNSCALE, height * DOWNSCALE, pictures, len(devices))
-    for device in devices:
-        room = SHARE * comfy.model_management.get_total_memory(device) - model.model_size()
-        # prompt and negative prompt are one batch
-        while chunk > 1 and model.memory_required([2 * chunk, CHANNELS, height, width]) > room:
-            chunk //= 2
-    return chunk
+def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device) -> int:
+    """Return how many pictures of latents of that shape `device` has memory for at once, a CPU for any number."""
+    if device.type == "cpu":
+        return LARGEST_CHUNK
+    # ComfyUI clears the device of other models
+    held = sum(other.loaded_size() for other in comfy.model_management.loaded_models() if other.load_device == device)
+    room = comfy.model_management.get_free_memory(device) + held - model.model_size()
+    height, width = (side * DOWNSCALE for side in shape[2:])
+    path = model.cached_patcher_init[1][0]
+    return pictures_in(room, find_architecture(path), width, height, model.model.get_dtype_inference())
 
 
 class Progress:
@@ -207,7 +206,9 @@ def draw_on_devices(
     if len(devices) > 1 and any("control" in rest for _, rest in [*positive, *negative]):
         raise ValueError("devices: a ControlNet draws on one device; choose default")
     samples = latent["samples"]
-    queue = Queue(cut(pictures, chunk or chunk_that_fits(model, samples.shape, len(pictures), devices)))
+    height, width = (side * DOWNSCALE for side in samples.shape[2:])
+    queue = Queue(cut(pictures, chunk or auto_chunk(width, height, len(pictures), len(devices))))
+    largest = [] if chunk else [chunk_that_fits(model, samples.shape, device) for device in devices]
     clones, free = models_on(model, devices), list(range(len(devices)))
     vaes = {device: vae_on(vae, device) for device in devices} if vae is not None else {}
     progress = Progress(model, len(pictures) * (len(sigmas) - 1))
@@ -253,6 +254,7 @@ def draw_on_devices(
 
     results: list[Any] = [None] * len(pictures)
     with closing(LocalPool(devices, prepare)) as pool:
+        queue.limits.update(zip(pool.inboxes, largest, strict=False))
         for picture, result in carry_out(queue, pool):
             results[picture.number] = result
     return results, queue.drawn

@@ -87,6 +87,8 @@ def carry_out_order(
         if report is not None:
             report["drawn"] = queue.drawn
         with closing(RayPool(order, prompts, wait, changed, poll)) as pool:
+            if chunk is None:
+                queue.limits = pool.largest
             yield from carry_out(queue, pool, grace)
 
 

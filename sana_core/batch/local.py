@@ -19,6 +19,7 @@ from .draw import Models, Settings, complete, draw, encode_texts, load_encoder, 
 from .loop import GRACE, Outcome, carry_out
 from .plan import Chunk, Picture, auto_chunk, cut
 from .queue import Queue
+from .room import largest_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -219,5 +220,7 @@ def draw_local(
             shared[device] = load_models(checkpoint, device, settings.dtype, checkpoint)
         return lambda chunk: draw(shared[device], settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
 
+    largest = [largest_chunk(checkpoint, settings, device) for device in found] if chunk is None else []
     with closing(LocalPool(found, prepare)) as pool:
+        queue.limits.update(zip(pool.inboxes, largest, strict=False))
         yield from carry_out(queue, pool, grace)

@@ -15,6 +15,7 @@ import torch
 from .draw import Settings, Text, decode, encode_text, load_encoder, load_models, sample
 from .folder import check_marked, digest_of, encode_png, file_name, fingerprint, write_whole
 from .plan import Chunk, Picture
+from .room import largest_chunk
 
 
 class Order(NamedTuple):
@@ -55,11 +56,12 @@ class Painter:
         self.order = unpack(words)
         self.texts: dict[str, Text] = {}
 
-    def load(self, neighbours: int, changed: Mapping[str, torch.Tensor]) -> None:
+    def load(self, neighbours: int, changed: Mapping[str, torch.Tensor]) -> int:
         """Load everything, to share the machine's cores with so many actors, this one included.
 
-        `changed` are weights of the transformer that are not those of the file, by name. Raises ValueError if the
-        checkpoint of this machine is not the one of the order, and as `check_marked` and the loaders do.
+        Return how many pictures at once the GPU has memory for then. `changed` are weights of the transformer that are
+        not those of the file, by name. Raises ValueError if the checkpoint of this machine is not the one of the order,
+        and as `check_marked` and the loaders do.
         """
         order = self.order
         torch.set_num_threads(max(1, torch.get_num_threads() // neighbours))
@@ -81,6 +83,7 @@ class Painter:
         else:
             assert order.negative is not None
             self.negative = order.negative
+        return largest_chunk(order.transformer, order.settings, device, loaded=True)
 
     def draw(self, words: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
         """Return the pictures of a chunk, as the order wants them; `prompts` are text, or encoded."""

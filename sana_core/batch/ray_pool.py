@@ -39,8 +39,8 @@ def actor_class(ray: Any) -> Any:
             # as the machines know it
             self.painter = import_module("sana_core.batch.painter").Painter(order)
 
-        def load(self, neighbours: int, changed: dict[str, Any]) -> None:
-            self.painter.load(neighbours, changed)
+        def load(self, neighbours: int, changed: dict[str, Any]) -> int:
+            return self.painter.load(neighbours, changed)
 
         def draw(self, chunk: list[Any], prompts: list[Any]) -> list[Any]:
             return self.painter.draw(chunk, prompts)
@@ -69,6 +69,7 @@ class RayPool:
         self.order, self.changed = order.pack(), ray.put(dict(changed or {}))
         self.actor_class: Any = actor_class(ray)
         self.actors: dict[str, Any] = {}  # those that are ready, by name
+        self.largest: dict[str, int] = {}  # how many pictures at once each has memory for
         self.machines: dict[str, tuple[str, str]] = {}  # actor: its node's id and the machine's name
         self.starting: dict[Any, tuple[str, Any]] = {}  # the call of load: name and actor
         self.flying: dict[Any, tuple[str, Chunk]] = {}
@@ -148,7 +149,7 @@ class RayPool:
         name, actor = self.starting.pop(call)
         node_id = self.machines[name][0]
         try:
-            self.ray.get(call)
+            self.largest[name] = self.ray.get(call)
             self.actors[name] = actor
         except self.ray.exceptions.RayTaskError as error:
             self.refuse(name, actor, error.cause)
