@@ -137,7 +137,8 @@ def check_model(model: ModelPatcher) -> None:
     patches = {*options.pop("transformer_options"), *options, *model.object_patches, *model.weight_wrapper_patches}
     patches |= {key for kind in model.wrappers.values() for key, functions in kind.items() if functions}
     patches |= {key for key, functions in model.injections.items() if functions}
-    patches -= {PERTURBED, INTERVAL, SPRINT}
+    # a MODEL that is split over the GPUs of this machine draws the same without them
+    patches -= {PERTURBED, INTERVAL, SPRINT, "multigpu_options"}
     if patches or model.hook_patches:
         found = ", ".join(sorted(map(str, patches))) or "hooks"
         raise ValueError(f"model: got a patch that a cluster cannot draw with ({found}); {REMEDY}")
