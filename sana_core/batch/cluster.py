@@ -87,7 +87,7 @@ def carry_out_order(
         if report is not None:
             report["drawn"] = queue.drawn
         with closing(RayPool(order, prompts, wait, changed, poll)) as pool:
-            if chunk is None:
+            if not chunk:
                 queue.limits = pool.largest
             yield from carry_out(queue, pool, grace)
 

@@ -220,7 +220,7 @@ def draw_local(
             shared[device] = load_models(checkpoint, device, settings.dtype, checkpoint)
         return lambda chunk: draw(shared[device], settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
 
-    largest = [largest_chunk(checkpoint, settings, device) for device in found] if chunk is None else []
+    largest = [largest_chunk(checkpoint, settings, device) for device in found] if not chunk else []
     with closing(LocalPool(found, prepare)) as pool:
         queue.limits.update(zip(pool.inboxes, largest, strict=False))
         yield from carry_out(queue, pool, grace)

@@ -1,14 +1,18 @@
 """Batches on a real Ray cluster, while its machines come and go."""
 
 import hashlib
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from machines import add_node, send_to_an_actor
+from machines import actors, add_node, send_to_an_actor
+from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
@@ -73,6 +77,36 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
 
 
 @pytest.mark.timeout(300)
+def test_one_machine_without_the_checkpoint_costs_no_picture(cluster, checkpoint, tmp_path, caplog):
+    copy = tmp_path / "sana"
+    shutil.copytree(checkpoint, copy)
+    add_node(cluster)
+    late, report, arrived = None, {}, []
+    pictures = batch_pictures(2, 40, 5)
+    for picture, _ in draw_on_cluster(PROMPTS, copy, SETTINGS, pictures, cluster.address, 1, report=report):
+        arrived.append(picture.number)
+        if late is None:
+            copy.rename(tmp_path / "gone")
+            late = add_node(cluster)
+        elif f"({late.node_id[:6]}" not in caplog.text:
+            time.sleep(0.5)
+    assert re.search(rf"\({late.node_id[:6]}, actor \d+\) cannot draw: .*{copy}", caplog.text)
+    assert sorted(arrived) == list(range(80)) and not drew(report, late)
+
+
+@pytest.mark.timeout(200)
+def test_closing_ends_every_actor(cluster, checkpoint):
+    for _ in range(2):
+        add_node(cluster)
+    drawn = draw_on_cluster(PROMPTS, checkpoint, SETTINGS, batch_pictures(2, 1000, 5), cluster.address, 1)
+    next(drawn)
+    assert actors()
+    drawn.close()
+    while actors():
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
 def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
     add_node(cluster)
     pictures = batch_pictures(2, 6, 5)
@@ -127,6 +161,26 @@ def test_machines_write_into_a_shared_folder_and_a_second_run_goes_on(cluster, c
     # as the driver would have written them
     assert main(command("--out", str(tmp_path / "there"))) == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
+
+
+@pytest.mark.timeout(300)
+def test_after_the_driver_was_killed_the_same_command_draws_the_rest(cluster, command, tmp_path, capsys):
+    add_node(cluster)
+    out, environment = tmp_path / "out", {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-m", "sana_core", *command("--out-shared", steps=20)], env=environment)
+    while len(list(out.glob("*.png"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    # the cluster ends the actors of a driver that has gone
+    while actors():
+        time.sleep(0.1)
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.png")}
+    assert main(command("--out-shared", steps=20)) == 0
+    assert f"{len(before)} of 8 pictures are there already" in capsys.readouterr().out
+    assert len(list(out.iterdir())) == 9
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 @pytest.fixture
