@@ -28,6 +28,7 @@ from ...sana_core.latents import DOWNSCALE
 from ...sana_core.text import MAX_TOKENS
 from .folders import cluster_address
 from .guidance import INTERVAL, PERTURBED
+from .model import SanaDiffusionModel, check_width
 from .prompts import Prompt
 from .vae import SanaAutoencoder
 
@@ -75,7 +76,7 @@ def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Count
             bar.update_absolute(bar.current + 1, None, preview)
     machines: Counter[str] = Counter()
     for worker, number in report["drawn"].items():
-        machines[worker.replace(", ", ")").partition(")")[0] + ")"] += number
+        machines[worker.rpartition(", actor ")[0] + ")"] += number
     return results, machines
 
 
@@ -97,9 +98,10 @@ def make_order(batch: Batch) -> tuple[Order, list[Text]]:
     path, weight_dtype, resolution = batch.model.cached_patcher_init[1]
     if weight_dtype != "default" or batch.model.model.model_config.quant_config:
         raise ValueError("model: a cluster draws with weights as they are in a plain file; choose weight_dtype default")
-    prompts = split_prompts("positive", batch.positive)
+    transformer = batch.model.model.diffusion_model
+    prompts = split_prompts("positive", batch.positive, transformer)
     # a SANA-Sprint model has no negative prompt
-    negatives = split_prompts("negative", batch.positive if batch.sampler == SPRINT else batch.negative)
+    negatives = split_prompts("negative", batch.positive if batch.sampler == SPRINT else batch.negative, transformer)
     if len(negatives) > 1 and batch.sampler != SPRINT:
         raise ValueError(f"negative: got {len(negatives)} prompts, a cluster draws with one; use SANA Text Encode")
     scale, blocks = batch.model.get_attachment(PERTURBED) or (0.0, "")
@@ -152,10 +154,10 @@ def check_latent(latent: dict) -> None:
         raise ValueError(f"latent_image: got a mask, which a cluster cannot draw with; {REMEDY}")
 
 
-def split_prompts(field: str, conditioning: list) -> list[Text]:
+def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Text]:
     """Return embeddings [1, T, C] and mask [1, T] of each prompt, without the padding behind it.
 
-    Raises ValueError for more than text: areas, ControlNets, hooks, prompts combined or too long.
+    Raises ValueError for more than text: areas, ControlNets, hooks, prompts combined or too long, another text encoder.
     """
     if len(conditioning) != 1:
         raise ValueError(f"{field}: got {len(conditioning)} combined prompts, a cluster draws one; write one text")
@@ -163,6 +165,7 @@ def split_prompts(field: str, conditioning: list) -> list[Text]:
     more = sorted(key for key, value in rest.items() if key not in PLAIN and value is not None)
     if more:
         raise ValueError(f"{field}: got {', '.join(more)}, which a cluster cannot draw; {REMEDY}")
+    check_width(field, embeds, transformer)
     prompt = Prompt(field, embeds, rest.get("attention_mask"), keep=False)
     texts = []
     for row, mask in zip(prompt.embeds.cpu().split(1), prompt.mask.cpu().split(1), strict=True):
