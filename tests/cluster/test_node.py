@@ -4,12 +4,15 @@ import json
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 import layouts
+import numpy as np
 import pytest
 import torch
 from host import GraphError, base_directory, get, run_graph, start_server
 from machines import actors, add_node
+from PIL import Image
 from safetensors.torch import load_file
 from setup import ROOT
 
@@ -69,6 +72,15 @@ def latents(server, devices):
     return load_file(max(server.output.glob(f"{devices}_*.latent")))["latent_tensor"]
 
 
+def check_same(server):
+    """The host guides what is denoised and the engine the velocity; they round so far apart, of latents up to 18."""
+    torch.testing.assert_close(latents(server, "cluster"), latents(server, "default"), atol=1e-4, rtol=0)
+    ours, theirs = (sorted(server.output.glob(f"{devices}_*.png"))[-4:] for devices in ("cluster", "default"))
+    for one, other in zip(ours, theirs, strict=True):
+        levels = [np.asarray(Image.open(path).convert("RGB"), dtype=int) for path in (one, other)]
+        assert abs(levels[0] - levels[1]).max() <= 1
+
+
 def events_of(events, kind, node):
     return [
         event["data"]
@@ -91,17 +103,21 @@ def patched(graph):
 def test_only_the_operators_file_puts_the_cluster_into_the_list(server):
     info = json.loads(get(server, "/object_info/SanaBatchSampler"))
     assert '"cluster"' in json.dumps(info["SanaBatchSampler"]["input"]["required"]["devices"])
-    request = urllib.request.Request(f"http://{server.address}/userdata/cluster.json", data=b"{}", method="POST")
-    request.add_header("comfy-user", "__sana")
-    with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(request, timeout=60)
+    file = base_directory(NAME) / "user" / "__sana" / "cluster.json"
+    before = file.read_bytes()
+    for name in ("cluster.json", "..%2F__sana%2Fcluster.json", "__sana%2Fcluster.json"):
+        request = urllib.request.Request(f"http://{server.address}/userdata/{name}?overwrite=true", b"{}")
+        request.add_header("comfy-user", "__sana")
+        with suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(request, timeout=60)
+        assert file.read_bytes() == before
 
 
 @pytest.mark.timeout(300)
 def test_the_cluster_draws_the_pictures_of_this_machine(server, graph):
     events = list(run_graph(server, graph()))
     assert latents(server, "cluster").shape == (4, 32, 4, 4)
-    torch.testing.assert_close(latents(server, "cluster"), latents(server, "default"), atol=1e-5, rtol=0)
+    check_same(server)
     bars = events_of(events, "progress", "cluster")
     assert [(bar["value"], bar["max"]) for bar in bars] == [(number, 4) for number in range(1, 5)]
     assert "4 pictures in" in server.log.read_text()
@@ -111,7 +127,7 @@ def test_the_cluster_draws_the_pictures_of_this_machine(server, graph):
 def test_a_lora_and_guidance_go_with_the_model(server, graph):
     plain = latents(server, "default")
     list(run_graph(server, patched(graph)))
-    torch.testing.assert_close(latents(server, "cluster"), latents(server, "default"), atol=1e-5, rtol=0)
+    check_same(server)
     assert (latents(server, "default") - plain).abs().mean() > 0.01
 
 
@@ -128,7 +144,7 @@ def test_interrupt_ends_the_actors_and_the_next_graph_runs(server, graph):
     while actors():
         time.sleep(0.1)
     list(run_graph(server, graph(seed=9)))
-    torch.testing.assert_close(latents(server, "cluster"), latents(server, "default"), atol=1e-5, rtol=0)
+    check_same(server)
 
 
 def test_a_patch_that_cannot_travel_is_refused_by_name(server, graph):
