@@ -242,7 +242,7 @@ def draw_on_devices(
             return sample(clone, *conds, start, 0, guidance, name, sigmas, callback)["samples"]
 
         def draw(chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-            # a CPU gains nothing from a batch, and one by one the pictures have the same bits in any chunk
+            # a CPU gains little from a batch, and one by one the pictures have the same bits in any chunk
             parts = [(picture,) for picture in chunk] if device.type == "cpu" else [chunk]
             # inference mode belongs to the thread
             with torch.inference_mode():

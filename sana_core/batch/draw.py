@@ -151,7 +151,7 @@ def sample(
     """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk`; `texts` are their prompts.
 
     `settings` are those that `complete` returns. `poll` is called every step and cancels by raising. On a CPU the
-    pictures are drawn one after another: a batch gains nothing there, and alone each has the same bits in any chunk.
+    pictures are drawn one after another: a batch gains little there, and alone each has the same bits in any chunk.
     """
     if models.transformer.device.type == "cpu" and len(chunk) > 1:
         alone = [
