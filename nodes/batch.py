@@ -1,4 +1,4 @@
-"""MODEL and CONDITIONING to many pictures, on every device of this machine."""
+"""MODEL and CONDITIONING to many pictures, on every device of this machine or of a cluster."""
 
 from inspect import cleandoc
 
@@ -57,7 +57,8 @@ class SanaBatchSampler(io.ComfyNode):
                 io.Combo.Input(
                     "devices",
                     options=list_devices(),
-                    tooltip="all: every accelerator of this machine. default: the one that the model is on.",
+                    tooltip="all: every accelerator of this machine. default: the one that the model is on. "
+                    "cluster: every GPU of the cluster that this server's operator has configured.",
                 ),
                 io.Int.Input(
                     "chunk",
@@ -65,7 +66,7 @@ class SanaBatchSampler(io.ComfyNode):
                     min=0,
                     max=LARGEST_CHUNK,
                     advanced=True,
-                    tooltip="Pictures that a device draws at once; 0 finds a number that fits.",
+                    tooltip="Pictures that a device is handed at once; 0 finds a number that fits.",
                 ),
                 io.Vae.Input("vae", optional=True, tooltip="The VAE of SANA Loader, to get pictures too."),
             ],

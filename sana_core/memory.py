@@ -22,9 +22,9 @@ CONTEXT = 600 * 10**6
 F32C32 = Layout((128, 256, 512, 512, 1024, 1024), (3,) * 6, 3, 32, 32, 2, True)
 DECODER, ENCODER, GEMMA = 159_223_171, 153_027_104, 2_614_341_888
 TEXT_WIDTH, TEXT_HIDDEN, TEXT_TOKENS, INSTRUCTION_TOKENS = 2304, 9216, 300, 280
-# maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them; on an accelerator in
-# bf16 the linear attention's fp32 copies besides
-MAPS, ACCELERATOR_MAPS = 12.0, {torch.float32: 12.0, torch.bfloat16: 13.7}
+# maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them; on an accelerator in 16
+# bits the linear attention's fp32 copies besides
+MAPS, ACCELERATOR_MAPS = 12.0, {torch.float32: 12.0, torch.bfloat16: 13.7, torch.float16: 13.7}
 # on the CPU in bf16, a reordered copy of a block's largest weight beside fewer maps
 MAPS_BESIDE_WEIGHT = 7.3
 FIXED = 4_500_000

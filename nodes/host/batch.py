@@ -7,8 +7,9 @@ import copy
 import logging
 import threading
 import time
+from collections import Counter
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import comfy.model_management
 import comfy.utils
@@ -19,11 +20,13 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from ...sana_core.batch.local import Draw, LocalPool, Poll
 from ...sana_core.batch.loop import carry_out
-from ...sana_core.batch.plan import Chunk, auto_chunk, batch_pictures, cut
+from ...sana_core.batch.plan import LARGEST_CHUNK, Chunk, Picture, auto_chunk, batch_pictures, cut
 from ...sana_core.batch.queue import Queue
+from ...sana_core.batch.room import find_architecture, pictures_in
 from ...sana_core.defaults import SPRINT
 from ...sana_core.latents import CHANNELS, DOWNSCALE, LARGEST_BATCH, check_channels
-from .folders import TWO_WORKERS
+from .batch_cluster import draw_on_cluster
+from .folders import CLUSTER, TWO_WORKERS
 from .sampling import sample, sample_sprint
 
 if TYPE_CHECKING:
@@ -33,8 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY = "sana_batch"
-# of a device's memory, for what a step takes beside the weights
-SHARE = 0.8
 
 
 def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
@@ -111,16 +112,16 @@ def pick_prompts(conditioning: list, rows: list[int]) -> list:
     return picked
 
 
-def chunk_that_fits(model: ModelPatcher, shape: torch.Size, pictures: int, devices: list[torch.device]) -> int:
-    """Return how many pictures a device should draw at once, by ComfyUI's estimate of what a step takes."""
-    height, width = shape[2:]
-    chunk = auto_chunk(width * DOWNSCALE, height * DOWNSCALE, pictures, len(devices))
-    for device in devices:
-        room = SHARE * comfy.model_management.get_total_memory(device) - model.model_size()
-        # prompt and negative prompt are one batch
-        while chunk > 1 and model.memory_required([2 * chunk, CHANNELS, height, width]) > room:
-            chunk //= 2
-    return chunk
+def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device) -> int:
+    """Return how many pictures of latents of that shape `device` has memory for at once, a CPU for any number."""
+    if device.type == "cpu":
+        return LARGEST_CHUNK
+    # ComfyUI clears the device of other models
+    held = sum(other.loaded_size() for other in comfy.model_management.loaded_models() if other.load_device == device)
+    room = comfy.model_management.get_free_memory(device) + held - model.model_size()
+    height, width = (side * DOWNSCALE for side in shape[2:])
+    path = model.cached_patcher_init[1][0]
+    return pictures_in(room, find_architecture(path), width, height, model.model.get_dtype_inference())
 
 
 class Progress:
@@ -140,6 +141,21 @@ class Progress:
             self.context.run(self.bar.update_absolute, self.bar.current + len(x0), None, preview)
 
 
+class Batch(NamedTuple):
+    """What to draw: `pictures` of the prompts in `positive`, from `latent` of one picture. Without a VAE, no IMAGE."""
+
+    model: ModelPatcher
+    positive: list
+    negative: list
+    latent: dict
+    pictures: list[Picture]
+    guidance: float
+    sampler: str
+    sigmas: torch.Tensor
+    chunk: int
+    vae: comfy.sd.VAE | None
+
+
 def sample_batch(
     model: ModelPatcher,
     positive: list,
@@ -157,21 +173,42 @@ def sample_batch(
     """Return the LATENT of `count` pictures of each prompt, their IMAGE where there is a VAE, and a report.
 
     Raises ValueError for a latent of more than one picture, for too many pictures, for a ControlNet on several devices,
-    and as `sample` does.
+    and as `sample` and `draw_on_cluster` do.
     """
-    samples = latent["samples"]
-    check_channels("latent_image", samples.shape)
-    if len(samples) != 1:
-        raise ValueError(f"latent_image: got a batch of {len(samples)}, expected 1; set count instead of batch_size")
+    check_channels("latent_image", latent["samples"].shape)
+    if len(latent["samples"]) != 1:
+        got = len(latent["samples"])
+        raise ValueError(f"latent_image: got a batch of {got}, expected 1; set count instead of batch_size")
     if vae is not None and vae.latent_channels != CHANNELS:
         raise ValueError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
-    prompts, devices = count_prompts(positive), find_devices(model, choice)
+    prompts = count_prompts(positive)
     if prompts * count > LARGEST_BATCH:
         raise ValueError(f"count: got {count} of {prompts} prompts, expected at most {LARGEST_BATCH} pictures in all")
+    pictures = batch_pictures(prompts, count, seed)
+    batch = Batch(model, positive, negative, latent, pictures, guidance, name, sigmas, chunk, vae)
+    started = time.monotonic()
+    if choice == CLUSTER:
+        results, drawn = draw_on_cluster(batch)
+    else:
+        results, drawn = draw_on_devices(batch, find_devices(model, choice))
+    rest = {k: v for k, v in latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
+    latents, images = zip(*results, strict=True)
+    out = {**rest, "samples": torch.stack(latents), "batch_index": [i for _ in range(prompts) for i in range(count)]}
+    image = torch.stack(images) if vae is not None else ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
+    return out, image, describe(drawn, time.monotonic() - started)
+
+
+def draw_on_devices(
+    batch: Batch, devices: list[torch.device]
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
+    """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and how many each device has drawn."""
+    model, positive, negative, latent, pictures, guidance, name, sigmas, chunk, vae = batch
     if len(devices) > 1 and any("control" in rest for _, rest in [*positive, *negative]):
         raise ValueError("devices: a ControlNet draws on one device; choose default")
-    pictures = batch_pictures(prompts, count, seed)
-    queue = Queue(cut(pictures, chunk or chunk_that_fits(model, samples.shape, len(pictures), devices)))
+    samples = latent["samples"]
+    height, width = (side * DOWNSCALE for side in samples.shape[2:])
+    queue = Queue(cut(pictures, chunk or auto_chunk(width, height, len(pictures), len(devices))))
+    largest = [] if chunk else [chunk_that_fits(model, samples.shape, device) for device in devices]
     clones, free = models_on(model, devices), list(range(len(devices)))
     vaes = {device: vae_on(vae, device) for device in devices} if vae is not None else {}
     progress = Progress(model, len(pictures) * (len(sigmas) - 1))
@@ -195,32 +232,32 @@ def sample_batch(
             poll()
             progress.step(x0)
 
+        def draw_together(part: Chunk) -> torch.Tensor:
+            rows = [picture.prompt for picture in part]
+            seeds = [picture.seed for picture in part]
+            start = {**latent, "samples": samples.repeat(len(part), 1, 1, 1), "batch_index": seeds}
+            conds = [pick_prompts(positive, rows), pick_prompts(negative, rows)]
+            if name == SPRINT:
+                return sample_sprint(clone, conds[0], start, 0, guidance, sigmas, callback)["samples"]
+            return sample(clone, *conds, start, 0, guidance, name, sigmas, callback)["samples"]
+
         def draw(chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+            # a CPU gains little from a batch, and one by one the pictures have the same bits in any chunk
+            parts = [(picture,) for picture in chunk] if device.type == "cpu" else [chunk]
             # inference mode belongs to the thread
             with torch.inference_mode():
-                rows = [picture.prompt for picture in chunk]
-                seeds = [picture.seed for picture in chunk]
-                start = {**latent, "samples": samples.repeat(len(chunk), 1, 1, 1), "batch_index": seeds}
-                conds = [pick_prompts(positive, rows), pick_prompts(negative, rows)]
-                if name == SPRINT:
-                    out = sample_sprint(clone, conds[0], start, 0, guidance, sigmas, callback)["samples"]
-                else:
-                    out = sample(clone, *conds, start, 0, guidance, name, sigmas, callback)["samples"]
+                out = torch.cat([draw_together(part) for part in parts])
                 images = [decode(vaes[device], each, poll) if vaes else None for each in out]
             return list(zip(out, images, strict=True))
 
         return draw
 
-    started = time.monotonic()
     results: list[Any] = [None] * len(pictures)
     with closing(LocalPool(devices, prepare)) as pool:
+        queue.limits.update(zip(pool.inboxes, largest, strict=False))
         for picture, result in carry_out(queue, pool):
             results[picture.number] = result
-    rest = {k: v for k, v in latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
-    latents, images = zip(*results, strict=True)
-    out = {**rest, "samples": torch.stack(latents), "batch_index": [i for _ in range(prompts) for i in range(count)]}
-    image = torch.stack(images) if vae is not None else ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
-    return out, image, describe(queue, time.monotonic() - started)
+    return results, queue.drawn
 
 
 def one_at_a_time(lock: threading.Lock) -> Any:
@@ -233,8 +270,8 @@ def one_at_a_time(lock: threading.Lock) -> Any:
     return wrapper
 
 
-def describe(queue: Queue, seconds: float) -> str:
+def describe(drawn: Counter[str], seconds: float) -> str:
     """Return how many pictures were drawn, how fast, and by whom."""
-    total = sum(queue.drawn.values())
-    by_device = ", ".join(f"{device} {number}" for device, number in sorted(queue.drawn.items()))
+    total = sum(drawn.values())
+    by_device = ", ".join(f"{device} {number}" for device, number in sorted(drawn.items()))
     return f"{total} pictures in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"

@@ -1,7 +1,9 @@
-"""Where models are, and which of them a name means."""
+"""Where models are, which of them a name means, and what this server can draw on."""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from pathlib import Path
 
@@ -10,7 +12,10 @@ import folder_paths
 
 from ...sana_core.checkpoints.headers import SUFFIXES
 
+logger = logging.getLogger(__name__)
+
 TWO_WORKERS = "cpu x 2"
+CLUSTER = "cluster"
 BUNDLED = "sana-tiny (bundled)"
 BUNDLED_FOLDER = Path(__file__).parents[2] / "demo" / "sana-tiny"
 # the folders whose part the bundled checkpoint has
@@ -67,8 +72,34 @@ def model_path(name: str) -> Path:
 
 
 def list_devices() -> list[str]:
-    """Return what SANA Batch Sampler offers: all and default, each accelerator, or the CPU's cores as two workers."""
+    """Return what SANA Batch Sampler offers: all and default, each accelerator, or the CPU's cores as two workers.
+
+    The cluster is there if the operator has configured it. A broken file of it is left out with a log: the nodes must
+    be there all the same.
+    """
     devices = comfy.model_management.get_all_torch_devices()
-    if devices[0].type == "cpu":
-        return ["all", "default", TWO_WORKERS]
-    return ["all", "default", *(f"gpu:{i}" for i in range(len(devices)))]
+    own = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu:{i}" for i in range(len(devices))]
+    try:
+        more = [CLUSTER] if cluster_address() is not None else []
+    except (OSError, ValueError) as error:
+        logger.error("SANA Batch Sampler: no cluster: %s", error)
+        more = []
+    return ["all", "default", *own, *more]
+
+
+def cluster_address() -> str | None:
+    """Return the address of the Ray cluster in cluster.json of the system user "sana", None where no such file is.
+
+    HTTP does not reach that folder. Raises ValueError for a file that is not like {"address": "auto"}, and OSError.
+    """
+    file = Path(folder_paths.get_system_user_directory("sana")) / "cluster.json"
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f'{file}: {error}; expected {{"address": "auto"}}, or an address like HOST:6379') from None
+    match found:
+        case {"address": str(address)} if address and len(found) == 1:
+            return address
+    raise ValueError(f'{file}: got {found!r:.80}, expected {{"address": "auto"}}, or an address like HOST:6379')

@@ -43,6 +43,8 @@ def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> M
     attention = perturbed_attention(require_sana(model.model).diffusion_model.config, scale, blocks)
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, PERTURBED)
+    # for machines of a cluster, where no function can go
+    patched.set_attachments(PERTURBED, (scale, blocks))
     if scale:
 
         def wrapper(executor, base, conds, *args):
@@ -74,6 +76,7 @@ def limit_guidance(model: ModelPatcher, start: float, end: float) -> ModelPatche
     require_sana(model.model)
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, INTERVAL)
+    patched.set_attachments(INTERVAL, (start, end))
 
     def wrapper(executor, base, conds, x, sigma, options):
         perturbed = conds[2:]

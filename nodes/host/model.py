@@ -57,12 +57,7 @@ class SanaModel(comfy.model_base.BaseModel):
         out = super().extra_conds(**kwargs)
         field, context = kwargs["prompt_type"], kwargs["cross_attn"]
         check_channels("latent_image", kwargs["noise"].shape)
-        width = self.diffusion_model.config.caption_channels
-        if context.shape[-1] != width:
-            raise ValueError(
-                f"{field}: got embeddings of width {context.shape[-1]}, expected {width}; "
-                "encode the text with the CLIP of SANA Loader"
-            )
+        check_width(field, context, self.diffusion_model)
         check_controlnets(kwargs.get("control"), self.diffusion_model)
         mask = kwargs.get("attention_mask")
         out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
@@ -74,6 +69,16 @@ class SanaModel(comfy.model_base.BaseModel):
             guidance = float(kwargs.get("guidance", GUIDANCE))
             out["guidance"] = comfy.conds.CONDRegular(torch.tensor([guidance], device=context.device))
         return out
+
+
+def check_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:
+    """Raise ValueError unless `embeds` [P, T, C] are as wide as those of the transformer's text encoder."""
+    width = transformer.config.caption_channels
+    if embeds.shape[-1] != width:
+        raise ValueError(
+            f"{field}: got embeddings of width {embeds.shape[-1]}, expected {width}; "
+            "encode the text with the CLIP of SANA Loader"
+        )
 
 
 def check_controlnets(control, transformer: SanaTransformer2DModel) -> None:

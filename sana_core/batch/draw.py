@@ -107,15 +107,26 @@ class Models(NamedTuple):
     """A checkpoint on one device, without its text encoder."""
 
     transformer: SanaTransformer2DModel
-    autoencoder: AutoencoderDC
+    autoencoder: AutoencoderDC | None
     shift: float
 
 
-def load_models(checkpoint: str | Path, device: torch.device, dtype: str) -> Models:
-    """Return the models on `device`. DC-AE overflows in float16, so it is bfloat16 there. Raises as the loaders do."""
-    transformer = load_transformer(checkpoint, device, getattr(torch, dtype))
-    autoencoder = load_autoencoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16)
-    return Models(transformer, autoencoder, shift_of(inspect_checkpoint(checkpoint)))
+def load_models(
+    checkpoint: str | Path,
+    device: torch.device,
+    dtype: str,
+    autoencoder: str | Path | None,
+    resolution: int | None = None,
+) -> Models:
+    """Return the transformer of `checkpoint` and the autoencoder of that checkpoint, if any, on `device`.
+
+    DC-AE overflows in float16, so it is bfloat16 there. `resolution` in pixels overrides what the checkpoint says.
+    Raises as the loaders do.
+    """
+    transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution)
+    wide = torch.float32 if dtype == "float32" else torch.bfloat16
+    decoder = None if autoencoder is None else load_autoencoder(autoencoder, device, wide)
+    return Models(transformer, decoder, shift_of(inspect_checkpoint(checkpoint), resolution))
 
 
 def stack_texts(texts: Sequence[Text]) -> Text:
@@ -129,19 +140,26 @@ def stack_texts(texts: Sequence[Text]) -> Text:
 
 
 @torch.no_grad()
-def draw(
+def sample(
     models: Models,
     settings: Settings,
     chunk: Chunk,
     texts: Sequence[Text],
     negative: Text,
     poll: Callable[[], None] = lambda: None,
-) -> list[torch.Tensor]:
-    """Return a picture [3, H, W] in [-1, 1], float32 on the CPU, for each of `chunk`; `texts` are their prompts.
+) -> torch.Tensor:
+    """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk`; `texts` are their prompts.
 
-    `settings` are those that `complete` returns. `poll` is called every step and cancels by raising.
+    `settings` are those that `complete` returns. `poll` is called every step and cancels by raising. On a CPU the
+    pictures are drawn one after another: a batch gains little there, and alone each has the same bits in any chunk.
     """
-    transformer, autoencoder, shift = models
+    if models.transformer.device.type == "cpu" and len(chunk) > 1:
+        alone = [
+            sample(models, settings, (picture,), [text], negative, poll)
+            for picture, text in zip(chunk, texts, strict=True)
+        ]
+        return torch.cat(alone)
+    transformer, shift = models.transformer, models.shift
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     flow = find_sampler(settings.sampler)
     ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), shift).tolist()
@@ -163,7 +181,14 @@ def draw(
     start = next(noise).to(transformer.device)
     more = {"noise": noise} if flow.sample is sample_scm else {}
     sigmas = flow.sigmas(settings.steps, shift)
-    latents = flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
+    return flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
+
+
+@torch.no_grad()
+def decode(
+    autoencoder: AutoencoderDC, latents: torch.Tensor, poll: Callable[[], None] = lambda: None
+) -> list[torch.Tensor]:
+    """Return a picture [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned."""
     latents = (latents / autoencoder.config.scaling_factor).to(autoencoder.dtype)
     pictures = []
     for latent in latents:
@@ -171,6 +196,19 @@ def draw(
         # one by one: the memory of one decode, and the same pixels in any chunk
         pictures.append(decode_latents(autoencoder, latent[None], poll=poll)[0].clamp(-1, 1).float().cpu())
     return pictures
+
+
+def draw(
+    models: Models,
+    settings: Settings,
+    chunk: Chunk,
+    texts: Sequence[Text],
+    negative: Text,
+    poll: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """Return the decoded pictures of `sample`."""
+    assert models.autoencoder is not None
+    return decode(models.autoencoder, sample(models, settings, chunk, texts, negative, poll), poll)
 
 
 def texts_of(chunk: Chunk, prompts: Sequence[str], texts: Mapping[str, Text]) -> list[Text]:

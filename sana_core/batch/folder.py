@@ -10,7 +10,8 @@ import hashlib
 import io
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -74,6 +75,10 @@ def encode_png(pixels: torch.Tensor, prompt: str, seed: int, settings: dict[str,
     return stream.getvalue()
 
 
+def digest_of(png: bytes) -> str:
+    return hashlib.sha256(png).hexdigest()
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write `path` so that it is there whole or not at all. Raises OSError, and leaves nothing behind then."""
     part = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
@@ -85,6 +90,34 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def file_name(picture: Picture) -> str:
+    """Return the name of a picture's file: the number of its prompt and its seed."""
+    return f"{picture.prompt:05d}_{picture.seed}.png"
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[str]:
+    """Put a file into `folder` for a while; by its name, which is returned, others know the folder. Raises OSError."""
+    mark = folder / f".shared.{uuid4().hex[:8]}"
+    write_whole(mark, b"")
+    try:
+        yield mark.name
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def check_marked(folder: Path, mark: str) -> None:
+    """Raise OSError unless `folder` is the one with that mark, and can be written."""
+    if not (folder / mark).is_file():
+        raise FileNotFoundError(f"out: {folder} is not the driver's folder here; mount the same one at this path")
+    probe = folder / f"{mark}.{uuid4().hex[:8]}"
+    try:
+        write_whole(probe, b"")
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"out: cannot write into {folder} ({error.strerror}); see its rights and its disk") from error
 
 
 def read_entry(data: bytes) -> dict[str, Any] | None:
@@ -111,12 +144,9 @@ class OutputFolder:
         self.entries: dict[str, dict[str, Any]] = {}
         self.written = 0.0
         path.mkdir(parents=True, exist_ok=True)
-        for part in path.glob(".*.png.????????"):
-            # of a run that was killed in the middle of one
+        # of a run that was killed in the middle of one
+        for part in [*path.glob(".*.png.????????"), *path.glob(".shared.*")]:
             part.unlink()
-
-    def name(self, picture: Picture) -> str:
-        return f"{picture.prompt:05d}_{picture.seed}.png"
 
     def find_done(self, pictures: Sequence[Picture]) -> frozenset[int]:
         """Return the numbers of the pictures that are here whole, as they would be drawn now."""
@@ -126,11 +156,11 @@ class OutputFolder:
             self.entries = {name: entry for name, entry in known.items() if (self.path / name).is_file()}
         done = set()
         for picture in pictures:
-            file, name = self.path / self.name(picture), self.name(picture)
+            file, name = self.path / file_name(picture), file_name(picture)
             if not file.is_file():
                 continue
             data = file.read_bytes()
-            digest = hashlib.sha256(data).hexdigest()
+            digest = digest_of(data)
             listed = known.get(name, {})
             # decoding the PNG to see that it is whole takes long; a listed one has its digest
             entry = listed if listed.get("sha256") == digest else read_entry(data)
@@ -160,9 +190,13 @@ class OutputFolder:
 
     def save(self, picture: Picture, png: bytes) -> Path:
         """Write what `encode_png` returned for the picture, and return its path. Raises OSError."""
-        path = self.path / self.name(picture)
-        write_whole(path, png)
-        self.entries[path.name] = {**self.entry(picture), "sha256": hashlib.sha256(png).hexdigest()}
+        write_whole(self.path / file_name(picture), png)
+        return self.note(picture, digest_of(png))
+
+    def note(self, picture: Picture, digest: str) -> Path:
+        """Take a picture into the list that is in the folder with that digest, and return its path. Raises OSError."""
+        path = self.path / file_name(picture)
+        self.entries[path.name] = {**self.entry(picture), "sha256": digest}
         if time.monotonic() - self.written > REWRITE:
             self.write_manifest()
         return path

@@ -19,6 +19,7 @@ from .draw import Models, Settings, complete, draw, encode_texts, load_encoder, 
 from .loop import GRACE, Outcome, carry_out
 from .plan import Chunk, Picture, auto_chunk, cut
 from .queue import Queue
+from .room import largest_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -216,8 +217,10 @@ def draw_local(
             torch.accelerator.set_device_index(device)
         # threads on one device share its weights
         if device not in shared:
-            shared[device] = load_models(checkpoint, device, settings.dtype)
+            shared[device] = load_models(checkpoint, device, settings.dtype, checkpoint)
         return lambda chunk: draw(shared[device], settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
 
+    largest = [largest_chunk(checkpoint, settings, device) for device in found] if not chunk else []
     with closing(LocalPool(found, prepare)) as pool:
+        queue.limits.update(zip(pool.inboxes, largest, strict=False))
         yield from carry_out(queue, pool, grace)

@@ -155,19 +155,25 @@ def load_part(
     return module
 
 
-def load_module(path: str | Path, kind: str, device: str | torch.device, dtype: torch.dtype) -> torch.nn.Module:
+def load_module(
+    path: str | Path, kind: str, device: str | torch.device, dtype: torch.dtype, resolution: int | None = None
+) -> torch.nn.Module:
     """Return the component of that kind of the checkpoint at `path`, in evaluation mode."""
-    return load_part(find_part(inspect_checkpoint(path), kind), dtype).to(device)
+    return load_part(find_part(inspect_checkpoint(path), kind), dtype, resolution=resolution).to(device)
 
 
 def load_transformer(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    resolution: int | None = None,
 ) -> SanaTransformer2DModel:
     """Return SANA's transformer from any layout that `inspect_checkpoint` recognises, in evaluation mode.
 
-    Raises ValueError or FileNotFoundError, with the file's name, for what is no whole SANA transformer.
+    `resolution` in pixels, if given, decides on the position embedding instead of what the checkpoint says. Raises
+    ValueError or FileNotFoundError, with the file's name, for what is no whole SANA transformer.
     """
-    return load_module(path, "transformer", device, dtype)  # type: ignore[return-value]
+    return load_module(path, "transformer", device, dtype, resolution)  # type: ignore[return-value]
 
 
 def load_controlnet(

@@ -41,6 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=int, help="pictures that a device draws at once; default: what suits it")
     parser.add_argument("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all accelerators, or the CPU")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: draw on all its GPUs")
+    parser.add_argument(
+        "--out-shared",
+        action="store_true",
+        help="all machines of the cluster have the folder: each writes there itself",
+    )
     parser.add_argument("--report", action="store_true", help="say at the end who drew how many, and how fast")
 
 
@@ -57,6 +62,8 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.out_shared and arguments.cluster is None:
+        raise ValueError("out-shared: it is for machines of a cluster; add --cluster, or leave it out")
     prompts = read_prompts(arguments.prompts)
     pictures = batch_pictures(len(prompts), arguments.count, arguments.seed)
     settings = Settings(
@@ -76,10 +83,10 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"{len(done)} of {len(pictures)} pictures are there already\n")
     started = time.monotonic()
     report: dict[str, Any] = {"drawn": {}}
-    drawn = draw(arguments, prompts, settings, described, pictures, done, report)
+    drawn = draw(arguments, prompts, settings, described, pictures, done, report, folder.path)
     with closing(drawn):
         for number, (picture, png) in enumerate(drawn, len(done) + 1):
-            path = save(folder, picture, png, len(pictures))
+            path = folder.note(picture, png) if isinstance(png, str) else save(folder, picture, png, len(pictures))
             sys.stdout.write(f"{path} ({number} of {len(pictures)})\n")
             sys.stdout.flush()
     folder.write_manifest()
@@ -98,14 +105,17 @@ def draw(
     pictures: list[Picture],
     done: frozenset[int],
     report: dict[str, Any],
-) -> Generator[tuple[Picture, bytes], None, None]:
-    """Yield each picture that is not done as a PNG file."""
+    out: Path,
+) -> Generator[tuple[Picture, bytes | str], None, None]:
+    """Yield each picture that is not done as a PNG file, or its digest where a machine has written it into `out`."""
     options = (prompts, arguments.checkpoint, settings, pictures)
     if arguments.cluster is not None:
         from ..batch.cluster import draw_on_cluster
 
         address, chunk = arguments.cluster, arguments.chunk
-        with closing(draw_on_cluster(*options, address, chunk, done, described, report=report)) as files:
+        shared = out if arguments.out_shared else None
+        drawing = draw_on_cluster(*options, address, chunk, done, described, report=report, shared=shared)
+        with closing(drawing) as files:
             yield from files
         return
     with closing(draw_local(*options, arguments.devices, arguments.chunk, done, report=report)) as drawn:

@@ -1,49 +1,33 @@
-"""A real Ray cluster of three machines, all on this one, with a logical GPU each."""
+"""Batches on a real Ray cluster, while its machines come and go."""
 
+import hashlib
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
-import psutil
 import pytest
-import ray
 import torch
+from machines import actors, add_node, send_to_an_actor
+from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.cluster import Painter, RayPool, connect, draw_on_cluster
+from sana_core.batch.cluster import connect, draw_on_cluster
 from sana_core.batch.draw import Settings, complete
+from sana_core.batch.folder import describe_settings, fingerprint
+from sana_core.batch.painter import Order
 from sana_core.batch.plan import batch_pictures
+from sana_core.batch.ray_pool import RayPool
 
 # an actor has one core
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SETTINGS = Settings(128, 128, steps=4)
-
-
-@pytest.fixture
-def cluster():
-    from ray.cluster_utils import Cluster
-
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    running = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    yield running
-    ray.shutdown()
-    running.shutdown()
-
-
-def add_node(cluster):
-    return cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
-
-
-def send_to_an_actor(number):
-    """Send a signal to the process of some actor."""
-    named = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    (victim, *_) = [p for p in named if p.info["cmdline"][0].startswith(f"ray::{Painter.__name__}")]
-    victim.send_signal(number)
 
 
 @pytest.mark.timeout(400)
@@ -80,7 +64,8 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
     shutil.copytree(checkpoint, copy)
     node = add_node(cluster)
     connect(cluster.address)
-    pool = RayPool(PROMPTS, str(copy), complete(SETTINGS, copy), None, 60)
+    path = str(copy)
+    pool = RayPool(Order(complete(SETTINGS, path), {path: fingerprint(path)}, path, path, path), PROMPTS, 60)
     shutil.rmtree(copy)
     try:
         with pytest.raises(OSError, match=rf"\({node.node_id[:6]}, actor \d+\): .*sana"):
@@ -89,6 +74,36 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
                 pool.wait()
     finally:
         pool.close()
+
+
+@pytest.mark.timeout(300)
+def test_one_machine_without_the_checkpoint_costs_no_picture(cluster, checkpoint, tmp_path, caplog):
+    copy = tmp_path / "sana"
+    shutil.copytree(checkpoint, copy)
+    add_node(cluster)
+    late, report, arrived = None, {}, []
+    pictures = batch_pictures(2, 40, 5)
+    for picture, _ in draw_on_cluster(PROMPTS, copy, SETTINGS, pictures, cluster.address, 1, report=report):
+        arrived.append(picture.number)
+        if late is None:
+            copy.rename(tmp_path / "gone")
+            late = add_node(cluster)
+        elif f"({late.node_id[:6]}" not in caplog.text:
+            time.sleep(0.5)
+    assert re.search(rf"\({late.node_id[:6]}, actor \d+\) cannot draw: sana: no such file", caplog.text)
+    assert sorted(arrived) == list(range(80)) and not drew(report, late)
+
+
+@pytest.mark.timeout(200)
+def test_closing_ends_every_actor(cluster, checkpoint):
+    for _ in range(2):
+        add_node(cluster)
+    drawn = draw_on_cluster(PROMPTS, checkpoint, SETTINGS, batch_pictures(2, 1000, 5), cluster.address, 1)
+    next(drawn)
+    assert actors()
+    drawn.close()
+    while actors():
+        time.sleep(0.1)
 
 
 @pytest.mark.timeout(300)
@@ -116,3 +131,102 @@ def test_the_command_writes_the_same_files_with_a_cluster_as_without(cluster, ch
     assert re.search(r"actor 1\): 4", capsys.readouterr().out)
     here, there = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("here", "there"))
     assert here == there and len(here) == 5
+
+
+@pytest.fixture
+def command(cluster, checkpoint, tmp_path):
+    """A function of more options: the arguments of a run that writes four pictures into a folder of all machines."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+
+    def build(*more, steps=4):
+        own = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--width", 128, "--height", 128]
+        own += ["--steps", steps, "--chunk", 1, "--count", 4, "--cluster", cluster.address, "--out", tmp_path / "out"]
+        return [str(word) for word in (*own, "--report", *more)]
+
+    return build
+
+
+@pytest.mark.timeout(300)
+def test_machines_write_into_a_shared_folder_and_a_second_run_goes_on(cluster, command, tmp_path, capsys):
+    add_node(cluster)
+    assert main(command("--out-shared")) == 0, capsys.readouterr().err
+    out, here = tmp_path / "out", {}
+    for path in out.iterdir():
+        here[path.name] = path.read_bytes()
+    assert len(here) == 9
+    (out / "00001_2.png").unlink()
+    assert main(command("--out-shared")) == 0
+    assert "7 of 8 pictures are there already" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == here
+    # as the driver would have written them
+    assert main(command("--out", str(tmp_path / "there"))) == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
+
+
+@pytest.mark.timeout(300)
+def test_after_the_driver_was_killed_the_same_command_draws_the_rest(cluster, command, tmp_path, capsys):
+    add_node(cluster)
+    out, environment = tmp_path / "out", {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-m", "sana_core", *command("--out-shared", steps=20)], env=environment)
+    while len(list(out.glob("*.png"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    # the cluster ends the actors of a driver that has gone
+    while actors():
+        time.sleep(0.1)
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.png")}
+    assert main(command("--out-shared", steps=20)) == 0
+    assert f"{len(before)} of 8 pictures are there already" in capsys.readouterr().out
+    assert len(list(out.iterdir())) == 9
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.fixture
+def shared_run(cluster, checkpoint, tmp_path):
+    """A function that draws pictures into a folder of all machines, and the folder."""
+    out = tmp_path / "out"
+    out.mkdir()
+    described = describe_settings(complete(SETTINGS, checkpoint), checkpoint)
+
+    def draw(count, report):
+        options = {"chunk": 1, "described": described, "report": report, "shared": out}
+        return draw_on_cluster(PROMPTS, checkpoint, SETTINGS, batch_pictures(2, count, 5), cluster.address, **options)
+
+    return draw, out
+
+
+@pytest.mark.timeout(300)
+def test_a_machine_without_the_shared_folder_is_left_out_and_named(cluster, shared_run, caplog):
+    add_node(cluster)
+    draw, out = shared_run
+    late, report, arrived = None, {}, {}
+    for picture, digest in draw(40, report):
+        arrived[picture.number] = digest
+        if late is None:
+            # as on a machine that has another folder at this path
+            (mark,) = out.glob(".shared.*")
+            mark.unlink()
+            late = add_node(cluster)
+        elif f"({late.node_id[:6]}" not in caplog.text:
+            time.sleep(0.5)
+    assert re.search(rf"\({late.node_id[:6]}, actor \d+\) cannot draw: out: {out} is not the driver's", caplog.text)
+    assert sorted(arrived) == list(range(80)) and not drew(report, late)
+    assert {hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.png")} == set(arrived.values())
+
+
+@pytest.mark.timeout(300)
+def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(cluster, shared_run, tmp_path):
+    node = add_node(cluster)
+    draw, out = shared_run
+    pictures = draw(40, {})
+    next(pictures)
+    out.rename(tmp_path / "gone")
+    with pytest.raises(OSError, match=rf"\({node.node_id[:6]}, actor 1\): out: cannot write into {out} \(No such file"):
+        list(pictures)
+
+
+def test_a_shared_folder_is_for_a_cluster(tmp_path, checkpoint, capsys):
+    assert main(["batch", "prompts.txt", "--checkpoint", str(checkpoint), "--out-shared"]) == 1
+    assert "out-shared: it is for machines of a cluster; add --cluster" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""SANA Batch Sampler on the Ray cluster that the server's operator has configured.
+
+A machine of the cluster loads the files that MODEL and VAE came from. The prompts go there encoded, and so do the
+weights that LoRAs have changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import comfy.float
+import comfy.lora
+import comfy.model_management
+import comfy.utils
+import latent_preview
+import torch
+
+from ...sana_core.batch.cluster import carry_out_order
+from ...sana_core.batch.draw import Settings, Text, complete
+from ...sana_core.batch.folder import fingerprint
+from ...sana_core.batch.painter import Order
+from ...sana_core.defaults import SPRINT
+from ...sana_core.forward import longest_prompt
+from ...sana_core.latents import DOWNSCALE
+from ...sana_core.text import MAX_TOKENS
+from .folders import cluster_address
+from .guidance import INTERVAL, PERTURBED
+from .model import SanaDiffusionModel, check_width
+from .prompts import Prompt
+from .vae import SanaAutoencoder
+
+if TYPE_CHECKING:
+    import comfy.sd
+    from comfy.model_patcher import ModelPatcher
+
+    from .batch import Batch
+
+REMEDY = "remove it, or choose all in devices"
+WEIGHTS = "diffusion_model."
+# what a CONDITIONING of SANA Text Encode has besides the embeddings
+PLAIN = {"pooled_output", "attention_mask"}
+
+
+def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Counter[str]]:
+    """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and how many each machine has drawn.
+
+    Raises ValueError for what a cluster cannot draw, for no cluster and for a broken file of it, and as
+    `carry_out_order` does.
+    """
+    address = cluster_address()
+    if address is None:
+        raise ValueError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
+    order, prompts = make_order(batch)
+    bar = comfy.utils.ProgressBar(len(batch.pictures))
+    previewer = latent_preview.get_previewer(batch.model.load_device, batch.model.model.latent_format)
+    results: list[Any] = [None] * len(batch.pictures)
+    report: dict[str, Any] = {}
+    drawing = carry_out_order(
+        order,
+        prompts,
+        batch.pictures,
+        address,
+        batch.chunk or None,
+        report=report,
+        changed=changed_weights(batch.model),
+        poll=comfy.model_management.throw_exception_if_processing_interrupted,
+    )
+    with closing(drawing) as drawn:
+        for picture, (array, pixels) in drawn:
+            latent = torch.from_numpy(array.copy())
+            results[picture.number] = (finish_latent(batch.model, latent), finish_image(pixels))
+            preview = previewer.decode_latent_to_preview_image("JPEG", latent[None]) if previewer else None
+            bar.update_absolute(bar.current + 1, None, preview)
+    machines: Counter[str] = Counter()
+    for worker, number in report["drawn"].items():
+        machines[worker.rpartition(", actor ")[0] + ")"] += number
+    return results, machines
+
+
+def finish_latent(model: ModelPatcher, latent: torch.Tensor) -> torch.Tensor:
+    """Return a latent [32, h, w] in the model's scale as the row of a LATENT."""
+    device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
+    return model.model.process_latent_out(latent).to(device=device, dtype=dtype)
+
+
+def finish_image(pixels: Any) -> torch.Tensor | None:
+    """Return an array [3, H, W] in [-1, 1] as an IMAGE [H, W, 3] in [0, 1]."""
+    return None if pixels is None else ((torch.from_numpy(pixels.copy()) + 1) / 2).movedim(0, -1)
+
+
+def make_order(batch: Batch) -> tuple[Order, list[Text]]:
+    """Return what the machines are told, and the encoded prompts. Raises ValueError for what they cannot draw."""
+    check_model(batch.model)
+    check_latent(batch.latent)
+    path, weight_dtype, resolution = batch.model.cached_patcher_init[1]
+    if weight_dtype != "default" or batch.model.model.model_config.quant_config:
+        raise ValueError("model: a cluster draws with weights as they are in a plain file; choose weight_dtype default")
+    transformer = batch.model.model.diffusion_model
+    prompts = split_prompts("positive", batch.positive, transformer)
+    # a SANA-Sprint model has no negative prompt
+    negatives = split_prompts("negative", batch.positive if batch.sampler == SPRINT else batch.negative, transformer)
+    if len(negatives) > 1 and batch.sampler != SPRINT:
+        raise ValueError(f"negative: got {len(negatives)} prompts, a cluster draws with one; use SANA Text Encode")
+    scale, blocks = batch.model.get_attachment(PERTURBED) or (0.0, "")
+    rows, columns = batch.latent["samples"].shape[2:]
+    settings = Settings(
+        columns * DOWNSCALE,
+        rows * DOWNSCALE,
+        len(batch.sigmas) - 1,
+        batch.guidance,
+        sampler=batch.sampler,
+        pag_scale=scale,
+        pag_blocks=blocks,
+        guidance_interval=batch.model.get_attachment(INTERVAL) or (0.0, 1.0),
+        dtype=str(batch.model.model.get_dtype_inference()).removeprefix("torch."),
+    )
+    paths = [str(Path(path).absolute())]
+    if batch.vae is not None:
+        paths.append(vae_path(batch.vae))
+    weights = {path: fingerprint(path) for path in paths}
+    order = Order(complete(settings, path), weights, *paths, negative=negatives[0], resolution=resolution, latents=True)
+    return order, prompts
+
+
+def vae_path(vae: comfy.sd.VAE) -> str:
+    """Return the file or folder that `vae` came from. Raises ValueError for one that is not SANA's."""
+    if not isinstance(vae.first_stage_model, SanaAutoencoder):
+        got = type(vae.first_stage_model).__name__
+        raise ValueError(f"vae: got {got}, which a cluster cannot load; use SANA Loader or SANA Load VAE")
+    return str(Path(vae.patcher.cached_patcher_init[1][0]).absolute())
+
+
+def check_model(model: ModelPatcher) -> None:
+    """Raise ValueError for patches of MODEL that are functions; they cannot go to another machine."""
+    options = dict(model.model_options)
+    patches = {*options.pop("transformer_options"), *options, *model.object_patches, *model.weight_wrapper_patches}
+    patches |= {key for kind in model.wrappers.values() for key, functions in kind.items() if functions}
+    patches |= {key for key, functions in model.injections.items() if functions}
+    # a MODEL that is split over the GPUs of this machine draws the same without them
+    patches -= {PERTURBED, INTERVAL, SPRINT, "multigpu_options"}
+    if patches or model.hook_patches:
+        found = ", ".join(sorted(map(str, patches))) or "hooks"
+        raise ValueError(f"model: got a patch that a cluster cannot draw with ({found}); {REMEDY}")
+
+
+def check_latent(latent: dict) -> None:
+    """Raise ValueError unless `latent` is empty, and for a mask."""
+    if latent["samples"].any():
+        raise ValueError(f"latent_image: got a picture, a cluster begins with an empty latent; {REMEDY}")
+    if latent.get("noise_mask") is not None:
+        raise ValueError(f"latent_image: got a mask, which a cluster cannot draw with; {REMEDY}")
+
+
+def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Text]:
+    """Return embeddings [1, T, C] and mask [1, T] of each prompt, without the padding behind it.
+
+    Raises ValueError for more than text: areas, ControlNets, hooks, prompts combined or too long, another text encoder.
+    """
+    if len(conditioning) != 1:
+        raise ValueError(f"{field}: got {len(conditioning)} combined prompts, a cluster draws one; write one text")
+    ((embeds, rest),) = conditioning
+    more = sorted(key for key, value in rest.items() if key not in PLAIN and value is not None)
+    if more:
+        raise ValueError(f"{field}: got {', '.join(more)}, which a cluster cannot draw; {REMEDY}")
+    check_width(field, embeds, transformer)
+    prompt = Prompt(field, embeds, rest.get("attention_mask"), keep=False)
+    texts = []
+    for row, mask in zip(prompt.embeds.cpu().split(1), prompt.mask.cpu().split(1), strict=True):
+        length = longest_prompt(mask)
+        if length > MAX_TOKENS:
+            raise ValueError(f"{field}: got {length} tokens, expected at most {MAX_TOKENS}; write one text")
+        texts.append((row[:, :length].clone(), mask[:, :length].clone()))
+    return texts
+
+
+def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
+    """Return the transformer's weights that LoRAs change, as this machine would draw with them, by diffusers' names."""
+    device = model.load_device
+    changed = {}
+    for key, ((weight, convert), *patches) in model.get_key_patches(WEIGHTS).items():
+        if patches:
+            dtype = comfy.model_management.lora_compute_dtype(device)
+            wide = convert(comfy.model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
+            patched = comfy.lora.calculate_weight(patches, wide, key)
+            seed = comfy.utils.string_to_seed(key)
+            rounded = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
+            changed[key.removeprefix(WEIGHTS)] = rounded.cpu()
+    return changed

@@ -1,0 +1,125 @@
+"""What an actor of a cluster does: it loads the parts of a checkpoint once, and then draws chunks.
+
+What goes to an actor and comes back is plain: numbers, text, bytes, arrays, tensors. Inside ComfyUI this package has
+another name, and the machines would not find its classes under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .draw import Settings, Text, decode, encode_text, load_encoder, load_models, sample
+from .folder import check_marked, digest_of, encode_png, file_name, fingerprint, write_whole
+from .plan import Chunk, Picture
+from .room import largest_chunk
+
+
+class Order(NamedTuple):
+    """What every actor of a run is told before it gets chunks. The paths are those on every machine.
+
+    Without `autoencoder` the pictures are not decoded, without `encoder` the prompts come encoded. `negative` is the
+    negative prompt where it comes encoded. `weights` has the fingerprint of each path. Pictures are returned as arrays
+    [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all machines and its
+    mark, the PNG files are written there, and their digests returned. With `latents`, pairs: the latent [32, h, w] in
+    the model's scale, and the array or None.
+    """
+
+    settings: Settings
+    weights: Mapping[str, str]
+    transformer: str
+    autoencoder: str | None = None
+    encoder: str | None = None
+    negative: Text | None = None
+    resolution: int | None = None
+    described: Mapping[str, Any] | None = None
+    shared: tuple[str, str] | None = None
+    latents: bool = False
+
+    def pack(self) -> dict[str, Any]:
+        """Return the order in plain words, for `unpack`."""
+        return {**self._asdict(), "settings": self.settings._asdict()}
+
+
+def unpack(words: Mapping[str, Any]) -> Order:
+    """Return the order of which `words` are the `pack`."""
+    return Order(**{**words, "settings": Settings(**words["settings"])})
+
+
+class Painter:
+    """One GPU, or the CPU of a machine without one, with a checkpoint on it."""
+
+    def __init__(self, words: Mapping[str, Any]) -> None:
+        self.order = unpack(words)
+        self.texts: dict[str, Text] = {}
+
+    def load(self, neighbours: int, changed: Mapping[str, torch.Tensor]) -> int:
+        """Load everything, to share the machine's cores with so many actors, this one included.
+
+        Return how many pictures at once the GPU has memory for then. `changed` are weights of the transformer that are
+        not those of the file, by name. Raises ValueError if the checkpoint of this machine is not the one of the order,
+        and as `check_marked` and the loaders do.
+        """
+        order = self.order
+        torch.set_num_threads(max(1, torch.get_num_threads() // neighbours))
+        for path, weights in order.weights.items():
+            if fingerprint(path) != weights:
+                raise ValueError(f"{path}: got other weights than the driver has; copy the same files there")
+        if order.shared is not None:
+            check_marked(Path(order.shared[0]), order.shared[1])
+        available = torch.accelerator.is_available()
+        device = torch.accelerator.current_accelerator() if available else torch.device("cpu")
+        assert device is not None
+        self.models = load_models(order.transformer, device, order.settings.dtype, order.autoencoder, order.resolution)
+        with torch.no_grad():
+            for name, weight in changed.items():
+                self.models.transformer.get_parameter(name).copy_(weight)
+        if order.encoder is not None:
+            self.encoder = load_encoder(order.encoder, device, order.settings.dtype)
+            self.negative = encode_text(self.encoder, order.settings.negative_prompt, instruction=False)
+        else:
+            assert order.negative is not None
+            self.negative = order.negative
+        return largest_chunk(order.transformer, order.settings, device, loaded=True)
+
+    def draw(self, words: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
+        """Return the pictures of a chunk, as the order wants them; `prompts` are text, or encoded."""
+        chunk: Chunk = tuple(Picture(*word) for word in words)
+        texts = self.encode(prompts)
+        latents = sample(self.models, self.order.settings, chunk, texts, self.negative)
+        pictures: list[Any] = [None] * len(chunk)
+        if self.models.autoencoder is not None:
+            pictures = decode(self.models.autoencoder, latents)
+        return [self.hand_over(*each) for each in zip(chunk, prompts, latents, pictures, strict=True)]
+
+    def encode(self, prompts: Sequence[Any]) -> list[Text]:
+        if self.order.encoder is None:
+            return list(prompts)
+        # only those of the last chunks: the queue hands the pictures of a prompt out one after another
+        known = {prompt: self.texts[prompt] for prompt in prompts if prompt in self.texts}
+        for prompt in prompts:
+            if prompt not in known:
+                known[prompt] = encode_text(self.encoder, prompt, instruction=True)
+        self.texts = known
+        return [known[prompt] for prompt in prompts]
+
+    def hand_over(self, picture: Picture, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | None) -> Any:
+        """Return one picture as the order wants it. Raises OSError where it cannot be written."""
+        array = None if pixels is None else pixels.numpy()
+        if self.order.latents:
+            return latent.cpu().numpy(), array
+        if self.order.described is None:
+            return array
+        assert pixels is not None
+        png = encode_png(pixels, prompt, picture.seed, dict(self.order.described))
+        if self.order.shared is None:
+            return png
+        folder = Path(self.order.shared[0])
+        try:
+            write_whole(folder / file_name(picture), png)
+        except OSError as error:
+            raise OSError(f"out: cannot write into {folder} ({error.strerror})") from error
+        return digest_of(png)

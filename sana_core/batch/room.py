@@ -1,0 +1,55 @@
+"""How many pictures at once a device has memory for, by the same plan as SANA Plan's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from ..checkpoints import find_part, inspect_checkpoint
+from ..checkpoints.zoo import Architecture, architecture
+from ..decode.peak import free_bytes
+from ..latents import picture_shape
+from ..memory import transformer_bytes
+from .draw import Settings
+from .plan import LARGEST_CHUNK
+
+# of what is free, for fragments and what others take meanwhile
+SHARE = 0.8
+
+
+def find_architecture(checkpoint: str | Path) -> Architecture:
+    """Return the architecture of a checkpoint's transformer; only headers are read. Raises as `find_part` does."""
+    return architecture(find_part(inspect_checkpoint(checkpoint), "transformer").headers)
+
+
+def pictures_in(room: float, model: Architecture, width: int, height: int, dtype: torch.dtype) -> int:
+    """Return how many pictures of `width` x `height` pixels a step draws in `room` bytes, at least 1.
+
+    The bytes are those of an accelerator beside the weights, `dtype` is that of the forward.
+    """
+    _, _, rows, columns = picture_shape(width, height, 1)
+    count = LARGEST_CHUNK
+    while count > 1 and transformer_bytes(model, rows, columns, count, dtype, accelerator=True) > SHARE * room:
+        count //= 2
+    return count
+
+
+def weight_bytes(checkpoint: str | Path, dtype: torch.dtype) -> int:
+    """Return the bytes of a checkpoint's transformer and autoencoder in `dtype`; only headers are read."""
+    info = inspect_checkpoint(checkpoint)
+    parts = [find_part(info, kind) for kind in ("transformer", "autoencoder")]
+    return sum(math.prod(header.shape) for part in parts for header in part.headers.values()) * dtype.itemsize
+
+
+def largest_chunk(checkpoint: str | Path, settings: Settings, device: torch.device, loaded: bool = False) -> int:
+    """Return how many pictures `device` should draw at once, with the weights `loaded` there already or not yet.
+
+    A CPU draws one after another, so that any number is right.
+    """
+    if device.type == "cpu":
+        return LARGEST_CHUNK
+    dtype = getattr(torch, settings.dtype)
+    room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
+    return pictures_in(room, find_architecture(checkpoint), settings.width, settings.height, dtype)

@@ -1,0 +1,18 @@
+"""What tests do to the machines of the cluster."""
+
+import psutil
+
+
+def add_node(cluster):
+    return cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
+
+
+def actors():
+    """Return the processes of all actors."""
+    named = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
+    return [process for process in named if process.info["cmdline"][0].startswith("ray::Actor")]
+
+
+def send_to_an_actor(number):
+    """Send a signal to the process of some actor."""
+    actors()[0].send_signal(number)

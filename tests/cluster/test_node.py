@@ -1,0 +1,154 @@
+"""SANA Batch Sampler on a real Ray cluster, over HTTP: the operator's file, the same pictures, cancel."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+
+import layouts
+import numpy as np
+import pytest
+import torch
+from host import GraphError, base_directory, get, run_graph, start_server
+from machines import actors, add_node
+from PIL import Image
+from safetensors.torch import load_file
+from setup import ROOT
+
+PROMPTS = "a red circle on a blue background\na blue square on a white background"
+NAME = "test-cluster"
+LORA = "cluster.safetensors"
+
+
+@pytest.fixture(scope="module")
+def server(lasting_cluster, tmp_path_factory):
+    """A server whose operator has configured a cluster of two machines."""
+    base = base_directory(NAME)
+    file = base / "user" / "__sana" / "cluster.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"address": lasting_cluster.address}))
+    random = torch.Generator().manual_seed(1)
+    tensors = {}
+    for block in range(5):
+        for part, shape in (("lora_A", (4, 160)), ("lora_B", (160, 4))):
+            name = f"transformer.transformer_blocks.{block}.attn2.to_q.{part}.weight"
+            tensors[name] = torch.randn(shape, generator=random) * 0.2
+    layouts.save(tensors, base / "models" / "loras" / LORA)
+    for _ in range(2):
+        add_node(lasting_cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        # as an actor has: other shares of a sum round in another way
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with start_server(NAME, tmp_path_factory.mktemp("output")) as running:
+            yield running
+
+
+@pytest.fixture
+def graph():
+    """A function of overrides: two prompts on the cluster and on this machine, their latents and pictures saved."""
+
+    def build(model=("1", 0), **inputs):
+        demo = json.loads((ROOT / "tests" / "graphs" / "demo.json").read_text())
+        nodes = {key: demo[key] for key in ("1", "3", "4")}
+        own = {**demo["5"]["inputs"], "model": list(model), "steps": 8, "seed": 3, "count": 2, "chunk": 1}
+        own = {key: value for key, value in own.items() if key not in ("denoise", "model_defaults")} | inputs
+        listed = {"clip": ["1", 1], "prompts": PROMPTS, "instruction": True}
+        nodes["2"] = {"class_type": "SanaPromptList", "inputs": listed}
+        for devices in ("cluster", "default"):
+            batch = {**own, "devices": devices, "vae": ["1", 2]}
+            nodes[devices] = {"class_type": "SanaBatchSampler", "inputs": batch}
+            latents = {"samples": [devices, 0], "filename_prefix": devices}
+            images = {"images": [devices, 1], "filename_prefix": devices}
+            nodes[f"{devices} latents"] = {"class_type": "SaveLatent", "inputs": latents}
+            nodes[f"{devices} images"] = {"class_type": "SaveImage", "inputs": images}
+        return nodes
+
+    return build
+
+
+def latents(server, devices):
+    """The latents that were saved last."""
+    return load_file(max(server.output.glob(f"{devices}_*.latent")))["latent_tensor"]
+
+
+def check_same(server):
+    """The host guides what is denoised and the engine the velocity; they round so far apart, of latents up to 18."""
+    torch.testing.assert_close(latents(server, "cluster"), latents(server, "default"), atol=1e-4, rtol=0)
+    ours, theirs = (sorted(server.output.glob(f"{devices}_*.png"))[-4:] for devices in ("cluster", "default"))
+    for one, other in zip(ours, theirs, strict=True):
+        levels = [np.asarray(Image.open(path).convert("RGB"), dtype=int) for path in (one, other)]
+        assert abs(levels[0] - levels[1]).max() <= 1
+
+
+def events_of(events, kind, node):
+    return [
+        event["data"]
+        for event in events
+        if isinstance(event, dict) and event["type"] == kind and event["data"]["node"] == node
+    ]
+
+
+def patched(graph):
+    """The graph with a LoRA, perturbed attention and a guidance interval on the MODEL."""
+    nodes = graph(model=("interval", 0))
+    lora = {"model": ["1", 0], "lora_name": LORA, "strength_model": 1.0}
+    nodes["lora"] = {"class_type": "SanaLoraLoader", "inputs": lora}
+    nodes["pag"] = {"class_type": "SanaPAG", "inputs": {"model": ["lora", 0], "scale": 2.0, "blocks": "2"}}
+    interval = {"model": ["pag", 0], "start": 0.1, "end": 0.7}
+    nodes["interval"] = {"class_type": "SanaGuidanceInterval", "inputs": interval}
+    return nodes
+
+
+def test_only_the_operators_file_puts_the_cluster_into_the_list(server):
+    info = json.loads(get(server, "/object_info/SanaBatchSampler"))
+    assert '"cluster"' in json.dumps(info["SanaBatchSampler"]["input"]["required"]["devices"])
+    file = base_directory(NAME) / "user" / "__sana" / "cluster.json"
+    before = file.read_bytes()
+    for name in ("cluster.json", "..%2F__sana%2Fcluster.json", "__sana%2Fcluster.json"):
+        request = urllib.request.Request(f"http://{server.address}/userdata/{name}?overwrite=true", b"{}")
+        request.add_header("comfy-user", "__sana")
+        with suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(request, timeout=60)
+        assert file.read_bytes() == before
+
+
+@pytest.mark.timeout(300)
+def test_the_cluster_draws_the_pictures_of_this_machine(server, graph):
+    events = list(run_graph(server, graph()))
+    assert latents(server, "cluster").shape == (4, 32, 4, 4)
+    check_same(server)
+    bars = events_of(events, "progress", "cluster")
+    assert [(bar["value"], bar["max"]) for bar in bars] == [(number, 4) for number in range(1, 5)]
+    assert "4 pictures in" in server.log.read_text()
+
+
+@pytest.mark.timeout(300)
+def test_a_lora_and_guidance_go_with_the_model(server, graph):
+    plain = latents(server, "default")
+    list(run_graph(server, patched(graph)))
+    check_same(server)
+    assert (latents(server, "default") - plain).abs().mean() > 0.01
+
+
+@pytest.mark.timeout(300)
+def test_interrupt_ends_the_actors_and_the_next_graph_runs(server, graph):
+    nodes = {key: node for key, node in graph(count=200, steps=40).items() if not key.startswith("default")}
+    ended = False
+    for event in run_graph(server, nodes):
+        if events_of([event], "progress", "cluster") and not ended:
+            urllib.request.urlopen(f"http://{server.address}/interrupt", data=b"", timeout=60)
+            ended = True
+        if isinstance(event, dict) and event["type"] == "execution_interrupted":
+            break
+    while actors():
+        time.sleep(0.1)
+    list(run_graph(server, graph(seed=9)))
+    check_same(server)
+
+
+def test_a_patch_that_cannot_travel_is_refused_by_name(server, graph):
+    nodes = graph(model=("patch", 0))
+    nodes["patch"] = {"class_type": "ModelSamplingSD3", "inputs": {"model": ["1", 0], "shift": 5.0}}
+    with pytest.raises(GraphError, match=r"model: got a patch that a cluster cannot draw with \(model_sampling\)"):
+        list(run_graph(server, nodes))

@@ -1,0 +1,145 @@
+"""The cluster as a choice of SANA Batch Sampler: the operator's file, and what a cluster cannot draw.
+
+Nothing here reaches a cluster; tests/cluster draws on one.
+"""
+
+import json
+import logging
+
+import pytest
+from in_process import NodeError
+
+
+@pytest.fixture
+def operators_file(host):
+    """The server's cluster.json, with a cluster that is not there."""
+    import folder_paths
+
+    file = host.models.parent / "user" / "__sana" / "cluster.json"
+    assert folder_paths.get_system_user_directory("sana") == str(file.parent)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"address": "127.0.0.1:1"}))
+    yield file
+    file.unlink()
+
+
+@pytest.fixture
+def cluster_graph(base_graph):
+    """A function of changes of the inputs: the batch of one prompt on the cluster."""
+
+    def build(**inputs):
+        graph = base_graph()
+        own = {key: value for key, value in graph["sample"][1].items() if key != "denoise"}
+        own |= {"count": 1, "devices": "cluster", "chunk": 0, "vae": ["load", 2], **inputs}
+        graph["batch"] = ("SanaBatchSampler", own)
+        graph["catch image"] = ("Catch", {"value": ["batch", 1], "name": "image"})
+        for key in ("sample", "decode", "catch latent"):
+            del graph[key]
+        return graph
+
+    return build
+
+
+def choices(host):
+    node = host.nodes.NODE_CLASS_MAPPINGS["SanaBatchSampler"]
+    return json.dumps(node.INPUT_TYPES()["required"]["devices"])
+
+
+def test_the_cluster_is_a_choice_only_with_the_operators_file(host, operators_file):
+    assert '"cluster"' in choices(host)
+    operators_file.rename(operators_file.with_suffix(".off"))
+    try:
+        assert '"cluster"' not in choices(host)
+    finally:
+        operators_file.with_suffix(".off").rename(operators_file)
+
+
+def test_without_the_file_the_choice_is_refused(host, cluster_graph):
+    with pytest.raises(NodeError, match="devices: this server has no cluster; its operator can add one"):
+        host.run(cluster_graph())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"{}", b'{"address": 5}', b'{"address": ""}', b'{"address": "auto", "more": 1}', b"\xff\xfe"],
+)
+def test_a_broken_file_is_named_and_takes_no_node_away(host, operators_file, cluster_graph, caplog, content):
+    operators_file.write_bytes(content)
+    with caplog.at_level(logging.ERROR):
+        assert '"default"' in choices(host) and '"cluster"' not in choices(host)
+    assert str(operators_file) in caplog.text
+    with pytest.raises(NodeError, match=r'cluster.json: .*expected {"address": "auto"}'):
+        host.run(cluster_graph())
+
+
+def patch(graph, kind, **inputs):
+    """Put a node between MODEL and the batch."""
+    graph["patch"] = (kind, {"model": ["load", 0], **inputs})
+    graph["batch"][1]["model"] = ["patch", 0]
+
+
+def shift(graph):
+    patch(graph, "ModelSamplingSD3", shift=5.0)
+
+
+def rescale(graph):
+    patch(graph, "RescaleCFG", multiplier=0.7)
+
+
+def combined(graph):
+    combine = {"conditioning_1": ["positive", 0], "conditioning_2": ["negative", 0]}
+    graph["both"] = ("ConditioningCombine", combine)
+    graph["batch"][1]["positive"] = ["both", 0]
+
+
+def area(graph):
+    share = {"conditioning": ["positive", 0], "width": 0.5, "height": 0.5, "x": 0.0, "y": 0.0, "strength": 1.0}
+    graph["area"] = ("ConditioningSetAreaPercentage", share)
+    graph["batch"][1]["positive"] = ["area", 0]
+
+
+def picture(graph):
+    graph["drawn"] = ("SanaSampler", {**graph["batch"][1], "steps": 1})
+    for key in ("count", "devices", "chunk", "vae"):
+        del graph["drawn"][1][key]
+    graph["batch"][1]["latent_image"] = ["drawn", 0]
+
+
+def mask(graph):
+    graph["mask"] = ("SolidMask", {"value": 1.0, "width": 128, "height": 128})
+    graph["masked"] = ("SetLatentNoiseMask", {"samples": ["empty", 0], "mask": ["mask", 0]})
+    graph["batch"][1]["latent_image"] = ["masked", 0]
+
+
+def eight_bits(graph):
+    graph["load"][1]["weight_dtype"] = "fp8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (shift, r"model: got a patch that a cluster cannot draw with \(model_sampling\); remove it"),
+        (rescale, r"model: got a patch that a cluster cannot draw with \(.*\); remove it"),
+        (combined, "positive: got 2 combined prompts, a cluster draws one"),
+        (area, "positive: got area, .*which a cluster cannot draw; remove it"),
+        (picture, "latent_image: got a picture, a cluster begins with an empty latent"),
+        (mask, "latent_image: got a mask, which a cluster cannot draw with"),
+        (eight_bits, "model: a cluster draws with weights as they are in a plain file; choose weight_dtype default"),
+    ],
+)
+def test_what_a_cluster_cannot_draw_is_refused_by_name(host, operators_file, cluster_graph, change, message):
+    graph = cluster_graph()
+    change(graph)
+    with pytest.raises(NodeError, match=message):
+        host.run(graph)
+
+
+def test_a_controlnet_is_refused_by_name(host, operators_file, cluster_graph):
+    graph = cluster_graph()
+    graph["positive with"] = ("Catch", {"value": ["positive", 0], "name": "positive"})
+    positive = host.run({key: graph[key] for key in ("load", "positive", "positive with")})["positive"]
+    ((embeds, rest),) = positive
+    graph["control"] = ("AnyValue", {"value": {"__value__": [[embeds, {**rest, "control": object()}]]}})
+    graph["batch"][1]["positive"] = ["control", 0]
+    with pytest.raises(NodeError, match="positive: got control, which a cluster cannot draw"):
+        host.run(graph)
