@@ -12,9 +12,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,9 +62,9 @@ def warm(pool, workers: int) -> None:
     seconds_of(pool, 4 * CHUNK * workers, CHUNK)
 
 
-def local_pool(workers: int, cores: set[int]) -> LocalPool:
+def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
     """Return threads on these cores that draw with the bundled checkpoint, one torch thread each."""
-    settings = complete(Settings(128, 128), CHECKPOINT)
+    settings = complete(Settings(pixels, pixels), CHECKPOINT)
     texts, negative = encode_texts(load_encoder(CHECKPOINT, CPU, "float32"), PROMPTS, "")
     models = load_models(CHECKPOINT, CPU, "float32", CHECKPOINT)
     everywhere = os.sched_getaffinity(0)
@@ -80,23 +81,32 @@ def local_pool(workers: int, cores: set[int]) -> LocalPool:
     return pool
 
 
-def speedup(chunk: int) -> dict:
-    """Two workers on two cores against one on one core, and against one that has both."""
+def speedup(pixels: int) -> dict:
+    """Two workers on two cores against one on one core: threads, which share Python's lock."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     times: dict[str, list[float]] = {"one worker, one core": [], "two workers, two cores": []}
     for _ in range(RUNS):
         for name, workers in zip(times, (1, 2), strict=True):
-            with closing(local_pool(workers, set(cores[:workers]))) as pool:
-                warm(pool, workers)
-                times[name].append(seconds_of(pool, PICTURES, chunk))
+            with closing(local_pool(workers, set(cores[:workers]), pixels)) as pool:
+                seconds_of(pool, 2 * workers, 1)
+                times[name].append(seconds_of(pool, PICTURES, 1))
+    return {"pixels": pixels, **compared(times)}
+
+
+def compared(times: dict[str, list[float]]) -> dict:
+    """Return the medians of one and of two workers, and how many times as fast two are."""
     one, two = (statistics.median(values) for values in times.values())
-    return {
-        "pictures": PICTURES,
-        "chunk": chunk,
-        "seconds": {name: round(statistics.median(values), 3) for name, values in times.items()},
-        "speedup": round(one / two, 3),
-        "target": 1.8,
-    }
+    seconds = {name: round(statistics.median(values), 3) for name, values in times.items()}
+    return {"pictures": PICTURES, "seconds": seconds, "speedup": round(one / two, 3), "target": 1.8}
+
+
+def ray_speedup() -> dict:
+    """Two actors against one: processes, which share nothing. One thread each, so one core each."""
+    times: dict[str, list[float]] = {"one actor": [], "two actors": []}
+    for name, workers in zip(times, (1, 2), strict=True):
+        with ray_pool(workers) as actors:
+            times[name] = [seconds_of(actors, PICTURES, 1) for _ in range(RUNS)]
+    return {"pixels": 128, **compared(times)}
 
 
 def sleeping(seconds: Callable[[str], float], workers: int) -> LocalPool:
@@ -130,8 +140,9 @@ def overhead() -> dict:
     return {"chunk_seconds": 1.0, "overhead": round(statistics.median(extra), 5), "target": 0.03}
 
 
-def ray_against_threads() -> dict:
-    """Two actors on two logical GPUs of this machine against two threads, when all are warm."""
+@contextmanager
+def ray_pool(workers: int) -> Iterator[Any]:
+    """A context with actors on as many logical GPUs of this machine, all warm."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -143,19 +154,24 @@ def ray_against_threads() -> dict:
     settings, path = complete(Settings(128, 128), CHECKPOINT), str(CHECKPOINT)
     order = Order(settings, {path: fingerprint(path)}, path, path, path)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
+    for _ in range(workers):
         cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
     connect(cluster.address)
-    times: dict[str, list[float]] = {"threads": [], "ray": []}
     with closing(RayPool(order, PROMPTS)) as actors:
-        warm(actors, 2)
-        with closing(local_pool(2, os.sched_getaffinity(0))) as threads:
-            warm(threads, 2)
-            for _ in range(RUNS):
-                times["threads"].append(seconds_of(threads, PICTURES, CHUNK))
-                times["ray"].append(seconds_of(actors, PICTURES, CHUNK))
+        warm(actors, workers)
+        yield actors
     ray.shutdown()
     cluster.shutdown()
+
+
+def ray_against_threads() -> dict:
+    """Two actors on two logical GPUs of this machine against two threads, when all are warm."""
+    times: dict[str, list[float]] = {"threads": [], "ray": []}
+    with ray_pool(2) as actors, closing(local_pool(2, os.sched_getaffinity(0))) as threads:
+        warm(threads, 2)
+        for _ in range(RUNS):
+            times["threads"].append(seconds_of(threads, PICTURES, CHUNK))
+            times["ray"].append(seconds_of(actors, PICTURES, CHUNK))
     medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
     ratio = round(medians["ray"] / medians["threads"], 3)
     return {"pictures": PICTURES, "chunk": CHUNK, "seconds": medians, "ratio": ratio, "target": 1.1}
@@ -237,7 +253,8 @@ def plot(pool: SimulatedPool, efficiency: float, arrived: list[float]) -> None:
 
 def main() -> None:
     parts = {
-        "speedup": lambda: [speedup(chunk) for chunk in (4, 8, 16)],
+        "speedup": lambda: [speedup(pixels) for pixels in (128, 256, 512)],
+        "ray_speedup": ray_speedup,
         "unequal": unequal,
         "overhead": overhead,
         "ray": ray_against_threads,

@@ -20,7 +20,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from ...sana_core.batch.local import Draw, LocalPool, Poll
 from ...sana_core.batch.loop import carry_out
-from ...sana_core.batch.plan import LARGEST_CHUNK, Chunk, Picture, auto_chunk, batch_pictures, cut
+from ...sana_core.batch.plan import Chunk, Picture, auto_chunk, batch_pictures, cut
 from ...sana_core.batch.queue import Queue
 from ...sana_core.batch.room import find_architecture, pictures_in
 from ...sana_core.defaults import SPRINT
@@ -113,9 +113,9 @@ def pick_prompts(conditioning: list, rows: list[int]) -> list:
 
 
 def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device) -> int:
-    """Return how many pictures of latents of that shape `device` has memory for at once, a CPU for any number."""
+    """Return how many pictures of latents of that shape `device` should draw at once; a CPU draws one by one."""
     if device.type == "cpu":
-        return LARGEST_CHUNK
+        return 1
     # ComfyUI clears the device of other models
     held = sum(other.loaded_size() for other in comfy.model_management.loaded_models() if other.load_device == device)
     room = comfy.model_management.get_free_memory(device) + held - model.model_size()

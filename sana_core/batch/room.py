@@ -46,10 +46,10 @@ def weight_bytes(checkpoint: str | Path, dtype: torch.dtype) -> int:
 def largest_chunk(checkpoint: str | Path, settings: Settings, device: torch.device, loaded: bool = False) -> int:
     """Return how many pictures `device` should draw at once, with the weights `loaded` there already or not yet.
 
-    A CPU draws one after another, so that any number is right.
+    A CPU draws one after another anyway; one at a time, workers share them out most evenly.
     """
     if device.type == "cpu":
-        return LARGEST_CHUNK
+        return 1
     dtype = getattr(torch, settings.dtype)
     room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
     return pictures_in(room, find_architecture(checkpoint), settings.width, settings.height, dtype)
