@@ -119,6 +119,14 @@ def connect(address: str) -> Any:
     """Return ray, connected to the cluster, whose machines get this very code. Raises ConnectionError."""
     ray = import_ray()
     if not ray.is_initialized():
+        if ":" in address and "://" not in address:
+            try:
+                # ray.init itself would go on trying for twelve minutes
+                ray._raylet.GcsClient(address=address)
+            except ray.exceptions.RayError as error:
+                raise ConnectionError(
+                    f"cluster: nobody answers at {address} ({error}); is Ray running there?"
+                ) from None
         package = Path(__file__).parents[1]
         environment = {"py_modules": [str(package)], "excludes": ["**/__pycache__"]}
         ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)

@@ -227,6 +227,13 @@ def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(clus
         list(pictures)
 
 
+@pytest.mark.timeout(200)
+def test_an_address_where_nobody_answers_is_named(checkpoint):
+    drawn = draw_on_cluster(PROMPTS, checkpoint, SETTINGS, batch_pictures(2, 1, 5), "127.0.0.1:1")
+    with pytest.raises(ConnectionError, match="cluster: nobody answers at 127.0.0.1:1 "):
+        next(drawn)
+
+
 def test_a_shared_folder_is_for_a_cluster(tmp_path, checkpoint, capsys):
     assert main(["batch", "prompts.txt", "--checkpoint", str(checkpoint), "--out-shared"]) == 1
     assert "out-shared: it is for machines of a cluster; add --cluster" in capsys.readouterr().err
