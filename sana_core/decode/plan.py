@@ -25,8 +25,8 @@ CPU_ATTENTION_ROWS = (None, 4, PIECE)
 ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
 # workspace of an accelerator's convolution, as a share of its input and output
 WORKSPACE = 0.5
-# what oneDNN keeps of reordered weights on the CPU, in times the largest convolution's
-REORDERED = 5.5
+# what oneDNN keeps of reordered weights on the CPU beside a convolution, in times its own
+REORDERED = 6.5
 # the library's attention stage and the whole tail hold so many times the stage's, or the finest stage's, map
 UNDIVIDED_ATTENTION = 25
 UNDIVIDED_TAIL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
@@ -74,7 +74,7 @@ def tail_demand(layout: Layout, width: int, rows: int, item: int, accelerator: b
     Each of `panels` beside each other is `width` columns wide, and carries rows of its own.
     """
     most, largest, carried = 0.0, 0.0, 0.0
-    extra = 1 + WORKSPACE if accelerator else 1
+    extra, reordered = (1 + WORKSPACE, 0.0) if accelerator else (1, 9 * REORDERED)
     # the first strip reads the halo too
     height, columns = rows + layout.halo, width
     for stage in reversed(range(layout.local)):
@@ -82,19 +82,17 @@ def tail_demand(layout: Layout, width: int, rows: int, item: int, accelerator: b
         height, columns = 2 * height, 2 * columns
         window, out = above * (height + 1) * columns, channels * height * columns
         source = above * height * columns / 4
-        most = max(most, source + (window + out) * extra)
+        most = max(most, source + (window + out) * extra + reordered * above * channels)
         largest = max(largest, window)
         carried += 2 * above * columns
         for _ in range(layout.layers[stage]):
             height -= 2
             block = channels * (height + 3) * columns
             # the window of each convolution, and what the second makes of its own
-            most = max(most, block + 2 * block * extra)
+            most = max(most, block + 2 * block * extra + reordered * channels**2)
             carried += 4 * channels * columns
         height -= 1
-    pairs = zip(layout.widths, layout.widths[1 : layout.local + 1], strict=False)
-    weights = 0 if accelerator else REORDERED * 9 * max(a * b for a, b in pairs)
-    return Demand((most + panels * carried + weights) * item, largest)
+    return Demand((most + panels * carried) * item, largest)
 
 
 def head_demand(layout: Layout, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
