@@ -4,9 +4,9 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
+from ..sana_core.decode.plan import METHODS
 from ..sana_core.latents import CHANNELS, check_channels, check_number
 
-METHODS = ["auto", "strips", "tiles", "whole"]
 DEVICES = ["one", "all"]
 LARGEST_BUDGET = 1024.0
 
@@ -31,7 +31,7 @@ class SanaDecode(io.ComfyNode):
                 io.Vae.Input("vae", tooltip="The VAE of SANA Loader."),
                 io.Combo.Input(
                     "method",
-                    options=METHODS,
+                    options=list(METHODS),
                     default="auto",
                     optional=True,
                     tooltip="auto and strips give the pixels of whole. tiles blends tiles of 1024 px, which shows.",
