@@ -19,6 +19,7 @@ from uuid import uuid4
 import torch
 
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
+from ..picture_files import LEVEL, levels
 from .draw import Settings
 from .plan import Picture
 
@@ -28,8 +29,6 @@ ENTRY = "sana"
 # seconds between two manifests, for one of 10,000 pictures has 2 MB
 REWRITE = 5.0
 SAMPLE = 1 << 20
-# of compression; above it a picture takes much longer for little
-LEVEL = 4
 
 
 def fingerprint(checkpoint: str | Path) -> str:
@@ -67,11 +66,10 @@ def encode_png(pixels: torch.Tensor, prompt: str, seed: int, settings: dict[str,
     """Return the picture [3, H, W] in [-1, 1] as a PNG that says what it is."""
     from PIL import Image, PngImagePlugin
 
-    levels = ((pixels + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
     words = PngImagePlugin.PngInfo()
     words.add_text(ENTRY, json.dumps({**describe_picture(prompt, seed, settings), "settings": settings}))
     stream = io.BytesIO()
-    Image.fromarray(levels).save(stream, "PNG", pnginfo=words, compress_level=LEVEL)
+    Image.fromarray(levels(pixels)).save(stream, "PNG", pnginfo=words, compress_level=LEVEL)
     return stream.getvalue()
 
 

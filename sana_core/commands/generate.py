@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     from PIL import Image
 
     from ..generate import generate
+    from ..picture_files import levels
 
     images = generate(
         arguments.prompts,
@@ -49,9 +50,8 @@ def run(arguments: argparse.Namespace) -> None:
         compiled=arguments.compile,
     )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    pixels = ((images + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
-    for index, picture in enumerate(pixels):
+    for index, pixels in enumerate(images):
         prompt, offset = divmod(index, arguments.count)
         path = arguments.out / f"{prompt:05d}_{arguments.seed + offset}.png"
-        Image.fromarray(picture).save(path)
+        Image.fromarray(levels(pixels)).save(path)
         sys.stdout.write(f"{path}\n")

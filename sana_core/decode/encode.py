@@ -8,10 +8,11 @@ import torch
 
 from .attention import strips
 from .bands import Bands, empty_bands
-from .faults import check_finite, forget, is_out_of_memory
+from .faults import check_finite
 from .layout import Layout, encoder_layout
 from .peak import free_bytes
-from .plan import Plan, Planner, smaller
+from .plan import Plan, Planner
+from .retry import halved
 from .rows import ConvRows, Layer, Poll, chunks, run
 from .run import BUDGET, never
 from .strips import global_block, local_layer, resized
@@ -69,20 +70,16 @@ def encode_one(
     encoder: Encoder, layout: Layout, planner: Planner, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
 ) -> torch.Tensor:
     """Return the latents of one picture, with half the budget each time that memory runs out."""
+    if plan.method == "whole":
+        poll()
+        return encoder(channels_last(image, like))
     while True:
-        failure: BaseException | None = None
         try:
-            if plan.method == "whole":
-                poll()
-                return encoder(channels_last(image, like))
             return last_layers(encoder, kept_map(encoder, layout, plan, image, like, poll), layout, plan, poll)
         except Exception as error:
             failure = error
-        following = smaller(planner, plan) if plan.method == "strips" and is_out_of_memory(failure) else None
-        if following is None:
-            raise failure
-        forget(failure)
-        plan = following
+        # outside the handler, which would keep the failed work's tensors alive
+        plan = halved(planner, plan, failure)
 
 
 def channels_last(pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,20 @@ class Notes:
         self.report.update(seconds=time.perf_counter() - self.started, peak_bytes=peak_bytes)
 
 
+def halved(planner: Planner, plan: Plan, error: BaseException) -> Plan:
+    """Return the plan in strips to go on with after `error`: with half the budget.
+
+    Raises `error` if it is another one than memory, or if there is no smaller plan.
+    """
+    if not is_out_of_memory(error):
+        raise error
+    forget(error)
+    following = smaller(planner, plan)
+    if following is None:
+        raise error
+    return following
+
+
 class Retry:
     """Strips that go on with half the budget when memory runs out: from the last whole block, or the last row."""
 
@@ -49,16 +63,10 @@ class Retry:
         return smaller(self.planner, self.plan) is not None
 
     def shrink(self, error: BaseException) -> None:
-        """Take half the budget. Raises `error` if it is another one than memory, or if there is no smaller plan."""
-        if not is_out_of_memory(error):
-            raise error
-        plan = smaller(self.planner, self.plan)
-        forget(error)
-        if plan is None:
-            raise error
-        self.plan = plan
-        self.notes.planned(plan)
-        self.notes.add(f"out of memory, went on with {plan.words(self.planner.layout)}")
+        """Take half the budget. Raises as `halved` does."""
+        self.plan = halved(self.planner, self.plan, error)
+        self.notes.planned(self.plan)
+        self.notes.add(f"out of memory, went on with {self.plan.words(self.planner.layout)}")
 
     def head(self, decoder: Decoder, layout: Layout, latents: torch.Tensor, poll: Poll) -> Bands:
         x = first_map(decoder, latents)
