@@ -10,7 +10,7 @@ from ..sana_core.latents import LARGEST_BATCH, check_number, check_whole
 from ..sana_core.sampling import SAMPLERS
 from ..sana_core.schedules import LARGEST_STEPS
 from .host.folders import list_devices
-from .sampler import seed_input
+from .sampler import guidance_input, seed_input
 
 
 class SanaBatchSampler(io.ComfyNode):
@@ -40,15 +40,7 @@ class SanaBatchSampler(io.ComfyNode):
                 io.Int.Input("count", default=4, min=1, max=LARGEST_BATCH, tooltip="Pictures of each prompt."),
                 seed_input(),
                 io.Int.Input("steps", default=20, min=1, max=LARGEST_STEPS, tooltip="20 for flow_dpmpp_2m."),
-                io.Float.Input(
-                    "guidance",
-                    default=4.5,
-                    min=0.0,
-                    max=LARGEST_GUIDANCE,
-                    step=0.1,
-                    round=0.01,
-                    tooltip="How closely to follow the prompt; 2 to 7 is usual.",
-                ),
+                guidance_input("How closely to follow the prompt; 2 to 7 is usual."),
                 io.Combo.Input(
                     "sampler",
                     options=list(SAMPLERS),

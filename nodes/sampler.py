@@ -22,6 +22,10 @@ def seed_input() -> io.Int.Input:
     )
 
 
+def guidance_input(tooltip: str) -> io.Float.Input:
+    return io.Float.Input("guidance", default=4.5, min=0.0, max=LARGEST_GUIDANCE, step=0.1, round=0.01, tooltip=tooltip)
+
+
 class SanaSampler(io.ComfyNode):
     """
     Draws pictures with the sampler and the schedule that SANA's own demo uses.
@@ -51,14 +55,8 @@ class SanaSampler(io.ComfyNode):
                     max=LARGEST_STEPS,
                     tooltip="20 for flow_dpmpp_2m, 28 for flow_euler; below 15 quality falls.",
                 ),
-                io.Float.Input(
-                    "guidance",
-                    default=4.5,
-                    min=0.0,
-                    max=LARGEST_GUIDANCE,
-                    step=0.1,
-                    round=0.01,
-                    tooltip="How closely to follow the prompt; 2 to 7 is usual. 1 is twice as fast, without negative.",
+                guidance_input(
+                    "How closely to follow the prompt; 2 to 7 is usual. 1 is twice as fast, without negative."
                 ),
                 io.Combo.Input(
                     "sampler",
@@ -135,15 +133,7 @@ class SanaSprint(io.ComfyNode):
                 io.Latent.Input("latent_image", tooltip="From SANA Empty Latent, or the latent of a picture."),
                 seed_input(),
                 io.Int.Input("steps", default=2, min=1, max=LARGEST_STEPS, tooltip="1, 2 or 4 are usual."),
-                io.Float.Input(
-                    "guidance",
-                    default=4.5,
-                    min=0.0,
-                    max=LARGEST_GUIDANCE,
-                    step=0.1,
-                    round=0.01,
-                    tooltip="How closely to follow the prompt. It costs no time.",
-                ),
+                guidance_input("How closely to follow the prompt. It costs no time."),
                 io.Float.Input(
                     "strength",
                     optional=True,
