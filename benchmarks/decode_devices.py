@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +44,7 @@ def main() -> None:
         sys.stdout.write(str(measure(int(sys.argv[1]), sys.argv[2])))
         return
     import torch
+    from machine import description
 
     seconds: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as folder:
@@ -59,9 +58,7 @@ def main() -> None:
         equal = torch.equal(torch.load(f"{folder}/1.pt"), torch.load(f"{folder}/2.pt"))
     one, two = (round(statistics.median(times), 2) for times in seconds.values())
     figures = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers")},
+        **description(),
         "pixels": PIXELS,
         "runs": RUNS,
         "one_worker_seconds": one,

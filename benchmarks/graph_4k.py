@@ -6,18 +6,16 @@ Writes benchmarks/graph_4k.json.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from host import images_of, run_graph, start_server  # noqa: E402
+from machine import description  # noqa: E402
 
 SIDE = 4096
 
@@ -40,9 +38,7 @@ def main() -> None:
         whole = round(time.perf_counter() - started, 1)
         assert len(images_of(events)) == 1
     figures = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}",
-        "versions": {"torch": version("torch"), "python": platform.python_version()},
+        **description(),
         "pixels": SIDE,
         "steps": graph[names["SanaSampler"]]["inputs"]["steps"],
         "seconds": whole,

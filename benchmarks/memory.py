@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
-import time
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import description  # noqa: E402
 
 BLOCKS = 2
 DTYPES = ("float32", "bfloat16")
@@ -90,10 +89,7 @@ def main() -> None:
         sys.stdout.write(f"\n{json.dumps(result)}")
         return
     figures = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")}
-        | {"python": platform.python_version()},
+        **description(),
         "text": {dtype: child([dtype]) for dtype in DTYPES},
         "transformer": {
             f"width {width}, {pixels} px, {dtype}": child([str(width), str(pixels), dtype])
