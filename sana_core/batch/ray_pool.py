@@ -70,7 +70,7 @@ class RayPool:
         self.actor_class: Any = actor_class(ray)
         self.actors: dict[str, Any] = {}  # those that are ready, by name
         self.largest: dict[str, int] = {}  # how many pictures at once each has memory for
-        self.machines: dict[str, tuple[str, str]] = {}  # actor: its node's id and the machine's name
+        self.machines: dict[str, str] = {}  # actor: its node's id
         self.starting: dict[Any, tuple[str, Any]] = {}  # the call of load: name and actor
         self.flying: dict[Any, tuple[str, Chunk]] = {}
         self.tries: dict[str, int] = {}
@@ -85,11 +85,11 @@ class RayPool:
 
         self.looked = time.monotonic()
         alive = {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
-        for name, (node_id, _) in list(self.machines.items()):
+        for name, node_id in list(self.machines.items()):
             if node_id not in alive:
                 self.forget(name)
         for node_id, node in alive.items():
-            present = sum(of == node_id for of, _ in self.machines.values())
+            present = sum(of == node_id for of in self.machines.values())
             if node_id in self.refused:
                 continue
             gpus = int(node["Resources"].get("GPU", 0))
@@ -99,7 +99,7 @@ class RayPool:
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
                 options = {"num_gpus": 1, "num_cpus": 0, "scheduling_strategy": place}
                 actor: Any = self.actor_class.options(**options).remote(self.order)
-                self.machines[name] = (node_id, name)
+                self.machines[name] = node_id
                 self.starting[actor.load.remote(gpus, self.changed)] = (name, actor)
 
     def forget(self, name: str) -> None:
@@ -147,7 +147,7 @@ class RayPool:
     def settle_start(self, call: Any) -> None:
         """Take an actor in that is ready, or note why it is not."""
         name, actor = self.starting.pop(call)
-        node_id = self.machines[name][0]
+        node_id = self.machines[name]
         try:
             self.largest[name] = self.ray.get(call)
             self.actors[name] = actor
@@ -163,7 +163,7 @@ class RayPool:
     def refuse(self, name: str, actor: Any, cause: BaseException) -> None:
         """Leave the actor's machine out: it is well, but cannot draw, and another try there would end the same."""
         kind = next((kind for kind in (OSError, ValueError) if isinstance(cause, kind)), ConnectionError)
-        self.refused[self.machines[name][0]] = kind(f"{name}: {cause}")
+        self.refused[self.machines[name]] = kind(f"{name}: {cause}")
         logger.error("batch: %s cannot draw: %s", name, cause)
         self.forget(name)
         self.ray.kill(actor)
