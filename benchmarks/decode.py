@@ -10,20 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import description  # noqa: E402
+
 FILE = ROOT / "benchmarks" / "decode.json"
 SECONDS = 0.02  # between two samples of the memory
 POINTS = 100  # of a timeline that are kept
@@ -211,11 +212,8 @@ def main() -> None:
         return
     file = FILE if arguments.device == "cpu" else FILE.with_name("decode_accelerator.json")
     figures = json.loads(file.read_text()) if file.exists() else {"sizes": {}}
-    figures |= {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}, {arguments.device}",
-        "versions": {name: version(name) for name in ("torch", "diffusers")} | {"python": platform.python_version()},
-    }
+    own = description()
+    figures |= own | {"machine": f"{own['machine']}, {arguments.device}"}
     for pixels in arguments.sizes:
         # in fp32, whole is the reference anyway; in bf16, fp32 is
         impossible = {"whole_fp32"} if arguments.device == "cpu" else set()
