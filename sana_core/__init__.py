@@ -4,6 +4,7 @@ from .checkpoints import inspect_checkpoint, load_autoencoder, load_controlnet, 
 from .decode import decode_latents, encode_images
 from .generate import generate
 from .memory import plan_memory
+from .predict import predict_velocity
 from .text import encode_prompts
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "load_text_encoder",
     "load_transformer",
     "plan_memory",
+    "predict_velocity",
 ]

@@ -1,10 +1,8 @@
-"""What the config of a SANA transformer decides: how it is sampled, and in which time."""
+"""What the config of a SANA transformer decides: how it is sampled."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-
-import torch
 
 # of SANA's demo and of diffusers' pipelines
 GUIDANCE = 4.5
@@ -33,13 +31,3 @@ def check_sampler(config: Any, name: str) -> None:
         raise ValueError(
             f"sampler: got {name} for a model that is not SANA-Sprint; use SANA Sampler with flow_dpmpp_2m"
         )
-
-
-def model_timestep(config: Any, timestep: torch.Tensor, whole: bool) -> torch.Tensor:
-    """Return what the transformer with `config` is given for `timestep`, 1000 sigma; SANA's own habit is whole ones.
-
-    SANA-Sprint's time is sin t / (sin t + cos t) of TrigFlow's angle t, which is sigma.
-    """
-    if config.guidance_embeds:
-        return timestep / 1000
-    return (timestep.floor() if whole else timestep) * config.timestep_scale

@@ -7,9 +7,11 @@ import comfy.model_base
 import torch
 from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-from ...sana_core.defaults import GUIDANCE, model_timestep
+from ...sana_core.control import check_width as check_control_width
+from ...sana_core.defaults import GUIDANCE
 from ...sana_core.forward import velocity
 from ...sana_core.latents import check_channels
+from ...sana_core.reference import model_timestep
 from .prompts import Prompt, PromptBatch, PromptCondition
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
@@ -31,19 +33,22 @@ class SanaDiffusionModel(SanaTransformer2DModel):
         guidance=None,
         **kwargs,
     ):
-        timesteps = model_timestep(self.config, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
+        timesteps = model_timestep(self, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
         if guidance is not None:
             guidance = guidance * self.config.guidance_embeds_scale
-        residuals = control["input"] if control else None
+        residuals = control["input"] if control else ()
         if prompt is None or torch.is_grad_enabled():
             # in training the prompt's keys change with the weights
+            if residuals and residuals[0] is not None:
+                raise ValueError("control_net: got NVIDIA's arrangement in training; choose reference diffusers for it")
             return super().forward(
                 x,
                 context,
                 timesteps,
                 guidance,
                 encoder_attention_mask=attention_mask,
-                controlnet_block_samples=residuals,
+                # the library's first one acts after the second block
+                controlnet_block_samples=residuals[1:] or None,
                 return_dict=False,
             )[0]
         constants, perturbation = prompt.constants(self, x)
@@ -89,13 +94,5 @@ def check_controlnets(control, transformer: SanaTransformer2DModel) -> None:
             raise ValueError(
                 f"control_net: got {type(model).__name__}, expected a SANA ControlNet; use SANA Load ControlNet"
             )
-        if inner_width(model) != inner_width(transformer):
-            raise ValueError(
-                f"control_net: got one of width {inner_width(model)}, expected {inner_width(transformer)}; "
-                "choose the ControlNet of this model's size"
-            )
+        check_control_width(model, transformer)
         control = control.previous_controlnet
-
-
-def inner_width(model: SanaTransformer2DModel | SanaControlNetModel) -> int:
-    return model.config.num_attention_heads * model.config.attention_head_dim

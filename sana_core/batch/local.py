@@ -217,7 +217,7 @@ def draw_local(
             torch.accelerator.set_device_index(device)
         # threads on one device share its weights
         if device not in shared:
-            shared[device] = load_models(checkpoint, device, settings.dtype, checkpoint)
+            shared[device] = load_models(checkpoint, device, settings.dtype, checkpoint, reference=settings.reference)
         return lambda chunk: draw(shared[device], settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
 
     largest = [largest_chunk(checkpoint, settings, device) for device in found] if not chunk else []

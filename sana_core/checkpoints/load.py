@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..sampling import SHIFT
+from ..reference import AUTO, NVIDIA, released_shift, set_reference
 from ..text import TextEncoder
-from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, inspect_checkpoint
+from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
 from .headers import Reader, read_file, read_tensors
 from .tokenizer import load_tokenizer
 from .zoo import (
@@ -29,14 +30,13 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 SHOWN = 3
-SHIFT_4K = 6.0
 
 
 def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
     """Return the library's module for `info`, its parameters on the meta device, its buffers real.
 
-    `resolution` in pixels overrides what `info` says. Raises ValueError where neither configuration nor shapes tell
-    the architecture.
+    A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
+    overrides what `info` says. Raises ValueError where neither configuration nor shapes tell the architecture.
     """
     from accelerate import init_empty_weights
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
@@ -59,21 +59,27 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
         config = dict(info.config or from_shapes(info.headers, info.resolution))
         if resolution is not None:
             config.update(resolution_config(resolution))
-        return (SanaControlNetModel if is_controlnet else SanaTransformer2DModel).from_config(config)
+        config.pop("reference", None)
+        module = (SanaControlNetModel if is_controlnet else SanaTransformer2DModel).from_config(config)
+        if is_controlnet and info.reference == NVIDIA:
+            module.base_block = copy.deepcopy(module.transformer_blocks[0])
+    set_reference(module, info.reference)
+    return module
 
 
-def shift_of(info: CheckpointInfo, resolution: int | None = None) -> float:
-    """Return the schedule's shift: that of a diffusers folder's scheduler, else 6 for 4096 px and 3 below.
+def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str = AUTO) -> float:
+    """Return the schedule's shift: that of a diffusers folder's scheduler, else that of the released model.
 
-    `resolution` in pixels, if given, decides instead of what `info` says.
+    `resolution` in pixels or `reference`, where they are chosen, decide instead of what `info` says.
     """
     file = info.path / "scheduler" / "scheduler_config.json"
-    if resolution is None and file.is_file():
+    if resolution is None and reference in (AUTO, info.reference) and file.is_file():
         config = json.loads(file.read_text(encoding="utf-8"))
         shift = config.get("flow_shift", config.get("shift"))
         if shift is not None:
             return float(shift)
-    return SHIFT_4K if (resolution or info.resolution) == 4096 else SHIFT
+    name = info.reference if reference == AUTO else reference
+    return released_shift(info.variant, resolution or info.resolution or 1024, name)
 
 
 def latent_scale(info: CheckpointInfo) -> float:
@@ -155,11 +161,9 @@ def load_part(
     return module
 
 
-def load_module(
-    path: str | Path, kind: str, device: str | torch.device, dtype: torch.dtype, resolution: int | None = None
-) -> torch.nn.Module:
+def load_module(path: str | Path, kind: str, device: str | torch.device, dtype: torch.dtype) -> torch.nn.Module:
     """Return the component of that kind of the checkpoint at `path`, in evaluation mode."""
-    return load_part(find_part(inspect_checkpoint(path), kind), dtype, resolution=resolution).to(device)
+    return load_part(find_part(inspect_checkpoint(path), kind), dtype).to(device)
 
 
 def load_transformer(
@@ -167,20 +171,32 @@ def load_transformer(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     resolution: int | None = None,
+    reference: str = AUTO,
 ) -> SanaTransformer2DModel:
     """Return SANA's transformer from any layout that `inspect_checkpoint` recognises, in evaluation mode.
 
-    `resolution` in pixels, if given, decides on the position embedding instead of what the checkpoint says. Raises
-    ValueError or FileNotFoundError, with the file's name, for what is no whole SANA transformer.
+    `resolution` in pixels, if given, decides on the position embedding instead of what the checkpoint says. `reference`
+    is whose arithmetic it follows where the two codebases differ: "nvidia", "diffusers", or with "auto" that of the
+    file's layout. Raises ValueError or FileNotFoundError, with the file's name, for what is no whole SANA transformer.
     """
-    return load_module(path, "transformer", device, dtype, resolution)  # type: ignore[return-value]
+    info = follow(find_part(inspect_checkpoint(path), "transformer"), reference)
+    return load_part(info, dtype, resolution=resolution).to(device)  # type: ignore[return-value]
 
 
 def load_controlnet(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    reference: str = AUTO,
 ) -> SanaControlNetModel:
-    """Return a SANA ControlNet; it raises as `load_transformer` does."""
-    return load_module(path, "controlnet", device, dtype)  # type: ignore[return-value]
+    """Return a SANA ControlNet in evaluation mode, from diffusers' or NVIDIA's layout.
+
+    `reference` is as in `load_transformer`; with "nvidia" it has the base model's first block as `base_block`. Raises
+    ValueError or FileNotFoundError, with the file's name, for what is no whole SANA ControlNet, and for "nvidia" where
+    the file lacks that block.
+    """
+    info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
+    return load_part(info, dtype).to(device)  # type: ignore[return-value]
 
 
 def load_autoencoder(

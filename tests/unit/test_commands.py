@@ -82,8 +82,8 @@ def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
     done = command("inspect", checkpoint, flux)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        f"{checkpoint}: a SANA pipeline (custom-160x5), 128 px (config), diffusers layout, bfloat16, 0.008 GB",
-        "  a SANA transformer (custom-160x5), 128 px (config), diffusers layout, bfloat16, 0.005 GB",
+        f"{checkpoint}: a SANA pipeline (custom-160x5), 128 px (config), diffusers layout, reference diffusers, bfloat16, 0.008 GB",
+        "  a SANA transformer (custom-160x5), 128 px (config), diffusers layout, reference diffusers, bfloat16, 0.005 GB",
         "  a DC-AE (dc-ae-f32c32), diffusers layout, bfloat16, 0.003 GB",
         "  a Gemma 2 text encoder (gemma-2-custom-64), transformers layout, bfloat16, 0.000 GB",
         f"{flux}: a Flux transformer, float32, 0.000 GB",
