@@ -39,8 +39,8 @@ def generate(
     `pag_scale` acts in `pag_blocks`, like "8"; guidance acts from the first share of `guidance_interval` of the
     sampling to the second. All of `devices` draw, `chunk` pictures at once each: without a value every accelerator of
     this machine, or its CPU, and as many pictures as suit it. `cluster` is the address of a Ray cluster, or "auto",
-    whose GPUs draw instead. Raises ValueError for a size that is no multiple of 32, a prompt of more than 300 tokens,
-    numbers out of range, or a checkpoint that cannot be loaded.
+    whose GPUs draw instead. Raises ValueError for a size that is no multiple of 32, numbers out of range, or a
+    checkpoint that cannot be loaded; a prompt of more than 300 tokens is cut, with a warning in the log.
     """
     settings = Settings(
         width,

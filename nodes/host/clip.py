@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,13 @@ from comfy.text_encoders.pixeldit import PixelDiTGemma2Tokenizer
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
 from ...sana_core.checkpoints.tokenizer import load_tokenizer
-from ...sana_core.text import MAX_TOKENS, Tokenizer, select_tokens, tokenize
+from ...sana_core.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
 from .weights import load_component, wide_dtype
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model
+
+logger = logging.getLogger(__name__)
 
 KEY = "gemma2_2b"
 
@@ -35,17 +38,20 @@ class SanaTokenizer:
     ) -> dict[str, list[list[tuple]]]:
         """Without `instruction` from the caller, a prompt has it and the empty text, which stands for none, has not."""
         instruction = bool(text.strip()) if instruction is None else instruction
-        return token_pairs(self.tokenizer, text, instruction, (0,) if return_word_ids else ())
+        reading = read_prompt(self.tokenizer, text, instruction)
+        if reading.note:
+            logger.warning(reading.note)
+        return token_pairs(reading, self.tokenizer.pad_token, (0,) if return_word_ids else ())
 
     def state_dict(self) -> dict:
         """What ComfyUI writes into a checkpoint, so that the file has its tokenizer inside."""
         return {self.tokenizer.kind: torch.tensor(list(self.tokenizer.content), dtype=torch.uint8)}
 
 
-def token_pairs(tokenizer: Tokenizer, text: str, instruction: bool, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
-    """Return what ComfyUI's CLIP calls tokens; it raises as `tokenize` does."""
-    ids, _ = tokenize(tokenizer, [text], instruction)
-    return {KEY: [[(token, 1.0, *tail) for token in ids[0].tolist()]]}
+def token_pairs(reading: Reading, pad_token: int, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
+    """Return what ComfyUI's CLIP calls tokens of what `read_prompt` has read."""
+    ids = reading.ids + [pad_token] * (reading.length - len(reading.ids))
+    return {KEY: [[(token, 1.0, *tail) for token in ids]]}
 
 
 class SanaTextModel(torch.nn.Module):
@@ -109,20 +115,22 @@ def load_clip_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_
     return load_clip(path, disable_dynamic).patcher
 
 
-def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> list:
-    """Return the CONDITIONING of `text`, with SANA's instruction before it or without.
+def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Reading]:
+    """Return the CONDITIONING of `text`, with SANA's instruction before it or without, and how it was read.
 
     `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises ValueError
-    for any other.
+    for any other, and as `read_prompt` does.
     """
     if isinstance(clip.tokenizer, SanaTokenizer):
-        return clip.encode_from_tokens_scheduled(clip.tokenize(text, instruction=instruction))
-    if not isinstance(clip.tokenizer, PixelDiTGemma2Tokenizer):
+        tokenizer = clip.tokenizer.tokenizer
+    elif isinstance(clip.tokenizer, PixelDiTGemma2Tokenizer):
+        # pixeldit's own tokenization puts the instruction before negative prompts too
+        theirs = clip.tokenizer.gemma2_2b
+        tokenizer = Tokenizer(lambda text: theirs.tokenizer(text)["input_ids"], theirs.pad_token, "spiece_model", b"")
+    else:
         raise ValueError(
             f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "
             "use SANA Loader, SANA Text Encoder Loader, or CLIPLoader with type pixeldit"
         )
-    # pixeldit's own tokenization puts the instruction before negative prompts too
-    theirs = clip.tokenizer.gemma2_2b
-    tokenizer = Tokenizer(lambda prompt: theirs.tokenizer(prompt)["input_ids"], theirs.pad_token, "spiece_model", b"")
-    return clip.encode_from_tokens_scheduled(token_pairs(tokenizer, text, instruction))
+    reading = read_prompt(tokenizer, text, instruction)
+    return clip.encode_from_tokens_scheduled(token_pairs(reading, tokenizer.pad_token)), reading
