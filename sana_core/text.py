@@ -39,9 +39,11 @@ MARK = re.compile(r"--(?:aspect_ratio|ar|hw)")
 
 
 class Tokenizer(NamedTuple):
-    """A function from text to token ids, BOS first; the id that fills up; and what it was made of."""
+    """Functions between text and token ids; the id that fills up; and what it was made of."""
 
-    encode: Callable[[str], list[int]]
+    encode: Callable[[str], list[int]]  # BOS first
+    decode: Callable[[list[int]], str]
+    find: Callable[[str], int | None]  # the id of a whole token like <end_of_turn>
     pad_token: int
     kind: str  # spiece_model or tokenizer_json: the name under which single-file text encoders hold `content`
     content: bytes
@@ -81,11 +83,14 @@ class Reading(NamedTuple):
     note: str  # what was cut, in a line for the user; empty if nothing was
 
 
-def read_prompt(tokenizer: Tokenizer, prompt: str, instruction: bool = True, max_tokens: int = MAX_TOKENS) -> Reading:
+def read_prompt(
+    encode: Callable[[str], list[int]], prompt: str, instruction: bool = True, max_tokens: int = MAX_TOKENS
+) -> Reading:
     """Return `prompt` as NVIDIA's app/sana_pipeline.py reads it; the note says what of it was cut.
 
-    With the instruction it is stripped, and cut at a mark like --ar 16:9. Without, as a negative prompt, it stays as it
-    is. What is longer than `max_tokens`, BOS included, is cut off. Raises as `check_characters` does.
+    `encode` turns text into token ids, BOS first. With the instruction the prompt is stripped, and cut at a mark like
+    --ar 16:9. Without, as a negative prompt, it stays as it is. What is longer than `max_tokens`, BOS included, is cut
+    off. Raises as `check_characters` does.
     """
     check_characters(prompt)
     notes = []
@@ -93,13 +98,13 @@ def read_prompt(tokenizer: Tokenizer, prompt: str, instruction: bool = True, max
     if instruction:
         before = instruction_text()
         # so that BOS and the last max_tokens - 1 positions hold the whole prompt
-        length = len(tokenizer.encode(before)) + max_tokens - 2
+        length = len(encode(before)) + max_tokens - 2
         mark = MARK.search(prompt)
         if mark:
             notes.append(f"everything from {prompt[mark.start() :][:20]!r} on was cut: width and height set the size")
             prompt = prompt[: mark.start()]
         prompt = prompt.strip()
-    ids = tokenizer.encode(before + prompt[:LONGEST_TEXT])
+    ids = encode(before + prompt[:LONGEST_TEXT])
     tokens = len(ids) - length + max_tokens
     cut = tokens - max_tokens
     if cut > 0:
@@ -116,7 +121,7 @@ def tokenize(
     L is `max_tokens`, or with the instruction that many less 2 after the instruction's own tokens (BOS included).
     Raises as `read_prompt` does.
     """
-    readings = [read_prompt(tokenizer, prompt, instruction, max_tokens) for prompt in prompts]
+    readings = [read_prompt(tokenizer.encode, prompt, instruction, max_tokens) for prompt in prompts]
     for prompt, reading in zip(prompts, readings, strict=True):
         if reading.note:
             logger.warning("text: %s (the prompt that begins %a)", reading.note, prompt[:40])

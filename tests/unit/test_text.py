@@ -95,7 +95,7 @@ def nvidia_ids(tokenizer, prompt):
     ],
 )
 def test_a_positive_prompt_is_read_as_nvidia_reads_it(encoder, pipeline, prompt, note):
-    reading = read_prompt(encoder.tokenizer, prompt)
+    reading = read_prompt(encoder.tokenizer.encode, prompt)
     assert note in reading.note and bool(note) == bool(reading.note)
     ids, mask = (select_tokens(part)[0].tolist() for part in tokenize(encoder.tokenizer, [prompt]))
     assert [ids, mask] == nvidia_ids(pipeline.tokenizer, prompt)
@@ -113,7 +113,7 @@ def test_a_prompt_fits_up_to_300_tokens_and_of_one_more_one_is_cut(encoder, inst
     counts = {n: len(encoder.tokenizer.encode(" ".join(["red"] * n))) for n in (299, 300)}
     assert counts == {299: 300, 300: 301}
     # behind the instruction the first word has a space before it, and may be one token more or less
-    readings = [read_prompt(encoder.tokenizer, " ".join(["red"] * n), instruction) for n in range(297, 303)]
+    readings = [read_prompt(encoder.tokenizer.encode, " ".join(["red"] * n), instruction) for n in range(297, 303)]
     assert [bool(reading.note) for reading in readings] == [reading.tokens > 300 for reading in readings]
     assert {reading.tokens for reading in readings} >= {299, 300, 301}
     assert all(len(reading.ids) == reading.length - max(0, 300 - reading.tokens) for reading in readings)
@@ -130,7 +130,7 @@ def test_a_prompt_fits_up_to_300_tokens_and_of_one_more_one_is_cut(encoder, inst
 def test_ten_thousand_words_and_a_million_characters_are_cut_in_less_than_a_second(encoder, instruction, words, least):
     prompt = " ".join(instruction_text().split()[i % 150] for i in range(words))
     started = time.process_time()
-    reading = read_prompt(encoder.tokenizer, prompt, instruction)
+    reading = read_prompt(encoder.tokenizer.encode, prompt, instruction)
     assert time.process_time() - started < 1
     if least is None:
         count = len(encoder.tokenizer.encode(prompt))
