@@ -4,6 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
+from ..sana_core.text import MAX_TOKENS
+
 
 class SanaTextEncode(io.ComfyNode):
     """
@@ -26,7 +28,7 @@ class SanaTextEncode(io.ComfyNode):
                     "text",
                     multiline=True,
                     dynamic_prompts=True,
-                    tooltip="Up to 300 tokens, about 200 words. Brackets have no meaning to SANA.",
+                    tooltip="Up to 300 tokens, about 200 words; the rest is cut. Brackets have no meaning to SANA.",
                 ),
                 io.Boolean.Input(
                     "instruction",
@@ -37,15 +39,20 @@ class SanaTextEncode(io.ComfyNode):
                 ),
             ],
             outputs=[io.Conditioning.Output()],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, clip, text: str, instruction: bool) -> io.NodeOutput:
         from .host.clip import encode
+        from .host.report import show
 
+        conditioning, reading = encode(clip, text, instruction)
+        note = reading.note or f"{reading.tokens} of {MAX_TOKENS} tokens"
         if instruction and not text.strip():
-            raise ValueError("text: got an empty prompt; write one, or turn the instruction off for a negative prompt")
-        return io.NodeOutput(encode(clip, text, instruction))
+            note = "empty prompt, with the instruction; turn that off for a negative prompt"
+        show(note, cls.hidden.unique_id)
+        return io.NodeOutput(conditioning)
 
 
 NODES = [SanaTextEncode]

@@ -42,7 +42,8 @@ def generate(
     this machine, or its CPU, and as many pictures as suit it. `cluster` is the address of a Ray cluster, or "auto",
     whose GPUs draw instead. `reference` is whose arithmetic is followed where NVIDIA's code and diffusers' differ:
     "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. Raises ValueError for a size that is no
-    multiple of 32, a prompt of more than 300 tokens, numbers out of range, or a checkpoint that cannot be loaded.
+    multiple of 32, numbers out of range, or a checkpoint that cannot be loaded; a prompt of more than 300 tokens is
+    cut, with a warning in the log.
     """
     settings = Settings(
         width,

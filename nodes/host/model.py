@@ -5,6 +5,7 @@ from __future__ import annotations
 import comfy.conds
 import comfy.model_base
 import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
 from ...sana_core.control import check_width as check_control_width
@@ -21,7 +22,17 @@ WHOLE_TIMESTEPS = "sana_whole_timesteps"
 class SanaDiffusionModel(SanaTransformer2DModel):
     """The transformer with the call that ComfyUI makes; its parameters keep diffusers' names."""
 
-    def forward(
+    def forward(self, x, timesteps, context=None, control=None, transformer_options={}, **kwargs):
+        """Run the wrappers that EasyCache and others hang around the model, and then it."""
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+        if wrappers:
+            # EasyCache writes its result into x, which in fp32 is the latents themselves
+            x = x.clone()
+        executor = WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        # the wrappers look for the options in the last place
+        return executor.execute(x, timesteps, context, control, transformer_options, **kwargs)
+
+    def _forward(
         self,
         x,
         timesteps,

@@ -79,8 +79,7 @@ def complete(settings: Settings, checkpoint: str | Path) -> Settings:
 
 def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Text:
     """Return one prompt on the CPU. It is encoded alone, so that it is the same in any batch."""
-    # SANA never saw the instruction with nothing behind it
-    embeds, mask = encode_prompts(encoder, [prompt], instruction=instruction and bool(prompt.strip()))
+    embeds, mask = encode_prompts(encoder, [prompt], instruction)
     length = longest_prompt(mask)
     return embeds[:, :length].cpu(), mask[:, :length].cpu()
 

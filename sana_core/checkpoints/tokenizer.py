@@ -43,7 +43,15 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
 
     theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     content = (folder / "tokenizer.json").read_bytes()
-    return Tokenizer(lambda text: theirs(text).input_ids, theirs.pad_token_id, "tokenizer_json", content)
+    vocabulary = theirs.get_vocab()
+    return Tokenizer(
+        lambda text: theirs(text).input_ids,
+        lambda ids: theirs.decode(ids, skip_special_tokens=True),
+        vocabulary.get,
+        theirs.pad_token_id,
+        "tokenizer_json",
+        content,
+    )
 
 
 def json_tokenizer(content: bytes) -> Tokenizer:
@@ -53,7 +61,9 @@ def json_tokenizer(content: bytes) -> Tokenizer:
     fast = FastTokenizer.from_str(content.decode())
     fast.no_padding()
     fast.no_truncation()
-    return Tokenizer(lambda text: fast.encode(text).ids, PAD_TOKEN, "tokenizer_json", content)
+    return Tokenizer(
+        lambda text: fast.encode(text).ids, fast.decode, fast.token_to_id, PAD_TOKEN, "tokenizer_json", content
+    )
 
 
 def sentencepiece_tokenizer(content: bytes) -> Tokenizer:
@@ -61,4 +71,9 @@ def sentencepiece_tokenizer(content: bytes) -> Tokenizer:
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor(model_proto=content, add_bos=True)
-    return Tokenizer(processor.encode, PAD_TOKEN, "spiece_model", content)
+
+    def find(token: str) -> int | None:
+        found = processor.piece_to_id(token)
+        return None if found == processor.unk_id() else found
+
+    return Tokenizer(processor.encode, processor.decode, find, PAD_TOKEN, "spiece_model", content)

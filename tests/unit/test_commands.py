@@ -53,6 +53,21 @@ def test_it_runs_outside_the_projects_folder(tmp_path, checkpoint):
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
+def test_generate_says_once_what_of_a_long_prompt_was_cut(tmp_path, checkpoint):
+    size = ["--width", "64", "--height", "64", "--steps", "1", "--count", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sana_core", "generate", "red " * 10_000, "", "--checkpoint", checkpoint, *size],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 4
+    said = [line for line in done.stderr.splitlines() if "tokens" in line]
+    begins = repr(("red " * 10)[:40])
+    assert said == [f"text: 9701 of 10001 tokens were cut: SANA reads 300 (the prompt that begins {begins})"]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_an_example(command, name):
     done = command(name, "--help")
@@ -81,9 +96,10 @@ def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
     flux = layouts.save({"double_blocks.0.img_attn.qkv.weight": torch.zeros(2)}, tmp_path / "flux.safetensors")
     done = command("inspect", checkpoint, flux)
     assert done.stderr == ""
+    told = "128 px (config), diffusers layout, reference diffusers, bfloat16"
     assert done.stdout.splitlines() == [
-        f"{checkpoint}: a SANA pipeline (custom-160x5), 128 px (config), diffusers layout, reference diffusers, bfloat16, 0.008 GB",
-        "  a SANA transformer (custom-160x5), 128 px (config), diffusers layout, reference diffusers, bfloat16, 0.005 GB",
+        f"{checkpoint}: a SANA pipeline (custom-160x5), {told}, 0.008 GB",
+        f"  a SANA transformer (custom-160x5), {told}, 0.005 GB",
         "  a DC-AE (dc-ae-f32c32), diffusers layout, bfloat16, 0.003 GB",
         "  a Gemma 2 text encoder (gemma-2-custom-64), transformers layout, bfloat16, 0.000 GB",
         f"{flux}: a Flux transformer, float32, 0.000 GB",
