@@ -45,7 +45,8 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
     with init_empty_weights(include_buffers=False):
         if info.kind == "text_encoder":
             arguments = info.config if info.config is not None else gemma_config(info.headers)
-            return Gemma2Model(Gemma2Config(**arguments))
+            # other implementations leave out the cap on the attention's logits, and older transformers choose them
+            return Gemma2Model(Gemma2Config(**{**arguments, "attn_implementation": "eager"}))
         if info.kind == "autoencoder":
             return AutoencoderDC.from_config(info.config or autoencoder_config(info.headers))
         width = architecture(info.headers).width
