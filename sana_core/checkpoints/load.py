@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,10 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
     """Return the library's module for `info`, its parameters on the meta device, its buffers real.
 
     `resolution` in pixels overrides what `info` says. Raises ValueError where neither configuration nor shapes tell
-    the architecture.
+    the architecture, and under python -OO.
     """
+    if sys.flags.optimize > 1:
+        raise ValueError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
     from accelerate import init_empty_weights
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
     from transformers import Gemma2Config, Gemma2Model

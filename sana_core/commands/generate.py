@@ -31,9 +31,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from PIL import Image
 
+    from ..batch.folder import make_folder
     from ..generate import generate
     from ..picture_files import levels
 
+    make_folder(arguments.out)
     images = generate(
         arguments.prompts,
         arguments.checkpoint,
@@ -49,7 +51,6 @@ def run(arguments: argparse.Namespace) -> None:
         pag_blocks=arguments.pag_blocks,
         compiled=arguments.compile,
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
     for index, pixels in enumerate(images):
         prompt, offset = divmod(index, arguments.count)
         path = arguments.out / f"{prompt:05d}_{arguments.seed + offset}.png"

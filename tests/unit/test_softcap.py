@@ -55,7 +55,8 @@ def test_large_logits_are_capped(tmp_path, spiece, asked):
     """`asked` is what a config.json beside the file may want."""
     model = layouts.gemma()
     tensors = {
-        name: weight * (64 if "q_proj" in name or "k_proj" in name else 1) for name, weight in model.state_dict().items()
+        name: weight * (64 if "q_proj" in name or "k_proj" in name else 1)
+        for name, weight in model.state_dict().items()
     }
     (tmp_path / "tokenizer.model").write_bytes(spiece)
     path = layouts.save({name: weight.clone() for name, weight in tensors.items()}, tmp_path / "gemma.safetensors")
