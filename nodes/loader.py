@@ -143,7 +143,7 @@ class SanaTextEncoderLoader(io.ComfyNode):
     """
     Loads SANA's text encoder, Gemma-2-2b-it: one file with its tokenizer inside, or a file of a downloaded folder.
 
-    The gemma_2_2b file that other models use works. ComfyUI's CLIPLoader with type pixeldit gives the same.
+    The gemma_2_2b file that other models use works. ComfyUI's CLIPLoader with type pixeldit gives nearly the same.
     """
 
     @classmethod

@@ -23,7 +23,9 @@ class SanaTextEncode(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["sana prompt", "gemma", "complex human instruction", "chi"],
             inputs=[
-                io.Clip.Input("clip", tooltip="The CLIP of a SANA loader, or of CLIPLoader with type pixeldit."),
+                io.Clip.Input(
+                    "clip", tooltip="Of a SANA loader. CLIPLoader with type pixeldit draws slightly other pictures."
+                ),
                 io.String.Input(
                     "text",
                     multiline=True,

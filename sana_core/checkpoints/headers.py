@@ -60,8 +60,8 @@ def shown(file: Path) -> str:
 def read_header(file: Path) -> Weights:
     """Return the header of one weights file; of a .safetensors file nothing else is read.
 
-    Raises FileNotFoundError for a file that is gone, ValueError for one that is truncated, no safetensors file, or of
-    another kind than .safetensors, .sft and .pth.
+    Raises FileNotFoundError for a file that is gone, PermissionError for one that may not be read, ValueError for one
+    that is truncated, no safetensors file, or of another kind than .safetensors, .sft and .pth.
     """
     if file.suffix.lower() in PICKLED:
         return Weights({name: Header(tuple(t.shape), t.dtype, file) for name, t in read_pickled(file).items()}, {})
@@ -82,6 +82,8 @@ def read_header(file: Path) -> Weights:
         ends = [end for begin, end in spans]
     except FileNotFoundError:
         raise FileNotFoundError(f"{shown(file)}: no such file; refresh the list, or download it again") from None
+    except PermissionError:
+        raise forbidden(file) from None
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
         raise broken(file, size, "its header is not JSON") from None
     except KeyError as error:
@@ -98,6 +100,10 @@ def broken(file: Path, size: int, what: str) -> ValueError:
     return ValueError(f"{shown(file)}: corrupt or incomplete, got {size} bytes, {what}; {AGAIN}")
 
 
+def forbidden(file: Path) -> PermissionError:
+    return PermissionError(f"{shown(file)}: permission denied; let the user that runs this read the file")
+
+
 def read_pickled(file: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of NVIDIA's .pth, mapped into memory, without executing anything that is in the file.
 
@@ -112,6 +118,8 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise FileNotFoundError(f"{shown(file)}: no such file; refresh the list, or download it again") from None
+    except PermissionError:
+        raise forbidden(file) from None
     except Exception as error:  # torch raises many kinds for what is no checkpoint
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,11 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
     """Return the library's module for `info`, its parameters on the meta device, its buffers real.
 
     A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
-    overrides what `info` says. Raises ValueError where neither configuration nor shapes tell the architecture.
+    overrides what `info` says. Raises ValueError where neither configuration nor shapes tell the architecture, and
+    under python -OO.
     """
+    if sys.flags.optimize > 1:
+        raise ValueError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
     from accelerate import init_empty_weights
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
     from transformers import Gemma2Config, Gemma2Model
@@ -45,7 +49,8 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
     with init_empty_weights(include_buffers=False):
         if info.kind == "text_encoder":
             arguments = info.config if info.config is not None else gemma_config(info.headers)
-            return Gemma2Model(Gemma2Config(**arguments))
+            # other implementations leave out the cap on the attention's logits, and older transformers choose them
+            return Gemma2Model(Gemma2Config(**{**arguments, "attn_implementation": "eager"}))
         if info.kind == "autoencoder":
             return AutoencoderDC.from_config(info.config or autoencoder_config(info.headers))
         width = architecture(info.headers).width

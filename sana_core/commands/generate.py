@@ -34,9 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from PIL import Image
 
+    from ..batch.folder import make_folder
     from ..generate import generate
     from ..picture_files import levels
 
+    make_folder(arguments.out)
     images = generate(
         arguments.prompts,
         arguments.checkpoint,
@@ -53,7 +55,6 @@ def run(arguments: argparse.Namespace) -> None:
         compiled=arguments.compile,
         reference=arguments.reference,
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
     for index, pixels in enumerate(images):
         prompt, offset = divmod(index, arguments.count)
         path = arguments.out / f"{prompt:05d}_{arguments.seed + offset}.png"
