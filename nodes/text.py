@@ -4,6 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
+from ..sana_core.errors import InputError
+
 
 class SanaTextEncode(io.ComfyNode):
     """
@@ -44,7 +46,7 @@ class SanaTextEncode(io.ComfyNode):
         from .host.clip import encode
 
         if instruction and not text.strip():
-            raise ValueError("text: got an empty prompt; write one, or turn the instruction off for a negative prompt")
+            raise InputError("text: got an empty prompt; write one, or turn the instruction off for a negative prompt")
         return io.NodeOutput(encode(clip, text, instruction))
 
 

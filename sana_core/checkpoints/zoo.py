@@ -96,7 +96,7 @@ def controlnet_config(headers: Headers, resolution: int) -> dict[str, Any]:
 
 def resolution_config(resolution: int) -> dict[str, Any]:
     """Return what a configuration says of the size that a model was trained at."""
-    return {"sample_size": resolution // 32, "interpolation_scale": RESOLUTIONS[resolution]}
+    return {"sample_size": resolution // 32, "interpolation_scale": RESOLUTIONS.get(resolution)}
 
 
 def autoencoder_config(headers: Headers) -> dict[str, Any]:
