@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from ..errors import CheckpointError, MissingFileError, ReadError
 
 AGAIN = "download it again"
+INCOMPLETE = f"the file is incomplete, or of another model: {AGAIN}"
 # configurations and indexes of SANA's models have under 1 MB
 LARGEST_TEXT = 16_000_000
 LFS_POINTER = b"version https://git-lfs"

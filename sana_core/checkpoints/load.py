@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from ..sampling import SHIFT
 from ..text import TextEncoder
 from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, inspect_checkpoint
-from .files import brief
+from .files import INCOMPLETE, brief
 from .headers import Reader, read_file, read_tensors
 from .schemas import read_shift
 from .tokenizer import load_tokenizer
@@ -128,7 +128,7 @@ def fill(
             if tensor.squeeze().shape != parameter.squeeze().shape:
                 raise CheckpointError(
                     f"{name}: {key} is {list(tensor.shape)}, expected {list(parameter.shape)}; "
-                    "the file is of another model, or its config.json is"
+                    "the file is of another model, or its config.json is: download both again"
                 )
             tensor = tensor.reshape(parameter.shape)
         check_finite(name, key, tensor)
@@ -140,9 +140,9 @@ def fill(
 
 def check_names(name: str, fault: str, keys: set[str]) -> None:
     if keys:
-        shown = ", ".join(brief(key) for key in sorted(keys)[:SHOWN])
+        shown = ", ".join(brief(key, 90) for key in sorted(keys)[:SHOWN])
         more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        raise CheckpointError(f"{name}: {fault} {shown}{more}; the file is incomplete, or of another model")
+        raise CheckpointError(f"{name}: {fault} {shown}{more}; {INCOMPLETE}")
 
 
 def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:

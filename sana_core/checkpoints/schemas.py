@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .files import AGAIN, brief, read_json, shown
+from .files import AGAIN, INCOMPLETE, brief, read_json, shown
 from .headers import Header
 
 Check = Callable[[Any], bool]
@@ -138,7 +138,7 @@ TELLING = {
         "caption_projection.linear_1.weight": 2,
         "transformer_blocks.0.ff.conv_point.weight": 4,
     },
-    "autoencoder": {"encoder.conv_in.weight": 4, "decoder.conv_in.weight": 4},
+    "autoencoder": {"decoder.conv_in.weight": 4},
     "text_encoder": {
         "embed_tokens.weight": 2,
         "layers.0.mlp.gate_proj.weight": 2,
@@ -180,7 +180,7 @@ def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
     """Raise CheckpointError for a component without the tensors that tell its architecture, or with too many blocks."""
     for tensor, dimensions in TELLING[kind].items():
         if tensor not in headers:
-            raise CheckpointError(f"{name}: no {tensor}; the file is incomplete, or of another model")
+            raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
         shape = headers[tensor].shape
         if len(shape) != dimensions or not all(0 < side <= 10 * LARGEST_WIDTH for side in shape):
             raise CheckpointError(
