@@ -2,13 +2,15 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV = .venv/bin/python
 # handed over through the environment, so that quotes in a prompt stay what they are
 export PROMPT
+EXAMPLES ?= 100000
 
-.PHONY: help setup demo serve test lint bench checkpoint lock
+.PHONY: help setup demo serve test fuzz lint bench checkpoint lock
 
 help:
 	@echo "make demo [PROMPT=\"a blue square on a white background\"]   draw a picture into output/"
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188"
 	@echo "make test         all tests: unit, graph, server, browser"
+	@echo "make fuzz [EXAMPLES=100000]   broken files and inputs, for hours; what fails is kept in .cache/fuzz"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
 	@echo "make checkpoint   train demo/sana-tiny again (about 80 minutes)"
@@ -25,6 +27,10 @@ serve: setup
 test: lint
 	@$(PYTHON) scripts/setup.py --browser
 	$(VENV) -m pytest -c tests/pytest.ini tests
+
+# the tests of tests/fuzz are in `make test` too, with a few examples each
+fuzz: setup
+	EXAMPLES=$(EXAMPLES) FUZZ_PROFILE=fuzz $(VENV) -m pytest -c tests/pytest.ini tests/fuzz -o timeout=0
 
 lint: setup
 	$(VENV) -m ruff check .

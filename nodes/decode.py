@@ -5,6 +5,7 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.decode.plan import METHODS
+from ..sana_core.errors import InputError
 from ..sana_core.latents import CHANNELS, check_channels, check_number
 
 DEVICES = ["one", "all"]
@@ -64,12 +65,12 @@ class SanaDecode(io.ComfyNode):
         from .host.vae import decode
 
         if vae.latent_channels != CHANNELS:
-            raise ValueError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
+            raise InputError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
         check_channels("samples", samples["samples"].shape)
         # widgets check their values, links do not
         check_number("budget_gb", budget_gb, 0, LARGEST_BUDGET)
         if devices not in DEVICES:
-            raise ValueError(f"devices: got {devices!r}, expected one of {', '.join(DEVICES)}")
+            raise InputError(f"devices: got {devices!r}, expected one of {', '.join(DEVICES)}")
         return io.NodeOutput(*decode(vae, samples["samples"], method, budget_gb, devices))
 
 

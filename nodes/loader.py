@@ -4,6 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
+from ..sana_core.errors import InputError
 from ..sana_core.reference import AUTO, REFERENCES
 from .host.folders import find_file, list_files, list_models, model_path
 
@@ -44,7 +45,7 @@ def reference_input() -> io.Combo.Input:
 def pixels(resolution: str) -> int | None:
     # widgets check their options, links do not
     if resolution not in (AUTO, *RESOLUTIONS):
-        raise ValueError(f"resolution: got {resolution!r}, expected one of {', '.join((AUTO, *RESOLUTIONS))}")
+        raise InputError(f"resolution: got {resolution!r}, expected one of {', '.join((AUTO, *RESOLUTIONS))}")
     return None if resolution == AUTO else int(resolution)
 
 

@@ -4,6 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
+from ..sana_core.errors import InputError
 from ..sana_core.latents import LARGEST_BATCH
 
 
@@ -53,7 +54,7 @@ class SanaPromptList(io.ComfyNode):
 
         lines = [line.strip() for text in prompts for line in text.splitlines() if line.strip()]
         if not 1 <= len(lines) <= LARGEST_BATCH:
-            raise ValueError(f"prompts: got {len(lines)} prompts, expected 1 to {LARGEST_BATCH}; write one a line")
+            raise InputError(f"prompts: got {len(lines)} prompts, expected 1 to {LARGEST_BATCH}; write one a line")
         conditioning, notes = encode_list(clip[0], lines, instruction[0])
         more = [f"{len(notes) - 1} more were cut"] if len(notes) > 1 else []
         show("; ".join([f"{len(lines)} prompts", *notes[:1], *more]), cls.hidden.unique_id)

@@ -2,12 +2,30 @@
 
 from .checkpoints import inspect_checkpoint, load_autoencoder, load_controlnet, load_text_encoder, load_transformer
 from .decode import decode_latents, encode_images
+from .errors import (
+    CheckpointError,
+    ClusterError,
+    ExistingFileError,
+    InputError,
+    MissingFileError,
+    OutputError,
+    ReadError,
+    SanaError,
+)
 from .generate import generate
 from .memory import plan_memory
 from .predict import predict_velocity
 from .text import encode_prompts
 
 __all__ = [
+    "CheckpointError",
+    "ClusterError",
+    "ExistingFileError",
+    "InputError",
+    "MissingFileError",
+    "OutputError",
+    "ReadError",
+    "SanaError",
     "decode_latents",
     "encode_images",
     "encode_prompts",

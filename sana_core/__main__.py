@@ -7,6 +7,7 @@ import sys
 from inspect import cleandoc
 
 from .commands import batch, convert, decode, generate, inspect, plan
+from .errors import SanaError
 
 COMMANDS = {
     "generate": generate,
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         COMMANDS[arguments.command].run(arguments)
-    except (OSError, ValueError) as error:
+    except (SanaError, OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .errors import InputError
 from .forward import Constants, all_blocks, embed, embed_time, modulate, run_block
 
 if TYPE_CHECKING:
@@ -44,11 +45,11 @@ def control_residuals(
 
 
 def check_width(controlnet: SanaControlNetModel, transformer: SanaTransformer2DModel) -> None:
-    """Raise ValueError unless the ControlNet is as wide as the transformer that it steers."""
+    """Raise InputError unless the ControlNet is as wide as the transformer that it steers."""
     got, expected = (
         model.config.num_attention_heads * model.config.attention_head_dim for model in (controlnet, transformer)
     )
     if got != expected:
-        raise ValueError(
+        raise InputError(
             f"control_net: got one of width {got}, expected {expected}; choose the ControlNet of this model's size"
         )

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .errors import InputError
+
 CHANNELS = 32
 DOWNSCALE = 32
 LARGEST = 16384
@@ -15,20 +17,20 @@ LARGEST_BATCH = 4096
 def check_number(field: str, value: float, low: float, high: float) -> None:
     """Raise ValueError unless low <= `value` <= high; NaN is neither."""
     if not low <= value <= high:
-        raise ValueError(f"{field}: got {value}, expected a number from {low} to {high}")
+        raise InputError(f"{field}: got {value}, expected a number from {low} to {high}")
 
 
 def check_whole(field: str, value: float, low: int, high: int) -> None:
     """Raise ValueError unless `value` is a whole number from `low` to `high`; 20.0 is one."""
     if not (low <= value <= high and value == int(value)):
-        raise ValueError(f"{field}: got {value}, expected a whole number from {low} to {high}")
+        raise InputError(f"{field}: got {value}, expected a whole number from {low} to {high}")
 
 
 def check_side(field: str, pixels: int) -> None:
     """Raise ValueError unless `pixels` is a multiple of 32 between 32 and 16384."""
     if not (DOWNSCALE <= pixels <= LARGEST and pixels % DOWNSCALE == 0):
         nearest = min(max(round(pixels / DOWNSCALE) * DOWNSCALE, DOWNSCALE), LARGEST)
-        raise ValueError(
+        raise InputError(
             f"{field}: got {pixels}, expected a multiple of {DOWNSCALE} from {DOWNSCALE} to {LARGEST}; use {nearest}"
         )
 
@@ -44,7 +46,7 @@ def picture_shape(width: int, height: int, count: int) -> tuple[int, int, int, i
 def check_channels(field: str, shape: torch.Size) -> None:
     """Raise ValueError unless `shape` is [B, 32, h, w]."""
     if len(shape) != 4 or shape[1] != CHANNELS:
-        raise ValueError(
+        raise InputError(
             f"{field}: got a latent of shape {list(shape)}, expected [batch, {CHANNELS}, height / {DOWNSCALE}, "
             f"width / {DOWNSCALE}]; use SANA Empty Latent, or encode with SANA's VAE"
         )

@@ -13,6 +13,7 @@ import torch
 from .checkpoints.zoo import VARIANTS, Architecture
 from .decode.layout import Layout
 from .decode.plan import Planner
+from .errors import InputError
 from .latents import DOWNSCALE, picture_shape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -75,9 +76,9 @@ def plan_memory(
     of 4 to 24 GiB whether that is possible. Raises ValueError for an unknown variant or dtype, or sizes SANA has not.
     """
     if variant not in VARIANTS:
-        raise ValueError(f"variant: got {variant!r}, expected one of {', '.join(VARIANTS)}")
+        raise InputError(f"variant: got {variant!r}, expected one of {', '.join(VARIANTS)}")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     model, kind = VARIANTS[variant], DTYPES[dtype]
     _, _, rows, columns = picture_shape(width, height, batch)
     stages: dict[str, dict[str, Any]] = {

@@ -10,6 +10,8 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
+from .errors import InputError
+
 Rows = Iterator[np.ndarray]  # uint8 [n, W, 3], from top to bottom
 
 LEVEL = 4  # of compression; above it a picture takes much longer for little
@@ -51,7 +53,7 @@ def write_tiff(file: BinaryIO, width: int, height: int, rows: Rows) -> None:
     try:
         from tifffile import TiffWriter
     except ImportError:
-        raise ValueError("out: a TIFF file needs tifffile; pip install '.[tiff]', or choose a .png") from None
+        raise InputError("out: a TIFF file needs tifffile; pip install '.[tiff]', or choose a .png") from None
 
     def strips() -> Iterator[bytes]:
         for strip in regroup(rows, TIFF_ROWS):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from .errors import InputError
+
 if TYPE_CHECKING:
     import torch
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
@@ -59,9 +61,9 @@ def perturbed_block(layers: int) -> int:
 
 
 def check_reference(name: str) -> None:
-    """Raise ValueError unless `name` is one of REFERENCES."""
+    """Raise InputError unless `name` is one of REFERENCES."""
     if name not in REFERENCES:
-        raise ValueError(f"reference: got {name!r:.40}, expected one of {', '.join(REFERENCES)}")
+        raise InputError(f"reference: got {name!r:.40}, expected one of {', '.join(REFERENCES)}; choose one")
 
 
 def reference_of(model: SanaTransformer2DModel | SanaControlNetModel) -> Reference:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .errors import InputError
+
 # height / width to (width, height) at 1024 pixels; the other sizes are multiples (SANA's training buckets)
 SHAPES = {
     "0.25": (2048, 512),
@@ -54,8 +56,8 @@ def picture_size(size: str, ratio: str) -> tuple[int, int]:
     Raises ValueError for a size or a ratio that is not in SIZES or SHAPES.
     """
     if size not in SIZES:
-        raise ValueError(f"size: got {size!r:.40}, expected one of {', '.join(SIZES)}")
+        raise InputError(f"size: got {size!r:.40}, expected one of {', '.join(SIZES)}")
     if ratio not in SHAPES:
-        raise ValueError(f"ratio: got {ratio!r:.40}, expected one of {', '.join(SHAPES)}")
+        raise InputError(f"ratio: got {ratio!r:.40}, expected one of {', '.join(SHAPES)}")
     width, height = SHAPES[ratio]
     return width * int(size) // 1024, height * int(size) // 1024

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from .errors import InputError
 from .latents import check_number, check_whole
 
 # the timesteps of SANA's training
@@ -60,11 +61,11 @@ def scm_timesteps(
     """
     check_steps(steps)
     if not 0 < max_timestep <= MAX_TIMESTEP:
-        raise ValueError(f"max_timestep: got {max_timestep}, expected a number above 0 and up to {MAX_TIMESTEP}")
+        raise InputError(f"max_timestep: got {max_timestep}, expected a number above 0 and up to {MAX_TIMESTEP}")
     if steps != 2:
         return torch.linspace(max_timestep, 0, steps + 1, dtype=torch.float64)
     if not 0 < intermediate_timestep < max_timestep:
-        raise ValueError(
+        raise InputError(
             f"intermediate_timestep: got {intermediate_timestep}, expected a number between 0 and max_timestep, "
             f"which is {max_timestep}"
         )
@@ -115,7 +116,7 @@ def descending(sigmas: torch.Tensor) -> list[float]:
     falls = all(high > low for high, low in zip(line, line[1:], strict=False))
     if len(line) < 2 or not falls or not (line[0] <= 1 and line[-1] >= 0):
         shown = ", ".join(f"{value:.4g}" for value in line[:4]) + (", ..." if len(line) > 4 else "")
-        raise ValueError(
+        raise InputError(
             f"sigmas: got [{shown}], expected at least two numbers that fall from at most 1 to at least 0; "
             "use SANA Scheduler"
         )

@@ -24,6 +24,7 @@ from ...sana_core.batch.plan import Chunk, Picture, auto_chunk, batch_pictures, 
 from ...sana_core.batch.queue import Queue
 from ...sana_core.batch.room import find_architecture, pictures_in
 from ...sana_core.defaults import SPRINT
+from ...sana_core.errors import InputError
 from ...sana_core.latents import CHANNELS, DOWNSCALE, LARGEST_BATCH, check_channels
 from .batch_cluster import draw_on_cluster
 from .folders import CLUSTER, TWO_WORKERS
@@ -93,7 +94,7 @@ def count_prompts(conditioning: list) -> int:
     """Return how many prompts a CONDITIONING has, one in each row. Raises ValueError for entries of unequal numbers."""
     rows = {len(embeds) for embeds, _ in conditioning} - {1}
     if len(rows) > 1:
-        raise ValueError(f"positive: got entries of {sorted(rows)} prompts, expected one number; use one prompt list")
+        raise InputError(f"positive: got entries of {sorted(rows)} prompts, expected one number; use one prompt list")
     return rows.pop() if rows else 1
 
 
@@ -178,12 +179,12 @@ def sample_batch(
     check_channels("latent_image", latent["samples"].shape)
     if len(latent["samples"]) != 1:
         got = len(latent["samples"])
-        raise ValueError(f"latent_image: got a batch of {got}, expected 1; set count instead of batch_size")
+        raise InputError(f"latent_image: got a batch of {got}, expected 1; set count instead of batch_size")
     if vae is not None and vae.latent_channels != CHANNELS:
-        raise ValueError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
+        raise InputError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
     prompts = count_prompts(positive)
     if prompts * count > LARGEST_BATCH:
-        raise ValueError(f"count: got {count} of {prompts} prompts, expected at most {LARGEST_BATCH} pictures in all")
+        raise InputError(f"count: got {count} of {prompts} prompts, expected at most {LARGEST_BATCH} pictures in all")
     pictures = batch_pictures(prompts, count, seed)
     batch = Batch(model, positive, negative, latent, pictures, guidance, name, sigmas, chunk, vae)
     started = time.monotonic()
@@ -204,7 +205,7 @@ def draw_on_devices(
     """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and how many each device has drawn."""
     model, positive, negative, latent, pictures, guidance, name, sigmas, chunk, vae = batch
     if len(devices) > 1 and any("control" in rest for _, rest in [*positive, *negative]):
-        raise ValueError("devices: a ControlNet draws on one device; choose default")
+        raise InputError("devices: a ControlNet draws on one device; choose default")
     samples = latent["samples"]
     height, width = (side * DOWNSCALE for side in samples.shape[2:])
     queue = Queue(cut(pictures, chunk or auto_chunk(width, height, len(pictures), len(devices))))

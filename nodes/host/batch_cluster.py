@@ -23,6 +23,7 @@ from ...sana_core.batch.draw import Settings, Text, complete
 from ...sana_core.batch.folder import fingerprint
 from ...sana_core.batch.painter import Order
 from ...sana_core.defaults import SPRINT
+from ...sana_core.errors import InputError
 from ...sana_core.forward import longest_prompt
 from ...sana_core.latents import DOWNSCALE
 from ...sana_core.text import MAX_TOKENS
@@ -53,7 +54,7 @@ def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Count
     """
     address = cluster_address()
     if address is None:
-        raise ValueError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
+        raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
     order, prompts = make_order(batch)
     bar = comfy.utils.ProgressBar(len(batch.pictures))
     previewer = latent_preview.get_previewer(batch.model.load_device, batch.model.model.latent_format)
@@ -98,13 +99,13 @@ def make_order(batch: Batch) -> tuple[Order, list[Text]]:
     check_latent(batch.latent)
     path, weight_dtype, resolution, reference = batch.model.cached_patcher_init[1]
     if weight_dtype != "default" or batch.model.model.model_config.quant_config:
-        raise ValueError("model: a cluster draws with weights as they are in a plain file; choose weight_dtype default")
+        raise InputError("model: a cluster draws with weights as they are in a plain file; choose weight_dtype default")
     transformer = batch.model.model.diffusion_model
     prompts = split_prompts("positive", batch.positive, transformer)
     # a SANA-Sprint model has no negative prompt
     negatives = split_prompts("negative", batch.positive if batch.sampler == SPRINT else batch.negative, transformer)
     if len(negatives) > 1 and batch.sampler != SPRINT:
-        raise ValueError(f"negative: got {len(negatives)} prompts, a cluster draws with one; use SANA Text Encode")
+        raise InputError(f"negative: got {len(negatives)} prompts, a cluster draws with one; use SANA Text Encode")
     scale, blocks = batch.model.get_attachment(PERTURBED) or (0.0, "")
     rows, columns = batch.latent["samples"].shape[2:]
     settings = Settings(
@@ -131,7 +132,7 @@ def vae_path(vae: comfy.sd.VAE) -> str:
     """Return the file or folder that `vae` came from. Raises ValueError for one that is not SANA's."""
     if not isinstance(vae.first_stage_model, SanaAutoencoder):
         got = type(vae.first_stage_model).__name__
-        raise ValueError(f"vae: got {got}, which a cluster cannot load; use SANA Loader or SANA Load VAE")
+        raise InputError(f"vae: got {got}, which a cluster cannot load; use SANA Loader or SANA Load VAE")
     return str(Path(vae.patcher.cached_patcher_init[1][0]).absolute())
 
 
@@ -145,15 +146,15 @@ def check_model(model: ModelPatcher) -> None:
     patches -= {PERTURBED, INTERVAL, SPRINT, SHARED_MASK, "multigpu_options"}
     if patches or model.hook_patches:
         found = ", ".join(sorted(map(str, patches))) or "hooks"
-        raise ValueError(f"model: got a patch that a cluster cannot draw with ({found}); {REMEDY}")
+        raise InputError(f"model: got a patch that a cluster cannot draw with ({found}); {REMEDY}")
 
 
 def check_latent(latent: dict) -> None:
     """Raise ValueError unless `latent` is empty, and for a mask."""
     if latent["samples"].any():
-        raise ValueError(f"latent_image: got a picture, a cluster begins with an empty latent; {REMEDY}")
+        raise InputError(f"latent_image: got a picture, a cluster begins with an empty latent; {REMEDY}")
     if latent.get("noise_mask") is not None:
-        raise ValueError(f"latent_image: got a mask, which a cluster cannot draw with; {REMEDY}")
+        raise InputError(f"latent_image: got a mask, which a cluster cannot draw with; {REMEDY}")
 
 
 def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Text]:
@@ -162,18 +163,18 @@ def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionMode
     Raises ValueError for more than text: areas, ControlNets, hooks, prompts combined or too long, another text encoder.
     """
     if len(conditioning) != 1:
-        raise ValueError(f"{field}: got {len(conditioning)} combined prompts, a cluster draws one; write one text")
+        raise InputError(f"{field}: got {len(conditioning)} combined prompts, a cluster draws one; write one text")
     ((embeds, rest),) = conditioning
     more = sorted(key for key, value in rest.items() if key not in PLAIN and value is not None)
     if more:
-        raise ValueError(f"{field}: got {', '.join(more)}, which a cluster cannot draw; {REMEDY}")
+        raise InputError(f"{field}: got {', '.join(more)}, which a cluster cannot draw; {REMEDY}")
     check_width(field, embeds, transformer)
     prompt = Prompt(field, embeds, rest.get("attention_mask"), keep=False)
     texts = []
     for row, mask in zip(prompt.embeds.cpu().split(1), prompt.mask.cpu().split(1), strict=True):
         length = longest_prompt(mask)
         if length > MAX_TOKENS:
-            raise ValueError(f"{field}: got {length} tokens, expected at most {MAX_TOKENS}; write one text")
+            raise InputError(f"{field}: got {length} tokens, expected at most {MAX_TOKENS}; write one text")
         # the negative prompt whole: NVIDIA's mask is that of the positive one
         kept = length if field == "positive" else row.shape[1]
         texts.append((row[:, :kept].clone(), mask[:, :kept].clone()))

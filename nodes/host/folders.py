@@ -11,6 +11,7 @@ import comfy.model_management
 import folder_paths
 
 from ...sana_core.checkpoints.headers import SUFFIXES
+from ...sana_core.errors import InputError, MissingFileError
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,10 @@ def find_file(kind: str, name: str) -> Path:
     if name == BUNDLED and kind in PARTS:
         return BUNDLED_FOLDER
     if not name.lower().endswith(SUFFIXES):
-        raise ValueError(f"{kind}: got {name!r}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
+        raise InputError(f"{kind}: got {name!r}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
     path = folder_paths.get_full_path(kind, name)
     if path is None:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{kind}: no file {name!r} in models/{kind}; put it there and refresh, or choose another"
         )
     return Path(path)
@@ -60,7 +61,7 @@ def list_models() -> list[str]:
 def model_path(name: str) -> Path:
     """Return the folder or file that `name` of `list_models` means. Raises ValueError for any other name."""
     if name not in list_models():
-        raise ValueError(
+        raise InputError(
             f"model: got {name!r}, expected one of {', '.join(list_models())}; "
             "put diffusers folders into models/diffusers and all-in-one files into models/checkpoints"
         )
@@ -98,8 +99,8 @@ def cluster_address() -> str | None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f'{file}: {error}; expected {{"address": "auto"}}, or an address like HOST:6379') from None
+        raise InputError(f'{file}: {error}; expected {{"address": "auto"}}, or an address like HOST:6379') from None
     match found:
         case {"address": str(address)} if address and len(found) == 1:
             return address
-    raise ValueError(f'{file}: got {found!r:.80}, expected {{"address": "auto"}}, or an address like HOST:6379')
+    raise InputError(f'{file}: got {found!r:.80}, expected {{"address": "auto"}}, or an address like HOST:6379')

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from comfy.patcher_extension import WrappersMP
 
+from ...sana_core.errors import InputError
 from ...sana_core.guidance import PerturbedAttention, perturbed_attention
 from .model import SanaModel
 from .prompts import PromptCondition
@@ -28,7 +29,7 @@ INTERVAL = "sana_guidance_interval"
 def require_sana(model: torch.nn.Module) -> SanaModel:
     """Return `model`. Raises ValueError unless it is a SANA model."""
     if not isinstance(model, SanaModel):
-        raise ValueError(f"model: got {type(model).__name__}, expected a SANA model; use SANA Loader")
+        raise InputError(f"model: got {type(model).__name__}, expected a SANA model; use SANA Loader")
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import comfy.latent_formats
@@ -11,6 +10,7 @@ import torch
 
 from ...sana_core.checkpoints import CheckpointInfo
 from ...sana_core.checkpoints.load import latent_scale
+from ...sana_core.checkpoints.schemas import read_preview
 from ...sana_core.latents import CHANNELS, DOWNSCALE, picture_shape
 from .preview import find_taesana, taesana_previewer
 
@@ -90,13 +90,13 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
 def latent_format(info: CheckpointInfo) -> SanaLatents:
     """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any.
 
-    A checkpoint with colours of its own has latents of its own, which TAESANA cannot read.
+    A checkpoint with colours of its own has latents of its own, which TAESANA cannot read. Raises CheckpointError for
+    colours that are none.
     """
     scale_factor = latent_scale(info)
     preview = info.path / "preview.json"
-    if preview.is_file():
-        own = json.loads(preview.read_text(encoding="utf-8"))
-        return SanaLatents(scale_factor, own["rgb_factors"], own["rgb_bias"], taesana=False)
+    if preview.exists():
+        return SanaLatents(scale_factor, *read_preview(preview), taesana=False)
     return SanaLatents(scale_factor, RGB_FACTORS, RGB_BIAS, taesana=True)
 
 

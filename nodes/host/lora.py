@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -13,7 +12,10 @@ import comfy.sd
 import torch
 from comfy.weight_adapter import LoRAAdapter
 
-from ...sana_core.checkpoints import find_part, inspect_checkpoint
+from ...sana_core.checkpoints import CheckpointInfo, find_part, inspect_checkpoint
+from ...sana_core.checkpoints.files import parse_json
+from ...sana_core.checkpoints.schemas import check_ranks
+from ...sana_core.errors import CheckpointError, InputError
 from .model import SanaModel
 from .weights import read
 
@@ -86,9 +88,9 @@ def apply_lora(
     Raises ValueError for a file that is no LoRA, a MODEL that is not SANA's, and a LoRA of which nothing fits.
     """
     if not isinstance(model.model, SanaModel):
-        raise ValueError(f"model: got {type(model.model).__name__}, expected a SANA model; use SANA Loader")
+        raise InputError(f"model: got {type(model.model).__name__}, expected a SANA model; use SANA Loader")
     info = find_part(inspect_checkpoint(path), "lora")
-    lora = with_alpha(read(path), info.weights.metadata)
+    lora = with_alpha(read(path), info)
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     if clip is not None:
         keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, keys)
@@ -102,7 +104,7 @@ def apply_lora(
     fitting = {name for name in keys if keys[name] in applied and name in layers(lora)}
     missing = sorted(layers(lora) - fitting)
     if not applied:
-        raise ValueError(
+        raise CheckpointError(
             f"{info.name}: none of its {len(missing)} layers fit this model, among them {', '.join(missing[:3])}; "
             "choose a LoRA trained on this SANA"
         )
@@ -121,14 +123,19 @@ def check_shapes(name: str, patches: dict, weights: dict[str, torch.Tensor]) -> 
         up, down, _, middle, *_ = patch.weights
         got, expected = [up.shape[0], down.flatten(1).shape[1]], [*weights[key].flatten(1).shape]
         if middle is None and got != expected:
-            raise ValueError(
+            raise CheckpointError(
                 f"{name}: the layer for {key} is for {got}, expected {expected}; choose a LoRA trained on this model"
             )
 
 
-def with_alpha(lora: dict, metadata: dict[str, str]) -> dict:
-    """Return `lora` with the alpha that PEFT keeps in the file's metadata, where it is not the rank."""
-    settings = json.loads(metadata.get(PEFT_SETTINGS, "{}"))
+def with_alpha(lora: dict, info: CheckpointInfo) -> dict:
+    """Return `lora` with the alpha that PEFT keeps in the file's metadata, where it is not the rank.
+
+    Raises CheckpointError for metadata that are not PEFT's.
+    """
+    name = f"{info.name}: {PEFT_SETTINGS}"
+    settings = parse_json(info.weights.metadata.get(PEFT_SETTINGS, "{}"), name)
+    check_ranks(name, settings)
     alpha, rank = settings.get("transformer.lora_alpha"), settings.get("transformer.r")
     if alpha is None or alpha == rank:
         return lora

@@ -15,6 +15,8 @@ import folder_paths
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 
+from ...sana_core.errors import CheckpointError
+
 NAME = "taesana_decoder"
 # channels of the three blocks at each size, from that of the latent to twice, four times ... as large
 WIDTHS = (256, 128, 64, 64, 64)
@@ -65,13 +67,13 @@ def find_taesana() -> str | None:
 def taesana_previewer(path: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function of scaled latents [B, 32, h, w] that gives pictures [B, 3, 32h, 32w] in [-1, 1].
 
-    Raises ValueError for a file that is not TAESANA's decoder.
+    Raises CheckpointError for a file that is not TAESANA's decoder.
     """
     decoder = taesana_decoder().requires_grad_(False)
     try:
         decoder.load_state_dict(comfy.utils.load_torch_file(path, safe_load=True))
     except RuntimeError:
-        raise ValueError(
+        raise CheckpointError(
             f"preview: models/vae_approx holds a {NAME} that is not the decoder of TAESANA; download it again"
         ) from None
     return partial(decode_preview, decoder)

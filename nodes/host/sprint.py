@@ -8,6 +8,7 @@ import comfy.samplers
 from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.defaults import SPRINT
+from ...sana_core.errors import InputError
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -29,9 +30,9 @@ def refuse_other_samplers(executor, guider, *args, **kwargs):
     # ours say themselves what they are for
     if type(sampler) is comfy.samplers.KSAMPLER and sampler.sampler_function.__name__ != LCM:
         name = sampler.sampler_function.__name__.removeprefix("sample_")
-        raise ValueError(f"sampler_name: got {name} for a SANA-Sprint model, expected scm; {REMEDY}")
+        raise InputError(f"sampler_name: got {name} for a SANA-Sprint model, expected scm; {REMEDY}")
     if getattr(guider, "cfg", 1.0) != 1:
-        raise ValueError(
+        raise InputError(
             f"cfg: got {guider.cfg} for a SANA-Sprint model, whose guidance is built in, expected 1; {REMEDY}"
         )
     return executor(guider, *args, **kwargs)

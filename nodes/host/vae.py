@@ -18,6 +18,7 @@ from ...sana_core.checkpoints.load import load_part
 from ...sana_core.decode import decode_latents, encode_images
 from ...sana_core.decode.layout import decoder_layout, encoder_layout
 from ...sana_core.decode.plan import Planner
+from ...sana_core.errors import InputError
 from ...sana_core.latents import CHANNELS, DOWNSCALE
 from .weights import read, wide_dtype
 
@@ -142,7 +143,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
         floor = math.ceil(planner.floor().peak_bytes / 1e6) / 1e3
         if budget_gb < floor:
             size = f"{samples.shape[3] * DOWNSCALE} x {samples.shape[2] * DOWNSCALE}"
-            raise ValueError(f"budget_gb: got {budget_gb}, expected at least {floor} for a picture of {size}, or 0")
+            raise InputError(f"budget_gb: got {budget_gb}, expected at least {floor} for a picture of {size}, or 0")
         options["max_bytes"] = int(budget_gb * 1e9)
     if devices == "all":
         options["devices"] = comfy.model_management.get_all_torch_devices()

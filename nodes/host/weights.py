@@ -11,8 +11,10 @@ import comfy.ops
 import comfy.utils
 import torch
 
+from ...sana_core.checkpoints.files import brief, parse_json
 from ...sana_core.checkpoints.headers import SAFETENSORS, read_file
 from ...sana_core.checkpoints.load import build_module, component_tensors, fill
+from ...sana_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from ...sana_core.checkpoints import CheckpointInfo
@@ -55,35 +57,43 @@ def load_quantised(
 ) -> dict[str, torch.Tensor]:
     """Put quantised layers of `operations` into `module` and return the tensors that are left.
 
-    Raises ValueError for the original layout, whose fused weights cannot be parted under their scales, for a component
-    that runs in other operations, and for a format that ComfyUI does not know.
+    Raises CheckpointError for the original layout, whose fused weights cannot be parted under their scales, for a
+    component that runs in other operations, and for a format that ComfyUI does not know.
     """
     if info.layout == "original" or not is_mixed(operations):
-        raise ValueError(
+        raise CheckpointError(
             f"{info.name}: got quantised weights, which are read of transformers and text encoders with "
             "diffusers' names; use the plain file"
         )
     tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(info))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
-        plain = module.get_submodule(name)
         own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
         try:
+            plain = module.get_submodule(name)
             if not isinstance(plain, torch.nn.Linear):
                 raise ValueError(f"a {type(plain).__name__}")
             layer = operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, device="cpu")
             layer.load_state_dict({key.removeprefix(f"{name}."): value for key, value in own.items()}, assign=True)
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{info.name}: ComfyUI cannot read the quantised layer {name} ({error})") from None
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{info.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "
+                "use the plain file"
+            ) from None
         module.set_submodule(name, layer.requires_grad_(False))
     return tensors
 
 
 def renamed_layers(info: CheckpointInfo) -> dict[str, str]:
-    """Return the file's metadata, the layers in its table of formats under the names that the module has."""
+    """Return the file's metadata, the layers in its table of formats under the names that the module has.
+
+    Raises CheckpointError for a table that is none.
+    """
     metadata = dict(info.weights.metadata)
     if QUANTISATION in metadata:
         names = {origin.name: target for target, origin in info.origins.items()}
-        table = json.loads(metadata[QUANTISATION])
+        table = parse_json(metadata[QUANTISATION], f"{info.name}: {QUANTISATION}")
+        if not isinstance(table.get("layers"), dict):
+            raise CheckpointError(f"{info.name}: {QUANTISATION} has no table of layers; use the plain file")
         layers = {
             names[f"{layer}.weight"].removesuffix(".weight"): form
             for layer, form in table["layers"].items()

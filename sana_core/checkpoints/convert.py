@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
+from ..errors import CheckpointError, ExistingFileError, InputError, OutputError
 from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
+from .files import brief
 from .headers import SAFETENSORS
 from .load import load_part
 from .tokenizer import load_tokenizer
@@ -24,31 +26,48 @@ def convert_checkpoint(
     """Write `source` to the safetensors file `target` and return a line for each component.
 
     One component keeps diffusers' names as they are, with its configuration in the metadata; a pipeline becomes an
-    all-in-one file. The file appears under its name only when it is whole. Raises ValueError for a target that is
-    no .safetensors file or a source that is not SANA's, FileExistsError for a target that is there.
+    all-in-one file. The file appears under its name only when it is whole. Raises InputError for a target that is
+    no .safetensors file, ExistingFileError for one that is there, OutputError for one that cannot be written,
+    CheckpointError for a source that is not SANA's, and as `inspect_checkpoint` does.
     """
-    from safetensors.torch import save_file
-
-    if target.suffix not in SAFETENSORS:
-        raise ValueError(f"target: got {target.name}, expected a name that ends with {' or '.join(SAFETENSORS)}")
+    if target.suffix.lower() not in SAFETENSORS:
+        raise InputError(
+            f"target: got {brief(target.name)}, expected a name that ends with {' or '.join(SAFETENSORS)}; rename it"
+        )
     if target.exists():
-        raise FileExistsError(f"target: {target} exists; choose another name")
+        raise ExistingFileError(f"target: {target} exists; choose another name")
     if resolution not in (None, *RESOLUTIONS):
-        raise ValueError(f"resolution: got {resolution}, expected one of {', '.join(map(str, RESOLUTIONS))}")
+        raise InputError(
+            f"resolution: got {resolution}, expected one of {', '.join(map(str, RESOLUTIONS))}; or leave it out"
+        )
     info = inspect_checkpoint(source)
     parts = info.parts or (info,)
     if any(part.kind in ("other", "lora") for part in parts):
-        raise ValueError(f"{info.name}: got {describe(info)}, expected a SANA model")
+        raise CheckpointError(f"{info.name}: got {describe(info)}, expected a SANA model; choose another file")
     tensors, configs, lines = {}, {}, []
     for part in parts:
         own, configs[part.kind] = component(part, dtype, resolution)
         single = len(parts) == 1
         tensors.update({name if single else full_name(part, name): value for name, value in own.items()})
         lines.append(f"{target.name}: {describe(part)}, {len(own)} tensors")
-    partial = target.with_name(f"{target.name}.part")
-    save_file(tensors, partial, {"format": "pt", "config": json.dumps(configs)})
-    partial.rename(target)
+    write_file(tensors, target, {"format": "pt", "config": json.dumps(configs)})
     return lines
+
+
+def write_file(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file that appears under its name when it is whole. Raises OutputError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    partial = target.with_name(f"{target.name}.part")
+    try:
+        save_file(tensors, partial, metadata)
+        partial.rename(target)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise OutputError(
+            f"target: cannot write {target} ({brief(error)}); see the folder, its rights and its disk"
+        ) from error
 
 
 def component(info: CheckpointInfo, dtype: str | None, resolution: int | None) -> tuple[dict[str, torch.Tensor], dict]:

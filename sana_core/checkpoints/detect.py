@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..errors import CheckpointError, MissingFileError
 from ..reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
 from .families import family
-from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, shown
+from .files import brief, parse_json, read_json, shown
+from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
+from .schemas import MOST_CELLS, check_config, check_tensors
 from .zoo import GEMMA_WIDTHS, Headers, architecture, resolution_config, variant_name
 
 # in an all-in-one file: what stands before the names of each component
@@ -85,26 +88,26 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     """Return what the file or folder at `path` is: kind, variant, layout, dtype, size, resolution.
 
     A folder is one of diffusers' or transformers', whole or a single component, or NVIDIA's with checkpoints/ in it.
-    A file that is not SANA's has kind "other" and a variant that names it. Raises FileNotFoundError for a path that is
-    not there, ValueError for a file that is truncated or no weights file.
+    A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError for a path that is
+    not there, ReadError where the disk refuses, CheckpointError for a file that is broken or no weights file.
     """
     path = Path(path)
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return inspect_file(path)
     if (path / "model_index.json").is_file():
-        found = [inspect_folder(path / name) for name in FOLDERS.values() if (path / name / "config.json").is_file()]
+        found = [inspect_folder(path / name) for name in FOLDERS.values() if (path / name / "config.json").exists()]
         if not found:
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"{path.name}: no component beside model_index.json; download the folder again, whole"
             )
         return bundle(path, "diffusers", found)
-    if (path / "config.json").is_file():
+    if (path / "config.json").exists():
         return inspect_folder(path)
     originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
     if originals:
         return inspect_file(originals[0])
-    raise FileNotFoundError(
-        f"{path.name}: no such file, and no folder with model_index.json, config.json or checkpoints/; "
+    raise MissingFileError(
+        f"{brief(path.name)}: no such file, and no folder with model_index.json, config.json or checkpoints/; "
         "download the model again, whole"
     )
 
@@ -146,9 +149,9 @@ def components(names: Iterable[str]) -> list[dict[str, str]]:
 
 def inspect_folder(folder: Path) -> CheckpointInfo:
     """As `inspect_checkpoint`, for one component's folder. Of several precisions, it takes the one without a suffix."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in SAFETENSORS]
+    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in SAFETENSORS]
     if not files:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{folder.name}: no .safetensors file beside config.json; download the folder again, whole"
         )
     plain = [file for file in files if "." not in SHARD.sub(r"\1", file.stem)]
@@ -173,16 +176,12 @@ def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointIn
 
 
 def own_config(file: Path, weights: Weights) -> dict[str, Any] | None:
-    """Return the configuration in the file's metadata or beside it, None if there is none. Raises for one not JSON."""
+    """Return the configuration in the file's metadata or beside it, None if there is none. Raises as `read_json`."""
+    if "config" in weights.metadata:
+        return parse_json(weights.metadata["config"], f"{shown(file)}: its config")
     beside = file.with_name("config.json")
-    if "config" not in weights.metadata and not beside.is_file():
-        return None
-    try:
-        text = weights.metadata["config"] if "config" in weights.metadata else beside.read_text(encoding="utf-8")
-        config = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{shown(file)}: its config is not JSON ({error}); download it again") from None
-    return config if isinstance(config, dict) else None
+    # a link to nowhere is not "none"
+    return read_json(beside) if beside.exists() or beside.is_symlink() else None
 
 
 def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[str, Any] | None) -> CheckpointInfo:
@@ -190,12 +189,16 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
     stored = {name: weights.headers[full] for name, full in names.items()}
     kind, layout, origins = match(set(names))
     origins = {target: Origin(names[o.name], o.part, o.parts) for target, o in origins.items()}
-    headers = {target: part_header(weights.headers[o.name], o) for target, o in origins.items()}
+    headers = {target: part_header(o.name, weights.headers[o.name], o) for target, o in origins.items()}
+    if kind in KINDS and kind != "lora":
+        check_tensors(shown(file), kind, headers)
     sizes: Counter[torch.dtype] = Counter()
     for header in stored.values():
         sizes[header.dtype] += header.size
     # an all-in-one file has a configuration for each component
     config = next((each for each in ((config or {}).get(kind), config) if fits(each, kind)), None)
+    if config is not None:
+        config = check_config(shown(file), kind, config)
     variant, resolution, source, reference = "", None, "", ""
     if kind in ("transformer", "controlnet"):
         reference = NVIDIA if layout == "original" else DIFFUSERS
@@ -236,7 +239,8 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
 def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
     """Return `info`, a transformer or ControlNet, following that reference; "auto" leaves the file's own.
 
-    Raises ValueError for a name that is none, and for NVIDIA's where a ControlNet's file lacks the base model's block.
+    Raises InputError for a name that is none, CheckpointError for NVIDIA's where a ControlNet's file lacks the base
+    model's block.
     """
     check_reference(reference)
     info = info if reference == AUTO else replace(info, reference=reference)
@@ -245,7 +249,7 @@ def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
     base = {name for name in info.origins if name.startswith(f"{BASE_BLOCK}.")}
     if info.reference == NVIDIA and not base:
         whole = "download the whole .pth, or " if info.layout == "original" else ""
-        raise ValueError(
+        raise CheckpointError(
             f"{info.name}: got a ControlNet without the base model's first block (blocks.0), from which NVIDIA's "
             f"starts; {whole}choose reference diffusers"
         )
@@ -259,7 +263,9 @@ def fits(config: Any, kind: str) -> bool:
     """Whether `config` is one of the library's class for `kind`; a config.json beside a file may be of another."""
     if not isinstance(config, dict):
         return False
-    return (config.get("_class_name") or (config.get("architectures") or [""])[0]) in CLASSES.get(kind, ())
+    architectures = config.get("architectures")
+    listed = architectures[:1] if isinstance(architectures, list) else []
+    return any(name in CLASSES.get(kind, ()) for name in [config.get("_class_name"), *listed])
 
 
 def match(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
@@ -286,8 +292,14 @@ def match(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
     return "other", "", same
 
 
-def part_header(header: Header, origin: Origin) -> Header:
+def part_header(name: str, header: Header, origin: Origin) -> Header:
+    """Return the header of one part of a fused tensor. Raises CheckpointError for one that has no such parts."""
     first, *rest = header.shape or (1,)
+    if first % origin.parts:
+        raise CheckpointError(
+            f"{shown(header.file)}: {brief(name)} has {first} rows, expected {origin.parts} equal parts; use another"
+            " file"
+        )
     return header._replace(shape=(first // origin.parts, *rest)) if origin.parts > 1 else header
 
 
@@ -297,14 +309,20 @@ def controlnet_name(headers: Headers) -> str:
 
 
 def find_resolution(file: Path, config: dict[str, Any] | None, positions: Header | None) -> tuple[int, str]:
-    """Return the size in pixels that the model was trained at, and what told it.
+    """Return the size in pixels that the model was trained at, and what told it. Raises CheckpointError.
 
     NVIDIA's files carry a position embedding of that many latent cells, read or not; diffusers' carry none.
     """
     if config is not None and "sample_size" in config:
-        return 32 * int(config["sample_size"]), "config"
+        return 32 * config["sample_size"], "config"
     if positions is not None:
-        return 32 * round(positions.shape[1] ** 0.5), "position embedding"
+        side = isqrt(positions.shape[1]) if len(positions.shape) == 3 else 0
+        if not 0 < side <= MOST_CELLS:
+            raise CheckpointError(
+                f"{shown(file)}: pos_embed is {brief(list(positions.shape))}, expected the cells of a square picture; "
+                "use another file"
+            )
+        return 32 * side, "position embedding"
     for name in (file.stem, file.parent.name, file.parent.parent.name):
         found = NAMED_RESOLUTION.search(name)
         if found:
@@ -313,16 +331,23 @@ def find_resolution(file: Path, config: dict[str, Any] | None, positions: Header
 
 
 def find_part(info: CheckpointInfo, kind: str) -> CheckpointInfo:
-    """Return the component of that kind. Raises ValueError that names what was found and where to get the right one."""
+    """Return the component of that kind.
+
+    Raises CheckpointError that names what was found and where to get the right one, MissingFileError for a component's
+    folder that is not whole.
+    """
     for part in info.parts or (info,):
         if part.kind == kind:
             return part
     if (info.path / "model_index.json").is_file() and kind in FOLDERS:
-        raise FileNotFoundError(
-            f"{info.name}: no config.json in {info.name}/{FOLDERS[kind]}; download the folder again, whole"
-        )
+        found_there = [part for part in info.parts if part.path.parent == info.path / FOLDERS[kind]]
+        if not found_there:
+            raise MissingFileError(
+                f"{info.name}: no config.json in {info.name}/{FOLDERS[kind]}; download the folder again, whole"
+            )
+        info = found_there[0]
     found = ", ".join(describe(part) for part in info.parts or (info,))
-    raise ValueError(f"{info.name}: not {WANTED[kind]}: found {found}; {WHERE[kind]}")
+    raise CheckpointError(f"{info.name}: not {WANTED[kind]}: found {found}; {WHERE[kind]}")
 
 
 def describe(info: CheckpointInfo) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from .files import brief
 from .headers import Header
 
 # specific before broad: a pattern that some tensor's name contains
@@ -24,6 +25,22 @@ FAMILIES = (
     (r"input_hint_block|controlnet_cond_embedding|zero_convs\.0", "another model's ControlNet"),
     (r"body\.0\.rdb1|model\.1\.sub\.0|conv_body\.weight", "an upscaler"),
 )
+# SANA's own parts that lack one of the tensors by which they are known
+OWN = (
+    (
+        r"\.ff\.conv_(inverted|depth|point)\.",
+        "a SANA transformer",
+        ("caption_projection.linear_1.weight", "transformer_blocks.0.ff.conv_point.weight"),
+    ),
+    (
+        r"\.cross_attn\.q_linear\.|\.mlp\.point_conv\.conv\.",
+        "a SANA transformer",
+        ("blocks.0.cross_attn.q_linear.weight", "blocks.0.mlp.point_conv.conv.weight"),
+    ),
+    (r"to_qkv_multiscale\.", "a DC-AE", ("decoder.conv_in.weight",)),
+    (r"\.op_list\.", "a DC-AE", ("encoder.project_in.conv.weight", "decoder.project_in.conv.weight")),
+    (r"\.pre_feedforward_layernorm\.", "a Gemma 2 text encoder", ("layers.0.pre_feedforward_layernorm.weight",)),
+)
 
 
 def family(headers: Mapping[str, Header]) -> str:
@@ -31,7 +48,12 @@ def family(headers: Mapping[str, Header]) -> str:
     decoder = [header for name, header in headers.items() if name.endswith("decoder.conv_in.weight")]
     if decoder and len(decoder[0].shape) > 1:
         return f"a VAE with {decoder[0].shape[1]} channels"
+    for pattern, label, known_by in OWN:
+        missing = [name for name in known_by if name not in headers]
+        # Gemma 3 has Gemma 2's norms and its own
+        if missing and any(re.search(pattern, name) for name in headers) and not any("q_norm" in n for n in headers):
+            return f"{label} without {missing[0]}"
     for pattern, label in FAMILIES:
         if any(re.search(pattern, name) for name in headers):
             return label
-    return f"tensors named {', '.join(sorted(headers)[:3])}" if headers else "no tensors"
+    return f"tensors named {', '.join(brief(name) for name in sorted(headers)[:3])}" if headers else "no tensors"

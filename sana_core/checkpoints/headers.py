@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from ..errors import CheckpointError, MissingFileError
+from .files import AGAIN, START, brief, check_start, opened, parse_json, read_json, shown
+from .pickled import read_pickled
 
 DTYPES = {
     "F64": torch.float64,
@@ -27,9 +30,13 @@ DTYPES = {
 SAFETENSORS = (".safetensors", ".sft")
 PICKLED = (".pth",)
 SUFFIXES = SAFETENSORS + PICKLED
-# safetensors' own limit; a header of a SANA file has under 1 MB
-LARGEST_HEADER = 100_000_000
-AGAIN = "download it again"
+# a header of a SANA file has under 1 MB and 3000 tensors; more would take memory before anything is known of the file
+LARGEST_HEADER = 16_000_000
+MOST_TENSORS = 100_000
+LONGEST_NAME = 1000
+MOST_DIMENSIONS = 8
+LARGEST_SIDE = 2**40
+MOST_SHARDS = 1000
 
 
 class Header(NamedTuple):
@@ -52,125 +59,125 @@ class Weights(NamedTuple):
     metadata: dict[str, str]
 
 
-def shown(file: Path) -> str:
-    """Return how errors name a file: with its folder, for in diffusers' folders the names are all the same."""
-    return f"{file.parent.name}/{file.name}"
-
-
 def read_header(file: Path) -> Weights:
     """Return the header of one weights file; of a .safetensors file nothing else is read.
 
-    Raises FileNotFoundError for a file that is gone, PermissionError for one that may not be read, ValueError for one
-    that is truncated, no safetensors file, or of another kind than .safetensors, .sft and .pth.
+    Raises MissingFileError for a file that is gone, ReadError where the disk refuses, CheckpointError for one that is
+    truncated, no safetensors file, or of another kind than .safetensors, .sft and .pth.
     """
     if file.suffix.lower() in PICKLED:
         return Weights({name: Header(tuple(t.shape), t.dtype, file) for name, t in read_pickled(file).items()}, {})
     if file.suffix.lower() not in SAFETENSORS:
-        raise ValueError(
-            f"{shown(file)}: got a {file.suffix or 'nameless'} file, expected one of {', '.join(SUFFIXES)}"
+        raise CheckpointError(
+            f"{shown(file)}: got a {brief(file.suffix) or 'nameless'} file, expected one of {', '.join(SUFFIXES)}; "
+            "use a safetensors file"
         )
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or 8 + length > size or length > LARGEST_HEADER:
-                raise broken(file, size, f"no safetensors header: it asks for {length} bytes")
-            content = json.loads(stream.read(length))
-        metadata = content.pop("__metadata__", {})
-        headers = {name: Header(tuple(t["shape"]), DTYPES[t["dtype"]], file) for name, t in content.items()}
-        spans = [content[name]["data_offsets"] for name in headers]
-        ends = [end for begin, end in spans]
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{shown(file)}: no such file; refresh the list, or download it again") from None
-    except PermissionError:
-        raise forbidden(file) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
-        raise broken(file, size, "its header is not JSON") from None
-    except KeyError as error:
-        raise ValueError(f"{shown(file)}: got a header with {error}, which SANA's files do not have") from None
-    wanted = 8 + length + max(ends, default=0)
-    if wanted != size:
-        raise broken(file, size, f"expected {wanted} bytes")
-    if any(end - begin != headers[name].size for name, (begin, end) in zip(headers, spans, strict=True)):
-        raise broken(file, size, "a tensor's shape does not fit its bytes")
+    with opened(file) as (stream, size):
+        start = stream.read(START)
+        check_start(file, start)
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or 8 + length > size or length > LARGEST_HEADER:
+            raise broken(file, size, f"no safetensors header: it asks for {length} bytes")
+        stream.seek(8)
+        text = stream.read(length)
+    content = parse_json(text, f"{shown(file)}: corrupt or incomplete, got {size} bytes, its header")
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise broken(file, size, "its metadata are no table of texts")
+    if len(content) > MOST_TENSORS:
+        raise broken(file, size, f"{len(content)} tensors, expected at most {MOST_TENSORS}")
+    headers, spans = {}, []
+    for name, entry in content.items():
+        headers[name], span = read_entry(file, size, name, entry)
+        spans.append(span)
+    end = 0
+    for begin, until in sorted(spans):
+        if begin != end:
+            raise broken(file, size, f"its tensors overlap or leave a gap at byte {brief(begin)}")
+        end = until
+    if 8 + length + end != size:
+        raise broken(file, size, f"expected {brief(8 + length + end)} bytes")
     return Weights(headers, metadata)
 
 
-def broken(file: Path, size: int, what: str) -> ValueError:
-    return ValueError(f"{shown(file)}: corrupt or incomplete, got {size} bytes, {what}; {AGAIN}")
-
-
-def forbidden(file: Path) -> PermissionError:
-    return PermissionError(f"{shown(file)}: permission denied; let the user that runs this read the file")
-
-
-def read_pickled(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of NVIDIA's .pth, mapped into memory, without executing anything that is in the file.
-
-    Raises ValueError where torch's safe unpickler refuses the file, or where torch is older than 2.6, whose safe
-    unpickler was not.
-    """
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
-        raise ValueError(
-            f"{shown(file)}: got torch {torch.__version__}, expected 2.6 or newer for .pth; use .safetensors"
+def read_entry(file: Path, size: int, name: str, entry: Any) -> tuple[Header, tuple[int, int]]:
+    """Return one tensor of a safetensors header, and where its bytes begin and end. Raises CheckpointError."""
+    if len(name) > LONGEST_NAME or not is_text(name):
+        raise broken(file, size, f"a tensor named {brief(name)}, which is no name")
+    match entry:
+        case {"dtype": str(kind), "shape": [*shape], "data_offsets": [begin, end]} if len(entry) == 3:
+            whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        case _:
+            whole = False
+    if not whole or len(shape) > MOST_DIMENSIONS or any(side > LARGEST_SIDE for side in shape):
+        raise broken(file, size, f"its header has no whole dtype, shape and data_offsets of {brief(name)}")
+    if kind not in DTYPES:
+        raise CheckpointError(
+            f"{shown(file)}: got dtype {brief(kind)} in {brief(name)}, expected {', '.join(DTYPES)}; use another file"
         )
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{shown(file)}: no such file; refresh the list, or download it again") from None
-    except PermissionError:
-        raise forbidden(file) from None
-    except Exception as error:  # torch raises many kinds for what is no checkpoint
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"{shown(file)}: torch cannot read it safely ({reason[:100]}); "
-            "download it again, or use the .safetensors file of the diffusers repository"
-        ) from None
-    tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
-    tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    if not tensors:
-        raise ValueError(f"{shown(file)}: got a pickle without weights, expected a state_dict of tensors")
-    return tensors
+    header = Header(tuple(shape), DTYPES[kind], file)
+    if end - begin != header.size:
+        raise broken(file, size, f"a tensor's shape does not fit its bytes: {brief(name)}")
+    return header, (begin, end)
+
+
+def is_text(name: str) -> bool:
+    """Whether `name` can be written; JSON can carry half a character of two, and no encoding can."""
+    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def broken(file: Path, size: int, what: str) -> CheckpointError:
+    return CheckpointError(f"{shown(file)}: corrupt or incomplete, got {size} bytes, {what}; {AGAIN}")
 
 
 def read_sharded(index: Path) -> Weights:
     """Return the headers of all files that a safetensors index names.
 
-    Raises ValueError for an index that is no JSON, names a file outside its folder, or a tensor that is not where it
-    says; FileNotFoundError for a missing shard.
+    Raises CheckpointError for an index that is none, names a file outside its folder, or a tensor that is not where it
+    says; MissingFileError for a missing shard.
     """
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{shown(index)}: got no index of safetensors files; {AGAIN}") from None
-    outside = [name for name in names if not is_plain(name)]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{shown(index)}: got no index of safetensors files; {AGAIN}")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if not is_plain(name) or Path(name).suffix.lower() not in SAFETENSORS]
     if outside:
-        raise ValueError(f"{shown(index)}: names {outside[0]!r}, expected files of its own folder; {AGAIN}")
-    missing = [name for name in names if not (index.parent / name).is_file()]
+        raise CheckpointError(
+            f"{shown(index)}: names {brief(outside[0])}, expected safetensors files of its own folder; {AGAIN}"
+        )
+    if len(names) > MOST_SHARDS:
+        raise CheckpointError(f"{shown(index)}: names {len(names)} files, expected at most {MOST_SHARDS}; {AGAIN}")
+    missing = [name for name in names if not (index.parent / name).exists()]
     if missing:
-        raise FileNotFoundError(f"{shown(index.parent / missing[0])}: no such file, but {index.name} names it; {AGAIN}")
+        raise MissingFileError(
+            f"{brief(shown(index.parent / missing[0]))}: no such file, but {index.name} names it; {AGAIN}"
+        )
     shards = {name: read_header(index.parent / name).headers for name in names}
     lost = [name for name, shard in weight_map.items() if name not in shards[shard]]
     if lost:
-        raise ValueError(
-            f"{shown(index.parent / weight_map[lost[0]])}: no tensor {lost[0]}, but {index.name} names it; {AGAIN}"
+        raise CheckpointError(
+            f"{shown(index.parent / weight_map[lost[0]])}: no tensor {brief(lost[0])}, but {index.name} names it; "
+            f"{AGAIN}"
         )
     return Weights({name: shards[shard][name] for name, shard in weight_map.items()}, {})
 
 
 def is_plain(name: str) -> bool:
     """Whether `name` is a file's name, and no path on any system."""
-    return not set(name) & set("/\\:\0") and name not in ("", ".", "..")
+    return not set(name) & set("/\\:\0") and name not in ("", ".", "..") and is_text(name)
 
 
 def read_file(file: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a file whose header was read, mapped into memory."""
     if file.suffix.lower() in PICKLED:
         return read_pickled(file)
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return load_file(file)
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{shown(file)}: safetensors cannot read it ({brief(error)}); {AGAIN}") from None
 
 
 Reader = Callable[[Path], dict[str, torch.Tensor]]

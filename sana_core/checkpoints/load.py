@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import CheckpointError, InputError
 from ..reference import AUTO, NVIDIA, released_shift, set_reference
 from ..text import TextEncoder
 from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
+from .files import INCOMPLETE, brief
 from .headers import Reader, read_file, read_tensors
+from .schemas import read_shift
 from .tokenizer import load_tokenizer
 from .zoo import (
     CROSS_HEADS,
@@ -37,11 +39,25 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
     """Return the library's module for `info`, its parameters on the meta device, its buffers real.
 
     A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
-    overrides what `info` says. Raises ValueError where neither configuration nor shapes tell the architecture, and
-    under python -OO.
+    overrides what `info` says. Raises CheckpointError where neither configuration nor shapes tell the architecture, or
+    the library cannot build it, and InputError under python -OO.
     """
     if sys.flags.optimize > 1:
-        raise ValueError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
+        raise InputError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
+    try:
+        return construct(info, resolution)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the libraries raise many kinds for sizes that do not fit each other
+        reason = brief(str(error) or type(error).__name__, 100)
+        raise CheckpointError(
+            f"{info.name}: its config or its tensors' shapes build no {info.kind} ({reason}); use another file, or the "
+            "model's own config.json"
+        ) from error
+
+
+def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
+    """Do what `build_module` says, and raise as the libraries do."""
     from accelerate import init_empty_weights
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
     from transformers import Gemma2Config, Gemma2Model
@@ -55,7 +71,7 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
             return AutoencoderDC.from_config(info.config or autoencoder_config(info.headers))
         width = architecture(info.headers).width
         if info.config is None and width not in CROSS_HEADS:
-            raise ValueError(
+            raise CheckpointError(
                 f"{info.name}: got width {width}, expected {' or '.join(map(str, CROSS_HEADS))}, for weights do not "
                 "tell the number of attention heads; put the model's config.json beside the file"
             )
@@ -78,9 +94,8 @@ def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str
     `resolution` in pixels or `reference`, where they are chosen, decide instead of what `info` says.
     """
     file = info.path / "scheduler" / "scheduler_config.json"
-    if resolution is None and reference in (AUTO, info.reference) and file.is_file():
-        config = json.loads(file.read_text(encoding="utf-8"))
-        shift = config.get("flow_shift", config.get("shift"))
+    if resolution is None and reference in (AUTO, info.reference) and file.exists():
+        shift = read_shift(file)
         if shift is not None:
             return float(shift)
     name = info.reference if reference == AUTO else reference
@@ -90,7 +105,8 @@ def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str
 def latent_scale(info: CheckpointInfo) -> float:
     """Return what latents of `info`'s autoencoder are multiplied by; that of DC-AE f32c32 where it has none."""
     parts = [part for part in info.parts or (info,) if part.kind == "autoencoder" and part.config is not None]
-    return parts[0].config["scaling_factor"] if parts and parts[0].config else DC_AE_SCALE
+    # AutoencoderDC's default is 1
+    return parts[0].config.get("scaling_factor", 1.0) if parts and parts[0].config else DC_AE_SCALE
 
 
 def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[str, torch.Tensor]:
@@ -110,7 +126,7 @@ def fill(
 
     The same dtype shares the memory.
 
-    Raises ValueError for missing, unexpected, misshapen and non-finite tensors; `name` is the file's.
+    Raises CheckpointError for missing, unexpected, misshapen and non-finite tensors; `name` is the file's.
     """
     expected = {key: parameter for key, parameter in module.named_parameters() if parameter.is_meta}
     check_names(name, "no", expected.keys() - tensors.keys())
@@ -121,9 +137,9 @@ def fill(
         if tensor.shape != parameter.shape:
             # 1x1 convolutions of the original layout are linear layers in diffusers'
             if tensor.squeeze().shape != parameter.squeeze().shape:
-                raise ValueError(
+                raise CheckpointError(
                     f"{name}: {key} is {list(tensor.shape)}, expected {list(parameter.shape)}; "
-                    "the file is of another model, or its config.json is"
+                    "the file is of another model, or its config.json is: download both again"
                 )
             tensor = tensor.reshape(parameter.shape)
         check_finite(name, key, tensor)
@@ -135,17 +151,17 @@ def fill(
 
 def check_names(name: str, fault: str, keys: set[str]) -> None:
     if keys:
-        shown = ", ".join(sorted(keys)[:SHOWN])
+        shown = ", ".join(brief(key, 90) for key in sorted(keys)[:SHOWN])
         more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        raise ValueError(f"{name}: {fault} {shown}{more}; the file is incomplete, or of another model")
+        raise CheckpointError(f"{name}: {fault} {shown}{more}; {INCOMPLETE}")
 
 
 def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError for NaN and infinity: their sum in fp32 is neither number nor finite."""
+    """Raise CheckpointError for NaN and infinity: their sum in fp32 is neither number nor finite."""
     if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not torch.isfinite(tensor.sum(dtype=torch.float32)):
         bad = tensor.numel() - int(torch.isfinite(tensor).sum())
         if bad:
-            raise ValueError(
+            raise CheckpointError(
                 f"{name}: {bad} of {tensor.numel()} numbers in {key} are NaN or infinite; use another file"
             )
 
@@ -155,10 +171,10 @@ def load_part(
 ) -> torch.nn.Module:
     """Return the library's module of `info` in `dtype`, its files read by `read`; `resolution` as in `build_module`.
 
-    Raises ValueError for quantised weights, and as `fill` does.
+    Raises CheckpointError for quantised weights, and as `fill` does.
     """
     if info.quantised:
-        raise ValueError(
+        raise CheckpointError(
             f"{info.name}: got quantised weights, which only ComfyUI reads, not of a VAE; use the plain file"
         )
     module = build_module(info, resolution)
@@ -182,7 +198,8 @@ def load_transformer(
 
     `resolution` in pixels, if given, decides on the position embedding instead of what the checkpoint says. `reference`
     is whose arithmetic it follows where the two codebases differ: "nvidia", "diffusers", or with "auto" that of the
-    file's layout. Raises ValueError or FileNotFoundError, with the file's name, for what is no whole SANA transformer.
+    file's layout. Raises CheckpointError, MissingFileError or ReadError, with the file's name, for what is no whole
+    SANA transformer.
     """
     info = follow(find_part(inspect_checkpoint(path), "transformer"), reference)
     return load_part(info, dtype, resolution=resolution).to(device)  # type: ignore[return-value]

@@ -34,9 +34,11 @@ def run(arguments: argparse.Namespace) -> None:
     from ..batch.folder import make_folder
     from ..checkpoints import load_autoencoder
     from ..decode import decode_rows
-    from ..latents import DOWNSCALE
+    from ..latents import DOWNSCALE, check_number
     from ..picture_files import WRITERS, levels
 
+    if arguments.max_gb is not None:
+        check_number("max-gb", arguments.max_gb, 0, 1e6)
     latents = read_latents(arguments.latents)
     count, _, height, width = latents.shape
     names = paths(arguments.out, arguments.latents.stem, count, WRITERS)

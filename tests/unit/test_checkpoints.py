@@ -68,7 +68,7 @@ def test_broken_folders_are_named(copy, name):
     config = copy / name / "config.json"
     content = config.read_text()
     config.write_text("{")
-    with pytest.raises(ValueError, match=rf"^{name}/\w+.safetensors: its config is not JSON .*; download it again$"):
+    with pytest.raises(ValueError, match=rf"^{name}/config.json: not JSON .*; download it again$"):
         load(copy)
     config.unlink()
     with pytest.raises(FileNotFoundError, match=f"^model: no config.json in model/{name}; download the folder again"):
@@ -107,7 +107,7 @@ def test_an_empty_folder_is_named(tmp_path):
         (lambda data: data[:-1000], "got [0-9]+ bytes, expected [0-9]+ bytes"),
         (lambda data: data + b"\0", "got [0-9]+ bytes, expected [0-9]+ bytes"),
         (lambda data: (2**62).to_bytes(8, "little") + data[8:], "it asks for 4611686018427387904 bytes"),
-        (lambda data: data[:8] + b"x" + data[9:], "its header is not JSON"),
+        (lambda data: data[:8] + b"x" + data[9:], "its header: not JSON"),
         (lambda data: data.replace(b'"shape":[160]', b'"shape":[161]'), "a tensor's shape does not fit its bytes"),
     ],
     ids=["zero bytes", "7 bytes", "half a header", "truncated", "too long", "huge header", "no JSON", "wrong shape"],
@@ -137,7 +137,10 @@ def test_nothing_in_a_file_is_executed(tmp_path, name, by_torch):
         torch.save(content, file)
     else:
         file.write_bytes(pickle.dumps(content))
-    with pytest.raises(ValueError, match="corrupt or incomplete|torch cannot read it safely"):
+    with pytest.raises(
+        ValueError,
+        match="corrupt, incomplete|corrupt or incomplete|calls (io|_io) open, expected nothing but tensors; use the",
+    ):
         sana_core.load_transformer(file)
     assert not (tmp_path / "executed").exists()
 
@@ -145,7 +148,7 @@ def test_nothing_in_a_file_is_executed(tmp_path, name, by_torch):
 @pytest.mark.parametrize("name", ["sana.pt", "sana.ckpt", "sana.bin", "sana"])
 def test_other_pickles_are_not_opened(tmp_path, name):
     torch.save({}, tmp_path / name)
-    with pytest.raises(ValueError, match="expected one of .safetensors, .sft, .pth$"):
+    with pytest.raises(ValueError, match="expected one of .safetensors, .sft, .pth; use a "):
         sana_core.inspect_checkpoint(tmp_path / name)
 
 
@@ -242,14 +245,18 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(sharded, name)
     content["weight_map"]["proj_out.bias"] = name
     index.write_text(json.dumps(content))
     save_file({"proj_out.bias": torch.zeros(32)}, sharded.parent / "x.safetensors")
-    with pytest.raises(ValueError, match="^sana/diffusion.*index.json: names .*, expected files of its own folder"):
+    with pytest.raises(
+        ValueError, match="^sana/diffusion.*index.json: names .*, expected safetensors files of its own"
+    ):
         sana_core.load_transformer(sharded)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}'])
 def test_an_index_that_is_none_is_named(sharded, content):
     next(sharded.glob("*.index.json")).write_text(content)
-    with pytest.raises(ValueError, match="got no index of safetensors files; download it again"):
+    with pytest.raises(
+        ValueError, match="^sana/diffusion.*index.json: (not JSON|got JSON|got no index of saf).*; download it again$"
+    ):
         sana_core.load_transformer(sharded)
 
 

@@ -73,5 +73,8 @@ def test_the_size_of_gemma_is_named(tmp_path, name, width):
     tensors = {
         "layers.0.pre_feedforward_layernorm.weight": torch.zeros(width),
         "embed_tokens.weight": torch.zeros(2, width),
+        "layers.0.mlp.gate_proj.weight": torch.zeros(2, width),
+        "layers.0.self_attn.q_proj.weight": torch.zeros(2, width),
+        "layers.0.self_attn.k_proj.weight": torch.zeros(2, width),
     }
     assert sana_core.inspect_checkpoint(layouts.save(tensors, tmp_path / "g.safetensors")).variant == name

@@ -1,0 +1,105 @@
+"""A model's files as bytes and as JSON: only regular files of bounded size are opened, and their faults have words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, BinaryIO
+
+from ..errors import CheckpointError, MissingFileError, ReadError
+
+AGAIN = "download it again"
+INCOMPLETE = f"the file is incomplete, or of another model: {AGAIN}"
+# configurations and indexes of SANA's models have under 1 MB
+LARGEST_TEXT = 16_000_000
+LFS_POINTER = b"version https://git-lfs"
+WEB_PAGE = (b"<!doctype", b"<html", b"<?xml")
+# bytes that tell both
+START = 64
+
+
+def shown(file: Path) -> str:
+    """Return how errors name a file: with its folder, for in diffusers' folders the names are all the same."""
+    return f"{file.parent.name}/{file.name}"
+
+
+def brief(value: object, length: int = 60) -> str:
+    """Return `value` for an error: in ASCII, on one line, no longer than `length`."""
+    text = str(value) if isinstance(value, str | Exception) else repr(value)[: 10 * length]
+    text = ascii(" ".join(text[: 10 * length].split()))[1:-1]
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Give `file`, open to be read, and its bytes' number.
+
+    Raises MissingFileError, ReadError, and CheckpointError for what is no regular file: to open a pipe would wait for
+    ever.
+    """
+    try:
+        status = file.stat()
+        if not S_ISREG(status.st_mode):
+            raise CheckpointError(
+                f"{shown(file)}: got a folder, pipe or device, expected a regular file; put the file there instead"
+            )
+        with file.open("rb") as stream:
+            yield stream, status.st_size
+    except FileNotFoundError:
+        raise MissingFileError(f"{shown(file)}: no such file; refresh the list, or {AGAIN}") from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ReadError(f"{shown(file)}: cannot be read ({reason}); see its rights, its links and its disk") from error
+
+
+def read_bytes(file: Path, largest: int) -> bytes:
+    """Return what is in `file`. Raises as `opened` and `check_start` do, and CheckpointError above `largest` bytes."""
+    with opened(file) as (stream, size):
+        if size > largest:
+            raise CheckpointError(f"{shown(file)}: got {size} bytes, expected at most {largest}; {AGAIN}")
+        content = stream.read(largest)
+    check_start(file, content[:START])
+    return content
+
+
+def check_start(file: Path, start: bytes) -> None:
+    """Raise CheckpointError for what a browser or git puts in a file's place; `start` are its first bytes."""
+    if start.startswith(LFS_POINTER):
+        raise CheckpointError(
+            f"{shown(file)}: got a git-lfs pointer, which stands for the file; run git lfs pull in that folder"
+        )
+    if start.lstrip().lower().startswith(WEB_PAGE):
+        raise CheckpointError(
+            f"{shown(file)}: got a web page, not the file; {AGAIN} by its download link, logged in if it asks for that"
+        )
+
+
+def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
+    """Return the JSON object that `text` is; `name` is how errors call it.
+
+    Raises CheckpointError for anything else, a key that stands twice among them.
+    """
+    try:
+        content = json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=unique)
+    except RecursionError:
+        raise CheckpointError(f"{name}: its JSON nests too deeply; {AGAIN}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{name}: not JSON ({brief(error)}); {AGAIN}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{name}: got JSON that is a {type(content).__name__}, expected an object; {AGAIN}")
+    return content
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key stands twice in it")
+    return content
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in `file`. Raises as `read_bytes` and `parse_json` do."""
+    return parse_json(read_bytes(file, LARGEST_TEXT), shown(file))

@@ -1,0 +1,234 @@
+"""What the JSON beside a model's weights may say, and what its tensors must be, before a library builds from them.
+
+The bounds are far above the released models and far below what takes a minute or a gigabyte to build.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .files import AGAIN, INCOMPLETE, brief, read_json, shown
+from .headers import Header
+
+Check = Callable[[Any], bool]
+MOST_BLOCKS = 256
+LARGEST_WIDTH = 65536
+# latent cells along a side: 8192 pixels
+MOST_CELLS = 256
+# of NVIDIA's "flow_shift", 3 or 6 in the released models
+SHIFTS = (0.01, 100.0)
+LATENT_CHANNELS = 32
+
+
+def whole(low: int, high: int) -> Check:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def number(low: float, high: float) -> Check:
+    return lambda value: type(value) in (int, float) and low <= value <= high
+
+
+def optional(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def each(check: Check, most: int = MOST_BLOCKS) -> Check:
+    return lambda value: type(value) is list and len(value) <= most and all(map(check, value))
+
+
+def flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def word(value: Any) -> bool:
+    return type(value) is str and len(value) <= 100
+
+
+def table(value: Any) -> bool:
+    return (
+        type(value) is dict and len(value) <= 20 and all(word(each) or number(0, 1e9)(each) for each in value.values())
+    )
+
+
+BLOCKS, WIDTH, FACTOR, SHARE = whole(1, MOST_BLOCKS), whole(1, LARGEST_WIDTH), number(1e-6, 1e6), number(0, 1)
+# the arguments of diffusers' and transformers' classes
+TRANSFORMER = {
+    "in_channels": WIDTH,
+    "out_channels": optional(WIDTH),
+    "num_attention_heads": WIDTH,
+    "attention_head_dim": WIDTH,
+    "num_layers": BLOCKS,
+    "num_cross_attention_heads": optional(WIDTH),
+    "cross_attention_head_dim": optional(WIDTH),
+    "cross_attention_dim": optional(WIDTH),
+    "caption_channels": WIDTH,
+    "mlp_ratio": number(0.01, 100),
+    "dropout": SHARE,
+    "attention_bias": flag,
+    "sample_size": whole(1, MOST_CELLS),
+    "patch_size": whole(1, 16),
+    "norm_elementwise_affine": flag,
+    "norm_eps": SHARE,
+    "interpolation_scale": optional(number(0.01, 100)),
+    "guidance_embeds": flag,
+    "guidance_embeds_scale": FACTOR,
+    "qk_norm": optional(word),
+    "timestep_scale": FACTOR,
+}
+SIDE = {
+    "block_types": lambda value: word(value) or each(word)(value),
+    "block_out_channels": each(WIDTH),
+    "layers_per_block": each(whole(0, MOST_BLOCKS), 16),
+    "qkv_multiscales": each(each(whole(1, 63), 16)),
+}
+AUTOENCODER = {
+    "in_channels": WIDTH,
+    "latent_channels": WIDTH,
+    "attention_head_dim": WIDTH,
+    **{f"{side}_{name}": check for side in ("encoder", "decoder") for name, check in SIDE.items()},
+    "upsample_block_type": word,
+    "downsample_block_type": word,
+    "decoder_norm_types": SIDE["block_types"],
+    "decoder_act_fns": SIDE["block_types"],
+    "encoder_out_shortcut": flag,
+    "decoder_in_shortcut": flag,
+    "decoder_conv_act_fn": word,
+    "scaling_factor": FACTOR,
+}
+GEMMA = {
+    "vocab_size": whole(1, 10_000_000),
+    "hidden_size": WIDTH,
+    "intermediate_size": whole(1, 10 * LARGEST_WIDTH),
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": WIDTH,
+    "num_key_value_heads": WIDTH,
+    "head_dim": WIDTH,
+    "hidden_activation": optional(word),
+    "hidden_act": word,
+    "max_position_embeddings": whole(1, 10_000_000),
+    "initializer_range": SHARE,
+    "rms_norm_eps": SHARE,
+    "use_cache": flag,
+    "pad_token_id": optional(whole(0, 10_000_000)),
+    "bos_token_id": optional(whole(0, 10_000_000)),
+    "eos_token_id": lambda value: optional(whole(0, 10_000_000))(value) or each(whole(0, 10_000_000))(value),
+    "tie_word_embeddings": flag,
+    "rope_theta": number(1, 1e9),
+    "rope_parameters": optional(table),
+    "rope_scaling": optional(table),
+    "attention_bias": flag,
+    "attention_dropout": optional(SHARE),
+    "query_pre_attn_scalar": number(1e-3, 1e6),
+    "sliding_window": optional(whole(1, 10_000_000)),
+    "layer_types": optional(each(word)),
+    "final_logit_softcapping": optional(number(1e-3, 1e6)),
+    "attn_logit_softcapping": optional(number(1e-3, 1e6)),
+    "use_bidirectional_attention": optional(flag),
+}
+FIELDS = {"transformer": TRANSFORMER, "controlnet": TRANSFORMER, "autoencoder": AUTOENCODER, "text_encoder": GEMMA}
+# the tensors that tell an architecture, and their dimensions
+TELLING = {
+    "transformer": {
+        "patch_embed.proj.weight": 4,
+        "caption_projection.linear_1.weight": 2,
+        "transformer_blocks.0.ff.conv_point.weight": 4,
+    },
+    "autoencoder": {"decoder.conv_in.weight": 4},
+    "text_encoder": {
+        "embed_tokens.weight": 2,
+        "layers.0.mlp.gate_proj.weight": 2,
+        "layers.0.self_attn.q_proj.weight": 2,
+        "layers.0.self_attn.k_proj.weight": 2,
+    },
+}
+TELLING["controlnet"] = TELLING["transformer"]
+BLOCK_NUMBER = re.compile(r"\.0*(\d+)(?=\.)", re.ASCII)
+
+
+def check_config(name: str, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the library's class for `kind` may be given of `config`. `name` is the file's.
+
+    Raises CheckpointError for a field out of its bounds, and for one that would have code of others run.
+    """
+    refuse_code(name, config)
+    fields = FIELDS[kind]
+    for field, check in fields.items():
+        if field in config and not check(config[field]):
+            raise CheckpointError(
+                f"{name}: its config has {field}: {brief(config[field])}, which no SANA model has; use the model's own "
+                "config.json"
+            )
+    # diffusers ignores what it does not know; transformers keeps it and may act on it, as on attn_implementation, which
+    # can name a kernel to download
+    return {key: config[key] for key in fields if key in config} if kind == "text_encoder" else dict(config)
+
+
+def refuse_code(name: str, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a configuration that names code of its own."""
+    if "auto_map" in config:
+        raise CheckpointError(
+            f"{name}: got auto_map, code that comes with the model, which is never run; use the released model's file"
+        )
+
+
+def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
+    """Raise CheckpointError for a component without the tensors that tell its architecture, or with too many blocks."""
+    for tensor, dimensions in TELLING[kind].items():
+        if tensor not in headers:
+            raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
+        shape = headers[tensor].shape
+        if len(shape) != dimensions or not all(0 < side <= 10 * LARGEST_WIDTH for side in shape):
+            raise CheckpointError(
+                f"{name}: {tensor} is {brief(list(shape))}, expected {dimensions} dimensions; use another file"
+            )
+    largest = largest_number(headers)
+    if largest >= MOST_BLOCKS:
+        raise CheckpointError(f"{name}: got a block {largest}, expected at most {MOST_BLOCKS}; use another file")
+
+
+def largest_number(names: Iterable[str]) -> int:
+    """Return the largest number between two dots of `names`, cut to 9 digits."""
+    return max((int(digits[:9]) for name in names for digits in BLOCK_NUMBER.findall(name)), default=0)
+
+
+def read_shift(file: Path) -> float | None:
+    """Return the shift in a scheduler's configuration, None where it has none. Raises as `read_json`."""
+    config = read_json(file)
+    shift = config.get("flow_shift", config.get("shift"))
+    if shift is not None and not number(*SHIFTS)(shift):
+        raise CheckpointError(
+            f"{shown(file)}: its shift is {brief(shift)}, expected a number from {SHIFTS[0]} to {SHIFTS[1]}; {AGAIN}"
+        )
+    return shift
+
+
+def read_preview(file: Path) -> tuple[list[list[float]], list[float]]:
+    """Return the colours that previews show latents in: factors [32][3] and bias [3]. Raises CheckpointError."""
+    content = read_json(file)
+    factors: Any = content.get("rgb_factors")
+    bias: Any = content.get("rgb_bias")
+    finite = each(lambda value: type(value) in (int, float) and math.isfinite(value), 3)
+    if not (
+        each(finite, LATENT_CHANNELS)(factors)
+        and finite(bias)
+        and [len(row) for row in factors] == [3] * LATENT_CHANNELS
+        and len(bias) == 3
+    ):
+        raise CheckpointError(
+            f"{shown(file)}: expected rgb_factors of {LATENT_CHANNELS} x 3 numbers and rgb_bias of 3; remove the file"
+        )
+    return factors, bias
+
+
+def check_ranks(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for PEFT's settings of a LoRA whose rank or alpha is no number."""
+    for field in ("transformer.lora_alpha", "transformer.r"):
+        if not optional(number(1e-6, 1e6))(settings.get(field)):
+            raise CheckpointError(
+                f"{name}: {field} is {brief(settings[field])}, expected a number above 0; use another file"
+            )

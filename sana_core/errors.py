@@ -1,0 +1,43 @@
+"""Every error that a user can meet, by what they can do about it.
+
+The rule for sana_core and nodes: raise one of these, never a bare ValueError or OSError. The message is one line of
+ASCII words, "field or file: got X, expected Y; remedy", and is whole without a traceback. Each class is also the
+built-in kind that it stands for, so `except ValueError` and `except FileNotFoundError` keep what they catch. Errors of
+others pass as they are where their kind has a meaning to the caller: out of memory and interruption above all.
+docs/troubleshooting.md has a line for each message; tests/unit/test_errors.py holds both to it, and lists the files
+that still have bare ones.
+"""
+
+from __future__ import annotations
+
+
+class SanaError(Exception):
+    """Anything that went wrong for a reason that its message names."""
+
+
+class InputError(SanaError, ValueError):
+    """A setting, a prompt, or an input that cannot be used."""
+
+
+class CheckpointError(SanaError, ValueError):
+    """A model's file that is broken, unsafe, or of another model."""
+
+
+class MissingFileError(SanaError, FileNotFoundError):
+    """A file or folder that is not there."""
+
+
+class ReadError(SanaError, OSError):
+    """A file that is there and cannot be read."""
+
+
+class OutputError(SanaError, OSError):
+    """A file that cannot be written."""
+
+
+class ExistingFileError(OutputError, FileExistsError):
+    """A file that would be overwritten."""
+
+
+class ClusterError(SanaError, ConnectionError):
+    """A cluster that cannot be reached, or that has lost what it drew with."""
