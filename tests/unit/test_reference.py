@@ -25,6 +25,7 @@ FILES = {
     "2K": dict(width=1152, depth=2, hidden=288, cells=64),
     "4K": dict(width=1152, depth=2, hidden=288, cells=128),
     "controlnet 0.6B": dict(width=1152, depth=4, hidden=288, copies=2),
+    "controlnet 1.6B": dict(width=2240, depth=2, hidden=64, copies=1),
 }
 PE = {"2K": (64, 1.0), "4K": (128, 2.0)}
 
