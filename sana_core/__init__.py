@@ -11,6 +11,7 @@ from .errors import (
     OutputError,
     ReadError,
     SanaError,
+    VersionError,
 )
 from .generate import generate
 from .memory import plan_memory
@@ -26,6 +27,7 @@ __all__ = [
     "OutputError",
     "ReadError",
     "SanaError",
+    "VersionError",
     "decode_latents",
     "encode_images",
     "encode_prompts",

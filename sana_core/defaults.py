@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .errors import InputError
+
 # of SANA's demo and of diffusers' pipelines
 GUIDANCE = 4.5
 # the sampler of SANA-Sprint, which was distilled for it
@@ -24,10 +26,10 @@ def model_defaults(config: Any) -> Defaults:
 
 
 def check_sampler(config: Any, name: str) -> None:
-    """Raise ValueError if the model with `config` and the sampler `name` are not made for each other."""
+    """Raise InputError if the model with `config` and the sampler `name` are not made for each other."""
     if config.guidance_embeds and name != SPRINT:
-        raise ValueError(f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; use SANA Sprint")
+        raise InputError(f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; use SANA Sprint")
     if name == SPRINT and not config.guidance_embeds:
-        raise ValueError(
+        raise InputError(
             f"sampler: got {name} for a model that is not SANA-Sprint; use SANA Sampler with flow_dpmpp_2m"
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .errors import InputError
 from .forward import Constants, Perturbation, prepare, velocity
 from .latents import check_number
 from .reference import model_timestep, perturbed_block, reference_of
@@ -30,18 +31,18 @@ def perturbed_attention(config: Any, scale: float, blocks: str) -> PerturbedAtte
     """Return the perturbed attention of the transformer with `config`, `blocks` being like "8" or "7, 8".
 
     Without blocks it is the one that NVIDIA perturbs, in models of other depths the one at two fifths. Raises
-    ValueError for a scale that is not from 0 to 100, blocks that the model has not, and a SANA-Sprint model, which has
+    InputError for a scale that is not from 0 to 100, blocks that the model has not, and a SANA-Sprint model, which has
     no place for it.
     """
     check_number("scale", scale, 0, LARGEST_GUIDANCE)
     if config.guidance_embeds:
-        raise ValueError("model: got a SANA-Sprint model, which has its guidance built in; remove SANA PAG")
+        raise InputError("model: got a SANA-Sprint model, which has its guidance built in; remove SANA PAG")
     last = config.num_layers - 1
     if not blocks.strip():
         return PerturbedAttention(scale, frozenset({perturbed_block(config.num_layers)}))
     parts = [part.strip() for part in blocks.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) and int(part) <= last for part in parts):
-        raise ValueError(f"blocks: got {blocks!r:.60}, expected numbers from 0 to {last}, like 8 or 7, 8")
+        raise InputError(f"blocks: got {blocks!r:.60}, expected numbers from 0 to {last}, like 8 or 7, 8")
     return PerturbedAttention(scale, frozenset(map(int, parts)))
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .errors import InputError
 from .reference import Reference
 from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas, shift_sigmas
 
@@ -65,7 +66,7 @@ def sample_flow_dpmpp_2m(
 ) -> torch.Tensor:
     """DPM-Solver++(2M), midpoint form (Lu et al. 2022, algorithm 2), with lambda = log((1 - sigma) / sigma).
 
-    Returns x at the last sigma. Raises ValueError for sigmas that do not descend.
+    Returns x at the last sigma. Raises InputError for sigmas that do not descend.
     """
     return sample_dpmpp_multistep(model, x, sigmas, callback, 2)
 
@@ -80,7 +81,7 @@ def sample_flow_dpmpp_3m(
     """DPM-Solver++ of order 3, multistep (Lu et al. 2022, appendix B).
 
     The last step but one to sigma 0 has order 2 in schedules of fewer than 15 steps, as in diffusers, and with
-    `always_lower_order` in all, as in NVIDIA's code. Returns x at the last sigma. Raises ValueError for sigmas that do
+    `always_lower_order` in all, as in NVIDIA's code. Returns x at the last sigma. Raises InputError for sigmas that do
     not descend.
     """
     return sample_dpmpp_multistep(model, x, sigmas, callback, 3, always_lower_order)
@@ -199,7 +200,7 @@ def own_arguments(flow: FlowSampler, reference: Reference, noise: Iterator[torch
 
 
 def find_sampler(name: str) -> FlowSampler:
-    """Return the sampler of that name. Raises ValueError for a name that is not in SAMPLERS."""
+    """Return the sampler of that name. Raises InputError for a name that is not in SAMPLERS."""
     if name not in SAMPLERS:
-        raise ValueError(f"sampler: got {name!r}, expected one of {', '.join(SAMPLERS)}")
+        raise InputError(f"sampler: got {name!r}, expected one of {', '.join(SAMPLERS)}")
     return SAMPLERS[name]

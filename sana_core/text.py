@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .errors import InputError
+
 if TYPE_CHECKING:
     from transformers import Gemma2Model
 
@@ -65,11 +67,11 @@ def instruction_text() -> str:
 
 
 def check_characters(text: str) -> None:
-    """Raise ValueError for half of a character of two, which JSON can carry and no encoding can."""
+    """Raise InputError for half of a character of two, which JSON can carry and no encoding can."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise InputError(
             f"text: holds half a character (a lone surrogate) at position {error.start}; write the text again"
         ) from None
 

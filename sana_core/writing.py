@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .errors import InputError
 from .text import Tokenizer, check_characters
 
 if TYPE_CHECKING:
@@ -62,13 +63,13 @@ def write_tokens(
     """Return at most `length` token ids that `model` writes behind `ids`, without the one of `stop` that ends them.
 
     `choose` picks each from its logits [V], float32 on the CPU, and the ids written so far. `report` is called for
-    each and cancels by raising. Raises ValueError for more `ids` than the model has positions; it ends with these.
+    each and cancels by raising. Raises InputError for more `ids` than the model has positions; it ends with these.
     """
     from transformers import DynamicCache
 
     room = model.config.max_position_embeddings - len(ids)
     if room < 1:
-        raise ValueError(f"prompt: got {len(ids)} tokens, expected fewer than {room + len(ids)}; shorten the prompt")
+        raise InputError(f"prompt: got {len(ids)} tokens, expected fewer than {room + len(ids)}; shorten the prompt")
     weight = model.embed_tokens.weight
     cache = DynamicCache(config=model.config)
     written: list[int] = []

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
 from ...sana_core.checkpoints.tokenizer import load_tokenizer
+from ...sana_core.errors import InputError
 from ...sana_core.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
 from ...sana_core.writing import most_likely, read_request, stop_tokens, write_tokens
 from .weights import load_component, wide_dtype
@@ -48,7 +49,7 @@ class SanaTokenizer:
     ) -> dict[str, list[list[tuple]]]:
         """Without `instruction` from the caller, a prompt has it and the empty text, which stands for none, has not.
 
-        `skip_template` is what only nodes that let the model write say. Raises ValueError if they bring a picture.
+        `skip_template` is what only nodes that let the model write say. Raises InputError if they bring a picture.
         """
         if skip_template is not None:
             check_text_alone(kwargs)
@@ -75,10 +76,10 @@ def token_pairs(reading: Reading, pad_token: int, tail: tuple = ()) -> dict[str,
 
 
 def check_text_alone(inputs: dict) -> None:
-    """Raise ValueError if there is a picture, a video or a sound in the inputs of a node that lets Gemma 2 write."""
+    """Raise InputError if there is a picture, a video or a sound in the inputs of a node that lets Gemma 2 write."""
     for field in ("image", "video", "audio"):
         if inputs.get(field) is not None:
-            raise ValueError(f"{field}: Gemma 2 reads text alone; disconnect it")
+            raise InputError(f"{field}: Gemma 2 reads text alone; disconnect it")
 
 
 class SanaTextModel(torch.nn.Module):
@@ -144,7 +145,7 @@ def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor,
 def load_clip(path: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
     """Return the CLIP of the checkpoint at `path`.
 
-    Raises ValueError or FileNotFoundError, with the file's name, for what is no Gemma 2 with its tokenizer.
+    Raises CheckpointError or MissingFileError, with the file's name, for what is no Gemma 2 with its tokenizer.
     """
     info = find_part(inspect_checkpoint(path), "text_encoder")
     tokenizer = load_tokenizer(info)
@@ -174,7 +175,7 @@ def load_clip_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_
 def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Reading]:
     """Return the CONDITIONING of `text`, with SANA's instruction before it or without, and how it was read.
 
-    `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises ValueError
+    `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises InputError
     for any other, and as `read_prompt` does.
     """
     if isinstance(clip.tokenizer, SanaTokenizer):
@@ -184,7 +185,7 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Rea
         theirs = clip.tokenizer.gemma2_2b
         split, pad_token = lambda text: theirs.tokenizer(text)["input_ids"], theirs.pad_token
     else:
-        raise ValueError(
+        raise InputError(
             f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "
             "use SANA Loader, SANA Text Encoder Loader, or CLIPLoader with type pixeldit"
         )

@@ -14,6 +14,7 @@ import torch
 
 from ...sana_core.checkpoints import CheckpointInfo, find_part, follow, inspect_checkpoint
 from ...sana_core.checkpoints.load import shift_of
+from ...sana_core.errors import InputError
 from ...sana_core.reference import AUTO
 from .latents import latent_format
 from .lora import teach_dialects
@@ -75,11 +76,11 @@ def load_model(
     """Return the MODEL of the checkpoint at `path`.
 
     `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader; `resolution` in pixels and `reference` override
-    what the checkpoint says. Raises ValueError or FileNotFoundError, with the file's name, for what is no SANA
+    what the checkpoint says. Raises CheckpointError or MissingFileError, with the file's name, for what is no SANA
     transformer.
     """
     if weight_dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"weight_dtype: got {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
+        raise InputError(f"weight_dtype: got {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
     checkpoint = inspect_checkpoint(path)
     info = follow(find_part(checkpoint, "transformer"), reference)
     config = SanaConfig(checkpoint, info, resolution)

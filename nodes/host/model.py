@@ -10,6 +10,7 @@ from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
 from ...sana_core.control import check_width as check_control_width
 from ...sana_core.defaults import GUIDANCE
+from ...sana_core.errors import InputError
 from ...sana_core.forward import velocity
 from ...sana_core.latents import check_channels
 from ...sana_core.reference import model_timestep
@@ -51,7 +52,7 @@ class SanaDiffusionModel(SanaTransformer2DModel):
         if prompt is None or torch.is_grad_enabled():
             # in training the prompt's keys change with the weights
             if residuals and residuals[0] is not None:
-                raise ValueError("control_net: got NVIDIA's arrangement in training; choose reference diffusers for it")
+                raise InputError("control_net: got NVIDIA's arrangement in training; choose reference diffusers for it")
             return super().forward(
                 x,
                 context,
@@ -88,21 +89,21 @@ class SanaModel(comfy.model_base.BaseModel):
 
 
 def check_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:
-    """Raise ValueError unless `embeds` [P, T, C] are as wide as those of the transformer's text encoder."""
+    """Raise InputError unless `embeds` [P, T, C] are as wide as those of the transformer's text encoder."""
     width = transformer.config.caption_channels
     if embeds.shape[-1] != width:
-        raise ValueError(
+        raise InputError(
             f"{field}: got embeddings of width {embeds.shape[-1]}, expected {width}; "
             "encode the text with the CLIP of SANA Loader"
         )
 
 
 def check_controlnets(control, transformer: SanaTransformer2DModel) -> None:
-    """Raise ValueError unless `control` and all that it is chained to are SANA's and as wide as `transformer`."""
+    """Raise InputError unless `control` and all that it is chained to are SANA's and as wide as `transformer`."""
     while control is not None:
         model = getattr(control, "control_model", None)
         if not isinstance(model, SanaControlNetModel):
-            raise ValueError(
+            raise InputError(
                 f"control_net: got {type(model).__name__}, expected a SANA ControlNet; use SANA Load ControlNet"
             )
         check_control_width(model, transformer)

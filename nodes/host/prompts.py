@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import comfy.conds
 import torch
 
+from ...sana_core.errors import InputError
 from ...sana_core.forward import Constants, Perturbation, prepare
 from ...sana_core.guidance import PerturbedAttention
 
@@ -22,7 +23,7 @@ class Prompt:
         self.embeds = embeds
         self.mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
         if self.mask.shape != embeds.shape[:2]:
-            raise ValueError(
+            raise InputError(
                 f"{field}: got a mask of shape {list(self.mask.shape)} for embeddings of shape {list(embeds.shape)}; "
                 "SANA cannot join prompts, write one text"
             )

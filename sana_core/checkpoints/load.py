@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import CheckpointError, InputError
+from ..errors import CheckpointError, VersionError
 from ..reference import AUTO, NVIDIA, released_shift, set_reference
 from ..text import TextEncoder
 from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
@@ -40,10 +40,10 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
 
     A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
     overrides what `info` says. Raises CheckpointError where neither configuration nor shapes tell the architecture, or
-    the library cannot build it, and InputError under python -OO.
+    the library cannot build it, and VersionError under python -OO.
     """
     if sys.flags.optimize > 1:
-        raise InputError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
+        raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
     try:
         return construct(info, resolution)
     except CheckpointError:

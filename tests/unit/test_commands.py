@@ -258,7 +258,9 @@ def test_a_file_that_may_not_be_read_is_not_called_missing(command, closed, tmp_
     closed(name)
     done = command("inspect", tmp_path / name)
     assert done.returncode == 1
-    assert done.stderr.endswith(f"/{name}: permission denied; let the user that runs this read the file\n")
+    assert done.stderr.endswith(
+        f"/{name}: cannot be read (Permission denied); see its rights, its links and its disk\n"
+    )
 
 
 def test_latents_that_may_not_be_read_are_not_called_missing(command, closed, checkpoint):
