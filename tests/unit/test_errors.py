@@ -52,7 +52,7 @@ FILLED = "\0"  # stands for what a message fills in
 
 
 def raises(path):
-    """Yield (function, line, class's name, message) of what the file raises; a filled-in part of a message is FILLED."""
+    """Yield (function, line, class, message) of what the file raises; a filled-in part of a message is FILLED."""
     tree = ast.parse(path.read_text())
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
         for node in ast.walk(function):
