@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
@@ -77,26 +77,27 @@ def check_start(file: Path, start: bytes) -> None:
         )
 
 
-def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
-    """Return the JSON object that `text` is; `name` is how errors call it.
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of `pairs`. Raises ValueError for a key that stands twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key stands twice in it")
+    return content
 
-    Raises CheckpointError for anything else, a key that stands twice among them.
+
+def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> dict[str, Any]:
+    """Return the JSON object that `text` is; `name` is how errors call it, `make` a dict of its pairs.
+
+    Raises CheckpointError for anything else, and as `make` does for a key that stands twice.
     """
     try:
-        content = json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=unique)
+        content = json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=make)
     except RecursionError:
         raise CheckpointError(f"{name}: its JSON nests too deeply; {AGAIN}") from None
     except ValueError as error:
         raise CheckpointError(f"{name}: not JSON ({brief(error)}); {AGAIN}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{name}: got JSON that is a {type(content).__name__}, expected an object; {AGAIN}")
-    return content
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a key stands twice in it")
     return content
 
 

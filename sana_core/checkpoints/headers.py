@@ -80,7 +80,8 @@ def read_header(file: Path) -> Weights:
             raise broken(file, size, f"no safetensors header: it asks for {length} bytes")
         stream.seek(8)
         text = stream.read(length)
-    content = parse_json(text, f"{shown(file)}: corrupt or incomplete, got {size} bytes, its header")
+    # a name that stands twice leaves a gap below; to look at every pair would take as long as all else
+    content = parse_json(text, f"{shown(file)}: corrupt or incomplete, got {size} bytes, its header", make=None)
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise broken(file, size, "its metadata are no table of texts")
@@ -104,12 +105,13 @@ def read_entry(file: Path, size: int, name: str, entry: Any) -> tuple[Header, tu
     """Return one tensor of a safetensors header, and where its bytes begin and end. Raises CheckpointError."""
     if len(name) > LONGEST_NAME or not is_text(name):
         raise broken(file, size, f"a tensor named {brief(name)}, which is no name")
-    match entry:
-        case {"dtype": str(kind), "shape": [*shape], "data_offsets": [begin, end]} if len(entry) == 3:
-            whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-        case _:
-            whole = False
-    if not whole or len(shape) > MOST_DIMENSIONS or any(side > LARGEST_SIDE for side in shape):
+    try:
+        kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [begin, end, *shape]
+        right = type(kind) is str and type(shape) is list and len(entry) == 3 and {*map(type, numbers)} == {int}
+    except (KeyError, TypeError, ValueError):
+        right = False
+    if not right or min(numbers) < 0 or len(shape) > MOST_DIMENSIONS or max(shape, default=0) > LARGEST_SIDE:
         raise broken(file, size, f"its header has no whole dtype, shape and data_offsets of {brief(name)}")
     if kind not in DTYPES:
         raise CheckpointError(

@@ -193,7 +193,7 @@ def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
 
 def largest_number(names: Iterable[str]) -> int:
     """Return the largest number between two dots of `names`, cut to 9 digits."""
-    return max((int(digits[:9]) for name in names for digits in BLOCK_NUMBER.findall(name)), default=0)
+    return max((int(digits[:9]) for digits in BLOCK_NUMBER.findall("\n".join(names))), default=0)
 
 
 def read_shift(file: Path) -> float | None:

@@ -1,11 +1,16 @@
 """Wrong use gives one short error that names the field, and the next graph runs."""
 
 import json
+import os
 import re
 import shutil
 
+import layouts
 import pytest
+import torch
 from in_process import NodeError
+
+from sana_core.checkpoints.headers import read_file
 
 
 @pytest.fixture
@@ -144,6 +149,78 @@ def test_a_folder_that_lost_its_weights(fails, folder):
     for file in (folder("empty") / "transformer").glob("*.safetensors"):
         file.unlink()
     fails(load("empty"), "^transformer: no .safetensors file beside config.json; download the folder again, whole$")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3209\n"
+
+
+@pytest.mark.parametrize(
+    "place, content, pattern",
+    [
+        (
+            "preview.json",
+            "{}",
+            "^preview/preview.json: expected rgb_factors of 32 x 3 numbers and rgb_bias of 3; remove",
+        ),
+        ("vae/config.json", POINTER, "^vae/config.json: got a git-lfs pointer, .*; run git lfs pull in that folder$"),
+        (
+            "scheduler/scheduler_config.json",
+            '{"flow_shift": NaN}',
+            "^scheduler/.*: its shift is nan, expected a number",
+        ),
+        (
+            "tokenizer/tokenizer_config.json",
+            '{"auto_map": {}}',
+            "^tokenizer/.*: got auto_map, code that comes with the",
+        ),
+        ("tokenizer/tokenizer.json", "{", "^tokenizer/tokenizer.json: tokenizers cannot read it"),
+        (
+            "transformer/config.json",
+            "[" * 10**5,
+            "^transformer/config.json: its JSON nests too deeply; download it again$",
+        ),
+    ],
+)
+def test_a_folder_with_a_broken_file(fails, folder, place, content, pattern):
+    (folder("preview") / place).write_text(content)
+    fails(load("preview"), pattern)
+
+
+def test_a_pipe_in_a_folder_is_not_opened(fails, folder):
+    file = folder("pipe") / "transformer" / "config.json"
+    file.unlink()
+    os.mkfifo(file)
+    fails(load("pipe"), "^transformer/config.json: got a folder, pipe or device, expected a regular file; put the file")
+
+
+def quantised(checkpoint, path, table):
+    tensors = read_file(checkpoint / "transformer" / "diffusion_pytorch_model.safetensors")
+    tensors["transformer_blocks.0.attn1.to_q.weight_scale"] = torch.ones(())
+    config = (checkpoint / "transformer" / "config.json").read_text()
+    return layouts.save(tensors, path, config=config, _quantization_metadata=table)
+
+
+@pytest.mark.parametrize(
+    "table, pattern",
+    [
+        ("[", "_quantization_metadata: not JSON"),
+        ("{}", "_quantization_metadata has no table of layers; use the plain file"),
+        (
+            '{"layers": {"transformer_blocks.0.attn1.to_q": 3}}',
+            "ComfyUI cannot read|its quantisation|_quantization_metadata",
+        ),
+    ],
+)
+def test_quantised_weights_without_their_table(host, fails, checkpoint, table, pattern):
+    file = quantised(checkpoint, host.models / "diffusion_models" / "quantised.safetensors", table)
+    graph = {
+        "load": ("SanaModelLoader", {"model_name": file.name}),
+        "catch": ("Catch", {"value": ["load", 0], "name": "model"}),
+    }
+    try:
+        fails(graph, pattern)
+    finally:
+        file.unlink()
 
 
 @pytest.mark.parametrize("name", ["gone", "", "..", "../../..", "/etc", "a\0b"])
