@@ -78,7 +78,8 @@ def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Text:
     # SANA never saw the instruction with nothing behind it
     embeds, mask = encode_prompts(encoder, [prompt], instruction=instruction and bool(prompt.strip()))
     length = longest_prompt(mask)
-    return embeds[:, :length].cpu(), mask[:, :length].cpu()
+    # copies, for on a CPU a view would keep the padding behind it
+    return embeds[:, :length].to("cpu", copy=True), mask[:, :length].to("cpu", copy=True)
 
 
 def load_encoder(checkpoint: str | Path, device: torch.device, dtype: str) -> TextEncoder:
