@@ -28,6 +28,11 @@ def unfinished(path: Path, parts: Path | None = None, replace: bool = False) -> 
             part.replace(path)
         else:
             appear(part, path)
+    except OSError as error:
+        # a full disk names no file
+        if error.errno and not error.filename:
+            error.filename = str(path)
+        raise
     finally:
         part.unlink(missing_ok=True)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..whole_files import unfinished
 from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
 from .headers import SAFETENSORS
 from .load import load_part
@@ -45,9 +46,8 @@ def convert_checkpoint(
         single = len(parts) == 1
         tensors.update({name if single else full_name(part, name): value for name, value in own.items()})
         lines.append(f"{target.name}: {describe(part)}, {len(own)} tensors")
-    partial = target.with_name(f"{target.name}.part")
-    save_file(tensors, partial, {"format": "pt", "config": json.dumps(configs)})
-    partial.rename(target)
+    with unfinished(target) as unwritten:
+        save_file(tensors, unwritten, {"format": "pt", "config": json.dumps(configs)})
     return lines
 
 
