@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..text import check_characters
 from .draw import Settings, complete
 from .fingerprint import fingerprint
 from .hold import Hold
@@ -19,6 +18,7 @@ from .painter import Order
 from .plan import Picture, auto_chunk, cut
 from .queue import Queue
 from .ray_pool import WAIT_FOR_ACTORS, RayPool
+from .windows import check_prompts
 
 
 def draw_on_cluster(
@@ -42,10 +42,9 @@ def draw_on_cluster(
     names of `file_name`, and come as the digests of the files; a machine that cannot write there is left out.
     `checkpoint` is the path on every machine. The rest is as in `carry_out_order`.
 
-    Raises ValueError for half a character in a prompt, and as `complete` and `carry_out_order` do.
+    Raises as `check_prompts`, `complete` and `carry_out_order` do.
     """
-    for prompt in prompts:
-        check_characters(prompt)
+    check_prompts(prompts)
     path = str(Path(checkpoint).absolute())
     order = Order(complete(settings, path), {path: fingerprint(path)}, path, path, path, described=described)
     if shared is not None:
