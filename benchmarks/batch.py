@@ -147,7 +147,7 @@ def ray_pool(workers: int) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     from sana_core.batch.cluster import connect
-    from sana_core.batch.folder import fingerprint
+    from sana_core.batch.fingerprint import fingerprint
     from sana_core.batch.painter import Order
     from sana_core.batch.ray_pool import RayPool
 

@@ -32,7 +32,7 @@ def measure(pixels: int, folder: Path) -> dict:
     latents = torch.randn(1, 32, side, side, generator=torch.Generator().manual_seed(1))
     save_file({"latents": latents}, folder / "latents.safetensors")
     command = [sys.executable, "-m", "sana_core", "decode", folder / "latents.safetensors", "--report"]
-    command += ["--checkpoint", folder / "vae", "--out", folder / "picture.png"]
+    command += ["--checkpoint", folder / "vae", "--out", folder / "picture.png", "--overwrite"]
     command += ["--dtype", "bfloat16", "--max-gb", str(BUDGETS[pixels])]
     # glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}

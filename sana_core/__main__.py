@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
+import signal
 import sys
 from inspect import cleandoc
+from os import O_WRONLY, devnull, dup2
+from os import open as open_descriptor
+from typing import Any, NoReturn
 
 from .commands import batch, convert, decode, generate, inspect, plan
 from .errors import SanaError
@@ -37,11 +42,44 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         COMMANDS[arguments.command].run(arguments)
+    except BrokenPipeError:
+        raise
     except (SanaError, OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
 
 
+def command_line() -> int:
+    """Run `main` for a shell: no output fails for its characters, and a signal ends it tidily, without a traceback.
+
+    Return the exit status, for a signal 128 and its number.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+        elif stream is None:
+            # closed by the shell
+            setattr(sys, name, open(devnull, "w"))  # noqa: SIM115
+    signal.signal(signal.SIGTERM, end)
+    try:
+        status = main()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        sys.stderr.write("\nstopped; every file that was named is whole\n")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # whoever read the output has gone, as head does; nor can the rest of it be flushed
+        dup2(open_descriptor(devnull, O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+
+
+def end(number: int, frame: Any) -> NoReturn:
+    """End as Ctrl+C does, so that nothing is left behind."""
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line())

@@ -20,7 +20,7 @@ import torch
 
 from ...sana_core.batch.cluster import carry_out_order
 from ...sana_core.batch.draw import Settings, Text, complete
-from ...sana_core.batch.folder import fingerprint
+from ...sana_core.batch.fingerprint import fingerprint
 from ...sana_core.batch.painter import Order
 from ...sana_core.defaults import SPRINT
 from ...sana_core.errors import InputError
@@ -123,7 +123,9 @@ def make_order(batch: Batch) -> tuple[Order, list[Text]]:
     paths = [str(Path(path).absolute())]
     if batch.vae is not None:
         paths.append(vae_path(batch.vae))
-    weights = {path: fingerprint(path) for path in paths}
+    # the first time, all of the files is read
+    poll = comfy.model_management.throw_exception_if_processing_interrupted
+    weights = {path: fingerprint(path, lambda done, total: poll()) for path in paths}
     order = Order(complete(settings, path), weights, *paths, negative=negatives[0], resolution=resolution, latents=True)
     return order, prompts
 

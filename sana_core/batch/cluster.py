@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .draw import Settings, complete
-from .folder import fingerprint, marked
+from .fingerprint import fingerprint
+from .hold import Hold
 from .loop import GRACE, carry_out
 from .painter import Order
 from .plan import Picture, auto_chunk, cut
 from .queue import Queue
 from .ray_pool import WAIT_FOR_ACTORS, RayPool
+from .windows import check_prompts
 
 
 def draw_on_cluster(
@@ -31,24 +33,24 @@ def draw_on_cluster(
     grace: float = GRACE,
     wait: float = WAIT_FOR_ACTORS,
     report: dict[str, Any] | None = None,
-    shared: Path | None = None,
+    shared: Hold | None = None,
 ) -> Generator[tuple[Picture, Any], None, None]:
     """Yield each of `pictures` that is not in `done` as it finishes, drawn on the GPUs of a Ray cluster.
 
     They come as tensors [3, H, W] in [-1, 1]; with the settings `described`, as the PNG files of `encode_png`, made
-    where they are drawn. Into a folder `shared` by all machines they are written there, by the names of `file_name`,
-    and come as the digests of the files; a machine that cannot write there is left out. `checkpoint` is the path on
-    every machine. The rest is as in `carry_out_order`.
+    where they are drawn. Into a folder `shared` by all machines, which this run holds, they are written there, by the
+    names of `file_name`, and come as the digests of the files; a machine that cannot write there is left out.
+    `checkpoint` is the path on every machine. The rest is as in `carry_out_order`.
 
-    Raises OSError where the folder cannot be written, and as `complete` and `carry_out_order` do.
+    Raises as `check_prompts`, `complete` and `carry_out_order` do.
     """
+    check_prompts(prompts)
     path = str(Path(checkpoint).absolute())
     order = Order(complete(settings, path), {path: fingerprint(path)}, path, path, path, described=described)
-    with ExitStack() as stack:
-        if shared is not None:
-            order = order._replace(shared=(str(shared.absolute()), stack.enter_context(marked(shared))))
-        drawing = carry_out_order(order, prompts, pictures, address, chunk, done, grace, wait, report)
-        drawn = stack.enter_context(closing(drawing))
+    if shared is not None:
+        order = order._replace(shared=(str(shared.folder.absolute()), shared.run.name))
+    drawing = carry_out_order(order, prompts, pictures, address, chunk, done, grace, wait, report)
+    with closing(drawing) as drawn:
         for picture, result in drawn:
             yield picture, torch.from_numpy(result.copy()) if described is None else result
 

@@ -81,7 +81,8 @@ def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Text:
     """Return one prompt on the CPU. It is encoded alone, so that it is the same in any batch."""
     embeds, mask = encode_prompts(encoder, [prompt], instruction)
     length = longest_prompt(mask)
-    return embeds[:, :length].cpu(), mask[:, :length].cpu()
+    # copies, for on a CPU a view would keep the padding behind it
+    return embeds[:, :length].to("cpu", copy=True), mask[:, :length].to("cpu", copy=True)
 
 
 def encode_negative(encoder: TextEncoder, prompt: str) -> Text:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -16,11 +16,12 @@ import torch
 
 from ..accelerator import empty_cache, is_driver_error
 from ..decode.faults import is_out_of_memory
-from .draw import Models, Settings, complete, draw, encode_texts, load_encoder, load_models, texts_of
+from .draw import Models, Settings, Text, complete, draw, encode_texts, load_encoder, load_models, texts_of
 from .loop import GRACE, Outcome, carry_out
 from .plan import Chunk, Picture, auto_chunk, cut
 from .queue import Queue
-from .room import largest_chunk
+from .room import has_room_for_encoder, largest_chunk
+from .windows import check_prompts, first_window, prompts_of, windows
 
 logger = logging.getLogger(__name__)
 
@@ -192,35 +193,61 @@ def draw_local(
 ) -> Generator[tuple[Picture, torch.Tensor], None, None]:
     """Yield each of `pictures` that is not in `done` with its pixels [3, H, W] in [-1, 1], as they finish.
 
-    Every prompt is encoded once, on the first device, before the models are loaded. Closing the iterator stops all
-    devices within a step. `report` gets "drawn", the pictures of each worker.
+    The prompts are encoded some at a time, on the first device, where the text encoder is only meanwhile: before the
+    models, and later beside them, or in their place where memory is short. Closing the iterator stops all devices
+    within a step. `report` gets "drawn", the pictures of each worker.
 
-    Raises as `complete`, `local_devices` and the loaders do.
+    Raises as `check_prompts`, `complete`, `local_devices` and the loaders do.
     """
+    check_prompts(prompts)
     found = local_devices(devices)
     settings = complete(settings, checkpoint)
     left = [picture for picture in pictures if picture.number not in done]
     size = chunk or auto_chunk(settings.width, settings.height, len(left), len(found))
-    queue = Queue(cut(pictures, size, done))
+    chunks, queue = cut(pictures, size, done), Queue()
     if report is not None:
         report["drawn"] = queue.drawn
     if not left:
         return
-    encoder = load_encoder(checkpoint, found[0], settings.dtype)
-    wanted = dict.fromkeys(prompts[picture.prompt] for picture in left)
-    texts, negative = encode_texts(encoder, wanted, settings.negative_prompt)
-    del encoder
+    encoded: tuple[dict[str, Text], Text]
     shared: dict[torch.device, Models] = {}
+    loading = threading.Lock()
+
+    def models_on(device: torch.device) -> Models:
+        # threads on one device share its weights
+        with loading:
+            if device not in shared:
+                shared[device] = load_models(
+                    checkpoint, device, settings.dtype, checkpoint, reference=settings.reference
+                )
+            return shared[device]
 
     def prepare(device: torch.device, poll: Poll) -> Draw[torch.Tensor]:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
-        # threads on one device share its weights
-        if device not in shared:
-            shared[device] = load_models(checkpoint, device, settings.dtype, checkpoint, reference=settings.reference)
-        return lambda chunk: draw(shared[device], settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
+        models_on(device)
 
-    largest = [largest_chunk(checkpoint, settings, device) for device in found] if not chunk else []
-    with closing(LocalPool(found, prepare)) as pool:
-        queue.limits.update(zip(pool.inboxes, largest, strict=False))
-        yield from carry_out(queue, pool, grace)
+        def draw_chunk(chunk: Chunk) -> Sequence[torch.Tensor]:
+            texts, negative = encoded
+            if any(prompts[picture.prompt] not in texts for picture in chunk):
+                # a copy that is late by a window: others have drawn all of it, and nobody will look at it
+                return [torch.empty(0)] * len(chunk)
+            return draw(models_on(device), settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
+
+        return draw_chunk
+
+    pool: LocalPool[torch.Tensor] | None = None
+    with ExitStack() as stack:
+        for window in windows(chunks, first_window(found[0])):
+            if not has_room_for_encoder(checkpoint, settings, found[0]):
+                with loading:
+                    shared.pop(found[0], None)
+            encoder = load_encoder(checkpoint, found[0], settings.dtype)
+            encoded = encode_texts(encoder, prompts_of(window, prompts), settings.negative_prompt)
+            del encoder
+            if pool is None:
+                largest = [largest_chunk(checkpoint, settings, device) for device in found] if not chunk else []
+                pool = stack.enter_context(closing(LocalPool(found, prepare)))
+                queue.limits.update(zip(pool.inboxes, largest, strict=False))
+            queue.add(window)
+            yield from carry_out(queue, pool, grace)

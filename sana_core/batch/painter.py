@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .draw import Settings, Text, decode, encode_negative, encode_text, load_encoder, load_models, sample
-from .folder import check_marked, digest_of, encode_png, file_name, fingerprint, write_whole
+from .fingerprint import difference, fingerprint
+from .hold import OWN, check_run
 from .plan import Chunk, Picture
+from .png import encode_png, file_name, write_picture
 from .room import largest_chunk
 
 
@@ -23,13 +25,13 @@ class Order(NamedTuple):
 
     Without `autoencoder` the pictures are not decoded, without `encoder` the prompts come encoded. `negative` is the
     negative prompt where it comes encoded. `weights` has the fingerprint of each path. Pictures are returned as arrays
-    [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all machines and its
-    mark, the PNG files are written there, and their digests returned. With `latents`, pairs: the latent [32, h, w] in
-    the model's scale, and the array or None.
+    [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all machines and the
+    name of the run that holds it, the PNG files are written there, and their digests returned. With `latents`, pairs:
+    the latent [32, h, w] in the model's scale, and the array or None.
     """
 
     settings: Settings
-    weights: Mapping[str, str]
+    weights: Mapping[str, Mapping[str, Any]]
     transformer: str
     autoencoder: str | None = None
     encoder: str | None = None
@@ -61,15 +63,16 @@ class Painter:
 
         Return how many pictures at once the GPU has memory for then. `changed` are weights of the transformer that are
         not those of the file, by name. Raises ValueError if the checkpoint of this machine is not the one of the order,
-        and as `check_marked` and the loaders do.
+        and as `check_run` and the loaders do.
         """
         order = self.order
         torch.set_num_threads(max(1, torch.get_num_threads() // neighbours))
         for path, weights in order.weights.items():
-            if fingerprint(path) != weights:
-                raise ValueError(f"{path}: got other weights than the driver has; copy the same files there")
+            differs = difference(fingerprint(path), weights)
+            if differs:
+                raise ValueError(f"{path}: not what the driver has ({differs}); copy the same files there")
         if order.shared is not None:
-            check_marked(Path(order.shared[0]), order.shared[1])
+            check_run(Path(order.shared[0]), order.shared[1])
         available = torch.accelerator.is_available()
         device = torch.accelerator.current_accelerator() if available else torch.device("cpu")
         assert device is not None
@@ -122,7 +125,6 @@ class Painter:
             return png
         folder = Path(self.order.shared[0])
         try:
-            write_whole(folder / file_name(picture), png)
+            return write_picture(folder / file_name(picture), png, folder / OWN / self.order.shared[1])
         except OSError as error:
-            raise OSError(f"out: cannot write into {folder} ({error.strerror})") from error
-        return digest_of(png)
+            raise OSError(f"out: cannot write into {folder} ({error.strerror or error})") from error

@@ -36,15 +36,22 @@ class Flight:
 class Queue:
     """Chunks that wait, chunks in flight, and which pictures are missing. Times are seconds of any clock."""
 
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self.waiting = deque(chunks)
+    def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
+        self.waiting: deque[Chunk] = deque()
         self.flights: dict[str, list[Flight]] = {}
-        self.missing = {picture.number for chunk in self.waiting for picture in chunk}
+        self.missing: set[int] = set()
+        self.add(chunks)
         self.limits: dict[str, int] = {}
         self.strikes: Counter[str] = Counter()
         self.losses: Counter[Chunk] = Counter()
         self.pace: dict[str, float] = {}  # seconds a picture
         self.drawn: Counter[str] = Counter()
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Queue more chunks behind those that are there."""
+        for chunk in chunks:
+            self.waiting.append(chunk)
+            self.missing.update(picture.number for picture in chunk)
 
     def load(self, worker: str) -> int:
         """Return how many chunks `worker` has."""

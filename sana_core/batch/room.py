@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,11 +37,19 @@ def pictures_in(room: float, model: Architecture, width: int, height: int, dtype
     return count
 
 
-def weight_bytes(checkpoint: str | Path, dtype: torch.dtype) -> int:
-    """Return the bytes of a checkpoint's transformer and autoencoder in `dtype`; only headers are read."""
+def weight_bytes(
+    checkpoint: str | Path, dtype: torch.dtype, kinds: Sequence[str] = ("transformer", "autoencoder")
+) -> int:
+    """Return the bytes of a checkpoint's parts of those kinds in `dtype`; only headers are read."""
     info = inspect_checkpoint(checkpoint)
-    parts = [find_part(info, kind) for kind in ("transformer", "autoencoder")]
+    parts = [find_part(info, kind) for kind in kinds]
     return sum(math.prod(header.shape) for part in parts for header in part.headers.values()) * dtype.itemsize
+
+
+def has_room_for_encoder(checkpoint: str | Path, settings: Settings, device: torch.device) -> bool:
+    """Whether `device` has memory for the text encoder beside what is there."""
+    needed = weight_bytes(checkpoint, getattr(torch, settings.dtype), ["text_encoder"])
+    return needed <= SHARE * free_bytes(device)
 
 
 def largest_chunk(checkpoint: str | Path, settings: Settings, device: torch.device, loaded: bool = False) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError
+from ..whole_files import unfinished
 from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
 from .files import brief
 from .headers import SAFETENSORS
@@ -59,12 +60,12 @@ def write_file(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[st
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    partial = target.with_name(f"{target.name}.part")
     try:
-        save_file(tensors, partial, metadata)
-        partial.rename(target)
+        with unfinished(target) as part:
+            save_file(tensors, part, metadata)
+    except ExistingFileError:
+        raise
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
         raise OutputError(
             f"target: cannot write {target} ({brief(error)}); see the folder, its rights and its disk"
         ) from error

@@ -9,15 +9,19 @@ import argparse
 import sys
 import time
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from ..batch.draw import Settings, complete
-from ..batch.folder import OutputFolder, describe_settings, encode_png
+from ..batch.fingerprint import KEPT, describe_settings
+from ..batch.folder import OutputFolder, read_manifest
+from ..batch.hold import Hold, hold
 from ..batch.local import draw_local
 from ..batch.plan import Picture, batch_pictures
+from ..batch.png import encode_png
 from ..reference import AUTO, REFERENCE_HELP, REFERENCES
+from ..whole_files import make_folder
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
@@ -79,25 +83,50 @@ def run(arguments: argparse.Namespace) -> None:
         reference=arguments.reference,
     )
     settings = complete(settings, arguments.checkpoint)
-    described = describe_settings(settings, arguments.checkpoint)
-    folder = OutputFolder(arguments.out, prompts, described)
+    make_folder(arguments.out)
+    # a folder of another program is left as it is
+    read_manifest(arguments.out)
+    with hold(arguments.out) as held:
+        carry_on(arguments, prompts, settings, pictures, held)
+
+
+def carry_on(
+    arguments: argparse.Namespace, prompts: list[str], settings: Settings, pictures: list[Picture], held: Hold
+) -> None:
+    """Draw what is not in the folder yet."""
+    described = describe_settings(settings, arguments.checkpoint, show_reading)
+    folder = OutputFolder(held, prompts, described)
     done = folder.find_done(pictures)
     if done:
         sys.stdout.write(f"{len(done)} of {len(pictures)} pictures are there already\n")
     started = time.monotonic()
     report: dict[str, Any] = {"drawn": {}}
-    drawn = draw(arguments, prompts, settings, described, pictures, done, report, folder.path)
-    with closing(drawn):
-        for number, (picture, png) in enumerate(drawn, len(done) + 1):
-            path = folder.note(picture, png) if isinstance(png, str) else save(folder, picture, png, len(pictures))
-            sys.stdout.write(f"{path} ({number} of {len(pictures)})\n")
-            sys.stdout.flush()
+    drawn = draw(arguments, prompts, settings, described, pictures, done, report, held)
+    try:
+        with closing(drawn):
+            for number, (picture, png) in enumerate(drawn, len(done) + 1):
+                path = folder.note(picture, png) if isinstance(png, str) else save(folder, picture, png, len(pictures))
+                sys.stdout.write(f"{path} ({number} of {len(pictures)})\n")
+                sys.stdout.flush()
+    except BaseException:
+        # what ended the run is what is said; the pictures say themselves what they are
+        with suppress(OSError):
+            folder.write_manifest()
+        raise
     folder.write_manifest()
     if arguments.report:
         seconds, count = time.monotonic() - started, len(pictures) - len(done)
         sys.stdout.write(f"{count} pictures in {seconds:.1f} s, {count / seconds:.2f} a second\n")
         for worker, number in report["drawn"].items():
             sys.stdout.write(f"  {worker}: {number}\n")
+
+
+def show_reading(done: int, total: int) -> None:
+    """Say how much of the weights is read, where that takes more than a moment."""
+    if total >= KEPT:
+        end = "\n" if done == total else ""
+        sys.stderr.write(f"\rreading the weights, this once: {done / 1e9:.1f} of {total / 1e9:.1f} GB{end}")
+        sys.stderr.flush()
 
 
 def draw(
@@ -108,15 +137,15 @@ def draw(
     pictures: list[Picture],
     done: frozenset[int],
     report: dict[str, Any],
-    out: Path,
+    held: Hold,
 ) -> Generator[tuple[Picture, bytes | str], None, None]:
-    """Yield each picture that is not done as a PNG file, or its digest where a machine has written it into `out`."""
+    """Yield each picture that is not done as a PNG file, or its digest where a machine has written it itself."""
     options = (prompts, arguments.checkpoint, settings, pictures)
     if arguments.cluster is not None:
         from ..batch.cluster import draw_on_cluster
 
         address, chunk = arguments.cluster, arguments.chunk
-        shared = out if arguments.out_shared else None
+        shared = held if arguments.out_shared else None
         drawing = draw_on_cluster(*options, address, chunk, done, described, report=report, shared=shared)
         with closing(drawing) as files:
             yield from files
@@ -132,6 +161,6 @@ def save(folder: OutputFolder, picture: Picture, png: bytes, total: int) -> Path
         return folder.save(picture, png)
     except OSError as error:
         raise OSError(
-            f"out: cannot write into {folder.path} ({error.strerror}); {len(folder.entries)} of {total} pictures are "
-            "there, the same command draws the rest"
+            f"out: cannot write into {folder.path} ({error.strerror or error}); {len(folder.entries)} of {total} "
+            "pictures are there, the same command draws the rest"
         ) from error

@@ -9,6 +9,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from ..decode.plan import METHODS
+from ..whole_files import check_free, unfinished
 
 EXAMPLE = """example:
   python -m sana_core decode latents.safetensors --checkpoint demo/sana-tiny --out output --max-gb 2
@@ -21,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("latents", type=Path, help="a .safetensors or .latent file")
     parser.add_argument("--checkpoint", required=True, help="a folder in the diffusers layout")
     parser.add_argument("--out", type=Path, default=Path("output"), help="folder for PNG files, or one .png or .tif")
+    parser.add_argument("--overwrite", action="store_true", help="replace pictures that are there")
     parser.add_argument("--method", choices=METHODS, default="auto")
     parser.add_argument("--max-gb", type=float, help="memory beyond the weights; what is free, without it")
     parser.add_argument("--device", default="cpu")
@@ -31,32 +33,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     import torch
 
-    from ..batch.folder import make_folder
     from ..checkpoints import load_autoencoder
     from ..decode import decode_rows
     from ..latents import DOWNSCALE, check_number
     from ..picture_files import WRITERS, levels
+    from ..whole_files import make_folder
 
     if arguments.max_gb is not None:
         check_number("max-gb", arguments.max_gb, 0, 1e6)
     latents = read_latents(arguments.latents)
     count, _, height, width = latents.shape
     names = paths(arguments.out, arguments.latents.stem, count, WRITERS)
+    if not arguments.overwrite:
+        check_free(names)
     make_folder(names[0].parent)
     autoencoder = load_autoencoder(arguments.checkpoint, arguments.device, getattr(torch, arguments.dtype))
     budget = None if arguments.max_gb is None else int(arguments.max_gb * 1e9)
     report: dict = {}
     for index, path in enumerate(names):
-        unfinished = path.with_name(path.name + ".part")
         one = latents[index : index + 1]
         rows = decode_rows(autoencoder, one, arguments.method, budget, report=report, progress=show_progress)
         write = WRITERS[path.suffix.lower()]
-        try:
-            with unfinished.open("wb") as file:
-                write(file, width * DOWNSCALE, height * DOWNSCALE, (levels(pixels) for _, _, pixels in rows))
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with unfinished(path, replace=arguments.overwrite) as part, part.open("wb") as file:
+            write(file, width * DOWNSCALE, height * DOWNSCALE, (levels(pixels) for _, _, pixels in rows))
         sys.stderr.write("\n")
         sys.stdout.write(f"{path}\n")
         if arguments.report:

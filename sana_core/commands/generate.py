@@ -6,7 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..batch.plan import batch_pictures
+from ..batch.png import file_name
 from ..reference import AUTO, REFERENCE_HELP, REFERENCES
+from ..whole_files import check_free, make_folder, unfinished
 
 EXAMPLE = """example:
   python -m sana_core generate "a red circle on a blue background" \\
@@ -17,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="+", help="one or more prompts")
     parser.add_argument("--checkpoint", required=True, help="a folder in the diffusers layout")
     parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the PNG files")
+    parser.add_argument("--overwrite", action="store_true", help="replace pictures that are in the folder")
     parser.add_argument("--seed", type=int, default=0, help="picture i of each prompt uses seed + i")
     parser.add_argument("--count", type=int, default=1, help="pictures of each prompt")
     parser.add_argument("--steps", type=int, help="20, or 2 for SANA-Sprint, if left out")
@@ -34,10 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from PIL import Image
 
-    from ..batch.folder import make_folder
     from ..generate import generate
-    from ..picture_files import levels
+    from ..picture_files import LEVEL, levels
 
+    pictures = batch_pictures(len(arguments.prompts), arguments.count, arguments.seed)
+    paths = [arguments.out / file_name(picture) for picture in pictures]
+    if not arguments.overwrite:
+        check_free(paths)
     make_folder(arguments.out)
     images = generate(
         arguments.prompts,
@@ -55,8 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         compiled=arguments.compile,
         reference=arguments.reference,
     )
-    for index, pixels in enumerate(images):
-        prompt, offset = divmod(index, arguments.count)
-        path = arguments.out / f"{prompt:05d}_{arguments.seed + offset}.png"
-        Image.fromarray(levels(pixels)).save(path)
+    for path, pixels in zip(paths, images, strict=True):
+        with unfinished(path, replace=arguments.overwrite) as part:
+            Image.fromarray(levels(pixels)).save(part, "PNG", compress_level=LEVEL)
         sys.stdout.write(f"{path}\n")

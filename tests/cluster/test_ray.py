@@ -18,7 +18,7 @@ import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.cluster import connect, draw_on_cluster
 from sana_core.batch.draw import Settings, complete
-from sana_core.batch.folder import describe_settings, fingerprint
+from sana_core.batch.fingerprint import describe_settings, fingerprint
 from sana_core.batch.painter import Order
 from sana_core.batch.plan import batch_pictures
 from sana_core.batch.ray_pool import RayPool

@@ -2,11 +2,14 @@
 
 import json
 import os
+import platform
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +18,13 @@ from PIL import Image
 from setup import ROOT
 
 import sana_core
+from sana_core import whole_files
 from sana_core.__main__ import main
-from sana_core.batch.folder import fingerprint
+from sana_core.batch.fingerprint import fingerprint
+from sana_core.batch.folder import OutputFolder
+
+# one process draws what another has drawn
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 
@@ -49,21 +57,29 @@ def batch(arguments, capsys):
 def spawn(arguments):
     """A function that starts the command in a process of its own."""
 
-    def start(limits=None):
+    def start(*options, limits=None, **kinds):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "sana_core", *arguments()]
+        command = [sys.executable, "-m", "sana_core", *arguments(*options, **kinds)]
         return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=limits)
 
     return start
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory, checkpoint, one_thread):
+    """A folder with all eight pictures, which all tests share."""
+    base = tmp_path_factory.mktemp("drawn")
+    (base / "prompts.txt").write_text("\n".join(PROMPTS))
+    options = ["--width", 128, "--height", 128, "--steps", 4, "--chunk", 1, "--count", 4, "--out", base / "out"]
+    command = ["batch", base / "prompts.txt", "--checkpoint", checkpoint, *options]
+    assert main([str(word) for word in command]) == 0
+    return base / "out"
+
+
 @pytest.fixture
-def made(batch, tmp_path):
-    """A folder with all eight pictures."""
-    code, out, err = batch("--report")
-    assert code == 0, err
-    assert "8 pictures in" in out
-    return tmp_path / "out"
+def made(drawn, tmp_path):
+    """A copy of that folder, where the next run writes."""
+    return shutil.copytree(drawn, tmp_path / "out")
 
 
 def files(folder):
@@ -73,7 +89,7 @@ def files(folder):
 def test_the_pictures_are_those_of_the_call_and_the_manifest_lists_them(made, checkpoint):
     expected = sana_core.generate(PROMPTS, checkpoint, count=4, steps=4, width=128, height=128, chunk=1)
     manifest = json.loads((made / "manifest.json").read_text())
-    assert manifest["settings"]["steps"] == 4 and manifest["settings"]["weights"] == fingerprint(checkpoint)
+    assert manifest["settings"].items() >= {"steps": 4, **fingerprint(checkpoint)}.items()
     names = [f"{prompt:05d}_{seed}.png" for prompt in range(2) for seed in range(4)]
     assert list(manifest["pictures"]) == names == sorted(files(made))
     for name, pixels in zip(names, expected, strict=True):
@@ -83,7 +99,6 @@ def test_the_pictures_are_those_of_the_call_and_the_manifest_lists_them(made, ch
         assert (entry["prompt"], f"_{entry['seed']}.") == (PROMPTS[int(name[:5])], name[5:-3])
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn, tmp_path):
     whole = files(made)
     made.rename(tmp_path / "whole")
@@ -94,7 +109,11 @@ def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn
     process.send_signal(signal.SIGKILL)
     process.communicate()
     before = files(made)
-    (made / ".00001_3.png.0123abcd").write_bytes(b"half")
+    # of the dead run, and of somebody else
+    (next(made.glob(".sana-batch/run-*")) / ".0123abcd.part").write_bytes(b"half")
+    foreign = {".00001_3.png.0123abcd": b"mine", ".shared.0123abcd": b"mine", "00001_3.png.part": b"mine"}
+    for name, data in foreign.items():
+        (made / name).write_bytes(data)
     code, out, err = batch()
     assert code == 0, err
     assert f"{len(before)} of 8 pictures are there already" in out
@@ -102,7 +121,8 @@ def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn
     after = files(made)
     assert {name: after[name] for name in before} == before
     assert {name: data for name, (data, _) in after.items()} == {name: data for name, (data, _) in whole.items()}
-    assert sorted(path.name for path in made.iterdir()) == [*sorted(whole), "manifest.json"]
+    assert {path.name for path in made.iterdir()} == {*whole, *foreign, "manifest.json"}
+    assert {name: (made / name).read_bytes() for name in foreign} == foreign
 
 
 def test_damaged_and_missing_pictures_are_made_again_without_manifest_too(made, batch):
@@ -133,11 +153,181 @@ def test_pictures_of_something_else_are_never_overwritten(made, batch, tmp_path,
     assert files(made) == before
 
 
-def test_a_file_of_another_program_is_never_overwritten(batch, tmp_path):
+@pytest.mark.parametrize("content", ["picture", b"", b"\x89PNG\r\n\x1a\n and no more", b"notes"])
+def test_a_file_of_another_program_is_never_overwritten(batch, tmp_path, content):
     (tmp_path / "out").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "out" / "00000_1.png")
+    file = tmp_path / "out" / "00000_1.png"
+    if content == "picture":
+        Image.new("RGB", (8, 8)).save(file)
+    else:
+        file.write_bytes(content)
+    before = file.read_bytes()
     code, _, err = batch()
     assert code == 1 and "00000_1.png is not of this batch; choose another folder, or remove it" in err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["00000_1.png"] and file.read_bytes() == before
+
+
+@pytest.mark.parametrize("manifest", ["kept", "of the start", "removed"])
+@pytest.mark.parametrize("content", [b"", bytes(1000), "first half"])
+def test_what_a_power_cut_leaves_of_a_picture_is_drawn_again(made, batch, content, manifest):
+    before, file, listed = files(made), made / "00000_1.png", made / "manifest.json"
+    document = json.loads(listed.read_bytes())
+    if manifest == "of the start":
+        document["pictures"] = {}
+        listed.write_text(json.dumps(document))
+    elif manifest == "removed":
+        listed.unlink()
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2] if content == "first half" else content)
+    code, out, err = batch()
+    if manifest == "removed":
+        # nothing tells whose it is
+        assert code == 1 and "00000_1.png is not of this batch" in err
+    else:
+        assert (code, out.count(".png (")) == (0, 1), err
+        assert {name: data for name, (data, _) in files(made).items()} == {n: data for n, (data, _) in before.items()}
+
+
+def test_a_picture_that_its_owner_has_edited_stays(made, batch):
+    Image.open(made / "00000_1.png").convert("L").save(made / "00000_1.png")
+    edited = files(made)
+    code, _, err = batch()
+    assert code == 1 and "00000_1.png is not of this batch; choose another folder, or remove it" in err
+    assert files(made) == edited
+
+
+MANIFESTS = [b"", b"{", b"[]", b"{}", b'{"version": 3, "settings": {}, "pictures": {}}', b"[" * 100_000, b"\xff"]
+MANIFESTS += [b'{"settings": {"width": 1, "height": 1, "steps": 1, "sampler": ""}, "pictures": {"a.png": 3}}']
+
+
+@pytest.mark.parametrize("content", MANIFESTS, ids=range(len(MANIFESTS)))
+def test_a_manifest_of_another_program_is_refused_by_name(batch, tmp_path, content):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_bytes(content)
+    code, _, err = batch()
+    assert code == 1 and "manifest.json is not of a batch; choose another folder, or move it away" in err
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == content
+
+
+def test_files_that_others_write_meanwhile_stay(batch, tmp_path, monkeypatch):
+    out, real = tmp_path / "out", OutputFolder.save
+
+    def save(folder, picture, png):
+        (out / "00000_2.png").write_bytes(b"mine")
+        return real(folder, picture, png)
+
+    monkeypatch.setattr(OutputFolder, "save", save)
+    code, _, err = batch()
+    assert code == 1 and "out/00000_2.png exists" in err
+    (out / "00000_2.png").unlink()
+
+    def overwrite(folder, picture, png):
+        (out / "manifest.json").write_bytes(b"mine")
+        return real(folder, picture, png)
+
+    monkeypatch.setattr(OutputFolder, "save", overwrite)
+    code, _, err = batch()
+    assert code == 1 and "somebody else has written out/manifest.json" in err
+    assert (out / "manifest.json").read_bytes() == b"mine"
+
+
+def test_a_folder_of_an_earlier_version_says_so(made, batch):
+    document = json.loads((made / "manifest.json").read_bytes())
+    del document["settings"]["version"], document["claims"]
+    (made / "manifest.json").write_text(json.dumps(document))
+    before = files(made)
+    code, _, err = batch()
+    assert code == 1 and "(drawn by another version of sana_core, which described them otherwise); choose" in err
+    assert files(made) == before
+
+
+@pytest.mark.parametrize("other", [{}, {"steps": 5}, {"prompts": "other.txt"}])
+def test_a_second_run_on_the_folder_is_refused_and_the_first_loses_nothing(spawn, batch, made, tmp_path, other):
+    whole = files(made)
+    made.rename(tmp_path / "whole")
+    (tmp_path / "other.txt").write_text("a green circle on a red background")
+    first = spawn()
+    while not list(made.glob("*.png")):
+        assert first.poll() is None
+        time.sleep(0.002)
+    first.send_signal(signal.SIGSTOP)
+    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    code, _, err = batch(**other)
+    assert code == 1 and f"out is in use by another run (on {platform.node()}, process {first.pid}, since 2" in err
+    assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+    first.send_signal(signal.SIGCONT)
+    _, err = first.communicate()
+    assert first.returncode == 0, err
+    assert {name: data for name, (data, _) in files(made).items()} == {n: data for n, (data, _) in whole.items()}
+
+
+def test_pictures_are_on_the_disk_before_their_names_and_the_manifest_after_both(batch, tmp_path, monkeypatch):
+    done, real_fsync, real_link, real_replace = [], whole_files.fsync, Path.hardlink_to, Path.replace
+
+    def fsync(descriptor):
+        done.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        real_fsync(descriptor)
+
+    def link(path, part):
+        done.append(("name", str(part.resolve()), path.name))
+        real_link(path, part)
+
+    def replace(part, path):
+        done.append(("name", str(part.resolve()), path.name))
+        return real_replace(part, path)
+
+    monkeypatch.setattr(whole_files, "fsync", fsync)
+    monkeypatch.setattr(Path, "hardlink_to", link)
+    monkeypatch.setattr(Path, "replace", replace)
+    code, _, err = batch()
+    assert code == 0, err
+    named = [index for index, entry in enumerate(done) if entry[0] == "name"]
+    assert [done[index][2] for index in named].count("manifest.json") >= 2 and len(named) >= 10
+    assert all(done[index - 1] == ("fsync", done[index][1]) or done[index - 2][1] == done[index][1] for index in named)
+    last = max(index for index in named if done[index][2] == "manifest.json")
+    pictures = [index for index in named if done[index][2].endswith(".png")]
+    assert ("fsync", str(tmp_path / "out")) in done[max(pictures) : last] and done[last + 1][1] == str(tmp_path / "out")
+
+
+def test_a_disk_without_hard_links_does_too(batch, tmp_path, monkeypatch):
+    def refuse(path, part):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    code, _, err = batch()
+    assert code == 0 and len(files(tmp_path / "out")) == 8, err
+
+
+CHANGES = {
+    "shift": ("scheduler/scheduler_config.json", b'"flow_shift": 3.0', b'"flow_shift": 4.0'),
+    "autoencoder_config": ("vae/config.json", b"0.29957", b"0.3"),
+    "transformer_config": ("transformer/config.json", b'"norm_eps": 1e-06', b'"norm_eps": 1e-05'),
+    "tokenizer": ("tokenizer/tokenizer.json", b'blue": 363', b'blue": 369'),
+    "text_encoder_config": ("text_encoder/config.json", b'"sliding_window": 1024', b'"sliding_window": 8'),
+}
+
+
+@pytest.fixture
+def own(made, checkpoint, tmp_path):
+    """A copy of the checkpoint, beside the pictures that the checkpoint itself has drawn."""
+    shutil.copytree(checkpoint, tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_decides_a_picture_is_asked(made, batch, own, name):
+    before = files(made)
+    code, out, err = batch("--checkpoint", own)
+    assert code == 0 and "8 of 8 pictures are there already" in out, err
+    file, old, new = CHANGES[name]
+    content = (own / file).read_bytes()
+    assert old in content, (name, content[:2000])
+    (own / file).write_bytes(content.replace(old, new))
+    code, _, err = batch("--checkpoint", own)
+    assert code == 1 and f"is of another prompt or other settings ({name} " in err, err
+    assert files(made) == before
 
 
 @pytest.mark.parametrize(
@@ -184,7 +374,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(batch, out):
 
 def test_a_disk_that_is_full_says_so_and_leaves_no_half_picture(batch, spawn, tmp_path):
     # no file may grow beyond 2000 bytes, as little as a full disk takes
-    process = spawn(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)))
+    process = spawn(limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)))
     _, err = process.communicate(timeout=120)
     assert (
         process.returncode == 1

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import sana_core
-from sana_core.batch import local
-from sana_core.batch.draw import Settings
+from sana_core.batch import local, windows
+from sana_core.batch.draw import Settings, encode_text, load_encoder
 from sana_core.batch.local import draw_local, local_devices
-from sana_core.batch.plan import batch_pictures
+from sana_core.batch.plan import batch_pictures, cut
 from sana_core.latents import noise_stream
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
@@ -162,3 +162,90 @@ def test_a_device_that_is_not_there_is_left_out_with_a_log(caplog):
 def test_bad_numbers_are_named_before_anything_is_loaded(checkpoint, options, message):
     with pytest.raises(ValueError, match=message):
         draw(checkpoint, **options)
+
+
+MANY = [
+    f"a {colour} {shape}" for colour in ("red", "green", "blue", "white", "black") for shape in ("circle", "square")
+]
+SMALL = Settings(32, 32, steps=1)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What is loaded, in its order."""
+    found = []
+    for name in ("load_encoder", "load_models"):
+        real = getattr(local, name)
+
+        def load(*arguments, real=real, name=name):
+            found.append(name)
+            return real(*arguments)
+
+        monkeypatch.setattr(local, name, load)
+    return found
+
+
+def draw_many(checkpoint, devices=("cpu",), chunk=1):
+    pictures = batch_pictures(len(MANY), 2, 5)
+    return {p.number: pixels for p, pixels in draw_local(MANY, checkpoint, SMALL, pictures, devices, chunk)}
+
+
+@pytest.mark.parametrize("chunk, devices", [(1, ["cpu"]), (3, ["cpu"]), (1, CPUS)])
+def test_prompts_that_come_in_windows_give_the_same_pictures(checkpoint, loads, monkeypatch, chunk, devices):
+    whole = draw_many(checkpoint)
+    assert loads == ["load_encoder", "load_models", "load_encoder"]
+    loads.clear()
+    monkeypatch.setattr(windows, "FIRST_ON_CPU", 2)
+    some = draw_many(checkpoint, devices, chunk)
+    # 2, 4 and the other 4 prompts; the models are loaded once
+    assert loads.count("load_encoder") >= 3 and loads.count("load_models") == 1
+    assert some.keys() == whole.keys() and all(torch.equal(some[number], whole[number]) for number in whole)
+
+
+def test_where_memory_is_short_encoder_and_models_are_never_there_together(checkpoint, loads, monkeypatch):
+    whole = draw_many(checkpoint)
+    loads.clear()
+    monkeypatch.setattr(windows, "FIRST_ON_CPU", 2)
+    monkeypatch.setattr(local, "has_room_for_encoder", lambda *arguments: False)
+    some = draw_many(checkpoint)
+    assert loads == ["load_encoder", "load_models"] * 3
+    assert all(torch.equal(some[number], whole[number]) for number in whole)
+
+
+def test_a_copy_that_is_late_by_a_window_harms_nothing(checkpoint, slow_draw, monkeypatch):
+    monkeypatch.setattr(windows, "FIRST_ON_CPU", 2)
+    whole, begun = draw_many(checkpoint), threading.Event()
+
+    def wait(chunk, poll):
+        if threading.current_thread().name.endswith("#2") and not begun.is_set():
+            begun.wait(20)
+        if chunk[0].number > 12:
+            begun.set()
+
+    slow_draw(wait)
+    some = draw_many(checkpoint, CPUS)
+    assert begun.is_set() and all(torch.equal(some[number], whole[number]) for number in whole)
+
+
+def test_windows_grow_and_keep_chunks_whole():
+    chunks = cut(batch_pictures(2000, 3, 0), 2)
+    cuts = list(windows.windows(chunks, 8))
+    assert [chunk for window in cuts for chunk in window] == chunks
+    sizes = [len({picture.prompt for chunk in window for picture in chunk}) for window in cuts]
+    assert sizes[:6] == [8, 16, 32, 64, 128, 256] and max(sizes) == windows.LARGEST and len(sizes) == 9
+    assert list(windows.windows([], 8)) == []
+    # a chunk of more prompts than fit is a window of its own
+    assert [len(window) for window in windows.windows(cut(batch_pictures(32, 1, 0), 32), 8)] == [1]
+
+
+def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
+    drawing = draw_local([*MANY, "half \ud83d"], checkpoint, SMALL, batch_pictures(11, 1, 5))
+    with pytest.raises(ValueError, match=r"half a character .* at position 5; write the text again \(prompt 11\)"):
+        next(drawing)
+    assert not loads
+
+
+def test_an_encoded_prompt_keeps_no_padding(checkpoint):
+    encoder = load_encoder(checkpoint, torch.device("cpu"), "float32")
+    for tensor in encode_text(encoder, MANY[0], instruction=True):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize

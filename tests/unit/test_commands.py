@@ -5,8 +5,11 @@ import errno
 import io
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 import layouts
@@ -87,6 +90,96 @@ def test_generate_writes_the_picture_that_the_call_returns(command, checkpoint, 
     expected = generate([prompt], checkpoint, seed=5, steps=3, width=128, height=96)[0]
     pixels = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
     assert (pixels - (expected + 1) * 127.5).abs().max() <= 0.51
+
+
+def test_generate_overwrites_only_what_it_may(command, checkpoint, tmp_path):
+    options = ["--checkpoint", checkpoint, "--seed", 2**64 - 1, "--count", 2, "--steps", 1]
+    options += ["--width", 32, "--height", 32, "--out", "out"]
+    file = tmp_path / "out" / "00000_0.png"
+    file.parent.mkdir()
+    file.write_bytes(b"mine")
+    done = command("generate", "a red circle", *options)
+    assert done.returncode == 1 and done.stdout == "" and file.read_bytes() == b"mine"
+    assert done.stderr == "out: out/00000_0.png exists; choose another folder, or allow it with --overwrite\n"
+    done = command("generate", "a red circle", *options, "--overwrite")
+    assert done.stdout == "out/00000_18446744073709551615.png\nout/00000_0.png\n", done.stderr
+    assert Image.open(file).size == (32, 32) and len(list(file.parent.iterdir())) == 2
+
+
+def run_alone(*arguments, **options):
+    """Run the command as a shell does, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    words = [sys.executable, "-m", "sana_core", *map(str, arguments)]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+TINY = ["--steps", 1, "--width", 32, "--height", 32, "--out", "out"]
+
+
+def test_generate_on_a_full_disk_leaves_no_file(checkpoint, tmp_path):
+    def limit():
+        # no file may grow beyond 500 bytes, as little as a full disk takes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+
+    process = run_alone("generate", "a red circle", "--checkpoint", checkpoint, *TINY, cwd=tmp_path, preexec_fn=limit)
+    _, err = process.communicate()
+    assert process.returncode == 1 and err.decode() == "[Errno 27] File too large: 'out/00000_0.png'\n"
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_console_of_few_characters_stops_nothing(checkpoint, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\u7ea2\u8272 \U0001f534\na red circle", encoding="utf-8")
+    options = ["prompts.txt", "--checkpoint", checkpoint, *TINY[:-1], "out \u7ea2"]
+    for _ in range(2):
+        process = run_alone("batch", *options, cwd=tmp_path, env={"PYTHONIOENCODING": "cp1252"})
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+    assert out == b"2 of 2 pictures are there already\n"
+    assert len(list((tmp_path / "out \u7ea2").glob("*.png"))) == 2
+
+
+def test_a_reader_that_goes_ends_the_batch_quietly_and_the_next_goes_on(checkpoint, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red circle")
+    options = ["prompts.txt", "--checkpoint", checkpoint, *TINY, "--count", 300]
+    process = run_alone("batch", *options, cwd=tmp_path)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 128 + 13 and process.stderr.read() == b""
+    listed = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["pictures"]
+    assert 1 < len(listed) < 300 and len(list((tmp_path / "out").iterdir())) == len(listed) + 1
+    closed = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", "sana_core", "batch", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(word) for word in closed], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    assert len(list((tmp_path / "out").glob("*.png"))) == 300
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_batch_tidily(checkpoint, tmp_path, number, status):
+    (tmp_path / "prompts.txt").write_text("a red circle")
+    process = run_alone("batch", "prompts.txt", "--checkpoint", checkpoint, *TINY, "--count", 1000, cwd=tmp_path)
+    for _ in range(3):
+        process.stdout.readline()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
+    assert err == (b"\nstopped; every file that was named is whole\n" if number == signal.SIGINT else b"")
+    listed = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["pictures"]
+    assert 3 <= len(listed) < 1000 and len(list((tmp_path / "out").iterdir())) == len(listed) + 1
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_a_decode_leaves_no_part_of_a_file(checkpoint, tmp_path, number, status):
+    save_file({"latents": torch.randn(1, 32, 64, 64)}, tmp_path / "large.safetensors")
+    options = ["--checkpoint", checkpoint, "--out", "out", "--method", "strips", "--max-gb", 0.3]
+    process = run_alone("decode", "large.safetensors", *options, cwd=tmp_path)
+    while not list(tmp_path.glob("out/.*.part")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == status and b"Traceback" not in err, err
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_mistake_is_one_line_on_stderr(command, checkpoint):
@@ -199,6 +292,19 @@ def test_a_decode_that_fails_leaves_no_file(command, checkpoint, tmp_path):
     done = command("decode", "one.safetensors", "--checkpoint", checkpoint, "--out", "out")
     assert done.returncode == 1 and "1 of 640 values are NaN" in done.stderr
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_decode_overwrites_only_what_it_may(command, checkpoint, tmp_path):
+    save_file({"latents": torch.zeros(1, 32, 2, 2)}, tmp_path / "one.safetensors")
+    for name in ("one.png", "one.png.part"):
+        (tmp_path / name).write_bytes(b"mine")
+    options = ["one.safetensors", "--checkpoint", checkpoint, "--out", "one.png"]
+    done = command("decode", *options)
+    assert done.returncode == 1 and "out: one.png exists; choose another folder, or allow it" in done.stderr
+    assert (tmp_path / "one.png").read_bytes() == b"mine"
+    assert command("decode", *options, "--overwrite").returncode == 0
+    assert Image.open(tmp_path / "one.png").size == (64, 64)
+    assert (tmp_path / "one.png.part").read_bytes() == b"mine"
 
 
 def test_decode_names_a_file_without_latents(command, checkpoint, tmp_path):

@@ -1,0 +1,143 @@
+"""All that a picture depends on besides prompt and seed, in words and digests that tell one machine from another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints import CheckpointInfo, inspect_checkpoint
+from ..checkpoints.load import build_module, shift_of
+from ..checkpoints.tokenizer import load_tokenizer
+from ..text import MAX_TOKENS, instruction_text
+from ..whole_files import write_whole
+from .draw import Settings
+from .png import digest_of
+
+logger = logging.getLogger(__name__)
+
+# of the description; a higher one where the same words mean other pictures
+VERSION = 2
+# bytes read at a time
+BLOCK = 1 << 24
+# bytes from which on a file's digest is kept beside it; a smaller one is read in no time
+KEPT = 1 << 26
+# of a configuration, what decides nothing: names, and the versions of the libraries that wrote it
+IDLE = {"transformers_version", "dtype", "torch_dtype", "architectures"}
+PROBE = "  A Caf\u00e9,\tin 3  colours \U0001f3a8 "
+
+Progress = Callable[[int, int], None]
+
+
+def describe_settings(
+    settings: Settings, checkpoint: str | Path, progress: Progress = lambda done, total: None
+) -> dict[str, Any]:
+    """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn.
+
+    `progress` is as in `fingerprint`.
+    """
+    described = settings._asdict()
+    del described["compiled"]
+    described["guidance_interval"] = list(settings.guidance_interval)
+    return {"version": VERSION, **described, **fingerprint(checkpoint, progress)}
+
+
+def fingerprint(checkpoint: str | Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+    """Return what a checkpoint brings to its pictures: digests of weights, configurations, tokenizer, and the shift.
+
+    The configurations are those of the library's modules, with the library's own defaults. The digest of a large file
+    of weights is kept beside it, so that it is read once; `progress` gets how many bytes of how many were read, and
+    cancels by raising. Raises as `inspect_checkpoint` does, and for an incomplete checkpoint.
+    """
+    info = inspect_checkpoint(checkpoint)
+    digests = digest_files(weight_files(info), progress)
+    found: dict[str, Any] = {}
+    for part in info.parts or (info,):
+        files = {header.file for header in part.weights.headers.values()}
+        found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in files))
+        found[f"{part.kind}_config"] = digest_json(resolved_config(part))
+        if part.kind == "transformer":
+            found["shift"] = shift_of(info)
+        if part.kind == "text_encoder":
+            tokenizer = load_tokenizer(part)
+            # what the library makes of it, for not all of that is in the one file: BOS, spaces, case
+            tokens = tokenizer.encode(PROBE)
+            found["tokenizer"] = digest_json([digest_of(tokenizer.content), tokenizer.pad_token, tokens])
+            found["instruction"] = digest_json([instruction_text(), MAX_TOKENS])
+    return found
+
+
+def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the names of what differs, empty where nothing does."""
+    return ", ".join(name for name in {**own, **other} if own.get(name) != other.get(name))
+
+
+def digest_json(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def resolved_config(info: CheckpointInfo) -> dict[str, Any]:
+    """Return the configuration of the library's module for `info`, its defaults included."""
+    config: Any = build_module(info).config
+    words = config.to_dict() if info.kind == "text_encoder" else dict(config)
+    return {key: value for key, value in words.items() if not key.startswith("_") and key not in IDLE}
+
+
+def weight_files(info: CheckpointInfo) -> set[Path]:
+    return {header.file for part in info.parts or (info,) for header in part.weights.headers.values()}
+
+
+def digest_files(files: set[Path], progress: Progress) -> dict[Path, str]:
+    """Return the digest of each file, read only where none is kept beside it."""
+    digests: dict[Path, str] = {}
+    for file in sorted(files):
+        kept = read_kept(file)
+        if kept is not None:
+            digests[file] = kept
+    missing = sorted(files - digests.keys())
+    done, total = 0, sum(file.stat().st_size for file in missing)
+    for file in missing:
+        before = stamp(file)
+        digest = hashlib.sha256()
+        with file.open("rb", buffering=0) as stream:
+            while block := stream.read(BLOCK):
+                digest.update(block)
+                done += len(block)
+                progress(done, total)
+        if stamp(file) != before:
+            raise ValueError(f"{file}: was written while it was read; wait until it is whole")
+        digests[file] = digest.hexdigest()
+        if before[0] >= KEPT:
+            keep(file, before, digests[file])
+    return digests
+
+
+def stamp(file: Path) -> list[int]:
+    """Return what a file that was changed or replaced has otherwise: size, times of the last changes, number."""
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def kept_path(file: Path) -> Path:
+    return file.with_name(f".{file.name}.sana-digest.json")
+
+
+def read_kept(file: Path) -> str | None:
+    """Return the digest that was kept of the file as it is now, None where there is none."""
+    try:
+        document = json.loads(kept_path(file).read_bytes())
+        return str(document["sha256"]) if document["stamp"] == stamp(file) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep(file: Path, stamped: list[int], digest: str) -> None:
+    """Keep the digest beside the file; a folder that cannot be written makes the next run read the file again."""
+    document = {"stamp": stamped, "sha256": digest}
+    with suppress(OSError):
+        write_whole(kept_path(file), json.dumps(document).encode(), replace=True)

@@ -1,0 +1,258 @@
+"""One run at a time holds a folder, so that no other touches what it writes there.
+
+On one machine, and on network folders that carry locks, a lock of the operating system decides; it ends with its
+process, however that ends. Whether a lock reaches other machines cannot be asked, so a record beside it says who holds
+the folder, and is renewed for as long as the run lives: a record of another machine that stands still is of a dead run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from os import fstat, getpid
+from pathlib import Path
+from platform import node
+from typing import BinaryIO, NamedTuple
+from uuid import uuid4
+
+from ..whole_files import write_whole
+
+logger = logging.getLogger(__name__)
+
+# in the folder that is held, all of it ours
+OWN = ".sana-batch"
+LOCK = "lock"
+RECORD = "holder.json"
+RUN = "run-"
+GONE = "gone-"
+MARK = "mark"
+# seconds between two renewals of the record
+BEAT = 5.0
+# a run of another machine is dead when its record stood still for so many seconds
+WATCH = 30.0
+LOOK = 0.5
+
+
+class Holder(NamedTuple):
+    """Who holds a folder, and how often that was renewed."""
+
+    host: str
+    pid: int
+    since: str
+    token: str
+    beat: int = 0
+
+
+class Hold:
+    """A folder that this run holds. `run` is a folder in it for unfinished files; it goes when the run ends."""
+
+    def __init__(self, folder: Path, holder: Holder) -> None:
+        self.folder, self.holder = folder, holder
+        self.record = folder / OWN / RECORD
+        self.run = folder / OWN / f"{RUN}{holder.token}"
+        self.ended, self.lost = threading.Event(), threading.Event()
+
+    def check(self) -> None:
+        """Raise BlockingIOError once another run has taken the folder, as this one was thought dead."""
+        if self.lost.is_set():
+            raise BlockingIOError(
+                f"out: another run has taken {self.folder}, for this one gave no sign of life for {WATCH:.0f} s; "
+                "the same command draws the rest later"
+            )
+
+    def write(self, replace: bool) -> None:
+        """Write the record. Raises OSError."""
+        write_whole(self.record, json.dumps(self.holder._asdict()).encode(), self.run, replace)
+
+    def renew(self) -> None:
+        """What a thread does until the end: say every few seconds that the run lives."""
+        while not self.ended.wait(BEAT):
+            # a disk that is full or away for a moment is the concern of whoever writes pictures
+            with suppress(OSError):
+                found = read_record(self.record)
+                if found is None or found.token != self.holder.token:
+                    self.lost.set()
+                    return
+                self.holder = self.holder._replace(beat=self.holder.beat + 1)
+                self.write(replace=True)
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[Hold]:
+    """Hold `folder`, which is made where it is not there, and take away what dead runs have left of theirs.
+
+    Raises BlockingIOError that says who holds it already, and OSError for a folder that cannot be written. Where the
+    last run was of another machine and did not end properly, it waits for half a minute to see whether that lives.
+    """
+    own = folder / OWN
+    stream, locked = open_lock(folder)
+    with stream:
+        held = Hold(folder, Holder(node(), getpid(), time.strftime("%Y-%m-%d %H:%M:%S"), uuid4().hex))
+        thread = threading.Thread(target=held.renew, name="sana batch hold", daemon=True)
+        try:
+            held.run.mkdir()
+            (held.run / MARK).touch()
+            claim(held, locked)
+            thread.start()
+            for run in [*own.glob(f"{RUN}*"), *own.glob(f"{GONE}*")]:
+                if run != held.run:
+                    remove_run(run)
+            yield held
+        finally:
+            held.ended.set()
+            if thread.ident is not None:
+                thread.join()
+            remove_run(held.run)
+            with suppress(OSError):
+                found = read_record(held.record)
+                if found is not None and found.token == held.holder.token:
+                    held.record.unlink()
+                if found is None or found.token == held.holder.token:
+                    # whoever waits for this lock notices that it has no name any more
+                    (own / LOCK).unlink()
+                    own.rmdir()
+
+
+def open_lock(folder: Path) -> tuple[BinaryIO, bool]:
+    """Return the open file of the lock, and whether this process has locked it; not where the disk knows no locks.
+
+    Raises BlockingIOError where another process has.
+    """
+    path = folder / OWN / LOCK
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            stream = path.open("ab")
+        except FileNotFoundError:
+            continue  # the run that had the folder has just ended
+        try:
+            locked = lock(stream)
+        except BlockingIOError:
+            stream.close()
+            raise in_use(folder, read_record(path.parent / RECORD)) from None
+        if is_named(stream, path):
+            return stream, locked
+        stream.close()
+
+
+def lock(stream: BinaryIO) -> bool:
+    """Lock the open file until it is closed. Return False where its disk knows no locks.
+
+    Raises BlockingIOError where another process has locked it.
+    """
+    if sys.platform == "win32":
+        import msvcrt
+
+        try:
+            msvcrt.locking(stream.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            raise BlockingIOError(str(error)) from None
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def is_named(stream: BinaryIO, path: Path) -> bool:
+    """Whether the open file is still the one at `path`."""
+    try:
+        there, own = path.stat(), fstat(stream.fileno())
+    except FileNotFoundError:
+        return False
+    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+
+
+def claim(held: Hold, locked: bool) -> None:
+    """Write this run's record in the place of none, or of a dead run's. Raises BlockingIOError for one that lives."""
+    found = read_record(held.record)
+    if found is None:
+        try:
+            held.write(replace=False)
+        except FileExistsError:
+            raise in_use(held.folder, read_record(held.record)) from None
+    elif locked and found.host == held.holder.host:
+        # the lock reaches all of this machine, so that run is dead
+        held.write(replace=True)
+    else:
+        watch(held, found)
+        held.write(replace=True)
+        # of two that take it at the same moment, one finds the other's record
+        time.sleep(BEAT)
+        found = read_record(held.record)
+        if found is None or found.token != held.holder.token:
+            raise in_use(held.folder, found)
+
+
+def watch(held: Hold, found: Holder) -> None:
+    """Raise BlockingIOError if the run of the record `found` lives."""
+    logger.warning(
+        "batch: %s was in use by a run on %s (process %d, since %s); waiting %.0f s to see whether it lives",
+        held.folder,
+        found.host,
+        found.pid,
+        found.since,
+        WATCH,
+    )
+    end = time.monotonic() + WATCH
+    while time.monotonic() < end:
+        time.sleep(LOOK)
+        now = read_record(held.record)
+        if now is None:
+            return
+        if now != found:
+            raise in_use(held.folder, now)
+
+
+def read_record(path: Path) -> Holder | None:
+    """Return who holds the folder, None for nobody. Raises OSError for a record that cannot be read."""
+    try:
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        raise OSError(f"{path}: damaged; remove {path.parent.name} if no run is at work in the folder") from None
+
+
+def in_use(folder: Path, holder: Holder | None) -> BlockingIOError:
+    who = "which has just begun or ended"
+    if holder is not None:
+        who = f"on {holder.host}, process {holder.pid}, since {holder.since}"
+    return BlockingIOError(
+        f"out: {folder} is in use by another run ({who}); wait for its end, or choose another folder"
+    )
+
+
+def check_run(folder: Path, run: str) -> None:
+    """Raise OSError unless `folder` is the one in which the run of that name holds, and can be written."""
+    own = folder / OWN / run
+    if not (own / MARK).is_file():
+        raise FileNotFoundError(f"out: {folder} is not the driver's folder here; mount the same one at this path")
+    try:
+        write_whole(own / f".{uuid4().hex}.part", b"", own)
+    except OSError as error:
+        raise OSError(f"out: cannot write into {folder} ({error.strerror}); see its rights and its disk") from error
+
+
+def remove_run(run: Path) -> None:
+    """Remove the folder of a run with its unfinished files. What is not ours in it stays, and so does the folder then.
+
+    A machine that is still at work for a run that is dead cannot write from then on.
+    """
+    gone = run.with_name(f"{GONE}{run.name.partition('-')[2]}")
+    with suppress(OSError):
+        if run != gone:
+            run.rename(gone)
+        for part in [*gone.glob(".*.part"), gone / MARK]:
+            part.unlink(missing_ok=True)
+        gone.rmdir()

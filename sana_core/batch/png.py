@@ -1,0 +1,89 @@
+"""The PNG files of a batch. Each says itself what it is: prompt, seed and a key over all that it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..picture_files import LEVEL, levels
+from ..whole_files import write_whole
+from .plan import Picture
+
+# the PNG's text entry
+ENTRY = "sana"
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def file_name(picture: Picture) -> str:
+    """Return the name of a picture's file: the number of its prompt and its seed."""
+    return f"{picture.prompt:05d}_{picture.seed}.png"
+
+
+def describe_picture(prompt: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what a picture is: prompt, seed, and the digest of all that it depends on, as its key."""
+    text = json.dumps([prompt, seed, settings], sort_keys=True)
+    return {"prompt": prompt, "seed": seed, "key": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def encode_png(pixels: torch.Tensor, prompt: str, seed: int, settings: dict[str, Any]) -> bytes:
+    """Return the picture [3, H, W] in [-1, 1] as a PNG that says what it is."""
+    from PIL import Image, PngImagePlugin
+
+    words = PngImagePlugin.PngInfo()
+    words.add_text(ENTRY, json.dumps({**describe_picture(prompt, seed, settings), "settings": settings}))
+    stream = io.BytesIO()
+    Image.fromarray(levels(pixels)).save(stream, "PNG", pnginfo=words, compress_level=LEVEL)
+    return stream.getvalue()
+
+
+def digest_of(png: bytes) -> str:
+    return hashlib.sha256(png).hexdigest()
+
+
+def read_texts(data: bytes) -> dict[str, Any] | None:
+    """Return the text entries of a PNG, None for a file that is damaged or no PNG."""
+    from PIL import PngImagePlugin
+
+    try:
+        # not Image.open, which refuses pictures of 16384 x 16384 pixels as bombs
+        with PngImagePlugin.PngImageFile(io.BytesIO(data)) as image:
+            image.load()
+            return dict(image.text)
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def read_entry(data: bytes) -> dict[str, Any] | None:
+    """Return what a PNG says of itself, None for a file that is damaged, no PNG, or not of a batch."""
+    try:
+        entry = json.loads((read_texts(data) or {})[ENTRY])
+    except (KeyError, ValueError):
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def is_damaged(data: bytes) -> bool:
+    """Whether a file is what may become of a PNG of ours: empty, nothing but zeros, or no longer readable."""
+    return not data.strip(b"\0") or (data.startswith(SIGNATURE) and read_texts(data) is None)
+
+
+def write_picture(path: Path, png: bytes, parts: Path) -> str:
+    """Write what `encode_png` returned, by way of the folder `parts`, and return the digest of the file.
+
+    Where the same picture is there already, as when two machines drew it, it stays, and its digest is returned. Raises
+    FileExistsError for another file, and OSError.
+    """
+    try:
+        write_whole(path, png, parts)
+    except FileExistsError:
+        there, own = path.read_bytes(), read_entry(png)
+        entry = read_entry(there)
+        if entry is None or own is None or entry.get("key") != own["key"]:
+            raise
+        return digest_of(there)
+    return digest_of(png)

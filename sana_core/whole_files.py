@@ -1,0 +1,89 @@
+"""Files that appear under their names whole, safe from a power cut, and never in the place of another one unasked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from os import O_RDONLY, close, fsync
+from os import open as open_descriptor
+from pathlib import Path
+from uuid import uuid4
+
+from .errors import ExistingFileError, OutputError
+
+
+@contextmanager
+def unfinished(path: Path, parts: Path | None = None, replace: bool = False) -> Iterator[Path]:
+    """Yield where to write a file, which then appears as `path`: whole and on the disk, or not at all.
+
+    Until then it lies in `parts`, a folder of the same disk; that of `path` without one. Without `replace` a file that
+    is at `path` stays, even one that came meanwhile. Raises FileExistsError for it, OSError besides, and leaves nothing
+    behind then.
+    """
+    part = (parts or path.parent) / f".{uuid4().hex}.part"
+    try:
+        yield part
+        with part.open("r+b") as stream:
+            fsync(stream.fileno())
+        if replace:
+            part.replace(path)
+        else:
+            appear(part, path)
+    except OSError as error:
+        # a full disk names no file
+        if error.errno and not error.filename:
+            error.filename = str(path)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def appear(part: Path, path: Path) -> None:
+    """Give `part` the name `path`, which a rename would take from another file. Raises FileExistsError."""
+    try:
+        path.hardlink_to(part)
+    except FileExistsError:
+        raise ExistingFileError(f"out: {path} exists; choose another name, or remove it") from None
+    except OSError:
+        # a disk without hard links, such as exFAT; a reason of another kind stops the rename too
+        check_free([path])
+        part.rename(path)
+
+
+def write_whole(path: Path, data: bytes, parts: Path | None = None, replace: bool = False) -> None:
+    """Write `data` to `path` as `unfinished` does."""
+    with unfinished(path, parts, replace) as part:
+        part.write_bytes(data)
+
+
+def check_free(paths: Iterable[Path]) -> None:
+    """Raise FileExistsError for the first of `paths` that is there."""
+    for path in paths:
+        if path.exists():
+            raise ExistingFileError(f"out: {path} exists; choose another folder, or allow it with --overwrite")
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder `path` if it is not there. Raises OutputError with a remedy where nothing can be written."""
+    probe = path / f".{uuid4().hex}.part"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(
+            f"out: got {path.absolute()}, where nothing can be written ({error.strerror}), expected a folder of yours; "
+            "name one with --out"
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on the disk too. Raises OSError."""
+    # Windows opens no folder as a file
+    if sys.platform != "win32":
+        descriptor = open_descriptor(folder, O_RDONLY)
+        try:
+            fsync(descriptor)
+        finally:
+            close(descriptor)

@@ -1,0 +1,164 @@
+"""Kill `batch` at random moments, and look at what is left each time.
+
+`OMP_NUM_THREADS=1 python tests/soak/kill_batch.py --kills 1000` runs the real command in processes of its own, forked
+after the imports so that a kill takes a second. Each is killed with SIGKILL; now and then two of them are on one folder
+at the same time. After each kill: files of others are untouched, pictures that were there are too, and every picture
+that is there is the one that an undisturbed run draws. When a folder is whole, the next begins. The results go to
+benchmarks/kills.json, and a run that is started again adds to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import description  # noqa: E402
+from sana_core.__main__ import main as run_command  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "kills.json"
+PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
+OTHER_PROMPTS = ["a green circle on a red background"]
+COUNT = 12
+FOREIGN = {".00000_0.png.0123abcd": b"mine", ".shared.0123abcd": b"mine", "notes.txt": b"mine", "x.part": b"mine"}
+
+
+def start(folder: Path, prompts: str = "prompts.txt") -> int:
+    """Start `batch` in a process of its own and return its id. Its output goes to `folder`/log."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        os.chdir(folder)
+        log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        words = ["batch", prompts, "--checkpoint", ROOT / "demo" / "sana-tiny", "--out", "out", "--count", COUNT]
+        words += ["--steps", 1, "--width", 32, "--height", 32, "--chunk", 1]
+        status = run_command([str(word) for word in words])
+    finally:
+        os._exit(status)
+
+
+def wait(pid: int) -> int:
+    """Return the exit status, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def pictures(out: Path) -> dict[str, tuple[bytes, int]]:
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.glob("[0-9]*.png")}
+
+
+def new_folder(base: Path) -> Path:
+    """Return a folder with prompts, and with files of others where pictures will come."""
+    folder = Path(tempfile.mkdtemp(dir=base))
+    (folder / "out").mkdir()
+    for name, data in FOREIGN.items():
+        (folder / "out" / name).write_bytes(data)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    (folder / "other.txt").write_text("\n".join(OTHER_PROMPTS))
+    return folder
+
+
+def check(out: Path, whole: dict[str, bytes], before: dict[str, tuple[bytes, int]]) -> None:
+    """Raise AssertionError for anything that is lost, doubled, mixed, or not ours and touched."""
+    now = pictures(out)
+    assert {name: (out / name).read_bytes() for name in FOREIGN} == FOREIGN, "a file of others was touched"
+    assert {name: now.get(name) for name in before} == before, "a picture that was there is another, or gone"
+    mixed = [name for name, (data, _) in now.items() if whole.get(name) != data]
+    assert not mixed, f"{mixed} are not those of the run"
+    if (out / "manifest.json").exists():
+        listed = json.loads((out / "manifest.json").read_bytes())["pictures"]
+        assert listed.keys() <= now.keys(), "the manifest lists what is not there"
+    others = {path.name for path in out.iterdir()} - now.keys() - FOREIGN.keys()
+    assert others <= {"manifest.json", ".sana-batch"}, f"left behind: {others}"
+
+
+def disturb(folder: Path, source: random.Random, seconds: float) -> Counter[str]:
+    """Run once and kill at a random moment, with a second run beside it now and then. Return what happened."""
+    happened: Counter[str] = Counter()
+    first = start(folder)
+    second = start(folder, source.choice(["prompts.txt", "other.txt"])) if source.random() < 0.15 else None
+    time.sleep(source.uniform(0, seconds))
+    os.kill(first, signal.SIGKILL)
+    happened["kills" if wait(first) == -signal.SIGKILL else "ended before"] += 1
+    if second is not None:
+        status = wait(second)
+        happened[{0: "second run drew", 1: "second run refused"}.get(status, f"second run ended with {status}")] += 1
+    return happened
+
+
+def soak(kills: int, seed: int, base: Path) -> dict:
+    """Return the figures of so many kills. Raises AssertionError for the first thing that did not hold."""
+    source, happened = random.Random(seed), Counter()
+    folder = new_folder(base)
+    assert wait(start(folder)) == 0, (folder / "log").read_text()
+    whole = {name: data for name, (data, _) in pictures(folder / "out").items()}
+    assert len(whole) == COUNT * len(PROMPTS)
+    shutil.rmtree(folder)
+    folder = new_folder(base)
+    began = time.monotonic()
+    assert wait(start(folder)) == 0
+    seconds = time.monotonic() - began
+    shutil.rmtree(folder)
+    while happened["kills"] < kills:
+        folder, rounds = new_folder(base), 0
+        out = folder / "out"
+        # a run with other prompts that came first has the folder for itself
+        while len(pictures(out)) < len(whole) and happened["kills"] < kills and rounds < 12:
+            before, rounds = pictures(out), rounds + 1
+            happened += disturb(folder, source, seconds)
+            if mine(out):
+                check(out, whole, before)
+            else:
+                break
+        if mine(out):
+            before = pictures(out)
+            assert wait(start(folder)) == 0, (folder / "log").read_text()[-2000:]
+            check(out, whole, before)
+            assert pictures(out).keys() == whole.keys(), "pictures are missing"
+            assert {path.name for path in out.iterdir()} == {*whole, *FOREIGN, "manifest.json"}
+            happened["folders made whole"] += 1
+        assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()[-3000:]
+        shutil.rmtree(folder)
+    return dict(happened)
+
+
+def mine(out: Path) -> bool:
+    """Whether the folder is not that of the run with other prompts."""
+    listed = json.loads((out / "manifest.json").read_bytes())["pictures"] if (out / "manifest.json").exists() else {}
+    return all(entry["prompt"] in PROMPTS for entry in listed.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--part", type=int, default=25, help="kills between two notes of the results")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    arguments = parser.parse_args()
+    total: Counter[str] = Counter(json.loads(RESULTS.read_text())["happened"] if RESULTS.exists() else {})
+    end = time.monotonic() + 60 * arguments.minutes
+    while total["kills"] < arguments.kills and time.monotonic() < end:
+        with tempfile.TemporaryDirectory() as base:
+            left = min(arguments.part, arguments.kills - total["kills"])
+            total += soak(left, total["kills"], Path(base))
+        document = {"machine": description(), "pictures": COUNT * len(PROMPTS), "happened": dict(sorted(total.items()))}
+        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+        sys.stdout.write(f"{dict(sorted(total.items()))}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

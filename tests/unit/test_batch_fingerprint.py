@@ -1,0 +1,60 @@
+"""What is asked before a picture is taken for one that would be drawn now: everything that decides it."""
+
+import os
+import shutil
+
+import pytest
+
+from sana_core.batch import fingerprint as module
+from sana_core.batch.fingerprint import difference, fingerprint
+
+
+@pytest.fixture
+def own(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint, tmp_path / "own")
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+def test_every_byte_of_the_weights_is_asked(own, part):
+    before = fingerprint(own)
+    (file,) = (own / part).glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) * 2 // 3] ^= 1
+    file.write_bytes(data)
+    assert difference(before, fingerprint(own)) == f"{part.replace('vae', 'autoencoder')}_weights"
+
+
+def test_the_instruction_and_the_librarys_defaults_are_asked(checkpoint, monkeypatch):
+    before = fingerprint(checkpoint)
+    monkeypatch.setattr(module, "instruction_text", lambda: "Draw this: ")
+    assert difference(before, fingerprint(checkpoint)) == "instruction"
+    monkeypatch.undo()
+    real = module.resolved_config
+    monkeypatch.setattr(module, "resolved_config", lambda info: {**real(info), "a_new_default": 1})
+    assert "transformer_config" in difference(before, fingerprint(checkpoint))
+
+
+def test_the_digest_of_a_large_file_is_kept_beside_it(own, monkeypatch):
+    monkeypatch.setattr(module, "KEPT", 0)
+    read = []
+    found = [fingerprint(own, lambda done, total: read.append((done, total))) for _ in range(2)]
+    size = sum(file.stat().st_size for file in own.rglob("*.safetensors"))
+    assert found[0] == found[1] and read[-1] == (size, size) and len(read) == 3
+    assert len(list(own.rglob(".*.sana-digest.json"))) == 3
+    (file,) = (own / "vae").glob("*.safetensors")
+    status, data = file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert difference(found[0], fingerprint(own)) == "autoencoder_weights"
+
+
+def test_a_models_folder_that_cannot_be_written_is_read_again(own, monkeypatch):
+    monkeypatch.setattr(module, "KEPT", 0)
+
+    def refuse(*arguments, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(module, "write_whole", refuse)
+    assert fingerprint(own) == fingerprint(own)
+    assert not list(own.rglob("*.sana-digest.json"))
