@@ -3,12 +3,13 @@ VENV = .venv/bin/python
 # handed over through the environment, so that quotes in a prompt stay what they are
 export PROMPT
 
-.PHONY: help setup demo serve test lint bench checkpoint lock
+.PHONY: help setup demo serve test test-all lint bench checkpoint lock
 
 help:
 	@echo "make demo [PROMPT=\"a blue square on a white background\"]   draw a picture into output/"
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188"
 	@echo "make test         all tests: unit, graph, server, browser"
+	@echo "make test-all     these, and the lowest and newest versions of all that the pack needs"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
 	@echo "make checkpoint   train demo/sana-tiny again (about 80 minutes)"
@@ -25,6 +26,9 @@ serve: setup
 test: lint
 	@$(PYTHON) scripts/setup.py --browser
 	$(VENV) -m pytest -c tests/pytest.ini tests
+
+test-all: test
+	$(VENV) scripts/versions.py
 
 lint: setup
 	$(VENV) -m ruff check .

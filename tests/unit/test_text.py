@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers import SanaPipeline
+from tiny import library_pipeline
 
 import sana_core
 from sana_core.text import instruction_text, select_tokens, tokenize
@@ -17,7 +17,7 @@ def encoder(checkpoint):
 
 @pytest.fixture(scope="module")
 def pipeline(checkpoint):
-    return SanaPipeline.from_pretrained(checkpoint, dtype=torch.float32)
+    return library_pipeline(checkpoint)
 
 
 def test_instruction_has_the_double_quotes_of_the_original():
