@@ -4,12 +4,13 @@ VENV = .venv/bin/python
 export PROMPT
 EXAMPLES ?= 100000
 
-.PHONY: help setup demo serve test fuzz lint bench checkpoint lock
+.PHONY: help setup demo serve test test-all fuzz lint bench checkpoint lock
 
 help:
 	@echo "make demo [PROMPT=\"a blue square on a white background\"]   draw a picture into output/"
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188"
 	@echo "make test         all tests: unit, graph, server, browser"
+	@echo "make test-all     these, and the lowest and newest versions of all that the pack needs"
 	@echo "make fuzz [EXAMPLES=100000]   broken files and inputs, for hours; what fails is kept in .cache/fuzz"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
@@ -27,6 +28,9 @@ serve: setup
 test: lint
 	@$(PYTHON) scripts/setup.py --browser
 	$(VENV) -m pytest -c tests/pytest.ini tests
+
+test-all: test
+	$(VENV) scripts/versions.py
 
 # the tests of tests/fuzz are in `make test` too, with a few examples each
 fuzz: setup

@@ -137,3 +137,13 @@ def test_previews_have_the_colours_of_the_picture(host, base_graph):
     small = torch.nn.functional.avg_pool2d(got["image"].movedim(-1, 1), 32)[0].movedim(0, -1) * 255
     assert preview.size == (4, 4)
     assert np.abs(np.asarray(preview) - small.numpy()).mean() < 25
+
+
+@pytest.mark.parametrize("version", ["0.26.2", "0.3.75"])
+def test_an_older_host_is_refused_in_words(host, monkeypatch, version):
+    import comfyui_version
+
+    monkeypatch.setattr(comfyui_version, "__version__", version)
+    name = next(name for name in sys.modules if name.endswith(".nodes.host.version"))
+    with pytest.raises(RuntimeError, match=f"^SANA: got ComfyUI {version}, expected 0.27 or newer; update ComfyUI$"):
+        host.loop.run_until_complete(sys.modules[name.removesuffix(".host.version")].comfy_entrypoint())

@@ -373,8 +373,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(batch, out):
 
 
 def test_a_disk_that_is_full_says_so_and_leaves_no_half_picture(batch, spawn, tmp_path):
-    # no file may grow beyond 2000 bytes, as little as a full disk takes
-    process = spawn(limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)))
+    # no file may grow beyond 3000 bytes, fewer than a picture has; torch 2.6 writes one of 2355 when it is imported
+    process = spawn(limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
     _, err = process.communicate(timeout=120)
     assert (
         process.returncode == 1

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler
+from tiny import library_pipeline
 
 import sana_core
 from sana_core.text import instruction_text
@@ -12,7 +13,7 @@ SIZE = {"width": 128, "height": 128}
 
 
 def reference(checkpoint, scheduler=None, **options):
-    pipeline = SanaPipeline.from_pretrained(checkpoint, dtype=torch.float32)
+    pipeline = library_pipeline(checkpoint)
     if scheduler:
         pipeline.scheduler = scheduler
     pipeline.set_progress_bar_config(disable=True)

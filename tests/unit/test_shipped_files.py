@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from setup import ROOT
+from versions import lowest_python, lowest_versions
 
 SHIPPED = [ROOT / "__init__.py", *sorted(ROOT.glob("nodes/**/*.py")), *sorted(ROOT.glob("sana_core/**/*.py"))]
 BANNED_CALLS = {"print", "eval", "exec", "compile", "__import__"}
@@ -62,6 +63,21 @@ def test_requirements_are_the_dependencies_of_the_project():
     listed = re.search(r"^dependencies = \[(.*?)\]", text, re.M | re.S).group(1)
     assert re.findall(r'"(.+?)"', listed) == (ROOT / "requirements.txt").read_text().split()
     assert not any(line.startswith("torch") for line in (ROOT / "requirements.txt").read_text().split())
+
+
+def test_the_readme_names_the_lowest_versions_that_are_declared():
+    text = (ROOT / "README.md").read_text()
+    (sentence,) = re.findall(r"^The lowest are (.+?)\. `make test-all`", text, re.M | re.S)
+    named = dict(re.findall(r"([\w-]+) (\d[\d.]*)", sentence))
+    assert named == {**lowest_versions(), "Python": lowest_python()}
+    assert f'requires-comfyui = ">={".".join(map(str, oldest_host()))}.0"' in (ROOT / "pyproject.toml").read_text()
+    assert "ComfyUI {}.{}\nor newer".format(*oldest_host()) in text
+
+
+def oldest_host():
+    """What the pack refuses older ones of."""
+    source = (ROOT / "nodes" / "host" / "version.py").read_text()
+    return ast.literal_eval(re.search(r"^OLDEST = (.+)$", source, re.M)[1])
 
 
 def test_every_workflow_has_a_thumbnail_and_holds_no_path():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from diffusers import SanaPipeline
+from tiny import library_pipeline
 
 import sana_core
 from sana_core.text import instruction_text, read_prompt, select_tokens, tokenize
@@ -22,7 +22,7 @@ def encoder(checkpoint):
 
 @pytest.fixture(scope="module")
 def pipeline(checkpoint):
-    return SanaPipeline.from_pretrained(checkpoint, dtype=torch.float32)
+    return library_pipeline(checkpoint)
 
 
 def test_the_instruction_is_the_library_s_with_the_double_quotes_of_the_original():

@@ -1,7 +1,8 @@
-"""Tiny transformers of every variant in the library's own class, with random weights."""
+"""Tiny transformers of every variant in the library's own class, with random weights, and its bundled pipeline."""
 
 import torch
-from diffusers import SanaTransformer2DModel
+from diffusers import SanaPipeline, SanaTransformer2DModel
+from transformers import Gemma2Model
 
 CAPTION = 24
 VARIANTS = {
@@ -33,3 +34,9 @@ def random_prompt(count=1, tokens=10, kept=None, seed=0):
     mask = torch.zeros(count, tokens, dtype=torch.long)
     mask[:, :kept] = 1
     return torch.randn(count, tokens, CAPTION, generator=generator), mask
+
+
+def library_pipeline(checkpoint):
+    """diffusers' pipeline of the bundled checkpoint in fp32, with the capped attention that older transformers lack."""
+    encoder = Gemma2Model.from_pretrained(checkpoint / "text_encoder", attn_implementation="eager")
+    return SanaPipeline.from_pretrained(checkpoint, text_encoder=encoder).to(torch.float32)
