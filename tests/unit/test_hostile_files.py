@@ -432,6 +432,12 @@ def test_an_index_names_safetensors_files_only(tmp_path, shard):
     refused(tmp_path / "sana", "index.json: names .*, expected safetensors files of its own folder; download it again")
 
 
+def test_files_without_tensors_are_named(tmp_path):
+    for name in ("sana.safetensors", "model-00001-of-00002.safetensors"):
+        refused(write_header(tmp_path / name, {}), f"/{name}: not a SANA transformer: found no tensors; get one from")
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+
+
 # -- tokenizers
 
 
