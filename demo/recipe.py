@@ -62,6 +62,9 @@ def main() -> None:
     for config in CHECKPOINT.glob("*/config.json"):  # diffusers notes where the module was loaded from
         kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "_name_or_path"}
         config.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
+    # the only name that transformers 4 and 5 both know for a tokenizer without tokenizer.model
+    for file in (CHECKPOINT / "model_index.json", CHECKPOINT / "tokenizer" / "tokenizer_config.json"):
+        file.write_text(file.read_text().replace('"GemmaTokenizer"', '"GemmaTokenizerFast"'))
     (CHECKPOINT / "preview.json").write_text(json.dumps(colours) + "\n")
     evaluate.plot_losses(BUILD, REPORT)
     result = evaluate.evaluate(CHECKPOINT, REPORT, autoencoder.psnr(AutoencoderDC.from_pretrained(CHECKPOINT / "vae")))

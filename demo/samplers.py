@@ -16,8 +16,8 @@ from PIL import Image, ImageDraw
 import sana_core
 from sana_core.guidance import PerturbedAttention, denoiser, perturbed_attention
 from sana_core.latents import noise_stream, picture_shape
+from sana_core.reference import SHIFT
 from sana_core.sampling import SAMPLERS, sample_scm
-from sana_core.schedules import SHIFT
 from sana_core.text import TextEncoder
 
 from .evaluate import score

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from diffusers import AutoencoderDC, SanaTransformer2DModel
 
-from sana_core.sampling import SHIFT, shift_sigmas
+from sana_core.reference import SHIFT
+from sana_core.sampling import shift_sigmas
 from sana_core.text import TextEncoder, encode_prompts
 
 from .autoencoder import to_pixels

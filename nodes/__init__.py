@@ -26,4 +26,7 @@ class SanaExtension(ComfyExtension):
 
 
 async def comfy_entrypoint() -> SanaExtension:
+    from .host.version import check_host
+
+    check_host()
     return SanaExtension()

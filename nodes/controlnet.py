@@ -5,6 +5,7 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from .host.folders import find_file, list_files
+from .loader import AUTO, reference_input
 
 
 class SanaControlNetLoader(io.ComfyNode):
@@ -26,16 +27,21 @@ class SanaControlNetLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "control_net_name", options=list_files("controlnet"), tooltip="A file in models/controlnet."
-                )
+                ),
+                reference_input(),
             ],
             outputs=[io.ControlNet.Output(tooltip="For Apply ControlNet, with SANA's VAE.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, control_net_name: str) -> io.NodeOutput:
+    def execute(cls, control_net_name: str, reference: str = AUTO) -> io.NodeOutput:
         from .host.controlnet import load_controlnet
+        from .host.report import show
 
-        return io.NodeOutput(load_controlnet(find_file("controlnet", control_net_name)))
+        control, text = load_controlnet(find_file("controlnet", control_net_name), reference)
+        show(text, cls.hidden.unique_id)
+        return io.NodeOutput(control)
 
 
 NODES = [SanaControlNetLoader]

@@ -5,9 +5,9 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.errors import InputError
+from ..sana_core.reference import AUTO, REFERENCES
 from .host.folders import find_file, list_files, list_models, model_path
 
-AUTO = "auto"
 RESOLUTIONS = ("512", "1024", "2048", "4096")
 
 
@@ -28,6 +28,17 @@ def resolution_input() -> io.Combo.Input:
         optional=True,
         advanced=True,
         tooltip="The size that the model was trained at. auto reads it from config, weights or file name.",
+    )
+
+
+def reference_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "reference",
+        options=list(REFERENCES),
+        optional=True,
+        advanced=True,
+        tooltip="Whose code to follow where NVIDIA's and diffusers' compute other pictures from the same file. auto: "
+        "NVIDIA's for files in its layout, diffusers' for those in its own.",
     )
 
 
@@ -62,6 +73,7 @@ class SanaLoader(io.ComfyNode):
                 ),
                 weight_dtype_input(),
                 resolution_input(),
+                reference_input(),
             ],
             outputs=[
                 io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders."),
@@ -72,7 +84,9 @@ class SanaLoader(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: str, weight_dtype: str = "default", resolution: str = AUTO) -> io.NodeOutput:
+    def execute(
+        cls, model: str, weight_dtype: str = "default", resolution: str = AUTO, reference: str = AUTO
+    ) -> io.NodeOutput:
         # these import diffusers and transformers
         from .host.clip import load_clip
         from .host.load_model import load_model, model_text
@@ -80,7 +94,7 @@ class SanaLoader(io.ComfyNode):
         from .host.vae import load_vae
 
         path = model_path(model)
-        patcher = load_model(path, weight_dtype, pixels(resolution))
+        patcher = load_model(path, weight_dtype, pixels(resolution), reference)
         show(model_text(patcher), cls.hidden.unique_id)
         return io.NodeOutput(patcher, load_clip(path), load_vae(path))
 
@@ -107,17 +121,21 @@ class SanaModelLoader(io.ComfyNode):
                 ),
                 weight_dtype_input(),
                 resolution_input(),
+                reference_input(),
             ],
             outputs=[io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, model_name: str, weight_dtype: str = "default", resolution: str = AUTO) -> io.NodeOutput:
+    def execute(
+        cls, model_name: str, weight_dtype: str = "default", resolution: str = AUTO, reference: str = AUTO
+    ) -> io.NodeOutput:
         from .host.load_model import load_model, model_text
         from .host.report import show
 
-        model = load_model(find_file("diffusion_models", model_name), weight_dtype, pixels(resolution))
+        path = find_file("diffusion_models", model_name)
+        model = load_model(path, weight_dtype, pixels(resolution), reference)
         show(model_text(model), cls.hidden.unique_id)
         return io.NodeOutput(model)
 
@@ -126,7 +144,7 @@ class SanaTextEncoderLoader(io.ComfyNode):
     """
     Loads SANA's text encoder, Gemma-2-2b-it: one file with its tokenizer inside, or a file of a downloaded folder.
 
-    The gemma_2_2b file that other models use works. ComfyUI's CLIPLoader with type pixeldit gives the same.
+    The gemma_2_2b file that other models use works. ComfyUI's CLIPLoader with type pixeldit gives nearly the same.
     """
 
     @classmethod

@@ -44,16 +44,21 @@ class SanaPromptList(io.ComfyNode):
                 io.Conditioning.Output(),
                 io.Int.Output("count", tooltip="The number of prompts, for the batch size."),
             ],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, clip: list, prompts: list[str], instruction: list[bool]) -> io.NodeOutput:
         from .host.conditioning import encode_list
+        from .host.report import show
 
         lines = [line.strip() for text in prompts for line in text.splitlines() if line.strip()]
         if not 1 <= len(lines) <= LARGEST_BATCH:
             raise InputError(f"prompts: got {len(lines)} prompts, expected 1 to {LARGEST_BATCH}; write one a line")
-        return io.NodeOutput(encode_list(clip[0], lines, instruction[0]), len(lines))
+        conditioning, notes = encode_list(clip[0], lines, instruction[0])
+        more = [f"{len(notes) - 1} more were cut"] if len(notes) > 1 else []
+        show("; ".join([f"{len(lines)} prompts", *notes[:1], *more]), cls.hidden.unique_id)
+        return io.NodeOutput(conditioning, len(lines))
 
 
 NODES = [SanaPromptList]

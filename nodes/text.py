@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.errors import InputError
+from ..sana_core.text import MAX_TOKENS
 
 
 class SanaTextEncode(io.ComfyNode):
@@ -23,12 +23,14 @@ class SanaTextEncode(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["sana prompt", "gemma", "complex human instruction", "chi"],
             inputs=[
-                io.Clip.Input("clip", tooltip="The CLIP of a SANA loader, or of CLIPLoader with type pixeldit."),
+                io.Clip.Input(
+                    "clip", tooltip="Of a SANA loader. CLIPLoader with type pixeldit draws slightly other pictures."
+                ),
                 io.String.Input(
                     "text",
                     multiline=True,
                     dynamic_prompts=True,
-                    tooltip="Up to 300 tokens, about 200 words. Brackets have no meaning to SANA.",
+                    tooltip="Up to 300 tokens, about 200 words; the rest is cut. Brackets have no meaning to SANA.",
                 ),
                 io.Boolean.Input(
                     "instruction",
@@ -39,15 +41,20 @@ class SanaTextEncode(io.ComfyNode):
                 ),
             ],
             outputs=[io.Conditioning.Output()],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, clip, text: str, instruction: bool) -> io.NodeOutput:
         from .host.clip import encode
+        from .host.report import show
 
+        conditioning, reading = encode(clip, text, instruction)
+        note = reading.note or f"{reading.tokens} of {MAX_TOKENS} tokens"
         if instruction and not text.strip():
-            raise InputError("text: got an empty prompt; write one, or turn the instruction off for a negative prompt")
-        return io.NodeOutput(encode(clip, text, instruction))
+            note = "empty prompt, with the instruction; turn that off for a negative prompt"
+        show(note, cls.hidden.unique_id)
+        return io.NodeOutput(conditioning)
 
 
 NODES = [SanaTextEncode]

@@ -11,9 +11,11 @@ from .errors import (
     OutputError,
     ReadError,
     SanaError,
+    VersionError,
 )
 from .generate import generate
 from .memory import plan_memory
+from .predict import predict_velocity
 from .text import encode_prompts
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "OutputError",
     "ReadError",
     "SanaError",
+    "VersionError",
     "decode_latents",
     "encode_images",
     "encode_prompts",
@@ -35,4 +38,5 @@ __all__ = [
     "load_text_encoder",
     "load_transformer",
     "plan_memory",
+    "predict_velocity",
 ]

@@ -24,7 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sana_core", description="NVIDIA's SANA, without a host.")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
-        text = cleandoc(command.__doc__ or "")
+        # python -OO leaves no docstrings
+        text = cleandoc(command.__doc__ or name)
         own = subparsers.add_parser(
             name,
             help=text.splitlines()[0],

@@ -1,10 +1,10 @@
-"""What the config of a SANA transformer decides: how it is sampled, and in which time."""
+"""What the config of a SANA transformer decides: how it is sampled."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
+from .errors import InputError
 
 # of SANA's demo and of diffusers' pipelines
 GUIDANCE = 4.5
@@ -26,20 +26,10 @@ def model_defaults(config: Any) -> Defaults:
 
 
 def check_sampler(config: Any, name: str) -> None:
-    """Raise ValueError if the model with `config` and the sampler `name` are not made for each other."""
+    """Raise InputError if the model with `config` and the sampler `name` are not made for each other."""
     if config.guidance_embeds and name != SPRINT:
-        raise ValueError(f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; use SANA Sprint")
+        raise InputError(f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; use SANA Sprint")
     if name == SPRINT and not config.guidance_embeds:
-        raise ValueError(
+        raise InputError(
             f"sampler: got {name} for a model that is not SANA-Sprint; use SANA Sampler with flow_dpmpp_2m"
         )
-
-
-def model_timestep(config: Any, timestep: torch.Tensor, whole: bool) -> torch.Tensor:
-    """Return what the transformer with `config` is given for `timestep`, 1000 sigma; SANA's own habit is whole ones.
-
-    SANA-Sprint's time is sin t / (sin t + cos t) of TrigFlow's angle t, which is sigma.
-    """
-    if config.guidance_embeds:
-        return timestep / 1000
-    return (timestep.floor() if whole else timestep) * config.timestep_scale

@@ -39,5 +39,9 @@ class ExistingFileError(OutputError, FileExistsError):
     """A file that would be overwritten."""
 
 
+class VersionError(SanaError, RuntimeError):
+    """A host, a library or an interpreter of a version that this package does not work with."""
+
+
 class ClusterError(SanaError, ConnectionError):
     """A cluster that cannot be reached, or that has lost what it drew with."""

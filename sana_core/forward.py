@@ -3,7 +3,8 @@
 diffusers.SanaTransformer2DModel computes the caption's projection and the keys and values of every cross-attention,
 which depend on the prompt alone, again in each step. Here `prepare` computes them once, for the tokens that the mask
 keeps, and `velocity` is the rest. It calls the modules' own layers, so that LoRA, casting and offloading work, and has
-no gradient's needs in mind: training uses the library's forward.
+no gradient's needs in mind: training uses the library's forward. What NVIDIA's code and diffusers' compute differently
+follows the module's reference.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .reference import reference_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diffusers import SanaTransformer2DModel
+    from diffusers import SanaControlNetModel, SanaTransformer2DModel
     from diffusers.models.attention_processor import Attention
-    from diffusers.models.transformers.sana_transformer import GLUMBConv
+    from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
 
 # what diffusers adds to the attention scores of tokens that the mask drops; their weight becomes exactly 0
 DROPPED = -10000.0
@@ -54,17 +57,22 @@ def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 @torch.no_grad()
 def prepare(
-    transformer: SanaTransformer2DModel, embeds: torch.Tensor, mask: torch.Tensor, height: int, width: int
+    transformer: SanaTransformer2DModel | SanaControlNetModel,
+    embeds: torch.Tensor,
+    mask: torch.Tensor,
+    height: int,
+    width: int,
 ) -> Constants:
     """Return the constants of prompts `embeds` [P, T, C], `mask` [P, T] and latents of `height` x `width` cells.
 
     The embeddings must be in the dtype and on the device of the forward.
     """
+    blocks = all_blocks(transformer)
     length = longest_prompt(mask)
     embeds, mask = embeds[:, :length], mask[:, :length]
     captions = transformer.caption_norm(transformer.caption_projection(embeds))
     keys, values = [], []
-    for block in transformer.transformer_blocks:
+    for block in blocks:
         attention = block.attn2
         key, value = attention.to_k(captions), attention.to_v(captions)
         if attention.norm_k is not None:
@@ -74,12 +82,18 @@ def prepare(
     bias = None
     if not bool((mask != 0).all()):
         bias = ((1 - mask.to(embeds.dtype)) * DROPPED)[:, None, None]
-    tables = torch.stack([block.scale_shift_table for block in transformer.transformer_blocks])
+    tables = torch.stack([block.scale_shift_table for block in blocks])
     return Constants(keys, values, bias, position_embedding(transformer, embeds, height, width), tables)
 
 
+def all_blocks(model: SanaTransformer2DModel | SanaControlNetModel) -> list[SanaTransformerBlock]:
+    """Return the blocks in the order in which they run; NVIDIA's ControlNet begins with the base model's first."""
+    base = getattr(model, "base_block", None)
+    return [*([base] if base is not None else []), *model.transformer_blocks]
+
+
 def position_embedding(
-    transformer: SanaTransformer2DModel, like: torch.Tensor, height: int, width: int
+    transformer: SanaTransformer2DModel | SanaControlNetModel, like: torch.Tensor, height: int, width: int
 ) -> torch.Tensor | None:
     """Return what the patch embedding adds to latents of `height` x `width` cells: nothing below 2K."""
     patch = transformer.patch_embed
@@ -106,49 +120,86 @@ def velocity(
     constants: Constants,
     guidance: torch.Tensor | None = None,
     perturbation: Perturbation | None = None,
-    control: Sequence[torch.Tensor] | None = None,
+    control: Sequence[torch.Tensor | None] = (),
 ) -> torch.Tensor:
-    """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the library's forward does.
+    """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the model's reference computes it.
 
-    B is a multiple of the P prompts in `constants`; each prompt has B / P pictures, one after another. `guidance` [B]
-    is that of distilled models, already in the model's scale. `control` are the residuals of a ControlNet: number i is
-    added after block i + 1.
+    B is a multiple of the P prompts in `constants`; each prompt has B / P pictures, one after another. `timestep` and
+    `guidance` [B], that of distilled models, are already in the model's scale. `control` are the residuals of
+    `control_residuals`: number i is added after block i.
     """
-    batch, _, height, width = x.shape
+    height, width = x.shape[-2:]
     patch = transformer.config.patch_size
-    # contiguous, or every norm and sum below would carry the transposed layout on
-    hidden = transformer.patch_embed.proj(x).flatten(2).transpose(1, 2).contiguous()
-    if constants.position is not None:
-        hidden = (hidden + constants.position).to(hidden.dtype)
-    if guidance is None:
-        time, embedded = transformer.time_embed(timestep, batch_size=batch, hidden_dtype=hidden.dtype)
-    else:
-        time, embedded = transformer.time_embed(timestep, guidance=guidance, hidden_dtype=hidden.dtype)
-
-    # [B, L, 6, 1, D]: shift, scale and gate of self-attention, then of the feed-forward
-    modulation = (constants.tables + time.view(batch, 1, 6, -1)).unsqueeze(3)
-    scales = 1 + modulation[:, :, 1::3]
+    hidden = embed(transformer, x, constants.position)
+    time, embedded = embed_time(transformer, timestep, hidden, guidance)
+    modulation = modulate(constants, time)
     for i, block in enumerate(transformer.transformer_blocks):
-        shift_attention, _, gate_attention, shift_forward, _, gate_forward = modulation[:, i].unbind(1)
-        scale_attention, scale_forward = scales[:, i].unbind(1)
         pictures = perturbation.pictures if perturbation is not None and i in perturbation.blocks else None
-
-        states = torch.addcmul(shift_attention, block.norm1(hidden), scale_attention).to(hidden.dtype)
-        hidden = torch.addcmul(hidden, gate_attention, self_attention(block.attn1, states, pictures))
-        hidden = hidden + cross_attention(block.attn2, hidden, constants.keys[i], constants.values[i], constants.bias)
-        states = torch.addcmul(shift_forward, block.norm2(hidden), scale_forward)
-        states = states.unflatten(1, (height // patch, width // patch)).permute(0, 3, 1, 2)
-        states = feed_forward(block.ff, states).flatten(2).transpose(1, 2)
-        hidden = torch.addcmul(hidden, gate_forward, states)
-        if control is not None and 0 < i <= len(control):
-            hidden = hidden + control[i - 1]
+        hidden = run_block(transformer, block, i, hidden, modulation, constants, (height, width), pictures)
+        residual = control[i] if i < len(control) else None
+        if residual is not None:
+            hidden = hidden + residual
 
     hidden = transformer.norm_out(hidden, embedded, transformer.scale_shift_table)
     out = transformer.proj_out(hidden).unflatten(1, (height // patch, width // patch)).unflatten(-1, (patch, patch, -1))
-    return out.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, height, width)
+    return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, height, width)
 
 
-def self_attention(attention: Attention, states: torch.Tensor, perturbed: torch.Tensor | None = None) -> torch.Tensor:
+def embed(
+    model: SanaTransformer2DModel | SanaControlNetModel, x: torch.Tensor, position: torch.Tensor | None
+) -> torch.Tensor:
+    """[B, 32, h, w] to hidden states [B, N, D]."""
+    # contiguous, or every norm and sum that follows would carry the transposed layout on
+    hidden = model.patch_embed.proj(x).flatten(2).transpose(1, 2).contiguous()
+    return hidden if position is None else (hidden + position).to(hidden.dtype)
+
+
+def embed_time(
+    model: SanaTransformer2DModel | SanaControlNetModel,
+    timestep: torch.Tensor,
+    hidden: torch.Tensor,
+    guidance: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what modulates the blocks [B, 6 D], and the embedded time [B, D], which the last layer takes."""
+    if guidance is None:
+        return model.time_embed(timestep, batch_size=len(hidden), hidden_dtype=hidden.dtype)
+    return model.time_embed(timestep, guidance=guidance, hidden_dtype=hidden.dtype)
+
+
+def modulate(constants: Constants, time: torch.Tensor) -> torch.Tensor:
+    """Return [B, L, 6, 1, D]: shift, 1 + scale and gate of self-attention, then of the feed-forward."""
+    modulation = (constants.tables + time.view(len(time), 1, 6, -1)).unsqueeze(3)
+    modulation[:, :, 1::3] += 1
+    return modulation
+
+
+def run_block(
+    model: SanaTransformer2DModel | SanaControlNetModel,
+    block: SanaTransformerBlock,
+    i: int,
+    hidden: torch.Tensor,
+    modulation: torch.Tensor,
+    constants: Constants,
+    size: Sequence[int],
+    perturbed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the hidden states [B, N, D] behind block number `i` of `constants`, for latents of `size` cells."""
+    patch = model.config.patch_size
+    own = modulation[:, i].unbind(1)
+    shift_attention, scale_attention, gate_attention, shift_forward, scale_forward, gate_forward = own
+    eps = reference_of(model).attention_eps
+    states = torch.addcmul(shift_attention, block.norm1(hidden), scale_attention).to(hidden.dtype)
+    hidden = torch.addcmul(hidden, gate_attention, self_attention(block.attn1, states, perturbed, eps))
+    hidden = hidden + cross_attention(block.attn2, hidden, constants.keys[i], constants.values[i], constants.bias)
+    states = torch.addcmul(shift_forward, block.norm2(hidden), scale_forward)
+    states = states.unflatten(1, (size[0] // patch, size[1] // patch)).permute(0, 3, 1, 2)
+    states = feed_forward(block.ff, states).flatten(2).transpose(1, 2)
+    return torch.addcmul(hidden, gate_forward, states)
+
+
+def self_attention(
+    attention: Attention, states: torch.Tensor, perturbed: torch.Tensor | None = None, eps: float = 1e-15
+) -> torch.Tensor:
     """Linear attention with ReLU over `states` [B, N, D] (SANA paper, section 2.2), summed in float32.
 
     Where `perturbed` [B, 1, 1] is set, the value itself is the output, as if each position saw only itself (Ahn et al.
@@ -161,7 +212,7 @@ def self_attention(attention: Attention, states: torch.Tensor, perturbed: torch.
     query, key = F.relu(query).float(), F.relu(key).float()
     summed = key.transpose(2, 3) @ value.float()  # [B, heads, d, d]
     total = key.sum(2, keepdim=True).transpose(2, 3)  # [B, heads, d, 1]
-    out = (query @ summed) / (query @ total + 1e-15)
+    out = (query @ summed) / (query @ total + eps)
     out = out.to(states.dtype)
     if perturbed is not None:
         out = torch.where(perturbed[..., None], value, out)

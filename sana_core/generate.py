@@ -31,6 +31,7 @@ def generate(
     devices: Sequence[str | torch.device] | None = None,
     cluster: str | None = None,
     chunk: int | None = None,
+    reference: str = "auto",
 ) -> torch.Tensor:
     """Return pictures [len(prompts) * count, 3, height, width] in [-1, 1], float32 on the CPU.
 
@@ -39,8 +40,10 @@ def generate(
     `pag_scale` acts in `pag_blocks`, like "8"; guidance acts from the first share of `guidance_interval` of the
     sampling to the second. All of `devices` draw, `chunk` pictures at once each: without a value every accelerator of
     this machine, or its CPU, and as many pictures as suit it. `cluster` is the address of a Ray cluster, or "auto",
-    whose GPUs draw instead. Raises ValueError for a size that is no multiple of 32, a prompt of more than 300 tokens,
-    numbers out of range, or a checkpoint that cannot be loaded.
+    whose GPUs draw instead. `reference` is whose arithmetic is followed where NVIDIA's code and diffusers' differ:
+    "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. Raises ValueError for a size that is no
+    multiple of 32, numbers out of range, or a checkpoint that cannot be loaded; a prompt of more than 300 tokens is
+    cut, with a warning in the log.
     """
     settings = Settings(
         width,
@@ -54,6 +57,7 @@ def generate(
         guidance_interval,
         dtype,
         compiled,
+        reference,
     )
     pictures = batch_pictures(len(prompts), count, seed)
     if cluster is not None:

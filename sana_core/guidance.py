@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .defaults import model_timestep
+from .errors import InputError
 from .forward import Constants, Perturbation, prepare, velocity
 from .latents import check_number
+from .reference import model_timestep, perturbed_block, reference_of
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
@@ -29,18 +30,19 @@ class PerturbedAttention(NamedTuple):
 def perturbed_attention(config: Any, scale: float, blocks: str) -> PerturbedAttention:
     """Return the perturbed attention of the transformer with `config`, `blocks` being like "8" or "7, 8".
 
-    Without blocks it is the one at two fifths of the depth: 8 of 20, as NVIDIA has it. Raises ValueError for a scale
-    that is not from 0 to 100, blocks that the model has not, and a SANA-Sprint model, which has no place for it.
+    Without blocks it is the one that NVIDIA perturbs, in models of other depths the one at two fifths. Raises
+    InputError for a scale that is not from 0 to 100, blocks that the model has not, and a SANA-Sprint model, which has
+    no place for it.
     """
     check_number("scale", scale, 0, LARGEST_GUIDANCE)
     if config.guidance_embeds:
-        raise ValueError("model: got a SANA-Sprint model, which has its guidance built in; remove SANA PAG")
+        raise InputError("model: got a SANA-Sprint model, which has its guidance built in; remove SANA PAG")
     last = config.num_layers - 1
     if not blocks.strip():
-        return PerturbedAttention(scale, frozenset({round(0.4 * config.num_layers)}))
+        return PerturbedAttention(scale, frozenset({perturbed_block(config.num_layers)}))
     parts = [part.strip() for part in blocks.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) and int(part) <= last for part in parts):
-        raise ValueError(f"blocks: got {blocks!r:.60}, expected numbers from 0 to {last}, like 8 or 7, 8")
+        raise InputError(f"blocks: got {blocks!r:.60}, expected numbers from 0 to {last}, like 8 or 7, 8")
     return PerturbedAttention(scale, frozenset(map(int, parts)))
 
 
@@ -56,12 +58,15 @@ def denoiser(
 ) -> Denoiser:
     """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one for each picture.
 
+    It computes what the reference of `transformer` computes; NVIDIA's wants the embeddings of `uncond` whole, behind
+    its own tokens too. `whole_timesteps` are those of the sampler.
+
     Classifier-free guidance counts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
     1, outside the interval and in a distilled model, which gets it as an embedding, there is no uncond pass. All passes
     of a step are one batch. `compiled` runs the forward through torch.compile, with CUDA graphs where there is CUDA.
     """
     # diffusers finds the dtype by looking through all modules
-    config, dtype = transformer.config, transformer.dtype
+    config, dtype, rules = transformer.config, transformer.dtype, reference_of(transformer)
     forward = torch.compile(velocity, mode="reduce-overhead") if compiled else velocity
     prepared: dict[tuple, tuple[Constants, Perturbation | None]] = {}
 
@@ -71,6 +76,8 @@ def denoiser(
             passes = [uncond] if guided else []
             passes += [cond, cond] if perturbed else [cond]
             rows = max(len(embeds) for embeds, _ in passes)
+            if guided and rules.shared_mask:
+                passes[0] = (uncond[0], cond[1])
             # one mask width for prompts that were encoded together or apart
             embeds, mask = (
                 torch.cat([part[k].expand(rows, *part[k].shape[1:]) for part in passes]).to(x.device) for k in (0, 1)
@@ -90,7 +97,7 @@ def denoiser(
         fixed, perturbation = constants(guided, x)
         count = 1 + guided + (perturbation is not None)
         batch = x.repeat(count, 1, 1, 1).to(dtype)
-        timestep = model_timestep(config, sigma * 1000, whole_timesteps).to(x.device).expand(len(batch))
+        timestep = model_timestep(transformer, sigma * 1000, whole_timesteps).to(x.device).expand(len(batch))
         embedded = None
         if config.guidance_embeds:
             embedded = torch.full((len(batch),), guidance * config.guidance_embeds_scale, device=x.device)

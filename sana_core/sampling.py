@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .schedules import SHIFT, descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas, shift_sigmas
+from .errors import InputError
+from .reference import Reference
+from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas, shift_sigmas
 
 __all__ = [
     "SAMPLERS",
-    "SHIFT",
     "Callback",
     "Denoiser",
     "FlowSampler",
@@ -65,25 +66,39 @@ def sample_flow_dpmpp_2m(
 ) -> torch.Tensor:
     """DPM-Solver++(2M), midpoint form (Lu et al. 2022, algorithm 2), with lambda = log((1 - sigma) / sigma).
 
-    Returns x at the last sigma. Raises ValueError for sigmas that do not descend.
+    Returns x at the last sigma. Raises InputError for sigmas that do not descend.
     """
     return sample_dpmpp_multistep(model, x, sigmas, callback, 2)
 
 
 def sample_flow_dpmpp_3m(
-    model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
+    model: Denoiser,
+    x: torch.Tensor,
+    sigmas: torch.Tensor,
+    callback: Callback | None = None,
+    always_lower_order: bool = False,
 ) -> torch.Tensor:
-    """DPM-Solver++ of order 3, multistep (Lu et al. 2022, appendix B). Returns and raises as order 2 does."""
-    return sample_dpmpp_multistep(model, x, sigmas, callback, 3)
+    """DPM-Solver++ of order 3, multistep (Lu et al. 2022, appendix B).
+
+    The last step but one to sigma 0 has order 2 in schedules of fewer than 15 steps, as in diffusers, and with
+    `always_lower_order` in all, as in NVIDIA's code. Returns x at the last sigma. Raises InputError for sigmas that do
+    not descend.
+    """
+    return sample_dpmpp_multistep(model, x, sigmas, callback, 3, always_lower_order)
 
 
 def sample_dpmpp_multistep(
-    model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None, order: int
+    model: Denoiser,
+    x: torch.Tensor,
+    sigmas: torch.Tensor,
+    callback: Callback | None,
+    order: int,
+    always_lower_order: bool = False,
 ) -> torch.Tensor:
     """The steps of DPM-Solver++ of any order up to 3; the first ones have the order that their past allows.
 
-    A step to sigma 0, where lambda and h are infinite, has order 1. In a schedule of fewer than 15 steps to 0 the one
-    before it has at most order 2.
+    A step to sigma 0, where lambda and h are infinite, has order 1. In a schedule of fewer than 15 steps to 0, or with
+    `always_lower_order`, the one before it has at most order 2.
     """
     line = descending(sigmas)
     steps = len(line) - 1
@@ -96,7 +111,7 @@ def sample_dpmpp_multistep(
             callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
         past = [denoised, *past[: order - 1]]
         left = steps - i
-        falls = line[-1] == 0 and (left == 1 or steps < FEW_STEPS)
+        falls = line[-1] == 0 and (left == 1 or steps < FEW_STEPS or always_lower_order)
         weights = dpmpp_weights(lambdas[: i + 2], min(len(past), left) if falls else len(past))
         x = line[i + 1] / line[i] * x
         for weight, x0 in zip(weights, past, strict=False):
@@ -175,8 +190,17 @@ SAMPLERS = {
 }
 
 
+def own_arguments(flow: FlowSampler, reference: Reference, noise: Iterator[torch.Tensor]) -> dict[str, Any]:
+    """Return what a sampler takes besides model, latents, sigmas and callback; `noise` is what scm draws from."""
+    if flow.sample is sample_scm:
+        return {"noise": noise}
+    if flow.sample is sample_flow_dpmpp_3m:
+        return {"always_lower_order": reference.always_lowers_order}
+    return {}
+
+
 def find_sampler(name: str) -> FlowSampler:
-    """Return the sampler of that name. Raises ValueError for a name that is not in SAMPLERS."""
+    """Return the sampler of that name. Raises InputError for a name that is not in SAMPLERS."""
     if name not in SAMPLERS:
-        raise ValueError(f"sampler: got {name!r}, expected one of {', '.join(SAMPLERS)}")
+        raise InputError(f"sampler: got {name!r}, expected one of {', '.join(SAMPLERS)}")
     return SAMPLERS[name]

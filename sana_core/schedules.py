@@ -12,8 +12,6 @@ import torch
 from .errors import InputError
 from .latents import check_number, check_whole
 
-# of SANA up to 2048 px
-SHIFT = 3.0
 # the timesteps of SANA's training
 LARGEST_STEPS = 1000
 # pi / 2 rounded up: pure noise in TrigFlow's angles, which SANA-Sprint begins with

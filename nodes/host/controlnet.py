@@ -10,8 +10,12 @@ import comfy.ops
 import torch
 from diffusers import SanaControlNetModel
 
-from ...sana_core.checkpoints import find_part, inspect_checkpoint
+from ...sana_core.checkpoints import find_part, follow, inspect_checkpoint
+from ...sana_core.control import control_residuals
+from ...sana_core.forward import prepare
+from ...sana_core.reference import AUTO, model_timestep
 from .latents import latent_format
+from .model import WHOLE_TIMESTEPS
 from .weights import load_component
 
 
@@ -20,12 +24,14 @@ class SanaControlModel(SanaControlNetModel):
 
     device = None  # ComfyUI writes it; diffusers has a property without setter here
 
-    def forward(self, x, timesteps, context, hint, attention_mask=None):
-        """Return the residuals after the first blocks; `hint` is the control picture's scaled latent."""
-        residuals = super().forward(
-            x, context, timesteps, hint, encoder_attention_mask=attention_mask, return_dict=False
-        )[0]
-        return {"input": list(residuals)}
+    def forward(self, x, timesteps, context, hint, attention_mask=None, sampled_timesteps=None):
+        """Return the residuals after the first blocks; `hint` is the control picture's scaled latent.
+
+        `sampled_timesteps` are the sampler's own; ComfyUI rounds `timesteps` to the dtype of the weights.
+        """
+        mask = torch.ones(context.shape[:2], device=x.device) if attention_mask is None else attention_mask
+        constants = prepare(self, context, mask, *x.shape[-2:])
+        return {"input": control_residuals(self, x, sampled_timesteps, constants, hint)}
 
 
 class SanaControlNet(comfy.controlnet.ControlNet):
@@ -35,6 +41,12 @@ class SanaControlNet(comfy.controlnet.ControlNet):
         super().pre_run(model, percent_to_timestep_function)
         self.latent_format = model.latent_format
 
+    def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
+        timesteps = self.model_sampling_current.timestep(t)
+        whole = transformer_options.get(WHOLE_TIMESTEPS, False)
+        self.extra_args = {"sampled_timesteps": model_timestep(self.control_model, timesteps, whole)}
+        return super().get_control(x_noisy, t, cond, batched_number, transformer_options)
+
     def copy(self):
         twin = SanaControlNet(load_device=self.load_device, manual_cast_dtype=self.manual_cast_dtype, extra_conds=[])
         twin.control_model, twin.control_model_wrapped = self.control_model, self.control_model_wrapped
@@ -42,12 +54,13 @@ class SanaControlNet(comfy.controlnet.ControlNet):
         return twin
 
 
-def load_controlnet(path: Path) -> comfy.controlnet.ControlNet:
-    """Return the CONTROL_NET of the file at `path`, for Apply ControlNet with SANA's VAE connected.
+def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet.ControlNet, str]:
+    """Return the CONTROL_NET of the file at `path`, for Apply ControlNet with SANA's VAE connected, and what it is.
 
-    Raises ValueError or FileNotFoundError, with the file's name, for what is no SANA ControlNet.
+    `reference` is whose arithmetic it follows. Raises ValueError or FileNotFoundError, with the file's name, for what
+    is no SANA ControlNet, and for a reference that the file does not allow.
     """
-    info = find_part(inspect_checkpoint(path), "controlnet")
+    info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
     load_device = comfy.model_management.get_torch_device()
     supported = [torch.bfloat16, torch.float32]
     stored = comfy.model_management.unet_dtype(load_device, supported_dtypes=supported, weight_dtype=info.dtype)
@@ -55,7 +68,7 @@ def load_controlnet(path: Path) -> comfy.controlnet.ControlNet:
     operations = comfy.ops.pick_operations(stored, compute, load_device)
     model = load_component(info, stored, compute, operations)
     model.__class__ = SanaControlModel
-    return SanaControlNet(
+    control = SanaControlNet(
         model,
         # the hint is as large as the latent
         compression_ratio=1,
@@ -65,3 +78,4 @@ def load_controlnet(path: Path) -> comfy.controlnet.ControlNet:
         manual_cast_dtype=compute,
         extra_conds=["attention_mask"],
     )
+    return control, f"SANA ControlNet {info.variant}, {info.layout} layout, as {info.reference} computes it"

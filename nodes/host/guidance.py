@@ -6,6 +6,7 @@ batch, and other patches of the guidance (APG, CFG-Zero) act on what they return
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,11 +62,15 @@ def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> M
 
 
 def perturb(conds: list[dict], attention: PerturbedAttention) -> list[dict]:
-    """Return copies of `conds` whose prompts ask for perturbed attention."""
+    """Return copies of `conds` whose prompts ask for perturbed attention.
+
+    Caches such as EasyCache know a pass by its uuid, so a copy has one of its own, the same in every step.
+    """
     out = []
     for cond in conds:
         prompt = PromptCondition(cond["model_conds"]["prompt"].cond.perturb(attention))
-        out.append({**cond, "model_conds": {**cond["model_conds"], "prompt": prompt}})
+        own = uuid.uuid5(cond["uuid"], PERTURBED)
+        out.append({**cond, "uuid": own, "model_conds": {**cond["model_conds"], "prompt": prompt}})
     return out
 
 

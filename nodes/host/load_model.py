@@ -12,11 +12,14 @@ import comfy.ops
 import comfy.supported_models_base
 import torch
 
-from ...sana_core.checkpoints import CheckpointInfo, find_part, inspect_checkpoint
+from ...sana_core.checkpoints import CheckpointInfo, find_part, follow, inspect_checkpoint
 from ...sana_core.checkpoints.load import shift_of
+from ...sana_core.errors import InputError
+from ...sana_core.reference import AUTO
 from .latents import latent_format
 from .lora import teach_dialects
 from .model import SanaDiffusionModel, SanaModel
+from .reference import follow_reference
 from .sprint import watch_sampler
 from .weights import load_component
 
@@ -33,7 +36,7 @@ class SanaConfig(comfy.supported_models_base.BASE):
     def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None) -> None:
         """`info` is the transformer in `checkpoint`."""
         super().__init__(self.unet_config)
-        self.sampling_settings = {"shift": shift_of(checkpoint, resolution)}
+        self.sampling_settings = {"shift": shift_of(checkpoint, resolution, info.reference)}
         self.latent_format = latent_format(checkpoint)
         # fp16 overflows in SANA's weights but for the repositories made for it
         half = [torch.float16] if info.dtype == torch.float16 else []
@@ -42,7 +45,8 @@ class SanaConfig(comfy.supported_models_base.BASE):
         self.quant_config = {"mixed_ops": True} if info.quantised else None
         pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
         dtype = str(info.dtype).removeprefix("torch.")
-        self.text = f"SANA {info.variant}, {pixels} px ({source}), {info.layout} layout, {dtype}"
+        origin = f"{info.layout} layout, {dtype}, as {info.reference} computes it"
+        self.text = f"SANA {info.variant}, {pixels} px ({source}), {origin}"
         # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
         inner = info.headers["patch_embed.proj.weight"].shape[0]
         hidden = 2 * info.headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
@@ -63,17 +67,22 @@ def model_text(patcher: comfy.model_patcher.ModelPatcher) -> str:
 
 
 def load_model(
-    path: Path, weight_dtype: str = "default", resolution: int | None = None, disable_dynamic: bool = False
+    path: Path,
+    weight_dtype: str = "default",
+    resolution: int | None = None,
+    reference: str = AUTO,
+    disable_dynamic: bool = False,
 ) -> comfy.model_patcher.ModelPatcher:
     """Return the MODEL of the checkpoint at `path`.
 
-    `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader; `resolution` in pixels overrides what the
-    checkpoint says. Raises ValueError or FileNotFoundError, with the file's name, for what is no SANA transformer.
+    `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader; `resolution` in pixels and `reference` override
+    what the checkpoint says. Raises CheckpointError or MissingFileError, with the file's name, for what is no SANA
+    transformer.
     """
     if weight_dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"weight_dtype: got {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
+        raise InputError(f"weight_dtype: got {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
     checkpoint = inspect_checkpoint(path)
-    info = find_part(checkpoint, "transformer")
+    info = follow(find_part(checkpoint, "transformer"), reference)
     config = SanaConfig(checkpoint, info, resolution)
     load_device = comfy.model_management.get_torch_device()
     supported = config.supported_inference_dtypes
@@ -96,6 +105,7 @@ def load_model(
     model.diffusion_model = transformer
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
-    patcher.cached_patcher_init = (load_model, (path, weight_dtype, resolution))
+    patcher.cached_patcher_init = (load_model, (path, weight_dtype, resolution, reference))
     watch_sampler(patcher)
+    follow_reference(patcher)
     return patcher

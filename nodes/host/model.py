@@ -5,11 +5,15 @@ from __future__ import annotations
 import comfy.conds
 import comfy.model_base
 import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-from ...sana_core.defaults import GUIDANCE, model_timestep
+from ...sana_core.control import check_width as check_control_width
+from ...sana_core.defaults import GUIDANCE
+from ...sana_core.errors import InputError
 from ...sana_core.forward import velocity
 from ...sana_core.latents import check_channels
+from ...sana_core.reference import model_timestep
 from .prompts import Prompt, PromptBatch, PromptCondition
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
@@ -19,7 +23,17 @@ WHOLE_TIMESTEPS = "sana_whole_timesteps"
 class SanaDiffusionModel(SanaTransformer2DModel):
     """The transformer with the call that ComfyUI makes; its parameters keep diffusers' names."""
 
-    def forward(
+    def forward(self, x, timesteps, context=None, control=None, transformer_options={}, **kwargs):
+        """Run the wrappers that EasyCache and others hang around the model, and then it."""
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+        if wrappers:
+            # EasyCache writes its result into x, which in fp32 is the latents themselves
+            x = x.clone()
+        executor = WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        # the wrappers look for the options in the last place
+        return executor.execute(x, timesteps, context, control, transformer_options, **kwargs)
+
+    def _forward(
         self,
         x,
         timesteps,
@@ -31,19 +45,22 @@ class SanaDiffusionModel(SanaTransformer2DModel):
         guidance=None,
         **kwargs,
     ):
-        timesteps = model_timestep(self.config, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
+        timesteps = model_timestep(self, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
         if guidance is not None:
             guidance = guidance * self.config.guidance_embeds_scale
-        residuals = control["input"] if control else None
+        residuals = control["input"] if control else ()
         if prompt is None or torch.is_grad_enabled():
             # in training the prompt's keys change with the weights
+            if residuals and residuals[0] is not None:
+                raise InputError("control_net: got NVIDIA's arrangement in training; choose reference diffusers for it")
             return super().forward(
                 x,
                 context,
                 timesteps,
                 guidance,
                 encoder_attention_mask=attention_mask,
-                controlnet_block_samples=residuals,
+                # the library's first one acts after the second block
+                controlnet_block_samples=residuals[1:] or None,
                 return_dict=False,
             )[0]
         constants, perturbation = prompt.constants(self, x)
@@ -72,30 +89,22 @@ class SanaModel(comfy.model_base.BaseModel):
 
 
 def check_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:
-    """Raise ValueError unless `embeds` [P, T, C] are as wide as those of the transformer's text encoder."""
+    """Raise InputError unless `embeds` [P, T, C] are as wide as those of the transformer's text encoder."""
     width = transformer.config.caption_channels
     if embeds.shape[-1] != width:
-        raise ValueError(
+        raise InputError(
             f"{field}: got embeddings of width {embeds.shape[-1]}, expected {width}; "
             "encode the text with the CLIP of SANA Loader"
         )
 
 
 def check_controlnets(control, transformer: SanaTransformer2DModel) -> None:
-    """Raise ValueError unless `control` and all that it is chained to are SANA's and as wide as `transformer`."""
+    """Raise InputError unless `control` and all that it is chained to are SANA's and as wide as `transformer`."""
     while control is not None:
         model = getattr(control, "control_model", None)
         if not isinstance(model, SanaControlNetModel):
-            raise ValueError(
+            raise InputError(
                 f"control_net: got {type(model).__name__}, expected a SANA ControlNet; use SANA Load ControlNet"
             )
-        if inner_width(model) != inner_width(transformer):
-            raise ValueError(
-                f"control_net: got one of width {inner_width(model)}, expected {inner_width(transformer)}; "
-                "choose the ControlNet of this model's size"
-            )
+        check_control_width(model, transformer)
         control = control.previous_controlnet
-
-
-def inner_width(model: SanaTransformer2DModel | SanaControlNetModel) -> int:
-    return model.config.num_attention_heads * model.config.attention_head_dim

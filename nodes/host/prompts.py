@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import comfy.conds
 import torch
 
+from ...sana_core.errors import InputError
 from ...sana_core.forward import Constants, Perturbation, prepare
 from ...sana_core.guidance import PerturbedAttention
 
@@ -22,21 +23,30 @@ class Prompt:
         self.embeds = embeds
         self.mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
         if self.mask.shape != embeds.shape[:2]:
-            raise ValueError(
+            raise InputError(
                 f"{field}: got a mask of shape {list(self.mask.shape)} for embeddings of shape {list(embeds.shape)}; "
                 "SANA cannot join prompts, write one text"
             )
-        self.keep = keep
+        self.field, self.keep = field, keep
         self.perturbed: PerturbedAttention | None = None
-        self.twins: dict[PerturbedAttention, Prompt] = {}
+        self.twins: dict[PerturbedAttention | Prompt, Prompt] = {}
         self.constants: dict[tuple, tuple[Constants, Perturbation | None]] = {}
 
     def perturb(self, attention: PerturbedAttention) -> Prompt:
         """Return this prompt for passes with perturbed attention, the same object each time."""
         if attention not in self.twins:
-            self.twins[attention] = Prompt("", self.embeds, self.mask, self.keep)
+            self.twins[attention] = Prompt(self.field, self.embeds, self.mask, self.keep)
             self.twins[attention].perturbed = attention
         return self.twins[attention]
+
+    def masked_like(self, other: Prompt) -> Prompt:
+        """Return this prompt with the mask of `other`, the same object each time."""
+        if other not in self.twins:
+            count = max(len(self.embeds), len(other.embeds))
+            embeds, mask = self.rows(count)[0], other.rows(count)[1]
+            mask = torch.nn.functional.pad(mask, (0, embeds.shape[1] - mask.shape[1]))
+            self.twins[other] = Prompt(self.field, embeds, mask, self.keep)
+        return self.twins[other]
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embeddings and mask of `count` pictures, repeated in turn as ComfyUI repeats a batch."""

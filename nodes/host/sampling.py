@@ -16,7 +16,8 @@ from tqdm.auto import tqdm
 
 from ...sana_core.defaults import SPRINT, Defaults, check_sampler, model_defaults
 from ...sana_core.latents import check_channels, noise_stream
-from ...sana_core.sampling import find_sampler, sample_scm
+from ...sana_core.reference import reference_of
+from ...sana_core.sampling import find_sampler, own_arguments
 from ...sana_core.schedules import start_later
 from .guidance import SIGMA, require_sana
 from .model import WHOLE_TIMESTEPS
@@ -54,9 +55,8 @@ class FlowSampler(comfy.samplers.KSAMPLER):
             step = {**extra_args["model_options"], "transformer_options": {**options, SIGMA: next(line)}}
             return model(x, sigma.expand(len(x)), **{**extra_args, "model_options": step})
 
-        more = {}
-        if self.flow.sample is sample_scm:
-            more["noise"] = self.noise or later_noise(x, extra_args["seed"])
+        reference = reference_of(require_sana(model.inner_model.inner_model).diffusion_model)
+        more = own_arguments(self.flow, reference, self.noise or later_noise(x, extra_args["seed"]))
         with tqdm(total=len(sigmas) - 1, disable=disable) as bar:
 
             def report(state):

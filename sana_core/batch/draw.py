@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..checkpoints import find_part, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
+from ..checkpoints import find_part, follow, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
 from ..checkpoints.load import build_module, shift_of
 from ..decode import decode_latents
 from ..defaults import check_sampler, model_defaults
 from ..forward import longest_prompt
 from ..guidance import LARGEST_GUIDANCE, denoiser, perturbed_attention
 from ..latents import check_number, noise_stream, picture_shape
-from ..sampling import find_sampler, sample_scm
+from ..reference import AUTO, reference_of
+from ..sampling import find_sampler, own_arguments
 from ..schedules import check_steps, shift_sigmas
 from ..text import MAX_TOKENS, TextEncoder, encode_prompts
 from .plan import Chunk
@@ -43,20 +44,23 @@ class Settings(NamedTuple):
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     dtype: str = "float32"
     compiled: bool = False
+    reference: str = AUTO
 
 
 def complete(settings: Settings, checkpoint: str | Path) -> Settings:
     """Return the settings with the defaults of the checkpoint's model in place of None; only headers are read.
 
     Raises ValueError for a size that is no multiple of 32, numbers out of range, a sampler that is not for the model,
-    and what is no SANA.
+    an unknown reference, and what is no SANA.
     """
-    config: Any = build_module(find_part(inspect_checkpoint(checkpoint), "transformer")).config
+    info = follow(find_part(inspect_checkpoint(checkpoint), "transformer"), settings.reference)
+    config: Any = build_module(info).config
     defaults = model_defaults(config)
     settings = settings._replace(
         sampler=settings.sampler or defaults.sampler,
         steps=defaults.steps if settings.steps is None else settings.steps,
         guidance=defaults.guidance if settings.guidance is None else settings.guidance,
+        reference=info.reference,
     )
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     picture_shape(settings.width, settings.height, 1)
@@ -75,10 +79,15 @@ def complete(settings: Settings, checkpoint: str | Path) -> Settings:
 
 def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Text:
     """Return one prompt on the CPU. It is encoded alone, so that it is the same in any batch."""
-    # SANA never saw the instruction with nothing behind it
-    embeds, mask = encode_prompts(encoder, [prompt], instruction=instruction and bool(prompt.strip()))
+    embeds, mask = encode_prompts(encoder, [prompt], instruction)
     length = longest_prompt(mask)
     return embeds[:, :length].cpu(), mask[:, :length].cpu()
+
+
+def encode_negative(encoder: TextEncoder, prompt: str) -> Text:
+    """Return the negative prompt on the CPU, all 300 tokens: NVIDIA's mask is that of the positive prompt."""
+    embeds, mask = encode_prompts(encoder, [prompt], instruction=False)
+    return embeds.cpu(), mask.cpu()
 
 
 def load_encoder(checkpoint: str | Path, device: torch.device, dtype: str) -> TextEncoder:
@@ -100,7 +109,7 @@ def encode_texts(
             texts[prompt] = texts.get(prompt) or encode_text(encoder, prompt, instruction=True)
         except ValueError as error:
             raise ValueError(f"{error} (the prompt that begins {prompt[:40]!a})") from None
-    return texts, encode_text(encoder, negative_prompt, instruction=False)
+    return texts, encode_negative(encoder, negative_prompt)
 
 
 class Models(NamedTuple):
@@ -117,16 +126,17 @@ def load_models(
     dtype: str,
     autoencoder: str | Path | None,
     resolution: int | None = None,
+    reference: str = AUTO,
 ) -> Models:
     """Return the transformer of `checkpoint` and the autoencoder of that checkpoint, if any, on `device`.
 
-    DC-AE overflows in float16, so it is bfloat16 there. `resolution` in pixels overrides what the checkpoint says.
-    Raises as the loaders do.
+    DC-AE overflows in float16, so it is bfloat16 there. `resolution` in pixels and `reference` override what the
+    checkpoint says. Raises as the loaders do.
     """
-    transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution)
+    transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution, reference)
     wide = torch.float32 if dtype == "float32" else torch.bfloat16
     decoder = None if autoencoder is None else load_autoencoder(autoencoder, device, wide)
-    return Models(transformer, decoder, shift_of(inspect_checkpoint(checkpoint), resolution))
+    return Models(transformer, decoder, shift_of(inspect_checkpoint(checkpoint), resolution, reference))
 
 
 def stack_texts(texts: Sequence[Text]) -> Text:
@@ -179,7 +189,7 @@ def sample(
     shape = picture_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [picture.seed for picture in chunk])
     start = next(noise).to(transformer.device)
-    more = {"noise": noise} if flow.sample is sample_scm else {}
+    more = own_arguments(flow, reference_of(transformer), noise)
     sigmas = flow.sigmas(settings.steps, shift)
     return flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
 

@@ -90,6 +90,20 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder `path` if it is not there. Raises OSError with a remedy where nothing can be written."""
+    probe = path / f".probe.{uuid4().hex[:8]}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        write_whole(probe, b"")
+        probe.unlink()
+    except OSError as error:
+        raise OSError(
+            f"out: got {path.absolute()}, where nothing can be written ({error.strerror}), expected a folder of yours; "
+            "name one with --out"
+        ) from error
+
+
 def file_name(picture: Picture) -> str:
     """Return the name of a picture's file: the number of its prompt and its seed."""
     return f"{picture.prompt:05d}_{picture.seed}.png"
@@ -141,7 +155,7 @@ class OutputFolder:
         self.path, self.prompts, self.settings = path, prompts, settings
         self.entries: dict[str, dict[str, Any]] = {}
         self.written = 0.0
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         # of a run that was killed in the middle of one
         for part in [*path.glob(".*.png.????????"), *path.glob(".shared.*")]:
             part.unlink()

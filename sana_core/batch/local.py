@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ..accelerator import empty_cache, is_driver_error
 from ..decode.faults import is_out_of_memory
 from .draw import Models, Settings, complete, draw, encode_texts, load_encoder, load_models, texts_of
 from .loop import GRACE, Outcome, carry_out
@@ -100,8 +101,7 @@ class LocalPool(Generic[R]):
             # its frames hold tensors
             error.__traceback__ = None
             failed = error
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
+        empty_cache()
         return Outcome(name, chunk, error=failed)
 
     def workers(self) -> list[str]:
@@ -149,7 +149,7 @@ def is_failure_of_device(outcome: Outcome) -> bool:
     """Whether the device failed and not the work: an error of its driver, or no memory for the weights."""
     if is_out_of_memory(outcome.error):
         return not outcome.chunk
-    return isinstance(outcome.error, torch.AcceleratorError)
+    return is_driver_error(outcome.error)
 
 
 def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
@@ -217,7 +217,7 @@ def draw_local(
             torch.accelerator.set_device_index(device)
         # threads on one device share its weights
         if device not in shared:
-            shared[device] = load_models(checkpoint, device, settings.dtype, checkpoint)
+            shared[device] = load_models(checkpoint, device, settings.dtype, checkpoint, reference=settings.reference)
         return lambda chunk: draw(shared[device], settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
 
     largest = [largest_chunk(checkpoint, settings, device) for device in found] if not chunk else []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from ..decode.faults import is_out_of_memory
 from .plan import Chunk, Picture
@@ -17,7 +18,8 @@ R = TypeVar("R")
 GRACE = 60.0
 
 
-class Outcome(NamedTuple, Generic[R]):
+@dataclass(frozen=True)
+class Outcome(Generic[R]):
     """How a chunk ended: `results`, one for each picture, or the error."""
 
     worker: str
@@ -72,10 +74,12 @@ def carry_out(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
 
 
 def settle(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[Picture, R]]:
-    worker, chunk, results, error = outcome
+    worker, chunk, error = outcome.worker, outcome.chunk, outcome.error
     if error is None:
         fresh = set(queue.finish(worker, chunk, pool.now()))
-        yield from ((picture, result) for picture, result in zip(chunk, results, strict=True) if picture in fresh)
+        yield from (
+            (picture, result) for picture, result in zip(chunk, outcome.results, strict=True) if picture in fresh
+        )
     elif not is_out_of_memory(error):
         raise error
     else:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .draw import Settings, Text, decode, encode_text, load_encoder, load_models, sample
+from .draw import Settings, Text, decode, encode_negative, encode_text, load_encoder, load_models, sample
 from .folder import check_marked, digest_of, encode_png, file_name, fingerprint, write_whole
 from .plan import Chunk, Picture
 from .room import largest_chunk
@@ -73,17 +73,20 @@ class Painter:
         available = torch.accelerator.is_available()
         device = torch.accelerator.current_accelerator() if available else torch.device("cpu")
         assert device is not None
-        self.models = load_models(order.transformer, device, order.settings.dtype, order.autoencoder, order.resolution)
+        settings = order.settings
+        self.models = load_models(
+            order.transformer, device, settings.dtype, order.autoencoder, order.resolution, settings.reference
+        )
         with torch.no_grad():
             for name, weight in changed.items():
                 self.models.transformer.get_parameter(name).copy_(weight)
         if order.encoder is not None:
-            self.encoder = load_encoder(order.encoder, device, order.settings.dtype)
-            self.negative = encode_text(self.encoder, order.settings.negative_prompt, instruction=False)
+            self.encoder = load_encoder(order.encoder, device, settings.dtype)
+            self.negative = encode_negative(self.encoder, settings.negative_prompt)
         else:
             assert order.negative is not None
             self.negative = order.negative
-        return largest_chunk(order.transformer, order.settings, device, loaded=True)
+        return largest_chunk(order.transformer, settings, device, loaded=True)
 
     def draw(self, words: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
         """Return the pictures of a chunk, as the order wants them; `prompts` are text, or encoded."""

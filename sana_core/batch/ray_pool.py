@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..accelerator import is_driver_error
 from ..decode.faults import is_out_of_memory
 from .loop import Outcome
 from .painter import Order
@@ -176,7 +177,7 @@ class RayPool:
         except self.ray.exceptions.RayTaskError as error:
             if is_out_of_memory(error.cause):
                 return [Outcome(worker, chunk, error=error.cause)]
-            if isinstance(error.cause, torch.AcceleratorError):
+            if is_driver_error(error.cause):
                 self.drop(worker, error.cause)
                 return []
             if isinstance(error.cause, OSError):

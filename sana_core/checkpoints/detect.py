@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, MissingFileError
+from ..reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
 from .families import family
 from .files import brief, parse_json, read_json, shown
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded
-from .keys import Origin, autoencoder_origins, transformer_origins
+from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
 from .schemas import MOST_CELLS, check_config, check_tensors
 from .zoo import GEMMA_WIDTHS, Headers, architecture, resolution_config, variant_name
 
@@ -70,6 +71,7 @@ class CheckpointInfo:
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     weights: Weights = field(default=Weights({}, {}), repr=False)
     parts: tuple[CheckpointInfo, ...] = ()
+    reference: str = ""  # of a transformer or ControlNet: whose arithmetic it follows, a name in reference.RULES
 
     @property
     def name(self) -> str:
@@ -169,6 +171,7 @@ def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointIn
         first.resolution,
         first.resolution_from,
         parts=tuple(parts),
+        reference=first.reference,
     )
 
 
@@ -196,8 +199,12 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
     config = next((each for each in ((config or {}).get(kind), config) if fits(each, kind)), None)
     if config is not None:
         config = check_config(shown(file), kind, config)
-    variant, resolution, source = "", None, ""
+    variant, resolution, source, reference = "", None, "", ""
     if kind in ("transformer", "controlnet"):
+        reference = NVIDIA if layout == "original" else DIFFUSERS
+        if config is not None and config.get("reference") in RULES:
+            # written by convert
+            reference = config["reference"]
         variant = variant_name(architecture(headers)) if kind == "transformer" else controlnet_name(headers)
         resolution, source = find_resolution(file, config, stored.get("pos_embed"))
         if config is not None and "sample_size" in config and "interpolation_scale" not in config:
@@ -225,7 +232,31 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
         headers,
         origins,
         weights,
+        reference=reference,
     )
+
+
+def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
+    """Return `info`, a transformer or ControlNet, following that reference; "auto" leaves the file's own.
+
+    Raises InputError for a name that is none, CheckpointError for NVIDIA's where a ControlNet's file lacks the base
+    model's block.
+    """
+    check_reference(reference)
+    info = info if reference == AUTO else replace(info, reference=reference)
+    if info.kind != "controlnet":
+        return info
+    base = {name for name in info.origins if name.startswith(f"{BASE_BLOCK}.")}
+    if info.reference == NVIDIA and not base:
+        whole = "download the whole .pth, or " if info.layout == "original" else ""
+        raise CheckpointError(
+            f"{info.name}: got a ControlNet without the base model's first block (blocks.0), from which NVIDIA's "
+            f"starts; {whole}choose reference diffusers"
+        )
+    unused = base if info.reference == DIFFUSERS else set()
+    origins = {name: origin for name, origin in info.origins.items() if name not in unused}
+    headers = {name: header for name, header in info.headers.items() if name not in unused}
+    return replace(info, origins=origins, headers=headers)
 
 
 def fits(config: Any, kind: str) -> bool:

@@ -41,6 +41,8 @@ BLOCK = {
     "mlp.depth_conv.conv": ("ff.conv_depth",),
     "mlp.point_conv.conv": ("ff.conv_point",),
 }
+# of NVIDIA's ControlNet: its copy of the first block of the model that it steers
+BASE_BLOCK = "base_block"
 # what the transformer never reads: the null prompt, the buffer of positions, the head of the training's variance
 UNUSED = ("y_embedder.y_embedding", "pos_embed", "logvar_linear.weight", "logvar_linear.bias")
 
@@ -75,17 +77,20 @@ class Origin(NamedTuple):
 def transformer_origins(names: set[str]) -> dict[str, Origin]:
     """Return {diffusers' name: origin} of NVIDIA's transformer or ControlNet; names that fit nowhere map to themselves.
 
-    `names` are those of the file. The key map is that of diffusers' conversion scripts for SANA.
+    `names` are those of the file. The key map is that of diffusers' conversion scripts for SANA. A ControlNet's file
+    holds the transformer that it was trained on; its first block, from which NVIDIA's ControlNet starts, is
+    "base_block" here.
     """
     modules = {**TRANSFORMER, **SPRINT} if any(name.startswith("cfg_embedder.") for name in names) else TRANSFORMER
     is_controlnet = any(name.startswith("controlnet.") for name in names)
     origins = {}
     for name in names.difference(UNUSED):
-        # a ControlNet's file may hold the transformer that it was trained on
-        if is_controlnet and name.startswith(("blocks.", "final_layer.")):
-            continue
         module, _, leaf = name.rpartition(".")
         targets = block_modules(module) or (modules.get(module, module),)
+        if is_controlnet and name.startswith(("blocks.", "final_layer.")):
+            if not name.startswith("blocks.0."):
+                continue
+            targets = tuple(target.replace("transformer_blocks.0", BASE_BLOCK, 1) for target in targets)
         for part, target in enumerate(targets):
             origins[f"{target}.{leaf}".lstrip(".")] = Origin(name, part, len(targets))
     return origins

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import CheckpointError
-from ..sampling import SHIFT
+from ..errors import CheckpointError, VersionError
+from ..reference import AUTO, NVIDIA, released_shift, set_reference
 from ..text import TextEncoder
-from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, inspect_checkpoint
+from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
 from .files import INCOMPLETE, brief
 from .headers import Reader, read_file, read_tensors
 from .schemas import read_shift
@@ -31,15 +33,17 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 SHOWN = 3
-SHIFT_4K = 6.0
 
 
 def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
     """Return the library's module for `info`, its parameters on the meta device, its buffers real.
 
-    `resolution` in pixels overrides what `info` says. Raises CheckpointError where neither configuration nor shapes
-    tell the architecture, or the library cannot build it.
+    A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
+    overrides what `info` says. Raises CheckpointError where neither configuration nor shapes tell the architecture, or
+    the library cannot build it, and VersionError under python -OO.
     """
+    if sys.flags.optimize > 1:
+        raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
     try:
         return construct(info, resolution)
     except CheckpointError:
@@ -61,7 +65,8 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     with init_empty_weights(include_buffers=False):
         if info.kind == "text_encoder":
             arguments = info.config if info.config is not None else gemma_config(info.headers)
-            return Gemma2Model(Gemma2Config(**arguments))
+            # other implementations leave out the cap on the attention's logits, and older transformers choose them
+            return Gemma2Model(Gemma2Config(**{**arguments, "attn_implementation": "eager"}))
         if info.kind == "autoencoder":
             return AutoencoderDC.from_config(info.config or autoencoder_config(info.headers))
         width = architecture(info.headers).width
@@ -75,20 +80,26 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
         config = dict(info.config or from_shapes(info.headers, info.resolution))
         if resolution is not None:
             config.update(resolution_config(resolution))
-        return (SanaControlNetModel if is_controlnet else SanaTransformer2DModel).from_config(config)
+        config.pop("reference", None)
+        module = (SanaControlNetModel if is_controlnet else SanaTransformer2DModel).from_config(config)
+        if is_controlnet and info.reference == NVIDIA:
+            module.base_block = copy.deepcopy(module.transformer_blocks[0])
+    set_reference(module, info.reference)
+    return module
 
 
-def shift_of(info: CheckpointInfo, resolution: int | None = None) -> float:
-    """Return the schedule's shift: that of a diffusers folder's scheduler, else 6 for 4096 px and 3 below.
+def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str = AUTO) -> float:
+    """Return the schedule's shift: that of a diffusers folder's scheduler, else that of the released model.
 
-    `resolution` in pixels, if given, decides instead of what `info` says.
+    `resolution` in pixels or `reference`, where they are chosen, decide instead of what `info` says.
     """
     file = info.path / "scheduler" / "scheduler_config.json"
-    if resolution is None and file.exists():
+    if resolution is None and reference in (AUTO, info.reference) and file.exists():
         shift = read_shift(file)
         if shift is not None:
             return float(shift)
-    return SHIFT_4K if (resolution or info.resolution) == 4096 else SHIFT
+    name = info.reference if reference == AUTO else reference
+    return released_shift(info.variant, resolution or info.resolution or 1024, name)
 
 
 def latent_scale(info: CheckpointInfo) -> float:
@@ -171,11 +182,9 @@ def load_part(
     return module
 
 
-def load_module(
-    path: str | Path, kind: str, device: str | torch.device, dtype: torch.dtype, resolution: int | None = None
-) -> torch.nn.Module:
+def load_module(path: str | Path, kind: str, device: str | torch.device, dtype: torch.dtype) -> torch.nn.Module:
     """Return the component of that kind of the checkpoint at `path`, in evaluation mode."""
-    return load_part(find_part(inspect_checkpoint(path), kind), dtype, resolution=resolution).to(device)
+    return load_part(find_part(inspect_checkpoint(path), kind), dtype).to(device)
 
 
 def load_transformer(
@@ -183,20 +192,33 @@ def load_transformer(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     resolution: int | None = None,
+    reference: str = AUTO,
 ) -> SanaTransformer2DModel:
     """Return SANA's transformer from any layout that `inspect_checkpoint` recognises, in evaluation mode.
 
-    `resolution` in pixels, if given, decides on the position embedding instead of what the checkpoint says. Raises
-    CheckpointError, MissingFileError or ReadError, with the file's name, for what is no whole SANA transformer.
+    `resolution` in pixels, if given, decides on the position embedding instead of what the checkpoint says. `reference`
+    is whose arithmetic it follows where the two codebases differ: "nvidia", "diffusers", or with "auto" that of the
+    file's layout. Raises CheckpointError, MissingFileError or ReadError, with the file's name, for what is no whole
+    SANA transformer.
     """
-    return load_module(path, "transformer", device, dtype, resolution)  # type: ignore[return-value]
+    info = follow(find_part(inspect_checkpoint(path), "transformer"), reference)
+    return load_part(info, dtype, resolution=resolution).to(device)  # type: ignore[return-value]
 
 
 def load_controlnet(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    reference: str = AUTO,
 ) -> SanaControlNetModel:
-    """Return a SANA ControlNet; it raises as `load_transformer` does."""
-    return load_module(path, "controlnet", device, dtype)  # type: ignore[return-value]
+    """Return a SANA ControlNet in evaluation mode, from diffusers' or NVIDIA's layout.
+
+    `reference` is as in `load_transformer`; with "nvidia" it has the base model's first block as `base_block`. Raises
+    ValueError or FileNotFoundError, with the file's name, for what is no whole SANA ControlNet, and for "nvidia" where
+    the file lacks that block.
+    """
+    info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
+    return load_part(info, dtype).to(device)  # type: ignore[return-value]
 
 
 def load_autoencoder(

@@ -84,7 +84,9 @@ def json_tokenizer(content: bytes, name: str) -> tuple[Tokenizer, int]:
     except Exception as error:  # the library raises no kind of its own
         raise CheckpointError(f"{name}: tokenizers cannot read it ({brief(error)}); {AGAIN}") from None
     check_begin(name, begin)
-    tokenizer = Tokenizer(lambda text: fast.encode(text).ids, PAD_TOKEN, "tokenizer_json", content)
+    tokenizer = Tokenizer(
+        lambda text: fast.encode(text).ids, fast.decode, fast.token_to_id, PAD_TOKEN, "tokenizer_json", content
+    )
     return tokenizer, fast.get_vocab_size()
 
 
@@ -98,7 +100,13 @@ def sentencepiece_tokenizer(content: bytes, name: str) -> tuple[Tokenizer, int]:
     except Exception as error:
         raise CheckpointError(f"{name}: sentencepiece cannot read it ({brief(error)}); {AGAIN}") from None
     check_begin(name, begin)
-    return Tokenizer(processor.encode, PAD_TOKEN, "spiece_model", content), processor.get_piece_size()
+
+    def find(token: str) -> int | None:
+        found = processor.piece_to_id(token)
+        return None if found == processor.unk_id() else found
+
+    tokenizer = Tokenizer(processor.encode, processor.decode, find, PAD_TOKEN, "spiece_model", content)
+    return tokenizer, processor.get_piece_size()
 
 
 def check_begin(name: str, tokens: list[int]) -> None:

@@ -33,8 +33,9 @@ VARIANTS = {
 # inner width: heads of the cross-attention
 CROSS_HEADS = {1152: 16, 2240: 20}
 HEAD_DIM = 32
-# pixels: the interpolation scale of the position embedding, which only the larger sizes have
-RESOLUTIONS = {512: None, 1024: None, 2048: 1.0, 4096: 2.0}
+RESOLUTIONS = (512, 1024, 2048, 4096)
+# pixels: from here on models have a position embedding, with that many at interpolation scale 1
+POSITIONED = 2048
 GEMMA_HEAD_DIM = 256
 GEMMA_WIDTHS = {2304: "gemma-2-2b", 3584: "gemma-2-9b", 4608: "gemma-2-27b"}
 DC_AE_SCALE = 0.41407
@@ -96,7 +97,10 @@ def controlnet_config(headers: Headers, resolution: int) -> dict[str, Any]:
 
 def resolution_config(resolution: int) -> dict[str, Any]:
     """Return what a configuration says of the size that a model was trained at."""
-    return {"sample_size": resolution // 32, "interpolation_scale": RESOLUTIONS.get(resolution)}
+    return {
+        "sample_size": resolution // 32,
+        "interpolation_scale": resolution / POSITIONED if resolution >= POSITIONED else None,
+    }
 
 
 def autoencoder_config(headers: Headers) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..batch.draw import Settings, complete
 from ..batch.folder import OutputFolder, describe_settings, encode_png
 from ..batch.local import draw_local
 from ..batch.plan import Picture, batch_pictures
+from ..reference import AUTO, REFERENCE_HELP, REFERENCES
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
@@ -37,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=1024, help="pixels, a multiple of 32")
     parser.add_argument("--height", type=int, default=1024, help="pixels, a multiple of 32")
     parser.add_argument("--negative-prompt", default="")
+    parser.add_argument("--reference", choices=REFERENCES, default=AUTO, help=REFERENCE_HELP)
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, or float16 for models made for it")
     parser.add_argument("--chunk", type=int, help="pictures that a device draws at once; default: what suits it")
     parser.add_argument("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all accelerators, or the CPU")
@@ -74,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.negative_prompt,
         arguments.sampler,
         dtype=arguments.dtype,
+        reference=arguments.reference,
     )
     settings = complete(settings, arguments.checkpoint)
     described = describe_settings(settings, arguments.checkpoint)

@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     import torch
 
+    from ..batch.folder import make_folder
     from ..checkpoints import load_autoencoder
     from ..decode import decode_rows
     from ..latents import DOWNSCALE, check_number
@@ -41,11 +42,11 @@ def run(arguments: argparse.Namespace) -> None:
     latents = read_latents(arguments.latents)
     count, _, height, width = latents.shape
     names = paths(arguments.out, arguments.latents.stem, count, WRITERS)
+    make_folder(names[0].parent)
     autoencoder = load_autoencoder(arguments.checkpoint, arguments.device, getattr(torch, arguments.dtype))
     budget = None if arguments.max_gb is None else int(arguments.max_gb * 1e9)
     report: dict = {}
     for index, path in enumerate(names):
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".part")
         one = latents[index : index + 1]
         rows = decode_rows(autoencoder, one, arguments.method, budget, report=report, progress=show_progress)
@@ -68,16 +69,19 @@ def show_progress(done: int, total: int) -> None:
 
 
 def read_latents(path: Path):  # type: ignore[no-untyped-def]
-    """Return the tensor of `path`. Raises ValueError if it holds none of latents."""
+    """Return the tensor of `path`. Raises ValueError if it holds none of latents, OSError if it cannot be read."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     from ..latents import check_channels
 
     try:
-        tensors = load_file(path)
+        # its own reader calls every file missing that it may not open
+        tensors = load(path.read_bytes())
     except SafetensorError as error:
         raise ValueError(f"latents: {path.name} is no safetensors file ({error})") from None
+    except OSError as error:
+        raise OSError(f"latents: {path} cannot be read ({error.strerror}); see its name and its rights") from None
     found = tensors.get("latents", tensors.get("latent_tensor"))
     if found is None:
         raise ValueError(f"latents: {path.name} holds {', '.join(tensors) or 'nothing'}, expected a tensor 'latents'")

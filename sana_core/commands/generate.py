@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..reference import AUTO, REFERENCE_HELP, REFERENCES
+
 EXAMPLE = """example:
   python -m sana_core generate "a red circle on a blue background" \\
       --checkpoint demo/sana-tiny --width 128 --height 128 --out output"""
@@ -26,14 +28,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=1024, help="pixels, a multiple of 32")
     parser.add_argument("--height", type=int, default=1024, help="pixels, a multiple of 32")
     parser.add_argument("--negative-prompt", default="")
+    parser.add_argument("--reference", choices=REFERENCES, default=AUTO, help=REFERENCE_HELP)
 
 
 def run(arguments: argparse.Namespace) -> None:
     from PIL import Image
 
+    from ..batch.folder import make_folder
     from ..generate import generate
     from ..picture_files import levels
 
+    make_folder(arguments.out)
     images = generate(
         arguments.prompts,
         arguments.checkpoint,
@@ -48,8 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
         pag_scale=arguments.pag_scale,
         pag_blocks=arguments.pag_blocks,
         compiled=arguments.compile,
+        reference=arguments.reference,
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
     for index, pixels in enumerate(images):
         prompt, offset = divmod(index, arguments.count)
         path = arguments.out / f"{prompt:05d}_{arguments.seed + offset}.png"

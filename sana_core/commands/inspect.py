@@ -32,5 +32,7 @@ def sentence(info: CheckpointInfo) -> str:
         words.append(f"{info.resolution} px ({info.resolution_from})")
     if info.layout:
         words.append(f"{info.layout} layout")
+    if info.reference:
+        words.append(f"reference {info.reference}")
     words += [str(info.dtype).removeprefix("torch."), f"{info.size / 1e9:.3f} GB"]
     return ", ".join(words)

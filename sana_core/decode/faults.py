@@ -6,6 +6,8 @@ import gc
 
 import torch
 
+from ..accelerator import empty_cache
+
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether `error` says that memory ran out, on an accelerator or on the CPU."""
@@ -19,8 +21,7 @@ def forget(error: BaseException) -> BaseException:
     error.__traceback__ = None
     error.__context__ = None
     gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    empty_cache()
     return error
 
 

@@ -7,6 +7,8 @@ from types import TracebackType
 
 import torch
 
+from ..accelerator import free_memory, memory_functions
+
 SECONDS = 0.01  # between two looks at the process
 
 
@@ -24,7 +26,7 @@ class PeakMemory:
             self.watcher = threading.Thread(target=self.watch, daemon=True)
             self.watcher.start()
         else:
-            torch.accelerator.reset_peak_memory_stats(self.device)
+            memory_functions(self.device).reset_peak_memory_stats(self.device)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -32,11 +34,12 @@ class PeakMemory:
             self.ended.set()
             self.watcher.join()
         else:
-            self.bytes = max(0, torch.accelerator.max_memory_allocated(self.device) - self.start)
+            peak = memory_functions(self.device).max_memory_allocated(self.device)
+            self.bytes = max(0, peak - self.start)
 
     def used(self) -> int:
         if self.device.type != "cpu":
-            return torch.accelerator.memory_allocated(self.device)
+            return memory_functions(self.device).memory_allocated(self.device)
         import psutil
 
         return psutil.Process().memory_info().rss
@@ -52,6 +55,6 @@ def free_bytes(device: torch.device) -> int:
         import psutil
 
         return psutil.virtual_memory().available
-    free, _ = torch.accelerator.get_memory_info(device)
+    memory = memory_functions(device)
     # what torch has reserved and does not use
-    return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return free_memory(device) + memory.memory_reserved(device) - memory.memory_allocated(device)

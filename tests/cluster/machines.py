@@ -8,8 +8,9 @@ def add_node(cluster):
 
 
 def actors():
-    """Return the processes of all actors."""
-    named = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
+    """Return the processes of all actors of the clusters that this process has started, and of no other's."""
+    own = {process.pid for process in psutil.Process().children(recursive=True)}
+    named = [process for process in psutil.process_iter(["cmdline"]) if process.pid in own and process.info["cmdline"]]
     return [process for process in named if process.info["cmdline"][0].startswith("ray::Actor")]
 
 

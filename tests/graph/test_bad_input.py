@@ -80,24 +80,6 @@ def test_an_unknown_sampler_through_a_link(fails, base_graph):
     fails(graph, "^sampler: got 'ddim', expected one of flow_dpmpp_2m, flow_euler, flow_dpmpp_3m, flow_dpmpp_1, scm$")
 
 
-@pytest.mark.parametrize("text", ["", " \n\t"])
-def test_an_empty_prompt(fails, base_graph, text):
-    fails(base_graph(text=text), "^text: got an empty prompt; write one, or turn the instruction off")
-
-
-@pytest.mark.parametrize("instruction", [True, False])
-def test_a_prompt_of_ten_thousand_words(fails, base_graph, instruction):
-    graph = base_graph(text="red " * 10_000)
-    graph["positive"][1]["instruction"] = instruction
-    fails(graph, r"^text: got \d{5} tokens, SANA reads at most 300; shorten the prompt$")
-
-
-def test_a_long_prompt_in_core_s_encoder(fails, base_graph):
-    graph = base_graph()
-    graph["positive"] = ("CLIPTextEncode", {"clip": ["load", 1], "text": "red " * 10_000})
-    fails(graph, r"^text: got \d{5} tokens, SANA reads at most 300; shorten the prompt$")
-
-
 def test_a_latent_of_four_channels(host, fails, base_graph):
     class Noise4:
         RETURN_TYPES, FUNCTION = ("LATENT",), "make"

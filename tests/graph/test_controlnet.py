@@ -1,4 +1,4 @@
-"""SANA's ControlNet through core's Apply ControlNet, against diffusers' pipeline."""
+"""SANA's ControlNet through core's Apply ControlNet, against the pipeline of diffusers."""
 
 import layouts
 import pytest
@@ -44,7 +44,8 @@ def edges():
 
 def controlled(graph, edges, strength=1.0, start=0.0, end=1.0, vae=True):
     graph["edges"] = ("AnyValue", {"value": edges})
-    graph["control"] = ("SanaControlNetLoader", {"control_net_name": "control.safetensors"})
+    loader = {"control_net_name": "control.safetensors", "reference": "diffusers"}
+    graph["control"] = ("SanaControlNetLoader", loader)
     inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "control_net": ["control", 0]}
     inputs |= {"image": ["edges", 0], "strength": strength, "start_percent": start, "end_percent": end}
     graph["apply"] = ("ControlNetApplyAdvanced", {**inputs, **({"vae": ["load", 2]} if vae else {})})
@@ -56,10 +57,11 @@ def controlled(graph, edges, strength=1.0, start=0.0, end=1.0, vae=True):
 def reference(checkpoint, controlnet, edges):
     """A function of the strength: the latent of diffusers' pipeline from the same noise."""
     pipeline = SanaControlNetPipeline.from_pretrained(checkpoint, controlnet=controlnet, dtype=torch.float32)
-    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    own, euler = pipeline.scheduler, FlowMatchEulerDiscreteScheduler(shift=3.0)
     pipeline.set_progress_bar_config(disable=True)
 
-    def run(strength):
+    def run(strength, dpm=False):
+        pipeline.scheduler = own if dpm else euler
         from sana_core.latents import noise_like
         from sana_core.text import instruction_text
 
@@ -81,6 +83,11 @@ def reference(checkpoint, controlnet, edges):
         )
 
     return run
+
+
+def test_with_dpm_solver_the_controlnet_gets_whole_timesteps_too(host, base_graph, file, edges, reference):
+    got = host.run(controlled(base_graph(steps=6, text=PROMPT), edges))["latent"]["samples"]
+    torch.testing.assert_close(got, reference(1.0, dpm=True), atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.4])

@@ -8,7 +8,20 @@ from setup import ROOT
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 BUNDLED = "sana-tiny (bundled)"
 NOTES = {"Note", "MarkdownNote"}
-WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+DYNAMIC = "COMFY_DYNAMICCOMBO_V3"
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC}
+
+
+def unfold(fields):
+    """`fields` with the inputs that the first choice of each dynamic combo brings, behind it."""
+    out = {}
+    for name, (kind, *options) in fields.items():
+        out[name] = (kind, *options)
+        if kind == DYNAMIC:
+            chosen = options[0]["options"][0]["inputs"]
+            own = {**chosen.get("required", {}), **chosen.get("optional", {})}
+            out |= {f"{name}.{key}": value for key, value in own.items()}
+    return out
 
 
 def to_graph(host, workflow):
@@ -21,8 +34,13 @@ def to_graph(host, workflow):
         types = host.nodes.NODE_CLASS_MAPPINGS[node["type"]].INPUT_TYPES()
         fields = {**types.get("required", {}), **types.get("optional", {})}
         names = [entry["name"] for entry in node["inputs"]]
-        # a node may have learnt optional inputs since; the canvas gives them their defaults
-        assert names == list(fields)[: len(names)] and set(types["required"]) <= set(names), node["type"]
+        if any(kind == DYNAMIC for kind, *_ in fields.values()):
+            # the canvas writes such a node's sockets first
+            fields = unfold(fields)
+            assert sorted(names) == sorted(fields), node["type"]
+        else:
+            # a node may have learnt optional inputs since; the canvas gives them their defaults
+            assert names == list(fields)[: len(names)] and set(types["required"]) <= set(names), node["type"]
         linked = {entry["name"]: sources[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
         values = iter(node["widgets_values"])
         inputs = {}

@@ -147,7 +147,7 @@ def test_a_file_of_another_program_is_never_overwritten(batch, tmp_path):
         (b" \n\n", "prompts.txt holds no prompt; write one a line"),
         ("Gr\xfcn".encode("latin-1"), "prompts.txt is not UTF-8 at byte 2; save it as UTF-8"),
         (None, "No such file or directory: 'prompts.txt'"),
-        (b"word " * 400, "SANA reads at most 300; shorten the prompt (the prompt that begins 'word word"),
+        (b"\xed\xa0\x80", "prompts.txt is not UTF-8 at byte 0; save it as UTF-8"),
     ],
 )
 def test_a_bad_prompt_file_is_one_line(batch, tmp_path, content, message):

@@ -1,6 +1,7 @@
 """The queue and its loop, driven by a discrete simulation: nothing lost, nothing twice, nobody idle."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -141,7 +142,7 @@ def test_a_chunk_that_kills_every_worker_ends_the_run():
 def test_an_error_of_a_worker_is_raised():
     class Faulty(SimulatedPool):
         def wait(self):
-            return [outcome._replace(error=ValueError("bad")) for outcome in super().wait()]
+            return [replace(outcome, error=ValueError("bad")) for outcome in super().wait()]
 
     with pytest.raises(ValueError, match="bad"):
         run(Faulty([1.0]))

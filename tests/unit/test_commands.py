@@ -1,5 +1,8 @@
 """`python -m sana_core`, as an operator runs it."""
 
+import builtins
+import errno
+import io
 import json
 import os
 import subprocess
@@ -53,6 +56,21 @@ def test_it_runs_outside_the_projects_folder(tmp_path, checkpoint):
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
+def test_generate_says_once_what_of_a_long_prompt_was_cut(tmp_path, checkpoint):
+    size = ["--width", "64", "--height", "64", "--steps", "1", "--count", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sana_core", "generate", "red " * 10_000, "", "--checkpoint", checkpoint, *size],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 4
+    said = [line for line in done.stderr.splitlines() if "tokens" in line]
+    begins = repr(("red " * 10)[:40])
+    assert said == [f"text: 9701 of 10001 tokens were cut: SANA reads 300 (the prompt that begins {begins})"]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_an_example(command, name):
     done = command(name, "--help")
@@ -81,9 +99,10 @@ def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
     flux = layouts.save({"double_blocks.0.img_attn.qkv.weight": torch.zeros(2)}, tmp_path / "flux.safetensors")
     done = command("inspect", checkpoint, flux)
     assert done.stderr == ""
+    told = "128 px (config), diffusers layout, reference diffusers, bfloat16"
     assert done.stdout.splitlines() == [
-        f"{checkpoint}: a SANA pipeline (custom-160x5), 128 px (config), diffusers layout, bfloat16, 0.008 GB",
-        "  a SANA transformer (custom-160x5), 128 px (config), diffusers layout, bfloat16, 0.005 GB",
+        f"{checkpoint}: a SANA pipeline (custom-160x5), {told}, 0.008 GB",
+        f"  a SANA transformer (custom-160x5), {told}, 0.005 GB",
         "  a DC-AE (dc-ae-f32c32), diffusers layout, bfloat16, 0.003 GB",
         "  a Gemma 2 text encoder (gemma-2-custom-64), transformers layout, bfloat16, 0.000 GB",
         f"{flux}: a Flux transformer, float32, 0.000 GB",
@@ -197,3 +216,69 @@ def test_convert_refuses_quantised_weights_whose_scales_it_would_lose(command, t
     done = command("convert", "fp8.safetensors", "out.safetensors")
     assert done.returncode == 1 and "got quantised weights, which only ComfyUI reads" in done.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["fp8.safetensors"]
+
+
+def test_without_docstrings_there_is_help_and_a_reason(tmp_path, checkpoint):
+    """What -OO leaves of transformers cannot be imported."""
+    python = [sys.executable, "-OO", "-m", "sana_core"]
+    for arguments, code, expected in (
+        (["--help"], 0, "generate"),
+        (
+            ["generate", "x", "--checkpoint", checkpoint, "--width", 128, "--height", 128, "--out", tmp_path],
+            1,
+            "use -O\n",
+        ),
+    ):
+        done = subprocess.run([*python, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code and expected in done.stdout + done.stderr
+        assert done.stderr.count("\n") == code
+
+
+@pytest.fixture
+def closed(monkeypatch):
+    """A function of a file's name: from then on it may not be opened. Root, who runs some tests, may open all."""
+
+    def close(name):
+        opened = open
+
+        def refuse(file, *arguments, **options):
+            if str(file).endswith(name):
+                raise PermissionError(errno.EACCES, "Permission denied", str(file))
+            return opened(file, *arguments, **options)
+
+        for module in (builtins, io):
+            monkeypatch.setattr(module, "open", refuse)
+
+    return close
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
+def test_a_file_that_may_not_be_read_is_not_called_missing(command, closed, tmp_path, name):
+    (tmp_path / name).write_bytes(b"anything")
+    closed(name)
+    done = command("inspect", tmp_path / name)
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        f"/{name}: cannot be read (Permission denied); see its rights, its links and its disk\n"
+    )
+
+
+def test_latents_that_may_not_be_read_are_not_called_missing(command, closed, checkpoint):
+    closed("x.safetensors")
+    done = command("decode", "x.safetensors", "--checkpoint", checkpoint)
+    assert done.stderr == "latents: x.safetensors cannot be read (Permission denied); see its name and its rights\n"
+
+
+@pytest.mark.parametrize("name", ["generate", "batch", "decode"])
+def test_a_folder_where_nothing_can_be_written_is_named_before_anything_is_drawn(command, checkpoint, tmp_path, name):
+    (tmp_path / "output").write_text("a file, where the folder would be")
+    (tmp_path / "prompts.txt").write_text("a red circle")
+    save_file({"latents": torch.zeros(1, 32, 4, 4)}, tmp_path / "x.safetensors")
+    first = {"generate": "a red circle", "batch": "prompts.txt", "decode": "x.safetensors"}[name]
+    size = [] if name == "decode" else ["--width", 128, "--height", 128]
+    done = command(name, first, "--checkpoint", checkpoint, *size)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"out: got {tmp_path / 'output'}, where nothing can be written (File exists), expected a folder of yours; "
+        "name one with --out\n"
+    )

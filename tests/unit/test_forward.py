@@ -79,9 +79,9 @@ def test_residuals_of_a_controlnet_are_added_where_the_library_adds_them():
     transformer = tiny_transformer(layers=4)
     embeds, mask = random_prompt(1)
     x, timestep = torch.randn(1, 32, 4, 4), torch.tensor([500.0])
-    control = tuple(torch.randn(1, 16, 32) for _ in range(2))
+    control = (None, *(torch.randn(1, 16, 32) for _ in range(2)))
     ours = velocity(transformer, x, timestep, prepare(transformer, embeds, mask, 4, 4), control=control)
-    expected = theirs(transformer, x, timestep, embeds, mask, control=control)
+    expected = theirs(transformer, x, timestep, embeds, mask, control=control[1:])
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 

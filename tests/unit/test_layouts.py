@@ -19,7 +19,7 @@ COUNTS = {
 
 
 def settings(model):
-    return {key: value for key, value in model.config.items() if not key.startswith("_")}
+    return {key: value for key, value in model.config.items() if not key.startswith("_") and key != "reference"}
 
 
 def run_transformer(model):
@@ -87,7 +87,8 @@ def test_nvidias_layout_loads_exactly(tmp_path, options, suffix):
     assert (info.kind, info.layout) == ("transformer", "original")
     assert (info.resolution, info.resolution_from) == (resolution, "position embedding")
     assert shift_of(info) == (6 if resolution == 4096 else 3)
-    loaded = sana_core.load_transformer(file)
+    assert info.reference == "nvidia"
+    loaded = sana_core.load_transformer(file, reference="diffusers")
     assert type(loaded) is SanaTransformer2DModel and not loaded.training
     assert torch.equal(run_transformer(loaded), run_transformer(model))
 
@@ -150,7 +151,7 @@ def test_a_controlnet_loads_exactly(tmp_path, layout):
         layouts.save(layouts.nvidia(model) if layout == "original" else model.state_dict(), path)
     info = sana_core.inspect_checkpoint(path)
     assert (info.kind, info.variant) == ("controlnet", "0.6B-controlnet")
-    loaded = sana_core.load_controlnet(path)
+    loaded = sana_core.load_controlnet(path, reference="diffusers")
     assert type(loaded) is SanaControlNetModel
     assert torch.equal(run_controlnet(loaded), run_controlnet(model))
 
@@ -160,7 +161,8 @@ def test_a_controlnets_file_may_hold_the_transformer_it_was_trained_on(tmp_path)
     tensors = {**layouts.nvidia(layouts.transformer()), **layouts.nvidia(model)}
     file = tmp_path / "hed.pth"
     torch.save({"state_dict": tensors}, file)
-    assert torch.equal(run_controlnet(sana_core.load_controlnet(file)), run_controlnet(model))
+    loaded = sana_core.load_controlnet(file, reference="diffusers")
+    assert torch.equal(run_controlnet(loaded), run_controlnet(model))
 
 
 @pytest.mark.parametrize("layout", ["folder", "diffusers", "original"])

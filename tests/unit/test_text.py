@@ -1,11 +1,16 @@
 """Tokens, the instruction, and what the encoder keeps of it."""
 
+import hashlib
+import inspect
+import re
+import time
+
 import pytest
 import torch
 from diffusers import SanaPipeline
 
 import sana_core
-from sana_core.text import instruction_text, select_tokens, tokenize
+from sana_core.text import instruction_text, read_prompt, select_tokens, tokenize
 
 PROMPTS = ["a red circle on a blue background", "a large white cross at the top left of a black background"]
 
@@ -20,11 +25,12 @@ def pipeline(checkpoint):
     return SanaPipeline.from_pretrained(checkpoint, dtype=torch.float32)
 
 
-def test_instruction_has_the_double_quotes_of_the_original():
-    text = instruction_text()
-    assert text.startswith('Given a user prompt, generate an "Enhanced prompt" that provides')
-    assert text.endswith("\nUser Prompt: ")
-    assert "'" not in text
+def test_the_instruction_is_the_library_s_with_the_double_quotes_of_the_original():
+    theirs = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    assert instruction_text() == "\n".join(theirs).replace("'", '"')
+    # of every version that has drawn pictures so far
+    digest = "62b9ab89eebb0ac5ee4d264bf96bf19d2b81f504bc3852500efeaf5a34d638b1"
+    assert hashlib.sha256(instruction_text().encode()).hexdigest() == digest
 
 
 @pytest.mark.parametrize("instruction", [True, False])
@@ -55,14 +61,85 @@ def test_select_keeps_bos_and_the_last_positions():
 
 
 @pytest.mark.parametrize("instruction", [True, False])
-def test_a_prompt_fits_up_to_300_tokens_and_not_one_more(encoder, instruction):
-    words = ["red"] * 400
-    counts = {n: len(encoder.tokenizer.encode(" ".join(words[:n]))) for n in (299, 300)}
+@pytest.mark.parametrize("prompt", ["", "red " * 297 + "red", "red " * 298 + "red", "a blue cross " * 400])
+def test_empty_and_long_prompts_are_those_of_the_pipeline(encoder, pipeline, instruction, prompt):
+    """The pipeline cuts what is too long, and gives the empty positive prompt the instruction too."""
+    lines = instruction_text().split("\n") if instruction else None
+    theirs, their_mask, _, _ = pipeline.encode_prompt([prompt.strip()], False, complex_human_instruction=lines)
+    embeds, mask = sana_core.encode_prompts(encoder, [prompt.strip()], instruction)
+    assert torch.equal(embeds, theirs) and torch.equal(mask, their_mask)
+
+
+def nvidia_ids(tokenizer, prompt):
+    """The 300 ids that NVIDIA's SanaPipeline.forward selects of a positive prompt, and their mask."""
+    for mark in ("--aspect_ratio", "--ar", "--hw"):
+        prompt = prompt.split(mark)[0]
+    chi = instruction_text()
+    length = len(tokenizer(chi).input_ids) + 300 - 2
+    read = tokenizer(chi + prompt.strip(), max_length=length, padding="max_length", truncation=True)
+    return [[ids[0], *ids[-299:]] for ids in (read.input_ids, read.attention_mask)]
+
+
+@pytest.mark.parametrize(
+    "prompt, note",
+    [
+        ("  A Red Circle\n", ""),
+        ("a red circle --ar 16:9", "everything from '--ar 16:9' on was cut: width and height set the size"),
+        ("a circle --hw 512:768 on --ar 1:1 blue", "everything from '--hw 512:768 on --ar' on was cut: width and"),
+        ("a circle --aspect_ratio 4:3", "everything from '--aspect_ratio 4:3' on was cut: width and height set"),
+        ("a circle--arched", "everything from '--arched' on was cut: width and height set the size"),
+        ("--ar 1:1", "everything from '--ar 1:1' on was cut: width and height set the size"),
+        ("", ""),
+        ("red " * 500, "201 of 501 tokens were cut: SANA reads 300"),
+        ("red " * 500 + "--ar 1:1", "width and height set the size; 201 of 501 tokens were cut: SANA reads 300"),
+    ],
+)
+def test_a_positive_prompt_is_read_as_nvidia_reads_it(encoder, pipeline, prompt, note):
+    reading = read_prompt(encoder.tokenizer.encode, prompt)
+    assert note in reading.note and bool(note) == bool(reading.note)
+    ids, mask = (select_tokens(part)[0].tolist() for part in tokenize(encoder.tokenizer, [prompt]))
+    assert [ids, mask] == nvidia_ids(pipeline.tokenizer, prompt)
+
+
+@pytest.mark.parametrize("prompt", ["  A Red Circle\n", "a circle --ar 16:9", "", "red " * 500])
+def test_a_negative_prompt_is_read_as_nvidia_reads_it(encoder, pipeline, prompt):
+    theirs = pipeline.tokenizer(prompt, max_length=300, padding="max_length", truncation=True)
+    ids, mask = tokenize(encoder.tokenizer, [prompt], instruction=False)
+    assert ids[0].tolist() == theirs.input_ids and mask[0].tolist() == theirs.attention_mask
+
+
+@pytest.mark.parametrize("instruction", [True, False])
+def test_a_prompt_fits_up_to_300_tokens_and_of_one_more_one_is_cut(encoder, instruction, caplog):
+    counts = {n: len(encoder.tokenizer.encode(" ".join(["red"] * n))) for n in (299, 300)}
     assert counts == {299: 300, 300: 301}
-    ids, mask = tokenize(encoder.tokenizer, [" ".join(words[:298])], instruction)
-    assert select_tokens(mask).sum() >= 299
-    with pytest.raises(ValueError, match=r"text: got \d+ tokens, SANA reads at most 300; shorten the prompt"):
-        tokenize(encoder.tokenizer, [" ".join(words[:301])], instruction)
+    # behind the instruction the first word has a space before it, and may be one token more or less
+    readings = [read_prompt(encoder.tokenizer.encode, " ".join(["red"] * n), instruction) for n in range(297, 303)]
+    assert [bool(reading.note) for reading in readings] == [reading.tokens > 300 for reading in readings]
+    assert {reading.tokens for reading in readings} >= {299, 300, 301}
+    assert all(len(reading.ids) == reading.length - max(0, 300 - reading.tokens) for reading in readings)
+    over = next(reading for reading in readings if reading.tokens == 301)
+    assert over.note == "1 of 301 tokens were cut: SANA reads 300"
+    assert not caplog.records
+    tokenize(encoder.tokenizer, ["red " * 600, "red"], instruction)
+    assert "tokens were cut: SANA reads 300 (the prompt that begins 'red red red" in caplog.text
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("words, least", [(10_000, None), (200_000, 15_000)])
+@pytest.mark.parametrize("instruction", [True, False])
+def test_ten_thousand_words_and_a_million_characters_are_cut_in_less_than_a_second(encoder, instruction, words, least):
+    prompt = " ".join(instruction_text().split()[i % 150] for i in range(words))
+    started = time.process_time()
+    reading = read_prompt(encoder.tokenizer.encode, prompt, instruction)
+    assert time.process_time() - started < 1
+    if least is None:
+        count = len(encoder.tokenizer.encode(prompt))
+        assert abs(reading.tokens - count) <= 2
+        assert reading.note == f"{reading.tokens - 300} of {reading.tokens} tokens were cut: SANA reads 300"
+    else:
+        assert len(prompt) > 1_000_000
+        count = re.fullmatch(r"more than (\d+) tokens were cut: SANA reads 300", reading.note)
+        assert least < int(count[1]) < len(encoder.tokenizer.encode(prompt))
 
 
 @pytest.mark.parametrize("prompt", ["", "\u96ea\u306e\u5c71 \U0001f3d4", "\u202eabc", "a\tb\nc", "(red:1.4) [x|y]"])

@@ -1,0 +1,55 @@
+"""The forward of SANA's ControlNet: what it adds to the hidden states of the model that it steers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import InputError
+from .forward import Constants, all_blocks, embed, embed_time, modulate, run_block
+
+if TYPE_CHECKING:
+    from diffusers import SanaControlNetModel, SanaTransformer2DModel
+
+
+def control_residuals(
+    controlnet: SanaControlNetModel,
+    x: torch.Tensor,
+    timestep: torch.Tensor,
+    constants: Constants,
+    control_latents: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """Return what a ControlNet adds to the model's hidden states, number i after block i; None adds nothing.
+
+    `x`, `timestep` and `constants` as in `velocity`, `control_latents` [B, 32, h, w] are the control picture's, in the
+    scale of `x`. In NVIDIA's arrangement (SanaMSControlNet in diffusion/model/nets/sana_multi_scale_controlnet.py) the
+    signal joins the output of the base model's first block, of which the file has a copy, and the residual of each
+    block goes before the base's next one. In diffusers' it joins the patch embedding, and acts one block later.
+    """
+    blocks, projections = all_blocks(controlnet), controlnet.controlnet_blocks
+    # NVIDIA's: the base model's block comes before the copies, and only the picture has a position embedding
+    first = len(blocks) - len(projections)
+    hidden = embed(controlnet, x, constants.position)
+    signal = embed(controlnet, control_latents.to(x), None if first else constants.position)
+    time, _ = embed_time(controlnet, timestep, hidden)
+    modulation = modulate(constants, time)
+    residuals: list[torch.Tensor | None] = [] if first else [None]
+    for i, block in enumerate(blocks):
+        if i == first:
+            hidden = hidden + controlnet.input_block(signal)
+        hidden = run_block(controlnet, block, i, hidden, modulation, constants, x.shape[-2:])
+        if i >= first:
+            residuals.append(projections[i - first](hidden))
+    return residuals
+
+
+def check_width(controlnet: SanaControlNetModel, transformer: SanaTransformer2DModel) -> None:
+    """Raise InputError unless the ControlNet is as wide as the transformer that it steers."""
+    got, expected = (
+        model.config.num_attention_heads * model.config.attention_head_dim for model in (controlnet, transformer)
+    )
+    if got != expected:
+        raise InputError(
+            f"control_net: got one of width {got}, expected {expected}; choose the ControlNet of this model's size"
+        )

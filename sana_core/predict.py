@@ -1,0 +1,52 @@
+"""One call of the model: from latents and prompts to the velocity, as the model's reference computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .control import check_width, control_residuals
+from .defaults import GUIDANCE
+from .errors import InputError
+from .forward import prepare, velocity
+from .reference import model_timestep
+
+if TYPE_CHECKING:
+    from diffusers import SanaControlNetModel, SanaTransformer2DModel
+
+
+@torch.no_grad()
+def predict_velocity(
+    transformer: SanaTransformer2DModel,
+    x: torch.Tensor,
+    timestep: torch.Tensor,
+    embeds: torch.Tensor,
+    mask: torch.Tensor,
+    guidance: torch.Tensor | None = None,
+    controlnet: SanaControlNetModel | None = None,
+    control_latents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the velocity noise - x0 [B, 32, h, w] of the latents `x` [B, 32, h, w], in one call.
+
+    It is what the reference of `transformer` computes, NVIDIA's code or diffusers'. `timestep` [B] is 1000 sigma, from
+    0 to 1000; `embeds` [B, T, C] and `mask` [B, T] are the prompts; `guidance` [B] is the guidance scale of SANA-Sprint
+    models, 4.5 without it, and has no meaning for others. `control_latents` [B, 32, h, w] are the control picture's, in
+    the scale of `x`. Raises InputError for a ControlNet of another width, and for only one of both control arguments.
+    """
+    if (controlnet is None) != (control_latents is None):
+        raise InputError("control_latents: got one of controlnet and control_latents, expected both; or give none")
+    dtype, config = transformer.dtype, transformer.config
+    x, embeds = x.to(dtype), embeds.to(dtype)
+    residuals: Sequence[torch.Tensor | None] = ()
+    if controlnet is not None and control_latents is not None:
+        check_width(controlnet, transformer)
+        prompts = prepare(controlnet, embeds, mask, *x.shape[-2:])
+        residuals = control_residuals(controlnet, x, model_timestep(controlnet, timestep), prompts, control_latents)
+    embedded = None
+    if config.guidance_embeds:
+        guidance = torch.full_like(timestep, GUIDANCE) if guidance is None else guidance
+        embedded = guidance * config.guidance_embeds_scale
+    constants = prepare(transformer, embeds, mask, *x.shape[-2:])
+    return velocity(transformer, x, model_timestep(transformer, timestep), constants, embedded, None, residuals)

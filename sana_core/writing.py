@@ -1,0 +1,88 @@
+"""Text that Gemma 2 writes, as a chat model does; SANA's text encoder is all of it but the layer over its tokens.
+
+That layer shares its weight with the embedding of the tokens (Gemma 2 technical report, section 2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import InputError
+from .text import Tokenizer, check_characters
+
+if TYPE_CHECKING:
+    from transformers import Gemma2Model
+
+START, END = "<start_of_turn>", "<end_of_turn>"
+
+
+def read_request(tokenizer: Tokenizer, text: str, template: bool = True) -> list[int]:
+    """Return the token ids, BOS first, behind which Gemma 2 writes its answer to `text`.
+
+    With `template`, the text stands where the user speaks, unless it has the marks of a conversation already. Raises
+    as `check_characters` does.
+    """
+    check_characters(text)
+    if template and not text.startswith(START):
+        text = f"{START}user\n{text.strip()}{END}\n{START}model\n"
+    bos = tokenizer.encode("")
+    marks = {mark: tokenizer.find(mark) for mark in (START, END)}
+    ids = list(bos)
+    # the marks are tokens of their own, which sentencepiece would not all find in a text
+    for part in re.split(f"({START}|{END})", text):
+        mark = marks.get(part)
+        ids += tokenizer.encode(part)[len(bos) :] if mark is None else [mark]
+    return ids
+
+
+def stop_tokens(tokenizer: Tokenizer, model: Gemma2Model) -> set[int]:
+    """Return the ids with which a text of `model` ends."""
+    ends = model.config.eos_token_id
+    found = tokenizer.find(END)
+    return {*(ends if isinstance(ends, list) else [ends]), *([] if found is None else [found])}
+
+
+def most_likely(logits: torch.Tensor, written: Sequence[int]) -> int:
+    """Return the id with the largest of `logits` [V]."""
+    return int(logits.argmax())
+
+
+@torch.no_grad()
+def write_tokens(
+    model: Gemma2Model,
+    ids: Sequence[int],
+    length: int,
+    stop: Collection[int],
+    choose: Callable[[torch.Tensor, Sequence[int]], int] = most_likely,
+    report: Callable[[], None] = lambda: None,
+) -> list[int]:
+    """Return at most `length` token ids that `model` writes behind `ids`, without the one of `stop` that ends them.
+
+    `choose` picks each from its logits [V], float32 on the CPU, and the ids written so far. `report` is called for
+    each and cancels by raising. Raises InputError for more `ids` than the model has positions; it ends with these.
+    """
+    from transformers import DynamicCache
+
+    room = model.config.max_position_embeddings - len(ids)
+    if room < 1:
+        raise InputError(f"prompt: got {len(ids)} tokens, expected fewer than {room + len(ids)}; shorten the prompt")
+    weight = model.embed_tokens.weight
+    cache = DynamicCache(config=model.config)
+    written: list[int] = []
+    tokens = torch.tensor([list(ids)], device=weight.device)
+    for _ in range(min(length, room)):
+        states = model(tokens, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        logits = torch.nn.functional.linear(states, weight)
+        cap = model.config.final_logit_softcapping
+        logits = torch.tanh(logits / cap) * cap
+        token = choose(logits[0].float().cpu(), written)
+        report()
+        if token in stop:
+            break
+        written.append(token)
+        tokens = tokens.new_tensor([[token]])
+    return written

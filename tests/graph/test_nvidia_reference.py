@@ -1,0 +1,184 @@
+"""The host draws what the reference of a MODEL computes: NVIDIA's, written down in tests/nvidia.py, around diffusers'
+own schedulers. The pictures of diffusers' reference are in test_parity.py and test_controlnet.py.
+"""
+
+import diffusers
+import layouts
+import nvidia
+import pytest
+import torch
+from in_process import NodeError
+from test_parity import with_ksampler
+
+import sana_core
+from sana_core.checkpoints.zoo import DC_AE_SCALE
+from sana_core.latents import noise_like
+
+PROMPT, NEGATIVE = "a red circle on a blue background", "a green square"
+STEPS, GUIDANCE, SHIFT, HEADS = 8, 4.5, 3.0, 5
+SCHEDULERS = {
+    "flow_dpmpp_2m": diffusers.DPMSolverMultistepScheduler(
+        use_flow_sigmas=True, flow_shift=SHIFT, prediction_type="flow_prediction"
+    ),
+    "flow_euler": diffusers.FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+}
+
+
+@pytest.fixture(scope="module")
+def tensors(checkpoint):
+    """The bundled transformer and a random ControlNet of its width, by NVIDIA's names, as one file has them."""
+    transformer = sana_core.load_transformer(checkpoint)
+    torch.manual_seed(5)
+    controlnet = diffusers.SanaControlNetModel(
+        num_attention_heads=HEADS,
+        num_layers=3,
+        num_cross_attention_heads=HEADS,
+        cross_attention_head_dim=32,
+        cross_attention_dim=160,
+        caption_channels=64,
+        sample_size=4,
+        interpolation_scale=1.0,
+    )
+    for layer in (controlnet.input_block, *controlnet.controlnet_blocks):
+        torch.nn.init.normal_(layer.weight, std=0.03)
+        torch.nn.init.normal_(layer.bias, std=0.1)
+    theirs = layouts.nvidia(transformer, unused=False)
+    configs = layouts.with_config(transformer), layouts.with_config(controlnet)
+    # both share the embeddings of latents, time and prompts
+    return theirs, {**layouts.nvidia(controlnet, unused=False), **theirs}, configs
+
+
+@pytest.fixture(scope="module")
+def files(host, tensors):
+    """model.safetensors and control.safetensors in NVIDIA's layout, where the loaders look."""
+    transformer, controlnet, configs = tensors
+    paths = [host.models / folder / "nvidia.safetensors" for folder in ("diffusion_models", "controlnet")]
+    for path, each, config in zip(paths, (transformer, controlnet), configs, strict=True):
+        layouts.save(each, path, config=config)
+    yield
+    for path in paths:
+        path.unlink()
+
+
+@pytest.fixture
+def graph(base_graph, files):
+    """A function of overrides: the base graph with NVIDIA's file, and a negative prompt of another length."""
+
+    def build(**overrides):
+        graph = base_graph(steps=STEPS, text=PROMPT, **overrides)
+        graph["model"] = ("SanaModelLoader", {"model_name": "nvidia.safetensors"})
+        graph["sample"][1]["model"] = ["model", 0]
+        graph["negative"][1]["text"] = NEGATIVE
+        return graph
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint, tensors):
+    """A function of the sampler, the control latent and the seed: the LATENT that NVIDIA's arithmetic gives."""
+    encoder = sana_core.load_text_encoder(checkpoint)
+    cond, mask = sana_core.encode_prompts(encoder, [PROMPT])
+    uncond, own = sana_core.encode_prompts(encoder, [NEGATIVE], instruction=False)
+    assert mask.sum() != own.sum()
+
+    @torch.no_grad()
+    def run(sampler, control=None, seed=3, scale=DC_AE_SCALE):
+        scheduler = SCHEDULERS[sampler]
+        scheduler.set_timesteps(STEPS)
+        x = noise_like(torch.empty(1, 32, 4, 4), seed)
+        for t in scheduler.timesteps:
+            out = nvidia.forward(
+                tensors[1],
+                x.repeat(2, 1, 1, 1),
+                t.expand(2),
+                torch.cat([uncond, cond]),
+                mask.repeat(2, 1),
+                control=None if control is None else (control * scale).repeat(2, 1, 1, 1),
+                pe=(4, 1.0),
+                heads=HEADS,
+            )
+            without, with_prompt = out.chunk(2)
+            x = scheduler.step(without + GUIDANCE * (with_prompt - without), t, x, return_dict=False)[0]
+        return x / scale
+
+    return run
+
+
+@pytest.mark.parametrize("sampler", SCHEDULERS)
+def test_sana_sampler(host, graph, expected, sampler):
+    got = host.run(graph(sampler=sampler))["latent"]["samples"]
+    torch.testing.assert_close(got, expected(sampler), atol=2e-4, rtol=0)
+
+
+def test_ksampler(host, graph, expected):
+    got = host.run(with_ksampler(graph()))["latent"]["samples"]
+    torch.testing.assert_close(got, expected("flow_euler"), atol=2e-4, rtol=0)
+
+
+def test_an_advanced_input_chooses_the_other(host, graph, base_graph, expected, checkpoint):
+    chosen = base_graph(steps=STEPS, text=PROMPT)
+    chosen["load"][1]["reference"] = "nvidia"
+    chosen["negative"][1]["text"] = NEGATIVE
+    got = host.run(chosen)["latent"]["samples"]
+    scale = sana_core.load_autoencoder(checkpoint).config.scaling_factor
+    torch.testing.assert_close(got, expected("flow_dpmpp_2m", scale=scale), atol=2e-4, rtol=0)
+    other = graph()
+    other["model"][1]["reference"] = "diffusers"
+    own = base_graph(steps=STEPS, text=PROMPT)
+    own["negative"][1]["text"] = NEGATIVE
+    wanted = host.run(own)["latent"]["samples"]
+    assert (wanted - got).abs().max() > 1e-3
+    torch.testing.assert_close(host.run(other)["latent"]["samples"] * DC_AE_SCALE, wanted * scale)
+
+
+def test_sana_batch_sampler(host, graph, expected):
+    batch = graph()
+    inputs = batch["sample"][1]
+    links = {key: inputs[key] for key in ("model", "positive", "negative", "latent_image")}
+    options = {"count": 2, "seed": 3, "steps": STEPS, "guidance": GUIDANCE, "sampler": "flow_dpmpp_2m"}
+    batch["sample"] = ("SanaBatchSampler", {**links, **options, "devices": "cpu x 2", "chunk": 0})
+    got = host.run(batch)["latent"]["samples"]
+    wanted = torch.cat([expected("flow_dpmpp_2m", seed=seed) for seed in (3, 4)])
+    torch.testing.assert_close(got, wanted, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("sampler", SCHEDULERS)
+def test_the_controlnet(host, graph, expected, checkpoint, sampler):
+    edges = torch.rand(1, 128, 128, 3, generator=torch.Generator().manual_seed(6))
+    controlled = graph(sampler=sampler)
+    controlled["edges"] = ("AnyValue", {"value": edges})
+    controlled["control"] = ("SanaControlNetLoader", {"control_net_name": "nvidia.safetensors"})
+    inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "control_net": ["control", 0]}
+    inputs |= {"image": ["edges", 0], "strength": 1.0, "start_percent": 0.0, "end_percent": 1.0, "vae": ["load", 2]}
+    controlled["apply"] = ("ControlNetApplyAdvanced", inputs)
+    controlled["sample"][1].update(positive=["apply", 0], negative=["apply", 1])
+    with torch.no_grad():
+        latent = sana_core.load_autoencoder(checkpoint).encode(edges.movedim(-1, 1) * 2 - 1).latent
+    wanted = expected(sampler, latent)
+    assert (wanted - expected(sampler)).abs().max() > 0.05
+    torch.testing.assert_close(host.run(controlled)["latent"]["samples"], wanted, atol=2e-4, rtol=0)
+
+
+def test_the_engine_and_the_host_draw_the_same(host, base_graph, checkpoint):
+    graph = base_graph(steps=STEPS, text=PROMPT)
+    graph["load"][1]["reference"] = "nvidia"
+    graph["negative"][1]["text"] = NEGATIVE
+    image = host.run(graph)["image"][0]
+    options = {"seed": 3, "steps": STEPS, "width": 128, "height": 128, "negative_prompt": NEGATIVE}
+    pixels = sana_core.generate([PROMPT], checkpoint, **options, reference="nvidia")[0]
+    torch.testing.assert_close(image, (pixels.movedim(0, -1) + 1) / 2, atol=2e-4, rtol=0)
+
+
+def test_a_controlnet_without_the_base_block_is_named(host, graph, tensors):
+    path = host.models / "controlnet" / "broken.safetensors"
+    kept = {name: each for name, each in tensors[1].items() if not name.startswith("blocks.")}
+    layouts.save(kept, path, config=tensors[2][1])
+    with pytest.raises(NodeError, match="without the base model's first block .*choose reference diffusers"):
+        host.run(
+            {
+                "a": ("SanaControlNetLoader", {"control_net_name": path.name}),
+                "b": ("Catch", {"value": ["a", 0], "name": "c"}),
+            }
+        )
+    path.unlink()
