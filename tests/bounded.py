@@ -19,10 +19,11 @@ def bounded(seconds: int = SECONDS, size: int = BYTES):
     before = resource.getrlimit(resource.RLIMIT_AS)
     previous = signal.signal(signal.SIGALRM, stop)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + size, before[1]))
-    signal.alarm(seconds)
+    # again each second, for what is raised in a callback of the garbage collector is lost
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         resource.setrlimit(resource.RLIMIT_AS, before)

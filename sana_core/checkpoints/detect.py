@@ -144,7 +144,7 @@ def components(names: Iterable[str]) -> list[dict[str, str]]:
         found = [(number, match.end()) for number, prefix in enumerate(PREFIXES) if (match := prefix.match(name))]
         number, start = found[0] if found else (len(PREFIXES), 0)
         groups.setdefault(number, {})[name[start:]] = name
-    return list(groups.values())
+    return list(groups.values()) or [{}]
 
 
 def inspect_folder(folder: Path) -> CheckpointInfo:

@@ -151,6 +151,24 @@ def test_a_folder_that_lost_its_weights(fails, folder):
     fails(load("empty"), "^transformer: no .safetensors file beside config.json; download the folder again, whole$")
 
 
+@pytest.mark.parametrize(
+    "kind, node", [("vae", "SanaVAELoader"), ("text_encoders", "SanaTextEncoderLoader"), ("checkpoints", "SanaLoader")]
+)
+def test_an_empty_models_folder_leaves_the_bundled_checkpoint(host, tmp_path, kind, node):
+    folder, aside = host.models / kind, tmp_path / "aside"
+    existed = folder.exists()
+    if existed:
+        folder.rename(aside)
+    folder.mkdir()
+    try:
+        offered = str(host.nodes.NODE_CLASS_MAPPINGS[node].INPUT_TYPES()["required"])
+        assert "sana-tiny (bundled)" in offered and ".safetensors'" not in offered
+    finally:
+        folder.rmdir()
+        if existed:
+            aside.rename(folder)
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3209\n"
 
 

@@ -146,6 +146,16 @@ def test_a_pth_that_inflates_is_refused(tmp_path):
     refused(file, "^.*/bomb.pth: got an archive that is compressed, or larger inside than outside, which torch never")
 
 
+def test_a_pth_of_compressed_storages_is_refused_where_it_is_no_bomb_too(tmp_path):
+    stream = io.BytesIO()
+    torch.save({"state_dict": {"a": torch.zeros(40)}}, stream)
+    with zipfile.ZipFile(stream) as archive:
+        members = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    file = pth(tmp_path / "small.pth", members.pop("data.pkl"), zipfile.ZIP_DEFLATED, **members)
+    assert sum(member.file_size for member in zipfile.ZipFile(file).infolist()) < file.stat().st_size
+    refused(file, "got an archive that is compressed, or larger inside than outside, which torch never saves; use the")
+
+
 def test_members_that_claim_more_than_the_file_holds_are_refused(tmp_path):
     file = tmp_path / "bomb.pth"
     torch.save({"state_dict": {"a": torch.ones(1000)}}, file)
@@ -404,6 +414,14 @@ def test_preview_colours_that_are_none_are_named(tmp_path, content):
     refused(tmp_path / "preview.json", "/preview.json: ", load=schemas.read_preview)
 
 
+def test_a_telling_tensor_of_other_dimensions_is_refused(tmp_path):
+    tensors = {**layouts.transformer().state_dict(), "patch_embed.proj.weight": torch.zeros(1152, 32)}
+    refused(
+        layouts.save(tensors, tmp_path / "sana.safetensors"),
+        r"patch_embed.proj.weight is \[1152, 32\], expected 4 dimensions; use another file",
+    )
+
+
 def test_a_position_embedding_of_no_square_is_refused(tmp_path):
     tensors = {**layouts.nvidia(layouts.transformer(), unused=False), "pos_embed": torch.zeros(1, 300 * 300, 1)}
     refused(
@@ -430,6 +448,12 @@ def test_an_index_names_safetensors_files_only(tmp_path, shard):
     content["weight_map"]["proj_out.bias"] = shard
     index.write_text(json.dumps(content))
     refused(tmp_path / "sana", "index.json: names .*, expected safetensors files of its own folder; download it again")
+
+
+def test_files_without_tensors_are_named(tmp_path):
+    for name in ("sana.safetensors", "model-00001-of-00002.safetensors"):
+        refused(write_header(tmp_path / name, {}), f"/{name}: not a SANA transformer: found no tensors; get one from")
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
 
 
 # -- tokenizers

@@ -1,0 +1,49 @@
+"""What files.py says of a file, and how errors quote what they found."""
+
+import pytest
+
+from sana_core import CheckpointError, MissingFileError, ReadError
+from sana_core.checkpoints.files import brief, opened, parse_json, read_bytes
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        ("plain", "plain"),
+        ("two\nlines  and\ttabs", "two lines and tabs"),
+        ("\u00fc\ud800", "\\xfc\\ud800"),
+        ("a" * 100, "a" * 57 + "..."),
+        ("a" * 10**7, "a" * 57 + "..."),
+        (ValueError("what"), "what"),
+        ([1, 2], "[1, 2]"),
+    ],
+)
+def test_what_an_error_quotes_is_short_and_in_ascii(value, text):
+    assert brief(value) == text
+
+
+def test_a_key_that_stands_twice_is_refused():
+    with pytest.raises(CheckpointError, match=r"^a/b: not JSON \(a key stands twice in it\); download it again$"):
+        parse_json('{"a": {"b": 1, "b": 2}}', "a/b")
+
+
+def test_a_byte_order_that_is_not_utf_8_is_refused():
+    with pytest.raises(CheckpointError, match="^a/b: not JSON"):
+        parse_json('{"a": 1}'.encode("utf-16"), "a/b")
+
+
+def test_a_file_of_text_has_a_largest_size(tmp_path):
+    (tmp_path / "a.json").write_bytes(b" " * 11)
+    with pytest.raises(CheckpointError, match="/a.json: got 11 bytes, expected at most 10; download it again$"):
+        read_bytes(tmp_path / "a.json", 10)
+
+
+def test_a_file_that_is_gone_and_one_that_cannot_be_read(tmp_path):
+    with pytest.raises(MissingFileError, match="/gone: no such file; refresh the list, or download it again$"):
+        read_bytes(tmp_path / "gone", 10)
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ReadError, match=r"/below: cannot be read \(Not a directory\); see its rights"),
+        opened(tmp_path / "file" / "below"),
+    ):
+        pass
