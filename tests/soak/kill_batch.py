@@ -30,7 +30,7 @@ from sana_core.__main__ import main as run_command  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "kills.json"
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 OTHER_PROMPTS = ["a green circle on a red background"]
-COUNT = 12
+COUNT = 4
 FOREIGN = {".00000_0.png.0123abcd": b"mine", ".shared.0123abcd": b"mine", "notes.txt": b"mine", "x.part": b"mine"}
 
 
@@ -146,16 +146,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--part", type=int, default=25, help="kills between two notes of the results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     arguments = parser.parse_args()
-    total: Counter[str] = Counter(json.loads(RESULTS.read_text())["happened"] if RESULTS.exists() else {})
+    results = arguments.results
+    total: Counter[str] = Counter(json.loads(results.read_text())["happened"] if results.exists() else {})
     end = time.monotonic() + 60 * arguments.minutes
     while total["kills"] < arguments.kills and time.monotonic() < end:
         with tempfile.TemporaryDirectory() as base:
             left = min(arguments.part, arguments.kills - total["kills"])
             total += soak(left, total["kills"], Path(base))
         document = {"machine": description(), "pictures": COUNT * len(PROMPTS), "happened": dict(sorted(total.items()))}
-        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+        results.write_text(json.dumps(document, indent=1) + "\n")
         sys.stdout.write(f"{dict(sorted(total.items()))}\n")
         sys.stdout.flush()
 
