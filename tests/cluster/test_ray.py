@@ -103,7 +103,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluster, checkpoint, tmp_path):
     add_node(cluster)
     connect(cluster.address)
@@ -114,7 +114,7 @@ def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluste
         if old is None:
             data[len(data) * 2 // 3] ^= 1
         (copy / file).write_bytes(data if old is None else data.replace(old, new))
-        pool = RayPool(Order(complete(SETTINGS, path), weights, path, path, path), PROMPTS, 60)
+        pool = RayPool(Order(complete(SETTINGS, path), weights, path, path, path), PROMPTS, 250)
         with closing(pool), pytest.raises(ValueError, match=rf"not what the driver has \({name}\); copy the same"):
             while True:
                 pool.workers()
