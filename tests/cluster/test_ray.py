@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from sana_core.__main__ import main
 from sana_core.batch.cluster import connect, draw_on_cluster
 from sana_core.batch.draw import Settings, complete
 from sana_core.batch.fingerprint import describe_settings, fingerprint
+from sana_core.batch.hold import hold
 from sana_core.batch.painter import Order
 from sana_core.batch.plan import batch_pictures
 from sana_core.batch.ray_pool import RayPool
@@ -92,6 +94,31 @@ def test_one_machine_without_the_checkpoint_costs_no_picture(cluster, checkpoint
             time.sleep(0.5)
     assert re.search(rf"\({late.node_id[:6]}, actor \d+\) cannot draw: sana: no such file", caplog.text)
     assert sorted(arrived) == list(range(80)) and not drew(report, late)
+
+
+CHANGES = {
+    "shift": ("scheduler/scheduler_config.json", b'"flow_shift": 3.0', b'"flow_shift": 4.0'),
+    "autoencoder_config": ("vae/config.json", b"0.29957", b"0.3"),
+    "transformer_weights": ("transformer/diffusion_pytorch_model.safetensors", None, None),
+}
+
+
+@pytest.mark.timeout(600)
+def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluster, checkpoint, tmp_path):
+    add_node(cluster)
+    connect(cluster.address)
+    for name, (file, old, new) in CHANGES.items():
+        copy = shutil.copytree(checkpoint, tmp_path / name)
+        path, data = str(copy), bytearray((copy / file).read_bytes())
+        weights = {path: fingerprint(path)}
+        if old is None:
+            data[len(data) * 2 // 3] ^= 1
+        (copy / file).write_bytes(data if old is None else data.replace(old, new))
+        pool = RayPool(Order(complete(SETTINGS, path), weights, path, path, path), PROMPTS, 250)
+        with closing(pool), pytest.raises(ValueError, match=rf"not what the driver has \({name}\); copy the same"):
+            while True:
+                pool.workers()
+                pool.wait()
 
 
 @pytest.mark.timeout(200)
@@ -185,29 +212,28 @@ def test_after_the_driver_was_killed_the_same_command_draws_the_rest(cluster, co
 
 @pytest.fixture
 def shared_run(cluster, checkpoint, tmp_path):
-    """A function that draws pictures into a folder of all machines, and the folder."""
-    out = tmp_path / "out"
-    out.mkdir()
+    """A function that draws pictures into a folder of all machines, and the run that holds the folder."""
     described = describe_settings(complete(SETTINGS, checkpoint), checkpoint)
 
     def draw(count, report):
-        options = {"chunk": 1, "described": described, "report": report, "shared": out}
+        options = {"chunk": 1, "described": described, "report": report, "shared": held}
         return draw_on_cluster(PROMPTS, checkpoint, SETTINGS, batch_pictures(2, count, 5), cluster.address, **options)
 
-    return draw, out
+    with hold(tmp_path / "out") as held:
+        yield draw, held
 
 
 @pytest.mark.timeout(300)
 def test_a_machine_without_the_shared_folder_is_left_out_and_named(cluster, shared_run, caplog):
     add_node(cluster)
-    draw, out = shared_run
+    draw, held = shared_run
+    out = held.folder
     late, report, arrived = None, {}, {}
     for picture, digest in draw(40, report):
         arrived[picture.number] = digest
         if late is None:
             # as on a machine that has another folder at this path
-            (mark,) = out.glob(".shared.*")
-            mark.unlink()
+            (held.run / "mark").unlink()
             late = add_node(cluster)
         elif f"({late.node_id[:6]}" not in caplog.text:
             time.sleep(0.5)
@@ -219,7 +245,8 @@ def test_a_machine_without_the_shared_folder_is_left_out_and_named(cluster, shar
 @pytest.mark.timeout(300)
 def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(cluster, shared_run, tmp_path):
     node = add_node(cluster)
-    draw, out = shared_run
+    draw, held = shared_run
+    out = held.folder
     pictures = draw(40, {})
     next(pictures)
     out.rename(tmp_path / "gone")

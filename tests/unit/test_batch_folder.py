@@ -125,6 +125,14 @@ def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn
     assert {name: (made / name).read_bytes() for name in foreign} == foreign
 
 
+def test_twenty_kills_at_random_moments_lose_double_and_mix_nothing(tmp_path):
+    script = [sys.executable, ROOT / "tests" / "soak" / "kill_batch.py", "--kills", "20", "--part", "20"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*script, "--results", tmp_path / "kills.json"], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert json.loads((tmp_path / "kills.json").read_bytes())["happened"]["kills"] == 20
+
+
 def test_damaged_and_missing_pictures_are_made_again_without_manifest_too(made, batch):
     before = files(made)
     (made / "00000_1.png").write_bytes(before["00000_1.png"][0][:-100])
