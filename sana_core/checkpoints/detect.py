@@ -245,9 +245,10 @@ def match(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
         return "transformer", "diffusers", same
     if {"blocks.0.cross_attn.q_linear.weight", "blocks.0.mlp.point_conv.conv.weight"} <= names:
         return "transformer", "original", transformer_origins(names)
+    # of all DC-AEs, SANA's alone have attention in two scales
     if "decoder.conv_in.weight" in names and any(name.endswith("to_qkv_multiscale.0.proj_in.weight") for name in names):
         return "autoencoder", "diffusers", same
-    if {"encoder.project_in.conv.weight", "decoder.project_in.conv.weight"} <= names:
+    if "decoder.project_in.main.conv.weight" in names and any(name.endswith(".aggreg.0.0.weight") for name in names):
         return "autoencoder", "original", autoencoder_origins(names)
     bare = {name.removeprefix("model."): Origin(name) for name in names.difference(UNUSED_TEXT)}
     # Gemma 3 has the same norms, and q_norm besides

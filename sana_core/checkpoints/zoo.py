@@ -38,6 +38,8 @@ RESOLUTIONS = {512: None, 1024: None, 2048: 1.0, 4096: 2.0}
 GEMMA_HEAD_DIM = 256
 GEMMA_WIDTHS = {2304: "gemma-2-2b", 3584: "gemma-2-9b", 4608: "gemma-2-27b"}
 DC_AE_SCALE = 0.41407
+# what AutoencoderDC's configuration says of each stage
+STAGE = ("block_types", "block_out_channels", "layers_per_block", "qkv_multiscales")
 
 
 def count(names: Iterable[str], pattern: str) -> int:
@@ -110,19 +112,23 @@ def autoencoder_config(headers: Headers) -> dict[str, Any]:
         "scaling_factor": DC_AE_SCALE,
     }
     for side, blocks in (("encoder", "encoder.down_blocks"), ("decoder", "decoder.up_blocks")):
-        stages = [f"{blocks}.{stage}." for stage in range(count(headers, rf"{side}\.\w+_blocks\.(\d+)\."))]
-        kinds, channels, layers, scales = zip(*(stage_config(headers, stage) for stage in stages), strict=True)
-        config[f"{side}_block_types"] = kinds
-        config[f"{side}_block_out_channels"] = channels
-        config[f"{side}_layers_per_block"] = layers
-        config[f"{side}_qkv_multiscales"] = scales
+        last = count(headers, rf"{blocks}\.(\d+)\.") - 1
+        if last < 0:
+            # half of a file: with the library's own configuration, loading names what is missing
+            continue
+        stages = [stage_config(headers, f"{blocks}.{stage}.", stage == last) for stage in range(last + 1)]
+        for name, values in zip(STAGE, zip(*stages, strict=True), strict=True):
+            config[f"{side}_{name}"] = values
     grouped = [name for name in headers if name.endswith("to_qkv_multiscale.0.proj_out.weight")]
     config["attention_head_dim"] = headers[grouped[0]].shape[1] if grouped else HEAD_DIM
     return config
 
 
-def stage_config(headers: Headers, stage: str) -> tuple[str, int, int, tuple[int, ...]]:
-    """Return block type, channels, blocks, and the kernel sizes of the attention's scales of one stage of DC-AE."""
+def stage_config(headers: Headers, stage: str, last: bool) -> tuple[str, int, int, tuple[int, ...]]:
+    """Return block type, channels, blocks, and the kernel sizes of the attention's scales of one stage of DC-AE.
+
+    All stages but the last one have a block more, which changes the resolution.
+    """
     names = [name for name in headers if name.startswith(stage)]
     residual = [name for name in names if name.endswith(".conv1.weight")]
     attention = [name for name in names if name.endswith(".attn.to_q.weight")]
@@ -132,7 +138,7 @@ def stage_config(headers: Headers, stage: str) -> tuple[str, int, int, tuple[int
     return (
         "ResBlock" if residual else "EfficientViTBlock",
         headers[first].shape[1],
-        len(residual or attention),
+        count(names, rf"{re.escape(stage)}(\d+)\.") - (not last),
         scales,
     )
 
