@@ -15,7 +15,7 @@ import torch
 from .families import family
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, shown
 from .keys import Origin, autoencoder_origins, transformer_origins
-from .zoo import GEMMA_WIDTHS, Headers, architecture, resolution_config, variant_name
+from .zoo import GEMMA_WIDTHS, Headers, architecture, autoencoder_name, resolution_config, variant_name
 
 # in an all-in-one file: what stands before the names of each component
 PREFIXES = (
@@ -201,8 +201,7 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
             # configurations older than the argument
             config = {**config, **resolution_config(resolution)}
     elif kind == "autoencoder":
-        channels = headers["decoder.conv_in.weight"].shape[1]
-        variant = f"dc-ae-f32c{channels}"
+        variant = autoencoder_name(headers)
     elif kind == "text_encoder":
         width = headers["embed_tokens.weight"].shape[1]
         variant = GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")

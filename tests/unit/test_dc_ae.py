@@ -4,15 +4,16 @@ import layouts
 import mit_dc_ae
 import pytest
 import torch
-from decoders import noise, relative
+from decoders import lite, noise, relative
 
 import sana_core
+import sana_core.checkpoints.convert
 from sana_core.checkpoints.load import build_module
 
 # latents: few positions and many for the attention at 1/32, at 1/16 and at 1/8, none of them square
 SIZES = [(1, 2), (2, 3), (3, 5), (4, 8), (7, 6)]
 CLOSE = 1e-5
-SANA = ["dc-ae-f32c32"]
+LITE = "dc-ae-lite-f32c32"
 
 
 def narrow(variant, seed=0):
@@ -30,7 +31,7 @@ def written(tensors, folder, suffix="safetensors"):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth"])
-@pytest.mark.parametrize("variant", SANA)
+@pytest.mark.parametrize("variant", mit_dc_ae.RELEASED)
 @torch.no_grad()
 def test_the_authors_files_compute_what_the_authors_code_computes(tmp_path, variant, suffix):
     config, tensors = narrow(variant)
@@ -50,7 +51,7 @@ def test_the_authors_files_compute_what_the_authors_code_computes(tmp_path, vari
         assert relative(sana_core.encode_images(model, pictures), encoded) <= CLOSE
 
 
-@pytest.mark.parametrize("variant", SANA)
+@pytest.mark.parametrize("variant", mit_dc_ae.RELEASED)
 def test_every_tensor_of_a_released_file_has_its_place(tmp_path, variant):
     shapes = mit_dc_ae.shapes(mit_dc_ae.RELEASED[variant])
     info = sana_core.inspect_checkpoint(layouts.sparse(shapes, tmp_path / "model.safetensors"))
@@ -64,6 +65,58 @@ def test_every_tensor_of_a_released_file_has_its_place(tmp_path, variant):
 
 def without_ones(shape):
     return [side for side in shape if side != 1]
+
+
+@pytest.mark.parametrize("layout", ["folder", "diffusers", "converted"])
+def test_lite_in_the_library_s_layout_loads_exactly_and_is_not_taken_for_the_large_one(tmp_path, layout):
+    from diffusers import AutoencoderDC
+
+    model = lite(16)
+    path = tmp_path / "vae"
+    model.save_pretrained(path)
+    if layout != "folder":
+        path = layouts.save(model.state_dict(), tmp_path / "lite.safetensors")
+    if layout == "converted":
+        sana_core.checkpoints.convert.convert_checkpoint(
+            written(narrow(LITE)[1], tmp_path), tmp_path / "own.safetensors"
+        )
+        path, model = tmp_path / "own.safetensors", sana_core.load_autoencoder(tmp_path / "model.safetensors")
+    info = sana_core.inspect_checkpoint(path)
+    assert (info.kind, info.variant, info.layout) == ("autoencoder", LITE, "diffusers")
+    loaded = sana_core.load_autoencoder(path)
+    assert type(loaded) is AutoencoderDC and loaded.config.decoder_conv_act_fn == "silu"
+    latents = noise(1, 32, 2, 3)
+    with torch.no_grad():
+        assert torch.equal(loaded.decode(latents).sample, model.decode(latents).sample)
+
+
+@pytest.mark.parametrize("variant", mit_dc_ae.RELEASED)
+def test_the_configuration_read_from_released_shapes_is_the_released_one(tmp_path, variant):
+    config = mit_dc_ae.RELEASED[variant]
+    shapes = mit_dc_ae.shapes(config)
+    built = build_module(sana_core.inspect_checkpoint(layouts.sparse(shapes, tmp_path / "model.safetensors"))).config
+    library = {mit_dc_ae.RES: "ResBlock", mit_dc_ae.EVIT: "EfficientViTBlock"}
+    for side in ("encoder", "decoder"):
+        half = getattr(config, side)
+        assert built[f"{side}_block_types"] == tuple(library[kind] for kind in half.types)
+        assert built[f"{side}_block_out_channels"] == half.widths
+        assert built[f"{side}_layers_per_block"] == half.depths
+        assert built[f"{side}_qkv_multiscales"] == tuple((5,) if kind == mit_dc_ae.EVIT else () for kind in half.types)
+    upsampling = {"InterpolateConv": "interpolate", "ConvPixelShuffle": "pixel_shuffle"}[config.upsampling]
+    assert (built.upsample_block_type, built.downsample_block_type) == (upsampling, "Conv")
+    assert (built.decoder_conv_act_fn, built.scaling_factor) == (config.out_act, 0.41407)
+    assert (built.latent_channels, built.attention_head_dim) == (32, mit_dc_ae.DIM)
+
+
+@torch.no_grad()
+def test_the_encoder_of_one_with_the_decoder_of_the_other_is_a_dc_ae(tmp_path):
+    halves = {"encoder": narrow("dc-ae-f32c32"), "decoder": narrow(LITE, seed=1)}
+    mixed = {k: v for side, (_, tensors) in halves.items() for k, v in tensors.items() if k.startswith(side)}
+    model = sana_core.load_autoencoder(written(mixed, tmp_path))
+    latents, pictures = noise(1, 32, 2, 3), noise(1, 3, 64, 96)
+    encoder, decoder = (mit_dc_ae.Reference(*half) for half in halves.values())
+    assert relative(sana_core.decode_latents(model, latents), decoder.decode(latents.double())) <= CLOSE
+    assert relative(sana_core.encode_images(model, pictures), encoder.encode(pictures.double())) <= CLOSE
 
 
 def test_the_library_s_own_conversion_gives_the_same_module(tmp_path):
@@ -116,8 +169,9 @@ def test_dc_aes_of_other_models_are_refused_by_name(tmp_path, name):
         ("decoder.project_out.op_list.0.bias", "decoder.norm_out.bias"),
     ],
 )
-def test_a_missing_tensor_is_named(tmp_path, lost, named):
-    _, tensors = narrow("dc-ae-f32c32")
+@pytest.mark.parametrize("variant", mit_dc_ae.RELEASED)
+def test_a_missing_tensor_is_named(tmp_path, variant, lost, named):
+    _, tensors = narrow(variant)
     file = written({name: value for name, value in tensors.items() if name != lost}, tmp_path)
     with pytest.raises(ValueError, match=f"model.safetensors: no {named}.*; the file is incomplete"):
         sana_core.load_autoencoder(file)
