@@ -5,11 +5,13 @@ decode, to rounding of the strips, whose kernels may be others for a few rows. I
 otherwise, too.
 """
 
+import json
 import random
 
 import pytest
 import torch
 from decoders import lite, noise, relative
+from setup import ROOT
 
 from sana_core import decode_latents, encode_images
 from sana_core.decode import decode_rows, devices, rows
@@ -199,3 +201,11 @@ def test_4k_takes_half_of_what_the_large_one_takes():
     for dtype, accelerator in ((torch.bfloat16, True), (torch.float32, False)):
         peaks = [Planner(one, 128, 128, dtype, accelerator).fitting(2e9).peak_bytes for one in (small, large)]
         assert peaks[0] < 0.5 * peaks[1]
+
+
+def test_measured_decodes_took_what_was_predicted():
+    sizes = json.loads((ROOT / "benchmarks" / "decode_lite.json").read_text())["sizes"]
+    for variants in sizes.values():
+        for result in variants["dc-ae-lite-f32c32"].values():
+            assert result["peak_megabytes"] == pytest.approx(result["predicted_megabytes"], rel=0.1), result["plan"]
+        assert variants["dc-ae-lite-f32c32"]["strips"]["relative_difference"] <= 1e-5
