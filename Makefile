@@ -46,6 +46,7 @@ bench: setup
 	$(VENV) benchmarks/load.py
 	$(VENV) benchmarks/sampling.py
 	$(VENV) benchmarks/decode.py
+	$(VENV) benchmarks/decode_lite.py
 	$(VENV) benchmarks/memory.py
 	OMP_NUM_THREADS=1 $(VENV) benchmarks/batch.py
 

@@ -172,9 +172,9 @@ class SanaTextEncoderLoader(io.ComfyNode):
 
 class SanaVAELoader(io.ComfyNode):
     """
-    Loads SANA's autoencoder, DC-AE f32c32 1.0 or 1.1, in diffusers' or the original layout.
+    Loads SANA's autoencoder, DC-AE f32c32 1.0, 1.1 or Lite, in diffusers' or the original layout.
 
-    1.1 has the better decoder; its latents are the same.
+    1.1 has the better decoder, Lite one that needs less memory and time; the latents of all are the same.
     """
 
     @classmethod
@@ -184,7 +184,7 @@ class SanaVAELoader(io.ComfyNode):
             display_name="SANA Load VAE",
             category="SANA/loaders",
             description=cleandoc(cls.__doc__),
-            search_aliases=["dc-ae", "sana vae", "load dc-ae"],
+            search_aliases=["dc-ae", "sana vae", "load dc-ae", "dc-ae-lite"],
             inputs=[io.Combo.Input("vae_name", options=list_files("vae"), tooltip="A file in models/vae.")],
             outputs=[io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode.")],
         )

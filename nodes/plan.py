@@ -5,7 +5,7 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
-from ..sana_core.memory import VARIANTS
+from ..sana_core.memory import DECODERS, VARIANTS
 
 
 class SanaPlan(io.ComfyNode):
@@ -32,15 +32,20 @@ class SanaPlan(io.ComfyNode):
                 io.Int.Input(
                     "batch_size", default=1, min=1, max=LARGEST_BATCH, tooltip="Pictures that are drawn together."
                 ),
+                io.Combo.Input(
+                    "vae", options=list(DECODERS), optional=True, advanced=True, tooltip="The VAE that decodes."
+                ),
             ],
             outputs=[io.Image.Output(display_name="chart"), io.String.Output(display_name="figures")],
         )
 
     @classmethod
-    def execute(cls, variant: str, width: int, height: int, batch_size: int) -> io.NodeOutput:
+    def execute(
+        cls, variant: str, width: int, height: int, batch_size: int, vae: str = "dc-ae-f32c32"
+    ) -> io.NodeOutput:
         from .host.plan import draw_plan
 
-        return io.NodeOutput(*draw_plan(variant, width, height, batch_size))
+        return io.NodeOutput(*draw_plan(variant, width, height, batch_size, vae))
 
 
 NODES = [SanaPlan]

@@ -20,8 +20,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARDS = (4, 6, 8, 12, 16, 24)  # GiB
 # what the driver and the kernels take of a card
 CONTEXT = 600 * 10**6
-F32C32 = Layout((128, 256, 512, 512, 1024, 1024), (3,) * 6, 3, 32, 32, 2, True)
-DECODER, ENCODER, GEMMA = 159_223_171, 153_027_104, 2_614_341_888
+WIDTHS = (128, 256, 512, 512, 1024, 1024)
+ENCODER, GEMMA = 153_027_104, 2_614_341_888
+# layout and parameters of the decoder; the encoder is the same
+DECODERS = {
+    "dc-ae-f32c32": (Layout(WIDTHS, (3,) * 6, 3, 32, 32, 2, False), 159_223_171),
+    "dc-ae-lite-f32c32": (Layout(WIDTHS, (0, 3, 5, 4, 4, 4), 6, 32, 32, 1, True), 268_154_124),
+}
 TEXT_WIDTH, TEXT_HIDDEN, TEXT_TOKENS, INSTRUCTION_TOKENS = 2304, 9216, 300, 280
 # maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them; on an accelerator in 16
 # bits the linear attention's fp32 copies besides
@@ -66,20 +71,30 @@ def transformer_bytes(
 
 
 def plan_memory(
-    variant: str, width: int, height: int, batch: int = 1, dtype: str = "bfloat16", accelerator: bool = True
+    variant: str,
+    width: int,
+    height: int,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    accelerator: bool = True,
+    vae: str = "dc-ae-f32c32",
 ) -> dict[str, Any]:
-    """Return the bytes of each stage of drawing pictures of `width` x `height` pixels.
+    """Return the bytes of each stage of drawing pictures of `width` x `height` pixels, decoded by `vae`.
 
     "text", "transformer" and "decode" have "weights" and "activations"; "decode" has those of each method, None where
     a method cannot work, and the activations of what "auto" takes. "peak" is the most that has to be on the card at
     once when each stage's weights are there alone, "smallest" the same with the smallest decode, "fits" says for cards
-    of 4 to 24 GiB whether that is possible. Raises ValueError for an unknown variant or dtype, or sizes SANA has not.
+    of 4 to 24 GiB whether that is possible. Raises ValueError for an unknown variant, dtype or VAE, or sizes SANA has
+    not.
     """
     if variant not in VARIANTS:
         raise InputError(f"variant: got {variant!r}, expected one of {', '.join(VARIANTS)}")
     if dtype not in DTYPES:
         raise InputError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if vae not in DECODERS:
+        raise InputError(f"vae: got {vae!r}, expected one of {', '.join(DECODERS)}")
     model, kind = VARIANTS[variant], DTYPES[dtype]
+    layout, decoder = DECODERS[vae]
     _, _, rows, columns = picture_shape(width, height, batch)
     stages: dict[str, dict[str, Any]] = {
         "text": {"weights": GEMMA * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)},
@@ -88,9 +103,9 @@ def plan_memory(
             "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator),
         },
     }
-    methods = decode_methods(Planner(F32C32, rows, columns, kind, accelerator))
+    methods = decode_methods(Planner(layout, rows, columns, kind, accelerator))
     stages["decode"] = {
-        "weights": (DECODER + ENCODER) * kind.itemsize,
+        "weights": (decoder + ENCODER) * kind.itemsize,
         "activations": methods["strips"],
         "methods": methods,
     }
@@ -98,6 +113,7 @@ def plan_memory(
     smallest = max(*largest[:2], stages["decode"]["weights"] + methods["smallest"])
     return {
         "variant": variant,
+        "vae": vae,
         "width": width,
         "height": height,
         "batch": batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -163,7 +164,7 @@ def nvidia(model: torch.nn.Module, unused: bool = True) -> dict[str, torch.Tenso
 
 
 def mit(model: AutoencoderDC) -> dict[str, torch.Tensor]:
-    """The tensors of a DC-AE as MIT's files have them."""
+    """The tensors of a DC-AE under the names of MIT's files, which mit_dc_ae.py lists."""
     left, out = dict(model.state_dict()), {}
 
     def move(original: str, *targets: str, conv: bool = False) -> None:
@@ -173,10 +174,10 @@ def mit(model: AutoencoderDC) -> dict[str, torch.Tensor]:
                 out[f"{original}.{leaf}"] = tensor[..., None, None] if conv else tensor
 
     move("encoder.project_in.conv", "encoder.conv_in")
-    move("encoder.project_out.0.conv", "encoder.conv_out")
-    move("decoder.project_in.conv", "decoder.conv_in")
-    move("decoder.project_out.0", "decoder.norm_out")
-    move("decoder.project_out.2.conv", "decoder.conv_out")
+    move("encoder.project_out.main.op_list.0.conv", "encoder.conv_out")
+    move("decoder.project_in.main.conv", "decoder.conv_in")
+    move("decoder.project_out.op_list.0", "decoder.norm_out")
+    move("decoder.project_out.op_list.2.conv", "decoder.conv_out")
     for theirs, ours in (("encoder.stages", "encoder.down_blocks"), ("decoder.stages", "decoder.up_blocks")):
         blocks = sorted({tuple(map(int, name.split(".")[2:4])) for name in left if name.startswith(ours)})
         for stage, number in blocks:
@@ -211,12 +212,14 @@ def with_config(model: torch.nn.Module) -> str:
     return json.dumps({**config, "_class_name": type(model).__name__})
 
 
-def sparse(model: torch.nn.Module, path: Path) -> Path:
-    """A file with the header of `model` in bf16 and no bytes written behind it."""
+def sparse(model: torch.nn.Module | dict[str, tuple[int, ...]], path: Path) -> Path:
+    """A file with the header of `model`, or of these shapes, in bf16 and no bytes written behind it."""
+    shapes = model if isinstance(model, dict) else {name: tensor.shape for name, tensor in model.state_dict().items()}
     header, end = {}, 0
-    for name, tensor in model.state_dict().items():
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + 2 * tensor.numel()]}
-        end += 2 * tensor.numel()
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
     content = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(content).to_bytes(8, "little") + content)

@@ -21,12 +21,12 @@ def memory_rows(plan: dict) -> list[Row]:
     return rows + [(f"decode, {name}", plan["decode"]["weights"], size) for name, size in methods.items()]
 
 
-def draw_plan(variant: str, width: int, height: int, batch_size: int) -> tuple[torch.Tensor, str]:
+def draw_plan(variant: str, width: int, height: int, batch_size: int, vae: str) -> tuple[torch.Tensor, str]:
     """Return an IMAGE [1, H, W, 3] of the plan, and its figures as text."""
     device = comfy.model_management.get_torch_device()
     accelerator = device.type != "cpu"
     dtype = "bfloat16" if comfy.model_management.should_use_bf16(device) else "float32"
-    plan = plan_memory(variant, width, height, batch_size, dtype, accelerator)
+    plan = plan_memory(variant, width, height, batch_size, dtype, accelerator, vae)
     card = comfy.model_management.get_total_memory(device)
     rows = memory_rows(plan)
     title = f"SANA {variant}, {width} x {height}, {batch_size} at once, {dtype}: {fitting_cards(plan)}"

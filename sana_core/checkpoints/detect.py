@@ -19,7 +19,7 @@ from .files import brief, parse_json, read_json, shown
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
 from .schemas import MOST_CELLS, check_config, check_tensors
-from .zoo import GEMMA_WIDTHS, Headers, architecture, resolution_config, variant_name
+from .zoo import GEMMA_WIDTHS, Headers, architecture, autoencoder_name, resolution_config, variant_name
 
 # in an all-in-one file: what stands before the names of each component
 PREFIXES = (
@@ -211,8 +211,7 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
             # configurations older than the argument
             config = {**config, **resolution_config(resolution)}
     elif kind == "autoencoder":
-        channels = headers["decoder.conv_in.weight"].shape[1]
-        variant = f"dc-ae-f32c{channels}"
+        variant = autoencoder_name(headers)
     elif kind == "text_encoder":
         width = headers["embed_tokens.weight"].shape[1]
         variant = GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")
@@ -281,9 +280,10 @@ def match(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
         return "transformer", "diffusers", same
     if {"blocks.0.cross_attn.q_linear.weight", "blocks.0.mlp.point_conv.conv.weight"} <= names:
         return "transformer", "original", transformer_origins(names)
+    # of all DC-AEs, SANA's alone have attention in two scales
     if "decoder.conv_in.weight" in names and any(name.endswith("to_qkv_multiscale.0.proj_in.weight") for name in names):
         return "autoencoder", "diffusers", same
-    if {"encoder.project_in.conv.weight", "decoder.project_in.conv.weight"} <= names:
+    if "decoder.project_in.main.conv.weight" in names and any(name.endswith(".aggreg.0.0.weight") for name in names):
         return "autoencoder", "original", autoencoder_origins(names)
     bare = {name.removeprefix("model."): Origin(name) for name in names.difference(UNUSED_TEXT)}
     # Gemma 3 has the same norms, and q_norm besides

@@ -38,13 +38,20 @@ OWN = (
         ("blocks.0.cross_attn.q_linear.weight", "blocks.0.mlp.point_conv.conv.weight"),
     ),
     (r"to_qkv_multiscale\.", "a DC-AE", ("decoder.conv_in.weight",)),
-    (r"\.op_list\.", "a DC-AE", ("encoder.project_in.conv.weight", "decoder.project_in.conv.weight")),
+    (r"\.op_list\.", "a DC-AE", ("encoder.project_in.conv.weight", "decoder.project_in.main.conv.weight")),
     (r"\.pre_feedforward_layernorm\.", "a Gemma 2 text encoder", ("layers.0.pre_feedforward_layernorm.weight",)),
 )
+# the decoder's stages and first layer in diffusers' names and in MIT's
+DC_AE_STAGE = re.compile(r"decoder\.(?:up_blocks|stages)\.(\d+)\.(?:op_list\.)?\d+\.")
+DC_AE_FIRST = re.compile(r"decoder\.(conv_in|project_in(\.main)?\.conv)\.weight")
 
 
 def family(headers: Mapping[str, Header]) -> str:
     """Return what a file with these names is, by its first three names if that is not known."""
+    stages = [int(match[1]) for name in headers if (match := DC_AE_STAGE.match(name))]
+    first = next((header.shape for name, header in headers.items() if DC_AE_FIRST.fullmatch(name)), ())
+    if stages and len(first) > 1:
+        return f"a DC-AE f{2 ** max(stages)}c{first[1]} that is not SANA's"
     decoder = [header for name, header in headers.items() if name.endswith("decoder.conv_in.weight")]
     if decoder and len(decoder[0].shape) > 1:
         return f"a VAE with {decoder[0].shape[1]} channels"

@@ -39,6 +39,12 @@ POSITIONED = 2048
 GEMMA_HEAD_DIM = 256
 GEMMA_WIDTHS = {2304: "gemma-2-2b", 3584: "gemma-2-9b", 4608: "gemma-2-27b"}
 DC_AE_SCALE = 0.41407
+# the finest stage of DC-AE-Lite's decoder in its configuration, which has no blocks
+EMPTY_WIDTH = 128
+# the convolution that begins a stage of the decoder, in all but the coarsest
+UP = "decoder.up_blocks.{}.0.conv.weight"
+# what AutoencoderDC's configuration says of each stage
+STAGE = ("block_types", "block_out_channels", "layers_per_block", "qkv_multiscales")
 
 
 def count(names: Iterable[str], pattern: str) -> int:
@@ -103,6 +109,17 @@ def resolution_config(resolution: int) -> dict[str, Any]:
     }
 
 
+def is_lite(headers: Headers) -> bool:
+    """Whether the decoder of a DC-AE with diffusers' names is DC-AE-Lite's, which alone has no attention."""
+    return not any(name.startswith("decoder.") and ".attn." in name for name in headers)
+
+
+def autoencoder_name(headers: Headers) -> str:
+    """Return the variant of a DC-AE with diffusers' names."""
+    channels = headers["decoder.conv_in.weight"].shape[1]
+    return f"dc-ae-lite-f32c{channels}" if is_lite(headers) else f"dc-ae-f32c{channels}"
+
+
 def autoencoder_config(headers: Headers) -> dict[str, Any]:
     """Return AutoencoderDC's configuration for tensors with diffusers' names."""
     config: dict[str, Any] = {
@@ -111,23 +128,38 @@ def autoencoder_config(headers: Headers) -> dict[str, Any]:
         "upsample_block_type": "interpolate",
         "decoder_norm_types": "rms_norm",
         "decoder_act_fns": "silu",
+        # no weights tell the last activation: ReLU in dc-ae-f32c32-sana-1.0 and 1.1, SiLU in dc-ae-lite-f32c32-sana-1.1
+        # (dc_ai/aecore/models/dc_ae.py of dc-ai-projects/DC-Gen)
+        "decoder_conv_act_fn": "silu" if is_lite(headers) else "relu",
         "scaling_factor": DC_AE_SCALE,
     }
     for side, blocks in (("encoder", "encoder.down_blocks"), ("decoder", "decoder.up_blocks")):
-        stages = [f"{blocks}.{stage}." for stage in range(count(headers, rf"{side}\.\w+_blocks\.(\d+)\."))]
-        kinds, channels, layers, scales = zip(*(stage_config(headers, stage) for stage in stages), strict=True)
-        config[f"{side}_block_types"] = kinds
-        config[f"{side}_block_out_channels"] = channels
-        config[f"{side}_layers_per_block"] = layers
-        config[f"{side}_qkv_multiscales"] = scales
+        last = count(headers, rf"{blocks}\.(\d+)\.") - 1
+        if last < 0:
+            # half of a file: with the library's own configuration, loading names what is missing
+            continue
+        stages = [stage_config(headers, f"{blocks}.{stage}.", stage == last) for stage in range(last + 1)]
+        for name, values in zip(STAGE, zip(*stages, strict=True), strict=True):
+            config[f"{side}_{name}"] = values
+    # a convolution that is shuffled into four pixels makes four times the channels
+    widths = enumerate(config.get("decoder_block_out_channels", ()))
+    made = {headers[name].shape[0] // width for stage, width in widths if (name := UP.format(stage)) in headers}
+    if 4 in made:
+        config["upsample_block_type"] = "pixel_shuffle"
     grouped = [name for name in headers if name.endswith("to_qkv_multiscale.0.proj_out.weight")]
     config["attention_head_dim"] = headers[grouped[0]].shape[1] if grouped else HEAD_DIM
     return config
 
 
-def stage_config(headers: Headers, stage: str) -> tuple[str, int, int, tuple[int, ...]]:
-    """Return block type, channels, blocks, and the kernel sizes of the attention's scales of one stage of DC-AE."""
+def stage_config(headers: Headers, stage: str, last: bool) -> tuple[str, int, int, tuple[int, ...]]:
+    """Return block type, channels, blocks, and the kernel sizes of the attention's scales of one stage of DC-AE.
+
+    All stages but the last one have a block more, which changes the resolution.
+    """
     names = [name for name in headers if name.startswith(stage)]
+    if not names:
+        # the finest stage of DC-AE-Lite: the library reads no more of it than that it is empty
+        return "ResBlock", EMPTY_WIDTH, 0, ()
     residual = [name for name in names if name.endswith(".conv1.weight")]
     attention = [name for name in names if name.endswith(".attn.to_q.weight")]
     first = (residual or attention)[0]
@@ -136,7 +168,7 @@ def stage_config(headers: Headers, stage: str) -> tuple[str, int, int, tuple[int
     return (
         "ResBlock" if residual else "EfficientViTBlock",
         headers[first].shape[1],
-        len(residual or attention),
+        count(names, rf"{re.escape(stage)}(\d+)\.") - (not last),
         scales,
     )
 

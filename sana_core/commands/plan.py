@@ -11,20 +11,22 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from ..memory import DTYPES, VARIANTS
+    from ..memory import DECODERS, DTYPES, VARIANTS
 
     parser.add_argument("variant", choices=VARIANTS)
     parser.add_argument("--width", type=int, default=1024, help="pixels, a multiple of 32")
     parser.add_argument("--height", type=int, default=1024, help="pixels, a multiple of 32")
     parser.add_argument("--batch", type=int, default=1, help="pictures drawn together")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--vae", choices=DECODERS, default="dc-ae-f32c32")
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes")
 
 
 def run(arguments: argparse.Namespace) -> None:
     from ..memory import fitting_cards, plan_memory
 
-    plan = plan_memory(arguments.variant, arguments.width, arguments.height, arguments.batch, arguments.dtype)
+    picture = arguments.width, arguments.height, arguments.batch
+    plan = plan_memory(arguments.variant, *picture, arguments.dtype, vae=arguments.vae)
     if arguments.json:
         sys.stdout.write(json.dumps(plan, indent=2) + "\n")
         return

@@ -125,7 +125,7 @@ def shared_head(workers: Workers, layout: Layout, latents: torch.Tensor, rows: i
     # whole pieces of the sums for each, and enough positions that no kernel for a few of them is chosen
     share = max(-(-height // count), -(-FEW_POSITIONS // width))
     # but no band, with its neighbours' rows, of 2^31 elements: a device may have several
-    most = LARGEST_TENSOR // 2 // (layout.widths[layout.local] * width * layout.scale**2)
+    most = LARGEST_TENSOR // 2 // (layout.kept_width * width * layout.scale**2)
     share = min(-(-share // PIECE), max(1, most // PIECE)) * PIECE
     spans = enumerate(chunks(height, share))
     bands = Bands([x.rows(*span, workers.devices[index % count]) for index, span in spans])

@@ -101,7 +101,7 @@ def kept_map(
 ) -> Bands:
     """Return the map [1, C, H / 8, W / 8] that the local layers make of `image`, in strips and panels of `plan`."""
     height, width = image.shape[2] // layout.stride, image.shape[3] // layout.stride
-    kept = empty_bands(like.new_empty(1), layout.widths[layout.local], height, width)
+    kept = empty_bands(like.new_empty(1), layout.kept_width, height, width)
     for left, right in chunks(width, plan.columns or width):
         begin, end = max(0, left - layout.halo), min(width, right + layout.halo)
         layers = local_layers(encoder, layout, (image.shape[2], image.shape[3]))

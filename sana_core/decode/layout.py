@@ -12,7 +12,8 @@ class Layout(NamedTuple):
     """One half of a DC-AE, its stages in the order of their resolution, the finest first.
 
     The `local` finest stages hold convolutions only. Between them and the attention stages lies the one map that a
-    decode in strips keeps whole: `widths[local]` channels at 1 / `stride` of the picture's resolution.
+    decode in strips keeps whole: `kept_width` channels at 1 / `stride` of the picture's resolution. The decoder of
+    DC-AE-Lite has no attention; its kept map is what the first convolution makes of the latents.
     """
 
     widths: tuple[int, ...]
@@ -21,12 +22,25 @@ class Layout(NamedTuple):
     head_dim: int
     latent_channels: int
     scales: int  # multi-scale projections of an attention block, with the plain one
-    interpolates: bool
+    shuffles: bool  # a decoder whose upsampling convolves first, and shuffles channels to pixels then
+
+    @property
+    def attends(self) -> bool:
+        return self.local < len(self.widths)
+
+    @property
+    def kept_stage(self) -> int:
+        """The stage at whose resolution the kept map is."""
+        return min(self.local, len(self.widths) - 1)
+
+    @property
+    def kept_width(self) -> int:
+        return self.widths[self.kept_stage]
 
     @property
     def stride(self) -> int:
         """Pixels for one row of the kept map."""
-        return 2**self.local
+        return 2**self.kept_stage
 
     @property
     def downscale(self) -> int:
@@ -40,11 +54,14 @@ class Layout(NamedTuple):
 
     @property
     def halo(self) -> int:
-        """Rows of the kept map, above and below, that a row of pixels depends on: 7 for f32c32."""
-        reach = 1  # the convolution to or from RGB
-        for layers in self.layers[: self.local]:
-            # two convolutions a block, and the one that changes the resolution
-            reach = -(-(reach + 2 * layers + 1) // 2)
+        """Rows of the kept map, above and below, that a row of pixels depends on: 7 for f32c32, 18 for Lite."""
+        # the convolution to or from RGB; an empty stage has none but the one that changes the resolution
+        reach = 1 if self.layers[0] else 0
+        for stage, layers in enumerate(self.layers[: self.local]):
+            # two convolutions a block
+            reach += 2 * layers
+            if stage < self.kept_stage:
+                reach = -(-reach // 2) + 1 if self.shuffles else -(-(reach + 1) // 2)
         return reach
 
 
@@ -57,7 +74,7 @@ def decoder_layout(autoencoder: AutoencoderDC) -> Layout:
         config.decoder_block_out_channels,
         config.decoder_layers_per_block,
         config.decoder_qkv_multiscales,
-        config.upsample_block_type == "interpolate",
+        config.upsample_block_type == "pixel_shuffle",
     )
 
 
@@ -74,11 +91,10 @@ def encoder_layout(autoencoder: AutoencoderDC) -> Layout:
     )
 
 
-def layout(config, types, widths, layers, multiscales, interpolates: bool) -> Layout:  # type: ignore[no-untyped-def]
+def layout(config, types, widths, layers, multiscales, shuffles: bool) -> Layout:  # type: ignore[no-untyped-def]
     types = (types,) * len(widths) if isinstance(types, str) else types
-    # the coarsest stage stays with the global part, if there is no attention at all
-    local = next((i for i, kind in enumerate(types) if kind != "ResBlock"), len(widths) - 1)
+    local = next((i for i, kind in enumerate(types) if kind != "ResBlock"), len(widths))
     scales = 1 + max(len(sizes) for sizes in multiscales)
     return Layout(
-        tuple(widths), tuple(layers), local, config.attention_head_dim, config.latent_channels, scales, interpolates
+        tuple(widths), tuple(layers), local, config.attention_head_dim, config.latent_channels, scales, shuffles
     )

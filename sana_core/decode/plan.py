@@ -5,6 +5,7 @@ Bytes are those beyond weights, latents and output. Measured against real decode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -15,21 +16,25 @@ from .layout import Layout
 from .strips import PIECE
 
 METHODS = ("auto", "strips", "tiles", "whole")
-# rows of the kept map in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator
-# kernels should be large
-CPU_ROWS = (8, 4, 2, 1)
-ACCELERATOR_ROWS = (32, 16, 8, 4, 2, 1)
+# rows of pixels in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator kernels
+# should be large
+CPU_ROWS = (64, 32, 16, 8)
+ACCELERATOR_ROWS = (256, 128, 64, 32, 16, 8)
 # rows of latents that the attention stages take at a time, None for all of them at once: bit for bit the library's
 # attention on the CPU, where that can be had; more rows than 4 take more memory there and as long
 CPU_ATTENTION_ROWS = (None, 4, PIECE)
 ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
 # workspace of an accelerator's convolution, as a share of its input and output
 WORKSPACE = 0.5
-# what oneDNN keeps of reordered weights on the CPU beside a convolution, in times its own
-REORDERED = 6.5
+# what oneDNN keeps of reordered weights on the CPU beside a convolution: its own twice, and of smaller ones what the
+# layers before have left, so many times its own
+COPIES, REORDERED, SMALL_CONV = 2, 6.5, 512 * 512
 # the library's attention stage and the whole tail hold so many times the stage's, or the finest stage's, map
 UNDIVIDED_ATTENTION = 25
 UNDIVIDED_TAIL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
+UNDIVIDED_SHUFFLE = {torch.float32: 4.5, torch.bfloat16: 6.0, torch.float16: 6.0}
+# the first map of a decoder without attention, with what it is made of
+FIRST_MAPS = 3
 MEBIBYTE = 2**20
 
 
@@ -51,13 +56,12 @@ class Plan:
             return "whole"
         if self.method == "tiles":
             return f"tiles of {self.tile * layout.downscale} px, overlapping by {self.overlap * layout.downscale} px"
-        attention = (
-            "attention whole"
-            if self.attention_rows is None
-            else f"attention {self.attention_rows} latent rows at a time"
-        )
         width = "" if self.columns is None else f", {self.columns * layout.stride} px wide"
-        return f"strips of {self.rows * layout.stride} px{width}; {attention}"
+        strips = f"strips of {self.rows * layout.stride} px{width}"
+        if not layout.attends:
+            return strips
+        attention = "whole" if self.attention_rows is None else f"{self.attention_rows} latent rows at a time"
+        return f"{strips}; attention {attention}"
 
 
 @dataclass(frozen=True)
@@ -68,30 +72,49 @@ class Demand:
     largest: float
 
 
-def tail_demand(layout: Layout, width: int, rows: int, item: int, accelerator: bool, panels: int = 1) -> Demand:
-    """Return what the local layers need for strips of `rows` rows of the kept map.
+def weights_demand(inner: int, outer: int, accelerator: bool) -> float:
+    """Return the elements that a convolution of 3 x 3 needs beside its weights."""
+    return 0 if accelerator else 9 * max(COPIES * inner * outer, REORDERED * min(inner * outer, SMALL_CONV))
+
+
+def tail_demand(
+    layout: Layout, width: int, rows: int, item: int, accelerator: bool, panels: int = 1, height: float = math.inf
+) -> Demand:
+    """Return what the local layers need for strips of `rows` rows of a kept map of `height` rows.
 
     Each of `panels` beside each other is `width` columns wide, and carries rows of its own.
     """
     most, largest, carried = 0.0, 0.0, 0.0
-    extra, reordered = (1 + WORKSPACE, 0.0) if accelerator else (1, 9 * REORDERED)
+    extra = 1 + WORKSPACE if accelerator else 1
     # the first strip reads the halo too
-    height, columns = rows + layout.halo, width
+    count, columns = float(rows + layout.halo), width
     for stage in reversed(range(layout.local)):
-        channels, above = layout.widths[stage], layout.widths[stage + 1]
-        height, columns = 2 * height, 2 * columns
-        window, out = above * (height + 1) * columns, channels * height * columns
-        source = above * height * columns / 4
-        most = max(most, source + (window + out) * extra + reordered * above * channels)
-        largest = max(largest, window)
-        carried += 2 * above * columns
+        # an empty stage has only what makes RGB of the coarser one
+        channels = layout.widths[stage] if layout.layers[stage] else 3
+        if stage < layout.kept_stage:
+            above = layout.widths[stage + 1]
+            if layout.shuffles:
+                window, out = above * (min(count, height) + 2) * columns, 4 * channels * min(count, height) * columns
+                # the convolution beside the shortcut's rows, then what it makes beside what is shuffled out of that
+                weights = weights_demand(above, 4 * channels, accelerator)
+                most = max(most, window + (window + out) * extra + weights, 2 * window + 2 * out)
+                carried += 3 * above * columns
+                count, height, columns = 2 * (count - 1), 2 * height, 2 * columns
+            else:
+                count, height, columns = 2 * count, 2 * height, 2 * columns
+                window = above * (min(count, height) + 1) * columns
+                out = channels * min(count, height) * columns
+                source = above * min(count, height) * columns / 4
+                most = max(most, source + (window + out) * extra + weights_demand(above, channels, accelerator))
+                carried += 2 * above * columns
+            largest = max(largest, window, out)
         for _ in range(layout.layers[stage]):
-            height -= 2
-            block = channels * (height + 3) * columns
+            count -= 2
+            block = channels * (min(count, height) + 3) * columns
             # the window of each convolution, and what the second makes of its own
-            most = max(most, block + 2 * block * extra + reordered * channels**2)
+            most = max(most, block + 2 * block * extra + weights_demand(channels, channels, accelerator))
             carried += 4 * channels * columns
-        height -= 1
+        count -= 0 if layout.shuffles else 1
     return Demand((most + panels * carried) * item, largest)
 
 
@@ -99,6 +122,8 @@ def head_demand(layout: Layout, height: int, width: int, rows: int | None, item:
     """Return what the attention stages need for a kept map of `height` x `width`, `rows` rows of latents at a time."""
     most, largest = 0.0, 0.0
     extra = 1 + WORKSPACE if accelerator else 1
+    if not layout.attends:
+        return Demand(FIRST_MAPS * layout.kept_width * height * width * item, layout.kept_width * height * width)
     for stage in range(layout.local, len(layout.widths)):
         channels, step = layout.widths[stage], 2 ** (stage - layout.local)
         h, w = height // step, width // step
@@ -118,15 +143,18 @@ def head_demand(layout: Layout, height: int, width: int, rows: int | None, item:
     return Demand(most, largest)
 
 
-def whole_demand(layout: Layout, height: int, width: int, dtype: torch.dtype) -> Demand:
+def whole_demand(layout: Layout, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> Demand:
     """Return what the undivided decode needs for a kept map of `height` x `width`."""
-    item = dtype.itemsize
-    finest = layout.widths[0] * height * width * layout.stride**2
+    item, pixels = dtype.itemsize, height * width * layout.stride**2
+    if layout.shuffles and not layout.layers[0]:
+        # the finest map, at half the resolution, is what the last upsampling makes too
+        finest = layout.widths[1] * pixels / 4
+        pairs = zip(layout.widths[1:], layout.widths[2:], strict=False)
+        weights = 0 if accelerator else max(9 * COPIES * above * 4 * channels for channels, above in pairs)
+        return Demand(max(UNDIVIDED_SHUFFLE[dtype] * finest, weights) * item, finest)
+    finest = layout.widths[0] * pixels
     head = head_demand(layout, height, width, None, item, False)
-    return Demand(
-        max(UNDIVIDED_TAIL[dtype] * finest * item, head.size),
-        max(layout.widths[1] * finest / layout.widths[0], head.largest),
-    )
+    return Demand(max(UNDIVIDED_TAIL[dtype] * finest * item, head.size), max(layout.widths[1] * pixels, head.largest))
 
 
 class Planner:
@@ -139,7 +167,7 @@ class Planner:
     @property
     def kept(self) -> int:
         """Bytes of the map that stays while the strips are made."""
-        return self.layout.widths[self.layout.local] * self.height * self.width * self.dtype.itemsize
+        return self.layout.kept_width * self.height * self.width * self.dtype.itemsize
 
     def strips(self, max_bytes: float) -> Plan:
         """Return the plan in strips that is fastest within `max_bytes`. Raises ValueError if none is."""
@@ -174,14 +202,17 @@ class Planner:
 
     def tails(self) -> Iterator[tuple[int, int | None, float]]:
         """Yield rows and columns of a strip, and the bytes it needs, the fastest first."""
-        options = ACCELERATOR_ROWS if self.accelerator else CPU_ROWS
+        pixels = ACCELERATOR_ROWS if self.accelerator else CPU_ROWS
+        options = [size // self.layout.stride for size in pixels if size >= self.layout.stride]
         columns: int | None = None
         while True:
             # a panel has a halo on both sides
             width = self.width if columns is None else min(self.width, columns + 2 * self.layout.halo)
             panels = 1 if columns is None else -(-self.width // columns)
             for rows in options if columns is None else options[-4:]:
-                demand = tail_demand(self.layout, width, rows, self.dtype.itemsize, self.accelerator, panels)
+                demand = tail_demand(
+                    self.layout, width, rows, self.dtype.itemsize, self.accelerator, panels, self.height
+                )
                 if demand.largest < LARGEST_TENSOR:
                     yield rows, columns, self.kept + demand.size
             columns = (columns or self.width) // 2
@@ -190,7 +221,7 @@ class Planner:
 
     def whole(self) -> Plan:
         """Return the undivided plan. Raises ValueError where a tensor of it has 2^31 elements."""
-        demand = whole_demand(self.layout, self.height, self.width, self.dtype)
+        demand = whole_demand(self.layout, self.height, self.width, self.dtype, self.accelerator)
         if demand.largest >= LARGEST_TENSOR:
             raise ValueError(
                 f"method: got whole, which makes a tensor of {int(demand.largest)} elements for this picture, expected "
@@ -201,7 +232,7 @@ class Planner:
     def tiles(self, tile: int, overlap: int) -> Plan:
         """Return the plan of tiles of `tile` rows and columns of latents."""
         h, w = (min(side, tile * self.layout.scale) for side in (self.height, self.width))
-        demand = whole_demand(self.layout, h, w, self.dtype)
+        demand = whole_demand(self.layout, h, w, self.dtype, self.accelerator)
         # a row of tiles is added up in fp32
         band = 3 * h * self.width * self.layout.stride**2 * 4
         return Plan("tiles", tile=tile, overlap=overlap, peak_bytes=int(demand.size + band))

@@ -124,25 +124,28 @@ def norm_(x: torch.Tensor, norm: Any, residual: torch.Tensor | None = None) -> t
     return x
 
 
-class ConvRows:
-    """A convolution, after an optional norm and activation: one that ends a decoder or begins an encoder."""
+class NormRows:
+    """A norm and an activation, in place."""
 
-    def __init__(
-        self,
-        conv: torch.nn.Conv2d,
-        size: tuple[int, int],
-        norm: Any | None = None,
-        activation: torch.nn.Module | None = None,
-    ) -> None:
-        self.conv, self.norm, self.activation = conv, norm, activation
+    def __init__(self, norm: Any, activation: torch.nn.Module) -> None:
+        self.norm, self.activation = norm, activation
+
+    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
+        return rows
+
+    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
+        return in_place(self.activation, norm_(window, self.norm))
+
+
+class ConvRows:
+    """A convolution that ends a decoder or begins an encoder."""
+
+    def __init__(self, conv: torch.nn.Conv2d, size: tuple[int, int]) -> None:
+        self.conv = conv
         self.whole = conv.in_channels * size[0] * size[1]
         self.carry = Carry()
 
     def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
-        if self.norm is not None:
-            rows = norm_(rows, self.norm)
-        if self.activation is not None:
-            rows = in_place(self.activation, rows)
         return self.carry.join(rows, last)
 
     def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:

@@ -111,6 +111,9 @@ def decode_rows(
     with PeakMemory(like.device) as peak:
         for picture in range(len(latents)):
             one = latents[picture : picture + 1].to(device=like.device, dtype=like.dtype)
+            if not layout.attends:
+                # as attention leaves its maps, and rows of strips are one piece of memory
+                one = one.contiguous(memory_format=torch.channels_last)
             if workers is not None and plan.method == "strips":
                 parts = shared_rows(workers, layout, one, Retry(planner, plan, notes), poll)
             else:

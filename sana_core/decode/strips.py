@@ -1,7 +1,8 @@
 """The exact decode in strips of rows.
 
-The attention stages make one map at 1/8 of the resolution. Everything after it is local, and goes strip by strip
-through all layers to finished pixels, each convolution carrying its last rows to the next strip.
+The attention stages make one map at 1/8 of the resolution; where there are none, the first convolution makes one at
+1/32. Everything after it is local, and goes strip by strip through all layers to finished pixels, each convolution
+carrying its last rows to the next strip.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from .attention import attend_rows, score_pieces, strips
 from .bands import Bands, empty_bands
 from .layout import Layout
-from .rows import Block, ConvRows, DownRows, Layer, Poll, ResBlockRows, UpRows, chunks, run
+from .rows import Block, ConvRows, DownRows, Layer, NormRows, Poll, ResBlockRows, UpRows, chunks, run
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
@@ -105,7 +106,9 @@ def local_layers(decoder: Decoder, layout: Layout, height: int, width: int) -> l
         for block in decoder.up_blocks[stage]:
             layers.append(local_layer(block, size))
             size = (resized(block, size[0]), resized(block, size[1]))
-    return [*layers, ConvRows(decoder.conv_out, size, decoder.norm_out, decoder.conv_act)]
+    end = decoder.conv_out
+    last: Layer = ConvRows(end, size) if isinstance(end, torch.nn.Conv2d) else local_layer(end, size)
+    return [*layers, NormRows(decoder.norm_out, decoder.conv_act), last]
 
 
 def pixel_rows(

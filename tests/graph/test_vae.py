@@ -107,6 +107,38 @@ def test_core_s_encode_nodes_give_the_library_s_latents(host, latent, checkpoint
         torch.testing.assert_close(got[name]["samples"], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("layout", ["authors", "diffusers"])
+def test_dc_ae_lite_loads_decodes_and_encodes(host, latent, layout):
+    import layouts
+    import mit_dc_ae
+
+    config = mit_dc_ae.narrow(mit_dc_ae.LITE)
+    tensors = mit_dc_ae.tensors(config)
+    file = layouts.save(tensors, host.models / "vae" / "lite.safetensors")
+    samples, graph = latent(1, 32, 7, 5)
+    graph["load"] = ("SanaVAELoader", {"vae_name": file.name})
+    graph["decode"] = ("SanaDecode", {"samples": ["noise", 0], "vae": ["load", 0], "budget_gb": 0.4})
+    graph["core"] = ("VAEDecode", {"samples": ["noise", 0], "vae": ["load", 0]})
+    tiled = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
+    graph["tiled"] = ("VAEDecodeTiled", {"samples": ["noise", 0], "vae": ["load", 0], **tiled})
+    graph["encode"] = ("VAEEncode", {"pixels": ["decode", 0], "vae": ["load", 0]})
+    for name, slot in (("load", 0), ("decode", 0), ("core", 0), ("tiled", 0), ("encode", 0)):
+        graph["catch " + name] = ("Catch", {"value": [name, slot], "name": name})
+    graph["catch report"] = ("Catch", {"value": ["decode", 1], "name": "report"})
+    got = host.run(graph)
+    if layout == "diffusers":
+        layouts.save(got["load"].first_stage_model.state_dict(), file)
+        got = host.run(graph)
+    file.unlink()
+    reference = mit_dc_ae.Reference(config, tensors)
+    expected = ((reference.decode(samples.double()) + 1) / 2).clamp(0, 1).movedim(1, -1)
+    for name in ("decode", "core", "tiled"):
+        assert_same(got[name].double(), expected)
+    assert got["report"].startswith("strips of ") and "attention" not in got["report"]
+    encoded = reference.encode(got["decode"].double().movedim(-1, 1) * 2 - 1)
+    assert_same(got["encode"]["samples"].double(), encoded)
+
+
 @pytest.mark.parametrize("node", ["SanaDecode", "VAEDecode"])
 def test_nan_is_an_error_and_not_a_black_picture(host, latent, node):
     _, graph = latent(1, 32, 4, 4, spoil=float("nan"))

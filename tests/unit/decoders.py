@@ -27,6 +27,18 @@ def f32c32(divisor, **changes):
     return AutoencoderDC(**config | changes).requires_grad_(False)
 
 
+def lite(divisor, **changes):
+    """DC-AE-Lite, as its authors configure it, with so many times fewer channels."""
+    decoder = {
+        "decoder_block_types": "ResBlock",
+        "decoder_layers_per_block": (0, 3, 5, 4, 4, 4),
+        "decoder_qkv_multiscales": ((),) * 6,
+        "decoder_conv_act_fn": "silu",
+        "upsample_block_type": "pixel_shuffle",
+    }
+    return f32c32(divisor, **decoder | changes)
+
+
 def noise(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

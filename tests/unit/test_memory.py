@@ -10,7 +10,7 @@ from setup import ROOT
 
 from sana_core import plan_memory
 from sana_core.checkpoints.zoo import VARIANTS, Architecture
-from sana_core.memory import DECODER, ENCODER, GEMMA, transformer_parameters
+from sana_core.memory import DECODERS, ENCODER, GEMMA, transformer_parameters
 
 CONFIGS = {
     "0.6B": {"num_attention_heads": 36, "num_layers": 28, "num_cross_attention_heads": 16, "cross_attention_dim": 1152},
@@ -38,13 +38,22 @@ def test_transformers_have_as_many_parameters_as_the_library_s(variant):
 
 
 def test_autoencoder_and_gemma_have_as_many_parameters_as_the_libraries():
-    from decoders import f32c32_layout
+    from decoders import f32c32, lite
     from transformers import Gemma2Config, Gemma2Model
 
-    model = f32c32_layout()
+    from sana_core.decode.layout import decoder_layout
+
     with torch.device("meta"):
+        models = {"dc-ae-f32c32": f32c32(1), "dc-ae-lite-f32c32": lite(1)}
         gemma = Gemma2Model(Gemma2Config())
-    assert (count(model.decoder), count(model.encoder), count(gemma)) == (DECODER, ENCODER, GEMMA)
+    assert count(gemma) == GEMMA
+    for name, model in models.items():
+        assert (decoder_layout(model), count(model.decoder)) == DECODERS[name] and count(model.encoder) == ENCODER
+
+
+def test_a_plan_for_dc_ae_lite_needs_less():
+    large, small = (plan_memory("1.6B", 4096, 4096, vae=vae)["decode"]["methods"] for vae in DECODERS)
+    assert small["strips"] < 0.5 * large["strips"] and small["smallest"] < 0.5 * large["smallest"]
 
 
 def test_a_plan_grows_with_the_picture_and_the_strips_do_not_need_what_whole_needs():
@@ -64,7 +73,13 @@ def test_transformers_of_any_shape_can_be_counted():
 
 
 @pytest.mark.parametrize(
-    "field, options", [("variant", {"variant": "2B"}), ("dtype", {"dtype": "float16"}), ("width", {"width": 1000})]
+    "field, options",
+    [
+        ("variant", {"variant": "2B"}),
+        ("dtype", {"dtype": "float16"}),
+        ("vae", {"vae": "sd"}),
+        ("width", {"width": 1000}),
+    ],
 )
 def test_a_plan_of_nothing_that_exists_is_refused(field, options):
     with pytest.raises(ValueError, match=f"^{field}: got "):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from diffusers import SanaPipeline
 from tiny import library_pipeline
 
 import sana_core

@@ -1,0 +1,211 @@
+"""DC-AE-Lite's decoder, which is local from the latents on: any strips, panels, devices and budgets give its pixels.
+
+The library's own decode of the same latents in channels-last memory is the reference: bit for bit of the undivided
+decode, to rounding of the strips, whose kernels may be others for a few rows. In contiguous memory the library rounds
+otherwise, too.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+from decoders import lite, noise, relative
+from setup import ROOT
+
+from sana_core import decode_latents, encode_images
+from sana_core.decode import decode_rows, devices, rows
+from sana_core.decode.layout import decoder_layout, encoder_layout
+from sana_core.decode.plan import Planner
+from sana_core.decode.strips import first_map, pixel_rows
+
+CLOSE = 2e-6
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASES = random.Random(7)
+SIZES = [
+    (1, 1),
+    (1, 9),
+    (9, 1),
+    (3, 11),
+    (25, 2),
+    (2, 45),
+    *[(CASES.randint(1, 9), CASES.randint(1, 9)) for _ in "abc"],
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random weights, and none of them zero."""
+    model = lite(16)
+    for index, parameter in enumerate(model.decoder.parameters()):
+        if parameter.dim() == 1:
+            parameter += 0.3 * noise(*parameter.shape, seed=index)
+    return model
+
+
+@torch.no_grad()
+def undivided(model, latents):
+    one = [model.decode(latent[None].contiguous(memory_format=torch.channels_last)).sample for latent in latents]
+    return torch.cat(one)
+
+
+def decode_in_strips(model, latents, strip, columns=None):
+    kept = first_map(model.decoder, latents).channels_last()
+    layout = decoder_layout(model)
+    return torch.cat(list(pixel_rows(model.decoder, layout, kept, 0, kept.height, strip, columns, lambda: None)), dim=2)
+
+
+@pytest.mark.parametrize("height, width", SIZES)
+@torch.no_grad()
+def test_strips_and_panels_give_the_library_s_pixels(model, height, width):
+    latents = noise(1, 32, height, width, seed=height * 10 + width)
+    whole = decode_latents(model, latents, method="whole")
+    assert torch.equal(whole, undivided(model, latents))
+    assert relative(whole, model.decode(latents).sample) <= CLOSE
+    for strip in (1, CASES.randint(2, 7), 40):
+        for columns in (None, 1, 8):
+            assert relative(decode_in_strips(model, latents, strip, columns), whole) <= CLOSE, (strip, columns)
+
+
+@torch.no_grad()
+def test_the_real_configuration_is_equal():
+    model = lite(1)
+    latents = noise(1, 32, 2, 3)
+    # 1024 channels, whose sums round more
+    assert relative(decode_latents(model, latents, method="strips"), model.decode(latents).sample) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_row_of_pixels_depends_on_18_rows_of_latents_and_on_no_more(model):
+    layout, latents = decoder_layout(model), noise(1, 32, 45, 1)
+    assert (layout.halo, layout.stride, layout.attends) == (18, 32, False)
+    # the first convolution sees one row more than the kept map's halo
+    reach = layout.halo + 1
+    changed = latents.clone()
+    changed[:, :, 22] += 100
+    rows = (undivided(model, latents) != undivided(model, changed)).any(dim=(0, 1, 3)).nonzero()
+    assert 32 * (22 - reach) <= rows.min() < 32 * (22 - reach + 1)
+    assert 32 * (22 + reach) <= rows.max() < 32 * (22 + reach + 1)
+
+
+@pytest.mark.parametrize("share", [1.0, 1.1, 3.0])
+def test_every_budget_from_the_floor_up_gives_the_pixels(model, share):
+    latents, report = noise(2, 32, 40, 3), {}
+    budget = int(Planner(decoder_layout(model), 40, 3, torch.float32, False).floor().peak_bytes * share)
+    got = decode_latents(model, latents, max_bytes=budget, report=report)
+    assert relative(got, undivided(model, latents)) <= CLOSE
+    assert report["plan"].startswith("strips of ") and "attention" not in report["plan"]
+    assert report["predicted_bytes"] <= budget and report["strips"] > 2
+    with pytest.raises(ValueError, match="^max_bytes: got 1000, expected at least "):
+        decode_latents(model, latents, max_bytes=1000)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_devices_share_the_rows_out(model, count):
+    latents = noise(2, 32, 41, 3)
+    got, tops = torch.zeros(2, 3, 41 * 32, 96), []
+    for picture, top, pixels in decode_rows(model, latents, devices=["cpu"] * count):
+        got[picture, :, top : top + pixels.shape[1]] = pixels
+        tops.append((picture, top))
+    assert len(set(tops)) == len(tops) > 2 * count
+    assert relative(got, undivided(model, latents)) <= CLOSE
+
+
+def test_a_device_that_fails_is_left_out(model, monkeypatch):
+    latents, report, calls = noise(1, 32, 41, 3), {}, []
+    take = devices.pixel_rows
+
+    def fail_once(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ZeroDivisionError
+        return take(*arguments)
+
+    monkeypatch.setattr(devices, "pixel_rows", fail_once)
+    got = decode_latents(model, latents, devices=["cpu", "cpu"], report=report)
+    assert relative(got, undivided(model, latents)) <= CLOSE
+    assert report["events"] == ["cpu failed (ZeroDivisionError), its rows went to the others"]
+
+
+@pytest.mark.parametrize("calls", [1, 7, 60])
+def test_memory_that_runs_out_costs_no_finished_row(model, monkeypatch, calls):
+    latents, left = noise(1, 32, 41, 3), [calls]
+    expected, convolve = undivided(model, latents), rows.convolve
+
+    def fail_once(*arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return convolve(*arguments)
+
+    monkeypatch.setattr(rows, "convolve", fail_once)
+    report = {}
+    floor = Planner(decoder_layout(model), 41, 3, torch.float32, False).floor().peak_bytes
+    assert relative(decode_latents(model, latents, max_bytes=2 * floor, report=report), expected) <= CLOSE
+    assert report["events"] == ["out of memory, went on with strips of 32 px"]
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (2, 7), (9, 5)])
+def test_tiles_have_the_right_size(model, height, width):
+    got = decode_latents(model, noise(1, 32, height, width), method="tiles", tile=96, overlap=32)
+    assert got.shape == (1, 3, 32 * height, 32 * width) and got.isfinite().all()
+
+
+def test_encoding_is_the_large_one_s(model):
+    pictures = noise(1, 3, 288, 224).clamp(-1, 1)
+    floor = Planner(encoder_layout(model), 9, 7, torch.float32, False).floor().peak_bytes
+    with torch.no_grad():
+        expected = model.encode(pictures).latent
+    for options in ({}, {"method": "whole"}, {"max_bytes": floor}):
+        assert relative(encode_images(model, pictures, **options), expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_other_decoders_without_attention_are_exact_too():
+    for changes in (
+        {"upsample_block_type": "interpolate"},
+        {"decoder_layers_per_block": (1, 2, 1, 1, 1, 1)},
+        {"upsample_block_type": "interpolate", "decoder_layers_per_block": (1, 2, 1, 1, 1, 2)},
+    ):
+        model = lite(16, **changes)
+        latents = noise(1, 32, 26, 3)
+        for columns in (None, 1):
+            assert relative(decode_in_strips(model, latents, 1, columns), model.decode(latents).sample) <= CLOSE
+        got = decode_latents(model, latents, devices=["cpu"] * 4)
+        assert relative(got, model.decode(latents).sample) <= CLOSE
+
+
+# what it takes
+
+
+@pytest.mark.parametrize("height, width", [(16, 16), (128, 128), (256, 256), (128, 512)])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, accelerator):
+    from sana_core.decode.plan import tail_demand
+
+    with torch.device("meta"):
+        layout = decoder_layout(lite(1))
+    planner = Planner(layout, height, width, torch.bfloat16, accelerator)
+    for budget in (planner.floor().peak_bytes, 1e9, 1e15):
+        plan = planner.fitting(budget)
+        columns = planner.width if plan.columns is None else plan.columns + 2 * layout.halo
+        assert tail_demand(layout, columns, plan.rows, 2, accelerator).largest < 2**31
+        assert plan.peak_bytes <= budget
+
+
+def test_4k_takes_half_of_what_the_large_one_takes():
+    from decoders import f32c32
+
+    with torch.device("meta"):
+        small, large = decoder_layout(lite(1)), decoder_layout(f32c32(1))
+    for dtype, accelerator in ((torch.bfloat16, True), (torch.float32, False)):
+        peaks = [Planner(one, 128, 128, dtype, accelerator).fitting(2e9).peak_bytes for one in (small, large)]
+        assert peaks[0] < 0.5 * peaks[1]
+
+
+def test_measured_decodes_took_what_was_predicted():
+    sizes = json.loads((ROOT / "benchmarks" / "decode_lite.json").read_text())["sizes"]
+    for variants in sizes.values():
+        for result in variants["dc-ae-lite-f32c32"].values():
+            assert result["peak_megabytes"] == pytest.approx(result["predicted_megabytes"], rel=0.1), result["plan"]
+        assert variants["dc-ae-lite-f32c32"]["strips"]["relative_difference"] <= 1e-5
