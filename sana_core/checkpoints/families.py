@@ -42,7 +42,7 @@ OWN = (
     (r"\.pre_feedforward_layernorm\.", "a Gemma 2 text encoder", ("layers.0.pre_feedforward_layernorm.weight",)),
 )
 # the decoder's stages and first layer in diffusers' names and in MIT's
-DC_AE_STAGE = re.compile(r"decoder\.(?:up_blocks|stages)\.(\d+)\.(?:op_list\.)?\d+\.")
+DC_AE_STAGE = re.compile(r"decoder\.(?:up_blocks|stages)\.(\d{1,2})\.(?:op_list\.)?\d+\.")
 DC_AE_FIRST = re.compile(r"decoder\.(conv_in|project_in(\.main)?\.conv)\.weight")
 
 
