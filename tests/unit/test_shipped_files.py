@@ -14,7 +14,7 @@ SHIPPED = [ROOT / "__init__.py", *sorted(ROOT.glob("nodes/**/*.py")), *sorted(RO
 BANNED_CALLS = {"print", "eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"pickle", "subprocess", "socket", "os", "ctypes", "urllib", "requests", "aiohttp"}
 # nothing else makes a file safe from a power cut, or names the process that holds a folder
-ALLOWED_NAMES = {"os": {"O_RDONLY", "close", "devnull", "dup2", "fstat", "fsync", "getpid", "open"}}
+ALLOWED_NAMES = {"os": {"O_RDONLY", "O_WRONLY", "close", "devnull", "dup2", "fstat", "fsync", "getpid", "open"}}
 BANNED_ATTRIBUTES = {("sys", "path"), ("os", "environ"), ("os", "system")}
 
 
