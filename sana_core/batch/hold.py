@@ -95,9 +95,13 @@ def hold(folder: Path) -> Iterator[Hold]:
         held = Hold(folder, Holder(node(), getpid(), time.strftime("%Y-%m-%d %H:%M:%S"), uuid4().hex))
         thread = threading.Thread(target=held.renew, name="sana batch hold", daemon=True)
         try:
-            held.run.mkdir()
-            (held.run / MARK).touch()
-            claim(held, locked)
+            try:
+                held.run.mkdir()
+                (held.run / MARK).touch()
+                claim(held, locked)
+            except FileNotFoundError:
+                # a run that came at the same moment has won, and has cleared this one's folder away
+                raise in_use(folder, read_record(held.record)) from None
             thread.start()
             for run in [*own.glob(f"{RUN}*"), *own.glob(f"{GONE}*")]:
                 if run != held.run:
