@@ -33,10 +33,16 @@ def predict_velocity(
     It is what the reference of `transformer` computes, NVIDIA's code or diffusers'. `timestep` [B] is 1000 sigma, from
     0 to 1000; `embeds` [B, T, C] and `mask` [B, T] are the prompts; `guidance` [B] is the guidance scale of SANA-Sprint
     models, 4.5 without it, and has no meaning for others. `control_latents` [B, 32, h, w] are the control picture's, in
-    the scale of `x`. Raises InputError for a ControlNet of another width, and for only one of both control arguments.
+    the scale of `x`. Raises InputError for a ControlNet of another width, latents of another shape than `x`, and
+    for only one of both control arguments.
     """
     if (controlnet is None) != (control_latents is None):
         raise InputError("control_latents: got one of controlnet and control_latents, expected both; or give none")
+    if control_latents is not None and control_latents.shape != x.shape:
+        got, expected = list(control_latents.shape), list(x.shape)
+        raise InputError(
+            f"control_latents: got {got}, expected {expected}; encode a control picture of that size for each"
+        )
     dtype, config = transformer.dtype, transformer.config
     x, embeds = x.to(dtype), embeds.to(dtype)
     residuals: Sequence[torch.Tensor | None] = ()

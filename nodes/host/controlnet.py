@@ -12,6 +12,7 @@ from diffusers import SanaControlNetModel
 
 from ...sana_core.checkpoints import find_part, follow, inspect_checkpoint
 from ...sana_core.control import control_residuals
+from ...sana_core.errors import InputError
 from ...sana_core.forward import prepare
 from ...sana_core.reference import AUTO, model_timestep
 from .latents import latent_format
@@ -42,6 +43,9 @@ class SanaControlNet(comfy.controlnet.ControlNet):
         self.latent_format = model.latent_format
 
     def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
+        pictures, hints = len(x_noisy) // batched_number, len(self.cond_hint_original)
+        if hints not in (1, pictures):
+            raise InputError(f"image: got {hints} control pictures for {pictures} pictures; give one, or one for each")
         timesteps = self.model_sampling_current.timestep(t)
         whole = transformer_options.get(WHOLE_TIMESTEPS, False)
         self.extra_args = {"sampled_timesteps": model_timestep(self.control_model, timesteps, whole)}

@@ -110,6 +110,11 @@ def test_strength_and_percent_are_cores(host, base_graph, file, edges):
     assert len({round(float(each.abs().sum()), 3) for each in (plain, early, late, whole)}) == 4
 
 
+def test_a_batch_of_other_control_pictures_is_named(host, base_graph, file, edges):
+    with pytest.raises(NodeError, match="image: got 3 control pictures for 2 pictures; give one, or one for each"):
+        host.run(controlled(base_graph(steps=2, batch_size=2), edges.repeat(3, 1, 1, 1)))
+
+
 def test_without_a_vae_the_error_says_so(host, base_graph, file, edges):
     with pytest.raises(NodeError, match="needs a VAE"):
         host.run(controlled(base_graph(steps=2), edges, vae=False))

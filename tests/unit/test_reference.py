@@ -233,6 +233,14 @@ def test_predict_velocity_wants_both_parts_of_a_control(files, inputs):
         sana_core.predict_velocity(transformer, **inputs, control_latents=inputs["x"])
 
 
+def test_control_latents_of_another_size_are_named(files, inputs, tmp_path):
+    tensors, path = files("controlnet 0.6B")
+    transformer = sana_core.load_transformer(split_control(tensors, path, tmp_path))
+    control = {"controlnet": sana_core.load_controlnet(path), "control_latents": torch.zeros(2, 32, 4, 5)}
+    with pytest.raises(ValueError, match=r"control_latents: got \[2, 32, 4, 5\], expected \[2, 32, 3, 5\]; encode"):
+        sana_core.predict_velocity(transformer, **inputs, **control)
+
+
 def test_a_converted_file_keeps_its_reference(files, inputs, tmp_path):
     from sana_core.checkpoints.convert import convert_checkpoint
 
