@@ -90,8 +90,9 @@ def events_of(events, kind, node):
 
 
 def patched(graph):
-    """The graph with a LoRA, perturbed attention and a guidance interval on the MODEL."""
+    """The graph with NVIDIA's reference, a LoRA, perturbed attention and a guidance interval on the MODEL."""
     nodes = graph(model=("interval", 0))
+    nodes["1"]["inputs"]["reference"] = "nvidia"
     lora = {"model": ["1", 0], "lora_name": LORA, "strength_model": 1.0}
     nodes["lora"] = {"class_type": "SanaLoraLoader", "inputs": lora}
     nodes["pag"] = {"class_type": "SanaPAG", "inputs": {"model": ["lora", 0], "scale": 2.0, "blocks": "2"}}
@@ -124,7 +125,7 @@ def test_the_cluster_draws_the_pictures_of_this_machine(server, graph):
 
 
 @pytest.mark.timeout(300)
-def test_a_lora_and_guidance_go_with_the_model(server, graph):
+def test_a_lora_guidance_and_the_reference_go_with_the_model(server, graph):
     plain = latents(server, "default")
     list(run_graph(server, patched(graph)))
     check_same(server)
