@@ -1,4 +1,4 @@
-"""SANA's ControlNet through core's Apply ControlNet, against diffusers' pipeline; test_nvidia_reference.py has NVIDIA's."""
+"""SANA's ControlNet through core's Apply ControlNet, against diffusers' pipeline; NVIDIA's has a test of its own."""
 
 import layouts
 import pytest
