@@ -39,7 +39,7 @@ def find_file(kind: str, name: str) -> Path:
     """Return the file that `name` of `list_files` means. Raises ValueError or FileNotFoundError for any other name."""
     if name == BUNDLED and kind in PARTS:
         return BUNDLED_FOLDER
-    if not name.lower().endswith(SUFFIXES):
+    if not isinstance(name, str) or not name.lower().endswith(SUFFIXES):
         raise InputError(f"{kind}: got {name!r}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
     path = folder_paths.get_full_path(kind, name)
     if path is None:

@@ -20,6 +20,7 @@ from .lora import teach_dialects
 from .model import SanaDiffusionModel, SanaModel
 from .reference import follow_reference
 from .sprint import watch_sampler
+from .stamps import reloader
 from .weights import load_component
 
 
@@ -80,6 +81,7 @@ def load_model(
     """
     if weight_dtype not in WEIGHT_DTYPES:
         raise ValueError(f"weight_dtype: got {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
+    reload = reloader(load_model, path)
     checkpoint = inspect_checkpoint(path)
     info = follow(find_part(checkpoint, "transformer"), reference)
     config = SanaConfig(checkpoint, info, resolution)
@@ -104,7 +106,7 @@ def load_model(
     model.diffusion_model = transformer
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
-    patcher.cached_patcher_init = (load_model, (path, weight_dtype, resolution, reference))
+    patcher.cached_patcher_init = (reload, (path, weight_dtype, resolution, reference))
     watch_sampler(patcher)
     follow_reference(patcher)
     return patcher
