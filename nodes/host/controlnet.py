@@ -15,7 +15,7 @@ from ...sana_core.control import control_residuals
 from ...sana_core.forward import prepare
 from ...sana_core.reference import AUTO, model_timestep
 from .latents import latent_format
-from .model import WHOLE_TIMESTEPS
+from .model import WHOLE_TIMESTEPS, timestep_scale
 from .weights import load_component
 
 
@@ -42,7 +42,8 @@ class SanaControlNet(comfy.controlnet.ControlNet):
         self.latent_format = model.latent_format
 
     def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
-        timesteps = self.model_sampling_current.timestep(t)
+        sampling = self.model_sampling_current
+        timesteps = sampling.timestep(t) * timestep_scale(sampling)
         whole = transformer_options.get(WHOLE_TIMESTEPS, False)
         self.extra_args = {"sampled_timesteps": model_timestep(self.control_model, timesteps, whole)}
         return super().get_control(x_noisy, t, cond, batched_number, transformer_options)
