@@ -35,6 +35,12 @@ class SanaControlNetLoader(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, control_net_name: str | None = None, **others) -> str:
+        from .host.stamps import file_stamp
+
+        return file_stamp(lambda: find_file("controlnet", control_net_name))
+
+    @classmethod
     def execute(cls, control_net_name: str, reference: str = AUTO) -> io.NodeOutput:
         from .host.controlnet import load_controlnet
         from .host.report import show

@@ -84,6 +84,12 @@ class SanaLoader(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, model: str | None = None, **others) -> str:
+        from .host.stamps import file_stamp
+
+        return file_stamp(lambda: model_path(model))
+
+    @classmethod
     def execute(
         cls, model: str, weight_dtype: str = "default", resolution: str = AUTO, reference: str = AUTO
     ) -> io.NodeOutput:
@@ -128,6 +134,12 @@ class SanaModelLoader(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, model_name: str | None = None, **others) -> str:
+        from .host.stamps import file_stamp
+
+        return file_stamp(lambda: find_file("diffusion_models", model_name))
+
+    @classmethod
     def execute(
         cls, model_name: str, weight_dtype: str = "default", resolution: str = AUTO, reference: str = AUTO
     ) -> io.NodeOutput:
@@ -164,6 +176,12 @@ class SanaTextEncoderLoader(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, text_encoder_name: str | None = None, **others) -> str:
+        from .host.stamps import file_stamp
+
+        return file_stamp(lambda: find_file("text_encoders", text_encoder_name))
+
+    @classmethod
     def execute(cls, text_encoder_name: str) -> io.NodeOutput:
         from .host.clip import load_clip
 
@@ -188,6 +206,12 @@ class SanaVAELoader(io.ComfyNode):
             inputs=[io.Combo.Input("vae_name", options=list_files("vae"), tooltip="A file in models/vae.")],
             outputs=[io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode.")],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, vae_name: str | None = None, **others) -> str:
+        from .host.stamps import file_stamp
+
+        return file_stamp(lambda: find_file("vae", vae_name))
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:

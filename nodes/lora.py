@@ -42,6 +42,12 @@ class SanaLoraLoader(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, lora_name: str | None = None, **others) -> str:
+        from .host.stamps import file_stamp
+
+        return file_stamp(lambda: find_file("loras", lora_name))
+
+    @classmethod
     def execute(
         cls, model, lora_name: str, strength_model: float, clip=None, strength_clip: float = 1.0
     ) -> io.NodeOutput:

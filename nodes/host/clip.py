@@ -23,6 +23,7 @@ from ...sana_core.checkpoints.tokenizer import load_tokenizer
 from ...sana_core.errors import InputError
 from ...sana_core.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
 from ...sana_core.writing import most_likely, read_request, stop_tokens, write_tokens
+from .stamps import reloader
 from .weights import load_component, wide_dtype
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def load_clip(path: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
 
     Raises CheckpointError or MissingFileError, with the file's name, for what is no Gemma 2 with its tokenizer.
     """
+    reload = reloader(load_clip_patcher, path)
     info = find_part(inspect_checkpoint(path), "text_encoder")
     tokenizer = load_tokenizer(info)
     device = comfy.model_management.text_encoder_device()
@@ -163,7 +165,7 @@ def load_clip(path: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
         model_options={"dtype": dtype, "initial_device": torch.device("cpu")},
         disable_dynamic=disable_dynamic,
     )
-    clip.patcher.cached_patcher_init = (load_clip_patcher, (path,))
+    clip.patcher.cached_patcher_init = (reload, (path,))
     return clip
 
 

@@ -16,7 +16,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.forward import prepare
 from ...sana_core.reference import AUTO, model_timestep
 from .latents import latent_format
-from .model import WHOLE_TIMESTEPS
+from .model import WHOLE_TIMESTEPS, timestep_scale
 from .weights import load_component
 
 
@@ -46,7 +46,8 @@ class SanaControlNet(comfy.controlnet.ControlNet):
         pictures, hints = len(x_noisy) // batched_number, len(self.cond_hint_original)
         if hints not in (1, pictures):
             raise InputError(f"image: got {hints} control pictures for {pictures} pictures; give one, or one for each")
-        timesteps = self.model_sampling_current.timestep(t)
+        sampling = self.model_sampling_current
+        timesteps = sampling.timestep(t) * timestep_scale(sampling)
         whole = transformer_options.get(WHOLE_TIMESTEPS, False)
         self.extra_args = {"sampled_timesteps": model_timestep(self.control_model, timesteps, whole)}
         return super().get_control(x_noisy, t, cond, batched_number, transformer_options)

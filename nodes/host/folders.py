@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -10,13 +9,15 @@ from pathlib import Path
 import comfy.model_management
 import folder_paths
 
+from ...sana_core.checkpoints.files import brief, parse_json, read_bytes
 from ...sana_core.checkpoints.headers import SUFFIXES
-from ...sana_core.errors import InputError, MissingFileError
+from ...sana_core.errors import InputError, MissingFileError, SanaError
 
 logger = logging.getLogger(__name__)
 
 TWO_WORKERS = "cpu x 2"
 CLUSTER = "cluster"
+LARGEST_CLUSTER_FILE = 10_000
 BUNDLED = "sana-tiny (bundled)"
 BUNDLED_FOLDER = Path(__file__).parents[2] / "demo" / "sana-tiny"
 # the folders whose part the bundled checkpoint has
@@ -39,7 +40,7 @@ def find_file(kind: str, name: str) -> Path:
     """Return the file that `name` of `list_files` means. Raises ValueError or FileNotFoundError for any other name."""
     if name == BUNDLED and kind in PARTS:
         return BUNDLED_FOLDER
-    if not name.lower().endswith(SUFFIXES):
+    if not isinstance(name, str) or not name.lower().endswith(SUFFIXES):
         raise InputError(f"{kind}: got {name!r}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
     path = folder_paths.get_full_path(kind, name)
     if path is None:
@@ -82,8 +83,7 @@ def list_devices() -> list[str]:
     own = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu:{i}" for i in range(len(devices))]
     try:
         more = [CLUSTER] if cluster_address() is not None else []
-    except (OSError, ValueError) as error:
-        logger.error("SANA Batch Sampler: no cluster: %s", error)
+    except InputError:  # it is in the log
         more = []
     return ["all", "default", *own, *more]
 
@@ -91,16 +91,21 @@ def list_devices() -> list[str]:
 def cluster_address() -> str | None:
     """Return the address of the Ray cluster in cluster.json of the system user "sana", None where no such file is.
 
-    HTTP does not reach that folder. Raises ValueError for a file that is not like {"address": "auto"}, and OSError.
+    HTTP does not reach that folder, and what is in it is the operator's alone: of a file that is broken only the log
+    says where it is and why, and InputError that it is.
     """
     file = Path(folder_paths.get_system_user_directory("sana")) / "cluster.json"
-    if not file.is_file():
-        return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f'{file}: {error}; expected {{"address": "auto"}}, or an address like HOST:6379') from None
-    match found:
-        case {"address": str(address)} if address and len(found) == 1:
-            return address
-    raise InputError(f'{file}: got {found!r:.80}, expected {{"address": "auto"}}, or an address like HOST:6379')
+        found = parse_json(read_bytes(file, LARGEST_CLUSTER_FILE), "cluster.json")
+    except MissingFileError:
+        return None
+    except SanaError as error:
+        # without the remedy for files that were downloaded
+        reason = str(error).rpartition("; ")[0]
+    else:
+        match found:
+            case {"address": str(address)} if address and len(found) == 1:
+                return address
+        reason = f"got {brief(found)}"
+    logger.error('SANA Batch Sampler: %s: %s; expected {"address": "auto"}, or an address like HOST:6379', file, reason)
+    raise InputError("devices: the server's cluster.json is broken; its operator finds why in the log")

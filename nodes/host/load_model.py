@@ -21,6 +21,7 @@ from .lora import teach_dialects
 from .model import SanaDiffusionModel, SanaModel
 from .reference import follow_reference
 from .sprint import watch_sampler
+from .stamps import reloader
 from .weights import load_component
 
 
@@ -81,6 +82,7 @@ def load_model(
     """
     if weight_dtype not in WEIGHT_DTYPES:
         raise InputError(f"weight_dtype: got {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
+    reload = reloader(load_model, path)
     checkpoint = inspect_checkpoint(path)
     info = follow(find_part(checkpoint, "transformer"), reference)
     config = SanaConfig(checkpoint, info, resolution)
@@ -105,7 +107,7 @@ def load_model(
     model.diffusion_model = transformer
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
-    patcher.cached_patcher_init = (load_model, (path, weight_dtype, resolution, reference))
+    patcher.cached_patcher_init = (reload, (path, weight_dtype, resolution, reference))
     watch_sampler(patcher)
     follow_reference(patcher)
     return patcher

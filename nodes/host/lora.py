@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import comfy.lora
 import comfy.sd
 import torch
-from comfy.weight_adapter import LoRAAdapter
 
 from ...sana_core.checkpoints import CheckpointInfo, find_part, inspect_checkpoint
 from ...sana_core.checkpoints.files import parse_json
 from ...sana_core.checkpoints.schemas import check_ranks
 from ...sana_core.errors import CheckpointError, InputError
+from .adapters import fitting_patches, split_layers
 from .model import SanaModel
-from .weights import read
+from .weights import read, take_as_is
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 logger = logging.getLogger(__name__)
-# what comes after a layer's name in the keys of LoRA, LoKr, LoHa and full differences
-LEAF = re.compile(
-    r"\.(lora_[AB](\.default)?(\.weight)?|lora_(up|down|mid)\.weight|lora\.(up|down)\.weight"
-    r"|lokr_\w+|hada_\w+|alpha|dora_scale|diff|diff_b|w_norm|b_norm|set_weight|reshape_weight)$"
-)
 # diffusers' name of PEFT's settings in the file's metadata
 PEFT_SETTINGS = "lora_adapter_metadata"
+# layers that do not fit
+SHOWN = 3
 
 
 def model_keys(model: SanaModel) -> dict[str, str]:
@@ -85,47 +81,45 @@ def apply_lora(
 ) -> tuple[ModelPatcher, comfy.sd.CLIP | None, str]:
     """Return `model` and `clip` with the LoRA at `path`, and how much of it fits.
 
-    Raises ValueError for a file that is no LoRA, a MODEL that is not SANA's, and a LoRA of which nothing fits.
+    Raises InputError for a MODEL that is not SANA's, CheckpointError for a file that is no LoRA, and for a LoRA of
+    which nothing fits.
     """
     if not isinstance(model.model, SanaModel):
         raise InputError(f"model: got {type(model.model).__name__}, expected a SANA model; use SANA Loader")
     info = find_part(inspect_checkpoint(path), "lora")
-    lora = with_alpha(read(path), info)
+    lora = with_alpha({key: take_as_is(tensor) for key, tensor in read(path).items()}, info)
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
+    shapes = shapes_of(model.model)
     if clip is not None:
         keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, keys)
         keys.update(clip_keys(clip.cond_stage_model))
-    patches = comfy.lora.load_lora(lora, keys, log_missing=False)
-    check_shapes(info.name, patches, model.model.state_dict())
-    model, clip = model.clone(), clip.clone() if clip is not None else None
-    applied = set(model.add_patches(patches, strength_model))
-    if clip is not None:
-        applied |= set(clip.add_patches(patches, strength_clip))
-    fitting = {name for name in keys if keys[name] in applied and name in layers(lora)}
-    missing = sorted(layers(lora) - fitting)
-    if not applied:
+        shapes.update(shapes_of(clip.cond_stage_model))
+    patches, misfits = fitting_patches(split_layers(lora), keys, shapes)
+    total = len(split_layers(lora))
+    if not patches:
         raise CheckpointError(
-            f"{info.name}: none of its {len(missing)} layers fit this model, among them {', '.join(missing[:3])}; "
+            f"{info.name}: none of its {total} layers fit this model, among them {listed(misfits)}; "
             "choose a LoRA trained on this SANA"
         )
-    report = f"{info.name}: {len(fitting)} of {len(layers(lora))} layers fit"
-    if missing:
-        report += f", not {', '.join(missing[:3])}" + (" and others" if len(missing) > 3 else "")
+    report = f"{info.name}: {total - len(misfits)} of {total} layers fit"
+    if misfits:
+        report += f", not {listed(misfits)}" + (" and others" if len(misfits) > SHOWN else "")
         logger.warning(report)
+    model = model.clone()
+    model.add_patches(patches, strength_model)
+    if clip is not None:
+        clip = clip.clone()
+        clip.add_patches(patches, strength_clip)
     return model, clip, report
 
 
-def check_shapes(name: str, patches: dict, weights: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError for a LoRA's layer of another shape; ComfyUI would only log that, in the midst of sampling."""
-    for key, patch in patches.items():
-        if key not in weights or not isinstance(patch, LoRAAdapter):
-            continue
-        up, down, _, middle, *_ = patch.weights
-        got, expected = [up.shape[0], down.flatten(1).shape[1]], [*weights[key].flatten(1).shape]
-        if middle is None and got != expected:
-            raise CheckpointError(
-                f"{name}: the layer for {key} is for {got}, expected {expected}; choose a LoRA trained on this model"
-            )
+def shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
+
+
+def listed(misfits: dict[str, str]) -> str:
+    """Return the first of the layers that do not fit, each with what is wrong where its name is known."""
+    return ", ".join(f"{name} ({why})" if why else name for name, why in sorted(misfits.items())[:SHOWN])
 
 
 def with_alpha(lora: dict, info: CheckpointInfo) -> dict:
@@ -139,9 +133,4 @@ def with_alpha(lora: dict, info: CheckpointInfo) -> dict:
     alpha, rank = settings.get("transformer.lora_alpha"), settings.get("transformer.r")
     if alpha is None or alpha == rank:
         return lora
-    return {**{f"{layer}.alpha": torch.tensor(float(alpha)) for layer in layers(lora)}, **lora}
-
-
-def layers(lora: dict) -> set[str]:
-    """Return the names of the layers that a LoRA's keys belong to."""
-    return {LEAF.sub("", key) for key in lora}
+    return {**{f"{layer}.alpha": torch.tensor(float(alpha)) for layer in split_layers(lora)}, **lora}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import comfy.conds
 import comfy.model_base
+import comfy.model_sampling
 import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from diffusers import SanaControlNetModel, SanaTransformer2DModel
@@ -18,6 +19,8 @@ from .prompts import Prompt, PromptBatch, PromptCondition
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
+# what the transformer reads at sigma 1
+TIMESTEPS = 1000
 
 
 class SanaDiffusionModel(SanaTransformer2DModel):
@@ -70,10 +73,15 @@ class SanaDiffusionModel(SanaTransformer2DModel):
 class SanaModel(comfy.model_base.BaseModel):
     """What ComfyUI's samplers drive: flow matching, text with its mask."""
 
+    def process_timestep(self, timestep, **kwargs):
+        return timestep * timestep_scale(self.model_sampling)
+
     def extra_conds(self, **kwargs):
         out = super().extra_conds(**kwargs)
         field, context = kwargs["prompt_type"], kwargs["cross_attn"]
         check_channels("latent_image", kwargs["noise"].shape)
+        check_flow(self.model_sampling)
+        check_count(field, context, kwargs["noise"])
         check_width(field, context, self.diffusion_model)
         check_controlnets(kwargs.get("control"), self.diffusion_model)
         mask = kwargs.get("attention_mask")
@@ -86,6 +94,33 @@ class SanaModel(comfy.model_base.BaseModel):
             guidance = float(kwargs.get("guidance", GUIDANCE))
             out["guidance"] = comfy.conds.CONDRegular(torch.tensor([guidance], device=context.device))
         return out
+
+
+def timestep_scale(sampling) -> float:
+    """Return what timesteps of `sampling` are multiplied by; of ModelSamplingAuraFlow and -Flux they are sigmas."""
+    return TIMESTEPS / sampling.timestep(1.0)
+
+
+def check_flow(sampling) -> None:
+    """Raise InputError unless `sampling`, a ModelSampling of ComfyUI's, is flow matching, with whatever shift."""
+    flow = comfy.model_sampling.CONST
+    names = ("calculate_input", "calculate_denoised", "noise_scaling")
+    if any(getattr(type(sampling), name, None) is not getattr(flow, name) for name in names):
+        got = ", ".join(base.__name__ for base in type(sampling).__bases__)
+        raise InputError(
+            f"model: got a ModelSampling of another kind ({got}), expected flow matching; remove that node, or use "
+            "ModelSamplingSD3 for another shift"
+        )
+
+
+def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
+    """Raise InputError unless the prompts, rows of `embeds`, go into the batch of `noise` without a rest."""
+    prompts, pictures = len(embeds), len(noise)
+    if pictures % prompts:
+        raise InputError(
+            f"{field}: got {prompts} prompts for a batch of {pictures}, expected a batch_size that is a multiple of "
+            f"{prompts}; set it so, or use SANA Batch Sampler"
+        )
 
 
 def check_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import comfy.utils
 import latent_preview
 import node_helpers
 import torch
+from comfy.model_sampling import ModelSamplingFlux
 from tqdm.auto import tqdm
 
 from ...sana_core.defaults import SPRINT, Defaults, check_sampler, model_defaults
@@ -20,7 +22,7 @@ from ...sana_core.reference import reference_of
 from ...sana_core.sampling import find_sampler, own_arguments
 from ...sana_core.schedules import start_later
 from .guidance import SIGMA, require_sana
-from .model import WHOLE_TIMESTEPS
+from .model import WHOLE_TIMESTEPS, check_flow
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -81,12 +83,20 @@ def defaults_of(model: ModelPatcher) -> Defaults:
 def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:
     """Return the sigmas of the sampler `name` with the model's shift, none for `denoise` 0.
 
-    Raises ValueError for numbers out of range, and for a sampler that is not in SAMPLERS or not for the model.
+    Raises InputError for numbers out of range, for a sampler that is not in SAMPLERS or not for the model, and as
+    `check_flow` does.
     """
     flow = find_sampler(name)
     check_sampler(require_sana(model.model).diffusion_model.config, name)
-    shift = model.get_model_object("model_sampling").shift
+    shift = shift_of(model.get_model_object("model_sampling"))
     return start_later(lambda count: flow.sigmas(count, shift), steps, denoise)
+
+
+def shift_of(sampling) -> float:
+    """Return the shift of a ModelSampling. Raises as `check_flow` does."""
+    check_flow(sampling)
+    # ModelSamplingFlux has its logarithm
+    return math.exp(sampling.shift) if isinstance(sampling, ModelSamplingFlux) else sampling.shift
 
 
 def sample(

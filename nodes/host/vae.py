@@ -20,7 +20,8 @@ from ...sana_core.decode.layout import decoder_layout, encoder_layout
 from ...sana_core.decode.plan import Planner
 from ...sana_core.errors import InputError
 from ...sana_core.latents import CHANNELS, DOWNSCALE
-from .weights import read, wide_dtype
+from .stamps import reloader
+from .weights import read, take, wide_dtype
 
 # of the free memory
 BUDGET = 0.9
@@ -99,6 +100,7 @@ def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
 
     Raises ValueError or FileNotFoundError, with the file's name, for what is no DC-AE.
     """
+    reload = reloader(load_vae_patcher, path)
     info = find_part(inspect_checkpoint(path), "autoencoder")
     # ComfyUI's VAE has no constructor for a module of ours; the pixel-space one, which has no weights, sets up all
     # else, and its module is then exchanged.
@@ -107,7 +109,7 @@ def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
     vae = comfy.sd.VAE(sd={"pixel_space_vae": torch.ones(())}, device=device, dtype=dtype)
 
     # not adopted: strips use the weights many times, so they stay on the device whole, as layers of torch's own do
-    autoencoder = load_part(info, dtype, read)
+    autoencoder = load_part(info, dtype, read, take=take)
     autoencoder.__class__ = SanaAutoencoder
     comfy.model_management.archive_model_dtypes(autoencoder)
 
@@ -124,7 +126,7 @@ def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
     )
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     vae.patcher = patcher_class(autoencoder, device, comfy.model_management.vae_offload_device())
-    vae.patcher.cached_patcher_init = (load_vae_patcher, (path,))
+    vae.patcher.cached_patcher_init = (reload, (path,))
     vae.size = comfy.model_management.module_size(autoencoder)
     return vae
 

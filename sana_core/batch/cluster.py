@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ..checkpoints.files import brief
+from ..errors import ClusterError, InputError
 from .draw import Settings, complete
 from .fingerprint import fingerprint
 from .hold import Hold
@@ -17,8 +21,10 @@ from .loop import GRACE, carry_out
 from .painter import Order
 from .plan import Picture, auto_chunk, cut
 from .queue import Queue
-from .ray_pool import WAIT_FOR_ACTORS, RayPool
+from .ray_pool import LOOK, WAIT_FOR_ACTORS, RayPool
 from .windows import check_prompts
+
+T = TypeVar("T")
 
 
 def draw_on_cluster(
@@ -75,14 +81,14 @@ def carry_out_order(
     the transformer that are not those of the file. `poll`, called at least twice a second, cancels by raising; that,
     and closing the iterator, stops all actors at once.
 
-    Raises ValueError without ray, ConnectionError where no cluster or no GPU of it can be reached, and what a machine
+    Raises InputError without ray, ClusterError where no cluster or no GPU of it can be reached, and what a machine
     said where none is left.
     """
     left = sum(picture.number not in done for picture in pictures)
     if not left:
         return
     settings = order.settings
-    with connected(address) as ray:
+    with connected(address, poll) as ray:
         gpus = int(ray.cluster_resources().get("GPU", 0))
         size = chunk or auto_chunk(settings.width, settings.height, left, max(1, gpus))
         queue = Queue(cut(pictures, size, done))
@@ -95,11 +101,11 @@ def carry_out_order(
 
 
 @contextmanager
-def connected(address: str) -> Iterator[Any]:
-    """A context with ray, connected to the cluster; whoever was connected before it stays so."""
+def connected(address: str, poll: Callable[[], None] = lambda: None) -> Iterator[Any]:
+    """A context with ray, connected to the cluster; whoever was connected before it stays so. Raises as `connect`."""
     ray = import_ray()
     before = ray.is_initialized()
-    connect(address)
+    connect(address, poll)
     try:
         yield ray
     finally:
@@ -109,27 +115,62 @@ def connected(address: str) -> Iterator[Any]:
 
 
 def import_ray() -> Any:
-    """Return ray. Raises ValueError where it is not installed."""
+    """Return ray. Raises InputError where it is not installed."""
     try:
         import ray
     except ImportError:
-        raise ValueError("cluster: ray is not installed on this machine; pip install '.[cluster]'") from None
+        raise InputError("cluster: ray is not installed on this machine; pip install '.[cluster]'") from None
     return ray
 
 
-def connect(address: str) -> Any:
-    """Return ray, connected to the cluster, whose machines get this very code. Raises ConnectionError."""
+def connect(address: str, poll: Callable[[], None] = lambda: None) -> Any:
+    """Return ray, connected to the cluster, whose machines get this very code.
+
+    `poll`, called twice a second until somebody answers, cancels by raising. Raises ClusterError.
+    """
     ray = import_ray()
     if not ray.is_initialized():
-        if ":" in address and "://" not in address:
+        head = head_of(address)
+        if head is not None:
             try:
-                # ray.init itself would go on trying for twelve minutes
-                ray._raylet.GcsClient(address=address)
+                # half a minute where nobody answers; ray.init itself would go on trying for twelve
+                wait_for(lambda: ray._raylet.GcsClient(address=head), poll)
             except ray.exceptions.RayError as error:
-                raise ConnectionError(
-                    f"cluster: nobody answers at {address} ({error}); is Ray running there?"
+                raise ClusterError(
+                    f"cluster: nobody answers at {head} ({brief(error)}); start Ray there, or correct the address"
                 ) from None
         package = Path(__file__).parents[1]
         environment = {"py_modules": [str(package)], "excludes": ["**/__pycache__"]}
         ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
     return ray
+
+
+def head_of(address: str) -> str | None:
+    """Return host and port of the cluster's head, None where only ray.init can tell them."""
+    if "://" in address:
+        return None
+    if address != "auto":
+        return address if ":" in address else None
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        return canonicalize_bootstrap_address(address)
+    except (ConnectionError, ValueError):
+        return None
+
+
+def wait_for(work: Callable[[], T], poll: Callable[[], None]) -> T:
+    """Return what `work` gives, done in a thread; `poll` cancels by raising, and the thread ends by itself."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    poll()
+    while not wait([outcome], LOOK).done:
+        poll()
+    return outcome.result()

@@ -74,7 +74,8 @@ def write_file(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[st
 def component(info: CheckpointInfo, dtype: str | None, resolution: int | None) -> tuple[dict[str, torch.Tensor], dict]:
     """Return the tensors of one component by the library's names, checked, and its configuration."""
     wanted = getattr(torch, dtype) if dtype else info.dtype
-    module = load_part(info, wanted, resolution=resolution)
+    # views of the mapped file where the dtype stays: they are written at once, and may be more than the memory
+    module = load_part(info, wanted, resolution=resolution, take=torch.Tensor.to)
     tensors = {name: parameter.data.contiguous() for name, parameter in module.named_parameters()}
     if info.kind == "text_encoder":
         tokenizer = load_tokenizer(info)

@@ -1,4 +1,4 @@
-"""From a recognised checkpoint to the library's module, built without memory and filled from the mapped file."""
+"""From a recognised checkpoint to the library's module, built without memory and filled from copies of its tensors."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 SHOWN = 3
+Take = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
 def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
@@ -119,12 +120,25 @@ def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[st
     }
 
 
+def owned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of `tensor` in memory of its own.
+
+    Whoever shortens a file that is mapped ends the process with the next look at the lost pages, by SIGBUS; whoever
+    writes into it changes the model.
+    """
+    return tensor.to(dtype, copy=True)
+
+
 def fill(
-    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], name: str, dtype_of: Callable[[str], Any]
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    dtype_of: Callable[[str], Any],
+    take: Take = owned,
 ) -> None:
     """Make `tensors` the parameters of `module` that are on the meta device, each as `dtype_of` its name says.
 
-    The same dtype shares the memory.
+    `take` makes a parameter's value of a tensor of the file and a dtype.
 
     Raises CheckpointError for missing, unexpected, misshapen and non-finite tensors; `name` is the file's.
     """
@@ -144,7 +158,7 @@ def fill(
             tensor = tensor.reshape(parameter.shape)
         check_finite(name, key, tensor)
         owner, _, leaf = key.rpartition(".")
-        value = torch.nn.Parameter(tensor.to(dtype_of(key)), requires_grad=False)
+        value = torch.nn.Parameter(take(tensor, dtype_of(key)), requires_grad=False)
         modules[owner].register_parameter(leaf, value)
     module.train(False)
 
@@ -167,9 +181,15 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
 
 
 def load_part(
-    info: CheckpointInfo, dtype: torch.dtype, read: Reader = read_file, resolution: int | None = None
+    info: CheckpointInfo,
+    dtype: torch.dtype,
+    read: Reader = read_file,
+    resolution: int | None = None,
+    take: Take = owned,
 ) -> torch.nn.Module:
-    """Return the library's module of `info` in `dtype`, its files read by `read`; `resolution` as in `build_module`.
+    """Return the library's module of `info` in `dtype`, its files read by `read`.
+
+    `resolution` is as in `build_module`, `take` as in `fill`.
 
     Raises CheckpointError for quantised weights, and as `fill` does.
     """
@@ -178,7 +198,7 @@ def load_part(
             f"{info.name}: got quantised weights, which only ComfyUI reads, not of a VAE; use the plain file"
         )
     module = build_module(info, resolution)
-    fill(module, component_tensors(info, read), info.name, lambda key: dtype)
+    fill(module, component_tensors(info, read), info.name, lambda key: dtype, take)
     return module
 
 

@@ -12,6 +12,7 @@ from .faults import check_finite
 from .layout import Layout, encoder_layout
 from .peak import free_bytes
 from .plan import Plan, Planner
+from .polled import Polled
 from .retry import halved
 from .rows import ConvRows, Layer, Poll, chunks, run
 from .run import BUDGET, never
@@ -71,8 +72,8 @@ def encode_one(
 ) -> torch.Tensor:
     """Return the latents of one picture, with half the budget each time that memory runs out."""
     if plan.method == "whole":
-        poll()
-        return encoder(channels_last(image, like))
+        with Polled(poll):
+            return encoder(channels_last(image, like))
     while True:
         try:
             return last_layers(encoder, kept_map(encoder, layout, plan, image, like, poll), layout, plan, poll)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import InputError
 from ..latents import check_channels, check_number
 from .devices import Workers, shared_rows
 from .faults import check_finite
 from .layout import Layout, decoder_layout
 from .peak import PeakMemory, free_bytes
 from .plan import METHODS, Plan, Planner
+from .polled import Polled
 from .retry import Notes, Retry
 from .rows import Poll
 from .tiles import decode_tiles
@@ -100,6 +102,11 @@ def decode_rows(
     if method not in METHODS:
         raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
     like = next(autoencoder.parameters())
+    if method in ("whole", "tiles") and [torch.device(name) for name in devices or [like.device]] != [like.device]:
+        raise InputError(
+            f"devices: got {len(devices or ())} for method {method}, which runs on the autoencoder's; choose method "
+            "auto or strips, or no devices"
+        )
     layout = decoder_layout(autoencoder)
     planner = planner_for(autoencoder, latents.shape)
     workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
@@ -159,8 +166,9 @@ def picture_rows(
     """Yield (first row, pixels [1, 3, n, W]) of one picture, from top to bottom."""
     decoder = autoencoder.decoder
     if plan.method == "whole":
-        poll()
-        yield 0, decoder(latents)
+        with Polled(poll):
+            pixels = decoder(latents)
+        yield 0, pixels
         return
     if plan.method == "tiles":
         top = 0

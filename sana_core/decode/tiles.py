@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .polled import Polled
 from .rows import Poll
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def decode_tiles(
     band = torch.zeros(len(latents), 3, scale * size[0], scale * width, device=latents.device)
     for index, top in enumerate(rows):
         for place, left in enumerate(columns):
-            poll()
-            pixels = decoder(latents[:, :, top : top + size[0], left : left + size[1]])
+            with Polled(poll):
+                pixels = decoder(latents[:, :, top : top + size[0], left : left + size[1]])
             y, x = slice(scale * top, scale * (top + size[0])), slice(scale * left, scale * (left + size[1]))
             band[:, :, :, x] += pixels * down[index, y, None] * across[place, x]
         done = scale * ((rows[index + 1] if index + 1 < len(rows) else height) - top)

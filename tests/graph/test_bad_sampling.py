@@ -1,5 +1,6 @@
 """Wrong use of sampling, guidance and SANA-Sprint gives one short error that names the field and the remedy."""
 
+import math
 import re
 
 import pytest
@@ -72,6 +73,60 @@ def test_sprint_in_other_samplers_and_other_models_in_scm(host, base_graph, cust
         assert message == "sampler: got scm for a model that is not SANA-Sprint; use SANA Sampler with flow_dpmpp_2m"
     assert error(host, patched(on(base_graph(), "sprint"), "SanaPAG", scale=2.0)).startswith("model: got a SANA-Sprint")
     assert host.run(base_graph(steps=1))["image"].isfinite().all()
+
+
+OTHER_KINDS = [
+    *[("ModelSamplingDiscrete", {"sampling": name, "zsnr": False}) for name in ("eps", "v_prediction", "lcm", "x0")],
+    *[("ModelSamplingDiscrete", {"sampling": name, "zsnr": False}) for name in ("img_to_img", "img_to_img_flow")],
+    *[
+        ("ModelSamplingContinuousEDM", {"sampling": name, "sigma_max": 120.0, "sigma_min": 0.002})
+        for name in ("edm", "eps", "v_prediction", "cosmos_rflow")
+    ],
+    ("ModelSamplingContinuousV", {"sampling": "v_prediction", "sigma_max": 500.0, "sigma_min": 0.03}),
+    ("ModelSamplingStableCascade", {"shift": 2.0}),
+]
+
+
+@pytest.mark.parametrize(
+    "node, inputs",
+    OTHER_KINDS,
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_model_sampling_of_another_kind(host, base_graph, node, inputs):
+    wanted = (
+        r"^model: got a ModelSampling of another kind \(\w+, \w+\), expected flow matching; remove that node, or use "
+    )
+    for graph in (base_graph(), ksampler(base_graph())):
+        assert re.search(wanted, error(host, patched(graph, node, **inputs)))
+
+
+def test_model_sampling_of_the_same_kind_with_another_shift(host, base_graph):
+    plain = host.run(base_graph(steps=3))["latent"]["samples"]
+    expected = host.run(patched(base_graph(steps=3), "ModelSamplingSD3", shift=6.0))["latent"]["samples"]
+    aura = host.run(patched(base_graph(steps=3), "ModelSamplingAuraFlow", shift=6.0))["latent"]["samples"]
+    size = {"width": 1024, "height": 1024, "max_shift": math.log(6.0), "base_shift": math.log(6.0)}
+    flux = host.run(patched(base_graph(steps=3), "ModelSamplingFlux", **size))["latent"]["samples"]
+    assert (expected - plain).abs().max() > 0.01
+    assert torch.equal(aura, expected)
+    torch.testing.assert_close(flux, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("pictures", [1, 2, 4])
+def test_a_batch_that_the_prompts_do_not_fill(host, base_graph, pictures):
+    graph = base_graph(batch_size=pictures)
+    graph["positive"] = ("SanaPromptList", {"clip": ["load", 1], "prompts": "a\nb\nc", "instruction": True})
+    wanted = (
+        f"positive: got 3 prompts for a batch of {pictures}, expected a batch_size that is a multiple of 3; set it so, "
+        "or use SANA Batch Sampler"
+    )
+    assert error(host, graph) == wanted
+    assert error(host, ksampler(graph)) == wanted
+
+
+def test_a_batch_that_the_prompts_fill_twice(host, base_graph):
+    graph = base_graph(batch_size=4, steps=1)
+    graph["positive"] = ("SanaPromptList", {"clip": ["load", 1], "prompts": "a\nb", "instruction": True})
+    assert len(host.run(graph)["image"]) == 4
 
 
 @pytest.mark.parametrize("sigmas", ["0.0, 0.5, 1.0", "0.9, 0.9, 0.0", "14.6, 7.0, 0.0", "0.9"])

@@ -59,17 +59,40 @@ def test_without_the_file_the_choice_is_refused(host, cluster_graph):
         host.run(cluster_graph())
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"{}", b'{"address": 5}', b'{"address": ""}', b'{"address": "auto", "more": 1}', b"\xff\xfe"],
-)
-def test_a_broken_file_is_named_and_takes_no_node_away(host, operators_file, cluster_graph, caplog, content):
-    operators_file.write_bytes(content)
+BROKEN = {
+    "empty": b"",
+    "cut off": b"{",
+    "list": b"[]",
+    "object": b"{}",
+    "number": b'{"address": 5}',
+    "no address": b'{"address": ""}',
+    "more": b'{"address": "auto", "password": "secret"}',
+    "not text": b"\xff\xfe",
+    "deep": b'{"address":' * 100_000,
+    "large": b'{"address": "' + b"a" * 1_000_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_a_broken_file_takes_no_node_away_and_is_the_operators_to_see(
+    host, operators_file, cluster_graph, caplog, content
+):
+    operators_file.write_bytes(BROKEN[content])
     with caplog.at_level(logging.ERROR):
         assert '"default"' in choices(host) and '"cluster"' not in choices(host)
-    assert str(operators_file) in caplog.text
-    with pytest.raises(NodeError, match=r'cluster.json: .*expected {"address": "auto"}'):
+    assert str(operators_file) in caplog.text and 'expected {"address": "auto"}' in caplog.text
+    with pytest.raises(NodeError) as caught:
         host.run(cluster_graph())
+    assert str(caught.value) == "devices: the server's cluster.json is broken; its operator finds why in the log"
+
+
+def test_a_folder_or_a_pipe_in_its_place_is_broken_too(host, operators_file, caplog):
+    import os
+
+    operators_file.unlink()
+    os.mkfifo(operators_file)
+    assert '"cluster"' not in choices(host)
+    assert "expected a regular file" in caplog.text
 
 
 def patch(graph, kind, **inputs):

@@ -170,12 +170,14 @@ def test_names_through_a_link_are_checked(host, latent, name):
         decoded(host, graph, **{name: ["name", 0]})
 
 
-@pytest.mark.parametrize("poll", [6, 9, 15, 30])
-def test_cancel_ends_a_decode_within_a_strip_and_the_next_one_is_whole(host, latent, monkeypatch, poll):
+@pytest.mark.parametrize(
+    "method, poll", [*[("strips", poll) for poll in (6, 9, 15, 30)], ("whole", 50), ("whole", 200), ("tiles", 50)]
+)
+def test_cancel_ends_a_decode_at_once_and_the_next_one_is_whole(host, latent, monkeypatch, method, poll):
     import comfy.model_management
 
     _, graph = latent(1, 32, 16, 12)
-    options = {"method": "strips", "budget_gb": 0.05}
+    options = {"method": method, "budget_gb": 0.05 if method == "strips" else 0.0}
     expected = decoded(host, graph, **options)["image"]
     check, calls = comfy.model_management.throw_exception_if_processing_interrupted, []
 

@@ -18,7 +18,6 @@ BARE = {"ValueError", "TypeError", "OSError", "FileNotFoundError", "FileExistsEr
 CAUGHT = {"unique", "load_quantised"}
 # still with bare errors; a file leaves the list when it has none
 LATER = {
-    "sana_core/batch/cluster.py",
     "sana_core/batch/draw.py",
     "sana_core/batch/folder.py",
     "sana_core/batch/local.py",

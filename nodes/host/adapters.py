@@ -1,0 +1,82 @@
+"""Which of a LoRA's layers ComfyUI can really apply, tried on weights that have a shape and no numbers.
+
+What it cannot apply it only logs, in the midst of sampling, and draws on without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import comfy.lora
+import torch
+from comfy.weight_adapter import WeightAdapterBase
+
+# what comes after a layer's name in the keys of LoRA, LoHa, LoKr, GLoRA, OFT and full differences
+LEAF = re.compile(
+    r"(\.(lora_[AB](\.default)?(\.weight)?|lora_(up|down|mid)\.weight|lora(_linear_layer)?\.(up|down)\.weight"
+    r"|lokr_\w+|hada_\w+|[ab][12]\.weight|oft_blocks|rescale|alpha|dora_scale|diff|diff_b|w_norm|b_norm"
+    r"|set_weight|reshape_weight)|_lora\.(up|down)\.weight)$"
+)
+UNREADABLE = "its tensors are not those of a LoRA that ComfyUI reads"
+
+
+def split_layers(lora: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return {layer: its tensors} of a LoRA."""
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in lora.items():
+        layers.setdefault(LEAF.sub("", key), {})[key] = tensor
+    return layers
+
+
+def fitting_patches(
+    layers: Mapping[str, dict[str, torch.Tensor]], keys: Mapping[str, str], shapes: Mapping[str, torch.Size]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what ComfyUI can apply of a LoRA, {weight: patch}, and {layer that does not fit whole: why}.
+
+    `keys` are the weights by the layers' names and `shapes` those of the weights. Why is empty for an unknown name.
+    """
+    patches, misfits = {}, {}
+    for name, tensors in layers.items():
+        if name not in keys:
+            misfits[name] = ""
+            continue
+        try:
+            found = comfy.lora.load_lora(tensors, {name: keys[name]}, log_missing=False)
+        except (KeyError, RuntimeError):  # a part is missing, or alpha is no number
+            found = {}
+        fitting = {key: patch for key, patch in found.items() if key in shapes and can_apply(patch, shapes[key])}
+        patches.update(fitting)
+        if not found:
+            misfits[name] = UNREADABLE
+        elif len(fitting) < len(found):
+            got = " and ".join(str(list(tensor.shape)) for tensor in tensors.values() if tensor.shape)
+            misfits[name] = f"got {got}, expected {list(shapes[keys[name]])}"
+    return patches, misfits
+
+
+def can_apply(patch: Any, shape: torch.Size) -> bool:
+    """Whether ComfyUI can apply `patch` to a weight of that shape."""
+    if isinstance(patch, WeightAdapterBase) and patch.calculate_shape("") not in (None, tuple(shape)):
+        return False  # it would make the weight larger, and the layer has no use for that
+    # prompts run in inference mode, whose tensors have no version
+    with torch.inference_mode(False):
+        weight = torch.empty(shape, device="meta", dtype=torch.float32)
+        try:
+            patched = comfy.lora.calculate_weight([(1.0, without_numbers(patch), 1.0, None, None)], weight, "")
+        except Exception:  # each kind of adapter raises what its arithmetic raises
+            return False
+        # it writes into the weight, or swallows its error and leaves the weight as it was
+        return patched is weight and weight._version > 0
+
+
+def without_numbers(patch: Any) -> Any:
+    """Return a copy of `patch` whose tensors have no numbers, without limits, which ask for some, and new shapes."""
+    if isinstance(patch, WeightAdapterBase):
+        return type(patch)(patch.loaded_keys, without_numbers(patch.weights))
+    if isinstance(patch, tuple):
+        return tuple(map(without_numbers, patch))
+    if isinstance(patch, torch.Tensor):
+        return torch.empty(patch.shape, device="meta", dtype=torch.float32)
+    return {float: 0.0, list: None}.get(type(patch), patch)

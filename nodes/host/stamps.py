@@ -1,0 +1,71 @@
+"""What a model's files are like now, to notice that they are others: sizes and times of change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...sana_core.checkpoints.detect import SHARD
+from ...sana_core.checkpoints.files import shown
+from ...sana_core.checkpoints.headers import SUFFIXES
+from ...sana_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+READ = (*SUFFIXES, ".json", ".model")
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def file_stamp(find: Callable[[], Path]) -> str:
+    """Return what changes with any file that a loader reads for the path that `find` gives.
+
+    Never raises: what cannot be found has a stamp too, and the loader says why.
+    """
+    try:
+        files = sorted(files_read(find()))
+    except (OSError, ValueError):
+        return "missing"
+    return "; ".join(f"{file.name} {size_and_time(file)}" for file in files)
+
+
+def size_and_time(file: Path) -> str:
+    """Return bytes and nanoseconds of a file, and of one that is not there that it is not."""
+    try:
+        status = file.stat()
+    except OSError:
+        return "missing"
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def files_read(path: Path) -> Iterable[Path]:
+    """Return the files that may be read for `path`: a model's folder, or a file with its shards and what it needs."""
+    if path.is_dir():
+        return [file for pattern in ("*", "*/*") for file in path.glob(pattern) if file.suffix.lower() in READ]
+    folder = path.parent
+    beside = [folder / name for name in ("config.json", *TOKENIZER)]
+    beside += [folder.parent / "tokenizer" / name for name in TOKENIZER]
+    shard = SHARD.match(path.stem)
+    if shard:
+        name = shard[1].partition(".")[0]
+        beside += [file for file in folder.iterdir() if file.name.startswith(name)]
+    return {path, *beside}
+
+
+def reloader(load: Callable[..., ModelPatcher], path: Path) -> Callable[..., ModelPatcher]:
+    """Return what ComfyUI calls, with the arguments of `load`, for another copy of the weights of `path`.
+
+    It raises CheckpointError where the files are others by then: the two copies would be of two models.
+    """
+    before = file_stamp(lambda: path)
+
+    def reload(*args: Any, **options: Any) -> ModelPatcher:
+        if file_stamp(lambda: path) != before:
+            raise CheckpointError(
+                f"{shown(path)}: the file has changed since it was loaded, and a second copy of the model is wanted; "
+                "queue the graph again"
+            )
+        return load(*args, **options)
+
+    return reload
