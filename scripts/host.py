@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -60,14 +61,21 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def start_server(name: str, output: Path | None = None, options: Sequence[str] = ()) -> Iterator[Server]:
-    """Run a server until the block ends. Raises RuntimeError with the end of its log if it does not come up."""
+def start_server(
+    name: str, output: Path | None = None, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Run a server until the block ends, with `environment` besides this process's.
+
+    Raises RuntimeError with the end of its log if it does not come up.
+    """
     base, port = base_directory(name), free_port()
     output = output or base / "output"
     log = base / "server.log"
     command = [*server_command(base, output, port), *options]
     with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+        )
     server = Server(f"127.0.0.1:{port}", log, output)
     try:
         deadline = time.monotonic() + START_SECONDS

@@ -1,15 +1,29 @@
 """A real server with this pack, for all tests of this folder."""
 
 import json
+import os
 
 import pytest
-from host import start_server
+from host import base_directory, start_server
 from setup import ROOT
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    with start_server("test-server", tmp_path_factory.mktemp("output")) as running:
+def audit_log(tmp_path_factory):
+    """What audited/sitecustomize.py writes down of the server."""
+    return tmp_path_factory.mktemp("audit") / "log"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory, audit_log):
+    output = tmp_path_factory.mktemp("output")
+    environment = {
+        "PYTHONPATH": str(ROOT / "tests" / "server" / "audited"),
+        "AUDIT_LOG": str(audit_log),
+        "AUDIT_ROOT": str(ROOT),
+        "AUDIT_WRITABLE": os.pathsep.join([str(output), str(base_directory("test-server"))]),
+    }
+    with start_server("test-server", output, environment=environment) as running:
         yield running
 
 
