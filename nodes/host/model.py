@@ -114,12 +114,15 @@ def check_flow(sampling) -> None:
 
 
 def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
-    """Raise InputError unless the prompts, rows of `embeds`, go into the batch of `noise` without a rest."""
+    """Raise InputError where some of the prompts, rows of `embeds`, would not be drawn in the batch of `noise`.
+
+    Fewer prompts than pictures are drawn in turn, as ComfyUI repeats any batch.
+    """
     prompts, pictures = len(embeds), len(noise)
-    if pictures % prompts:
+    if prompts > pictures:
         raise InputError(
-            f"{field}: got {prompts} prompts for a batch of {pictures}, expected a batch_size that is a multiple of "
-            f"{prompts}; set it so, or use SANA Batch Sampler"
+            f"{field}: got {prompts} prompts for a batch of {pictures}, expected a batch_size of {prompts}; set it so, "
+            "or use SANA Batch Sampler"
         )
 
 
