@@ -16,7 +16,7 @@ from ...sana_core.checkpoints.schemas import check_ranks
 from ...sana_core.errors import CheckpointError, InputError
 from .adapters import fitting_patches, split_layers
 from .model import SanaModel
-from .weights import read, take_as_is
+from .weights import read
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -87,7 +87,7 @@ def apply_lora(
     if not isinstance(model.model, SanaModel):
         raise InputError(f"model: got {type(model.model).__name__}, expected a SANA model; use SANA Loader")
     info = find_part(inspect_checkpoint(path), "lora")
-    lora = with_alpha({key: take_as_is(tensor) for key, tensor in read(path).items()}, info)
+    lora = with_alpha(read(path), info)
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     shapes = shapes_of(model.model)
     if clip is not None:

@@ -21,7 +21,7 @@ from ...sana_core.decode.plan import Planner
 from ...sana_core.errors import InputError
 from ...sana_core.latents import CHANNELS, DOWNSCALE
 from .stamps import reloader
-from .weights import read, take, wide_dtype
+from .weights import read, wide_dtype
 
 # of the free memory
 BUDGET = 0.9
@@ -109,7 +109,7 @@ def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
     vae = comfy.sd.VAE(sd={"pixel_space_vae": torch.ones(())}, device=device, dtype=dtype)
 
     # not adopted: strips use the weights many times, so they stay on the device whole, as layers of torch's own do
-    autoencoder = load_part(info, dtype, read, take=take)
+    autoencoder = load_part(info, dtype, read)
     autoencoder.__class__ = SanaAutoencoder
     comfy.model_management.archive_model_dtypes(autoencoder)
 

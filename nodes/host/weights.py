@@ -1,22 +1,21 @@
-"""A recognised component as a module in ComfyUI's operations, filled from the file that ComfyUI has mapped.
-
-The mapping is kept only where ComfyUI streams weights from their file, with dynamic VRAM.
-"""
+"""A recognised component as a module in ComfyUI's operations, filled from its file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.ops
 import comfy.utils
 import torch
 
 from ...sana_core.checkpoints.files import brief, parse_json
 from ...sana_core.checkpoints.headers import SAFETENSORS, read_file
-from ...sana_core.checkpoints.load import build_module, component_tensors, fill, owned
+from ...sana_core.checkpoints.load import build_module, component_tensors, fill
 from ...sana_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -26,20 +25,15 @@ QUANTISATION = "_quantization_metadata"  # ComfyUI's key
 ADOPTED = (torch.nn.Linear, torch.nn.Conv2d)
 
 
-def read(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of `file`; ComfyUI's own reader knows how to stream a .safetensors file to the card."""
-    return comfy.utils.load_torch_file(str(file)) if file.suffix.lower() in SAFETENSORS else read_file(file)
+def read(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Return tensors of `file`: those of `names` in memory of their own, or all as ComfyUI reads them.
 
-
-def take(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `tensor` in `dtype`: a copy, as of `owned`, or itself where ComfyUI streams it from its file."""
-    is_streamed = hasattr(tensor.untyped_storage(), "_comfy_tensor_file_slice")
-    return tensor.to(dtype) if is_streamed else owned(tensor, dtype)
-
-
-def take_as_is(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` as `take` does, in its own dtype."""
-    return take(tensor, tensor.dtype)
+    With dynamic VRAM it streams the weights of .safetensors files to the card, out of the mapped file.
+    """
+    is_dynamic = comfy.model_patcher.CoreModelPatcher is not comfy.model_patcher.ModelPatcher
+    if is_dynamic and file.suffix.lower() in SAFETENSORS:
+        return comfy.utils.load_torch_file(str(file))
+    return read_file(file, names)
 
 
 def load_component(
@@ -60,7 +54,7 @@ def load_component(
     if info.quantised:
         tensors = load_quantised(module, tensors, info, operations)
     wide = compute_dtype or weight_dtype
-    fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in adopted else wide, take)
+    fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in adopted else wide)
     adopt(module, operations)
     comfy.model_management.archive_model_dtypes(module)
     return module
@@ -81,7 +75,7 @@ def load_quantised(
         )
     tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(info))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
-        own = {key: take_as_is(tensors.pop(key)) for key in list(tensors) if key.startswith(f"{name}.")}
+        own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
         try:
             plain = module.get_submodule(name)
             if not isinstance(plain, torch.nn.Linear):

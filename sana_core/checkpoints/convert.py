@@ -11,7 +11,7 @@ from ..errors import CheckpointError, ExistingFileError, InputError, OutputError
 from ..whole_files import unfinished
 from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
 from .files import brief
-from .headers import SAFETENSORS
+from .headers import SAFETENSORS, map_file
 from .load import load_part
 from .tokenizer import load_tokenizer
 from .zoo import RESOLUTIONS
@@ -74,8 +74,8 @@ def write_file(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[st
 def component(info: CheckpointInfo, dtype: str | None, resolution: int | None) -> tuple[dict[str, torch.Tensor], dict]:
     """Return the tensors of one component by the library's names, checked, and its configuration."""
     wanted = getattr(torch, dtype) if dtype else info.dtype
-    # views of the mapped file where the dtype stays: they are written at once, and may be more than the memory
-    module = load_part(info, wanted, resolution=resolution, take=torch.Tensor.to)
+    # they are written at once, and may be more than the memory
+    module = load_part(info, wanted, map_file, resolution)
     tensors = {name: parameter.data.contiguous() for name, parameter in module.named_parameters()}
     if info.kind == "text_encoder":
         tokenizer = load_tokenizer(info)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..errors import CheckpointError, MissingFileError, ReadError
 
@@ -34,7 +35,7 @@ def brief(value: object, length: int = 60) -> str:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[tuple[BinaryIO, int]]:
+def opened(file: Path) -> Iterator[tuple[BufferedReader, int]]:
     """Give `file`, open to be read, and its bytes' number.
 
     Raises MissingFileError, ReadError, and CheckpointError for what is no regular file: to open a pipe would wait for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,11 +40,12 @@ MOST_SHARDS = 1000
 
 
 class Header(NamedTuple):
-    """One tensor: its shape, its dtype, and the file that holds it."""
+    """One tensor: its shape, its dtype, the file that holds it, and at which of the data's bytes it begins."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
+    begin: int = 0
 
     @property
     def size(self) -> int:
@@ -117,7 +118,7 @@ def read_entry(file: Path, size: int, name: str, entry: Any) -> tuple[Header, tu
         raise CheckpointError(
             f"{shown(file)}: got dtype {brief(kind)} in {brief(name)}, expected {', '.join(DTYPES)}; use another file"
         )
-    header = Header(tuple(shape), DTYPES[kind], file)
+    header = Header(tuple(shape), DTYPES[kind], file, begin)
     if end - begin != header.size:
         raise broken(file, size, f"a tensor's shape does not fit its bytes: {brief(name)}")
     return header, (begin, end)
@@ -169,8 +170,33 @@ def is_plain(name: str) -> bool:
     return not set(name) & set("/\\:\0") and name not in ("", ".", "..") and is_text(name)
 
 
-def read_file(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file whose header was read, mapped into memory."""
+def read_file(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Return tensors of a file whose header was read, in memory of their own: those of `names`, or all.
+
+    Whoever shortens a file that is mapped ends the process with its next look at the lost pages, by SIGBUS, and whoever
+    writes into it changes the model. Raises as `read_header` does, and CheckpointError for a file that is shortened
+    meanwhile.
+    """
+    if file.suffix.lower() in PICKLED:
+        return read_pickled(file, mapped=False)
+    headers = read_header(file).headers
+    tensors = {}
+    with opened(file) as (stream, size):
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        for name, header in headers.items():
+            if names is not None and name not in names:
+                continue
+            tensor = torch.empty(header.shape, dtype=header.dtype)
+            stream.seek(start + header.begin)
+            room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            if header.size and stream.readinto(room) != header.size:
+                raise broken(file, size, "it was shortened while it was read")
+            tensors[name] = tensor
+    return tensors
+
+
+def map_file(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file whose header was read, mapped into memory, for what is done with them at once."""
     if file.suffix.lower() in PICKLED:
         return read_pickled(file)
     from safetensors import SafetensorError
@@ -182,11 +208,15 @@ def read_file(file: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{shown(file)}: safetensors cannot read it ({brief(error)}); {AGAIN}") from None
 
 
-Reader = Callable[[Path], dict[str, torch.Tensor]]
+Reader = Callable[[Path, Collection[str]], dict[str, torch.Tensor]]
 
 
 def read_tensors(weights: Weights, names: Iterable[str], read: Reader = read_file) -> dict[str, torch.Tensor]:
-    """Return the named tensors, each file read once by `read`."""
+    """Return the named tensors, each file read once by `read`, which gets the names too."""
     wanted = {name: weights.headers[name].file for name in names}
-    files: dict[Path, Any] = {file: read(file) for file in dict.fromkeys(wanted.values())}
+    files: dict[Path, Any] = {file: read(file, wanted.keys()) for file in dict.fromkeys(wanted.values())}
+    changed = [(name, file) for name, file in wanted.items() if name not in files[file]]
+    if changed:
+        name, file = changed[0]
+        raise CheckpointError(f"{shown(file)}: no tensor {brief(name)} any more, the file has changed; load it again")
     return {name: files[file][name] for name, file in wanted.items()}

@@ -1,4 +1,4 @@
-"""From a recognised checkpoint to the library's module, built without memory and filled from copies of its tensors."""
+"""From a recognised checkpoint to the library's module, built without memory and filled from the file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 SHOWN = 3
-Take = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
 def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
@@ -111,7 +110,7 @@ def latent_scale(info: CheckpointInfo) -> float:
 
 
 def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[str, torch.Tensor]:
-    """Return the tensors of `info` under the module's names: views of the mapped file, fused ones as their parts."""
+    """Return the tensors of `info` under the module's names: fused ones as their parts."""
     wanted = {target: origin for target, origin in info.origins.items() if target not in TOKENIZERS}
     stored = read_tensors(info.weights, dict.fromkeys(origin.name for origin in wanted.values()), read)
     return {
@@ -120,25 +119,12 @@ def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[st
     }
 
 
-def owned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of `tensor` in memory of its own.
-
-    Whoever shortens a file that is mapped ends the process with the next look at the lost pages, by SIGBUS; whoever
-    writes into it changes the model.
-    """
-    return tensor.to(dtype, copy=True)
-
-
 def fill(
-    module: torch.nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    name: str,
-    dtype_of: Callable[[str], Any],
-    take: Take = owned,
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], name: str, dtype_of: Callable[[str], Any]
 ) -> None:
     """Make `tensors` the parameters of `module` that are on the meta device, each as `dtype_of` its name says.
 
-    `take` makes a parameter's value of a tensor of the file and a dtype.
+    The same dtype shares the memory.
 
     Raises CheckpointError for missing, unexpected, misshapen and non-finite tensors; `name` is the file's.
     """
@@ -158,7 +144,7 @@ def fill(
             tensor = tensor.reshape(parameter.shape)
         check_finite(name, key, tensor)
         owner, _, leaf = key.rpartition(".")
-        value = torch.nn.Parameter(take(tensor, dtype_of(key)), requires_grad=False)
+        value = torch.nn.Parameter(tensor.to(dtype_of(key)), requires_grad=False)
         modules[owner].register_parameter(leaf, value)
     module.train(False)
 
@@ -181,15 +167,9 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
 
 
 def load_part(
-    info: CheckpointInfo,
-    dtype: torch.dtype,
-    read: Reader = read_file,
-    resolution: int | None = None,
-    take: Take = owned,
+    info: CheckpointInfo, dtype: torch.dtype, read: Reader = read_file, resolution: int | None = None
 ) -> torch.nn.Module:
-    """Return the library's module of `info` in `dtype`, its files read by `read`.
-
-    `resolution` is as in `build_module`, `take` as in `fill`.
+    """Return the library's module of `info` in `dtype`, its files read by `read`; `resolution` as in `build_module`.
 
     Raises CheckpointError for quantised weights, and as `fill` does.
     """
@@ -198,7 +178,7 @@ def load_part(
             f"{info.name}: got quantised weights, which only ComfyUI reads, not of a VAE; use the plain file"
         )
     module = build_module(info, resolution)
-    fill(module, component_tensors(info, read), info.name, lambda key: dtype, take)
+    fill(module, component_tensors(info, read), info.name, lambda key: dtype)
     return module
 
 

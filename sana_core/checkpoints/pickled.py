@@ -34,8 +34,10 @@ NAMED = {
 INSTEAD = "use the .safetensors file of the diffusers repository"
 
 
-def read_pickled(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of NVIDIA's .pth, mapped into memory, without executing anything that is in the file.
+def read_pickled(file: Path, mapped: bool = True) -> dict[str, torch.Tensor]:
+    """Return the tensors of NVIDIA's .pth, without executing anything that is in the file.
+
+    They are mapped into memory, or in memory of their own.
 
     Raises CheckpointError where the archive holds anything but a state_dict, or where torch is older than 2.6, whose
     safe unpickler was not; otherwise as `opened` does.
@@ -46,7 +48,7 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
         )
     size = check_archive(file)
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many kinds for what is no checkpoint
         reason = brief((str(error) or type(error).__name__).splitlines()[0], 100)
         raise CheckpointError(f"{shown(file)}: torch cannot read it safely ({reason}); {AGAIN}, or {INSTEAD}") from None

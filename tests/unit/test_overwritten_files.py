@@ -1,5 +1,6 @@
 """A model's file that is shortened or written anew in place, after it was loaded, changes nothing and ends nothing."""
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import torch
 from setup import ROOT
 
 import sana_core
+from sana_core.checkpoints import headers
 from sana_core.checkpoints.headers import read_file
 
 PARTS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder"}
@@ -62,8 +64,32 @@ def test_a_loaded_model_outlives_its_file(in_fp32, fault):
 
 
 def test_a_loaded_model_has_the_files_own_numbers(in_fp32):
+    from safetensors.torch import load_file
+
     file = in_fp32("transformer", "safetensors")
-    stored = read_file(file)
+    stored = load_file(file)
     for name, parameter in sana_core.load_transformer(file).named_parameters():
         assert torch.equal(parameter, stored[name].reshape(parameter.shape))
-        assert parameter.data_ptr() != stored[name].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])
+def test_a_file_is_read_as_safetensors_reads_it(tmp_path, dtype):
+    from safetensors.torch import load_file
+
+    shapes = {"scalar": (), "none": (0, 3), "row": (5,), "block": (3, 1, 7)}
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    file = layouts.save(tensors, tmp_path / "file.safetensors")
+    expected, got = load_file(file), read_file(file)
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == dtype and torch.equal(got[name].float(), tensor.float())
+    assert set(read_file(file, ["row"])) == {"row"}
+
+
+def test_a_file_that_is_shortened_while_it_is_read_is_named(in_fp32, monkeypatch):
+    file = in_fp32("transformer", "safetensors")
+    header = headers.read_header(file)
+    os.truncate(file, file.stat().st_size // 2)
+    monkeypatch.setattr(headers, "read_header", lambda path: header)
+    with pytest.raises(ValueError, match="^transformer/model.safetensors: corrupt .* it was shortened while"):
+        read_file(file)
