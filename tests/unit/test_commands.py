@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import layouts
@@ -230,8 +231,9 @@ def closed(monkeypatch):
                 raise PermissionError(errno.EACCES, "Permission denied", str(file))
             return opened(file, *arguments, **options)
 
-        for module in (builtins, io):
-            monkeypatch.setattr(module, "open", refuse)
+        # Path's own is another function in Python 3.10
+        for owner in (builtins, io, Path):
+            monkeypatch.setattr(owner, "open", refuse)
 
     return close
 
