@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import layouts
@@ -352,8 +353,9 @@ def closed(monkeypatch):
                 raise PermissionError(errno.EACCES, "Permission denied", str(file))
             return opened(file, *arguments, **options)
 
-        for module in (builtins, io):
-            monkeypatch.setattr(module, "open", refuse)
+        # Path's own is another function in Python 3.10
+        for owner in (builtins, io, Path):
+            monkeypatch.setattr(owner, "open", refuse)
 
     return close
 
