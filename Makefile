@@ -48,6 +48,7 @@ bench: setup
 	$(VENV) benchmarks/decode.py
 	$(VENV) benchmarks/decode_lite.py
 	$(VENV) benchmarks/memory.py
+	$(VENV) benchmarks/reference.py
 	OMP_NUM_THREADS=1 $(VENV) benchmarks/batch.py
 
 checkpoint: setup
