@@ -47,8 +47,10 @@ def test_the_demo_draws_what_the_prompt_says_with_progress_and_previews(server, 
 
 def test_the_loader_writes_under_itself_what_it_found(server, demo):
     demo["1"]["inputs"]["resolution"] = "512"
-    (text,) = (event for event in run_graph(server, demo) if isinstance(event, bytes) and event[3] == TEXT)
-    assert text.endswith(b"SANA custom-160x5, 512 px (chosen), diffusers layout, bfloat16")
+    texts = [event for event in run_graph(server, demo) if isinstance(event, bytes) and event[3] == TEXT]
+    told = b"SANA custom-160x5, 512 px (chosen), diffusers layout, bfloat16, as diffusers computes it"
+    assert [text.endswith(told) for text in texts] == [True, False, False]
+    assert all(b"of 300 tokens" in text for text in texts[1:])
 
 
 def test_the_picture_carries_its_graph(server, demo):
@@ -59,7 +61,7 @@ def test_the_picture_carries_its_graph(server, demo):
 
 BAD = {
     "width": ("4", "width", 1000),
-    "text": ("2", "text", ""),
+    "text": ("2", "text", "half \ud800"),
     "guidance": ("5", "guidance", float("nan")),
     "steps": ("5", "steps", float("nan")),
     "model": ("1", "model", "missing"),
