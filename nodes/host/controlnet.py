@@ -83,4 +83,4 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
         manual_cast_dtype=compute,
         extra_conds=["attention_mask"],
     )
-    return control, f"SANA ControlNet {info.variant}, {info.layout} layout, as {info.reference} computes it"
+    return control, f"SANA ControlNet {info.variant}, {info.layout} layout, as {info.reference} does"

@@ -46,7 +46,7 @@ class SanaConfig(comfy.supported_models_base.BASE):
         self.quant_config = {"mixed_ops": True} if info.quantised else None
         pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
         dtype = str(info.dtype).removeprefix("torch.")
-        origin = f"{info.layout} layout, {dtype}, as {info.reference} computes it"
+        origin = f"{info.layout} layout, {dtype}, as {info.reference} does"
         self.text = f"SANA {info.variant}, {pixels} px ({source}), {origin}"
         # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
         inner = info.headers["patch_embed.proj.weight"].shape[0]

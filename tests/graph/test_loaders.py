@@ -115,7 +115,7 @@ def test_an_all_in_one_checkpoint_gives_all_three(host, put, tokenizer, suffix):
     else:
         put("checkpoints", "all.safetensors", tensors)
     got = host.run({**catch_all("load"), "load": ("SanaLoader", {"model": f"all.{suffix}"})})
-    text = "SANA custom-1152x1, 1024 px (position embedding), original layout, bfloat16, as nvidia computes it"
+    text = "SANA custom-1152x1, 1024 px (position embedding), original layout, bfloat16, as nvidia does"
     assert got["0"].model.model_config.text == text
     check_all_three(got, models)
     (host.models / "checkpoints" / "all.pth").unlink(missing_ok=True)
@@ -134,7 +134,7 @@ def test_what_core_saves_as_one_checkpoint_loads_again(host, put, tokenizer):
     got = host.run({**catch_all("load"), "load": ("SanaLoader", {"model": "again.safetensors"})})
     assert (
         got["0"].model.model_config.text
-        == "SANA custom-1152x1, 1024 px (assumed), diffusers layout, float32, as diffusers computes it"
+        == "SANA custom-1152x1, 1024 px (assumed), diffusers layout, float32, as diffusers does"
     )
     check_all_three(got, models)
     assert got["1"].tokenize("a red circle")["gemma2_2b"][0][0] == (2, 1.0)
@@ -283,7 +283,7 @@ def test_the_resolution_can_be_overridden(host, put, resolution, shift):
     assert config.sample_size == (1024 if resolution == "auto" else int(resolution)) // 32
     assert config.interpolation_scale == (2.0 if resolution == "4096" else None)
     shown = "1024 px (assumed)" if resolution == "auto" else f"{resolution} px (chosen)"
-    told = f"SANA custom-1152x1, {shown}, diffusers layout, bfloat16, as diffusers computes it"
+    told = f"SANA custom-1152x1, {shown}, diffusers layout, bfloat16, as diffusers does"
     assert patcher.model.model_config.text == told
 
 

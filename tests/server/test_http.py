@@ -48,7 +48,7 @@ def test_the_demo_draws_what_the_prompt_says_with_progress_and_previews(server, 
 def test_the_loader_writes_under_itself_what_it_found(server, demo):
     demo["1"]["inputs"]["resolution"] = "512"
     texts = [event for event in run_graph(server, demo) if isinstance(event, bytes) and event[3] == TEXT]
-    told = b"SANA custom-160x5, 512 px (chosen), diffusers layout, bfloat16, as diffusers computes it"
+    told = b"SANA custom-160x5, 512 px (chosen), diffusers layout, bfloat16, as diffusers does"
     assert [text.endswith(told) for text in texts] == [True, False, False]
     assert all(b"of 300 tokens" in text for text in texts[1:])
 
