@@ -1,12 +1,13 @@
 """DC-AE-Lite beside DC-AE at real size: `python benchmarks/decode_lite.py [PIXELS ...]`, 512 and 1024 unless said.
 
 Writes benchmarks/decode_lite.json: whole and in strips, on the CPU in fp32 with one thread, random weights, each decode
-a process of its own whose memory is sampled. "authors" is the difference of either from its authors' arithmetic, which
-tests/mit_dc_ae.py writes down, in models of full depth with few channels.
+a process of its own whose memory is sampled. What is not measured again stays. "authors" is the difference of either
+from its authors' arithmetic, which tests/mit_dc_ae.py writes down, in models of full depth with few channels.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -81,7 +82,7 @@ def measure(variant: str, method: str, pixels: int, saved: str) -> dict:
 def child(variant: str, method: str, pixels: int, saved: str) -> dict:
     # glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--measure", variant, method, str(pixels), saved]
+    command = [sys.executable, __file__, str(pixels), "--variants", variant, "--measure", method, saved]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -110,14 +111,21 @@ def authors(variant: str) -> dict:
 
 
 def main() -> None:
-    if "--measure" in sys.argv:
-        variant, method, pixels, saved = sys.argv[2:]
-        sys.stdout.write(f"\n{json.dumps(measure(variant, method, int(pixels), saved))}")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sizes", nargs="*", type=int, default=[512, 1024])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--measure", nargs=2, metavar=("METHOD", "FILE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        method, saved = arguments.measure
+        result = measure(arguments.variants[0], method, arguments.sizes[0], saved)
+        sys.stdout.write(f"\n{json.dumps(result)}")
         return
-    figures = description() | {"threads": 1, "authors": {name: authors(name) for name in VARIANTS}, "sizes": {}}
-    for pixels in map(int, sys.argv[1:] or ("512", "1024")):
-        results = figures["sizes"][str(pixels)] = {}
-        for variant in VARIANTS:
+    figures = json.loads(FILE.read_text()) if FILE.exists() else {"sizes": {}}
+    figures |= description() | {"threads": 1, "authors": {name: authors(name) for name in VARIANTS}}
+    for pixels in arguments.sizes:
+        results = figures["sizes"].setdefault(str(pixels), {})
+        for variant in arguments.variants:
             with tempfile.TemporaryDirectory() as folder:
                 own = {method: child(variant, method, pixels, f"{folder}/{method}.pt") for method in METHODS}
                 whole, strips = (torch.load(f"{folder}/{method}.pt").double() for method in METHODS)

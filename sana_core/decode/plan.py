@@ -5,7 +5,6 @@ Bytes are those beyond weights, latents and output. Measured against real decode
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -78,43 +77,65 @@ def weights_demand(inner: int, outer: int, accelerator: bool) -> float:
 
 
 def tail_demand(
-    layout: Layout, width: int, rows: int, item: int, accelerator: bool, panels: int = 1, height: float = math.inf
+    layout: Layout, width: int, rows: int, item: int, accelerator: bool, panels: int = 1, height: int | None = None
 ) -> Demand:
-    """Return what the local layers need for strips of `rows` rows of a kept map of `height` rows.
+    """Return what the local layers need for strips of `rows` rows of a kept map of `height` rows, None for many.
 
     Each of `panels` beside each other is `width` columns wide, and carries rows of its own.
     """
-    most, largest, carried = 0.0, 0.0, 0.0
-    extra = 1 + WORKSPACE if accelerator else 1
     # the first strip reads the halo too
-    count, columns = float(rows + layout.halo), width
+    first = rows + layout.halo
+    if height is not None and height <= first:
+        demands = [strip_demand(layout, width, height, 0, item, accelerator, panels)]
+    else:
+        demands = [strip_demand(layout, width, first, -1, item, accelerator, panels)]
+    if height is not None and height > first:
+        last = (height - first - 1) % rows + 1
+        demands.append(strip_demand(layout, width, last, 1, item, accelerator, panels, rows))
+    return Demand(max(one.size for one in demands), max(one.largest for one in demands))
+
+
+def strip_demand(
+    layout: Layout, width: int, rows: int, edge: int, item: int, accelerator: bool, panels: int, piece: int = 0
+) -> Demand:
+    """Return what the local layers need for a strip of `rows` rows of the kept map.
+
+    Every convolution makes a row less than it gets of the first strip, whose `edge` is -1, a row more of the last one,
+    1, which goes on in pieces of `piece` rows as in strips.flow, and as many of one that is the whole picture, 0.
+    """
+    most, largest, carried, waiting = 0.0, 0.0, 0.0, 0.0
+    extra = 1 + WORKSPACE if accelerator else 1
+    columns = width
     for stage in reversed(range(layout.local)):
         # an empty stage has only what makes RGB of the coarser one
         channels = layout.widths[stage] if layout.layers[stage] else 3
+        behind = edge
         if stage < layout.kept_stage:
             above = layout.widths[stage + 1]
             if layout.shuffles:
-                window, out = above * (min(count, height) + 2) * columns, 4 * channels * min(count, height) * columns
+                window, out = above * (rows + 2) * columns, 4 * channels * rows * columns
                 # the convolution beside the shortcut's rows, then what it makes beside what is shuffled out of that
                 weights = weights_demand(above, 4 * channels, accelerator)
-                most = max(most, window + (window + out) * extra + weights, 2 * window + 2 * out)
+                need = max(window + (window + out) * extra + weights, 2 * window + 2 * out)
                 carried += 3 * above * columns
-                count, height, columns = 2 * (count - 1), 2 * height, 2 * columns
+                rows, behind = rows + edge, 0
             else:
-                count, height, columns = 2 * count, 2 * height, 2 * columns
-                window = above * (min(count, height) + 1) * columns
-                out = channels * min(count, height) * columns
-                source = above * min(count, height) * columns / 4
-                most = max(most, source + (window + out) * extra + weights_demand(above, channels, accelerator))
-                carried += 2 * above * columns
-            largest = max(largest, window, out)
+                window, out = above * (2 * rows + 1) * 2 * columns, channels * 2 * rows * 2 * columns
+                need = above * rows * columns + (window + out) * extra + weights_demand(above, channels, accelerator)
+                carried += 4 * above * columns
+            rows, columns, piece = 2 * rows, 2 * columns, 2 * piece
+            most, largest = max(most, waiting + need), max(largest, window, out)
         for _ in range(layout.layers[stage]):
-            count -= 2
-            block = channels * (min(count, height) + 3) * columns
+            if piece and 2 * rows > 3 * piece:
+                waiting += channels * rows * columns
+                rows = piece
+            rows += 2 * edge
+            block = channels * (rows + 3) * columns
             # the window of each convolution, and what the second makes of its own
-            most = max(most, block + 2 * block * extra + weights_demand(channels, channels, accelerator))
+            need = block + 2 * block * extra + weights_demand(channels, channels, accelerator)
+            most = max(most, waiting + need)
             carried += 4 * channels * columns
-        count -= 0 if layout.shuffles else 1
+        rows += behind
     return Demand((most + panels * carried) * item, largest)
 
 
@@ -189,9 +210,10 @@ class Planner:
         return Plan("strips", tail[0], tail[1], head[0], peak_bytes=int(max(head[1], tail[2])))
 
     def floor(self) -> Plan:
-        """Return the plan that needs the least."""
-        head, tail = list(self.heads())[-1], min(self.tails(), key=lambda triple: triple[2])
-        return Plan("strips", tail[0], tail[1], head[0], peak_bytes=int(max(head[1], tail[2])))
+        """Return the fastest of the plans that need the least."""
+        plan = self.fitting(max(min(size for _, size in self.heads()), min(size for _, _, size in self.tails())))
+        assert plan is not None  # these fit themselves
+        return plan
 
     def heads(self) -> Iterator[tuple[int | None, float]]:
         """Yield rows of latents for the attention stages, and the bytes they need, the fastest first."""

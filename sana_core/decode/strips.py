@@ -138,12 +138,34 @@ def pixel_rows(
         panels.append((layers, begin, end, (left - begin) * stride, (right - begin) * stride))
     row = low * stride
     for top, bottom in strips(low, high, start, rows, halo):
-        parts = [
-            run(layers, kept.rows(top, bottom)[..., begin:end], bottom == high, poll)[..., left:right]
-            for layers, begin, end, left, right in panels
+        # a strip that is all there is begins and ends every layer, and is not cut
+        piece = rows if top > low else bottom - top
+        flows = [
+            flow(layers, kept.rows(top, bottom)[..., begin:end], bottom == high, piece, poll)
+            for layers, begin, end, _, _ in panels
         ]
-        done = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
-        first, row = row, row + done.shape[2]
-        done = done[:, :, max(0, start * stride - first) : max(0, stop * stride - first)]
-        if done.shape[2]:
-            yield done
+        for parts in zip(*flows, strict=True):
+            cut = [part[..., left:right] for part, (_, _, _, left, right) in zip(parts, panels, strict=True)]
+            done = cut[0] if len(cut) == 1 else torch.cat(cut, dim=3)
+            first, row = row, row + done.shape[2]
+            done = done[:, :, max(0, start * stride - first) : max(0, stop * stride - first)]
+            if done.shape[2]:
+                yield done
+
+
+def flow(layers: list[Layer], rows: torch.Tensor, last: bool, piece: int, poll: Poll) -> Iterator[torch.Tensor]:
+    """Yield what comes out of `layers` when `rows` go in: at once, but for the last rows of a picture.
+
+    With those every layer completes the rows that it was behind, and each hands more on to the next: what has grown to
+    more than a piece and a half goes on in pieces, of as many pixels as `piece` rows of `rows` have.
+    """
+    for index, layer in enumerate(layers):
+        rows = run([layer], rows, last, poll)
+        if isinstance(layer, UpRows):
+            piece *= 2
+        height = rows.shape[2]
+        if last and 2 * height > 3 * piece:
+            for start, stop in chunks(height, piece):
+                yield from flow(layers[index + 1 :], rows[:, :, start:stop], stop == height, piece, poll)
+            return
+    yield rows

@@ -53,7 +53,7 @@ def test_autoencoder_and_gemma_have_as_many_parameters_as_the_libraries():
 
 def test_a_plan_for_dc_ae_lite_needs_less():
     large, small = (plan_memory("1.6B", 4096, 4096, vae=vae)["decode"]["methods"] for vae in DECODERS)
-    assert small["strips"] < 0.5 * large["strips"] and small["smallest"] < 0.5 * large["smallest"]
+    assert small["strips"] < 0.6 * large["strips"] and small["smallest"] < 0.5 * large["smallest"]
 
 
 def test_a_plan_grows_with_the_picture_and_the_strips_do_not_need_what_whole_needs():
