@@ -37,7 +37,7 @@ def with_lora(graph, strength):
 def test_a_lora_changes_the_picture_as_merged_weights_do_and_comes_off_again(
     host, base_graph, lora, checkpoint, tmp_path
 ):
-    plain = host.run(base_graph(), keep_cache=True)["image"]
+    plain = host.run(base_graph())["image"]
     patched = host.run(with_lora(base_graph(), 1.0), keep_cache=True)["image"]
     zero = host.run(with_lora(base_graph(), 0.0), keep_cache=True)["image"]
     after = host.run(base_graph(seed=4), keep_cache=True)["image"]
