@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import InputError
-from .forward import Constants, all_blocks, embed, embed_time, modulate, run_block
+from .forward import Constants, embed, embed_time, modulate, run_block
+from .reference import all_blocks
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel

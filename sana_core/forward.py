@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .reference import reference_of
+from .reference import all_blocks, reference_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,12 +84,6 @@ def prepare(
         bias = ((1 - mask.to(embeds.dtype)) * DROPPED)[:, None, None]
     tables = torch.stack([block.scale_shift_table for block in blocks])
     return Constants(keys, values, bias, position_embedding(transformer, embeds, height, width), tables)
-
-
-def all_blocks(model: SanaTransformer2DModel | SanaControlNetModel) -> list[SanaTransformerBlock]:
-    """Return the blocks in the order in which they run; NVIDIA's ControlNet begins with the base model's first."""
-    base = getattr(model, "base_block", None)
-    return [*([base] if base is not None else []), *model.transformer_blocks]
 
 
 def position_embedding(

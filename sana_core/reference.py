@@ -17,6 +17,7 @@ from .errors import InputError
 if TYPE_CHECKING:
     import torch
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
+    from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 
 AUTO, NVIDIA, DIFFUSERS = "auto", "nvidia", "diffusers"
 REFERENCES = (AUTO, NVIDIA, DIFFUSERS)
@@ -71,10 +72,16 @@ def reference_of(model: SanaTransformer2DModel | SanaControlNetModel) -> Referen
     return RULES[getattr(model.config, "reference", DIFFUSERS)]
 
 
+def all_blocks(model: SanaTransformer2DModel | SanaControlNetModel) -> list[SanaTransformerBlock]:
+    """Return the blocks in the order in which they run; NVIDIA's ControlNet begins with the base model's first."""
+    base = getattr(model, "base_block", None)
+    return [*([base] if base is not None else []), *model.transformer_blocks]
+
+
 def set_reference(model: SanaTransformer2DModel | SanaControlNetModel, name: str) -> None:
     """Let `model`, fresh from the library, follow the rules of that name."""
     model.register_to_config(reference=name)
-    for block in (*model.transformer_blocks, *([model.base_block] if hasattr(model, "base_block") else [])):
+    for block in all_blocks(model):
         for norm in (block.attn2.norm_q, block.attn2.norm_k):
             if norm is not None:
                 norm.eps = RULES[name].cross_norm_eps

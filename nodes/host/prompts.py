@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import comfy.conds
 import torch
@@ -31,6 +32,11 @@ class Prompt:
         self.perturbed: PerturbedAttention | None = None
         self.twins: dict[PerturbedAttention | Prompt, Prompt] = {}
         self.constants: dict[tuple, tuple[Constants, Perturbation | None]] = {}
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many tokens the mask keeps of the longest row; read once, for reading waits for the device."""
+        return int((self.mask != 0).sum(1).max())
 
     def perturb(self, attention: PerturbedAttention) -> Prompt:
         """Return this prompt for passes with perturbed attention, the same object each time."""

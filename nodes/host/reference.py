@@ -26,7 +26,7 @@ def share_mask(executor, base, conds, *args):
     """Give negative conditionings the mask of the positive one, of several that of the longest prompt."""
     positives = [prompt_of(cond) for each in conds for cond in each or [] if prompt_of(cond).field == "positive"]
     if positives:
-        longest = max(positives, key=lambda prompt: float(prompt.mask.sum(1).max()))
+        longest = max(positives, key=lambda prompt: prompt.tokens)
         conds = [each and [with_mask(cond, longest) for cond in each] for each in conds]
     return executor(base, conds, *args)
 
