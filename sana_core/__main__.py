@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         COMMANDS[arguments.command].run(arguments)
     except BrokenPipeError:
         raise
-    except (SanaError, OSError, ValueError) as error:
+    except (SanaError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

@@ -1,11 +1,11 @@
 """Every error that a user can meet, by what they can do about it.
 
 The rule for sana_core and nodes: raise one of these, never a bare ValueError or OSError. The message is one line of
-ASCII words, "field or file: got X, expected Y; remedy", and is whole without a traceback. Each class is also the
-built-in kind that it stands for, so `except ValueError` and `except FileNotFoundError` keep what they catch. Errors of
-others pass as they are where their kind has a meaning to the caller: out of memory and interruption above all.
-docs/troubleshooting.md has a line for each message; tests/unit/test_errors.py holds both to it, and lists the files
-that still have bare ones.
+ASCII words, "field or file: got X, expected Y; remedy", without the remedy where Y says it, and is whole without a
+traceback. Each class is also the built-in kind that it stands for, so `except ValueError` and `except
+FileNotFoundError` keep what they catch. Errors of others pass as they are where their kind has a meaning to the caller:
+out of memory and interruption above all. docs/troubleshooting.md has a line for each message; tests/unit/test_errors.py
+holds both to it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class OutputError(SanaError, OSError):
 
 class ExistingFileError(OutputError, FileExistsError):
     """A file that would be overwritten."""
+
+
+class InUseError(OutputError, BlockingIOError):
+    """A folder into which another run writes."""
 
 
 class VersionError(SanaError, RuntimeError):

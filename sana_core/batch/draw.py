@@ -12,6 +12,7 @@ from ..checkpoints import find_part, follow, inspect_checkpoint, load_autoencode
 from ..checkpoints.load import build_module, shift_of
 from ..decode import decode_latents
 from ..defaults import check_sampler, model_defaults
+from ..errors import InputError
 from ..forward import longest_prompt
 from ..guidance import LARGEST_GUIDANCE, denoiser, perturbed_attention
 from ..latents import check_number, noise_stream, picture_shape
@@ -50,7 +51,7 @@ class Settings(NamedTuple):
 def complete(settings: Settings, checkpoint: str | Path) -> Settings:
     """Return the settings with the defaults of the checkpoint's model in place of None; only headers are read.
 
-    Raises ValueError for a size that is no multiple of 32, numbers out of range, a sampler that is not for the model,
+    Raises InputError for a size that is no multiple of 32, numbers out of range, a sampler that is not for the model,
     an unknown reference, and what is no SANA.
     """
     info = follow(find_part(inspect_checkpoint(checkpoint), "transformer"), settings.reference)
@@ -73,7 +74,7 @@ def complete(settings: Settings, checkpoint: str | Path) -> Settings:
     if settings.pag_scale:
         perturbed_attention(config, settings.pag_scale, settings.pag_blocks)
     if settings.dtype not in DTYPES:
-        raise ValueError(f"dtype: got {settings.dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype: got {settings.dtype!r}, expected one of {', '.join(DTYPES)}")
     return settings
 
 
@@ -108,8 +109,8 @@ def encode_texts(
         poll()
         try:
             texts[prompt] = texts.get(prompt) or encode_text(encoder, prompt, instruction=True)
-        except ValueError as error:
-            raise ValueError(f"{error} (the prompt that begins {prompt[:40]!a})") from None
+        except InputError as error:
+            raise InputError(f"prompt {prompt[:40]!a}: {error}") from None
     return texts, encode_negative(encoder, negative_prompt)
 
 

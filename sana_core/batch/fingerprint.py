@@ -13,6 +13,7 @@ from typing import Any
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.load import build_module, shift_of
 from ..checkpoints.tokenizer import load_tokenizer
+from ..errors import ReadError
 from ..text import MAX_TOKENS, instruction_text
 from ..whole_files import write_whole
 from .draw import Settings
@@ -110,7 +111,7 @@ def digest_files(files: set[Path], progress: Progress) -> dict[Path, str]:
                 done += len(block)
                 progress(done, total)
         if stamp(file) != before:
-            raise ValueError(f"{file}: was written while it was read; wait until it is whole")
+            raise ReadError(f"{file}: was written while it was read; wait until it is whole")
         digests[file] = digest.hexdigest()
         if before[0] >= KEPT:
             keep(file, before, digests[file])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import ExistingFileError, InputError
 from ..whole_files import sync_folder, write_whole
 from .hold import Hold
 from .plan import LARGEST_SEED, Picture
@@ -38,7 +39,7 @@ class OutputFolder:
     def find_done(self, pictures: Sequence[Picture]) -> frozenset[int]:
         """Return the numbers of the pictures that are here whole, as they would be drawn now.
 
-        What is left of a picture of ours after a power cut is removed. Raises ValueError for pictures of other settings
+        What is left of a picture of ours after a power cut is removed. Raises InputError for pictures of other settings
         or prompts, and for a file that is not ours under a name that this batch would use.
         """
         document = read_manifest(self.path)
@@ -58,7 +59,7 @@ class OutputFolder:
             entry = known[name] if known.get(name, {}).get("sha256") == digest else read_entry(data)
             if entry is None:
                 if not (is_damaged(data) and (name in known or self.is_claimed(picture))):
-                    raise ValueError(f"out: {file} is not of this batch; choose another folder, or remove it")
+                    raise InputError(f"out: {file} is not of this batch; choose another folder, or remove it")
                 file.unlink()
                 self.entries.pop(name, None)
                 continue
@@ -73,7 +74,7 @@ class OutputFolder:
 
     def another(
         self, file: Path, entry: dict[str, Any], settings: dict[str, Any], prompt: str | None = None
-    ) -> ValueError:
+    ) -> InputError:
         """Return the error for a picture that differs from what would be drawn, with the first such thing."""
         changed = [name for name, value in self.settings.items() if settings.get(name) != value]
         what = f"{changed[0]} {settings.get(changed[0])!r:.40}" if changed else "unknown"
@@ -81,7 +82,7 @@ class OutputFolder:
             what = "drawn by another version of sana_core, which described them otherwise"
         if prompt is not None and entry.get("prompt") != prompt:
             what = f"prompt {entry.get('prompt')!r:.60}"
-        return ValueError(f"out: {file} is of another prompt or other settings ({what}); choose another folder")
+        return InputError(f"out: {file} is of another prompt or other settings ({what}); choose another folder")
 
     def is_claimed(self, picture: Picture) -> bool:
         """Whether an earlier run had this picture to draw, and so found its name free."""
@@ -114,7 +115,7 @@ class OutputFolder:
         self.held.check()
         started, path = time.monotonic(), self.path / MANIFEST
         if stamp(path) not in (None, self.manifest):
-            raise FileExistsError(f"out: somebody else has written {path}; move it away, the same command goes on")
+            raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command goes on")
         sync_folder(self.path)
         document = {"settings": self.settings, "claims": self.claims, "pictures": dict(sorted(self.entries.items()))}
         write_whole(path, json.dumps(document, indent=1).encode(), self.held.run, replace=True)
@@ -127,7 +128,7 @@ class OutputFolder:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return settings, claims and pictures of the manifest, empty where there is none.
 
-    Raises ValueError for a file of another program.
+    Raises InputError for a file of another program.
     """
     path = folder / MANIFEST
     try:
@@ -140,7 +141,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ours = False
     if not ours:
-        raise ValueError(f"out: {path} is not of a batch; choose another folder, or move it away")
+        raise InputError(f"out: {path} is not of a batch; choose another folder, or move it away")
     return {"settings": settings, "claims": claims, "pictures": pictures}
 
 

@@ -20,6 +20,7 @@ from platform import node
 from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
+from ..errors import InUseError, MissingFileError, OutputError, ReadError
 from ..whole_files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,9 @@ class Hold:
         self.ended, self.lost = threading.Event(), threading.Event()
 
     def check(self) -> None:
-        """Raise BlockingIOError once another run has taken the folder, as this one was thought dead."""
+        """Raise InUseError once another run has taken the folder, as this one was thought dead."""
         if self.lost.is_set():
-            raise BlockingIOError(
+            raise InUseError(
                 f"out: another run has taken {self.folder}, for this one gave no sign of life for {WATCH:.0f} s; "
                 "the same command draws the rest later"
             )
@@ -86,7 +87,7 @@ class Hold:
 def hold(folder: Path) -> Iterator[Hold]:
     """Hold `folder`, which is made where it is not there, and take away what dead runs have left of theirs.
 
-    Raises BlockingIOError that says who holds it already, and OSError for a folder that cannot be written. Where the
+    Raises InUseError that says who holds it already, and OSError for a folder that cannot be written. Where the
     last run was of another machine and did not end properly, it waits for half a minute to see whether that lives.
     """
     own = folder / OWN
@@ -178,7 +179,7 @@ def is_named(stream: BinaryIO, path: Path) -> bool:
 
 
 def claim(held: Hold, locked: bool) -> None:
-    """Write this run's record in the place of none, or of a dead run's. Raises BlockingIOError for one that lives."""
+    """Write this run's record in the place of none, or of a dead run's. Raises InUseError for one that lives."""
     found = read_record(held.record)
     if found is None:
         try:
@@ -199,7 +200,7 @@ def claim(held: Hold, locked: bool) -> None:
 
 
 def watch(held: Hold, found: Holder) -> None:
-    """Raise BlockingIOError if the run of the record `found` lives."""
+    """Raise InUseError if the run of the record `found` lives."""
     logger.warning(
         "batch: %s was in use by a run on %s (process %d, since %s); waiting %.0f s to see whether it lives",
         held.folder,
@@ -225,27 +226,25 @@ def read_record(path: Path) -> Holder | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):
-        raise OSError(f"{path}: damaged; remove {path.parent.name} if no run is at work in the folder") from None
+        raise ReadError(f"{path}: damaged; remove {path.parent.name} if no run is at work in the folder") from None
 
 
-def in_use(folder: Path, holder: Holder | None) -> BlockingIOError:
+def in_use(folder: Path, holder: Holder | None) -> InUseError:
     who = "which has just begun or ended"
     if holder is not None:
         who = f"on {holder.host}, process {holder.pid}, since {holder.since}"
-    return BlockingIOError(
-        f"out: {folder} is in use by another run ({who}); wait for its end, or choose another folder"
-    )
+    return InUseError(f"out: {folder} is in use by another run ({who}); wait for its end, or choose another folder")
 
 
 def check_run(folder: Path, run: str) -> None:
     """Raise OSError unless `folder` is the one in which the run of that name holds, and can be written."""
     own = folder / OWN / run
     if not (own / MARK).is_file():
-        raise FileNotFoundError(f"out: {folder} is not the driver's folder here; mount the same one at this path")
+        raise MissingFileError(f"out: {folder} is not the driver's folder here; mount the same one at this path")
     try:
         write_whole(own / f".{uuid4().hex}.part", b"", own)
     except OSError as error:
-        raise OSError(f"out: cannot write into {folder} ({error.strerror}); see its rights and its disk") from error
+        raise OutputError(f"out: cannot write into {folder} ({error.strerror}); see its rights and its disk") from error
 
 
 def remove_run(run: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from ..accelerator import empty_cache, is_driver_error
 from ..decode.faults import is_out_of_memory
+from ..errors import InputError
 from .draw import Models, Settings, Text, complete, draw, encode_texts, load_encoder, load_models, texts_of
 from .loop import GRACE, Outcome, carry_out
 from .plan import Chunk, Picture, auto_chunk, cut
@@ -156,7 +157,7 @@ def is_failure_of_device(outcome: Outcome) -> bool:
 def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
     """Return the devices of that name; without any, every accelerator of this machine, or its CPU.
 
-    A device that this machine has not is left out with a log. Raises ValueError where none is left, and for names that
+    A device that this machine has not is left out with a log. Raises InputError where none is left, and for names that
     torch does not know.
     """
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -168,7 +169,7 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
         try:
             device = torch.device(name)
         except RuntimeError:
-            raise ValueError(f"devices: got {name!r}, expected names like cpu or {own[0] if own else 'cpu'}") from None
+            raise InputError(f"devices: got {name!r}, expected names like cpu or {own[0] if own else 'cpu'}") from None
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, 0)
         if device.type == "cpu" or device in own:
@@ -176,7 +177,7 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
         else:
             logger.warning("batch: this machine has no %s; going on without it", device)
     if not found:
-        raise ValueError(f"devices: got {', '.join(map(str, devices))}, expected some of cpu {' '.join(map(str, own))}")
+        raise InputError(f"devices: got {', '.join(map(str, devices))}, expected some of cpu {' '.join(map(str, own))}")
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import CheckpointError, OutputError
 from .draw import Settings, Text, decode, encode_negative, encode_text, load_encoder, load_models, sample
 from .fingerprint import difference, fingerprint
 from .hold import OWN, check_run
@@ -62,15 +63,15 @@ class Painter:
         """Load everything, to share the machine's cores with so many actors, this one included.
 
         Return how many pictures at once the GPU has memory for then. `changed` are weights of the transformer that are
-        not those of the file, by name. Raises ValueError if the checkpoint of this machine is not the one of the order,
-        and as `check_run` and the loaders do.
+        not those of the file, by name. Raises CheckpointError if this machine's checkpoint is not the order's, and as
+        `check_run` and the loaders do.
         """
         order = self.order
         torch.set_num_threads(max(1, torch.get_num_threads() // neighbours))
         for path, weights in order.weights.items():
             differs = difference(fingerprint(path), weights)
             if differs:
-                raise ValueError(f"{path}: not what the driver has ({differs}); copy the same files there")
+                raise CheckpointError(f"{path}: not what the driver has ({differs}); copy the same files there")
         if order.shared is not None:
             check_run(Path(order.shared[0]), order.shared[1])
         available = torch.accelerator.is_available()
@@ -127,4 +128,6 @@ class Painter:
         try:
             return write_picture(folder / file_name(picture), png, folder / OWN / self.order.shared[1])
         except OSError as error:
-            raise OSError(f"out: cannot write into {folder} ({error.strerror or error})") from error
+            raise OutputError(
+                f"out: cannot write into {folder} ({error.strerror or error}); see its rights and its disk"
+            ) from error

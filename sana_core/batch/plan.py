@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from itertools import groupby
 from typing import NamedTuple
 
+from ..errors import InputError
 from ..latents import check_whole
 
 LARGEST_SEED = 2**64 - 1
@@ -31,10 +32,10 @@ Chunk = tuple[Picture, ...]
 def batch_pictures(prompts: int, count: int, seed: int) -> list[Picture]:
     """Return `count` pictures of each of `prompts` prompts; picture i of a prompt has seed + i.
 
-    Raises ValueError for no prompts, a count that is not from 1 to 100000, and a seed that is not from 0 to 2^64 - 1.
+    Raises InputError for no prompts, a count that is not from 1 to 100000, and a seed that is not from 0 to 2^64 - 1.
     """
     if prompts < 1:
-        raise ValueError("prompts: got none, expected at least one")
+        raise InputError("prompts: got none, expected at least one")
     check_whole("count", count, 1, LARGEST_COUNT)
     check_whole("seed", seed, 0, LARGEST_SEED)
     return [
@@ -48,7 +49,7 @@ def cut(pictures: Iterable[Picture], size: int, done: Collection[int] = ()) -> l
     """Return the pictures in chunks of at most `size`, without those whose number is in `done`.
 
     Where a chunk begins depends on the number alone, so that what is drawn together does not depend on what is done.
-    Raises ValueError for a size below 1.
+    Raises InputError for a size below 1.
     """
     check_whole("chunk", size, 1, LARGEST_COUNT)
     chunks = (tuple(group) for _, group in groupby(pictures, key=lambda picture: picture.number // int(size)))

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..errors import ClusterError
 from .plan import Chunk, Picture
 
 # a chunk that was lost this often takes its workers down itself
@@ -21,7 +22,7 @@ PATIENCE = 10.0
 FIRST_PATIENCE = 30.0
 
 
-class ChunkLostError(ConnectionError):
+class ChunkLostError(ClusterError):
     """Some pictures were lost with their worker again and again."""
 
 
@@ -147,7 +148,7 @@ class Queue:
             self.losses[flight.chunk] += flight.started is not None
             if self.losses[flight.chunk] >= LARGEST_LOSSES:
                 raise ChunkLostError(
-                    f"picture {flight.chunk[0].number} and {len(flight.chunk) - 1} more were lost with their worker "
+                    f"worker: picture {flight.chunk[0].number} and {len(flight.chunk) - 1} more were lost with it "
                     f"{LARGEST_LOSSES} times; see the workers' logs, or use a smaller chunk"
                 )
             self.waiting.appendleft(flight.chunk)

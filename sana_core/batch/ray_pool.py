@@ -15,6 +15,7 @@ import torch
 
 from ..accelerator import is_driver_error
 from ..decode.faults import is_out_of_memory
+from ..errors import ClusterError, SanaError
 from .loop import Outcome
 from .painter import Order
 from .plan import Chunk
@@ -110,7 +111,7 @@ class RayPool:
         self.starting = {call: entry for call, entry in self.starting.items() if entry[0] != name}
 
     def workers(self) -> list[str]:
-        """Raises ConnectionError when no actor came up in time, and what a machine said where all refuse."""
+        """Raises ClusterError when no actor came up in time, and what a machine said where all refuse."""
         now = time.monotonic()
         if now - self.looked > LOOK_AROUND:
             self.look_around()
@@ -119,7 +120,7 @@ class RayPool:
         elif self.refused and not self.starting:
             raise next(iter(self.refused.values()))
         elif now - self.seen > self.longest_wait:
-            raise ConnectionError(
+            raise ClusterError(
                 f"cluster: no GPU of it could be had for {self.longest_wait:.0f} s; "
                 "see ray status for what its machines have, and what others use"
             )
@@ -157,14 +158,15 @@ class RayPool:
         except self.ray.exceptions.RayError as error:
             self.tries[node_id] = self.tries.get(node_id, 0) + 1
             if self.tries[node_id] >= LARGEST_TRIES:
-                self.refused[node_id] = ConnectionError(f"{name}: its processes die before they are ready: {error}")
+                self.refused[node_id] = ClusterError(
+                    f"{name}: its processes die before they are ready ({error}); see its logs"
+                )
             logger.warning("batch: %s died before it was ready", name)
             self.forget(name)
 
     def refuse(self, name: str, actor: Any, cause: BaseException) -> None:
         """Leave the actor's machine out: it is well, but cannot draw, and another try there would end the same."""
-        kind = next((kind for kind in (OSError, ValueError) if isinstance(cause, kind)), ConnectionError)
-        self.refused[self.machines[name]] = kind(f"{name}: {cause}")
+        self.refused[self.machines[name]] = named(name, cause)
         logger.error("batch: %s cannot draw: %s", name, cause)
         self.forget(name)
         self.ray.kill(actor)
@@ -185,7 +187,7 @@ class RayPool:
                 if worker in self.actors:
                     self.refuse(worker, self.actors[worker], error.cause)
                 return []
-            return [Outcome(worker, chunk, error=ValueError(f"{worker}: {error.cause}"))]
+            return [Outcome(worker, chunk, error=named(worker, error.cause))]
         except self.ray.exceptions.RayError as error:
             self.drop(worker, error)
             return []
@@ -206,3 +208,9 @@ class RayPool:
         """End all actors, in the middle of a step if need be."""
         for actor in [*self.actors.values(), *(actor for _, actor in self.starting.values())]:
             self.ray.kill(actor)
+
+
+def named(worker: str, cause: BaseException) -> SanaError:
+    """Return the error of `worker`, with its name; one that is not ours becomes a ClusterError."""
+    kind = type(cause) if isinstance(cause, SanaError) else ClusterError
+    return kind(f"{worker}: {cause}")

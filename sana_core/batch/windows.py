@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from ..errors import InputError
 from ..text import check_characters
 from .plan import Chunk
 
@@ -17,12 +18,12 @@ LARGEST = 512
 
 
 def check_prompts(prompts: Iterable[str]) -> None:
-    """Raise ValueError, with the number of the prompt, for what no encoding can carry."""
+    """Raise InputError, with the number of the prompt, for what no encoding can carry."""
     for number, prompt in enumerate(prompts, 1):
         try:
             check_characters(prompt)
-        except ValueError as error:
-            raise ValueError(f"{error} (prompt {number})") from None
+        except InputError as error:
+            raise InputError(f"prompt {number}: {error}") from None
 
 
 def first_window(device: torch.device) -> int:

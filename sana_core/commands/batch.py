@@ -20,6 +20,7 @@ from ..batch.hold import Hold, hold
 from ..batch.local import draw_local
 from ..batch.plan import Picture, batch_pictures
 from ..batch.png import encode_png
+from ..errors import InputError, OutputError, SanaError
 from ..reference import AUTO, REFERENCE_HELP, REFERENCES
 from ..whole_files import make_folder
 
@@ -56,20 +57,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the lines of `file` that are not empty. Raises ValueError for none, and for a file not in UTF-8."""
+    """Return the lines of `file` that are not empty. Raises InputError for none, and for a file not in UTF-8."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompts: {file} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        raise InputError(f"prompts: {file} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
     prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise ValueError(f"prompts: {file} holds no prompt; write one a line")
+        raise InputError(f"prompts: {file} holds no prompt; write one a line")
     return prompts
 
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.out_shared and arguments.cluster is None:
-        raise ValueError("out-shared: it is for machines of a cluster; add --cluster, or leave it out")
+        raise InputError("out-shared: it is for machines of a cluster; add --cluster, or leave it out")
     prompts = read_prompts(arguments.prompts)
     pictures = batch_pictures(len(prompts), arguments.count, arguments.seed)
     settings = Settings(
@@ -156,11 +157,13 @@ def draw(
 
 
 def save(folder: OutputFolder, picture: Picture, png: bytes, total: int) -> Path:
-    """Write the picture. Raises OSError that says what is safe already, for example on a full disk."""
+    """Write the picture. Raises OutputError that says what is safe already, for example on a full disk."""
     try:
         return folder.save(picture, png)
+    except SanaError:
+        raise
     except OSError as error:
-        raise OSError(
+        raise OutputError(
             f"out: cannot write into {folder.path} ({error.strerror or error}); {len(folder.entries)} of {total} "
             "pictures are there, the same command draws the rest"
         ) from error

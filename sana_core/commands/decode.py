@@ -9,6 +9,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from ..decode.plan import METHODS
+from ..errors import InputError, ReadError
 from ..whole_files import check_free, unfinished
 
 EXAMPLE = """example:
@@ -68,7 +69,7 @@ def show_progress(done: int, total: int) -> None:
 
 
 def read_latents(path: Path):  # type: ignore[no-untyped-def]
-    """Return the tensor of `path`. Raises ValueError if it holds none of latents, OSError if it cannot be read."""
+    """Return the tensor of `path`. Raises InputError if it holds none of latents, ReadError if it cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -78,12 +79,12 @@ def read_latents(path: Path):  # type: ignore[no-untyped-def]
         # its own reader calls every file missing that it may not open
         tensors = load(path.read_bytes())
     except SafetensorError as error:
-        raise ValueError(f"latents: {path.name} is no safetensors file ({error})") from None
+        raise InputError(f"latents: {path} is no safetensors file ({error}); save them with SaveLatent") from None
     except OSError as error:
-        raise OSError(f"latents: {path} cannot be read ({error.strerror}); see its name and its rights") from None
+        raise ReadError(f"latents: {path} cannot be read ({error.strerror}); see its name and its rights") from None
     found = tensors.get("latents", tensors.get("latent_tensor"))
     if found is None:
-        raise ValueError(f"latents: {path.name} holds {', '.join(tensors) or 'nothing'}, expected a tensor 'latents'")
+        raise InputError(f"latents: {path} holds {', '.join(tensors) or 'nothing'}, expected a tensor 'latents'")
     check_channels("latents", found.shape)
     return found.float()
 
@@ -92,6 +93,6 @@ def paths(out: Path, stem: str, count: int, suffixes: Container[str]) -> list[Pa
     """Return a path for each picture: `out` itself if it is one file for one picture."""
     if out.suffix.lower() in suffixes:
         if count > 1:
-            raise ValueError(f"out: got one file for {count} pictures, expected a folder")
+            raise InputError(f"out: got one file for {count} pictures, expected a folder")
         return [out]
     return [out / f"{stem}_{index:05d}.png" for index in range(count)]

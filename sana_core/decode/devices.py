@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
+from ..errors import InputError
 from .attention import GLU_HALO, attend_rows, halo, score_pieces
 from .bands import LARGEST_TENSOR, Bands
 from .faults import forget, is_out_of_memory
@@ -63,7 +64,7 @@ class Workers:
 
     def __init__(self, decoder: Decoder, devices: list[torch.device]) -> None:
         if not devices:
-            raise ValueError("devices: got none, expected one or more; leave it out for the autoencoder's own")
+            raise InputError("devices: got none, expected one or more; leave it out for the autoencoder's own")
         own = next(decoder.parameters()).device
         # a device with and without its index is one device
         placed = [torch.empty(0, device=device).device for device in devices]

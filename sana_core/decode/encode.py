@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import InputError
 from .attention import strips
 from .bands import Bands, empty_bands
 from .faults import check_finite
@@ -37,13 +38,13 @@ def encode_images(
     """Return latents [B, 32, H / 32, W / 32] in the autoencoder's own scale of `images` [B, 3, H, W] in [-1, 1].
 
     The pictures may be on another device; strips of them go to the autoencoder's. "strips" and "whole" give the same
-    latents, "auto" fits `max_bytes` or what is free. Raises ValueError for pictures of other channels or with NaN, a
+    latents, "auto" fits `max_bytes` or what is free. Raises InputError for pictures of other channels or with NaN, a
     side that is no multiple of 32, an unknown method, or a budget that no plan fits.
     """
     layout = encoder_layout(autoencoder)
     check_images(images, layout)
     if method not in METHODS:
-        raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
+        raise InputError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
     like = next(autoencoder.parameters())
     height, width = (side // layout.downscale for side in images.shape[2:])
     planner = Planner(layout, height, width, like.dtype, like.device.type != "cpu")
@@ -57,10 +58,10 @@ def encode_images(
 
 
 def check_images(images: torch.Tensor, layout: Layout) -> None:
-    """Raise ValueError for anything but pictures [B, 3, H, W] of finite values whose sides can be latents."""
+    """Raise InputError for anything but pictures [B, 3, H, W] of finite values whose sides can be latents."""
     shape, side = list(images.shape), layout.downscale
     if len(shape) != 4 or shape[1] != 3 or 0 in shape or shape[2] % side or shape[3] % side:
-        raise ValueError(
+        raise InputError(
             f"pixels: got pictures of shape {shape}, expected [batch, 3, height, width] with sides that are multiples "
             f"of {side}; crop or scale them"
         )

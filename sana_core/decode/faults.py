@@ -7,6 +7,7 @@ import gc
 import torch
 
 from ..accelerator import empty_cache
+from ..errors import InputError
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -26,12 +27,12 @@ def forget(error: BaseException) -> BaseException:
 
 
 def check_finite(field: str, values: torch.Tensor) -> None:
-    """Raise ValueError if `values` [B, C, H, W] hold NaN or infinity, saying how many and where the first is."""
+    """Raise InputError if `values` [B, C, H, W] hold NaN or infinity, saying how many and where the first is."""
     wrong = ~values.isfinite()
     count = int(wrong.sum())
     if count:
         picture, channel, row, column = (int(index) for index in wrong.nonzero()[0])
-        raise ValueError(
+        raise InputError(
             f"{field}: {count} of {values.numel()} values are NaN or infinite, the first in picture {picture}, channel "
             f"{channel}, row {row}, column {column}; sample again in bf16 or fp32"
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..errors import InputError
 from .bands import LARGEST_TENSOR
 from .layout import Layout
 from .strips import PIECE
@@ -191,12 +192,12 @@ class Planner:
         return self.layout.kept_width * self.height * self.width * self.dtype.itemsize
 
     def strips(self, max_bytes: float) -> Plan:
-        """Return the plan in strips that is fastest within `max_bytes`. Raises ValueError if none is."""
+        """Return the plan in strips that is fastest within `max_bytes`. Raises InputError if none is."""
         plan = self.fitting(max_bytes)
         if plan is None:
             floor = self.floor().peak_bytes
             megabytes = -(-floor // MEBIBYTE)
-            raise ValueError(
+            raise InputError(
                 f"max_bytes: got {int(max_bytes)}, expected at least {floor} for a picture of "
                 f"{self.width * self.layout.stride} x {self.height * self.layout.stride}; use {megabytes} MiB or more"
             )
@@ -242,10 +243,10 @@ class Planner:
                 return
 
     def whole(self) -> Plan:
-        """Return the undivided plan. Raises ValueError where a tensor of it has 2^31 elements."""
+        """Return the undivided plan. Raises InputError where a tensor of it has 2^31 elements."""
         demand = whole_demand(self.layout, self.height, self.width, self.dtype, self.accelerator)
         if demand.largest >= LARGEST_TENSOR:
-            raise ValueError(
+            raise InputError(
                 f"method: got whole, which makes a tensor of {int(demand.largest)} elements for this picture, expected "
                 f"fewer than {LARGEST_TENSOR}; use strips, which gives the same pixels"
             )

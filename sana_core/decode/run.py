@@ -53,7 +53,7 @@ def decode_latents(
     "auto" is the fastest exact plan within `max_bytes` of memory beyond weights, latents and pictures; without it,
     within what is free. `devices` share the rows of each picture out. The pictures are written into `out` if it is
     given, on any device. `poll` is called many times a strip and cancels by raising; `progress` gets pixel rows done
-    and in all. `report` is filled with what was done. Raises ValueError for latents of other channels or with NaN, an
+    and in all. `report` is filled with what was done. Raises InputError for latents of other channels or with NaN, an
     unknown method, or a budget that no plan fits.
     """
     check_channels("samples", latents.shape)
@@ -100,7 +100,7 @@ def decode_rows(
     check_channels("samples", latents.shape)
     check_finite("samples", latents)
     if method not in METHODS:
-        raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
+        raise InputError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
     like = next(autoencoder.parameters())
     if method in ("whole", "tiles") and [torch.device(name) for name in devices or [like.device]] != [like.device]:
         raise InputError(
@@ -143,7 +143,7 @@ def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int]) -> Plan
 
 
 def choose(planner: Planner, method: str, budget: float, tile: int, overlap: int) -> Plan:
-    """Return the plan for `method` within `budget` bytes. Raises ValueError for sizes that make no tiles."""
+    """Return the plan for `method` within `budget` bytes. Raises InputError for sizes that make no tiles."""
     if method == "whole":
         return planner.whole()
     if method == "tiles":

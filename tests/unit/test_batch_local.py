@@ -240,7 +240,7 @@ def test_windows_grow_and_keep_chunks_whole():
 
 def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
     drawing = draw_local([*MANY, "half \ud83d"], checkpoint, SMALL, batch_pictures(11, 1, 5))
-    with pytest.raises(ValueError, match=r"half a character .* at position 5; write the text again \(prompt 11\)"):
+    with pytest.raises(ValueError, match=r"^prompt 11: .*half a character .* at position 5; write the text again$"):
         next(drawing)
     assert not loads
 
