@@ -56,3 +56,16 @@ def test_picture_k_of_a_batch_is_the_picture_of_seed_plus_k(checkpoint):
     for k in range(3):
         alone = sana_core.generate([PROMPT], checkpoint, seed=8 + k, **SIZE)
         assert torch.equal(batch[k : k + 1], alone)
+
+
+def test_another_number_of_threads_is_the_same_but_for_rounding(checkpoint):
+    threads = torch.get_num_threads()
+    pictures = []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            pictures.append(sana_core.generate(["a red circle"], checkpoint, seed=3, steps=4, width=64, height=64))
+    finally:
+        torch.set_num_threads(threads)
+    # an eighth of a level of 255, of a range of 2
+    torch.testing.assert_close(*pictures, rtol=0, atol=1e-3)
