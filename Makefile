@@ -4,7 +4,7 @@ VENV = .venv/bin/python
 export PROMPT
 EXAMPLES ?= 100000
 
-.PHONY: help setup demo serve test test-all fuzz lint bench checkpoint lock
+.PHONY: help setup demo serve test test-all coverage fuzz lint bench checkpoint lock audit
 
 help:
 	@echo "make demo [PROMPT=\"a blue square on a white background\"]   draw a picture into output/"
@@ -12,8 +12,10 @@ help:
 	@echo "make test         all tests: unit, graph, server, browser"
 	@echo "make test-all     these, and the lowest and newest versions of all that the pack needs"
 	@echo "make fuzz [EXAMPLES=100000]   broken files and inputs, for hours; what fails is kept in .cache/fuzz"
+	@echo "make coverage     the tests once more, and which lines and branches of sana_core and nodes they reach"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
+	@echo "make audit        for a release: its bill of materials, and known weaknesses of what it needs"
 	@echo "make checkpoint   train demo/sana-tiny again (about 80 minutes)"
 
 setup:
@@ -31,6 +33,13 @@ test: lint
 
 test-all: test
 	$(VENV) scripts/versions.py
+
+coverage: setup
+	@$(PYTHON) scripts/setup.py --browser
+	$(VENV) -m coverage erase
+	$(VENV) -m coverage run -m pytest -c tests/pytest.ini tests/unit tests/graph tests/cluster tests/server
+	$(VENV) -m coverage combine -q
+	$(VENV) -m coverage report --fail-under 90
 
 # the tests of tests/fuzz are in `make test` too, with a few examples each
 fuzz: setup
@@ -54,7 +63,16 @@ bench: setup
 checkpoint: setup
 	$(VENV) -m demo.recipe
 
+# asks PyPI about weaknesses, so it needs the network
+audit: setup
+	$(PYTHON) -m venv .cache/release
+	.cache/release/bin/python -m pip install --quiet --require-hashes -r requirements/release.txt
+	.cache/release/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+		-o sbom.json $(VENV)
+	.cache/release/bin/pip-audit --require-hashes --disable-pip -r requirements/lock.txt
+
 # needs uv
+COMPILE = uv pip compile -q --universal --python-version 3.10 --generate-hashes --no-header --no-annotate
 lock: setup
-	uv pip compile -q --universal --python-version 3.10 --generate-hashes --no-header --no-annotate \
-		requirements/dev.in .cache/ComfyUI/requirements.txt -o requirements/lock.txt
+	$(COMPILE) requirements/dev.in .cache/ComfyUI/requirements.txt -o requirements/lock.txt
+	$(COMPILE) requirements/release.in -o requirements/release.txt
