@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .errors import InputError
+from .errors import InputError, VersionError
 from .text import Tokenizer, check_characters
 
 if TYPE_CHECKING:
@@ -64,14 +64,21 @@ def write_tokens(
 
     `choose` picks each from its logits [V], float32 on the CPU, and the ids written so far. `report` is called for
     each and cancels by raising. Raises InputError for more `ids` than the model has positions; it ends with these.
+    Raises VersionError for transformers before 4.56.
     """
-    from transformers import DynamicCache
+    from transformers import DynamicCache, __version__
 
     room = model.config.max_position_embeddings - len(ids)
     if room < 1:
         raise InputError(f"prompt: got {len(ids)} tokens, expected fewer than {room + len(ids)}; shorten the prompt")
     weight = model.embed_tokens.weight
-    cache = DynamicCache(config=model.config)
+    try:
+        cache = DynamicCache(config=model.config)
+    except TypeError:
+        # older ones do not tell the cache which layers look at a window only
+        raise VersionError(
+            f"transformers: got {__version__}, expected 4.56 or newer for Generate Text; update it"
+        ) from None
     written: list[int] = []
     tokens = torch.tensor([list(ids)], device=weight.device)
     for _ in range(min(length, room)):

@@ -15,12 +15,15 @@ import pytest
 import torch
 from bounded import bounded
 from setup import ROOT
+from transformers import Gemma2Config
 
 import sana_core
 from sana_core import CheckpointError, MissingFileError, ReadError, SanaError
 from sana_core.checkpoints import headers, pickled, schemas
 from sana_core.checkpoints.load import shift_of
 
+# older transformers leave layer types unread
+NEWER = pytest.mark.skipif(not hasattr(Gemma2Config(), "layer_types"), reason="has no layer types")
 TENSORS = {
     "transformer": ("transformer/diffusion_pytorch_model.safetensors", sana_core.load_transformer),
     "vae": ("vae/diffusion_pytorch_model.safetensors", sana_core.load_autoencoder),
@@ -381,7 +384,7 @@ def test_a_field_out_of_bounds_is_named(copy, part, field, value):
         ("vae", "decoder_block_out_channels", [16]),
         ("text_encoder", "hidden_activation", "none such"),
         ("text_encoder", "num_key_value_heads", 3),
-        ("text_encoder", "layer_types", ["none such"] * 2),
+        pytest.param("text_encoder", "layer_types", ["none such"] * 2, marks=NEWER),
     ],
 )
 def test_a_configuration_that_the_library_cannot_build_is_named(copy, part, field, value):

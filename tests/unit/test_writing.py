@@ -3,13 +3,18 @@
 import layouts
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tokenizers import AddedToken
-from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaTokenizer
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
 import sana_core
+from sana_core import VersionError
 from sana_core.checkpoints.tokenizer import json_tokenizer, sentencepiece_tokenizer
 from sana_core.writing import read_request, stop_tokens, write_tokens
 
+# before, a cache was not told which layers look at a window only; Generate Text says so there
+pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("4.56"), reason="needs transformers 4.56")
 LONG = [2, *torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(5)).tolist()]
 
 
@@ -112,7 +117,7 @@ def test_the_bundled_encoder_writes_sentences_of_its_training_and_ends(checkpoin
 @pytest.fixture(scope="module")
 def gemma_tokenizer(checkpoint):
     """The bundled tokenizer with the two tokens that mark turns, as Gemma's own has."""
-    tokenizer = GemmaTokenizer.from_pretrained(checkpoint / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint / "tokenizer")
     marks = [AddedToken(mark, special=True, normalized=False) for mark in ("<start_of_turn>", "<end_of_turn>")]
     tokenizer.add_tokens(marks, special_tokens=True)
     return tokenizer
@@ -151,3 +156,11 @@ def test_a_sentencepiece_request_without_the_tokens_spells_the_marks(spiece):
     ids = read_request(ours, "a red circle")
     assert ids[0] == 2 and ids.count(2) == 1 and 3 not in ids
     assert ours.decode(ids[1:]) == CHAT.removeprefix("<bos>").replace("A cat, please", "a red circle")
+
+
+def test_an_older_transformers_is_named(reference, monkeypatch):
+    monkeypatch.setattr(transformers, "DynamicCache", type("DynamicCache", (), {}))
+    with pytest.raises(
+        VersionError, match=r"^transformers: got .*, expected 4.56 or newer"
+    ):
+        write_tokens(reference.model, LONG, 5, ())
