@@ -294,13 +294,16 @@ def match(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
 
 def part_header(name: str, header: Header, origin: Origin) -> Header:
     """Return the header of one part of a fused tensor. Raises CheckpointError for one that has no such parts."""
+    if origin.parts == 1 or name.endswith(SCALES):
+        # the scales of quantised weights are refused where they are loaded
+        return header
     first, *rest = header.shape or (1,)
     if first % origin.parts:
         raise CheckpointError(
             f"{shown(header.file)}: {brief(name)} has {first} rows, expected {origin.parts} equal parts; use another"
             " file"
         )
-    return header._replace(shape=(first // origin.parts, *rest)) if origin.parts > 1 else header
+    return header._replace(shape=(first // origin.parts, *rest))
 
 
 def controlnet_name(headers: Headers) -> str:

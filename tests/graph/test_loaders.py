@@ -265,6 +265,15 @@ def test_a_quantised_vae_is_refused(host, put):
         host.run({"load": ("SanaVAELoader", {"vae_name": "dc-ae_fp8.safetensors"}), **catch("load", 0)})
 
 
+def test_quantised_weights_that_are_fused_are_refused(host, put):
+    """NVIDIA's layout has one weight for q, k and v, which cannot be parted under one scale."""
+    tensors = layouts.nvidia(layouts.transformer())
+    tensors["blocks.0.attn.qkv.weight_scale"] = torch.ones(())
+    put("diffusion_models", "nvidia_fp8.safetensors", tensors)
+    with pytest.raises(NodeError, match="nvidia_fp8.safetensors: got quantised weights, which are read of trans"):
+        host.run({"load": ("SanaModelLoader", {"model_name": "nvidia_fp8.safetensors"}), **catch("load", 0)})
+
+
 @pytest.mark.parametrize("field, value", [("weight_dtype", "int3"), ("resolution", "777"), ("resolution", "")])
 def test_choices_through_links_are_checked(host, field, value):
     graph = {"value": ("AnyValue", {"value": value})}

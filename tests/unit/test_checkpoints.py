@@ -96,6 +96,9 @@ def test_an_empty_folder_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="^empty: no such file, and no folder with"):
         sana_core.load_transformer(tmp_path / "empty")
+    (tmp_path / "empty" / "model_index.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="^empty: no component beside model_index.json; download the folder"):
+        sana_core.load_transformer(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
