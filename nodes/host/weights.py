@@ -45,9 +45,15 @@ def load_component(
 ) -> torch.nn.Module:
     """Return the module of `info`: its Linear and Conv2d layers those of `operations`, with weights of `weight_dtype`.
 
-    ComfyUI casts those layers as it runs them; all other parameters get `compute_dtype` (None: the same). Raises as
-    sana_core's loaders do.
+    ComfyUI casts those layers as it runs them; all other parameters get `compute_dtype` (None: the same). Raises
+    CheckpointError for quantised weights in the original layout, whose fused weights cannot be parted under their
+    scales, or of a component that runs in other operations; and as sana_core's loaders do.
     """
+    if info.quantised and (info.layout == "original" or not is_mixed(operations)):
+        raise CheckpointError(
+            f"{info.name}: got quantised weights, which are read of transformers and text encoders with "
+            "diffusers' names; use the plain file"
+        )
     module = build_module(info, resolution)
     tensors = component_tensors(info, read)
     adopted = {name for name, child in module.named_modules() if type(child) in ADOPTED}
@@ -65,14 +71,8 @@ def load_quantised(
 ) -> dict[str, torch.Tensor]:
     """Put quantised layers of `operations` into `module` and return the tensors that are left.
 
-    Raises CheckpointError for the original layout, whose fused weights cannot be parted under their scales, for a
-    component that runs in other operations, and for a format that ComfyUI does not know.
+    Raises CheckpointError for a format that ComfyUI does not know.
     """
-    if info.layout == "original" or not is_mixed(operations):
-        raise CheckpointError(
-            f"{info.name}: got quantised weights, which are read of transformers and text encoders with "
-            "diffusers' names; use the plain file"
-        )
     tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(info))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
         own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
