@@ -46,7 +46,7 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
     try:
         return construct(info, resolution)
-    except CheckpointError:
+    except (CheckpointError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the libraries raise many kinds for sizes that do not fit each other
         reason = brief(str(error) or type(error).__name__, 100)
