@@ -2,8 +2,9 @@
 
 `OMP_NUM_THREADS=1 python tests/soak/fail_batch.py` counts the calls that make, open for writing, name or remove a file.
 Before the n-th of them, for every n, the process is killed, or the disk becomes read-only, full, or fails once, or the
-process stands still while a second run comes to the same folder. What holds is what kill_batch.py checks: nothing lost,
-mixed or half, no file of others touched; an error is one line, and the same command makes the folder whole.
+process stands still while a second run comes to the same folder; so too in the middle of each file that is written.
+What holds is what kill_batch.py checks: nothing lost, mixed or half, no file of others touched; an error is one line,
+and the same command makes the folder whole.
 """
 
 from __future__ import annotations
@@ -64,15 +65,35 @@ FAULTS: dict[str, Fault] = {
     "full": fails(errno.ENOSPC, growing=True),
     "fails once": fails(errno.EIO, once=True),
     "stands still": signals(signal.SIGSTOP),
+    "killed in a write": signals(signal.SIGKILL),
+    "stands still in a write": signals(signal.SIGSTOP),
 }
+INSIDE = {"killed in a write", "stands still in a write"}
 
 
-def arm(fault: Fault, number: int, folder: Path) -> Callable[[], None]:
-    """Return what lets `fault` happen before the `number`-th call that changes something in `folder`/out."""
+def arm(fault: Fault, number: int, folder: Path, inside: bool) -> Callable[[], None]:
+    """Return what lets `fault` happen before the `number`-th call that changes something in `folder`/out.
+
+    With `inside` it happens in the middle of the `number`-th file that is written instead.
+    """
 
     def prepare() -> None:
         note = os.open(folder / "happened", os.O_WRONLY | os.O_CREAT)
         count = 0
+
+        def write_in_two(path: Path, data: bytes) -> None:
+            nonlocal count
+            count += 1
+            with path.open("wb", buffering=0) as stream:
+                stream.write(data[: len(data) // 2])
+                if count == number:
+                    os.write(note, b"write\n")
+                    fault("write", str(path), 0)
+                stream.write(data[len(data) // 2 :])
+
+        if inside:
+            Path.write_bytes = write_in_two  # type: ignore[assignment, method-assign]
+            return
 
         def hook(event: str, arguments: tuple) -> None:
             nonlocal count
@@ -102,8 +123,8 @@ def disturb(name: str, number: int, base: Path, whole: dict[str, bytes]) -> Coun
     """Let the fault happen before the `number`-th call and return how it ended; nothing if there is no such call."""
     folder, happened = new_folder(base), Counter[str]()
     out = folder / "out"
-    process = start(folder, count=1, prepare=arm(FAULTS[name], number, folder))
-    if name == "stands still":
+    process = start(folder, count=1, prepare=arm(FAULTS[name], number, folder, name in INSIDE))
+    if name.startswith("stands still"):
         _, status = os.waitpid(process, os.WUNTRACED)
         if os.WIFSTOPPED(status):
             look(folder, whole, {})
@@ -141,7 +162,8 @@ def soak(base: Path, every: int) -> dict[str, dict[str, int]]:
     whole = {name: data for name, (data, _) in pictures(folder / "out").items()}
     found = {}
     for first, name in enumerate(FAULTS):
-        total, number = Counter[str](), 1 + first % every
+        step = 1 if name in INSIDE else every
+        total, number = Counter[str](), 1 + first % step
         while True:
             try:
                 happened = disturb(name, number, base, whole)
@@ -150,7 +172,7 @@ def soak(base: Path, every: int) -> dict[str, dict[str, int]]:
             if not happened:
                 break
             total += happened + Counter(calls=1)
-            number += every
+            number += step
         found[name] = dict(sorted(total.items()))
     return found
 
