@@ -3,8 +3,10 @@ VENV = .venv/bin/python
 # handed over through the environment, so that quotes in a prompt stay what they are
 export PROMPT
 EXAMPLES ?= 100000
+GRAPHS ?= 300
+KILLS ?= 1000
 
-.PHONY: help setup demo serve test test-all coverage fuzz lint bench checkpoint lock audit
+.PHONY: help setup demo serve test test-all coverage fuzz soak lint bench checkpoint lock audit
 
 help:
 	@echo "make demo [PROMPT=\"a blue square on a white background\"]   draw a picture into output/"
@@ -13,6 +15,7 @@ help:
 	@echo "make test-all     these, and the lowest and newest versions of all that the pack needs"
 	@echo "make fuzz [EXAMPLES=100000]   broken files and inputs, for hours; what fails is kept in .cache/fuzz"
 	@echo "make coverage     the tests once more, and which lines and branches of sana_core and nodes they reach"
+	@echo "make soak [GRAPHS=300] [KILLS=1000]   faults and hundreds of graphs on one server, for hours; figures in benchmarks/"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
 	@echo "make audit        for a release: its bill of materials, and known weaknesses of what it needs"
@@ -44,6 +47,15 @@ coverage: setup
 # the tests of tests/fuzz are in `make test` too, with a few examples each
 fuzz: setup
 	EXAMPLES=$(EXAMPLES) FUZZ_PROFILE=fuzz $(VENV) -m pytest -c tests/pytest.ini tests/fuzz -o timeout=0
+
+# the kills add to those of benchmarks/kills.json
+soak: setup
+	OMP_NUM_THREADS=1 $(VENV) tests/soak/mixed_graphs.py --graphs $(GRAPHS)
+	OMP_NUM_THREADS=1 $(VENV) tests/soak/two_servers.py
+	OMP_NUM_THREADS=1 $(VENV) tests/soak/fail_batch.py
+	ALLOCATIONS_EVERY=1 $(VENV) -m pytest -c tests/pytest.ini tests/unit/test_every_allocation.py \
+		tests/graph/test_graph_allocations.py -o timeout=0
+	OMP_NUM_THREADS=1 $(VENV) tests/soak/kill_batch.py --kills $(KILLS)
 
 lint: setup
 	$(VENV) -m ruff check .

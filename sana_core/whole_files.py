@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from os import O_RDONLY, close, fsync
 from os import open as open_descriptor
 from pathlib import Path
+from tempfile import TemporaryFile
 from uuid import uuid4
 
 from .errors import ExistingFileError, OutputError
@@ -66,11 +67,11 @@ def check_free(paths: Iterable[Path]) -> None:
 
 def make_folder(path: Path) -> None:
     """Make the folder `path` if it is not there. Raises OutputError with a remedy where nothing can be written."""
-    probe = path / f".{uuid4().hex}.part"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe.touch(exist_ok=False)
-        probe.unlink()
+        # a file without a name, so that a process that is killed here leaves nothing
+        with TemporaryFile(dir=path):
+            pass
     except OSError as error:
         raise OutputError(
             f"out: got {path.absolute()}, where nothing can be written ({error.strerror}), expected a folder of yours; "

@@ -53,11 +53,12 @@ def free_port() -> int:
 
 
 class Server(NamedTuple):
-    """A running server: its address, its log, and where it writes pictures."""
+    """A running server: its address, its log, where it writes pictures, and its process."""
 
     address: str
     log: Path
     output: Path
+    pid: int
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def start_server(
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
         )
-    server = Server(f"127.0.0.1:{port}", log, output)
+    server = Server(f"127.0.0.1:{port}", log, output, process.pid)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not is_up(server):
@@ -103,19 +104,23 @@ def get(server: Server, path: str, **query: str) -> bytes:
         return response.read()
 
 
+def post(server: Server, path: str, **body: object) -> bytes:
+    """POST `body` as JSON. Raises urllib.error.HTTPError where the server refuses it."""
+    request = urllib.request.Request(
+        f"http://{server.address}{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.read()
+
+
 class GraphError(Exception):
     """The server refused a graph, or a node failed; the message is what it said."""
 
 
 def queue(server: Server, graph: dict, client_id: str) -> str:
     """POST `graph`; return the prompt id. Raises GraphError with the server's words if it is refused."""
-    body = json.dumps({"prompt": graph, "client_id": client_id}).encode()
-    request = urllib.request.Request(
-        f"http://{server.address}/prompt", data=body, headers={"Content-Type": "application/json"}
-    )
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)["prompt_id"]
+        return json.loads(post(server, "/prompt", prompt=graph, client_id=client_id))["prompt_id"]
     except urllib.error.HTTPError as error:
         raise GraphError(refusal(json.load(error))) from None
 
@@ -132,7 +137,7 @@ def refusal(answer: dict) -> str:
 
 
 def run_graph(server: Server, graph: dict) -> Iterator[dict | bytes]:
-    """Queue `graph` and yield its events until it ends: dicts, and bytes for previews.
+    """Queue `graph` and yield its events until it ends or is cancelled: dicts, and bytes for previews.
 
     Raises GraphError with the node's message if one fails.
     """
@@ -150,7 +155,7 @@ def run_graph(server: Server, graph: dict) -> Iterator[dict | bytes]:
             yield event
             if event["type"] == "execution_error":
                 raise GraphError(event["data"]["exception_message"].strip())
-            if event["type"] == "execution_success":
+            if event["type"] in ("execution_success", "execution_interrupted"):
                 return
 
 

@@ -153,6 +153,9 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
 
 
 def report_text(report: dict[str, Any]) -> str:
+    """Return what `decode_latents` reports; it does not where ComfyUI saw memory run out and called `decode_tiled`."""
+    if "seconds" not in report:
+        return "memory ran out; decoded again, in strips that need no more of it than ComfyUI's tiles"
     lines = [
         report["plan"],
         f"{report['strips']} strips, {report['seconds']:.2f} s",

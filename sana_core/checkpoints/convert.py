@@ -67,7 +67,7 @@ def write_file(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[st
         raise
     except (OSError, SafetensorError) as error:
         raise OutputError(
-            f"target: cannot write {target} ({brief(error)}); see the folder, its rights and its disk"
+            f"target: cannot write {target} ({brief(error, 120)}); see the folder, its rights and its disk"
         ) from error
 
 

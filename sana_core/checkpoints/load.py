@@ -46,8 +46,8 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
     try:
         return construct(info, resolution)
-    except (CheckpointError, ImportError, OSError):
-        # a library that is broken, or a disk: not the file's fault
+    except (CheckpointError, ImportError, OSError, MemoryError, torch.OutOfMemoryError):
+        # a library that is broken, a disk, memory: not the file's fault
         raise
     except Exception as error:  # the libraries raise many kinds for sizes that do not fit each other
         reason = brief(str(error) or type(error).__name__, 100)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,8 +60,13 @@ def import_all() -> None:
     encode_png(pixels, "", 0, {})
 
 
-def start(folder: Path, prompts: str = "prompts.txt") -> int:
-    """Start `batch` in a process of its own and return its id. Its output goes to `folder`/log."""
+def start(
+    folder: Path, prompts: str = "prompts.txt", count: int = COUNT, prepare: Callable[[], None] = lambda: None
+) -> int:
+    """Start `batch` in a process of its own and return its id. Its output goes to `folder`/log.
+
+    `prepare` is called in that process before the command.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -70,8 +76,9 @@ def start(folder: Path, prompts: str = "prompts.txt") -> int:
         log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        words = ["batch", prompts, "--checkpoint", ROOT / "demo" / "sana-tiny", "--out", "out", "--count", COUNT]
+        words = ["batch", prompts, "--checkpoint", ROOT / "demo" / "sana-tiny", "--out", "out", "--count", count]
         words += ["--steps", 1, "--width", 32, "--height", 32, "--chunk", 1]
+        prepare()
         status = run_command([str(word) for word in words])
     finally:
         os._exit(status)

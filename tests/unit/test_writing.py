@@ -160,7 +160,5 @@ def test_a_sentencepiece_request_without_the_tokens_spells_the_marks(spiece):
 
 def test_an_older_transformers_is_named(reference, monkeypatch):
     monkeypatch.setattr(transformers, "DynamicCache", type("DynamicCache", (), {}))
-    with pytest.raises(
-        VersionError, match=r"^transformers: got .*, expected 4.56 or newer"
-    ):
+    with pytest.raises(VersionError, match=r"^transformers: got .*, expected 4.56 or newer"):
         write_tokens(reference.model, LONG, 5, ())

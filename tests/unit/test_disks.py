@@ -1,0 +1,171 @@
+"""Real disks that are full or read-only: small ones in memory, mounted where only the test's own process sees them."""
+
+import contextlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from setup import ROOT
+
+PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
+CHECKPOINT = ROOT / "demo" / "sana-tiny"
+PAGE = 4096
+
+
+def unshare(*command, **options):
+    """Run a command as the root of a world of its own, with its own mounts."""
+    return subprocess.run(["unshare", "--user", "--map-root-user", "--mount", *command], **options)
+
+
+@pytest.fixture
+def mounting():
+    """Skips where this machine lets nobody mount, as some distributions and all but Linux do."""
+    if (
+        shutil.which("unshare") is None
+        or unshare("mount", "-t", "tmpfs", "none", "/mnt", capture_output=True).returncode
+    ):
+        pytest.skip("no mounts of one's own here")
+
+
+@pytest.fixture
+def apart(mounting, tmp_path):
+    """A function that calls one of this module's functions in a process that may mount, in an empty folder."""
+
+    def call(function):
+        places = [str(ROOT / folder) for folder in ("tests/unit", "tests", "scripts")] + [str(ROOT)]
+        code = f"import sys; sys.path += {places}; import test_disks as t; t.{function.__name__}()"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = unshare(sys.executable, "-c", code, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+
+    return call
+
+
+def mount(path, options):
+    Path(path).mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=True)
+
+
+def command(*words):
+    """Run the command; return its status and what it said on stderr."""
+    from sana_core.__main__ import main
+
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+        status = main([str(word) for word in words])
+    return status, said.getvalue()
+
+
+def batch(out):
+    Path("prompts.txt").write_text("\n".join(PROMPTS))
+    size = ["--width", 32, "--height", 32, "--steps", 1]
+    return command("batch", "prompts.txt", "--checkpoint", CHECKPOINT, "--out", out, "--count", 1, "--chunk", 1, *size)
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def leave_pages(folder, count):
+    """Fill the disk with one file, but for so many pages."""
+    with (folder / "ballast").open("wb", buffering=0) as stream:
+        with contextlib.suppress(OSError):
+            while stream.write(bytes(PAGE)) == PAGE:
+                pass
+        stream.truncate(max(0, stream.tell() // PAGE - count) * PAGE)
+
+
+def leave_files(folder, count):
+    """Fill the disk with names, but for so many files."""
+    (folder / "ballast").mkdir()
+    made = []
+    with contextlib.suppress(OSError):
+        while True:
+            made.append(folder / "ballast" / f"{len(made)}")
+            made[-1].touch()
+    for path in made[-1 - count : -1]:
+        path.unlink()
+
+
+def draw_on_disks_of_all_sizes():
+    batch("whole")
+    whole = {name: data for name, data in content("whole").items() if name.endswith(".png")}
+    assert len(whole) == 2
+    mount("out", "size=400k,nr_inodes=60")
+    out, drawn = Path("out"), set()
+    for fill, room in [*((leave_pages, pages) for pages in range(8)), *((leave_files, files) for files in range(9))]:
+        fill(out, room)
+        status, said = batch("out")
+        left = {name: data for name, data in content(out).items() if not name.startswith("ballast")}
+        pictures = {name: data for name, data in left.items() if name.endswith(".png")}
+        assert pictures.items() <= whole.items(), (room, "a picture that is not whole")
+        assert left.keys() <= {*whole, "manifest.json"}, (room, left.keys())
+        assert status == (len(pictures) < len(whole)) or "No space left" in said, (room, said)
+        if status:
+            assert len(said.splitlines()) == 1 and "No space left on device" in said and "out" in said, (room, said)
+        drawn.add((fill, len(pictures)))
+        shutil.rmtree(out / "ballast") if fill is leave_files else (out / "ballast").unlink()
+        assert batch("out") == (0, ""), room
+        assert content(out).items() >= whole.items()
+        for path in out.iterdir():
+            path.unlink()
+    # from a disk for nothing to one for all
+    assert drawn == {(fill, count) for fill in (leave_pages, leave_files) for count in range(3)}, drawn
+
+
+def test_a_batch_on_a_full_disk_keeps_what_is_whole_and_goes_on_later(apart):
+    apart(draw_on_disks_of_all_sizes)
+
+
+def write_latents():
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"latents": torch.zeros(1, 32, 4, 4)}, "latents.safetensors")
+
+
+COMMANDS = {
+    "generate": ["generate", PROMPTS[0], "--checkpoint", CHECKPOINT, "--out", "out", "--width", 128, "--height", 128],
+    "decode": ["decode", "latents.safetensors", "--checkpoint", CHECKPOINT, "--out", "out"],
+    "decode into a TIFF": ["decode", "latents.safetensors", "--checkpoint", CHECKPOINT, "--out", "out/picture.tif"],
+    "convert": ["convert", CHECKPOINT / "transformer", "out/converted.safetensors"],
+}
+COMMANDS["generate"] += ["--steps", 1, "--seed", 7]
+
+
+def write_on_a_full_disk():
+    write_latents()
+    mount("out", "size=400k")
+    leave_pages(Path("out"), 0)
+    for name, words in COMMANDS.items():
+        status, said = command(*words)
+        assert status == 1 and "No space left on device" in said and "out" in said, (name, said)
+        # a decode says how far it was
+        assert len(said.splitlines()) <= 2 and "Traceback" not in said, (name, said)
+        assert [path.name for path in Path("out").iterdir()] == ["ballast"], name
+
+
+def test_no_command_leaves_half_a_file_on_a_full_disk(apart):
+    apart(write_on_a_full_disk)
+
+
+def write_on_a_read_only_disk():
+    write_latents()
+    mount("out", "size=4m")
+    assert batch("out")[0] == 0
+    before = content("out")
+    subprocess.run(["mount", "-o", "remount,ro", "out"], check=True)
+    for name, words in COMMANDS.items():
+        status, said = command(*words)
+        assert status == 1 and "Read-only file system" in said and "out" in said, (name, said)
+        assert len(said.splitlines()) == 1, (name, said)
+    status, said = batch("out")
+    assert status == 1 and "where nothing can be written (Read-only file system)" in said, said
+    assert content("out") == before
+
+
+def test_a_read_only_disk_is_named_before_anything_is_drawn(apart):
+    apart(write_on_a_read_only_disk)

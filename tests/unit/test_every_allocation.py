@@ -1,0 +1,79 @@
+"""Memory that runs out at any allocation of a decode or a batch: the pictures are right, or the error says so."""
+
+import pytest
+import torch
+from allocations import RunsOut, large_tensors, numbers
+from decoders import noise, relative
+
+from sana_core import decode_latents, encode_images
+from sana_core.batch import local
+from sana_core.batch.draw import Settings
+from sana_core.batch.plan import batch_pictures
+from sana_core.decode.layout import decoder_layout, encoder_layout
+from sana_core.decode.plan import Planner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def attempt(work, wanted):
+    """What `work` returns where its allocation of that number fails, or None where it raises."""
+    try:
+        with RunsOut(wanted) as memory:
+            result = work()
+    except torch.OutOfMemoryError:
+        return None
+    assert memory.count >= wanted
+    return result
+
+
+@pytest.mark.parametrize("direction", ["decode", "encode"])
+def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
+    if direction == "decode":
+        given, layout, run = noise(1, 32, 9, 7), decoder_layout(bundled), decode_latents
+    else:
+        given, layout, run = noise(1, 3, 288, 224), encoder_layout(bundled), encode_images
+    # for strips with halves to go to
+    budget = Planner(layout, 9, 7, torch.float32, False).floor().peak_bytes * 4
+    with RunsOut() as memory:
+        expected = run(bundled, given, max_bytes=budget)
+    before, survived, tried = large_tensors(), 0, numbers(memory.count, 12)
+    for wanted in tried:
+        got = attempt(lambda: run(bundled, given, max_bytes=budget), wanted)
+        if got is not None:
+            assert relative(got, expected) <= 1e-5, wanted
+            survived += 1
+        del got
+        assert large_tensors() <= before, wanted
+    assert memory.count > 300
+    # what comes before the first block can only fail
+    assert survived / len(tried) > 0.85, (survived, len(tried))
+
+
+def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(checkpoint, monkeypatch):
+    real, wanted = local.draw, 0
+
+    def draw(*arguments):
+        nonlocal wanted
+        number, wanted = wanted, 0
+        with RunsOut(number) as memory:
+            pictures = real(*arguments)
+        counts.append(memory.count)
+        return pictures
+
+    def run():
+        settings = Settings(64, 64, steps=1)
+        drawn = local.draw_local(["a red circle"], checkpoint, settings, batch_pictures(1, 2, 0), ["cpu"], chunk=2)
+        return {picture.number: pixels for picture, pixels in drawn}
+
+    counts = []
+    monkeypatch.setattr(local, "draw", draw)
+    expected = run()
+    before, tried = large_tensors(), numbers(counts[0], 10)
+    for wanted in tried:  # noqa: B007
+        got = run()
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[number], expected[number]) for number in got)
+        del got
+        assert large_tensors() <= before
+    # where the sampling failed, two were drawn as one and one; a decode goes on by itself
+    assert 1 + 2 * len(tried) > len(counts) > 1 + len(tried)
