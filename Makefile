@@ -3,6 +3,7 @@ VENV = .venv/bin/python
 # handed over through the environment, so that quotes in a prompt stay what they are
 export PROMPT
 EXAMPLES ?= 100000
+MINUTES ?= 1000000
 
 .PHONY: help setup demo serve test test-all fuzz lint bench checkpoint lock
 
@@ -11,7 +12,7 @@ help:
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188"
 	@echo "make test         all tests: unit, graph, server, browser"
 	@echo "make test-all     these, and the lowest and newest versions of all that the pack needs"
-	@echo "make fuzz [EXAMPLES=100000]   broken files and inputs, for hours; what fails is kept in .cache/fuzz"
+	@echo "make fuzz [EXAMPLES=100000] [MINUTES=60]   broken files and inputs, for hours, going on where it was"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
 	@echo "make checkpoint   train demo/sana-tiny again (about 80 minutes)"
@@ -34,7 +35,7 @@ test-all: test
 
 # the tests of tests/fuzz are in `make test` too, with a few examples each
 fuzz: setup
-	EXAMPLES=$(EXAMPLES) FUZZ_PROFILE=fuzz $(VENV) -m pytest -c tests/pytest.ini tests/fuzz -o timeout=0
+	OMP_NUM_THREADS=1 $(VENV) tests/fuzz/run.py --examples $(EXAMPLES) --minutes $(MINUTES)
 
 lint: setup
 	$(VENV) -m ruff check .
