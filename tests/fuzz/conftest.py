@@ -6,27 +6,23 @@ What has failed once is kept in .cache/fuzz and tried first; a fault that was fo
 import json
 import logging
 import os
-import traceback
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from bounded import bounded
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from small import make_checkpoint
-
-from sana_core import SanaError
+from verdicts import check_line, is_bare, is_ours
 
 ROOT = Path(__file__).parents[2]
-LONGEST_MESSAGE = 400  # with the names of a test's folders in it
-# whose errors have no classes yet; a file leaves the list when they have
-BARE = ("sana_core/batch/", "sana_core/commands/batch.py", "sana_core/commands/decode.py", "sana_core/decode/")
-
 common = {
     "database": DirectoryBasedExampleDatabase(ROOT / ".cache" / "fuzz"),
     "deadline": None,  # `survives` has its own, which also ends a hang
     "suppress_health_check": list(HealthCheck),
+    # to vary the parts of what failed takes minutes
+    "phases": set(Phase) - {Phase.explain},
 }
 settings.register_profile("test", max_examples=60, **common)
 settings.register_profile("fuzz", max_examples=int(os.environ.get("EXAMPLES", "1000")), **common)
@@ -65,7 +61,7 @@ def survives(count):
             with bounded():
                 return action()
         except Exception as error:
-            if not isinstance(error, SanaError) and not is_bare(error):
+            if not is_ours(error) and not is_bare(error):
                 raise
             message = str(error)
         check_line(message)
@@ -73,17 +69,6 @@ def survives(count):
             assert any(name in message for name in names) and "; " in message, message
 
     return run
-
-
-def is_bare(error):
-    """Whether `error` is one of those that have no class of ours yet."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return isinstance(error, ValueError | OSError) and any(place in files[-1] for place in BARE)
-
-
-def check_line(message):
-    assert len(message) < LONGEST_MESSAGE and "\n" not in message and ": " in message, message
-    message.encode()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,9 +1,8 @@
 """Fuzz every kind of input until there were as many examples as asked for, and keep count.
 
-`make fuzz` runs the tests of this folder one file, which is one kind, after the other, each time with another seed, and
-adds the number of examples to benchmarks/fuzz.json. A run that is started again goes on from there. It ends at the first
-example that does not hold, which hypothesis keeps in .cache/fuzz and tries first the next time; of that file's examples
-none is counted.
+`make fuzz` runs the files of this folder, each of which is one kind, in turn, each time with another seed, and adds the
+number of examples to benchmarks/fuzz.json. A run that is started again goes on from there. It ends at the first example
+that does not hold, which hypothesis keeps in .cache/fuzz and tries first the next time; of that part none is counted.
 """
 
 from __future__ import annotations
