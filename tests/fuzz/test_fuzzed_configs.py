@@ -5,12 +5,17 @@ import shutil
 
 import layouts
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
 from small import BUNDLED
 
 import sana_core
+from sana_core.batch.folder import OutputFolder
+from sana_core.batch.hold import Holder, hold, read_record
+from sana_core.batch.plan import batch_pictures
+from sana_core.batch.png import encode_png
 from sana_core.checkpoints.load import shift_of
 from sana_core.checkpoints.schemas import read_preview
 
@@ -81,6 +86,37 @@ def test_tokenizers(survives, folder, content):
 def test_tokenizers_settings(survives, folder, content):
     file = folder / "tokenizer" / "tokenizer_config.json"
     with_file(file, content, survives, lambda: sana_core.load_text_encoder(folder), "tokenizer_config.json")
+
+
+RECORD = changed(json.dumps(Holder("here", 1, "now", "0")._asdict()).encode())
+PROMPTS, DRAWN = ["a red circle"], {"width": 32, "height": 32, "steps": 1, "sampler": "flow_euler"}
+PICTURES = batch_pictures(1, 2, 0)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    """A folder that a batch holds, with a picture of it and a manifest."""
+    with hold(tmp_path_factory.mktemp("batch")) as held:
+        folder = OutputFolder(held, PROMPTS, DRAWN)
+        folder.find_done(PICTURES)
+        folder.save(PICTURES[0], encode_png(torch.zeros(3, 32, 32), PROMPTS[0], 0, DRAWN))
+        folder.write_manifest()
+        yield held
+
+
+@given(data=st.data())
+def test_manifests(survives, held, data):
+    def look():
+        assert OutputFolder(held, PROMPTS, DRAWN).find_done(PICTURES) == {0}
+
+    file = held.folder / "manifest.json"
+    with_file(file, data.draw(changed(file.read_bytes())), survives, look, "out: ")
+
+
+@given(content=RECORD)
+@example(content="[" * 2000 + "]" * 2000)
+def test_records_of_who_holds_a_folder(survives, held, content):
+    with_file(held.record, content, survives, lambda: read_record(held.record))
 
 
 @given(data=st.data())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
 
 import sana_core
+from sana_core.batch.png import encode_png, is_damaged, read_entry
 from sana_core.checkpoints.convert import convert_checkpoint
 
 LOADERS = {
@@ -133,6 +134,16 @@ def test_pth_of_changed_pickles(survives, tmp_path_factory, content, packing):
         for name, member in {**MEMBERS, "data.pkl": content}.items():
             archive.writestr(f"archive/{name}", member)
     survives(lambda: use(file, sana_core.load_transformer), file.name)
+
+
+PNG = encode_png(torch.zeros(3, 8, 8), "a red circle", 7, {"steps": 1})
+
+
+@given(content=changed_bytes(PNG))
+def test_pictures_of_a_batch(survives, content):
+    entry = survives(lambda: read_entry(content))
+    assert entry is None or isinstance(entry, dict)
+    survives(lambda: is_damaged(content))
 
 
 @given(data=st.data(), name=st.sampled_from(list(LOADERS)))
