@@ -6,6 +6,7 @@ What has failed once is kept in .cache/fuzz and tried first; a fault that was fo
 import json
 import logging
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -83,3 +84,15 @@ def quiet():
 def small(tmp_path_factory):
     """A small checkpoint, which no test changes."""
     return make_checkpoint(tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest.fixture(scope="module")
+def loaded(host, small):
+    """MODEL, CLIP and VAE of the small checkpoint, as SANA Loader gives them."""
+    folder = shutil.copytree(small, host.models / "diffusers" / "fuzzed")
+    graph = {"load": ("SanaLoader", {"model": folder.name})}
+    for slot, name in enumerate(("model", "clip", "vae")):
+        graph[f"catch {name}"] = ("Catch", {"value": ["load", slot], "name": name})
+    caught = host.run(graph)
+    yield caught["model"], caught["clip"], caught["vae"]
+    shutil.rmtree(folder)

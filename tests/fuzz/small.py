@@ -30,7 +30,6 @@ def make_checkpoint(folder: Path) -> Path:
     config = json.loads((BUNDLED / "vae" / "config.json").read_text())
     for side in ("encoder", "decoder"):
         config[f"{side}_block_out_channels"] = [4, 4, 8, 16, 16, 32]
-        config[f"{side}_layers_per_block"] = [0 if side == "encoder" else 1] + [1] * 5
     AutoencoderDC.from_config({**config, "attention_head_dim": 8}).save_pretrained(folder / "vae")
     config = json.loads((BUNDLED / "text_encoder" / "config.json").read_text())
     small = {"hidden_size": TEXT_WIDTH, "intermediate_size": 16, "head_dim": 8, "query_pre_attn_scalar": 8}

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import shutil
 from importlib import import_module
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import changed_json
 from safetensors.torch import save_file
-from small import make_checkpoint
 from verdicts import check_line
 
 # of the small checkpoint
@@ -43,22 +41,15 @@ REPORT = re.compile(r"loras/it\.safetensors: (\d+) of (\d+) layers fit(, not .*)
 
 
 @pytest.fixture(scope="module")
-def loaded(host):
-    """MODEL and CLIP of a small checkpoint, as SANA Loader gives them."""
-    folder = make_checkpoint(host.models / "diffusers" / "fuzzed")
-    (host.models / "loras").mkdir(exist_ok=True)
-    graph = {
-        "load": ("SanaLoader", {"model": "fuzzed"}),
-        "catch model": ("Catch", {"value": ["load", 0], "name": "model"}),
-        "catch clip": ("Catch", {"value": ["load", 1], "name": "clip"}),
-    }
-    caught = host.run(graph)
-    own = {name: tuple(weight.shape) for name, weight in caught["model"].model.diffusion_model.named_parameters()}
+def models(loaded, host):
+    """MODEL and CLIP, whose weights are those of the table."""
+    model, clip, _ = loaded
+    own = {name: tuple(weight.shape) for name, weight in model.model.diffusion_model.named_parameters()}
     assert WEIGHTS.items() - {(name.removesuffix(".weight"), shape) for name, shape in own.items()} == {
         ("text_encoder.layers.0.self_attn.q_proj", (16, 16))
     }
-    yield caught["model"], caught["clip"]
-    shutil.rmtree(folder)
+    (host.models / "loras").mkdir(exist_ok=True)
+    yield model, clip
     (host.models / "loras" / "it.safetensors").unlink(missing_ok=True)
 
 
@@ -197,8 +188,8 @@ LAYER = "caption_projection.linear_1"
     False,
 )
 @given(files(), st.none() | changed_json(SETTINGS), st.booleans())
-def test_loras(survives, loaded, lora, host, caplog, tensors, settings, with_clip):
-    model, clip = loaded
+def test_loras(survives, models, lora, host, caplog, tensors, settings, with_clip):
+    model, clip = models
     metadata = {"lora_adapter_metadata": settings} if settings is not None else None
     file = host.models / "loras" / "it.safetensors"
     lively = written(file, tensors, metadata) and metadata is None

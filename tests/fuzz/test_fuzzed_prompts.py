@@ -38,18 +38,20 @@ TEXTS = ANY | st.lists(PIECES | ANY, max_size=8).map("".join) | LONG
 
 @pytest.fixture(scope="module")
 def encoder(small):
-    return sana_core.load_text_encoder(small)
+    """A function that gives the text encoder, whose own words for itself fill pages."""
+    encoder = sana_core.load_text_encoder(small)
+    return lambda: encoder
 
 
 @pytest.fixture(scope="module")
-def transformer(small):
-    return sana_core.load_transformer(small)
+def config(small):
+    return sana_core.load_transformer(small).config
 
 
 @given(text=TEXTS, instruction=st.booleans(), tokens=st.sampled_from([MAX_TOKENS, 2, 77]))
 @example(text="\ud800", instruction=True, tokens=300)
 def test_readings(survives, encoder, text, instruction, tokens):
-    reading = survives(lambda: read_prompt(encoder.tokenizer.encode, text, instruction, tokens))
+    reading = survives(lambda: read_prompt(encoder().tokenizer.encode, text, instruction, tokens))
     if reading is not None:
         assert len(reading.ids) <= reading.length and "\n" not in reading.note and len(reading.note) < 200
 
@@ -58,7 +60,7 @@ def test_readings(survives, encoder, text, instruction, tokens):
 @settings(max_examples=max(1, settings().max_examples // 10))
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3), instruction=st.booleans())
 def test_embeddings(survives, encoder, texts, instruction):
-    encoded = survives(lambda: sana_core.encode_prompts(encoder, texts, instruction))
+    encoded = survives(lambda: sana_core.encode_prompts(encoder(), texts, instruction))
     if encoded is not None:
         embeds, mask = encoded
         assert embeds.shape[:2] == mask.shape == (len(texts), MAX_TOKENS) and embeds.isfinite().all()
@@ -82,5 +84,5 @@ def test_pictures_carry_them(survives, text, settings):
 
 
 @given(text=TEXTS | st.lists(st.integers(-3, 30).map(str), max_size=4).map(", ".join), scale=st.floats())
-def test_blocks_of_pag(survives, transformer, text, scale):
-    survives(lambda: perturbed_attention(transformer.config, scale, text))
+def test_blocks_of_pag(survives, config, text, scale):
+    survives(lambda: perturbed_attention(config, scale, text))
