@@ -174,6 +174,7 @@ NODES = {
     "SanaDecode": {"method": TEXTS, "budget_gb": NUMBERS, "devices": TEXTS},
 }
 USUAL = {"seed": 0, "steps": 1, "guidance": 1.0, "sampler": "flow_euler", "width": 32, "height": 32, "batch_size": 1}
+OWN = {"SanaPlan": {"vae": "dc-ae-f32c32"}}
 USUAL |= {"size": "1024", "ratio": "1.0", "variant": "1.6B", "scale": 1.0, "start": 0.0, "end": 1.0}
 
 
@@ -197,7 +198,7 @@ def links(loaded, host):
 def executed(host, links, name, options):
     """What the node of that name gives for the usual numbers, but for `options`."""
     node = host.nodes.NODE_CLASS_MAPPINGS[name]
-    given = {**links, **USUAL, **options}
+    given = {**links, **USUAL, **OWN.get(name, {}), **options}
     # as the executor does
     with torch.inference_mode():
         return node.execute(**{each.id: given[each.id] for each in node.GET_SCHEMA().inputs if each.id in given})
