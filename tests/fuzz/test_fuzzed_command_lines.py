@@ -221,10 +221,12 @@ def test_command_lines(survives, source, raised, tmp_path_factory, monkeypatch, 
         (error,) = raised
         said = err.rpartition("\r")[2]
         assert said == f"{error}\n" and said.count("\n") == 1, err
-        # the system's own words stay where it has a name for what is wrong
-        if not (isinstance(error, OSError) and error.errno):
-            assert is_ours(error) or is_bare(error), "".join(traceback.format_exception(error))
+        if is_ours(error):
             check_line(said.strip())
+        else:
+            # the system's own words stay where it has a name for what is wrong
+            named = isinstance(error, OSError) and error.errno
+            assert named or is_bare(error), "".join(traceback.format_exception(error))
 
 
 @pytest.fixture(scope="module", autouse=True)

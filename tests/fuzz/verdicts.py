@@ -17,7 +17,7 @@ def is_ours(error):
 def is_bare(error):
     """Whether `error` is one of those that have no class of ours yet."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
-    return isinstance(error, ValueError | OSError) and any(place in last for place in BARE)
+    return not is_ours(error) and isinstance(error, ValueError | OSError) and any(place in last for place in BARE)
 
 
 def check_line(message):
