@@ -32,7 +32,8 @@ def check_side(field: str, pixels: int) -> None:
         # this order makes 32 of NaN
         nearest = round(min(LARGEST, max(DOWNSCALE, pixels)) / DOWNSCALE) * DOWNSCALE
         raise InputError(
-            f"{field}: got {pixels!r:.40}, expected a multiple of {DOWNSCALE} from {DOWNSCALE} to {LARGEST}; use {nearest}"
+            f"{field}: got {pixels!r:.40}, expected a multiple of {DOWNSCALE} from {DOWNSCALE} to {LARGEST}; "
+            f"use {nearest}"
         )
 
 

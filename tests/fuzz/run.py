@@ -42,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--examples", type=int, default=100_000, help="of each kind")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no part after so long")
-    parser.add_argument("--part", type=int, default=1000, help="examples of each test between two notes of the results")
+    parser.add_argument("--part", type=int, default=3000, help="examples of each test between two notes of the results")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     arguments = parser.parse_args()
     end = time.monotonic() + 60 * arguments.minutes

@@ -145,7 +145,8 @@ SOCKETS = {
     "sigmas",
 }
 SOCKETS |= {"conditioning_1", "conditioning_2", "conditioning_to", "conditioning_from", "conditioning"}
-LARGEST = {"width": 64, "height": 64, "steps": 2, "batch_size": 2, "count": 2}
+LARGEST = {"width": 64, "height": 64, "steps": 2, "batch_size": 2, "count": 2, "value": 64}
+FLOATS = {"guidance", "cfg", "denoise", "strength", "strength_model", "scale", "start", "end", "shift", "budget_gb"}
 STRINGS = st.text(st.characters(exclude_categories=()), max_size=12) | st.sampled_from(
     [
         "sana-tiny (bundled)",
@@ -197,11 +198,17 @@ def graphs(draw):
         link = [draw(st.sampled_from([*sorted(graph), key, "nowhere"])), draw(st.integers(0, 3))]
         match draw(
             st.sampled_from(
-                ("number", "number", "text", "value", "link", "link", "drop", "class", "node", "add", "odd")
+                ("number", "through", "through", "text", "value", "link", "link", "drop", "class", "node", "add", "odd")
             )
         ):
             case "number" if names:
                 inputs[draw(st.sampled_from(names))] = draw(NUMBERS)
+            case "through" if names:
+                # through a link, past the range of the widget
+                name = draw(st.sampled_from(names))
+                kind = "PrimitiveFloat" if name in FLOATS else "PrimitiveInt"
+                graph[f"to {key}"] = {"class_type": kind, "inputs": {"value": draw(NUMBERS)}}
+                inputs[name] = [f"to {key}", 0]
             case "text" if names:
                 inputs[draw(st.sampled_from(names))] = draw(STRINGS)
             case "value" if names:
