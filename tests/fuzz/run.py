@@ -1,8 +1,9 @@
 """Fuzz every kind of input until there were as many examples as asked for, and keep count.
 
 `make fuzz` runs the files of this folder, each of which is one kind, in turn, each time with another seed, and adds the
-number of examples to benchmarks/fuzz.json. A run that is started again goes on from there. It ends at the first example
-that does not hold, which hypothesis keeps in .cache/fuzz and tries first the next time; of that part none is counted.
+number of examples to benchmarks/fuzz.json. A run that is started again goes on from there. A kind ends at the first
+example that does not hold, which hypothesis keeps in .cache/fuzz and tries first the next time; of that part none is
+counted.
 """
 
 from __future__ import annotations
@@ -45,19 +46,21 @@ def main() -> int:
     parser.add_argument("--part", type=int, default=3000, help="examples of each test between two notes of the results")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     arguments = parser.parse_args()
-    end = time.monotonic() + 60 * arguments.minutes
+    end, failed = time.monotonic() + 60 * arguments.minutes, set[str]()
     while True:
         total = json.loads(RESULTS.read_text())["examples"] if RESULTS.exists() else {}
-        left = [kind for kind in arguments.kinds if total.get(kind, 0) < arguments.examples]
+        left = [kind for kind in set(arguments.kinds) - failed if total.get(kind, 0) < arguments.examples]
         # the kind that is the furthest behind
         kind = min(left, key=lambda kind: total.get(kind, 0), default=None)
         if kind is None or time.monotonic() > end:
-            return 0
+            return len(failed)
         seed, began = random.SystemRandom().randrange(2**32), time.monotonic()
         held = fuzz(kind, arguments.part, seed)
         if held is None:
+            failed.add(kind)
             sys.stdout.write(f"{kind}: an example did not hold (seed {seed})\n")
-            return 1
+            sys.stdout.flush()
+            continue
         total[kind] = total.get(kind, 0) + held
         document = {"machine": description(), "failures": 0, "examples": dict(sorted(total.items()))}
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
