@@ -3,6 +3,7 @@ VENV = .venv/bin/python
 # handed over through the environment, so that quotes in a prompt stay what they are
 export PROMPT
 EXAMPLES ?= 100000
+MINUTES ?= 1000000
 GRAPHS ?= 300
 KILLS ?= 1000
 
@@ -13,7 +14,7 @@ help:
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188"
 	@echo "make test         all tests: unit, graph, server, browser"
 	@echo "make test-all     these, and the lowest and newest versions of all that the pack needs"
-	@echo "make fuzz [EXAMPLES=100000]   broken files and inputs, for hours; what fails is kept in .cache/fuzz"
+	@echo "make fuzz [EXAMPLES=100000] [MINUTES=60]   broken files and inputs, for hours, going on where it was"
 	@echo "make coverage     the tests once more, and which lines and branches of sana_core and nodes they reach"
 	@echo "make soak [GRAPHS=300] [KILLS=1000]   faults and hundreds of graphs on one server, for hours; figures in benchmarks/"
 	@echo "make lint         ruff and mypy"
@@ -46,7 +47,7 @@ coverage: setup
 
 # the tests of tests/fuzz are in `make test` too, with a few examples each
 fuzz: setup
-	EXAMPLES=$(EXAMPLES) FUZZ_PROFILE=fuzz $(VENV) -m pytest -c tests/pytest.ini tests/fuzz -o timeout=0
+	OMP_NUM_THREADS=1 $(VENV) tests/fuzz/run.py --examples $(EXAMPLES) --minutes $(MINUTES)
 
 # the kills add to those of benchmarks/kills.json
 soak: setup

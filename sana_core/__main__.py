@@ -45,9 +45,14 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except (SanaError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{on_one_line(str(error))}\n")
         return 1
     return 0
+
+
+def on_one_line(text: str) -> str:
+    """Return `text`, which may have a file's name in it, with what no screen shows written as in Python."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def command_line() -> int:

@@ -17,21 +17,23 @@ LARGEST_BATCH = 4096
 def check_number(field: str, value: float, low: float, high: float) -> None:
     """Raise ValueError unless low <= `value` <= high; NaN is neither."""
     if not low <= value <= high:
-        raise InputError(f"{field}: got {value}, expected a number from {low} to {high}")
+        raise InputError(f"{field}: got {value!r:.40}, expected a number from {low} to {high}")
 
 
 def check_whole(field: str, value: float, low: int, high: int) -> None:
     """Raise ValueError unless `value` is a whole number from `low` to `high`; 20.0 is one."""
     if not (low <= value <= high and value == int(value)):
-        raise InputError(f"{field}: got {value}, expected a whole number from {low} to {high}")
+        raise InputError(f"{field}: got {value!r:.40}, expected a whole number from {low} to {high}")
 
 
 def check_side(field: str, pixels: int) -> None:
     """Raise ValueError unless `pixels` is a multiple of 32 between 32 and 16384."""
     if not (DOWNSCALE <= pixels <= LARGEST and pixels % DOWNSCALE == 0):
-        nearest = min(max(round(pixels / DOWNSCALE) * DOWNSCALE, DOWNSCALE), LARGEST)
+        # this order makes 32 of NaN
+        nearest = round(min(LARGEST, max(DOWNSCALE, pixels)) / DOWNSCALE) * DOWNSCALE
         raise InputError(
-            f"{field}: got {pixels}, expected a multiple of {DOWNSCALE} from {DOWNSCALE} to {LARGEST}; use {nearest}"
+            f"{field}: got {pixels!r:.40}, expected a multiple of {DOWNSCALE} from {DOWNSCALE} to {LARGEST}; "
+            f"use {nearest}"
         )
 
 
@@ -39,13 +41,13 @@ def picture_shape(width: int, height: int, count: int) -> tuple[int, int, int, i
     """Return the latent shape [count, 32, height / 32, width / 32]. Raises ValueError as `check_side` does."""
     check_side("width", width)
     check_side("height", height)
-    check_number("batch_size", count, 1, LARGEST_BATCH)
-    return (count, CHANNELS, height // DOWNSCALE, width // DOWNSCALE)
+    check_whole("batch_size", count, 1, LARGEST_BATCH)
+    return (int(count), CHANNELS, int(height) // DOWNSCALE, int(width) // DOWNSCALE)
 
 
 def check_channels(field: str, shape: torch.Size) -> None:
-    """Raise ValueError unless `shape` is [B, 32, h, w]."""
-    if len(shape) != 4 or shape[1] != CHANNELS:
+    """Raise ValueError unless `shape` is [B, 32, h, w], with h and w above 0."""
+    if len(shape) != 4 or shape[1] != CHANNELS or 0 in shape[2:]:
         raise InputError(
             f"{field}: got a latent of shape {list(shape)}, expected [batch, {CHANNELS}, height / {DOWNSCALE}, "
             f"width / {DOWNSCALE}]; use SANA Empty Latent, or encode with SANA's VAE"

@@ -36,7 +36,7 @@ def flow_euler_sigmas(steps: int, shift: float) -> torch.Tensor:
     """
     check_steps(steps)
     smallest = shift_sigmas(torch.tensor(1 / 1000, dtype=torch.float64), shift)
-    line = torch.linspace(1, smallest.item(), steps, dtype=torch.float64)
+    line = torch.linspace(1, smallest.item(), int(steps), dtype=torch.float64)
     return torch.cat([shift_sigmas(line, shift), torch.zeros(1)]).float()
 
 
@@ -46,7 +46,7 @@ def flow_dpm_sigmas(steps: int, shift: float) -> torch.Tensor:
     Raises as `check_steps` does.
     """
     check_steps(steps)
-    line = torch.linspace(0.999, 0, steps + 1, dtype=torch.float64)
+    line = torch.linspace(0.999, 0, int(steps) + 1, dtype=torch.float64)
     return shift_sigmas(line, shift).float()
 
 
@@ -61,12 +61,12 @@ def scm_timesteps(
     """
     check_steps(steps)
     if not 0 < max_timestep <= MAX_TIMESTEP:
-        raise InputError(f"max_timestep: got {max_timestep}, expected a number above 0 and up to {MAX_TIMESTEP}")
+        raise InputError(f"max_timestep: got {max_timestep!r:.40}, expected a number above 0 and up to {MAX_TIMESTEP}")
     if steps != 2:
-        return torch.linspace(max_timestep, 0, steps + 1, dtype=torch.float64)
+        return torch.linspace(max_timestep, 0, int(steps) + 1, dtype=torch.float64)
     if not 0 < intermediate_timestep < max_timestep:
         raise InputError(
-            f"intermediate_timestep: got {intermediate_timestep}, expected a number between 0 and max_timestep, "
+            f"intermediate_timestep: got {intermediate_timestep!r:.40}, expected a number between 0 and max_timestep, "
             f"which is {max_timestep}"
         )
     return torch.tensor([max_timestep, intermediate_timestep, 0], dtype=torch.float64)
@@ -92,8 +92,8 @@ def start_later(schedule: Callable[[int], torch.Tensor], steps: int, denoise: fl
     if denoise == 0:
         return torch.empty(0)
     # more than the training's timesteps would repeat sigmas
-    whole = min(int(steps / denoise), LARGEST_STEPS)
-    return schedule(whole)[-(steps + 1) :]
+    whole = int(min(steps / denoise, LARGEST_STEPS))
+    return schedule(whole)[-(int(steps) + 1) :]
 
 
 def last_steps(sigmas: torch.Tensor, strength: float) -> torch.Tensor:

@@ -17,6 +17,14 @@ def checkpoint() -> Path:
 
 
 @pytest.fixture(scope="session")
+def host(tmp_path_factory):
+    """ComfyUI, of which a process can hold one."""
+    from in_process import Host
+
+    return Host(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="session")
 def spiece() -> bytes:
     """A sentencepiece model with Gemma's settings: BPE, bytes for what is unknown, text left as it is."""
     import sentencepiece

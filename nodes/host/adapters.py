@@ -20,6 +20,7 @@ LEAF = re.compile(
     r"|set_weight|reshape_weight)|_lora\.(up|down)\.weight)$"
 )
 UNREADABLE = "its tensors are not those of a LoRA that ComfyUI reads"
+TWICE = "its weight has another layer in the file"
 
 
 def split_layers(lora: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -35,7 +36,8 @@ def fitting_patches(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what ComfyUI can apply of a LoRA, {weight: patch}, and {layer that does not fit whole: why}.
 
-    `keys` are the weights by the layers' names and `shapes` those of the weights. Why is empty for an unknown name.
+    `keys` are the weights by the layers' names and `shapes` those of the weights. Why is empty for an unknown name. A
+    layer is applied whole or not at all, and of two for the same weight the first: ComfyUI would forget one of them.
     """
     patches, misfits = {}, {}
     for name, tensors in layers.items():
@@ -46,24 +48,27 @@ def fitting_patches(
             found = comfy.lora.load_lora(tensors, {name: keys[name]}, log_missing=False)
         except (KeyError, RuntimeError):  # a part is missing, or alpha is no number
             found = {}
-        fitting = {key: patch for key, patch in found.items() if key in shapes and can_apply(patch, shapes[key])}
-        patches.update(fitting)
+        fits = all(key in shapes and can_apply(patch, shapes[key]) for key, patch in found.items())
         if not found:
             misfits[name] = UNREADABLE
-        elif len(fitting) < len(found):
+        elif not fits:
             got = " and ".join(str(list(tensor.shape)) for tensor in tensors.values() if tensor.shape)
             misfits[name] = f"got {got}, expected {list(shapes[keys[name]])}"
+        elif patches.keys() & found.keys():
+            misfits[name] = TWICE
+        else:
+            patches.update(found)
     return patches, misfits
 
 
 def can_apply(patch: Any, shape: torch.Size) -> bool:
     """Whether ComfyUI can apply `patch` to a weight of that shape."""
-    if isinstance(patch, WeightAdapterBase) and patch.calculate_shape("") not in (None, tuple(shape)):
-        return False  # it would make the weight larger, and the layer has no use for that
     # prompts run in inference mode, whose tensors have no version
     with torch.inference_mode(False):
         weight = torch.empty(shape, device="meta", dtype=torch.float32)
         try:
+            if isinstance(patch, WeightAdapterBase) and patch.calculate_shape("") not in (None, tuple(shape)):
+                return False  # it would make the weight larger, and the layer has no use for that
             patched = comfy.lora.calculate_weight([(1.0, without_numbers(patch), 1.0, None, None)], weight, "")
         except Exception:  # each kind of adapter raises what its arithmetic raises
             return False

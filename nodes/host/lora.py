@@ -11,7 +11,7 @@ import comfy.sd
 import torch
 
 from ...sana_core.checkpoints import CheckpointInfo, find_part, inspect_checkpoint
-from ...sana_core.checkpoints.files import parse_json
+from ...sana_core.checkpoints.files import brief, parse_json
 from ...sana_core.checkpoints.schemas import check_ranks
 from ...sana_core.errors import CheckpointError, InputError
 from .adapters import fitting_patches, split_layers
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # diffusers' name of PEFT's settings in the file's metadata
 PEFT_SETTINGS = "lora_adapter_metadata"
-# layers that do not fit
-SHOWN = 3
+# of the layers that do not fit, and characters of them all
+SHOWN, LONGEST = 3, 240
 
 
 def model_keys(model: SanaModel) -> dict[str, str]:
@@ -119,7 +119,8 @@ def shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:
 
 def listed(misfits: dict[str, str]) -> str:
     """Return the first of the layers that do not fit, each with what is wrong where its name is known."""
-    return ", ".join(f"{name} ({why})" if why else name for name, why in sorted(misfits.items())[:SHOWN])
+    shown = [f"{name} ({why})" if why else name for name, why in sorted(misfits.items())[:SHOWN]]
+    return brief(", ".join(shown), LONGEST)
 
 
 def with_alpha(lora: dict, info: CheckpointInfo) -> dict:

@@ -225,7 +225,7 @@ def read_record(path: Path) -> Holder | None:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ReadError(f"{path}: damaged; remove {path.parent.name} if no run is at work in the folder") from None
 
 

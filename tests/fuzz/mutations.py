@@ -78,3 +78,13 @@ def encode(document) -> str:
         while isinstance(document, list):
             document, nested = document[0], nested + 1
         return "[" * 2000 + "0" + "]" * 2000
+
+
+def with_file(file, content, survives, action, *names):
+    """See whether `action` survives `content` in the place of what is in `file`."""
+    before = file.read_bytes()
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    try:
+        survives(action, *names)
+    finally:
+        file.write_bytes(before)

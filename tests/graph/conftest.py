@@ -1,15 +1,9 @@
-"""The host in this process, and the graph that most tests begin with."""
+"""The graph that most tests begin with, and models of other kinds."""
 
 import shutil
 
 import pytest
-from in_process import Host
 from variants import SANA_1_5, SPRINT, make_variant
-
-
-@pytest.fixture(scope="session")
-def host(tmp_path_factory):
-    return Host(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture

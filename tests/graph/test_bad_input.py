@@ -47,7 +47,7 @@ def test_batch_sizes(fails, base_graph):
         graph = base_graph()
         graph["number"] = linked(value)
         graph["empty"][1]["batch_size"] = ["number", 0]
-        fails(graph, f"^batch_size: got {value}, expected a number from 1 to 4096$")
+        fails(graph, f"^batch_size: got {value}, expected a whole number from 1 to 4096$")
 
 
 def test_a_width_typed_into_the_widget_that_is_no_multiple_of_32(fails, base_graph):

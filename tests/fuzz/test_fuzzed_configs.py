@@ -1,0 +1,129 @@
+"""Broken configurations, schedulers, preview files and tokenizers: they load, or one line says which is broken."""
+
+import json
+import shutil
+
+import layouts
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from mutations import changed_bytes, changed_json, with_file
+from small import BUNDLED
+
+import sana_core
+from sana_core.batch.folder import OutputFolder
+from sana_core.batch.hold import Holder, hold, read_record
+from sana_core.batch.plan import batch_pictures
+from sana_core.batch.png import encode_png
+from sana_core.checkpoints.load import shift_of
+from sana_core.checkpoints.schemas import read_preview
+
+LOADERS = {
+    "transformer": sana_core.load_transformer,
+    "vae": sana_core.load_autoencoder,
+    "text_encoder": sana_core.load_text_encoder,
+}
+
+
+def changed(content: bytes):
+    """Strategy: nearly the JSON file of `content`."""
+    return changed_json(json.loads(content)) | changed_bytes(content)
+
+
+# the small checkpoint has these files from the bundled one
+SCHEDULER = changed((BUNDLED / "scheduler" / "scheduler_config.json").read_bytes())
+PREVIEW = changed((BUNDLED / "preview.json").read_bytes())
+TOKENIZER = changed((BUNDLED / "tokenizer" / "tokenizer.json").read_bytes())
+SETTINGS = changed((BUNDLED / "tokenizer" / "tokenizer_config.json").read_bytes())
+MODEL_INDEX = changed((BUNDLED / "model_index.json").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def folder(small, tmp_path_factory):
+    """A copy of the checkpoint, of which each example breaks one file, and mends it."""
+    return shutil.copytree(small, tmp_path_factory.mktemp("fuzz") / "model")
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@given(data=st.data())
+def test_configurations(survives, folder, name, data):
+    def use():
+        sana_core.inspect_checkpoint(folder)
+        LOADERS[name](folder)
+
+    file = folder / name / "config.json"
+    with_file(file, data.draw(changed(file.read_bytes())), survives, use, f"{name}/")
+
+
+@given(content=SCHEDULER)
+def test_schedulers(survives, folder, content):
+    file = folder / "scheduler" / "scheduler_config.json"
+    with_file(file, content, survives, lambda: shift_of(sana_core.inspect_checkpoint(folder)), "scheduler_config.json")
+
+
+@given(content=MODEL_INDEX)
+def test_model_indexes(survives, folder, content):
+    with_file(folder / "model_index.json", content, survives, lambda: sana_core.inspect_checkpoint(folder), "model")
+
+
+@given(content=PREVIEW)
+def test_previews(survives, folder, content):
+    file = folder / "preview.json"
+    with_file(file, content, survives, lambda: read_preview(file), "preview.json")
+
+
+@given(content=TOKENIZER)
+def test_tokenizers(survives, folder, content):
+    def encode():
+        encoder = sana_core.load_text_encoder(folder)
+        sana_core.encode_prompts(encoder, ["a red circle"], instruction=False)
+
+    with_file(folder / "tokenizer" / "tokenizer.json", content, survives, encode, "tokenizer.json")
+
+
+@given(content=SETTINGS)
+def test_tokenizers_settings(survives, folder, content):
+    file = folder / "tokenizer" / "tokenizer_config.json"
+    with_file(file, content, survives, lambda: sana_core.load_text_encoder(folder), "tokenizer_config.json")
+
+
+RECORD = changed(json.dumps(Holder("here", 1, "now", "0")._asdict()).encode())
+PROMPTS, DRAWN = ["a red circle"], {"width": 32, "height": 32, "steps": 1, "sampler": "flow_euler"}
+PICTURES = batch_pictures(1, 2, 0)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    """A folder that a batch holds, with a picture of it and a manifest."""
+    with hold(tmp_path_factory.mktemp("batch")) as held:
+        folder = OutputFolder(held, PROMPTS, DRAWN)
+        folder.find_done(PICTURES)
+        folder.save(PICTURES[0], encode_png(torch.zeros(3, 32, 32), PROMPTS[0], 0, DRAWN))
+        folder.write_manifest()
+        yield held
+
+
+@given(data=st.data())
+def test_manifests(survives, held, data):
+    def look():
+        assert OutputFolder(held, PROMPTS, DRAWN).find_done(PICTURES) == {0}
+
+    file = held.folder / "manifest.json"
+    with_file(file, data.draw(changed(file.read_bytes())), survives, look, "out: ")
+
+
+@given(content=RECORD)
+@example(content="[" * 2000 + "]" * 2000)
+def test_records_of_who_holds_a_folder(survives, held, content):
+    with_file(held.record, content, survives, lambda: read_record(held.record))
+
+
+@given(data=st.data())
+def test_sentencepiece_models(survives, tmp_path_factory, spiece, data):
+    folder = tmp_path_factory.getbasetemp() / "spiece"
+    if not folder.exists():
+        model = layouts.gemma(vocabulary=600)
+        layouts.save(model.state_dict(), folder / "gemma.safetensors")
+    (folder / "tokenizer.model").write_bytes(data.draw(changed_bytes(spiece)))
+    survives(lambda: sana_core.load_text_encoder(folder / "gemma.safetensors"), "tokenizer.model")
