@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from verdicts import check_line, is_bare, is_ours
+from verdicts import check_line, is_ours
 
 from sana_core.__main__ import COMMANDS, main
 
@@ -229,7 +229,7 @@ def test_command_lines(survives, source, raised, tmp_path_factory, monkeypatch, 
         else:
             # the system's own words stay where it has a name for what is wrong
             named = isinstance(error, OSError) and error.errno
-            assert named or is_bare(error), "".join(traceback.format_exception(error))
+            assert named, "".join(traceback.format_exception(error))
 
 
 @pytest.fixture(scope="module", autouse=True)
