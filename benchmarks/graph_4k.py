@@ -23,7 +23,7 @@ SIDE = 4096
 def main() -> None:
     graph = json.loads((ROOT / "tests" / "graphs" / "demo.json").read_text())
     names = {node["class_type"]: key for key, node in graph.items()}
-    graph[names["SanaEmptyLatent"]]["inputs"].update(width=SIDE, height=SIDE)
+    graph[names["SanaNodesEmptyLatent"]]["inputs"].update(width=SIDE, height=SIDE)
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, start_server("bench-4k", Path(folder)) as server:
         started = last = time.perf_counter()
@@ -40,7 +40,7 @@ def main() -> None:
     figures = {
         **description(),
         "pixels": SIDE,
-        "steps": graph[names["SanaSampler"]]["inputs"]["steps"],
+        "steps": graph[names["SanaNodesSampler"]]["inputs"]["steps"],
         "seconds": whole,
         "seconds_of_nodes": seconds,
     }

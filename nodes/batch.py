@@ -13,7 +13,7 @@ from .host.folders import list_devices
 from .sampler import guidance_input, seed_input
 
 
-class SanaBatchSampler(io.ComfyNode):
+class SanaNodesBatchSampler(io.ComfyNode):
     """
     Draws many pictures of one prompt or of a list of prompts, on all devices of this machine together.
 
@@ -25,7 +25,7 @@ class SanaBatchSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaBatchSampler",
+            node_id="SanaNodesBatchSampler",
             display_name="SANA Batch Sampler",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -107,4 +107,4 @@ class SanaBatchSampler(io.ComfyNode):
         return io.NodeOutput(latent, images)
 
 
-NODES = [SanaBatchSampler]
+NODES = [SanaNodesBatchSampler]

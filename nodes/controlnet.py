@@ -8,7 +8,7 @@ from .host.folders import find_file, list_files
 from .loader import AUTO, reference_input
 
 
-class SanaControlNetLoader(io.ComfyNode):
+class SanaNodesControlNetLoader(io.ComfyNode):
     """
     Loads a SANA ControlNet, in diffusers' or NVIDIA's layout, for ComfyUI's Apply ControlNet.
 
@@ -19,7 +19,7 @@ class SanaControlNetLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaControlNetLoader",
+            node_id="SanaNodesControlNetLoader",
             display_name="SANA Load ControlNet",
             category="SANA/loaders",
             description=cleandoc(cls.__doc__),
@@ -50,4 +50,4 @@ class SanaControlNetLoader(io.ComfyNode):
         return io.NodeOutput(control)
 
 
-NODES = [SanaControlNetLoader]
+NODES = [SanaNodesControlNetLoader]

@@ -10,7 +10,7 @@ from ..sana_core.schedules import LARGEST_STEPS
 NAMES = list(SAMPLERS)
 
 
-class SanaScheduler(io.ComfyNode):
+class SanaNodesScheduler(io.ComfyNode):
     """
     The sigmas of SANA's schedules, with the shift that is set on the model.
     """
@@ -18,7 +18,7 @@ class SanaScheduler(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaScheduler",
+            node_id="SanaNodesScheduler",
             display_name="SANA Scheduler",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -49,7 +49,7 @@ class SanaScheduler(io.ComfyNode):
         return io.NodeOutput(schedule(model, sampler, steps, denoise))
 
 
-class SanaSamplerSelect(io.ComfyNode):
+class SanaNodesSamplerSelect(io.ComfyNode):
     """
     A SANA sampler for SamplerCustomAdvanced.
     """
@@ -57,7 +57,7 @@ class SanaSamplerSelect(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaSamplerSelect",
+            node_id="SanaNodesSamplerSelect",
             display_name="SANA Sampler Select",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -77,4 +77,4 @@ class SanaSamplerSelect(io.ComfyNode):
         return io.NodeOutput(FlowSampler(sampler))
 
 
-NODES = [SanaScheduler, SanaSamplerSelect]
+NODES = [SanaNodesScheduler, SanaNodesSamplerSelect]

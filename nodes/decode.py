@@ -12,7 +12,7 @@ DEVICES = ["one", "all"]
 LARGEST_BUDGET = 1024.0
 
 
-class SanaDecode(io.ComfyNode):
+class SanaNodesDecode(io.ComfyNode):
     """
     Turns SANA's latents into pictures: in strips, with the pixels of the undivided decode, in the memory there is.
 
@@ -22,7 +22,7 @@ class SanaDecode(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaDecode",
+            node_id="SanaNodesDecode",
             display_name="SANA Decode",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -74,4 +74,4 @@ class SanaDecode(io.ComfyNode):
         return io.NodeOutput(*decode(vae, samples["samples"], method, budget_gb, devices))
 
 
-NODES = [SanaDecode]
+NODES = [SanaNodesDecode]

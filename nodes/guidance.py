@@ -8,7 +8,7 @@ from ..sana_core.guidance import LARGEST_GUIDANCE
 from ..sana_core.latents import check_number
 
 
-class SanaPAG(io.ComfyNode):
+class SanaNodesPAG(io.ComfyNode):
     """
     Adds perturbed-attention guidance: each step also leads away from a picture drawn with one self-attention cut.
 
@@ -19,7 +19,7 @@ class SanaPAG(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaPAG",
+            node_id="SanaNodesPAG",
             display_name="SANA PAG",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -53,7 +53,7 @@ class SanaPAG(io.ComfyNode):
         return io.NodeOutput(add_perturbed_attention(model, scale, blocks))
 
 
-class SanaGuidanceInterval(io.ComfyNode):
+class SanaNodesGuidanceInterval(io.ComfyNode):
     """
     Switches classifier-free guidance off at the begin and the end of the sampling.
 
@@ -65,7 +65,7 @@ class SanaGuidanceInterval(io.ComfyNode):
     def define_schema(cls):
         share = {"min": 0.0, "max": 1.0, "step": 0.01, "round": 0.001}
         return io.Schema(
-            node_id="SanaGuidanceInterval",
+            node_id="SanaNodesGuidanceInterval",
             display_name="SANA Guidance Interval",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -89,4 +89,4 @@ class SanaGuidanceInterval(io.ComfyNode):
         return io.NodeOutput(limit_guidance(model, start, end))
 
 
-NODES = [SanaPAG, SanaGuidanceInterval]
+NODES = [SanaNodesPAG, SanaNodesGuidanceInterval]

@@ -9,7 +9,7 @@ from ..sana_core.resolutions import SHAPES, SIZES, picture_size
 from .host.latents import empty_latent
 
 
-class SanaEmptyLatent(io.ComfyNode):
+class SanaNodesEmptyLatent(io.ComfyNode):
     """
     The empty latent that SANA draws into: 32 channels, one cell for 32 x 32 pixels.
 
@@ -20,7 +20,7 @@ class SanaEmptyLatent(io.ComfyNode):
     def define_schema(cls):
         side = {"default": 1024, "min": DOWNSCALE, "max": LARGEST, "step": DOWNSCALE}
         return io.Schema(
-            node_id="SanaEmptyLatent",
+            node_id="SanaNodesEmptyLatent",
             display_name="SANA Empty Latent",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -44,7 +44,7 @@ class SanaEmptyLatent(io.ComfyNode):
         return io.NodeOutput(empty_latent(width, height, batch_size))
 
 
-class SanaResolution(io.ComfyNode):
+class SanaNodesResolution(io.ComfyNode):
     """
     Width and height of a shape that SANA was trained at, for SANA Empty Latent.
     """
@@ -52,7 +52,7 @@ class SanaResolution(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaResolution",
+            node_id="SanaNodesResolution",
             display_name="SANA Resolution",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -79,4 +79,4 @@ class SanaResolution(io.ComfyNode):
         return io.NodeOutput(*picture_size(size, ratio))
 
 
-NODES = [SanaEmptyLatent, SanaResolution]
+NODES = [SanaNodesEmptyLatent, SanaNodesResolution]

@@ -49,7 +49,7 @@ def pixels(resolution: str) -> int | None:
     return None if resolution == AUTO else int(resolution)
 
 
-class SanaLoader(io.ComfyNode):
+class SanaNodesLoader(io.ComfyNode):
     """
     Loads a whole SANA model: transformer, Gemma text encoder and DC-AE.
 
@@ -60,7 +60,7 @@ class SanaLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaLoader",
+            node_id="SanaNodesLoader",
             display_name="SANA Loader",
             category="SANA/loaders",
             description=cleandoc(cls.__doc__),
@@ -105,7 +105,7 @@ class SanaLoader(io.ComfyNode):
         return io.NodeOutput(patcher, load_clip(path), load_vae(path))
 
 
-class SanaModelLoader(io.ComfyNode):
+class SanaNodesModelLoader(io.ComfyNode):
     """
     Loads a SANA transformer from one file: diffusers' or NVIDIA's layout, .safetensors or .pth, any of the released
     sizes. It is recognised by its tensors.
@@ -116,7 +116,7 @@ class SanaModelLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaModelLoader",
+            node_id="SanaNodesModelLoader",
             display_name="SANA Load Diffusion Model",
             category="SANA/loaders",
             description=cleandoc(cls.__doc__),
@@ -152,7 +152,7 @@ class SanaModelLoader(io.ComfyNode):
         return io.NodeOutput(model)
 
 
-class SanaTextEncoderLoader(io.ComfyNode):
+class SanaNodesTextEncoderLoader(io.ComfyNode):
     """
     Loads SANA's text encoder, Gemma-2-2b-it: one file with its tokenizer inside, or a file of a downloaded folder.
 
@@ -162,7 +162,7 @@ class SanaTextEncoderLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaTextEncoderLoader",
+            node_id="SanaNodesTextEncoderLoader",
             display_name="SANA Load Text Encoder",
             category="SANA/loaders",
             description=cleandoc(cls.__doc__),
@@ -188,7 +188,7 @@ class SanaTextEncoderLoader(io.ComfyNode):
         return io.NodeOutput(load_clip(find_file("text_encoders", text_encoder_name)))
 
 
-class SanaVAELoader(io.ComfyNode):
+class SanaNodesVAELoader(io.ComfyNode):
     """
     Loads SANA's autoencoder, DC-AE f32c32 1.0, 1.1 or Lite, in diffusers' or the original layout.
 
@@ -198,7 +198,7 @@ class SanaVAELoader(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaVAELoader",
+            node_id="SanaNodesVAELoader",
             display_name="SANA Load VAE",
             category="SANA/loaders",
             description=cleandoc(cls.__doc__),
@@ -220,4 +220,4 @@ class SanaVAELoader(io.ComfyNode):
         return io.NodeOutput(load_vae(find_file("vae", vae_name)))
 
 
-NODES = [SanaLoader, SanaModelLoader, SanaTextEncoderLoader, SanaVAELoader]
+NODES = [SanaNodesLoader, SanaNodesModelLoader, SanaNodesTextEncoderLoader, SanaNodesVAELoader]

@@ -10,7 +10,7 @@ from .host.folders import find_file, list_files
 LARGEST_STRENGTH = 100.0
 
 
-class SanaLoraLoader(io.ComfyNode):
+class SanaNodesLoraLoader(io.ComfyNode):
     """
     Puts a LoRA on a SANA model and says how much of it fits. Chain several for several LoRAs.
 
@@ -22,7 +22,7 @@ class SanaLoraLoader(io.ComfyNode):
     def define_schema(cls):
         strength = {"default": 1.0, "min": -LARGEST_STRENGTH, "max": LARGEST_STRENGTH, "step": 0.01}
         return io.Schema(
-            node_id="SanaLoraLoader",
+            node_id="SanaNodesLoraLoader",
             display_name="SANA Load LoRA",
             category="SANA/loaders",
             description=cleandoc(cls.__doc__),
@@ -61,4 +61,4 @@ class SanaLoraLoader(io.ComfyNode):
         return io.NodeOutput(model, clip)
 
 
-NODES = [SanaLoraLoader]
+NODES = [SanaNodesLoraLoader]

@@ -8,7 +8,7 @@ from ..sana_core.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
 from ..sana_core.memory import DECODERS, VARIANTS
 
 
-class SanaPlan(io.ComfyNode):
+class SanaNodesPlan(io.ComfyNode):
     """
     Shows what a picture will take of the memory, before any model is loaded: a bar for each stage, and each way to
     decode, beside the memory of this computer's card.
@@ -18,7 +18,7 @@ class SanaPlan(io.ComfyNode):
     def define_schema(cls):
         side = {"default": 1024, "min": DOWNSCALE, "max": LARGEST, "step": DOWNSCALE}
         return io.Schema(
-            node_id="SanaPlan",
+            node_id="SanaNodesPlan",
             display_name="SANA Plan",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -48,4 +48,4 @@ class SanaPlan(io.ComfyNode):
         return io.NodeOutput(*draw_plan(variant, width, height, batch_size, vae))
 
 
-NODES = [SanaPlan]
+NODES = [SanaNodesPlan]

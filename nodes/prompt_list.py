@@ -8,7 +8,7 @@ from ..sana_core.errors import InputError
 from ..sana_core.latents import LARGEST_BATCH
 
 
-class SanaPromptList(io.ComfyNode):
+class SanaNodesPromptList(io.ComfyNode):
     """
     Encodes one prompt a line, for a batch with one picture of each.
 
@@ -18,7 +18,7 @@ class SanaPromptList(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaPromptList",
+            node_id="SanaNodesPromptList",
             display_name="SANA Prompt List",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -61,4 +61,4 @@ class SanaPromptList(io.ComfyNode):
         return io.NodeOutput(conditioning, len(lines))
 
 
-NODES = [SanaPromptList]
+NODES = [SanaNodesPromptList]

@@ -26,7 +26,7 @@ def guidance_input(tooltip: str) -> io.Float.Input:
     return io.Float.Input("guidance", default=4.5, min=0.0, max=LARGEST_GUIDANCE, step=0.1, round=0.01, tooltip=tooltip)
 
 
-class SanaSampler(io.ComfyNode):
+class SanaNodesSampler(io.ComfyNode):
     """
     Draws pictures with the sampler and the schedule that SANA's own demo uses.
 
@@ -37,7 +37,7 @@ class SanaSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaSampler",
+            node_id="SanaNodesSampler",
             display_name="SANA Sampler",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -111,7 +111,7 @@ class SanaSampler(io.ComfyNode):
         return io.NodeOutput(sample(model, positive, negative, latent_image, seed, guidance, sampler, sigmas))
 
 
-class SanaSprint(io.ComfyNode):
+class SanaNodesSprint(io.ComfyNode):
     """
     Draws pictures with a SANA-Sprint model in 1 to 4 steps.
 
@@ -122,7 +122,7 @@ class SanaSprint(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaSprint",
+            node_id="SanaNodesSprint",
             display_name="SANA Sprint",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -190,4 +190,4 @@ class SanaSprint(io.ComfyNode):
         return io.NodeOutput(sample_sprint(model, positive, latent_image, seed, guidance, sigmas))
 
 
-NODES = [SanaSampler, SanaSprint]
+NODES = [SanaNodesSampler, SanaNodesSprint]

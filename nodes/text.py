@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..sana_core.text import MAX_TOKENS
 
 
-class SanaTextEncode(io.ComfyNode):
+class SanaNodesTextEncode(io.ComfyNode):
     """
     Encodes a prompt as SANA was trained to read it: with an instruction before it that asks for a rich description.
 
@@ -17,7 +17,7 @@ class SanaTextEncode(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         return io.Schema(
-            node_id="SanaTextEncode",
+            node_id="SanaNodesTextEncode",
             display_name="SANA Text Encode",
             category="SANA",
             description=cleandoc(cls.__doc__),
@@ -57,4 +57,4 @@ class SanaTextEncode(io.ComfyNode):
         return io.NodeOutput(conditioning)
 
 
-NODES = [SanaTextEncode]
+NODES = [SanaNodesTextEncode]

@@ -27,11 +27,14 @@ def graph_of(prompts: list[str], options: argparse.Namespace) -> dict:
     size = {"width": options.width, "height": options.height, "batch_size": 1}
     sampling = {"count": options.count, "seed": options.seed, "steps": 20, "guidance": 4.5, "sampler": "flow_dpmpp_2m"}
     nodes = {
-        "load": ("SanaLoader", {"model": options.model, "weight_dtype": "default", "resolution": "auto"}),
-        "positive": ("SanaPromptList", {"clip": ["load", 1], "prompts": "\n".join(prompts), "instruction": True}),
-        "negative": ("SanaTextEncode", {"clip": ["load", 1], "text": "", "instruction": False}),
-        "empty": ("SanaEmptyLatent", size),
-        "batch": ("SanaBatchSampler", {**link, **sampling, "devices": options.devices, "chunk": 0, "vae": ["load", 2]}),
+        "load": ("SanaNodesLoader", {"model": options.model, "weight_dtype": "default", "resolution": "auto"}),
+        "positive": ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": "\n".join(prompts), "instruction": True}),
+        "negative": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "", "instruction": False}),
+        "empty": ("SanaNodesEmptyLatent", size),
+        "batch": (
+            "SanaNodesBatchSampler",
+            {**link, **sampling, "devices": options.devices, "chunk": 0, "vae": ["load", 2]},
+        ),
         "save": ("SaveImage", {"images": ["batch", 1], "filename_prefix": "batch"}),
     }
     return {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}

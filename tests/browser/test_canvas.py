@@ -43,7 +43,7 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
     page.get_by_test_id("template-workflow-sana_demo").wait_for()
     page.screenshot(path=ARTIFACTS / "templates.png")
     page.get_by_test_id("template-workflow-sana_demo").click()
-    page.wait_for_function("window.app.graph.nodes.some(node => node.type === 'SanaSampler')")
+    page.wait_for_function("window.app.graph.nodes.some(node => node.type === 'SanaNodesSampler')")
 
     # the canvas sends what the scripts and the other tests send
     sent = json.loads(page.evaluate("async () => JSON.stringify((await window.app.graphToPrompt()).output)"))

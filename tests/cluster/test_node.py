@@ -54,10 +54,10 @@ def graph():
         own = {**demo["5"]["inputs"], "model": list(model), "steps": 8, "seed": 3, "count": 2, "chunk": 1}
         own = {key: value for key, value in own.items() if key not in ("denoise", "model_defaults")} | inputs
         listed = {"clip": ["1", 1], "prompts": PROMPTS, "instruction": True}
-        nodes["2"] = {"class_type": "SanaPromptList", "inputs": listed}
+        nodes["2"] = {"class_type": "SanaNodesPromptList", "inputs": listed}
         for devices in ("cluster", "default"):
             batch = {**own, "devices": devices, "vae": ["1", 2]}
-            nodes[devices] = {"class_type": "SanaBatchSampler", "inputs": batch}
+            nodes[devices] = {"class_type": "SanaNodesBatchSampler", "inputs": batch}
             latents = {"samples": [devices, 0], "filename_prefix": devices}
             images = {"images": [devices, 1], "filename_prefix": devices}
             nodes[f"{devices} latents"] = {"class_type": "SaveLatent", "inputs": latents}
@@ -94,16 +94,16 @@ def patched(graph):
     nodes = graph(model=("interval", 0))
     nodes["1"]["inputs"]["reference"] = "nvidia"
     lora = {"model": ["1", 0], "lora_name": LORA, "strength_model": 1.0}
-    nodes["lora"] = {"class_type": "SanaLoraLoader", "inputs": lora}
-    nodes["pag"] = {"class_type": "SanaPAG", "inputs": {"model": ["lora", 0], "scale": 2.0, "blocks": "2"}}
+    nodes["lora"] = {"class_type": "SanaNodesLoraLoader", "inputs": lora}
+    nodes["pag"] = {"class_type": "SanaNodesPAG", "inputs": {"model": ["lora", 0], "scale": 2.0, "blocks": "2"}}
     interval = {"model": ["pag", 0], "start": 0.1, "end": 0.7}
-    nodes["interval"] = {"class_type": "SanaGuidanceInterval", "inputs": interval}
+    nodes["interval"] = {"class_type": "SanaNodesGuidanceInterval", "inputs": interval}
     return nodes
 
 
 def test_only_the_operators_file_puts_the_cluster_into_the_list(server):
-    info = json.loads(get(server, "/object_info/SanaBatchSampler"))
-    assert '"cluster"' in json.dumps(info["SanaBatchSampler"]["input"]["required"]["devices"])
+    info = json.loads(get(server, "/object_info/SanaNodesBatchSampler"))
+    assert '"cluster"' in json.dumps(info["SanaNodesBatchSampler"]["input"]["required"]["devices"])
     file = base_directory(NAME) / "user" / "__sana" / "cluster.json"
     before = file.read_bytes()
     for name in ("cluster.json", "..%2F__sana%2Fcluster.json", "__sana%2Fcluster.json"):

@@ -90,7 +90,7 @@ def small(tmp_path_factory):
 def loaded(host, small):
     """MODEL, CLIP and VAE of the small checkpoint, as SANA Loader gives them."""
     folder = shutil.copytree(small, host.models / "diffusers" / "fuzzed")
-    graph = {"load": ("SanaLoader", {"model": folder.name})}
+    graph = {"load": ("SanaNodesLoader", {"model": folder.name})}
     for slot, name in enumerate(("model", "clip", "vae")):
         graph[f"catch {name}"] = ("Catch", {"value": ["load", slot], "name": name})
     caught = host.run(graph)

@@ -168,19 +168,19 @@ def test_perturbed_attention(survives, models, scale, blocks):
 
 SAMPLING = {"seed": NUMBERS, "steps": NUMBERS, "guidance": NUMBERS}
 NODES = {
-    "SanaEmptyLatent": {"width": NUMBERS, "height": NUMBERS, "batch_size": NUMBERS},
-    "SanaPlan": {"width": NUMBERS, "height": NUMBERS, "batch_size": NUMBERS},
-    "SanaResolution": {"size": TEXTS, "ratio": TEXTS},
-    "SanaScheduler": {"sampler": TEXTS, "steps": NUMBERS, "denoise": NUMBERS},
-    "SanaSamplerSelect": {"sampler": TEXTS},
-    "SanaPAG": {"scale": NUMBERS, "blocks": TEXTS},
-    "SanaGuidanceInterval": {"start": NUMBERS, "end": NUMBERS},
-    "SanaSampler": {**SAMPLING, "sampler": TEXTS, "denoise": NUMBERS},
-    "SanaSprint": {**SAMPLING, "strength": NUMBERS, "max_timestep": NUMBERS, "intermediate_timestep": NUMBERS},
-    "SanaDecode": {"method": TEXTS, "budget_gb": NUMBERS, "devices": TEXTS},
+    "SanaNodesEmptyLatent": {"width": NUMBERS, "height": NUMBERS, "batch_size": NUMBERS},
+    "SanaNodesPlan": {"width": NUMBERS, "height": NUMBERS, "batch_size": NUMBERS},
+    "SanaNodesResolution": {"size": TEXTS, "ratio": TEXTS},
+    "SanaNodesScheduler": {"sampler": TEXTS, "steps": NUMBERS, "denoise": NUMBERS},
+    "SanaNodesSamplerSelect": {"sampler": TEXTS},
+    "SanaNodesPAG": {"scale": NUMBERS, "blocks": TEXTS},
+    "SanaNodesGuidanceInterval": {"start": NUMBERS, "end": NUMBERS},
+    "SanaNodesSampler": {**SAMPLING, "sampler": TEXTS, "denoise": NUMBERS},
+    "SanaNodesSprint": {**SAMPLING, "strength": NUMBERS, "max_timestep": NUMBERS, "intermediate_timestep": NUMBERS},
+    "SanaNodesDecode": {"method": TEXTS, "budget_gb": NUMBERS, "devices": TEXTS},
 }
 USUAL = {"seed": 0, "steps": 1, "guidance": 1.0, "sampler": "flow_euler", "width": 32, "height": 32, "batch_size": 1}
-OWN = {"SanaPlan": {"vae": "dc-ae-f32c32"}}
+OWN = {"SanaNodesPlan": {"vae": "dc-ae-f32c32"}}
 USUAL |= {"size": "1024", "ratio": "1.0", "variant": "1.6B", "scale": 1.0, "start": 0.0, "end": 1.0}
 
 
@@ -191,8 +191,8 @@ def links(loaded, host):
     caught = host.run(
         {
             "clip": ("AnyValue", {"value": clip}),
-            "text": ("SanaTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": False}),
-            "empty": ("SanaEmptyLatent", {"width": 32, "height": 32, "batch_size": 1}),
+            "text": ("SanaNodesTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": False}),
+            "empty": ("SanaNodesEmptyLatent", {"width": 32, "height": 32, "batch_size": 1}),
             "catch text": ("Catch", {"value": ["text", 0], "name": "text"}),
             "catch empty": ("Catch", {"value": ["empty", 0], "name": "empty"}),
         }
@@ -210,7 +210,7 @@ def executed(host, links, name, options):
         return node.execute(**{each.id: given[each.id] for each in node.GET_SCHEMA().inputs if each.id in given})
 
 
-@pytest.mark.parametrize("name", sorted(set(NODES) - {"SanaSprint"}))
+@pytest.mark.parametrize("name", sorted(set(NODES) - {"SanaNodesSprint"}))
 def test_the_usual_numbers_work(links, host, name):
     executed(host, links, name, {})
 

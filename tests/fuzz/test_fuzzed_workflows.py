@@ -20,29 +20,35 @@ from websockets.sync.client import connect
 FOLDER = "/custom_nodes/sana/"
 SAMPLING = {"seed": 1, "steps": 1, "guidance": 1.0, "sampler": "flow_euler"}
 COMMON = {
-    "load": ("SanaLoader", {"model": "fuzzed"}),
-    "positive": ("SanaTextEncode", {"clip": ["load", 1], "text": "a red circle", "instruction": False}),
-    "negative": ("SanaTextEncode", {"clip": ["load", 1], "text": "", "instruction": False}),
-    "empty": ("SanaEmptyLatent", {"width": 32, "height": 32, "batch_size": 1}),
+    "load": ("SanaNodesLoader", {"model": "fuzzed"}),
+    "positive": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "a red circle", "instruction": False}),
+    "negative": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "", "instruction": False}),
+    "empty": ("SanaNodesEmptyLatent", {"width": 32, "height": 32, "batch_size": 1}),
 }
 LINKS = {"model": ["load", 0], "positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
 GRAPHS = [
     {
-        "sample": ("SanaSampler", {**LINKS, **SAMPLING, "denoise": 1.0, "model_defaults": False}),
-        "decode": ("SanaDecode", {"samples": ["sample", 0], "vae": ["load", 2], "method": "auto", "budget_gb": 0.0}),
+        "sample": ("SanaNodesSampler", {**LINKS, **SAMPLING, "denoise": 1.0, "model_defaults": False}),
+        "decode": (
+            "SanaNodesDecode",
+            {"samples": ["sample", 0], "vae": ["load", 2], "method": "auto", "budget_gb": 0.0},
+        ),
         "show": ("PreviewAny", {"source": ["decode", 1]}),
     },
     {
-        "pag": ("SanaPAG", {"model": ["load", 0], "scale": 1.0, "blocks": "1"}),
-        "interval": ("SanaGuidanceInterval", {"model": ["pag", 0], "start": 0.0, "end": 1.0}),
-        "lora": ("SanaLoraLoader", {"model": ["interval", 0], "lora_name": "it.safetensors", "strength_model": 1.0}),
-        "sample": ("SanaSampler", {**LINKS, **SAMPLING, "model": ["lora", 0], "guidance": 2.0}),
+        "pag": ("SanaNodesPAG", {"model": ["load", 0], "scale": 1.0, "blocks": "1"}),
+        "interval": ("SanaNodesGuidanceInterval", {"model": ["pag", 0], "start": 0.0, "end": 1.0}),
+        "lora": (
+            "SanaNodesLoraLoader",
+            {"model": ["interval", 0], "lora_name": "it.safetensors", "strength_model": 1.0},
+        ),
+        "sample": ("SanaNodesSampler", {**LINKS, **SAMPLING, "model": ["lora", 0], "guidance": 2.0}),
         "show": ("PreviewAny", {"source": ["sample", 0]}),
     },
     {
-        "list": ("SanaPromptList", {"clip": ["load", 1], "prompts": "a red circle\na", "instruction": False}),
+        "list": ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": "a red circle\na", "instruction": False}),
         "batch": (
-            "SanaBatchSampler",
+            "SanaNodesBatchSampler",
             {
                 **LINKS,
                 **SAMPLING,
@@ -61,8 +67,8 @@ GRAPHS = [
             "CFGGuider",
             {"model": ["load", 0], "positive": ["positive", 0], "negative": ["negative", 0], "cfg": 1.0},
         ),
-        "select": ("SanaSamplerSelect", {"sampler": "flow_euler"}),
-        "sigmas": ("SanaScheduler", {"model": ["load", 0], "sampler": "flow_euler", "steps": 1, "denoise": 1.0}),
+        "select": ("SanaNodesSamplerSelect", {"sampler": "flow_euler"}),
+        "sigmas": ("SanaNodesScheduler", {"model": ["load", 0], "sampler": "flow_euler", "steps": 1, "denoise": 1.0}),
         "sample": (
             "SamplerCustomAdvanced",
             {
@@ -78,9 +84,9 @@ GRAPHS = [
         "show": ("PreviewAny", {"source": ["encode", 0]}),
     },
     {
-        "shape": ("SanaResolution", {"size": "512", "ratio": "1.0"}),
-        "empty": ("SanaEmptyLatent", {"width": ["shape", 0], "height": ["shape", 1], "batch_size": 1}),
-        "plan": ("SanaPlan", {"variant": "1.6B", "width": ["shape", 0], "height": 32, "batch_size": 1}),
+        "shape": ("SanaNodesResolution", {"size": "512", "ratio": "1.0"}),
+        "empty": ("SanaNodesEmptyLatent", {"width": ["shape", 0], "height": ["shape", 1], "batch_size": 1}),
+        "plan": ("SanaNodesPlan", {"variant": "1.6B", "width": ["shape", 0], "height": 32, "batch_size": 1}),
         "show": ("PreviewAny", {"source": ["plan", 1]}),
         "show too": ("PreviewAny", {"source": ["empty", 0]}),
     },
@@ -99,16 +105,16 @@ GRAPHS = [
                 "denoise": 1.0,
             },
         ),
-        "sprint": ("SanaSprint", {**LINKS, "seed": 1, "steps": 1, "guidance": 1.0, "strength": 1.0}),
+        "sprint": ("SanaNodesSprint", {**LINKS, "seed": 1, "steps": 1, "guidance": 1.0, "strength": 1.0}),
         "show": ("PreviewAny", {"source": ["sample", 0]}),
     },
     {
-        "unet": ("SanaModelLoader", {"model_name": "sana-tiny (bundled)"}),
-        "clip": ("SanaTextEncoderLoader", {"text_encoder_name": "sana-tiny (bundled)"}),
-        "vae": ("SanaVAELoader", {"vae_name": "sana-tiny (bundled)"}),
+        "unet": ("SanaNodesModelLoader", {"model_name": "sana-tiny (bundled)"}),
+        "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "sana-tiny (bundled)"}),
+        "vae": ("SanaNodesVAELoader", {"vae_name": "sana-tiny (bundled)"}),
         "text": ("CLIPTextEncode", {"clip": ["clip", 0], "text": "a red circle"}),
         "sample": (
-            "SanaSampler",
+            "SanaNodesSampler",
             {**LINKS, **SAMPLING, "model": ["unet", 0], "positive": ["text", 0], "negative": ["text", 0]},
         ),
         "show": ("PreviewAny", {"source": ["sample", 0]}),
@@ -117,7 +123,7 @@ GRAPHS = [
 KNOWN = {name: set(inputs) for graph in [COMMON, *GRAPHS] for name, inputs in graph.values()}
 CLASSES = sorted({name for graph in [COMMON, *GRAPHS] for name, _ in graph.values()})
 CLASSES += [
-    "SanaControlNetLoader",
+    "SanaNodesControlNetLoader",
     "EmptyLatentImage",
     "EmptySD3LatentImage",
     "LatentFlip",
@@ -242,7 +248,7 @@ def affordable(graph):
             continue
         known = KNOWN.get(node.get("class_type")) if isinstance(node.get("class_type"), str) else None
         for name, value in list(node["inputs"].items()):
-            if name in SOCKETS and not is_link(value) and node.get("class_type") != "SanaLoader":
+            if name in SOCKETS and not is_link(value) and node.get("class_type") != "SanaNodesLoader":
                 del node["inputs"][name]
             elif is_link(value) and name not in (known or ()):
                 node["inputs"][name] = ["load", 0]

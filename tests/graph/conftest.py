@@ -15,12 +15,12 @@ def base_graph():
         size = {"width": 128, "height": 128, "batch_size": sampler.pop("batch_size", 1)}
         inputs = {"seed": 3, "steps": 8, "guidance": 4.5, "sampler": "flow_dpmpp_2m", **sampler}
         return {
-            "load": ("SanaLoader", {"model": "sana-tiny (bundled)"}),
-            "positive": ("SanaTextEncode", {"clip": ["load", 1], "text": text, "instruction": True}),
-            "negative": ("SanaTextEncode", {"clip": ["load", 1], "text": "", "instruction": False}),
-            "empty": ("SanaEmptyLatent", size),
+            "load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"}),
+            "positive": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": text, "instruction": True}),
+            "negative": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "", "instruction": False}),
+            "empty": ("SanaNodesEmptyLatent", size),
             "sample": (
-                "SanaSampler",
+                "SanaNodesSampler",
                 {
                     "model": ["load", 0],
                     "positive": ["positive", 0],
@@ -29,7 +29,7 @@ def base_graph():
                     **inputs,
                 },
             ),
-            "decode": ("SanaDecode", {"samples": ["sample", 0], "vae": ["load", 2]}),
+            "decode": ("SanaNodesDecode", {"samples": ["sample", 0], "vae": ["load", 2]}),
             "catch latent": ("Catch", {"value": ["sample", 0], "name": "latent"}),
             "catch image": ("Catch", {"value": ["decode", 0], "name": "image"}),
         }
@@ -60,8 +60,8 @@ def custom_graph(base_graph):
             **graph,
             "noise": ("RandomNoise", {"noise_seed": seed}),
             "guider": ("CFGGuider", {"model": list(model), **conds, "cfg": guidance}),
-            "select": ("SanaSamplerSelect", {"sampler": sampler}),
-            "sigmas": ("SanaScheduler", scheduler),
+            "select": ("SanaNodesSamplerSelect", {"sampler": sampler}),
+            "sigmas": ("SanaNodesScheduler", scheduler),
             "sample": ("SamplerCustomAdvanced", {**links, "latent_image": ["empty", 0]}),
         }
 

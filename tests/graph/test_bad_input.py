@@ -121,7 +121,7 @@ def folder(host, checkpoint):
 
 def load(name):
     return {
-        "load": ("SanaLoader", {"model": name}),
+        "load": ("SanaNodesLoader", {"model": name}),
         "catch": ("Catch", {"value": ["load", 0], "name": "model"}),
     }
 
@@ -152,7 +152,12 @@ def test_a_folder_that_lost_its_weights(fails, folder):
 
 
 @pytest.mark.parametrize(
-    "kind, node", [("vae", "SanaVAELoader"), ("text_encoders", "SanaTextEncoderLoader"), ("checkpoints", "SanaLoader")]
+    "kind, node",
+    [
+        ("vae", "SanaNodesVAELoader"),
+        ("text_encoders", "SanaNodesTextEncoderLoader"),
+        ("checkpoints", "SanaNodesLoader"),
+    ],
 )
 def test_an_empty_models_folder_leaves_the_bundled_checkpoint(host, tmp_path, kind, node):
     folder, aside = host.models / kind, tmp_path / "aside"
@@ -233,7 +238,7 @@ def quantised(checkpoint, path, table):
 def test_quantised_weights_without_their_table(host, fails, checkpoint, table, pattern):
     file = quantised(checkpoint, host.models / "diffusion_models" / "quantised.safetensors", table)
     graph = {
-        "load": ("SanaModelLoader", {"model_name": file.name}),
+        "load": ("SanaNodesModelLoader", {"model_name": file.name}),
         "catch": ("Catch", {"value": ["load", 0], "name": "model"}),
     }
     try:

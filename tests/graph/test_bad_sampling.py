@@ -36,19 +36,19 @@ def on(graph, model):
 
 @pytest.mark.parametrize("blocks", ["5", "-1", "1,,2", "8", "all", "1.5", "3 4", "9" * 500])
 def test_blocks_that_the_model_has_not(host, base_graph, blocks):
-    message = error(host, patched(base_graph(), "SanaPAG", scale=2.0, blocks=blocks))
+    message = error(host, patched(base_graph(), "SanaNodesPAG", scale=2.0, blocks=blocks))
     assert re.fullmatch(r"blocks: got '.*, expected numbers from 0 to 4, like 8 or 7, 8", message), message
 
 
 @pytest.mark.parametrize("scale", [-1.0, 1000.0, float("nan")])
 def test_a_scale_out_of_range(host, base_graph, scale):
-    graph = patched(base_graph(), "SanaPAG", scale=["number", 0])
+    graph = patched(base_graph(), "SanaNodesPAG", scale=["number", 0])
     graph["number"] = ("AnyValue", {"value": scale})
     assert error(host, graph) == f"scale: got {scale}, expected a number from 0 to 100.0"
 
 
 def test_an_interval_that_ends_before_it_starts(host, base_graph):
-    graph = patched(base_graph(), "SanaGuidanceInterval", start=0.6, end=0.4)
+    graph = patched(base_graph(), "SanaNodesGuidanceInterval", start=0.6, end=0.4)
     assert error(host, graph) == "end: got 0.4, expected a number from 0.6 to 1"
 
 
@@ -67,11 +67,13 @@ def test_sprint_in_other_samplers_and_other_models_in_scm(host, base_graph, cust
     assert re.search(f"^cfg: got 4.5 for a SANA-Sprint model, .* expected 1{use}", message), message
 
     links = {"model": ["load", 0], "positive": ["positive", 0], "latent_image": ["empty", 0]}
-    sprint = {**base_graph(), "sample": ("SanaSprint", {**links, "seed": 0, "steps": 2, "guidance": 4.5})}
+    sprint = {**base_graph(), "sample": ("SanaNodesSprint", {**links, "seed": 0, "steps": 2, "guidance": 4.5})}
     for graph in (base_graph(sampler="scm"), custom_graph("scm"), sprint):
         message = error(host, graph)
         assert message == "sampler: got scm for a model that is not SANA-Sprint; use SANA Sampler with flow_dpmpp_2m"
-    assert error(host, patched(on(base_graph(), "sprint"), "SanaPAG", scale=2.0)).startswith("model: got a SANA-Sprint")
+    assert error(host, patched(on(base_graph(), "sprint"), "SanaNodesPAG", scale=2.0)).startswith(
+        "model: got a SANA-Sprint"
+    )
     assert host.run(base_graph(steps=1))["image"].isfinite().all()
 
 
@@ -114,7 +116,7 @@ def test_model_sampling_of_the_same_kind_with_another_shift(host, base_graph):
 @pytest.mark.parametrize("pictures", [1, 2])
 def test_a_batch_that_has_no_picture_for_each_prompt(host, base_graph, pictures):
     graph = base_graph(batch_size=pictures)
-    graph["positive"] = ("SanaPromptList", {"clip": ["load", 1], "prompts": "a\nb\nc", "instruction": True})
+    graph["positive"] = ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": "a\nb\nc", "instruction": True})
     wanted = (
         f"positive: got 3 prompts for a batch of {pictures}, expected a batch_size of 3; set it so, "
         "or use SANA Batch Sampler"
@@ -125,7 +127,7 @@ def test_a_batch_that_has_no_picture_for_each_prompt(host, base_graph, pictures)
 
 def test_a_batch_that_the_prompts_fill_twice(host, base_graph):
     graph = base_graph(batch_size=4, steps=1)
-    graph["positive"] = ("SanaPromptList", {"clip": ["load", 1], "prompts": "a\nb", "instruction": True})
+    graph["positive"] = ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": "a\nb", "instruction": True})
     assert len(host.run(graph)["image"]) == 4
 
 
@@ -141,14 +143,14 @@ def test_a_resolution_that_is_not_on_the_list(host, base_graph, field, value):
     graph = base_graph()
     inputs = {"size": "1024", "ratio": "1.0", field: ["value", 0]}
     graph["value"] = ("AnyValue", {"value": value})
-    graph["resolution"] = ("SanaResolution", inputs)
+    graph["resolution"] = ("SanaNodesResolution", inputs)
     graph["empty"][1].update(width=["resolution", 0], height=["resolution", 1])
     assert re.search(f"^{field}: got {value!r}, expected one of ", error(host, graph))
 
 
 def test_a_list_without_prompts(host, base_graph):
     graph = base_graph()
-    graph["positive"] = ("SanaPromptList", {"clip": ["load", 1], "prompts": " \n\n", "instruction": True})
+    graph["positive"] = ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": " \n\n", "instruction": True})
     assert error(host, graph) == "prompts: got 0 prompts, expected 1 to 4096; write one a line"
 
 
@@ -183,7 +185,7 @@ def test_the_models_of_others(host, base_graph):
 
     host.nodes.NODE_CLASS_MAPPINGS["OtherModel"] = OtherModel
     wanted = "model: got BaseModel, expected a SANA model; use SANA Loader"
-    for node, inputs in (("SanaPAG", {"scale": 2.0}), ("SanaGuidanceInterval", {"start": 0.0, "end": 1.0})):
+    for node, inputs in (("SanaNodesPAG", {"scale": 2.0}), ("SanaNodesGuidanceInterval", {"start": 0.0, "end": 1.0})):
         graph = patched(base_graph(), node, **inputs)
         graph["other"] = ("OtherModel", {})
         graph["patch"][1]["model"] = ["other", 0]
@@ -202,7 +204,7 @@ def test_numbers_at_the_ends_of_their_ranges_draw(host, base_graph, steps, denoi
 
 def test_denoise_0_gives_the_latent_back(host, base_graph):
     graph = base_graph()
-    graph["again"] = ("SanaSampler", {**graph["sample"][1], "latent_image": ["sample", 0], "denoise": 0.0})
+    graph["again"] = ("SanaNodesSampler", {**graph["sample"][1], "latent_image": ["sample", 0], "denoise": 0.0})
     graph["catch again"] = ("Catch", {"value": ["again", 0], "name": "again"})
     got = host.run(graph)
     assert torch.equal(got["again"]["samples"], got["latent"]["samples"])

@@ -31,7 +31,7 @@ def cluster_graph(base_graph):
         graph = base_graph()
         own = {key: value for key, value in graph["sample"][1].items() if key != "denoise"}
         own |= {"count": 1, "devices": "cluster", "chunk": 0, "vae": ["load", 2], **inputs}
-        graph["batch"] = ("SanaBatchSampler", own)
+        graph["batch"] = ("SanaNodesBatchSampler", own)
         graph["catch image"] = ("Catch", {"value": ["batch", 1], "name": "image"})
         for key in ("sample", "decode", "catch latent"):
             del graph[key]
@@ -41,7 +41,7 @@ def cluster_graph(base_graph):
 
 
 def choices(host):
-    node = host.nodes.NODE_CLASS_MAPPINGS["SanaBatchSampler"]
+    node = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesBatchSampler"]
     return json.dumps(node.INPUT_TYPES()["required"]["devices"])
 
 
@@ -122,7 +122,7 @@ def area(graph):
 
 
 def picture(graph):
-    graph["drawn"] = ("SanaSampler", {**graph["batch"][1], "steps": 1})
+    graph["drawn"] = ("SanaNodesSampler", {**graph["batch"][1], "steps": 1})
     for key in ("count", "devices", "chunk", "vae"):
         del graph["drawn"][1][key]
     graph["batch"][1]["latent_image"] = ["drawn", 0]

@@ -30,8 +30,8 @@ def batch_graph(base_graph):
         }
         return {
             **{key: graph[key] for key in ("load", "negative", "empty")},
-            "list": ("SanaPromptList", {"clip": ["load", 1], "prompts": prompts, "instruction": True}),
-            "batch": ("SanaBatchSampler", {**links, **own, "chunk": 2, "vae": ["load", 2], **inputs}),
+            "list": ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": prompts, "instruction": True}),
+            "batch": ("SanaNodesBatchSampler", {**links, **own, "chunk": 2, "vae": ["load", 2], **inputs}),
             "catch latent": ("Catch", {"value": ["batch", 0], "name": "latent"}),
             "catch image": ("Catch", {"value": ["batch", 1], "name": "image"}),
         }
@@ -77,7 +77,7 @@ def with_lora(host, batch_graph):
 
     def build(**inputs):
         lora = {"model": ["load", 0], "lora_name": "batch.safetensors", "strength_model": 1.0}
-        return {**batch_graph(model=["lora", 0], **inputs), "lora": ("SanaLoraLoader", lora)}
+        return {**batch_graph(model=["lora", 0], **inputs), "lora": ("SanaNodesLoraLoader", lora)}
 
     yield build
     path.unlink()

@@ -45,7 +45,7 @@ def edges():
 def controlled(graph, edges, strength=1.0, start=0.0, end=1.0, vae=True):
     graph["edges"] = ("AnyValue", {"value": edges})
     loader = {"control_net_name": "control.safetensors", "reference": "diffusers"}
-    graph["control"] = ("SanaControlNetLoader", loader)
+    graph["control"] = ("SanaNodesControlNetLoader", loader)
     inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "control_net": ["control", 0]}
     inputs |= {"image": ["edges", 0], "strength": strength, "start_percent": start, "end_percent": end}
     graph["apply"] = ("ControlNetApplyAdvanced", {**inputs, **({"vae": ["load", 2]} if vae else {})})

@@ -105,7 +105,7 @@ def inpaint(graph):
     compose = {"destination": ["solid", 0], "source": ["half", 0], "x": 0, "y": 0, "operation": "add"}
     graph["mask"] = ("MaskComposite", compose)
     graph["masked"] = ("SetLatentNoiseMask", {"samples": ["sample", 0], "mask": ["mask", 0]})
-    graph["again"] = ("SanaSampler", {**graph["sample"][1], "latent_image": ["masked", 0], "seed": 11})
+    graph["again"] = ("SanaNodesSampler", {**graph["sample"][1], "latent_image": ["masked", 0], "seed": 11})
     graph["catch again"] = ("Catch", {"value": ["again", 0], "name": "again"})
     return graph
 
@@ -130,7 +130,7 @@ def test_differential_diffusion_takes_a_soft_mask(host, base_graph):
 def test_a_second_pass_over_an_upscaled_latent(host, base_graph):
     graph = base_graph()
     graph["larger"] = ("LatentUpscaleBy", {"samples": ["sample", 0], "upscale_method": "bislerp", "scale_by": 2.0})
-    graph["again"] = ("SanaSampler", {**graph["sample"][1], "latent_image": ["larger", 0], "denoise": 0.5})
+    graph["again"] = ("SanaNodesSampler", {**graph["sample"][1], "latent_image": ["larger", 0], "denoise": 0.5})
     graph["decode"][1]["samples"] = ["again", 0]
     picture = host.run(graph)["image"]
     assert picture.shape == (1, 256, 256, 3) and picture.isfinite().all() and picture.std() > 0.1
@@ -145,7 +145,7 @@ def test_a_repeated_latent_is_a_batch(host, base_graph):
 
 def test_areas_and_combined_prompts_sample(host, base_graph):
     graph = base_graph()
-    graph["other"] = ("SanaTextEncode", {"clip": ["load", 1], "text": "a green square", "instruction": True})
+    graph["other"] = ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "a green square", "instruction": True})
     area = {"conditioning": ["other", 0], "width": 0.5, "height": 1.0, "x": 0.5, "y": 0.0, "strength": 1.0}
     graph["area"] = ("ConditioningSetAreaPercentage", area)
     graph["both"] = ("ConditioningCombine", {"conditioning_1": ["positive", 0], "conditioning_2": ["area", 0]})
@@ -206,7 +206,7 @@ def test_the_prompt_s_keys_are_computed_once_a_sampling_and_not_kept_after_it(ho
 def test_a_list_of_prompts_is_one_batch(host, base_graph):
     prompts = ["a red circle on a blue background", "a green square on a white background"]
     graph = base_graph(seed=7)
-    graph["list"] = ("SanaPromptList", {"clip": ["load", 1], "prompts": "\n\n".join(prompts), "instruction": True})
+    graph["list"] = ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": "\n\n".join(prompts), "instruction": True})
     graph["empty"][1]["batch_size"] = ["list", 1]
     graph["sample"][1]["positive"] = ["list", 0]
     batch = latent(host, graph)
@@ -229,7 +229,7 @@ def test_a_list_of_texts_from_another_node_is_one_batch_and_a_short_list_repeats
     monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "Texts", Texts)
     graph = base_graph(batch_size=3)
     graph["texts"] = ("Texts", {})
-    graph["list"] = ("SanaPromptList", {"clip": ["load", 1], "prompts": ["texts", 0], "instruction": True})
+    graph["list"] = ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": ["texts", 0], "instruction": True})
     graph["sample"][1]["positive"] = ["list", 0]
     three = latent(host, graph)
     graph["list"][1]["prompts"] = "a red circle\na blue cross\na red circle"

@@ -53,13 +53,13 @@ def pag_latent(checkpoint, scale, block, guidance=4.5, scheduler=None):
 
 @pytest.mark.parametrize("scale, blocks, guidance", [(2.0, "3", 4.5), (1.0, "", 4.5), (3.0, "1", 1.0)])
 def test_pag_equals_the_pipeline(host, base_graph, checkpoint, scale, blocks, guidance):
-    graph = between(base_graph(guidance=guidance), "pag", "SanaPAG", scale=scale, blocks=blocks)
+    graph = between(base_graph(guidance=guidance), "pag", "SanaNodesPAG", scale=scale, blocks=blocks)
     expected = pag_latent(checkpoint, scale, blocks or "2", guidance)
     torch.testing.assert_close(host.run(graph)["latent"]["samples"], expected, atol=1e-4, rtol=0)
 
 
 def test_pag_in_core_s_sampler_equals_the_pipeline(host, base_graph, checkpoint):
-    graph = ksampler(between(base_graph(), "pag", "SanaPAG", scale=2.0, blocks="3"))
+    graph = ksampler(between(base_graph(), "pag", "SanaNodesPAG", scale=2.0, blocks="3"))
     expected = pag_latent(checkpoint, 2.0, 3, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
     torch.testing.assert_close(host.run(graph)["latent"]["samples"], expected, atol=1e-4, rtol=0)
 
@@ -67,20 +67,26 @@ def test_pag_in_core_s_sampler_equals_the_pipeline(host, base_graph, checkpoint)
 def test_pag_of_scale_0_and_a_whole_interval_change_nothing_and_a_second_pag_replaces_the_first(host, base_graph):
     plain = host.run(base_graph())["latent"]["samples"]
     for node, inputs in (
-        ("SanaPAG", {"scale": 0.0, "blocks": ""}),
-        ("SanaGuidanceInterval", {"start": 0.0, "end": 1.0}),
+        ("SanaNodesPAG", {"scale": 0.0, "blocks": ""}),
+        ("SanaNodesGuidanceInterval", {"start": 0.0, "end": 1.0}),
     ):
         assert torch.equal(host.run(between(base_graph(), "patch", node, **inputs))["latent"]["samples"], plain)
-    once = between(base_graph(), "pag", "SanaPAG", scale=2.0, blocks="3")
+    once = between(base_graph(), "pag", "SanaNodesPAG", scale=2.0, blocks="3")
     twice = between(
-        between(base_graph(), "pag", "SanaPAG", scale=2.0, blocks="3"), "first", "SanaPAG", scale=5.0, blocks="1"
+        between(base_graph(), "pag", "SanaNodesPAG", scale=2.0, blocks="3"),
+        "first",
+        "SanaNodesPAG",
+        scale=5.0,
+        blocks="1",
     )
     assert torch.equal(host.run(once)["latent"]["samples"], host.run(twice)["latent"]["samples"])
 
 
-@pytest.mark.parametrize("order", [("SanaPAG", "SanaGuidanceInterval"), ("SanaGuidanceInterval", "SanaPAG")])
+@pytest.mark.parametrize(
+    "order", [("SanaNodesPAG", "SanaNodesGuidanceInterval"), ("SanaNodesGuidanceInterval", "SanaNodesPAG")]
+)
 def test_pag_and_the_interval_in_any_order_equal_sana_core(host, base_graph, checkpoint, order):
-    inputs = {"SanaPAG": {"scale": 2.0, "blocks": "3"}, "SanaGuidanceInterval": {"start": 0.2, "end": 0.7}}
+    inputs = {"SanaNodesPAG": {"scale": 2.0, "blocks": "3"}, "SanaNodesGuidanceInterval": {"start": 0.2, "end": 0.7}}
     graph = base_graph()
     for name in order:
         graph = between(graph, name, name, **inputs[name])
@@ -94,7 +100,7 @@ def test_pag_and_the_interval_in_any_order_equal_sana_core(host, base_graph, che
 
 
 def test_outside_the_interval_the_negative_prompt_is_not_computed(host, base_graph):
-    graph = between(base_graph(steps=10), "interval", "SanaGuidanceInterval", start=0.3, end=0.6)
+    graph = between(base_graph(steps=10), "interval", "SanaNodesGuidanceInterval", start=0.3, end=0.6)
     graph["catch model"] = ("Catch", {"value": ["load", 0], "name": "model"})
     transformer = host.run(graph)["model"].model.diffusion_model
     rows = []
@@ -108,7 +114,7 @@ def test_pag_respects_the_norms_of_sana_1_5(host, base_graph, variants):
     graph = base_graph()
     graph["load"][1]["model"] = "sana15"
     plain = host.run(graph)["latent"]["samples"]
-    pag = host.run(between(graph, "pag", "SanaPAG", scale=2.0, blocks="3"))["latent"]["samples"]
+    pag = host.run(between(graph, "pag", "SanaNodesPAG", scale=2.0, blocks="3"))["latent"]["samples"]
     encoder, transformer = load_text_encoder(variants / "sana15"), load_transformer(variants / "sana15")
     cond, uncond = encode_prompts(encoder, [PROMPT]), encode_prompts(encoder, [""], instruction=False)
     model = denoiser(transformer, cond, uncond, 4.5, True, PerturbedAttention(2.0, frozenset({3})))
@@ -121,7 +127,7 @@ def sprint_graph(base_graph, **inputs):
     graph = base_graph(batch_size=inputs.pop("batch_size", 1))
     graph["load"][1]["model"] = "sprint"
     links = {"model": ["load", 0], "positive": ["positive", 0], "latent_image": ["empty", 0]}
-    return {**graph, "sample": ("SanaSprint", {**links, "seed": 3, "steps": 2, "guidance": 4.5, **inputs})}
+    return {**graph, "sample": ("SanaNodesSprint", {**links, "seed": 3, "steps": 2, "guidance": 4.5, **inputs})}
 
 
 def sprint_latent(folder, steps=2, guidance=4.5, seed=3):

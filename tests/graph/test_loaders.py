@@ -46,9 +46,9 @@ def single_files(put, checkpoint, tokenizer):
     vae, config = component(checkpoint, "vae")
     put("vae", "dc-ae.safetensors", vae, config=config)
     return {
-        "model": ("SanaModelLoader", {"model_name": "sana.safetensors"}),
-        "clip": ("SanaTextEncoderLoader", {"text_encoder_name": "gemma.safetensors"}),
-        "vae": ("SanaVAELoader", {"vae_name": "dc-ae.safetensors"}),
+        "model": ("SanaNodesModelLoader", {"model_name": "sana.safetensors"}),
+        "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma.safetensors"}),
+        "vae": ("SanaNodesVAELoader", {"vae_name": "dc-ae.safetensors"}),
     }
 
 
@@ -114,7 +114,7 @@ def test_an_all_in_one_checkpoint_gives_all_three(host, put, tokenizer, suffix):
         torch.save({"state_dict": tensors}, host.models / "checkpoints" / "all.pth")
     else:
         put("checkpoints", "all.safetensors", tensors)
-    got = host.run({**catch_all("load"), "load": ("SanaLoader", {"model": f"all.{suffix}"})})
+    got = host.run({**catch_all("load"), "load": ("SanaNodesLoader", {"model": f"all.{suffix}"})})
     text = "SANA custom-1152x1, 1024 px (position embedding), original layout, bfloat16, as nvidia does"
     assert got["0"].model.model_config.text == text
     check_all_three(got, models)
@@ -126,12 +126,12 @@ def test_what_core_saves_as_one_checkpoint_loads_again(host, put, tokenizer):
     tensors, models = all_in_one(tokenizer)
     put("checkpoints", "all.safetensors", tensors)
     inputs = {"model": ["load", 0], "clip": ["load", 1], "vae": ["load", 2], "filename_prefix": "checkpoints/sana"}
-    host.run({"load": ("SanaLoader", {"model": "all.safetensors"}), "save": ("CheckpointSave", inputs)})
+    host.run({"load": ("SanaNodesLoader", {"model": "all.safetensors"}), "save": ("CheckpointSave", inputs)})
     (saved,) = host.output.glob("checkpoints/sana*.safetensors")
     tensors = read_file(saved)
     assert {key.split(".")[0] for key in tensors} == {"model", "text_encoders", "vae"}
     put("checkpoints", "again.safetensors", tensors)
-    got = host.run({**catch_all("load"), "load": ("SanaLoader", {"model": "again.safetensors"})})
+    got = host.run({**catch_all("load"), "load": ("SanaNodesLoader", {"model": "again.safetensors"})})
     assert (
         got["0"].model.model_config.text
         == "SANA custom-1152x1, 1024 px (assumed), diffusers layout, float32, as diffusers does"
@@ -153,7 +153,7 @@ def test_fp8_weights_are_cast_as_they_run(host, put, weight_dtype):
     model = layouts.transformer()
     put("diffusion_models", "sana.safetensors", model.state_dict())
     inputs = {"model_name": "sana.safetensors", "weight_dtype": weight_dtype}
-    patcher = host.run({"load": ("SanaModelLoader", inputs), **catch("load", 0)})["0"]
+    patcher = host.run({"load": ("SanaNodesModelLoader", inputs), **catch("load", 0)})["0"]
     dtype = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[weight_dtype]
     parameters = dict(patcher.model.diffusion_model.named_parameters())
     assert parameters["transformer_blocks.0.attn1.to_q.weight"].dtype == dtype
@@ -195,7 +195,9 @@ def test_the_quantised_files_that_core_reads_are_read(host, put, form):
         tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
     metadata = {"_quantization_metadata": json.dumps(formats)} if form == "metadata" else {}
     put("diffusion_models", "sana_fp8.safetensors", tensors, **metadata)
-    patcher = host.run({"load": ("SanaModelLoader", {"model_name": "sana_fp8.safetensors"}), **catch("load", 0)})["0"]
+    patcher = host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana_fp8.safetensors"}), **catch("load", 0)})[
+        "0"
+    ]
     layer = patcher.model.diffusion_model.transformer_blocks[0].attn1.to_q
     assert layer.quant_format == "float8_e4m3fn"
     check_forward(patcher, model, tolerance=1e-2)
@@ -207,7 +209,7 @@ def test_a_quantised_format_that_core_does_not_know_is_named(host, put):
     tensors["transformer_blocks.0.attn1.to_q.comfy_quant"] = text
     put("diffusion_models", "sana_int4.safetensors", tensors)
     with pytest.raises(NodeError, match="sana_int4.safetensors: ComfyUI cannot read the quantised layer "):
-        host.run({"load": ("SanaModelLoader", {"model_name": "sana_int4.safetensors"}), **catch("load", 0)})
+        host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana_int4.safetensors"}), **catch("load", 0)})
 
 
 @pytest.mark.parametrize("form", ["scaled_fp8", "metadata"])
@@ -229,8 +231,8 @@ def test_a_quantised_text_encoder_is_read(host, put, tokenizer, form):
     metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if form == "metadata" else {}
     put("text_encoders", "gemma_fp8.safetensors", tensors, **metadata)
     graph = {
-        "load": ("SanaTextEncoderLoader", {"text_encoder_name": "gemma_fp8.safetensors"}),
-        "text": ("SanaTextEncode", {"clip": ["load", 0], "text": "a red circle", "instruction": False}),
+        "load": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma_fp8.safetensors"}),
+        "text": ("SanaNodesTextEncode", {"clip": ["load", 0], "text": "a red circle", "instruction": False}),
         "catch text": ("Catch", {"value": ["text", 0], "name": "text"}),
     }
     got = host.run({**graph, **catch("load", 0)})
@@ -253,7 +255,9 @@ def test_int8_layers_are_read(host, put):
     tensors[f"{layer}.comfy_quant"] = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
     model.get_parameter(f"{layer}.weight").data = tensors[f"{layer}.weight"].float() * scale
     put("diffusion_models", "sana_int8.safetensors", tensors)
-    patcher = host.run({"load": ("SanaModelLoader", {"model_name": "sana_int8.safetensors"}), **catch("load", 0)})["0"]
+    patcher = host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana_int8.safetensors"}), **catch("load", 0)})[
+        "0"
+    ]
     check_forward(patcher, model, tolerance=5e-2)
 
 
@@ -262,7 +266,7 @@ def test_a_quantised_vae_is_refused(host, put):
     tensors["decoder.up_blocks.3.1.attn.to_q.weight_scale"] = torch.ones(())
     put("vae", "dc-ae_fp8.safetensors", tensors)
     with pytest.raises(NodeError, match="dc-ae_fp8.safetensors: got quantised weights, which only ComfyUI"):
-        host.run({"load": ("SanaVAELoader", {"vae_name": "dc-ae_fp8.safetensors"}), **catch("load", 0)})
+        host.run({"load": ("SanaNodesVAELoader", {"vae_name": "dc-ae_fp8.safetensors"}), **catch("load", 0)})
 
 
 def test_quantised_weights_that_are_fused_are_refused(host, put):
@@ -271,13 +275,13 @@ def test_quantised_weights_that_are_fused_are_refused(host, put):
     tensors["blocks.0.attn.qkv.weight_scale"] = torch.ones(())
     put("diffusion_models", "nvidia_fp8.safetensors", tensors)
     with pytest.raises(NodeError, match="nvidia_fp8.safetensors: got quantised weights, which are read of trans"):
-        host.run({"load": ("SanaModelLoader", {"model_name": "nvidia_fp8.safetensors"}), **catch("load", 0)})
+        host.run({"load": ("SanaNodesModelLoader", {"model_name": "nvidia_fp8.safetensors"}), **catch("load", 0)})
 
 
 @pytest.mark.parametrize("field, value", [("weight_dtype", "int3"), ("resolution", "777"), ("resolution", "")])
 def test_choices_through_links_are_checked(host, field, value):
     graph = {"value": ("AnyValue", {"value": value})}
-    graph["load"] = ("SanaLoader", {"model": "sana-tiny (bundled)", field: ["value", 0]})
+    graph["load"] = ("SanaNodesLoader", {"model": "sana-tiny (bundled)", field: ["value", 0]})
     with pytest.raises(NodeError, match=f"^{field}: got '{value}', expected one of "):
         host.run({**graph, **catch("load", 0)})
 
@@ -286,7 +290,7 @@ def test_choices_through_links_are_checked(host, field, value):
 def test_the_resolution_can_be_overridden(host, put, resolution, shift):
     put("diffusion_models", "sana.safetensors", layouts.transformer().state_dict())
     inputs = {"model_name": "sana.safetensors", "resolution": resolution}
-    patcher = host.run({"load": ("SanaModelLoader", inputs), **catch("load", 0)})["0"]
+    patcher = host.run({"load": ("SanaNodesModelLoader", inputs), **catch("load", 0)})["0"]
     assert patcher.model.model_sampling.shift == shift
     config = patcher.model.diffusion_model.config
     assert config.sample_size == (1024 if resolution == "auto" else int(resolution)) // 32
@@ -300,9 +304,11 @@ def test_of_a_sharded_model_the_first_file_is_offered_and_stands_for_all(host, p
     model = layouts.transformer()
     folder = host.models / "diffusion_models" / "sana"
     model.save_pretrained(folder, max_shard_size="10MB")
-    options = host.nodes.NODE_CLASS_MAPPINGS["SanaModelLoader"].INPUT_TYPES()["required"]["model_name"][1]["options"]
+    options = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].INPUT_TYPES()["required"]["model_name"][1][
+        "options"
+    ]
     (name,) = [option for option in options if option.startswith("sana/")]
-    patcher = host.run({"load": ("SanaModelLoader", {"model_name": name}), **catch("load", 0)})["0"]
+    patcher = host.run({"load": ("SanaNodesModelLoader", {"model_name": name}), **catch("load", 0)})["0"]
     check_forward(patcher, model)
     for file in folder.iterdir():
         file.unlink()
@@ -312,7 +318,7 @@ def test_a_file_that_went_away_after_it_was_listed_is_named(host, put):
     name = put("diffusion_models", "gone.safetensors", layouts.transformer().state_dict())
     path = host.models / "diffusion_models" / name
     kept = path.rename(path.with_suffix(".kept"))
-    graph = {"name": ("AnyValue", {"value": name}), "load": ("SanaModelLoader", {"model_name": ["name", 0]})}
+    graph = {"name": ("AnyValue", {"value": name}), "load": ("SanaNodesModelLoader", {"model_name": ["name", 0]})}
     with pytest.raises(NodeError, match="^diffusion_models: no file 'gone.safetensors' in models/diffusion_"):
         host.run({**graph, **catch("load", 0)})
     kept.rename(path)
@@ -320,7 +326,7 @@ def test_a_file_that_went_away_after_it_was_listed_is_named(host, put):
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "x.ckpt", "", "a\0.safetensors"])
 def test_names_outside_the_folder_are_refused(host, name):
-    for node, field in (("SanaModelLoader", "model_name"), ("SanaVAELoader", "vae_name")):
+    for node, field in (("SanaNodesModelLoader", "model_name"), ("SanaNodesVAELoader", "vae_name")):
         graph = {"name": ("AnyValue", {"value": name}), "load": (node, {field: ["name", 0]})}
         with pytest.raises(NodeError, match="^(diffusion_models|vae): (no file|got) "):
             host.run({**graph, **catch("load", 0)})
@@ -350,10 +356,10 @@ def test_cores_pixeldit_clip_gives_the_same_embeddings(host, put, spiece, monkey
     name = put("text_encoders", "gemma_2_2b.safetensors", tensors)
     graph = {
         "core": ("CLIPLoader", {"clip_name": name, "type": "pixeldit"}),
-        "ours": ("SanaTextEncoderLoader", {"text_encoder_name": name}),
+        "ours": ("SanaNodesTextEncoderLoader", {"text_encoder_name": name}),
     }
     for clip in ("core", "ours"):
-        graph[f"{clip} text"] = ("SanaTextEncode", {"clip": [clip, 0], "text": text, "instruction": instruction})
+        graph[f"{clip} text"] = ("SanaNodesTextEncode", {"clip": [clip, 0], "text": text, "instruction": instruction})
         graph[f"catch {clip}"] = ("Catch", {"value": [f"{clip} text", 0], "name": clip})
     got = host.run(graph)
     (theirs, their_extra), (ours, our_extra) = got["core"][0], got["ours"][0]
@@ -373,7 +379,7 @@ def test_another_clip_is_refused_before_anything_is_encoded(host, put, spiece, m
     name = put("text_encoders", "gemma_2_2b.safetensors", tensors)
     graph = {
         "clip": ("CLIPLoader", {"clip_name": name, "type": "lumina2"}),
-        "text": ("SanaTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": True}),
+        "text": ("SanaNodesTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": True}),
         "catch": ("Catch", {"value": ["text", 0], "name": "text"}),
     }
     with pytest.raises(NodeError, match="^clip: got Lumina.*, expected SANA's Gemma 2; use SANA Loader, "):
@@ -386,8 +392,8 @@ def test_a_fp16_text_encoder_and_vae_run_wider(host, put, tokenizer):
     vae = {key: value.half() for key, value in layouts.autoencoder().state_dict().items()}
     put("vae", "dc-ae_fp16.safetensors", vae)
     graph = {
-        "clip": ("SanaTextEncoderLoader", {"text_encoder_name": "gemma_fp16.safetensors"}),
-        "vae": ("SanaVAELoader", {"vae_name": "dc-ae_fp16.safetensors"}),
+        "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma_fp16.safetensors"}),
+        "vae": ("SanaNodesVAELoader", {"vae_name": "dc-ae_fp16.safetensors"}),
         "catch 0": ("Catch", {"value": ["clip", 0], "name": "clip"}),
         "catch 1": ("Catch", {"value": ["vae", 0], "name": "vae"}),
     }
@@ -411,9 +417,9 @@ def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
     config.write_text(f"other:\n  base_path: {elsewhere}\n  diffusers: diffusers/\n  diffusion_models: unet/\n")
     try:
         load_extra_path_config(str(config))
-        got = host.run({"load": ("SanaLoader", {"model": "mine"}), **catch_all("load")})
+        got = host.run({"load": ("SanaNodesLoader", {"model": "mine"}), **catch_all("load")})
         assert got["0"].model.model_config.text.startswith("SANA custom-160x5, 128 px (config)")
-        got = host.run({"load": ("SanaModelLoader", {"model_name": "sana.safetensors"}), **catch("load", 0)})
+        got = host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana.safetensors"}), **catch("load", 0)})
         assert got["0"].model.model_config.text.startswith("SANA custom-1152x1")
     finally:
         folder_paths.folder_names_and_paths.update(kept)

@@ -57,7 +57,7 @@ def put(host):
 
 
 def ours(name, strength=1.0, model=("load", 0)):
-    return ("SanaLoraLoader", {"model": list(model), "lora_name": name, "strength_model": strength})
+    return ("SanaNodesLoraLoader", {"model": list(model), "lora_name": name, "strength_model": strength})
 
 
 def core(name, strength=1.0, model=("load", 0)):
@@ -186,7 +186,7 @@ def test_a_lora_on_the_text_encoder_changes_the_embeddings(host, base_graph, put
     graph = base_graph(steps=1)
     plain = host.run({**graph, "catch text": ("Catch", {"value": ["positive", 0], "name": "text"})})["text"][0][0]
     inputs = {"model": ["load", 0], "clip": ["load", 1], "lora_name": name, "strength_model": 1.0, "strength_clip": 1.0}
-    graph["lora"] = ("SanaLoraLoader", inputs)
+    graph["lora"] = ("SanaNodesLoraLoader", inputs)
     graph["positive"][1]["clip"] = ["lora", 1]
     got = host.run({**graph, "catch text": ("Catch", {"value": ["positive", 0], "name": "text"})})["text"][0][0]
     assert (got - plain).abs().max() > 0.01

@@ -74,7 +74,7 @@ def test_a_wrapper_sees_core_s_arguments_and_changes_nothing(host, base_graph, m
     assert type(model).__name__ == "SanaDiffusionModel"
 
 
-@pytest.mark.parametrize("build", [lambda graph: graph, core_graph], ids=["SanaSampler", "KSampler"])
+@pytest.mark.parametrize("build", [lambda graph: graph, core_graph], ids=["SanaNodesSampler", "KSampler"])
 @pytest.mark.parametrize("name", ["EasyCache", "LazyCache"])
 def test_core_s_caches_skip_steps_on_a_similar_picture(host, base_graph, calls, name, build):
     settings = {"start_percent": 0.15, "end_percent": 0.95, "verbose": False}
@@ -95,7 +95,7 @@ def test_caches_can_tell_the_pass_with_perturbed_attention_from_the_plain_one(ho
     monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "PassThrough", PassThrough)
     monkeypatch.setattr(PassThrough, "arguments", [])
     graph = patched(base_graph(steps=STEPS), "PassThrough")
-    graph["pag"] = ("SanaPAG", {"model": ["patch", 0], "scale": 2.0, "blocks": "3"})
+    graph["pag"] = ("SanaNodesPAG", {"model": ["patch", 0], "scale": 2.0, "blocks": "3"})
     graph["sample"][1]["model"] = ["pag", 0]
     host.run(graph)
     passes = {tuple(args[-1]["uuids"]) for args, _, _ in PassThrough.arguments}
@@ -104,7 +104,7 @@ def test_caches_can_tell_the_pass_with_perturbed_attention_from_the_plain_one(ho
 
 def test_easy_cache_and_perturbed_attention_together(host, base_graph, calls):
     graph = base_graph(steps=STEPS)
-    graph["pag"] = ("SanaPAG", {"model": ["load", 0], "scale": 2.0, "blocks": "3"})
+    graph["pag"] = ("SanaNodesPAG", {"model": ["load", 0], "scale": 2.0, "blocks": "3"})
     graph["sample"][1]["model"] = ["pag", 0]
     plain = run(host, graph)
     calls.clear()

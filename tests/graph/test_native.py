@@ -104,7 +104,7 @@ def second_device(host, monkeypatch):
     return used
 
 
-@pytest.mark.parametrize("node", ["SanaSampler", "KSampler"])
+@pytest.mark.parametrize("node", ["SanaNodesSampler", "KSampler"])
 def test_cfg_split_over_two_devices_draws_the_same_picture(host, base_graph, second_device, node):
     """Core's node with a second copy of the model on the same CPU, driven by core's own threads."""
 

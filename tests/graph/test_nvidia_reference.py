@@ -66,7 +66,7 @@ def graph(base_graph, files):
 
     def build(**overrides):
         graph = base_graph(steps=STEPS, text=PROMPT, **overrides)
-        graph["model"] = ("SanaModelLoader", {"model_name": "nvidia.safetensors"})
+        graph["model"] = ("SanaNodesModelLoader", {"model_name": "nvidia.safetensors"})
         graph["sample"][1]["model"] = ["model", 0]
         graph["negative"][1]["text"] = NEGATIVE
         return graph
@@ -137,7 +137,7 @@ def test_sana_batch_sampler(host, graph, expected):
     inputs = batch["sample"][1]
     links = {key: inputs[key] for key in ("model", "positive", "negative", "latent_image")}
     options = {"count": 2, "seed": 3, "steps": STEPS, "guidance": GUIDANCE, "sampler": "flow_dpmpp_2m"}
-    batch["sample"] = ("SanaBatchSampler", {**links, **options, "devices": "cpu x 2", "chunk": 0})
+    batch["sample"] = ("SanaNodesBatchSampler", {**links, **options, "devices": "cpu x 2", "chunk": 0})
     got = host.run(batch)["latent"]["samples"]
     wanted = torch.cat([expected("flow_dpmpp_2m", seed=seed) for seed in (3, 4)])
     torch.testing.assert_close(got, wanted, atol=2e-4, rtol=0)
@@ -148,7 +148,7 @@ def test_the_controlnet(host, graph, expected, checkpoint, sampler):
     edges = torch.rand(1, 128, 128, 3, generator=torch.Generator().manual_seed(6))
     controlled = graph(sampler=sampler)
     controlled["edges"] = ("AnyValue", {"value": edges})
-    controlled["control"] = ("SanaControlNetLoader", {"control_net_name": "nvidia.safetensors"})
+    controlled["control"] = ("SanaNodesControlNetLoader", {"control_net_name": "nvidia.safetensors"})
     inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "control_net": ["control", 0]}
     inputs |= {"image": ["edges", 0], "strength": 1.0, "start_percent": 0.0, "end_percent": 1.0, "vae": ["load", 2]}
     controlled["apply"] = ("ControlNetApplyAdvanced", inputs)
@@ -177,7 +177,7 @@ def test_a_controlnet_without_the_base_block_is_named(host, graph, tensors):
     with pytest.raises(NodeError, match="without the base model's first block .*choose reference diffusers"):
         host.run(
             {
-                "a": ("SanaControlNetLoader", {"control_net_name": path.name}),
+                "a": ("SanaNodesControlNetLoader", {"control_net_name": path.name}),
                 "b": ("Catch", {"value": ["a", 0], "name": "c"}),
             }
         )

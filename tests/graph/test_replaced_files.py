@@ -15,11 +15,11 @@ from test_lora import ours, with_lora, written
 
 __all__ = ["put", "single_files", "tokenizer"]  # fixtures
 LOADERS = {
-    "SanaModelLoader": ("diffusion_models", "model_name"),
-    "SanaTextEncoderLoader": ("text_encoders", "text_encoder_name"),
-    "SanaVAELoader": ("vae", "vae_name"),
-    "SanaControlNetLoader": ("controlnet", "control_net_name"),
-    "SanaLoraLoader": ("loras", "lora_name"),
+    "SanaNodesModelLoader": ("diffusion_models", "model_name"),
+    "SanaNodesTextEncoderLoader": ("text_encoders", "text_encoder_name"),
+    "SanaNodesVAELoader": ("vae", "vae_name"),
+    "SanaNodesControlNetLoader": ("controlnet", "control_net_name"),
+    "SanaNodesLoraLoader": ("loras", "lora_name"),
 }
 
 
@@ -48,7 +48,7 @@ def test_a_loaders_fingerprint_changes_with_size_and_time_of_its_file(host, put,
     assert fingerprint(host, loader, "one.safetensors") not in (first, second)
 
 
-@pytest.mark.parametrize("loader", ["SanaLoader", *LOADERS])
+@pytest.mark.parametrize("loader", ["SanaNodesLoader", *LOADERS])
 @pytest.mark.parametrize("name", ["gone.safetensors", "", None, 5, "..", "a\0b.safetensors"])
 def test_a_fingerprint_of_what_is_not_there_raises_nothing(host, loader, name):
     assert fingerprint(host, loader, name) == "missing"
@@ -62,12 +62,12 @@ def test_a_sharded_models_fingerprint_changes_with_each_file(host):
         (folder / name).write_text("x")
     try:
         for name in [*names, "config.json"]:
-            before = fingerprint(host, "SanaModelLoader", f"sharded/{names[0]}")
+            before = fingerprint(host, "SanaNodesModelLoader", f"sharded/{names[0]}")
             touch(folder / name)
-            assert fingerprint(host, "SanaModelLoader", f"sharded/{names[0]}") != before, name
-        before = fingerprint(host, "SanaModelLoader", f"sharded/{names[0]}")
+            assert fingerprint(host, "SanaNodesModelLoader", f"sharded/{names[0]}") != before, name
+        before = fingerprint(host, "SanaNodesModelLoader", f"sharded/{names[0]}")
         touch(folder / "other.safetensors")
-        assert fingerprint(host, "SanaModelLoader", f"sharded/{names[0]}") == before
+        assert fingerprint(host, "SanaNodesModelLoader", f"sharded/{names[0]}") == before
     finally:
         shutil.rmtree(folder)
 
@@ -78,12 +78,12 @@ def test_a_folders_fingerprint_changes_with_each_file_that_is_read(host, checkpo
         files = [file for file in folder.rglob("*") if file.is_file()]
         assert len(files) > 8
         for file in files:
-            before = fingerprint(host, "SanaLoader", "stamped")
+            before = fingerprint(host, "SanaNodesLoader", "stamped")
             touch(file)
-            after = fingerprint(host, "SanaLoader", "stamped")
+            after = fingerprint(host, "SanaNodesLoader", "stamped")
             assert after != before, file
         (folder / "README.md").write_text("nothing that is read")
-        assert fingerprint(host, "SanaLoader", "stamped") == after
+        assert fingerprint(host, "SanaNodesLoader", "stamped") == after
     finally:
         shutil.rmtree(folder)
 
@@ -162,10 +162,10 @@ def truncate_and_draw(base):
         files.append(layouts.save(tensors, host.models / kind / "it.safetensors", config=config))
     files.append(layouts.save(written("diffusers"), host.models / "loras" / "it.safetensors"))
     graph = {
-        "base": ("SanaModelLoader", {"model_name": "it.safetensors"}),
+        "base": ("SanaNodesModelLoader", {"model_name": "it.safetensors"}),
         "model": ours("it.safetensors", model=("base", 0)),
-        "clip": ("SanaTextEncoderLoader", {"text_encoder_name": "it.safetensors"}),
-        "vae": ("SanaVAELoader", {"vae_name": "it.safetensors"}),
+        "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "it.safetensors"}),
+        "vae": ("SanaNodesVAELoader", {"vae_name": "it.safetensors"}),
     }
     kinds = ("model", "clip", "vae")
     host.run({**graph, **{f"catch {key}": ("Catch", {"value": [key, 0], "name": key}) for key in kinds}})
@@ -176,10 +176,10 @@ def truncate_and_draw(base):
     caught = host.run(
         {
             **given,
-            "text": ("SanaTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": True}),
-            "empty": ("SanaEmptyLatent", {"width": 128, "height": 128, "batch_size": 1}),
-            "sample": ("SanaSampler", {**links, "seed": 1, "steps": 1, "guidance": 4.5, "sampler": "flow_euler"}),
-            "decode": ("SanaDecode", {"samples": ["sample", 0], "vae": ["vae", 0]}),
+            "text": ("SanaNodesTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": True}),
+            "empty": ("SanaNodesEmptyLatent", {"width": 128, "height": 128, "batch_size": 1}),
+            "sample": ("SanaNodesSampler", {**links, "seed": 1, "steps": 1, "guidance": 4.5, "sampler": "flow_euler"}),
+            "decode": ("SanaNodesDecode", {"samples": ["sample", 0], "vae": ["vae", 0]}),
             "catch": ("Catch", {"value": ["decode", 0], "name": "image"}),
         }
     )

@@ -62,7 +62,7 @@ def test_a_workflow_fits_the_nodes_and_draws(host, path):
     graph = to_graph(host, json.loads(path.read_text()))
     (save,) = (key for key, (kind, _) in graph.items() if kind == "SaveImage")
     image = graph.pop(save)[1]["images"]
-    loaders = [inputs["model"] for kind, inputs in graph.values() if kind == "SanaLoader"]
+    loaders = [inputs["model"] for kind, inputs in graph.values() if kind == "SanaNodesLoader"]
     if loaders == [BUNDLED] and not any(kind == "LoadImage" for kind, _ in graph.values()):
         picture = host.run({**graph, "catch": ("Catch", {"value": image, "name": "image"})})["image"]
         assert picture.isfinite().all() and picture.std() > 0.1

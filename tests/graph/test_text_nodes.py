@@ -29,10 +29,10 @@ def notes(host, monkeypatch):
 def encode(host):
     """A function that runs one text node and returns embeddings and mask."""
 
-    def run(text, instruction=True, node="SanaTextEncode", field="text"):
+    def run(text, instruction=True, node="SanaNodesTextEncode", field="text"):
         own = {} if instruction is None else {"instruction": instruction}
         graph = {
-            "load": ("SanaLoader", {"model": "sana-tiny (bundled)"}),
+            "load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"}),
             "encode": (node, {"clip": ["load", 1], field: text, **own}),
             "catch": ("Catch", {"value": ["encode", 0], "name": "conditioning"}),
         }
@@ -91,9 +91,9 @@ def test_marks_for_the_size_are_cut_and_case_is_kept(encode, notes):
 
 
 def test_a_prompt_list_says_which_prompt_was_cut_and_how_many_more(encode, notes):
-    encode("a red circle\na blue cross", node="SanaPromptList", field="prompts")
+    encode("a red circle\na blue cross", node="SanaNodesPromptList", field="prompts")
     assert notes["encode"] == "2 prompts"
-    embeds, _ = encode(f"a red circle\n{LONG}\na cross --hw 1:2\n{LONG}", node="SanaPromptList", field="prompts")
+    embeds, _ = encode(f"a red circle\n{LONG}\na cross --hw 1:2\n{LONG}", node="SanaNodesPromptList", field="prompts")
     assert notes["encode"] == "4 prompts; prompt 2: 9701 of 10001 tokens were cut: SANA reads 300; 2 more were cut"
     assert embeds.shape == (4, 300, 64)
 

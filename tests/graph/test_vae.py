@@ -6,7 +6,7 @@ import pytest
 import torch
 from in_process import NodeError
 
-LOAD = {"load": ("SanaLoader", {"model": "sana-tiny (bundled)"})}
+LOAD = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})}
 
 
 @pytest.fixture
@@ -40,13 +40,13 @@ def assert_same(got, expected):
     assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
-def decoded(host, graph, node="SanaDecode", **inputs):
+def decoded(host, graph, node="SanaNodesDecode", **inputs):
     graph = {
         **graph,
         "decode": (node, {"samples": ["noise", 0], "vae": ["load", 2], **inputs}),
         "catch": ("Catch", {"value": ["decode", 0], "name": "image"}),
     }
-    if node == "SanaDecode":
+    if node == "SanaNodesDecode":
         graph["catch report"] = ("Catch", {"value": ["decode", 1], "name": "report"})
     return host.run(graph)
 
@@ -93,7 +93,7 @@ def test_core_s_encode_nodes_give_the_library_s_latents(host, latent, checkpoint
     from diffusers import AutoencoderDC
 
     _, graph = latent(1, 32, 9, 7)
-    graph["decode"] = ("SanaDecode", {"samples": ["noise", 0], "vae": ["load", 2]})
+    graph["decode"] = ("SanaNodesDecode", {"samples": ["noise", 0], "vae": ["load", 2]})
     graph["encode"] = ("VAEEncode", {"pixels": ["decode", 0], "vae": ["load", 2]})
     tiled = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
     graph["encode tiled"] = ("VAEEncodeTiled", {"pixels": ["decode", 0], "vae": ["load", 2], **tiled})
@@ -116,8 +116,8 @@ def test_dc_ae_lite_loads_decodes_and_encodes(host, latent, layout):
     tensors = mit_dc_ae.tensors(config)
     file = layouts.save(tensors, host.models / "vae" / "lite.safetensors")
     samples, graph = latent(1, 32, 7, 5)
-    graph["load"] = ("SanaVAELoader", {"vae_name": file.name})
-    graph["decode"] = ("SanaDecode", {"samples": ["noise", 0], "vae": ["load", 0], "budget_gb": 0.4})
+    graph["load"] = ("SanaNodesVAELoader", {"vae_name": file.name})
+    graph["decode"] = ("SanaNodesDecode", {"samples": ["noise", 0], "vae": ["load", 0], "budget_gb": 0.4})
     graph["core"] = ("VAEDecode", {"samples": ["noise", 0], "vae": ["load", 0]})
     tiled = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
     graph["tiled"] = ("VAEDecodeTiled", {"samples": ["noise", 0], "vae": ["load", 0], **tiled})
@@ -139,7 +139,7 @@ def test_dc_ae_lite_loads_decodes_and_encodes(host, latent, layout):
     assert_same(got["encode"]["samples"].double(), encoded)
 
 
-@pytest.mark.parametrize("node", ["SanaDecode", "VAEDecode"])
+@pytest.mark.parametrize("node", ["SanaNodesDecode", "VAEDecode"])
 def test_nan_is_an_error_and_not_a_black_picture(host, latent, node):
     _, graph = latent(1, 32, 4, 4, spoil=float("nan"))
     with pytest.raises(
@@ -238,7 +238,7 @@ def test_the_predicted_memory_is_what_core_reserves(host, latent):
 def test_the_plan_is_a_chart_and_text(host):
     got = host.run(
         {
-            "plan": ("SanaPlan", {"variant": "1.6B", "width": 4096, "height": 4096, "batch_size": 1}),
+            "plan": ("SanaNodesPlan", {"variant": "1.6B", "width": 4096, "height": 4096, "batch_size": 1}),
             "catch": ("Catch", {"value": ["plan", 0], "name": "chart"}),
             "catch figures": ("Catch", {"value": ["plan", 1], "name": "figures"}),
         }

@@ -56,7 +56,7 @@ def test_the_loader_writes_under_itself_what_it_found(server, demo):
 def test_the_picture_carries_its_graph(server, demo):
     (image,) = images_of(list(run_graph(server, demo)))
     png = Image.open(io.BytesIO(get(server, "/view", **image)))
-    assert json.loads(png.text["prompt"])["5"]["class_type"] == "SanaSampler"
+    assert json.loads(png.text["prompt"])["5"]["class_type"] == "SanaNodesSampler"
 
 
 BAD = {
@@ -82,25 +82,25 @@ def test_every_node_is_described(server):
     info = json.loads(get(server, "/object_info"))
     ours = {key: node for key, node in info.items() if key.startswith("Sana")}
     assert set(ours) == {
-        "SanaBatchSampler",
-        "SanaControlNetLoader",
-        "SanaDecode",
-        "SanaEmptyLatent",
-        "SanaGuidanceInterval",
-        "SanaLoader",
-        "SanaLoraLoader",
-        "SanaModelLoader",
-        "SanaPAG",
-        "SanaPlan",
-        "SanaPromptList",
-        "SanaResolution",
-        "SanaSampler",
-        "SanaSamplerSelect",
-        "SanaScheduler",
-        "SanaSprint",
-        "SanaTextEncode",
-        "SanaTextEncoderLoader",
-        "SanaVAELoader",
+        "SanaNodesBatchSampler",
+        "SanaNodesControlNetLoader",
+        "SanaNodesDecode",
+        "SanaNodesEmptyLatent",
+        "SanaNodesGuidanceInterval",
+        "SanaNodesLoader",
+        "SanaNodesLoraLoader",
+        "SanaNodesModelLoader",
+        "SanaNodesPAG",
+        "SanaNodesPlan",
+        "SanaNodesPromptList",
+        "SanaNodesResolution",
+        "SanaNodesSampler",
+        "SanaNodesSamplerSelect",
+        "SanaNodesScheduler",
+        "SanaNodesSprint",
+        "SanaNodesTextEncode",
+        "SanaNodesTextEncoderLoader",
+        "SanaNodesVAELoader",
     }
     for key, node in ours.items():
         assert node["display_name"].startswith("SANA ") and node["category"].split("/")[0] == "SANA"
@@ -115,7 +115,7 @@ def test_the_demo_is_a_template_with_a_thumbnail(server):
     templates = json.loads(get(server, "/workflow_templates"))
     assert sorted(templates["sana"]) == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
     workflow = json.loads(get(server, "/api/workflow_templates/sana/sana_demo.json"))
-    assert {node["type"] for node in workflow["nodes"]} >= {"SanaLoader", "SanaSampler", "SanaDecode"}
+    assert {node["type"] for node in workflow["nodes"]} >= {"SanaNodesLoader", "SanaNodesSampler", "SanaNodesDecode"}
     thumbnail = Image.open(io.BytesIO(get(server, "/api/workflow_templates/sana/sana_demo.jpg")))
     assert thumbnail.format == "JPEG"
 
@@ -145,7 +145,11 @@ def api_graph(workflow, info):
     return graph
 
 
-LOADERS = {"SanaModelLoader": "model_name", "SanaTextEncoderLoader": "text_encoder_name", "SanaVAELoader": "vae_name"}
+LOADERS = {
+    "SanaNodesModelLoader": "model_name",
+    "SanaNodesTextEncoderLoader": "text_encoder_name",
+    "SanaNodesVAELoader": "vae_name",
+}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -153,12 +157,12 @@ def test_a_template_runs_with_the_bundled_checkpoint_at_a_sixteenth_of_its_size(
     workflow = json.loads(get(server, f"/api/workflow_templates/sana/{name}.json"))
     graph = api_graph(workflow, json.loads(get(server, "/object_info")))
     by_type = {node["class_type"]: node["inputs"] for node in graph.values()}
-    assert (by_type["SanaEmptyLatent"]["width"], by_type["SanaPlan"]["width"]) == (TEMPLATES[name],) * 2
+    assert (by_type["SanaNodesEmptyLatent"]["width"], by_type["SanaNodesPlan"]["width"]) == (TEMPLATES[name],) * 2
     for loader, field in LOADERS.items():
         by_type[loader][field] = "sana-tiny (bundled)"
-    by_type["SanaSampler"]["steps"] = 2
+    by_type["SanaNodesSampler"]["steps"] = 2
     side = TEMPLATES[name] // 16
-    by_type["SanaEmptyLatent"].update(width=side, height=side)
+    by_type["SanaNodesEmptyLatent"].update(width=side, height=side)
     images = images_of(list(run_graph(server, graph)))
     (saved,) = (image for image in images if image["type"] == "output")
     assert Image.open(io.BytesIO(get(server, "/view", **saved))).size == (side, side)

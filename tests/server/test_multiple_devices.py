@@ -16,13 +16,13 @@ WANTED = [("red", "circle", "blue"), ("blue", "square", "white")]
 
 
 def test_two_workers_draw_what_the_prompts_say_with_progress_previews_and_a_report(server, demo):
-    demo["2"] = {"class_type": "SanaPromptList", "inputs": {"clip": ["1", 1], "prompts": "\n".join(PROMPTS)}}
+    demo["2"] = {"class_type": "SanaNodesPromptList", "inputs": {"clip": ["1", 1], "prompts": "\n".join(PROMPTS)}}
     demo["2"]["inputs"]["instruction"] = True
     own = demo["5"]["inputs"]
     for name in ("denoise", "model_defaults"):
         del own[name]
     own.update(count=2, devices="cpu x 2", chunk=1, vae=["1", 2])
-    demo["5"]["class_type"] = "SanaBatchSampler"
+    demo["5"]["class_type"] = "SanaNodesBatchSampler"
     demo["7"]["inputs"]["images"] = ["5", 1]
     del demo["6"]
     events = list(run_graph(server, demo))

@@ -48,10 +48,10 @@ def loaded(random: Random, model: str = BUNDLED) -> Graph:
     """Model, prompts and an empty latent."""
     width, height = random.choice(SIZES)
     return {
-        "load": node("SanaLoader", model=model),
-        "positive": node("SanaTextEncode", clip=["load", 1], text=prompt(random), instruction=True),
-        "negative": node("SanaTextEncode", clip=["load", 1], text="", instruction=False),
-        "empty": node("SanaEmptyLatent", width=width, height=height, batch_size=random.choice((1, 2))),
+        "load": node("SanaNodesLoader", model=model),
+        "positive": node("SanaNodesTextEncode", clip=["load", 1], text=prompt(random), instruction=True),
+        "negative": node("SanaNodesTextEncode", clip=["load", 1], text="", instruction=False),
+        "empty": node("SanaNodesEmptyLatent", width=width, height=height, batch_size=random.choice((1, 2))),
     }
 
 
@@ -62,13 +62,13 @@ def conditioned(random: Random, model: str = "load", **inputs: Any) -> dict[str,
 
 def sampled(random: Random, model: str = "load", **inputs: Any) -> dict[str, Any]:
     own = {"guidance": random.choice((1.0, 2.5, 4.5)), "sampler": random.choice(("flow_euler", "flow_dpmpp_2m"))}
-    return node("SanaSampler", **conditioned(random, model, **{**own, **inputs}))
+    return node("SanaNodesSampler", **conditioned(random, model, **{**own, **inputs}))
 
 
 DECODES = (
-    *(node("SanaDecode", method=method) for method in ("auto", "whole", "strips", "tiles")),
-    node("SanaDecode", budget_gb=0.01),
-    node("SanaDecode", devices="all"),
+    *(node("SanaNodesDecode", method=method) for method in ("auto", "whole", "strips", "tiles")),
+    node("SanaNodesDecode", budget_gb=0.01),
+    node("SanaNodesDecode", devices="all"),
     node("VAEDecode"),
     node("VAEDecodeTiled", tile_size=64, overlap=0, temporal_size=8, temporal_overlap=4),
 )
@@ -109,8 +109,8 @@ def custom_sampler(random: Random) -> Graph:
         **loaded(random),
         "noise": node("RandomNoise", noise_seed=random.getrandbits(64)),
         "guider": node("CFGGuider", model=["load", 0], positive=["positive", 0], negative=["negative", 0], cfg=3.0),
-        "select": node("SanaSamplerSelect", sampler=name),
-        "sigmas": node("SanaScheduler", model=["load", 0], sampler=name, steps=3),
+        "select": node("SanaNodesSamplerSelect", sampler=name),
+        "sigmas": node("SanaNodesScheduler", model=["load", 0], sampler=name, steps=3),
         "sample": node("SamplerCustomAdvanced", **links, latent_image=["empty", 0]),
     }
     return saved(random, graph)
@@ -125,8 +125,8 @@ def image_to_image(random: Random) -> Graph:
 
 def guided(random: Random) -> Graph:
     graph = loaded(random)
-    graph["pag"] = node("SanaPAG", model=["load", 0], scale=2.0, blocks=random.choice(("", "1", "1, 3")))
-    graph["interval"] = node("SanaGuidanceInterval", model=["pag", 0], start=0.2, end=0.8)
+    graph["pag"] = node("SanaNodesPAG", model=["load", 0], scale=2.0, blocks=random.choice(("", "1", "1, 3")))
+    graph["interval"] = node("SanaNodesGuidanceInterval", model=["pag", 0], start=0.2, end=0.8)
     return saved(random, {**graph, "sample": sampled(random, "interval", guidance=4.5)})
 
 
@@ -134,7 +134,7 @@ def with_lora(random: Random) -> Graph:
     graph, model = loaded(random), "load"
     for number in range(random.randint(1, 2)):
         name, strength = f"style{random.randint(0, 1)}.safetensors", random.choice((-0.5, 0.7, 1.0))
-        graph[f"lora {number}"] = node("SanaLoraLoader", model=[model, 0], lora_name=name, strength_model=strength)
+        graph[f"lora {number}"] = node("SanaNodesLoraLoader", model=[model, 0], lora_name=name, strength_model=strength)
         model = f"lora {number}"
     return saved(random, {**graph, "sample": sampled(random, model)})
 
@@ -145,7 +145,7 @@ def with_controlnet(random: Random) -> Graph:
     strength = {"strength": random.uniform(0.2, 1.0), "start_percent": 0.0, "end_percent": 1.0}
     graph |= {
         "edges": node("EmptyImage", width=128, height=128, batch_size=1, color=random.getrandbits(24)),
-        "control": node("SanaControlNetLoader", control_net_name="control.safetensors"),
+        "control": node("SanaNodesControlNetLoader", control_net_name="control.safetensors"),
         "apply": node("ControlNetApplyAdvanced", **links, image=["edges", 0], vae=["load", 2], **strength),
     }
     return saved(random, {**graph, "sample": sampled(random, positive=["apply", 0], negative=["apply", 1])})
@@ -155,10 +155,10 @@ def batch(random: Random) -> Graph:
     graph = loaded(random)
     graph["empty"]["inputs"]["batch_size"] = 1
     text = "\n".join(prompt(random) for _ in range(random.randint(1, 3)))
-    graph["positive"] = node("SanaPromptList", clip=["load", 1], prompts=text, instruction=True)
+    graph["positive"] = node("SanaNodesPromptList", clip=["load", 1], prompts=text, instruction=True)
     own = {"count": random.randint(1, 3), "guidance": 4.5, "sampler": "flow_euler", "vae": ["load", 2]}
     own |= {"devices": random.choice(("default", "all", "cpu x 2")), "chunk": random.randint(0, 2)}
-    graph["sample"] = node("SanaBatchSampler", **conditioned(random, **own))
+    graph["sample"] = node("SanaNodesBatchSampler", **conditioned(random, **own))
     return {**graph, "save": node("PreviewImage", images=["sample", 1])}
 
 
@@ -167,13 +167,13 @@ def sprint(random: Random) -> Graph:
     del graph["negative"]
     inputs = conditioned(random, guidance=4.5)
     del inputs["negative"]
-    return saved(random, {**graph, "sample": node("SanaSprint", **inputs)})
+    return saved(random, {**graph, "sample": node("SanaNodesSprint", **inputs)})
 
 
 def single_file(random: Random) -> Graph:
     """A model of its own file, in one of the precisions: what is cached of it is left for another."""
     dtype = random.choice(("default", "fp8_e4m3fn"))
-    graph = {**loaded(random), "model": node("SanaModelLoader", model_name="sana.safetensors", weight_dtype=dtype)}
+    graph = {**loaded(random), "model": node("SanaNodesModelLoader", model_name="sana.safetensors", weight_dtype=dtype)}
     return saved(random, {**graph, "sample": sampled(random, "model")})
 
 
@@ -182,13 +182,13 @@ def text(random: Random) -> Graph:
     sampling |= {"presence_penalty": 0.0, "seed": random.getrandbits(32)}
     inputs = {"prompt": prompt(random), "max_length": random.randint(4, 40), "use_default_template": False}
     inputs |= {"sampling_mode": "on"} | {f"sampling_mode.{key}": value for key, value in sampling.items()}
-    graph = {"load": node("SanaLoader", model=BUNDLED), "write": node("TextGenerate", clip=["load", 1], **inputs)}
+    graph = {"load": node("SanaNodesLoader", model=BUNDLED), "write": node("TextGenerate", clip=["load", 1], **inputs)}
     return {**graph, "show": node("PreviewAny", source=["write", 0])}
 
 
 def plan(random: Random) -> Graph:
     size = {"width": 32 * random.randint(1, 128), "height": 32 * random.randint(1, 128), "batch_size": 1}
-    own = node("SanaPlan", variant=random.choice(("0.6B", "1.6B")), **size)
+    own = node("SanaNodesPlan", variant=random.choice(("0.6B", "1.6B")), **size)
     return {"plan": own, "save": node("PreviewImage", images=["plan", 0])}
 
 
@@ -215,15 +215,17 @@ def failed(random: Random) -> Graph:
     if fault == "size":
         graph["empty"]["inputs"]["width"] = 100
     elif fault == "channels":
-        graph["empty"] = node("SanaEmptyLatent", width=64, height=64, batch_size=1)
+        graph["empty"] = node("SanaNodesEmptyLatent", width=64, height=64, batch_size=1)
         graph["other"] = node("EmptyHunyuanLatentVideo", width=64, height=64, length=1, batch_size=1)
         graph["sample"]["inputs"]["latent_image"] = ["other", 0]
     elif fault == "lora":
-        graph["lora"] = node("SanaLoraLoader", model=["load", 0], lora_name="other.safetensors", strength_model=1.0)
+        graph["lora"] = node(
+            "SanaNodesLoraLoader", model=["load", 0], lora_name="other.safetensors", strength_model=1.0
+        )
         graph["sample"]["inputs"]["model"] = ["lora", 0]
     elif fault == "budget":
         graph["empty"]["inputs"].update(width=256, height=192)
-        graph["decode"] = node("SanaDecode", samples=["sample", 0], vae=["load", 2], budget_gb=0.001)
+        graph["decode"] = node("SanaNodesDecode", samples=["sample", 0], vae=["load", 2], budget_gb=0.001)
     elif fault == "sampler":
         graph["sample"]["inputs"]["sampler"] = "scm"
     elif fault == "Sprint":
