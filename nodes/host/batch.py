@@ -40,7 +40,12 @@ KEY = "sana_batch"
 
 
 def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
-    """Return the devices of that name in `list_devices`; one that is not here gives the model's own, with a log."""
+    """Return the devices of that name in `list_devices`; one that is not here gives the model's own, with a log.
+
+    Raises InputError for what is no name, which reaches it as the node takes any: workflows come from other machines.
+    """
+    if not isinstance(choice, str):
+        raise InputError(f"devices: got {choice!r:.40}, expected a name; choose all or default")
     everything = comfy.model_management.get_all_torch_devices()
     if choice == "all":
         # the model's own first: its weights may be there already

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from bounded import BYTES, SECONDS
 from host import base_directory, start_server
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import NUMBERS, VALUES
 from verdicts import check_line
@@ -191,6 +191,13 @@ def is_link(value):
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) in (int, float)
 
 
+def changed(nodes, key, **inputs):
+    """The graph of `nodes` with other inputs of one of them."""
+    graph = api({**COMMON, **nodes})
+    graph[key]["inputs"].update(inputs)
+    return graph
+
+
 @st.composite
 def graphs(draw):
     """A good graph with up to four of its values, links, inputs, nodes and classes changed."""
@@ -330,6 +337,8 @@ def peak(process):
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
+# a value of any type, as the node takes devices of other machines
+@example(changed(GRAPHS[2], "batch", devices=0))
 @given(graph=graphs())
 def test_workflows(count, client, graph):
     count()
