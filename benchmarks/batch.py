@@ -27,16 +27,16 @@ from benchmarks.machine import description  # noqa: E402
 from benchmarks.simulation import SimulatedPool  # noqa: E402
 from sana_core.batch.draw import (  # noqa: E402
     Settings,
-    complete,
     draw,
+    embeddings_of,
     encode_texts,
     load_encoder,
     load_models,
-    texts_of,
+    resolve_settings,
 )
 from sana_core.batch.local import LocalPool  # noqa: E402
-from sana_core.batch.loop import carry_out  # noqa: E402
-from sana_core.batch.plan import batch_pictures, cut  # noqa: E402
+from sana_core.batch.loop import run_batch  # noqa: E402
+from sana_core.batch.plan import batch_pictures, split_into_chunks  # noqa: E402
 from sana_core.batch.queue import Queue  # noqa: E402
 
 CHECKPOINT = ROOT / "demo" / "sana-tiny"
@@ -47,9 +47,9 @@ CPU = torch.device("cpu")
 
 def seconds_of(pool, pictures: int, chunk: int) -> float:
     """Return the seconds in which the pool's workers draw so many pictures."""
-    queue = Queue(cut(batch_pictures(1, pictures, 0), chunk))
+    queue = Queue(split_into_chunks(batch_pictures(1, pictures, 0), chunk))
     started = time.perf_counter()
-    arrived = sum(1 for _ in carry_out(queue, pool))
+    arrived = sum(1 for _ in run_batch(queue, pool))
     seconds = time.perf_counter() - started
     assert arrived == pictures
     return seconds
@@ -64,7 +64,7 @@ def warm(pool, workers: int) -> None:
 
 def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
     """Return threads on these cores that draw with the bundled checkpoint, one torch thread each."""
-    settings = complete(Settings(pixels, pixels), CHECKPOINT)
+    settings = resolve_settings(Settings(pixels, pixels), CHECKPOINT)
     texts, negative = encode_texts(load_encoder(CHECKPOINT, CPU, "float32"), PROMPTS, "")
     models = load_models(CHECKPOINT, CPU, "float32", CHECKPOINT)
     everywhere = os.sched_getaffinity(0)
@@ -74,7 +74,7 @@ def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
     pool = LocalPool(
         [CPU] * workers,
         lambda device, poll: (
-            lambda chunk: draw(models, settings, chunk, texts_of(chunk, PROMPTS, texts), negative, poll)
+            lambda chunk: draw(models, settings, chunk, embeddings_of(chunk, PROMPTS, texts), negative, poll)
         ),
     )
     os.sched_setaffinity(0, everywhere)
@@ -148,16 +148,16 @@ def ray_pool(workers: int) -> Iterator[Any]:
 
     from sana_core.batch.cluster import connect
     from sana_core.batch.fingerprint import fingerprint
-    from sana_core.batch.painter import Order
     from sana_core.batch.ray_pool import RayPool
+    from sana_core.batch.worker import Job
 
-    settings, path = complete(Settings(128, 128), CHECKPOINT), str(CHECKPOINT)
-    order = Order(settings, {path: fingerprint(path)}, path, path, path)
+    settings, path = resolve_settings(Settings(128, 128), CHECKPOINT), str(CHECKPOINT)
+    job = Job(settings, {path: fingerprint(path)}, path, path, path)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(workers):
         cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
     connect(cluster.address)
-    with closing(RayPool(order, PROMPTS)) as actors:
+    with closing(RayPool(job, PROMPTS)) as actors:
         warm(actors, workers)
         yield actors
     ray.shutdown()
@@ -202,8 +202,8 @@ def simulate(seed: int) -> tuple[SimulatedPool, float, list[float]]:
     source = random.Random(seed)
     speeds = [source.choice([0.5, 1.0, 1.0, 2.0]) for _ in range(64)]
     pool = SimulatedPool(speeds, seed, delay=0.05, jitter=0.1, restart=60, mishap=mishap)
-    queue = Queue(cut(batch_pictures(1, 10_000, 0), 4))
-    arrived = [pool.clock for _ in carry_out(queue, pool)]
+    queue = Queue(split_into_chunks(batch_pictures(1, 10_000, 0), 4))
+    arrived = [pool.clock for _ in run_batch(queue, pool)]
     assert len(arrived) == 10_000
     return pool, 10_000 / pool.capacity(), arrived
 

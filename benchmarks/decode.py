@@ -104,20 +104,20 @@ class Timeline:
 def measure(method: str, pixels: int, device: str, saved: str | None) -> dict:
     """Decode once in this process."""
     from sana_core.decode import decode_latents
-    from sana_core.decode.layout import decoder_layout
     from sana_core.decode.plan import Planner
+    from sana_core.decode.stages import decoder_stages
 
     dtype = torch.float32 if device == "cpu" or method == "whole_fp32" else torch.bfloat16
     model = autoencoder(device, dtype)
     side = pixels // 32
     latents = torch.randn(1, 32, side, side, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    planner = Planner(decoder_layout(model), side, side, dtype, device != "cpu")
+    planner = Planner(decoder_stages(model), side, side, dtype, device != "cpu")
     report: dict = {}
     # the pictures are fp32 on the CPU, as in ComfyUI, and there before the sampling of the memory begins
     out = torch.ones(1, 3, pixels, pixels)
     floor = planner.floor().peak_bytes
-    # a share of what the undivided decode needs at 1024 px, at every size the same multiple of the kept map
-    budgets = {"strips_exact": 2**40, "strips": max(8 * planner.kept, 1.3 * floor), "smallest": floor}
+    # a share of what the undivided decode needs at 1024 px, at every size the same multiple of the boundary map
+    budgets = {"strips_exact": 2**40, "strips": max(8 * planner.boundary_bytes, 1.3 * floor), "smallest": floor}
 
     def work(latents: torch.Tensor, out: torch.Tensor) -> None:
         if method.startswith("whole"):

@@ -43,8 +43,8 @@ def measure(variant: str, method: str, pixels: int, saved: str) -> dict:
     import mit_dc_ae
 
     import sana_core
-    from sana_core.decode.layout import decoder_layout
     from sana_core.decode.plan import Planner
+    from sana_core.decode.stages import decoder_stages
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def measure(variant: str, method: str, pixels: int, saved: str) -> dict:
     side = pixels // 32
     latents = torch.randn(1, 32, side, side, generator=torch.Generator().manual_seed(1))
     out, report = torch.ones(1, 3, pixels, pixels), {}
-    planner = Planner(decoder_layout(model), side, side, torch.float32, False)
+    planner = Planner(decoder_stages(model), side, side, torch.float32, False)
     plan = planner.whole() if method == "whole" else planner.strips(2**40)
     with torch.no_grad():
         model.decode(latents[:, :, :2, :2])  # buffers that the library makes once

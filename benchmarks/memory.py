@@ -28,8 +28,8 @@ def measure_transformer(width: int, pixels: int, dtype: torch.dtype) -> tuple[in
     """Return measured and predicted bytes of a guided step."""
     from diffusers import SanaTransformer2DModel
 
-    from sana_core.checkpoints.zoo import CROSS_HEADS, Architecture
-    from sana_core.decode.peak import PeakMemory
+    from sana_core.checkpoints.released import CROSS_HEADS, Architecture
+    from sana_core.decode.device_memory import PeakMemory
     from sana_core.guidance import denoiser
     from sana_core.memory import transformer_bytes
 
@@ -56,7 +56,7 @@ def measure_text(dtype: torch.dtype) -> tuple[int, int]:
     """Return measured and predicted bytes of one prompt behind the instruction."""
     from transformers import Gemma2Config, Gemma2Model
 
-    from sana_core.decode.peak import PeakMemory
+    from sana_core.decode.device_memory import PeakMemory
     from sana_core.memory import INSTRUCTION_TOKENS, TEXT_TOKENS, text_bytes
 
     model = Gemma2Model(Gemma2Config(num_hidden_layers=BLOCKS, vocab_size=1000)).requires_grad_(False).to(dtype)

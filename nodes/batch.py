@@ -5,8 +5,9 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.batch.plan import LARGEST_CHUNK, LARGEST_SEED
+from ..sana_core.checks import check_number, check_whole
 from ..sana_core.guidance import LARGEST_GUIDANCE
-from ..sana_core.latents import LARGEST_BATCH, check_number, check_whole
+from ..sana_core.latents import LARGEST_BATCH
 from ..sana_core.sampling import SAMPLERS
 from ..sana_core.schedules import LARGEST_STEPS
 from .host.folders import list_devices
@@ -91,7 +92,8 @@ class SanaNodesBatchSampler(io.ComfyNode):
         vae=None,
     ) -> io.NodeOutput:
         from .host.batch import sample_batch
-        from .host.report import show
+        from .host.batch_inputs import Batch
+        from .host.report import show_under_node
         from .host.sampling import schedule
 
         # widgets check their range, links do not
@@ -100,10 +102,9 @@ class SanaNodesBatchSampler(io.ComfyNode):
         check_whole("chunk", chunk, 0, LARGEST_CHUNK)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
         sigmas = schedule(model, sampler, steps)
-        latent, images, text = sample_batch(
-            model, positive, negative, latent_image, count, seed, guidance, sampler, sigmas, devices, chunk, vae
-        )
-        show(text, cls.hidden.unique_id)
+        batch = Batch(model, positive, negative, latent_image, count, seed, guidance, sampler, sigmas, chunk, vae)
+        latent, images, text = sample_batch(batch, devices)
+        show_under_node(text, cls.hidden.unique_id)
         return io.NodeOutput(latent, images)
 
 

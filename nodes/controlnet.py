@@ -43,10 +43,10 @@ class SanaNodesControlNetLoader(io.ComfyNode):
     @classmethod
     def execute(cls, control_net_name: str, reference: str = AUTO) -> io.NodeOutput:
         from .host.controlnet import load_controlnet
-        from .host.report import show
+        from .host.report import show_under_node
 
         control, text = load_controlnet(find_file("controlnet", control_net_name), reference)
-        show(text, cls.hidden.unique_id)
+        show_under_node(text, cls.hidden.unique_id)
         return io.NodeOutput(control)
 
 

@@ -4,9 +4,10 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
+from ..sana_core.checks import check_number
 from ..sana_core.decode.plan import METHODS
 from ..sana_core.errors import InputError
-from ..sana_core.latents import CHANNELS, check_channels, check_number
+from ..sana_core.latents import CHANNELS, check_channels
 
 DEVICES = ["one", "all"]
 LARGEST_BUDGET = 1024.0
@@ -14,7 +15,7 @@ LARGEST_BUDGET = 1024.0
 
 class SanaNodesDecode(io.ComfyNode):
     """
-    Turns SANA's latents into pictures: in strips, with the pixels of the undivided decode, in the memory there is.
+    Turns SANA's latents into pictures: in strips, with the pixels of the undivided decode, within the free memory.
 
     VAE Decode does the same with the defaults. The report says how it was done and what it took.
     """

@@ -96,12 +96,12 @@ class SanaNodesLoader(io.ComfyNode):
         # these import diffusers and transformers
         from .host.clip import load_clip
         from .host.load_model import load_model, model_text
-        from .host.report import show
+        from .host.report import show_under_node
         from .host.vae import load_vae
 
         path = model_path(model)
         patcher = load_model(path, weight_dtype, pixels(resolution), reference)
-        show(model_text(patcher), cls.hidden.unique_id)
+        show_under_node(model_text(patcher), cls.hidden.unique_id)
         return io.NodeOutput(patcher, load_clip(path), load_vae(path))
 
 
@@ -144,11 +144,11 @@ class SanaNodesModelLoader(io.ComfyNode):
         cls, model_name: str, weight_dtype: str = "default", resolution: str = AUTO, reference: str = AUTO
     ) -> io.NodeOutput:
         from .host.load_model import load_model, model_text
-        from .host.report import show
+        from .host.report import show_under_node
 
         path = find_file("diffusion_models", model_name)
         model = load_model(path, weight_dtype, pixels(resolution), reference)
-        show(model_text(model), cls.hidden.unique_id)
+        show_under_node(model_text(model), cls.hidden.unique_id)
         return io.NodeOutput(model)
 
 

@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.latents import check_number
+from ..sana_core.checks import check_number
 from .host.folders import find_file, list_files
 
 LARGEST_STRENGTH = 100.0
@@ -52,12 +52,12 @@ class SanaNodesLoraLoader(io.ComfyNode):
         cls, model, lora_name: str, strength_model: float, clip=None, strength_clip: float = 1.0
     ) -> io.NodeOutput:
         from .host.lora import apply_lora
-        from .host.report import show
+        from .host.report import show_under_node
 
         for field, value in (("strength_model", strength_model), ("strength_clip", strength_clip)):
             check_number(field, value, -LARGEST_STRENGTH, LARGEST_STRENGTH)
         model, clip, report = apply_lora(model, clip, find_file("loras", lora_name), strength_model, strength_clip)
-        show(report, cls.hidden.unique_id)
+        show_under_node(report, cls.hidden.unique_id)
         return io.NodeOutput(model, clip)
 
 

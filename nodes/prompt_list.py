@@ -50,14 +50,14 @@ class SanaNodesPromptList(io.ComfyNode):
     @classmethod
     def execute(cls, clip: list, prompts: list[str], instruction: list[bool]) -> io.NodeOutput:
         from .host.conditioning import encode_list
-        from .host.report import show
+        from .host.report import show_under_node
 
         lines = [line.strip() for text in prompts for line in text.splitlines() if line.strip()]
         if not 1 <= len(lines) <= LARGEST_BATCH:
             raise InputError(f"prompts: got {len(lines)} prompts, expected 1 to {LARGEST_BATCH}; write one a line")
         conditioning, notes = encode_list(clip[0], lines, instruction[0])
         more = [f"{len(notes) - 1} more were cut"] if len(notes) > 1 else []
-        show("; ".join([f"{len(lines)} prompts", *notes[:1], *more]), cls.hidden.unique_id)
+        show_under_node("; ".join([f"{len(lines)} prompts", *notes[:1], *more]), cls.hidden.unique_id)
         return io.NodeOutput(conditioning, len(lines))
 
 

@@ -5,8 +5,8 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.batch.plan import LARGEST_SEED
+from ..sana_core.checks import check_number, check_whole
 from ..sana_core.guidance import LARGEST_GUIDANCE
-from ..sana_core.latents import check_number, check_whole
 from ..sana_core.sampling import SAMPLERS
 from ..sana_core.schedules import INTERMEDIATE_TIMESTEP, LARGEST_STEPS, MAX_TIMESTEP, last_steps, scm_sigmas
 

@@ -47,13 +47,13 @@ class SanaNodesTextEncode(io.ComfyNode):
     @classmethod
     def execute(cls, clip, text: str, instruction: bool) -> io.NodeOutput:
         from .host.clip import encode
-        from .host.report import show
+        from .host.report import show_under_node
 
         conditioning, reading = encode(clip, text, instruction)
         note = reading.note or f"{reading.tokens} of {MAX_TOKENS} tokens"
         if instruction and not text.strip():
             note = "empty prompt, with the instruction; turn that off for a negative prompt"
-        show(note, cls.hidden.unique_id)
+        show_under_node(note, cls.hidden.unique_id)
         return io.NodeOutput(conditioning)
 
 

@@ -1,7 +1,11 @@
-"""What torch.accelerator lacks in older torch: memory before 2.10, and before 2.8 a class for errors of drivers."""
+"""Accelerators of any torch: their memory, and which errors mean that it ran out or that the driver failed.
+
+torch.accelerator counts memory since 2.10, and has a class for errors of drivers since 2.8.
+"""
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
@@ -30,7 +34,29 @@ def empty_cache() -> None:
 
 def is_driver_error(error: BaseException | None) -> bool:
     """Whether an accelerator failed rather than the work on it, as after an access to memory that is not there."""
+    if is_out_of_memory(error):
+        return False
     if hasattr(torch, "AcceleratorError"):
         return isinstance(error, torch.AcceleratorError)
     # c10/cuda/CUDAException.cpp, and what hipify makes of it
     return isinstance(error, RuntimeError) and re.match(r"(CUDA|HIP) error: ", str(error)) is not None
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error` says that memory ran out, on an accelerator or on the CPU.
+
+    Not all have a class: "CUDA error: out of memory" is torch's AcceleratorError, "MPS backend out of memory" and
+    "DefaultCPUAllocator: can't allocate memory" are its RuntimeErrors.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and re.search(r"out of memory|can't allocate memory", str(error)) is not None
+
+
+def release_memory_of(error: BaseException) -> BaseException:
+    """Return `error` without its frames, whose variables would keep tensors alive, and give their memory back."""
+    error.__traceback__ = None
+    error.__context__ = None
+    gc.collect()
+    empty_cache()
+    return error

@@ -41,7 +41,7 @@ def generate(
     sampling to the second. All of `devices` draw, `chunk` pictures at once each: without a value every accelerator of
     this machine, or its CPU, and as many pictures as suit it. `cluster` is the address of a Ray cluster, or "auto",
     whose GPUs draw instead. `reference` is whose arithmetic is followed where NVIDIA's code and diffusers' differ:
-    "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. Raises ValueError for a size that is no
+    "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. Raises InputError for a size that is no
     multiple of 32, numbers out of range, or a checkpoint that cannot be loaded; a prompt of more than 300 tokens is
     cut, with a warning in the log.
     """

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .checks import check_number
 from .errors import InputError
 from .forward import Constants, Perturbation, prepare, velocity
-from .latents import check_number
 from .reference import model_timestep, perturbed_block, reference_of
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def perturbed_attention(config: Any, scale: float, blocks: str) -> PerturbedAtte
     """Return the perturbed attention of the transformer with `config`, `blocks` being like "8" or "7, 8".
 
     Without blocks it is the one that NVIDIA perturbs, in models of other depths the one at two fifths. Raises
-    InputError for a scale that is not from 0 to 100, blocks that the model has not, and a SANA-Sprint model, which has
-    no place for it.
+    InputError for a scale that is not from 0 to 100, blocks that the model does not have, and a SANA-Sprint model,
+    which has no place for it.
     """
     check_number("scale", scale, 0, LARGEST_GUIDANCE)
     if config.guidance_embeds:

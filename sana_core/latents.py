@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from .checks import check_whole
 from .errors import InputError
 
 CHANNELS = 32
@@ -14,20 +15,8 @@ LARGEST = 16384
 LARGEST_BATCH = 4096
 
 
-def check_number(field: str, value: float, low: float, high: float) -> None:
-    """Raise ValueError unless low <= `value` <= high; NaN is neither."""
-    if not low <= value <= high:
-        raise InputError(f"{field}: got {value!r:.40}, expected a number from {low} to {high}")
-
-
-def check_whole(field: str, value: float, low: int, high: int) -> None:
-    """Raise ValueError unless `value` is a whole number from `low` to `high`; 20.0 is one."""
-    if not (low <= value <= high and value == int(value)):
-        raise InputError(f"{field}: got {value!r:.40}, expected a whole number from {low} to {high}")
-
-
 def check_side(field: str, pixels: int) -> None:
-    """Raise ValueError unless `pixels` is a multiple of 32 between 32 and 16384."""
+    """Raise InputError unless `pixels` is a multiple of 32 between 32 and 16384."""
     if not (DOWNSCALE <= pixels <= LARGEST and pixels % DOWNSCALE == 0):
         # this order makes 32 of NaN
         nearest = round(min(LARGEST, max(DOWNSCALE, pixels)) / DOWNSCALE) * DOWNSCALE
@@ -38,7 +27,7 @@ def check_side(field: str, pixels: int) -> None:
 
 
 def picture_shape(width: int, height: int, count: int) -> tuple[int, int, int, int]:
-    """Return the latent shape [count, 32, height / 32, width / 32]. Raises ValueError as `check_side` does."""
+    """Return the latent shape [count, 32, height / 32, width / 32]. Raises InputError as `check_side` does."""
     check_side("width", width)
     check_side("height", height)
     check_whole("batch_size", count, 1, LARGEST_BATCH)
@@ -46,7 +35,7 @@ def picture_shape(width: int, height: int, count: int) -> tuple[int, int, int, i
 
 
 def check_channels(field: str, shape: torch.Size) -> None:
-    """Raise ValueError unless `shape` is [B, 32, h, w], with h and w above 0."""
+    """Raise InputError unless `shape` is [B, 32, h, w], with h and w above 0."""
     if len(shape) != 4 or shape[1] != CHANNELS or 0 in shape[2:]:
         raise InputError(
             f"{field}: got a latent of shape {list(shape)}, expected [batch, {CHANNELS}, height / {DOWNSCALE}, "
@@ -63,8 +52,3 @@ def noise_stream(latents: torch.Tensor, seed: int, indices: list[int] | None = N
     generators = [torch.Generator().manual_seed((int(seed) + index) % 2**64) for index in indices]
     while True:
         yield torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
-
-
-def noise_like(latents: torch.Tensor, seed: int, indices: list[int] | None = None) -> torch.Tensor:
-    """Return the noise that pictures start from: the first of `noise_stream`."""
-    return next(noise_stream(latents, seed, indices))

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .checkpoints.zoo import VARIANTS, Architecture
-from .decode.layout import Layout
+from .checkpoints.released import VARIANTS, Architecture
 from .decode.plan import Planner
+from .decode.stages import Stages
 from .errors import InputError
 from .latents import DOWNSCALE, picture_shape
 
@@ -22,10 +22,10 @@ CARDS = (4, 6, 8, 12, 16, 24)  # GiB
 CONTEXT = 600 * 10**6
 WIDTHS = (128, 256, 512, 512, 1024, 1024)
 ENCODER, GEMMA = 153_027_104, 2_614_341_888
-# layout and parameters of the decoder; the encoder is the same
+# stages and parameters of the decoder; the encoder is the same
 DECODERS = {
-    "dc-ae-f32c32": (Layout(WIDTHS, (3,) * 6, 3, 32, 32, 2, False), 159_223_171),
-    "dc-ae-lite-f32c32": (Layout(WIDTHS, (0, 3, 5, 4, 4, 4), 6, 32, 32, 1, True), 268_154_124),
+    "dc-ae-f32c32": (Stages(WIDTHS, (3,) * 6, 3, 32, 32, 2, False), 159_223_171),
+    "dc-ae-lite-f32c32": (Stages(WIDTHS, (0, 3, 5, 4, 4, 4), 6, 32, 32, 1, True), 268_154_124),
 }
 TEXT_WIDTH, TEXT_HIDDEN, TEXT_TOKENS, INSTRUCTION_TOKENS = 2304, 9216, 300, 280
 # maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them; on an accelerator in 16
@@ -84,7 +84,7 @@ def plan_memory(
     "text", "transformer" and "decode" have "weights" and "activations"; "decode" has those of each method, None where
     a method cannot work, and the activations of what "auto" takes. "peak" is the most that has to be on the card at
     once when each stage's weights are there alone, "smallest" the same with the smallest decode, "fits" says for cards
-    of 4 to 24 GiB whether that is possible. Raises ValueError for an unknown variant, dtype or VAE, or sizes SANA has
+    of 4 to 24 GiB whether that is possible. Raises InputError for an unknown variant, dtype or VAE, or sizes SANA has
     not.
     """
     if variant not in VARIANTS:
@@ -94,7 +94,7 @@ def plan_memory(
     if vae not in DECODERS:
         raise InputError(f"vae: got {vae!r}, expected one of {', '.join(DECODERS)}")
     model, kind = VARIANTS[variant], DTYPES[dtype]
-    layout, decoder = DECODERS[vae]
+    decoder_stages, decoder = DECODERS[vae]
     _, _, rows, columns = picture_shape(width, height, batch)
     stages: dict[str, dict[str, Any]] = {
         "text": {"weights": GEMMA * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)},
@@ -103,7 +103,7 @@ def plan_memory(
             "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator),
         },
     }
-    methods = decode_methods(Planner(layout, rows, columns, kind, accelerator))
+    methods = decode_methods(Planner(decoder_stages, rows, columns, kind, accelerator))
     stages["decode"] = {
         "weights": (decoder + ENCODER) * kind.itemsize,
         "activations": methods["strips"],

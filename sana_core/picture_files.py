@@ -49,7 +49,7 @@ def write_png(file: BinaryIO, width: int, height: int, rows: Rows) -> None:
 
 
 def write_tiff(file: BinaryIO, width: int, height: int, rows: Rows) -> None:
-    """Write a TIFF of 8 bits RGB, deflated. Raises ValueError without tifffile."""
+    """Write a TIFF of 8 bits RGB, deflated. Raises InputError without tifffile."""
     try:
         from tifffile import TiffWriter
     except ImportError:

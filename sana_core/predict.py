@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .control import check_width, control_residuals
-from .defaults import GUIDANCE
 from .errors import InputError
 from .forward import prepare, velocity
+from .model_rules import GUIDANCE
 from .reference import model_timestep
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ SIZES = ("512", "1024", "2048", "4096")
 def picture_size(size: str, ratio: str) -> tuple[int, int]:
     """Return (width, height) of the shape `ratio`, height / width, at `size` pixels.
 
-    Raises ValueError for a size or a ratio that is not in SIZES or SHAPES.
+    Raises InputError for a size or a ratio that is not in SIZES or SHAPES.
     """
     if size not in SIZES:
         raise InputError(f"size: got {size!r:.40}, expected one of {', '.join(SIZES)}")

@@ -1,7 +1,7 @@
 """SANA's samplers, one function each, in the manner of k-diffusion.
 
 x_sigma = (1 - sigma) x0 + sigma noise, so alpha = 1 - sigma. A model is called as model(x, sigma) and returns x0.
-`callback` gets {"i", "x", "sigma", "denoised"} once a step, before x changes; what it raises ends the sampling.
+`callback` gets {"i", "x", "sigma", "denoised"} once per step, before x changes; what it raises ends the sampling.
 Sigmas are read into the host before the first step; after that nothing waits for the device.
 """
 
@@ -45,12 +45,12 @@ def sample_flow_euler(
     model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
 ) -> torch.Tensor:
     """Euler steps along the velocity (x - x0) / sigma. Returns x at the last sigma. Raises as `descending` does."""
-    line = descending(sigmas)
-    for i in range(len(line) - 1):
+    sigma = descending(sigmas)
+    for i in range(len(sigma) - 1):
         denoised = model(x, sigmas[i])
         if callback is not None:
             callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
-        x = torch.lerp(x, denoised, 1 - line[i + 1] / line[i])
+        x = torch.lerp(x, denoised, 1 - sigma[i + 1] / sigma[i])
     return x
 
 
@@ -100,22 +100,22 @@ def sample_dpmpp_multistep(
     A step to sigma 0, where lambda and h are infinite, has order 1. In a schedule of fewer than 15 steps to 0, or with
     `always_lower_order`, the one before it has at most order 2.
     """
-    line = descending(sigmas)
-    steps = len(line) - 1
-    wide = sigmas.double().cpu()
-    lambdas = torch.log((1 - wide) / wide).tolist()
-    past: list[torch.Tensor] = []
+    sigma = descending(sigmas)
+    steps = len(sigma) - 1
+    sigmas64 = sigmas.double().cpu()
+    lambdas = torch.log((1 - sigmas64) / sigmas64).tolist()
+    x0s: list[torch.Tensor] = []
     for i in range(steps):
         denoised = model(x, sigmas[i])
         if callback is not None:
             callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
-        past = [denoised, *past[: order - 1]]
+        x0s = [denoised, *x0s[: order - 1]]
         left = steps - i
-        falls = line[-1] == 0 and (left == 1 or steps < FEW_STEPS or always_lower_order)
-        weights = dpmpp_weights(lambdas[: i + 2], min(len(past), left) if falls else len(past))
-        x = line[i + 1] / line[i] * x
-        for weight, x0 in zip(weights, past, strict=False):
-            x = x.add(x0, alpha=(1 - line[i + 1]) * weight)
+        lowers_order = sigma[-1] == 0 and (left == 1 or steps < FEW_STEPS or always_lower_order)
+        weights = dpmpp_weights(lambdas[: i + 2], min(len(x0s), left) if lowers_order else len(x0s))
+        x = sigma[i + 1] / sigma[i] * x
+        for weight, x0 in zip(weights, x0s, strict=False):
+            x = x.add(x0, alpha=(1 - sigma[i + 1]) * weight)
     return x
 
 
@@ -138,8 +138,8 @@ def dpmpp_weights(lambdas: list[float], order: int) -> list[float]:
     r1 = (lambdas[-3] - lambdas[-4]) / h
     phi_2 = 1 - phi_1 / h
     phi_3 = 0.5 - (h - phi_1) / h**2
-    bend = (r0 * phi_2 + phi_3) / (r0 + r1)
-    newer, older = (phi_2 + bend) / r0, bend / r1
+    d2 = (r0 * phi_2 + phi_3) / (r0 + r1)
+    newer, older = (phi_2 + d2) / r0, d2 / r1
     return [phi_1 + newer, -newer - older, older]
 
 
@@ -156,15 +156,15 @@ def sample_scm(
     the TrigFlow step of Lu and Song 2025 in flow's variables: with sigma = sin t / (sin t + cos t), TrigFlow's
     cos(t) x - sin(t) F is x - sigma velocity. Returns x at the last sigma. Raises as `descending` does.
     """
-    line = descending(sigmas)
-    for i in range(len(line) - 1):
+    sigma = descending(sigmas)
+    for i in range(len(sigma) - 1):
         denoised = model(x, sigmas[i])
         if callback is not None:
             callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
         x = denoised
-        if line[i + 1] > 0:
+        if sigma[i + 1] > 0:
             fresh = torch.randn_like(x) if noise is None else next(noise).to(x)
-            x = torch.lerp(x, fresh, line[i + 1])
+            x = torch.lerp(x, fresh, sigma[i + 1])
     return x
 
 

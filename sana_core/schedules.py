@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from .checks import check_number, check_whole
 from .errors import InputError
-from .latents import check_number, check_whole
 
 # the timesteps of SANA's training
 LARGEST_STEPS = 1000
@@ -20,7 +20,7 @@ INTERMEDIATE_TIMESTEP = 1.3
 
 
 def check_steps(steps: int) -> None:
-    """Raise ValueError unless `steps` is a whole number from 1 to 1000."""
+    """Raise InputError unless `steps` is a whole number from 1 to 1000."""
     check_whole("steps", steps, 1, LARGEST_STEPS)
 
 
@@ -56,7 +56,7 @@ def scm_timesteps(
     """Return [steps + 1] float64 angles of TrigFlow from `max_timestep` to 0 (SANA-Sprint, section 4).
 
     The intermediate angle is that of the second of two steps and has no meaning for other numbers of steps; those are
-    evenly spaced. Raises ValueError as `check_steps` does, and for angles that are not
+    evenly spaced. Raises InputError as `check_steps` does, and for angles that are not
     0 < intermediate < max <= 1.5708.
     """
     check_steps(steps)
@@ -85,7 +85,7 @@ def scm_sigmas(
 def start_later(schedule: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
     """Return the last `steps` steps of a schedule of `steps` / `denoise`: as much noise as a half-drawn picture has.
 
-    No sigma at all for `denoise` 0. Raises ValueError unless 0 <= `denoise` <= 1, and as the schedule does.
+    No sigma at all for `denoise` 0. Raises InputError unless 0 <= `denoise` <= 1, and as the schedule does.
     """
     check_steps(steps)
     check_number("denoise", denoise, 0, 1)
@@ -99,7 +99,7 @@ def start_later(schedule: Callable[[int], torch.Tensor], steps: int, denoise: fl
 def last_steps(sigmas: torch.Tensor, strength: float) -> torch.Tensor:
     """Return the last `strength` of the steps in `sigmas`, rounded up, none for 0: img2img as SANA-Sprint does it.
 
-    Raises ValueError unless 0 <= `strength` <= 1.
+    Raises InputError unless 0 <= `strength` <= 1.
     """
     check_number("strength", strength, 0, 1)
     steps = len(sigmas) - 1
@@ -110,7 +110,7 @@ def last_steps(sigmas: torch.Tensor, strength: float) -> torch.Tensor:
 def descending(sigmas: torch.Tensor) -> list[float]:
     """Return `sigmas` as numbers of the host, read once, so that no step waits for the device.
 
-    Raises ValueError unless they descend from at most 1 to at least 0.
+    Raises InputError unless they descend from at most 1 to at least 0.
     """
     line = sigmas.tolist()
     falls = all(high > low for high, low in zip(line, line[1:], strict=False))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import InputError, VersionError
+from .polling import Poll, no_poll
 from .text import Tokenizer, check_characters
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def write_tokens(
     length: int,
     stop: Collection[int],
     choose: Callable[[torch.Tensor, Sequence[int]], int] = most_likely,
-    report: Callable[[], None] = lambda: None,
+    report: Poll = no_poll,
 ) -> list[int]:
     """Return at most `length` token ids that `model` writes behind `ids`, without the one of `stop` that ends them.
 

@@ -18,14 +18,14 @@ import comfy.utils
 import latent_preview
 import torch
 
-from ...sana_core.batch.cluster import carry_out_order
-from ...sana_core.batch.draw import Settings, Text, complete
+from ...sana_core.batch.cluster import run_job
+from ...sana_core.batch.draw import Embedding, Settings, resolve_settings
 from ...sana_core.batch.fingerprint import fingerprint
-from ...sana_core.batch.painter import Order
-from ...sana_core.defaults import SPRINT
+from ...sana_core.batch.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.forward import longest_prompt
 from ...sana_core.latents import DOWNSCALE
+from ...sana_core.model_rules import SPRINT
 from ...sana_core.text import MAX_TOKENS
 from .folders import cluster_address
 from .guidance import INTERVAL, PERTURBED
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import comfy.sd
     from comfy.model_patcher import ModelPatcher
 
-    from .batch import Batch
+    from .batch_inputs import Batch
 
 REMEDY = "remove it, or choose all in devices"
 WEIGHTS = "diffusion_model."
@@ -49,19 +49,19 @@ PLAIN = {"pooled_output", "attention_mask"}
 def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Counter[str]]:
     """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and how many each machine has drawn.
 
-    Raises ValueError for what a cluster cannot draw, for no cluster and for a broken file of it, and as
-    `carry_out_order` does.
+    Raises InputError for what a cluster cannot draw, for no cluster and for a broken file of it, and as
+    `run_job` does.
     """
     address = cluster_address()
     if address is None:
         raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
-    order, prompts = make_order(batch)
+    job, prompts = make_job(batch)
     bar = comfy.utils.ProgressBar(len(batch.pictures))
     previewer = latent_preview.get_previewer(batch.model.load_device, batch.model.model.latent_format)
     results: list[Any] = [None] * len(batch.pictures)
     report: dict[str, Any] = {}
-    drawing = carry_out_order(
-        order,
+    drawing = run_job(
+        job,
         prompts,
         batch.pictures,
         address,
@@ -93,8 +93,8 @@ def finish_image(pixels: Any) -> torch.Tensor | None:
     return None if pixels is None else ((torch.from_numpy(pixels.copy()) + 1) / 2).movedim(0, -1)
 
 
-def make_order(batch: Batch) -> tuple[Order, list[Text]]:
-    """Return what the machines are told, and the encoded prompts. Raises ValueError for what they cannot draw."""
+def make_job(batch: Batch) -> tuple[Job, list[Embedding]]:
+    """Return what the machines are told, and the encoded prompts. Raises InputError for what they cannot draw."""
     check_model(batch.model)
     check_latent(batch.latent)
     path, weight_dtype, resolution, reference = batch.model.cached_patcher_init[1]
@@ -126,12 +126,13 @@ def make_order(batch: Batch) -> tuple[Order, list[Text]]:
     # the first time, all of the files is read
     poll = comfy.model_management.throw_exception_if_processing_interrupted
     weights = {path: fingerprint(path, lambda done, total: poll()) for path in paths}
-    order = Order(complete(settings, path), weights, *paths, negative=negatives[0], resolution=resolution, latents=True)
-    return order, prompts
+    settings = resolve_settings(settings, path)
+    job = Job(settings, weights, *paths, negative=negatives[0], resolution=resolution, latents=True)
+    return job, prompts
 
 
 def vae_path(vae: comfy.sd.VAE) -> str:
-    """Return the file or folder that `vae` came from. Raises ValueError for one that is not SANA's."""
+    """Return the file or folder that `vae` came from. Raises InputError for one that is not SANA's."""
     if not isinstance(vae.first_stage_model, SanaAutoencoder):
         got = type(vae.first_stage_model).__name__
         raise InputError(f"vae: got {got}, which a cluster cannot load; use SANA Loader or SANA Load VAE")
@@ -139,7 +140,7 @@ def vae_path(vae: comfy.sd.VAE) -> str:
 
 
 def check_model(model: ModelPatcher) -> None:
-    """Raise ValueError for patches of MODEL that are functions; they cannot go to another machine."""
+    """Raise InputError for patches of MODEL that are functions; they cannot go to another machine."""
     options = dict(model.model_options)
     patches = {*options.pop("transformer_options"), *options, *model.object_patches, *model.weight_wrapper_patches}
     patches |= {key for kind in model.wrappers.values() for key, functions in kind.items() if functions}
@@ -152,17 +153,17 @@ def check_model(model: ModelPatcher) -> None:
 
 
 def check_latent(latent: dict) -> None:
-    """Raise ValueError unless `latent` is empty, and for a mask."""
+    """Raise InputError unless `latent` is empty, and for a mask."""
     if latent["samples"].any():
         raise InputError(f"latent_image: got a picture, a cluster begins with an empty latent; {REMEDY}")
     if latent.get("noise_mask") is not None:
         raise InputError(f"latent_image: got a mask, which a cluster cannot draw with; {REMEDY}")
 
 
-def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Text]:
+def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Embedding]:
     """Return embeddings [1, T, C] and mask [1, T] of each prompt, without the padding behind it.
 
-    Raises ValueError for more than text: areas, ControlNets, hooks, prompts combined or too long, another text encoder.
+    Raises InputError for more than text: areas, ControlNets, hooks, prompts combined or too long, another text encoder.
     """
     if len(conditioning) != 1:
         raise InputError(f"{field}: got {len(conditioning)} combined prompts, a cluster draws one; write one text")

@@ -62,8 +62,8 @@ class SanaControlNet(comfy.controlnet.ControlNet):
 def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet.ControlNet, str]:
     """Return the CONTROL_NET of the file at `path`, for Apply ControlNet with SANA's VAE connected, and what it is.
 
-    `reference` is whose arithmetic it follows. Raises ValueError or FileNotFoundError, with the file's name, for what
-    is no SANA ControlNet, and for a reference that the file does not allow.
+    `reference` is whose arithmetic it follows. Raises CheckpointError or MissingFileError, with the file's name, for
+    what is no SANA ControlNet, and for a reference that the file does not allow.
     """
     info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
     load_device = comfy.model_management.get_torch_device()

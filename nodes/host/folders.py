@@ -37,7 +37,7 @@ def list_files(kind: str) -> list[str]:
 
 
 def find_file(kind: str, name: str) -> Path:
-    """Return the file that `name` of `list_files` means. Raises ValueError or FileNotFoundError for any other name."""
+    """Return the file that `name` of `list_files` means. Raises InputError or MissingFileError for any other name."""
     if name == BUNDLED and kind in PARTS:
         return BUNDLED_FOLDER
     if not isinstance(name, str) or not name.lower().endswith(SUFFIXES):
@@ -60,7 +60,7 @@ def list_models() -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Return the folder or file that `name` of `list_models` means. Raises ValueError for any other name."""
+    """Return the folder or file that `name` of `list_models` means. Raises InputError for any other name."""
     if name not in list_models():
         raise InputError(
             f"model: got {name!r}, expected one of {', '.join(list_models())}; "

@@ -27,7 +27,7 @@ INTERVAL = "sana_guidance_interval"
 
 
 def require_sana(model: torch.nn.Module) -> SanaModel:
-    """Return `model`. Raises ValueError unless it is a SANA model."""
+    """Return `model`. Raises InputError unless it is a SANA model."""
     if not isinstance(model, SanaModel):
         raise InputError(f"model: got {type(model).__name__}, expected a SANA model; use SANA Loader")
     return model

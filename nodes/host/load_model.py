@@ -17,10 +17,10 @@ from ...sana_core.checkpoints.load import shift_of
 from ...sana_core.errors import InputError
 from ...sana_core.reference import AUTO
 from .latents import latent_format
-from .lora import teach_dialects
+from .lora import register_lora_names
 from .model import SanaDiffusionModel, SanaModel
 from .reference import follow_reference
-from .sprint import watch_sampler
+from .sampler_guard import refuse_unfit_samplers
 from .stamps import reloader
 from .weights import load_component
 
@@ -99,7 +99,7 @@ def load_model(
     operations = comfy.ops.pick_operations(
         stored, compute, load_device, fp8_optimizations=weight_dtype.endswith("fast"), model_config=config
     )
-    teach_dialects()
+    register_lora_names()
     transformer = load_component(info, stored, compute, operations, resolution)
     transformer.__class__ = SanaDiffusionModel
 
@@ -108,6 +108,6 @@ def load_model(
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
     patcher.cached_patcher_init = (reload, (path, weight_dtype, resolution, reference))
-    watch_sampler(patcher)
+    refuse_unfit_samplers(patcher)
     follow_reference(patcher)
     return patcher

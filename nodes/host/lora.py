@@ -56,7 +56,7 @@ def clip_keys(text_model) -> dict[str, str]:
     return keys
 
 
-def teach_dialects() -> None:
+def register_lora_names() -> None:
     """Make ComfyUI's own LoRA loaders find SANA's weights by all of `model_keys`.
 
     ComfyUI knows a model's dialects by its class, from a list in one function with no way to join it; so that function

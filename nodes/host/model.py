@@ -10,10 +10,10 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
 from ...sana_core.control import check_width as check_control_width
-from ...sana_core.defaults import GUIDANCE
 from ...sana_core.errors import InputError
 from ...sana_core.forward import velocity
 from ...sana_core.latents import check_channels
+from ...sana_core.model_rules import GUIDANCE
 from ...sana_core.reference import model_timestep
 from .prompts import Prompt, PromptBatch, PromptCondition
 

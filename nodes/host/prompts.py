@@ -30,7 +30,7 @@ class Prompt:
             )
         self.field, self.keep = field, keep
         self.perturbed: PerturbedAttention | None = None
-        self.twins: dict[PerturbedAttention | Prompt, Prompt] = {}
+        self.copies: dict[PerturbedAttention | Prompt, Prompt] = {}
         self.constants: dict[tuple, tuple[Constants, Perturbation | None]] = {}
 
     @cached_property
@@ -40,19 +40,19 @@ class Prompt:
 
     def perturb(self, attention: PerturbedAttention) -> Prompt:
         """Return this prompt for passes with perturbed attention, the same object each time."""
-        if attention not in self.twins:
-            self.twins[attention] = Prompt(self.field, self.embeds, self.mask, self.keep)
-            self.twins[attention].perturbed = attention
-        return self.twins[attention]
+        if attention not in self.copies:
+            self.copies[attention] = Prompt(self.field, self.embeds, self.mask, self.keep)
+            self.copies[attention].perturbed = attention
+        return self.copies[attention]
 
     def masked_like(self, other: Prompt) -> Prompt:
         """Return this prompt with the mask of `other`, the same object each time."""
-        if other not in self.twins:
+        if other not in self.copies:
             count = max(len(self.embeds), len(other.embeds))
             embeds, mask = self.rows(count)[0], other.rows(count)[1]
             mask = torch.nn.functional.pad(mask, (0, embeds.shape[1] - mask.shape[1]))
-            self.twins[other] = Prompt(self.field, embeds, mask, self.keep)
-        return self.twins[other]
+            self.copies[other] = Prompt(self.field, embeds, mask, self.keep)
+        return self.copies[other]
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embeddings and mask of `count` pictures, repeated in turn as ComfyUI repeats a batch."""

@@ -7,7 +7,7 @@ from server import PromptServer
 logger = logging.getLogger(__name__)
 
 
-def show(text: str, node_id: str) -> None:
+def show_under_node(text: str, node_id: str) -> None:
     """Write `text` under the node and into the log."""
     logger.info(text)
     PromptServer.instance.send_progress_text(text, node_id)

@@ -16,8 +16,8 @@ import torch
 from comfy.model_sampling import ModelSamplingFlux
 from tqdm.auto import tqdm
 
-from ...sana_core.defaults import SPRINT, Defaults, check_sampler, model_defaults
 from ...sana_core.latents import check_channels, noise_stream
+from ...sana_core.model_rules import SPRINT, Defaults, check_sampler, model_defaults
 from ...sana_core.reference import reference_of
 from ...sana_core.sampling import find_sampler, own_arguments
 from ...sana_core.schedules import start_later
@@ -112,7 +112,7 @@ def sample(
 ) -> dict:
     """Return a LATENT of pictures sampled from `latent`; picture k uses seed + k, or seed + its batch_index.
 
-    `callback` takes the place of the node's progress and preview. Raises ValueError for a MODEL, a LATENT or embeddings
+    `callback` takes the place of the node's progress and preview. Raises InputError for a MODEL, a LATENT or embeddings
     that are not SANA's.
     """
     require_sana(model.model)

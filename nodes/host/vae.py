@@ -16,8 +16,8 @@ from diffusers import AutoencoderDC
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
 from ...sana_core.checkpoints.load import load_part
 from ...sana_core.decode import decode_latents, encode_images
-from ...sana_core.decode.layout import decoder_layout, encoder_layout
 from ...sana_core.decode.plan import Planner
+from ...sana_core.decode.stages import decoder_stages, encoder_stages
 from ...sana_core.errors import InputError
 from ...sana_core.latents import CHANNELS, DOWNSCALE
 from .stamps import reloader
@@ -79,13 +79,13 @@ def budget(planner: Planner, device: torch.device) -> int:
 
 def planner_of(autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype) -> Planner:
     device = comfy.model_management.vae_device()
-    return Planner(decoder_layout(autoencoder), latent_shape[2], latent_shape[3], dtype, device.type != "cpu")
+    return Planner(decoder_stages(autoencoder), latent_shape[2], latent_shape[3], dtype, device.type != "cpu")
 
 
 def encoder_planner_of(autoencoder: AutoencoderDC, image_shape: torch.Size, dtype: torch.dtype) -> Planner:
     rows, columns = (side // DOWNSCALE for side in image_shape[2:])
     device = comfy.model_management.vae_device()
-    return Planner(encoder_layout(autoencoder), rows, columns, dtype, device.type != "cpu")
+    return Planner(encoder_stages(autoencoder), rows, columns, dtype, device.type != "cpu")
 
 
 def reserved_bytes(planner: Planner) -> int:
@@ -98,7 +98,7 @@ def reserved_bytes(planner: Planner) -> int:
 def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
     """Return the VAE of the checkpoint at `path`.
 
-    Raises ValueError or FileNotFoundError, with the file's name, for what is no DC-AE.
+    Raises CheckpointError or MissingFileError, with the file's name, for what is no DC-AE.
     """
     reload = reloader(load_vae_patcher, path)
     info = find_part(inspect_checkpoint(path), "autoencoder")

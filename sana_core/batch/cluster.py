@@ -14,15 +14,16 @@ import torch
 
 from ..checkpoints.files import brief
 from ..errors import ClusterError, InputError
-from .draw import Settings, complete
+from ..polling import Poll, no_poll
+from .draw import Settings, resolve_settings
 from .fingerprint import fingerprint
 from .hold import Hold
-from .loop import GRACE, carry_out
-from .painter import Order
-from .plan import Picture, auto_chunk, cut
+from .loop import GRACE, run_batch
+from .plan import Picture, default_chunk_size, split_into_chunks
 from .queue import Queue
 from .ray_pool import LOOK, WAIT_FOR_ACTORS, RayPool
 from .windows import check_prompts
+from .worker import Job
 
 T = TypeVar("T")
 
@@ -46,23 +47,23 @@ def draw_on_cluster(
     They come as tensors [3, H, W] in [-1, 1]; with the settings `described`, as the PNG files of `encode_png`, made
     where they are drawn. Into a folder `shared` by all machines, which this run holds, they are written there, by the
     names of `file_name`, and come as the digests of the files; a machine that cannot write there is left out.
-    `checkpoint` is the path on every machine. The rest is as in `carry_out_order`.
+    `checkpoint` is the path on every machine. The rest is as in `run_job`.
 
-    Raises as `check_prompts`, `complete` and `carry_out_order` do.
+    Raises as `check_prompts`, `resolve_settings` and `run_job` do.
     """
     check_prompts(prompts)
     path = str(Path(checkpoint).absolute())
-    order = Order(complete(settings, path), {path: fingerprint(path)}, path, path, path, described=described)
+    job = Job(resolve_settings(settings, path), {path: fingerprint(path)}, path, path, path, described=described)
     if shared is not None:
-        order = order._replace(shared=(str(shared.folder.absolute()), shared.run.name))
-    drawing = carry_out_order(order, prompts, pictures, address, chunk, done, grace, wait, report)
+        job = job._replace(shared=(str(shared.folder.absolute()), shared.run.name))
+    drawing = run_job(job, prompts, pictures, address, chunk, done, grace, wait, report)
     with closing(drawing) as drawn:
         for picture, result in drawn:
             yield picture, torch.from_numpy(result.copy()) if described is None else result
 
 
-def carry_out_order(
-    order: Order,
+def run_job(
+    job: Job,
     prompts: Sequence[Any],
     pictures: Sequence[Picture],
     address: str = "auto",
@@ -72,11 +73,11 @@ def carry_out_order(
     wait: float = WAIT_FOR_ACTORS,
     report: dict[str, Any] | None = None,
     changed: Mapping[str, torch.Tensor] | None = None,
-    poll: Callable[[], None] = lambda: None,
+    poll: Poll = no_poll,
 ) -> Generator[tuple[Picture, Any], None, None]:
-    """Yield each of `pictures` that is not in `done` as it finishes, in the form that `order` wants.
+    """Yield each of `pictures` that is not in `done` as it finishes, in the form that `job` wants.
 
-    `prompts` are text, or encoded where the order has no encoder. A machine without the checkpoint, or with other
+    `prompts` are text, or encoded where the job has no encoder. A machine without the checkpoint, or with other
     weights there, is left out with a log. `report` gets "drawn", the pictures of each worker. `changed` are weights of
     the transformer that are not those of the file. `poll`, called at least twice a second, cancels by raising; that,
     and closing the iterator, stops all actors at once.
@@ -87,21 +88,21 @@ def carry_out_order(
     left = sum(picture.number not in done for picture in pictures)
     if not left:
         return
-    settings = order.settings
+    settings = job.settings
     with connected(address, poll) as ray:
         gpus = int(ray.cluster_resources().get("GPU", 0))
-        size = chunk or auto_chunk(settings.width, settings.height, left, max(1, gpus))
-        queue = Queue(cut(pictures, size, done))
+        size = chunk or default_chunk_size(settings.width, settings.height, left, max(1, gpus))
+        queue = Queue(split_into_chunks(pictures, size, done))
         if report is not None:
             report["drawn"] = queue.drawn
-        with closing(RayPool(order, prompts, wait, changed, poll)) as pool:
+        with closing(RayPool(job, prompts, wait, changed, poll)) as pool:
             if not chunk:
                 queue.limits = pool.largest
-            yield from carry_out(queue, pool, grace)
+            yield from run_batch(queue, pool, grace)
 
 
 @contextmanager
-def connected(address: str, poll: Callable[[], None] = lambda: None) -> Iterator[Any]:
+def connected(address: str, poll: Poll = no_poll) -> Iterator[Any]:
     """A context with ray, connected to the cluster; whoever was connected before it stays so. Raises as `connect`."""
     ray = import_ray()
     before = ray.is_initialized()
@@ -123,7 +124,7 @@ def import_ray() -> Any:
     return ray
 
 
-def connect(address: str, poll: Callable[[], None] = lambda: None) -> Any:
+def connect(address: str, poll: Poll = no_poll) -> Any:
     """Return ray, connected to the cluster, whose machines get this very code.
 
     `poll`, called twice a second until somebody answers, cancels by raising. Raises ClusterError.
@@ -159,7 +160,7 @@ def head_of(address: str) -> str | None:
         return None
 
 
-def wait_for(work: Callable[[], T], poll: Callable[[], None]) -> T:
+def wait_for(work: Callable[[], T], poll: Poll) -> T:
     """Return what `work` gives, done in a thread; `poll` cancels by raising, and the thread ends by itself."""
     outcome: Future[T] = Future()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,12 +10,14 @@ import torch
 
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
 from ..checkpoints.load import build_module, shift_of
+from ..checks import check_number
 from ..decode import decode_latents
-from ..defaults import check_sampler, model_defaults
 from ..errors import InputError
 from ..forward import longest_prompt
 from ..guidance import LARGEST_GUIDANCE, denoiser, perturbed_attention
-from ..latents import check_number, noise_stream, picture_shape
+from ..latents import noise_stream, picture_shape
+from ..model_rules import check_sampler, model_defaults
+from ..polling import Poll, no_poll
 from ..reference import AUTO, reference_of
 from ..sampling import find_sampler, own_arguments
 from ..schedules import check_steps, shift_sigmas
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 
 # embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
-Text = tuple[torch.Tensor, torch.Tensor]
+Embedding = tuple[torch.Tensor, torch.Tensor]
 
 
 class Settings(NamedTuple):
@@ -48,11 +50,11 @@ class Settings(NamedTuple):
     reference: str = AUTO
 
 
-def complete(settings: Settings, checkpoint: str | Path) -> Settings:
+def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
     """Return the settings with the defaults of the checkpoint's model in place of None; only headers are read.
 
-    Raises InputError for a size that is no multiple of 32, numbers out of range, a sampler that is not for the model,
-    an unknown reference, and what is no SANA.
+    Raises InputError for a size that is not a multiple of 32, numbers out of range, a sampler that is not for the
+    model, an unknown reference, and what is no SANA.
     """
     info = follow(find_part(inspect_checkpoint(checkpoint), "transformer"), settings.reference)
     config: Any = build_module(info).config
@@ -78,7 +80,7 @@ def complete(settings: Settings, checkpoint: str | Path) -> Settings:
     return settings
 
 
-def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Text:
+def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Embedding:
     """Return one prompt on the CPU. It is encoded alone, so that it is the same in any batch."""
     embeds, mask = encode_prompts(encoder, [prompt], instruction)
     length = longest_prompt(mask)
@@ -86,7 +88,7 @@ def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Text:
     return embeds[:, :length].to("cpu", copy=True), mask[:, :length].to("cpu", copy=True)
 
 
-def encode_negative(encoder: TextEncoder, prompt: str) -> Text:
+def encode_negative(encoder: TextEncoder, prompt: str) -> Embedding:
     """Return the negative prompt on the CPU, all 300 tokens: NVIDIA's mask is that of the positive prompt."""
     embeds, mask = encode_prompts(encoder, [prompt], instruction=False)
     return embeds.cpu(), mask.cpu()
@@ -98,13 +100,13 @@ def load_encoder(checkpoint: str | Path, device: torch.device, dtype: str) -> Te
 
 
 def encode_texts(
-    encoder: TextEncoder, prompts: Iterable[str], negative_prompt: str, poll: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Text], Text]:
+    encoder: TextEncoder, prompts: Iterable[str], negative_prompt: str, poll: Poll = no_poll
+) -> tuple[dict[str, Embedding], Embedding]:
     """Return each different prompt encoded once, and the negative one. `poll` cancels by raising.
 
     Raises as `encode_prompts` does, and says which prompt it is.
     """
-    texts: dict[str, Text] = {}
+    texts: dict[str, Embedding] = {}
     for prompt in prompts:
         poll()
         try:
@@ -141,7 +143,7 @@ def load_models(
     return Models(transformer, decoder, shift_of(inspect_checkpoint(checkpoint), resolution, reference))
 
 
-def stack_texts(texts: Sequence[Text]) -> Text:
+def stack_texts(texts: Sequence[Embedding]) -> Embedding:
     """Return prompts as one batch of T = 300 tokens; a single row where all are the same one."""
     if all(text is texts[0] for text in texts):
         texts = texts[:1]
@@ -156,14 +158,14 @@ def sample(
     models: Models,
     settings: Settings,
     chunk: Chunk,
-    texts: Sequence[Text],
-    negative: Text,
-    poll: Callable[[], None] = lambda: None,
+    texts: Sequence[Embedding],
+    negative: Embedding,
+    poll: Poll = no_poll,
 ) -> torch.Tensor:
     """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk`; `texts` are their prompts.
 
-    `settings` are those that `complete` returns. `poll` is called every step and cancels by raising. On a CPU the
-    pictures are drawn one after another: a batch gains little there, and alone each has the same bits in any chunk.
+    `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising. On a CPU
+    the pictures are drawn one after another: a batch gains little there, and alone each has the same bits in any chunk.
     """
     if models.transformer.device.type == "cpu" and len(chunk) > 1:
         alone = [
@@ -197,9 +199,7 @@ def sample(
 
 
 @torch.no_grad()
-def decode(
-    autoencoder: AutoencoderDC, latents: torch.Tensor, poll: Callable[[], None] = lambda: None
-) -> list[torch.Tensor]:
+def decode(autoencoder: AutoencoderDC, latents: torch.Tensor, poll: Poll = no_poll) -> list[torch.Tensor]:
     """Return a picture [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned."""
     latents = (latents / autoencoder.config.scaling_factor).to(autoencoder.dtype)
     pictures = []
@@ -214,15 +214,15 @@ def draw(
     models: Models,
     settings: Settings,
     chunk: Chunk,
-    texts: Sequence[Text],
-    negative: Text,
-    poll: Callable[[], None] = lambda: None,
+    texts: Sequence[Embedding],
+    negative: Embedding,
+    poll: Poll = no_poll,
 ) -> list[torch.Tensor]:
     """Return the decoded pictures of `sample`."""
     assert models.autoencoder is not None
     return decode(models.autoencoder, sample(models, settings, chunk, texts, negative, poll), poll)
 
 
-def texts_of(chunk: Chunk, prompts: Sequence[str], texts: Mapping[str, Text]) -> list[Text]:
+def embeddings_of(chunk: Chunk, prompts: Sequence[str], texts: Mapping[str, Embedding]) -> list[Embedding]:
     """Return the encoded prompt of each picture."""
     return [texts[prompts[picture.prompt]] for picture in chunk]

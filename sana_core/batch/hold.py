@@ -220,7 +220,7 @@ def watch(held: Hold, found: Holder) -> None:
 
 
 def read_record(path: Path) -> Holder | None:
-    """Return who holds the folder, None for nobody. Raises OSError for a record that cannot be read."""
+    """Return who holds the folder, None for nobody. Raises ReadError for a record that is damaged."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -237,7 +237,7 @@ def in_use(folder: Path, holder: Holder | None) -> InUseError:
 
 
 def check_run(folder: Path, run: str) -> None:
-    """Raise OSError unless `folder` is the one in which the run of that name holds, and can be written."""
+    """Raise OutputError unless `folder` is the one in which the run of that name holds, and can be written."""
     own = folder / OWN / run
     if not (own / MARK).is_file():
         raise MissingFileError(f"out: {folder} is not the driver's folder here; mount the same one at this path")

@@ -14,20 +14,29 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..accelerator import empty_cache, is_driver_error
-from ..decode.faults import is_out_of_memory
+from ..accelerator import empty_cache, is_driver_error, is_out_of_memory
 from ..errors import InputError
-from .draw import Models, Settings, Text, complete, draw, encode_texts, load_encoder, load_models, texts_of
-from .loop import GRACE, Outcome, carry_out
-from .plan import Chunk, Picture, auto_chunk, cut
+from ..polling import Poll
+from .batch_size import has_room_for_encoder, largest_chunk
+from .draw import (
+    Embedding,
+    Models,
+    Settings,
+    draw,
+    embeddings_of,
+    encode_texts,
+    load_encoder,
+    load_models,
+    resolve_settings,
+)
+from .loop import GRACE, Outcome, run_batch
+from .plan import Chunk, Picture, default_chunk_size, split_into_chunks
 from .queue import Queue
-from .room import has_room_for_encoder, largest_chunk
 from .windows import check_prompts, first_window, prompts_of, windows
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-Poll = Callable[[], None]
 Draw = Callable[[Chunk], Sequence[R]]
 # seconds between two looks at who hangs
 LOOK = 0.5
@@ -157,7 +166,7 @@ def is_failure_of_device(outcome: Outcome) -> bool:
 def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
     """Return the devices of that name; without any, every accelerator of this machine, or its CPU.
 
-    A device that this machine has not is left out with a log. Raises InputError where none is left, and for names that
+    A device that this machine lacks is left out with a log. Raises InputError where none is left, and for names that
     torch does not know.
     """
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -198,19 +207,19 @@ def draw_local(
     models, and later beside them, or in their place where memory is short. Closing the iterator stops all devices
     within a step. `report` gets "drawn", the pictures of each worker.
 
-    Raises as `check_prompts`, `complete`, `local_devices` and the loaders do.
+    Raises as `check_prompts`, `resolve_settings`, `local_devices` and the loaders do.
     """
     check_prompts(prompts)
     found = local_devices(devices)
-    settings = complete(settings, checkpoint)
+    settings = resolve_settings(settings, checkpoint)
     left = [picture for picture in pictures if picture.number not in done]
-    size = chunk or auto_chunk(settings.width, settings.height, len(left), len(found))
-    chunks, queue = cut(pictures, size, done), Queue()
+    size = chunk or default_chunk_size(settings.width, settings.height, len(left), len(found))
+    chunks, queue = split_into_chunks(pictures, size, done), Queue()
     if report is not None:
         report["drawn"] = queue.drawn
     if not left:
         return
-    encoded: tuple[dict[str, Text], Text]
+    encoded: tuple[dict[str, Embedding], Embedding]
     shared: dict[torch.device, Models] = {}
     loading = threading.Lock()
 
@@ -233,7 +242,7 @@ def draw_local(
             if any(prompts[picture.prompt] not in texts for picture in chunk):
                 # a copy that is late by a window: others have drawn all of it, and nobody will look at it
                 return [torch.empty(0)] * len(chunk)
-            return draw(models_on(device), settings, chunk, texts_of(chunk, prompts, texts), negative, poll)
+            return draw(models_on(device), settings, chunk, embeddings_of(chunk, prompts, texts), negative, poll)
 
         return draw_chunk
 
@@ -251,4 +260,4 @@ def draw_local(
                 pool = stack.enter_context(closing(LocalPool(found, prepare)))
                 queue.limits.update(zip(pool.inboxes, largest, strict=False))
             queue.add(window)
-            yield from carry_out(queue, pool, grace)
+            yield from run_batch(queue, pool, grace)

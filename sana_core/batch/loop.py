@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from ..decode.faults import is_out_of_memory
+from ..accelerator import is_out_of_memory
 from .plan import Chunk, Picture
 from .queue import Queue
 
@@ -49,7 +49,7 @@ class Pool(Protocol[R]):
         """Return the seconds of the pool's clock."""
 
 
-def carry_out(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[Picture, R]]:
+def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[Picture, R]]:
     """Yield each picture of `queue` once, with its result, as they finish.
 
     A chunk for which memory ran out is drawn in halves, one whose worker died or hangs by another worker. Raises what
@@ -58,22 +58,22 @@ def carry_out(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
     while queue.missing:
         workers = pool.workers()
         for worker in queue.flights.keys() - workers:
-            queue.leave(worker)
+            queue.requeue(worker)
         # one chunk to everyone before anyone gets a second
         for _ in range(pool.depth):
             for worker in workers:
-                if queue.load(worker) < pool.depth:
-                    chunk = queue.take(worker, pool.now())
+                if queue.pending(worker) < pool.depth:
+                    chunk = queue.next_chunk(worker, pool.now())
                     if chunk:
                         pool.submit(worker, chunk)
         for outcome in pool.wait():
-            yield from settle(outcome, queue, pool)
+            yield from handle_outcome(outcome, queue, pool)
         for worker in queue.hanging(pool.now(), grace):
             logger.warning("batch: %s hangs; its pictures go to the others", worker)
             pool.drop(worker, TimeoutError(f"{worker}: no picture for a long time, gave it up"))
 
 
-def settle(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[Picture, R]]:
+def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[Picture, R]]:
     worker, chunk, error = outcome.worker, outcome.chunk, outcome.error
     if error is None:
         fresh = set(queue.finish(worker, chunk, pool.now()))

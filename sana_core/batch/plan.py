@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from itertools import groupby
 from typing import NamedTuple
 
+from ..checks import check_whole
 from ..errors import InputError
-from ..latents import check_whole
 
 LARGEST_SEED = 2**64 - 1
 LARGEST_COUNT = 100_000
@@ -45,7 +45,7 @@ def batch_pictures(prompts: int, count: int, seed: int) -> list[Picture]:
     ]
 
 
-def cut(pictures: Iterable[Picture], size: int, done: Collection[int] = ()) -> list[Chunk]:
+def split_into_chunks(pictures: Iterable[Picture], size: int, done: Collection[int] = ()) -> list[Chunk]:
     """Return the pictures in chunks of at most `size`, without those whose number is in `done`.
 
     Where a chunk begins depends on the number alone, so that what is drawn together does not depend on what is done.
@@ -57,7 +57,7 @@ def cut(pictures: Iterable[Picture], size: int, done: Collection[int] = ()) -> l
     return [chunk for chunk in left if chunk]
 
 
-def auto_chunk(width: int, height: int, pictures: int, workers: int) -> int:
+def default_chunk_size(width: int, height: int, pictures: int, workers: int) -> int:
     """Return how many pictures of `width` x `height` pixels a worker should draw at once.
 
     As many as keep it busy, but few enough that several workers share `pictures` out evenly. It is a start: a worker

@@ -27,7 +27,7 @@ class ChunkLostError(ClusterError):
 
 
 @dataclass(eq=False)
-class Flight:
+class InFlight:
     """A chunk that a worker has; `started` is None while it waits behind another of the same worker."""
 
     chunk: Chunk
@@ -39,7 +39,7 @@ class Queue:
 
     def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
         self.waiting: deque[Chunk] = deque()
-        self.flights: dict[str, list[Flight]] = {}
+        self.flights: dict[str, list[InFlight]] = {}
         self.missing: set[int] = set()
         self.add(chunks)
         self.limits: dict[str, int] = {}
@@ -54,11 +54,11 @@ class Queue:
             self.waiting.append(chunk)
             self.missing.update(picture.number for picture in chunk)
 
-    def load(self, worker: str) -> int:
+    def pending(self, worker: str) -> int:
         """Return how many chunks `worker` has."""
         return len(self.flights.get(worker, ()))
 
-    def take(self, worker: str, now: float) -> Chunk | None:
+    def next_chunk(self, worker: str, now: float) -> Chunk | None:
         """Return the next chunk for `worker`, None where it should wait.
 
         When none waits, a worker that has nothing gets a copy of a chunk that it would finish before the worker which
@@ -71,13 +71,13 @@ class Queue:
                 self.waiting.appendleft(chunk[limit:])
                 chunk = chunk[:limit]
             if chunk:
-                return self.launch(worker, chunk, now)
-        copy = None if self.load(worker) else self.latest(worker, now)
-        return self.launch(worker, copy, now) if copy else None
+                return self.assign(worker, chunk, now)
+        copy = None if self.pending(worker) else self.latest(worker, now)
+        return self.assign(worker, copy, now) if copy else None
 
-    def launch(self, worker: str, chunk: Chunk, now: float) -> Chunk:
+    def assign(self, worker: str, chunk: Chunk, now: float) -> Chunk:
         own = self.flights.setdefault(worker, [])
-        own.append(Flight(chunk, None if own else now))
+        own.append(InFlight(chunk, None if own else now))
         return chunk
 
     def latest(self, worker: str, now: float) -> Chunk | None:
@@ -103,7 +103,7 @@ class Queue:
     def is_missing(self, chunk: Chunk) -> bool:
         return any(picture.number in self.missing for picture in chunk)
 
-    def land(self, worker: str, chunk: Chunk, now: float) -> float | None:
+    def complete(self, worker: str, chunk: Chunk, now: float) -> float | None:
         """Take `chunk` off `worker`. Return the seconds since it was started, None if it was already taken away."""
         flights = self.flights.get(worker, [])
         flight = next((flight for flight in flights if flight.chunk == chunk), None)
@@ -116,7 +116,7 @@ class Queue:
 
     def finish(self, worker: str, chunk: Chunk, now: float) -> list[Picture]:
         """Note that `worker` has drawn `chunk`. Return the pictures that nobody had drawn before."""
-        seconds = self.land(worker, chunk, now)
+        seconds = self.complete(worker, chunk, now)
         if seconds is not None:
             pace = seconds / len(chunk)
             self.pace[worker] = (self.pace.get(worker, pace) + pace) / 2
@@ -131,14 +131,14 @@ class Queue:
 
         Return whether the worker is still of use: not after four single pictures in a row.
         """
-        self.land(worker, chunk, now)
+        self.complete(worker, chunk, now)
         half = max(1, len(chunk) // 2)
         self.waiting.extendleft(part for part in (chunk[half:], chunk[:half]) if part)
         self.limits[worker] = min(half, self.limits.get(worker, half))
         self.strikes[worker] += len(chunk) == 1
         return self.strikes[worker] < LARGEST_STRIKES
 
-    def leave(self, worker: str) -> None:
+    def requeue(self, worker: str) -> None:
         """Queue again what `worker` had, first of all. Raises ChunkLostError for a chunk that is lost too often."""
         self.pace.pop(worker, None)
         for flight in reversed(self.flights.pop(worker, [])):

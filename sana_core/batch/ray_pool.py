@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..accelerator import is_driver_error
-from ..decode.faults import is_out_of_memory
+from ..accelerator import is_driver_error, is_out_of_memory
 from ..errors import ClusterError, SanaError
+from ..polling import Poll, no_poll
 from .loop import Outcome
-from .painter import Order
 from .plan import Chunk
+from .worker import Job
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +35,17 @@ def actor_class(ray: Any) -> Any:
     """Return the actors' class. It is made here, because Ray finds a class of a module by the name of the module."""
 
     class Actor:
-        def __init__(self, order: dict[str, Any]) -> None:
+        def __init__(self, job: dict[str, Any]) -> None:
             from importlib import import_module
 
             # as the machines know it
-            self.painter = import_module("sana_core.batch.painter").Painter(order)
+            self.worker = import_module("sana_core.batch.worker").Worker(job)
 
         def load(self, neighbours: int, changed: dict[str, Any]) -> int:
-            return self.painter.load(neighbours, changed)
+            return self.worker.load(neighbours, changed)
 
         def draw(self, chunk: list[Any], prompts: list[Any]) -> list[Any]:
-            return self.painter.draw(chunk, prompts)
+            return self.worker.draw(chunk, prompts)
 
     return ray.remote(Actor)
 
@@ -58,17 +58,17 @@ class RayPool:
 
     def __init__(
         self,
-        order: Order,
+        job: Job,
         prompts: Sequence[Any],
         wait: float = WAIT_FOR_ACTORS,
         changed: Mapping[str, torch.Tensor] | None = None,
-        poll: Callable[[], None] = lambda: None,
+        poll: Poll = no_poll,
     ) -> None:
         """`changed` goes to each machine once; `poll`, called at least twice a second, cancels by raising."""
         import ray
 
         self.ray, self.prompts, self.longest_wait, self.poll = ray, prompts, wait, poll
-        self.order, self.changed = order.pack(), ray.put(dict(changed or {}))
+        self.job, self.changed = job.pack(), ray.put(dict(changed or {}))
         self.actor_class: Any = actor_class(ray)
         self.actors: dict[str, Any] = {}  # those that are ready, by name
         self.largest: dict[str, int] = {}  # how many pictures at once each has memory for
@@ -100,7 +100,7 @@ class RayPool:
                 name = f"{node['NodeManagerHostname']} ({node_id[:6]}, actor {self.started})"
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
                 options = {"num_gpus": 1, "num_cpus": 0, "scheduling_strategy": place}
-                actor: Any = self.actor_class.options(**options).remote(self.order)
+                actor: Any = self.actor_class.options(**options).remote(self.job)
                 self.machines[name] = node_id
                 self.starting[actor.load.remote(gpus, self.changed)] = (name, actor)
 

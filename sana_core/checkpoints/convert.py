@@ -13,8 +13,8 @@ from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
 from .files import brief
 from .headers import SAFETENSORS, map_file
 from .load import load_part
+from .released import RESOLUTIONS
 from .tokenizer import load_tokenizer
-from .zoo import RESOLUTIONS
 
 # an all-in-one file: what stands before the names of each component
 PREFIXES = {"transformer": "model.diffusion_model.", "autoencoder": "vae.", "text_encoder": "text_encoders."}

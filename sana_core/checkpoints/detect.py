@@ -14,12 +14,12 @@ import torch
 
 from ..errors import CheckpointError, MissingFileError
 from ..reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
-from .families import family
 from .files import brief, parse_json, read_json, shown
+from .foreign_models import foreign_model
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
+from .released import GEMMA_WIDTHS, Headers, architecture, autoencoder_name, resolution_config, variant_name
 from .schemas import MOST_CELLS, check_config, check_tensors
-from .zoo import GEMMA_WIDTHS, Headers, architecture, autoencoder_name, resolution_config, variant_name
 
 # in an all-in-one file: what stands before the names of each component
 PREFIXES = (
@@ -60,7 +60,7 @@ class CheckpointInfo:
 
     path: Path
     kind: str  # transformer, controlnet, autoencoder, text_encoder, lora, pipeline (see `parts`), or other
-    variant: str  # a name in zoo.VARIANTS, the text encoder's, or what the file is if it is not SANA's
+    variant: str  # a name in released.VARIANTS, the text encoder's, or what the file is if it is not SANA's
     layout: str  # diffusers, original, transformers, or comfy for a file with several components
     dtype: torch.dtype  # of most bytes
     size: int  # bytes of tensors
@@ -187,7 +187,7 @@ def own_config(file: Path, weights: Weights) -> dict[str, Any] | None:
 def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[str, Any] | None) -> CheckpointInfo:
     """Return what the tensors are that `names` {name without prefix: name in the file} holds."""
     stored = {name: weights.headers[full] for name, full in names.items()}
-    kind, layout, origins = match(set(names))
+    kind, layout, origins = classify(set(names))
     origins = {target: Origin(names[o.name], o.part, o.parts) for target, o in origins.items()}
     headers = {target: part_header(o.name, weights.headers[o.name], o) for target, o in origins.items()}
     if kind in KINDS and kind != "lora":
@@ -196,7 +196,7 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
     for header in stored.values():
         sizes[header.dtype] += header.size
     # an all-in-one file has a configuration for each component
-    config = next((each for each in ((config or {}).get(kind), config) if fits(each, kind)), None)
+    config = next((each for each in ((config or {}).get(kind), config) if is_config_of(each, kind)), None)
     if config is not None:
         config = check_config(shown(file), kind, config)
     variant, resolution, source, reference = "", None, "", ""
@@ -216,7 +216,7 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
         width = headers["embed_tokens.weight"].shape[1]
         variant = GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")
     elif kind == "other":
-        variant = family(stored)
+        variant = foreign_model(stored)
     dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
     return CheckpointInfo(
         file,
@@ -258,7 +258,7 @@ def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
     return replace(info, origins=origins, headers=headers)
 
 
-def fits(config: Any, kind: str) -> bool:
+def is_config_of(config: Any, kind: str) -> bool:
     """Whether `config` is one of the library's class for `kind`; a config.json beside a file may be of another."""
     if not isinstance(config, dict):
         return False
@@ -267,7 +267,7 @@ def fits(config: Any, kind: str) -> bool:
     return any(name in CLASSES.get(kind, ()) for name in [config.get("_class_name"), *listed])
 
 
-def match(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
+def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
     """Return kind, layout, and where each of the module's parameters is among `names`."""
     same = {name: Origin(name) for name in names}
     if any(LORA.search(name) for name in names):

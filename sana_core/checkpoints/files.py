@@ -12,8 +12,8 @@ from typing import Any
 
 from ..errors import CheckpointError, MissingFileError, ReadError
 
-AGAIN = "download it again"
-INCOMPLETE = f"the file is incomplete, or of another model: {AGAIN}"
+REDOWNLOAD = "download it again"
+INCOMPLETE = f"the file is incomplete, or of another model: {REDOWNLOAD}"
 # configurations and indexes of SANA's models have under 1 MB
 LARGEST_TEXT = 16_000_000
 LFS_POINTER = b"version https://git-lfs"
@@ -50,7 +50,7 @@ def opened(file: Path) -> Iterator[tuple[BufferedReader, int]]:
         with file.open("rb") as stream:
             yield stream, status.st_size
     except FileNotFoundError:
-        raise MissingFileError(f"{shown(file)}: no such file; refresh the list, or {AGAIN}") from None
+        raise MissingFileError(f"{shown(file)}: no such file; refresh the list, or {REDOWNLOAD}") from None
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ReadError(f"{shown(file)}: cannot be read ({reason}); see its rights, its links and its disk") from error
@@ -60,7 +60,7 @@ def read_bytes(file: Path, largest: int) -> bytes:
     """Return what is in `file`. Raises as `opened` and `check_start` do, and CheckpointError above `largest` bytes."""
     with opened(file) as (stream, size):
         if size > largest:
-            raise CheckpointError(f"{shown(file)}: got {size} bytes, expected at most {largest}; {AGAIN}")
+            raise CheckpointError(f"{shown(file)}: got {size} bytes, expected at most {largest}; {REDOWNLOAD}")
         content = stream.read(largest)
     check_start(file, content[:START])
     return content
@@ -74,7 +74,8 @@ def check_start(file: Path, start: bytes) -> None:
         )
     if start.lstrip().lower().startswith(WEB_PAGE):
         raise CheckpointError(
-            f"{shown(file)}: got a web page, not the file; {AGAIN} by its download link, logged in if it asks for that"
+            f"{shown(file)}: got a web page, not the file; {REDOWNLOAD} by its download link, "
+            "logged in if it asks for that"
         )
 
 
@@ -94,11 +95,11 @@ def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> 
     try:
         content = json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=make)
     except RecursionError:
-        raise CheckpointError(f"{name}: its JSON nests too deeply; {AGAIN}") from None
+        raise CheckpointError(f"{name}: its JSON nests too deeply; {REDOWNLOAD}") from None
     except ValueError as error:
-        raise CheckpointError(f"{name}: not JSON ({brief(error)}); {AGAIN}") from None
+        raise CheckpointError(f"{name}: not JSON ({brief(error)}); {REDOWNLOAD}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{name}: got JSON that is a {type(content).__name__}, expected an object; {AGAIN}")
+        raise CheckpointError(f"{name}: got JSON that is a {type(content).__name__}, expected an object; {REDOWNLOAD}")
     return content
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from .files import AGAIN, START, brief, check_start, opened, parse_json, read_json, shown
+from .files import REDOWNLOAD, START, brief, check_start, opened, parse_json, read_json, shown
 from .pickled import read_pickled
 
 DTYPES = {
@@ -130,7 +130,7 @@ def is_text(name: str) -> bool:
 
 
 def broken(file: Path, size: int, what: str) -> CheckpointError:
-    return CheckpointError(f"{shown(file)}: corrupt or incomplete, got {size} bytes, {what}; {AGAIN}")
+    return CheckpointError(f"{shown(file)}: corrupt or incomplete, got {size} bytes, {what}; {REDOWNLOAD}")
 
 
 def read_sharded(index: Path) -> Weights:
@@ -141,26 +141,26 @@ def read_sharded(index: Path) -> Weights:
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{shown(index)}: got no index of safetensors files; {AGAIN}")
+        raise CheckpointError(f"{shown(index)}: got no index of safetensors files; {REDOWNLOAD}")
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if not is_plain(name) or Path(name).suffix.lower() not in SAFETENSORS]
     if outside:
         raise CheckpointError(
-            f"{shown(index)}: names {brief(outside[0])}, expected safetensors files of its own folder; {AGAIN}"
+            f"{shown(index)}: names {brief(outside[0])}, expected safetensors files of its own folder; {REDOWNLOAD}"
         )
     if len(names) > MOST_SHARDS:
-        raise CheckpointError(f"{shown(index)}: names {len(names)} files, expected at most {MOST_SHARDS}; {AGAIN}")
+        raise CheckpointError(f"{shown(index)}: names {len(names)} files, expected at most {MOST_SHARDS}; {REDOWNLOAD}")
     missing = [name for name in names if not (index.parent / name).exists()]
     if missing:
         raise MissingFileError(
-            f"{brief(shown(index.parent / missing[0]))}: no such file, but {index.name} names it; {AGAIN}"
+            f"{brief(shown(index.parent / missing[0]))}: no such file, but {index.name} names it; {REDOWNLOAD}"
         )
     shards = {name: read_header(index.parent / name).headers for name in names}
     lost = [name for name, shard in weight_map.items() if name not in shards[shard]]
     if lost:
         raise CheckpointError(
             f"{shown(index.parent / weight_map[lost[0]])}: no tensor {brief(lost[0])}, but {index.name} names it; "
-            f"{AGAIN}"
+            f"{REDOWNLOAD}"
         )
     return Weights({name: shards[shard][name] for name, shard in weight_map.items()}, {})
 
@@ -205,7 +205,7 @@ def map_file(file: Path, names: Collection[str] | None = None) -> dict[str, torc
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{shown(file)}: safetensors cannot read it ({brief(error)}); {AGAIN}") from None
+        raise CheckpointError(f"{shown(file)}: safetensors cannot read it ({brief(error)}); {REDOWNLOAD}") from None
 
 
 Reader = Callable[[Path, Collection[str]], dict[str, torch.Tensor]]

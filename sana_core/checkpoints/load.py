@@ -16,9 +16,7 @@ from ..text import TextEncoder
 from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
 from .files import INCOMPLETE, brief
 from .headers import Reader, read_file, read_tensors
-from .schemas import read_shift
-from .tokenizer import load_tokenizer
-from .zoo import (
+from .released import (
     CROSS_HEADS,
     DC_AE_SCALE,
     architecture,
@@ -28,6 +26,8 @@ from .zoo import (
     resolution_config,
     transformer_config,
 )
+from .schemas import read_shift
+from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
@@ -215,8 +215,8 @@ def load_controlnet(
     """Return a SANA ControlNet in evaluation mode, from diffusers' or NVIDIA's layout.
 
     `reference` is as in `load_transformer`; with "nvidia" it has the base model's first block as `base_block`. Raises
-    ValueError or FileNotFoundError, with the file's name, for what is no whole SANA ControlNet, and for "nvidia" where
-    the file lacks that block.
+    CheckpointError or MissingFileError, with the file's name, for what is no whole SANA ControlNet, and for "nvidia"
+    where the file lacks that block.
     """
     info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
     return load_part(info, dtype).to(device)  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import torch
 
 from ..errors import CheckpointError
-from .files import AGAIN, START, brief, check_start, opened, shown
+from .files import REDOWNLOAD, START, brief, check_start, opened, shown
 
 LARGEST_PICKLE = 16_000_000
 # of the pickle; a tensor takes about 25
@@ -51,7 +51,9 @@ def read_pickled(file: Path, mapped: bool = True) -> dict[str, torch.Tensor]:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many kinds for what is no checkpoint
         reason = brief((str(error) or type(error).__name__).splitlines()[0], 100)
-        raise CheckpointError(f"{shown(file)}: torch cannot read it safely ({reason}); {AGAIN}, or {INSTEAD}") from None
+        raise CheckpointError(
+            f"{shown(file)}: torch cannot read it safely ({reason}); {REDOWNLOAD}, or {INSTEAD}"
+        ) from None
     tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
     tensors = tensors if isinstance(tensors, dict) else {}
     tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
@@ -72,7 +74,7 @@ def check_archive(file: Path) -> int:
         if not stream.read(len(ARCHIVE_END)) == ARCHIVE_END:
             raise CheckpointError(
                 f"{shown(file)}: corrupt, incomplete, or saved by a torch before 1.6: got no zip archive of "
-                f"{size} bytes; {AGAIN}, or {INSTEAD}"
+                f"{size} bytes; {REDOWNLOAD}, or {INSTEAD}"
             )
         try:
             with ZipFile(stream) as archive:
@@ -85,13 +87,13 @@ def check_archive(file: Path) -> int:
                         f"torch never saves; {INSTEAD}"
                     )
                 if len(pickles) != 1 or pickles[0].file_size > LARGEST_PICKLE or members[0].header_offset:
-                    raise CheckpointError(f"{shown(file)}: got an archive that torch has not saved; {AGAIN}")
+                    raise CheckpointError(f"{shown(file)}: got an archive that torch has not saved; {REDOWNLOAD}")
                 check_pickle(file, archive.read(pickles[0]))
         except (BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
-                f"{shown(file)}: corrupt or incomplete, got {size} bytes ({brief(error)}); {AGAIN}"
+                f"{shown(file)}: corrupt or incomplete, got {size} bytes ({brief(error)}); {REDOWNLOAD}"
             ) from None
     return size
 

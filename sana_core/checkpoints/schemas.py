@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .files import AGAIN, INCOMPLETE, brief, read_json, shown
+from .files import INCOMPLETE, REDOWNLOAD, brief, read_json, shown
 from .headers import Header
 
 Check = Callable[[Any], bool]
@@ -202,7 +202,8 @@ def read_shift(file: Path) -> float | None:
     shift = config.get("flow_shift", config.get("shift"))
     if shift is not None and not number(*SHIFTS)(shift):
         raise CheckpointError(
-            f"{shown(file)}: its shift is {brief(shift)}, expected a number from {SHIFTS[0]} to {SHIFTS[1]}; {AGAIN}"
+            f"{shown(file)}: its shift is {brief(shift)}, expected a number from {SHIFTS[0]} to {SHIFTS[1]}; "
+            f"{REDOWNLOAD}"
         )
     return shift
 

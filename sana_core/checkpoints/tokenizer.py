@@ -9,7 +9,7 @@ import torch
 from ..errors import CheckpointError, MissingFileError
 from ..text import Tokenizer
 from .detect import CheckpointInfo
-from .files import AGAIN, brief, read_bytes, read_json, shown
+from .files import REDOWNLOAD, brief, read_bytes, read_json, shown
 from .headers import read_tensors
 from .schemas import refuse_code
 
@@ -65,7 +65,7 @@ def stored_bytes(info: CheckpointInfo, name: str) -> bytes:
     """Return a tensor of bytes from the text encoder's file. Raises CheckpointError for another tensor."""
     header = info.weights.headers[name]
     if header.dtype != torch.uint8 or len(header.shape) != 1 or header.size > LARGEST_TOKENIZER:
-        raise CheckpointError(f"{info.name}: {brief(name)} is no tensor of a tokenizer's bytes; {AGAIN}")
+        raise CheckpointError(f"{info.name}: {brief(name)} is no tensor of a tokenizer's bytes; {REDOWNLOAD}")
     return read_tensors(info.weights, [name])[name].numpy().tobytes()
 
 
@@ -82,7 +82,7 @@ def json_tokenizer(content: bytes, name: str) -> tuple[Tokenizer, int]:
         fast.no_truncation()
         begin = fast.encode("").ids
     except Exception as error:  # the library raises no kind of its own
-        raise CheckpointError(f"{name}: tokenizers cannot read it ({brief(error)}); {AGAIN}") from None
+        raise CheckpointError(f"{name}: tokenizers cannot read it ({brief(error)}); {REDOWNLOAD}") from None
     check_begin(name, begin)
     tokenizer = Tokenizer(
         lambda text: fast.encode(text).ids, fast.decode, fast.token_to_id, PAD_TOKEN, "tokenizer_json", content
@@ -98,7 +98,7 @@ def sentencepiece_tokenizer(content: bytes, name: str) -> tuple[Tokenizer, int]:
         processor = SentencePieceProcessor(model_proto=content, add_bos=True)
         begin = processor.encode("")
     except Exception as error:
-        raise CheckpointError(f"{name}: sentencepiece cannot read it ({brief(error)}); {AGAIN}") from None
+        raise CheckpointError(f"{name}: sentencepiece cannot read it ({brief(error)}); {REDOWNLOAD}") from None
     check_begin(name, begin)
 
     def find(token: str) -> int | None:

@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from ..batch.draw import Settings, complete
+from ..batch.draw import Settings, resolve_settings
 from ..batch.fingerprint import KEPT, describe_settings
 from ..batch.folder import OutputFolder, read_manifest
 from ..batch.hold import Hold, hold
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         reference=arguments.reference,
     )
-    settings = complete(settings, arguments.checkpoint)
+    settings = resolve_settings(settings, arguments.checkpoint)
     make_folder(arguments.out)
     # a folder of another program is left as it is
     read_manifest(arguments.out)

@@ -35,8 +35,9 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
 
     from ..checkpoints import load_autoencoder
+    from ..checks import check_number
     from ..decode import decode_rows
-    from ..latents import DOWNSCALE, check_number
+    from ..latents import DOWNSCALE
     from ..picture_files import WRITERS, levels
     from ..whole_files import make_folder
 
@@ -84,7 +85,8 @@ def read_latents(path: Path):  # type: ignore[no-untyped-def]
         raise ReadError(f"latents: {path} cannot be read ({error.strerror}); see its name and its rights") from None
     found = tensors.get("latents", tensors.get("latent_tensor"))
     if found is None:
-        raise InputError(f"latents: {path} holds {', '.join(tensors) or 'nothing'}, expected a tensor 'latents'")
+        names = ", ".join(list(tensors)[:3]) or "nothing"
+        raise InputError(f"latents: {path} holds {names}, expected a tensor 'latents'")
     check_channels("latents", found.shape)
     return found.float()
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from .bands import Bands
-from .rows import Block, Carry, Layer, Poll, chunks, in_place, norm_, run
+from ..polling import Poll
+from .row_partition import RowPartition
+from .streaming import Block, Carry, Layer, chunks, in_place, norm_, run
 
 QUERY, KEY_VALUE = (0,), (1, 2)
 # rows above and below that the second pass looks at: 2 for the 5x5 projection, 1 for the feed-forward
@@ -79,7 +80,7 @@ def strips(low: int, high: int, start: int, rows: int, reach: int) -> Iterator[t
     yield from itertools.pairwise(edges)
 
 
-class ProjectionRows:
+class StreamedProjection:
     """Input rows to one map [B, heads, parts * d, n * W] a scale."""
 
     def __init__(self, attn: Block, parts: tuple[int, ...], read: Reading) -> None:
@@ -110,7 +111,7 @@ class ProjectionRows:
 
 
 def score_pieces(
-    attn: Block, x: Bands, start: int, stop: int, rows: int, piece: int, poll: Poll
+    attn: Block, x: RowPartition, start: int, stop: int, rows: int, piece: int, poll: Poll
 ) -> Iterator[torch.Tensor]:
     """Yield value @ key^T [B, scales * heads, d + 1, d] in fp32 of each `piece` rows from `start` to `stop` of `x`.
 
@@ -119,7 +120,7 @@ def score_pieces(
     """
     reach, d, width = halo(attn), attn.attention_head_dim, x.width
     read = reading(x.height, start, stop, reach)
-    project = ProjectionRows(attn, KEY_VALUE, read)
+    project = StreamedProjection(attn, KEY_VALUE, read)
     for begin, end in strips(read.low, read.high, start, rows, reach):
         poll()
         maps = [one.float() for one in project(x.rows(begin, end), end == read.high)]
@@ -133,12 +134,12 @@ def piece_scores(key_value: torch.Tensor, d: int) -> torch.Tensor:
     return functional.pad(value, (0, 0, 0, 1), value=1.0) @ functional.relu(key).mT
 
 
-class AttentionRows:
+class StreamedAttention:
     """Linear attention with known sums, and its residual."""
 
     def __init__(self, attn: Block, scores: torch.Tensor, read: Reading) -> None:
         self.attn, self.scores = attn, scores
-        self.project = ProjectionRows(attn, QUERY, read)
+        self.project = StreamedProjection(attn, QUERY, read)
         self.residual = Residual(self.project.reach - read.above)
 
     def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
@@ -158,7 +159,7 @@ class AttentionRows:
         return norm_(out, self.attn.norm_out, self.residual.pop(out.shape[2]))
 
 
-class GluRows:
+class StreamedGlu:
     """The gated feed-forward with a depthwise 3x3 in it, and its residual."""
 
     def __init__(self, glu: Block, read: Reading) -> None:
@@ -205,12 +206,12 @@ def pointwise(conv: torch.nn.Conv2d, rows: torch.Tensor) -> torch.Tensor:
 
 
 def attend_rows(
-    block: Block, x: Bands, scores: torch.Tensor, start: int, stop: int, rows: int, poll: Poll
+    block: Block, x: RowPartition, scores: torch.Tensor, start: int, stop: int, rows: int, poll: Poll
 ) -> Iterator[torch.Tensor]:
     """Yield rows `start` to `stop` of EfficientViTBlock `block` of `x`, top to bottom, about `rows` at a time."""
     reach = halo(block.attn)
     glu = reading(x.height, start, stop, GLU_HALO)
     attention = reading(x.height, glu.low, glu.high, reach)
-    layers: list[Layer] = [AttentionRows(block.attn, scores, attention), GluRows(block.conv_out, glu)]
+    layers: list[Layer] = [StreamedAttention(block.attn, scores, attention), StreamedGlu(block.conv_out, glu)]
     for begin, end in strips(attention.low, attention.high, start, rows, reach + GLU_HALO):
         yield run(layers, x.rows(begin, end), end == attention.high, poll)

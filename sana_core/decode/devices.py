@@ -2,8 +2,8 @@
 
 In the attention stages the bands stay where they are. A block's sums come back from every device, are added from the
 top of the picture to its bottom, and go out again; the rows that a band's edge looks at are copied from its neighbours.
-The kept map is then put together on the first device, and each device takes rows of it to pixels. Sums and strips are
-those of one device, so the pixels are too.
+The boundary map is then put together on the first device, and each device takes rows of it to pixels. Sums and strips
+are those of one device, so the pixels are too.
 
 Where memory runs out, all go on with smaller strips. A device that fails otherwise, or has no room for the smallest, is
 left out: the attention stages begin again on the others, and its rows of pixels go to them.
@@ -20,25 +20,26 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
+from ..accelerator import is_out_of_memory, release_memory_of
 from ..errors import InputError
+from ..polling import Poll, no_poll
 from .attention import GLU_HALO, attend_rows, halo, score_pieces
-from .bands import LARGEST_TENSOR, Bands
-from .faults import forget, is_out_of_memory
-from .layout import Layout
+from .oom import OomRetry
 from .plan import Plan
-from .retry import Retry
-from .rows import Poll, chunks, run
+from .row_partition import LARGEST_TENSOR, RowPartition
+from .stages import Stages
+from .streaming import chunks, run
 from .strips import (
     PIECE,
-    first_map,
     global_block,
     global_blocks,
     is_attention,
-    is_quadratic,
     local_layer,
     ordered_sum,
+    output_size,
     pixel_rows,
-    resized,
+    project_latents,
+    uses_full_attention,
 )
 
 if TYPE_CHECKING:
@@ -76,32 +77,32 @@ class Workers:
         """Leave the worker of `failure` out. Raises its error if it was the last."""
         device = self.devices.pop(failure.worker)
         self.decoders.pop(failure.worker)
-        error = forget(failure.error)
+        error = release_memory_of(failure.error)
         if not self.devices:
             raise error
         note(f"{device} failed ({type(error).__name__}), its rows went to the others")
 
 
 def shared_rows(
-    workers: Workers, layout: Layout, latents: torch.Tensor, retry: Retry, poll: Poll
+    workers: Workers, stages: Stages, latents: torch.Tensor, retry: OomRetry, poll: Poll
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, pixels [1, 3, n, W]) of `latents` [1, 32, h, w], in the order in which they are done."""
-    kept = None
-    while kept is None:
+    boundary = None
+    while boundary is None:
         try:
-            kept = shared_head(workers, layout, latents, retry.plan.attention_rows or ATTENTION_ROWS, poll)
+            boundary = shared_global_stage(workers, stages, latents, retry.plan.attention_rows or ATTENTION_ROWS, poll)
         except WorkerFailed as failed:
             failure = failed.failure
-        if kept is None:
+        if boundary is None:
             recover(workers, [failure], retry)
-    waiting = list(chunks(kept.height, -(-kept.height // len(workers.devices))))
+    waiting = list(chunks(boundary.height, -(-boundary.height // len(workers.devices))))
     while waiting:
         failures: list[Failure] = []
-        yield from shared_tail(workers, layout, kept, retry.plan, waiting, failures, poll)
+        yield from shared_local_stage(workers, stages, boundary, retry.plan, waiting, failures, poll)
         recover(workers, failures, retry)
 
 
-def recover(workers: Workers, failures: list[Failure], retry: Retry) -> None:
+def recover(workers: Workers, failures: list[Failure], retry: OomRetry) -> None:
     """Take half the budget where memory ran out and strips can be smaller; leave out the workers of other failures."""
     short = [failure for failure in failures if is_out_of_memory(failure.error)]
     if short and retry.can_shrink():
@@ -119,18 +120,18 @@ class WorkerFailed(Exception):
         self.failure = failure
 
 
-def shared_head(workers: Workers, layout: Layout, latents: torch.Tensor, rows: int, poll: Poll) -> Bands:
-    """Return the kept map, on the first device. Raises WorkerFailed."""
-    x = first_map(workers.decoders[0], latents.to(workers.devices[0])).channels_last()
+def shared_global_stage(workers: Workers, stages: Stages, latents: torch.Tensor, rows: int, poll: Poll) -> RowPartition:
+    """Return the boundary map, on the first device. Raises WorkerFailed."""
+    x = project_latents(workers.decoders[0], latents.to(workers.devices[0])).channels_last()
     (height, width), count = latents.shape[2:], len(workers.devices)
     # whole pieces of the sums for each, and enough positions that no kernel for a few of them is chosen
     share = max(-(-height // count), -(-FEW_POSITIONS // width))
     # but no band, with its neighbours' rows, of 2^31 elements: a device may have several
-    most = LARGEST_TENSOR // 2 // (layout.kept_width * width * layout.scale**2)
+    most = LARGEST_TENSOR // 2 // (stages.boundary_width * width * stages.scale**2)
     share = min(-(-share // PIECE), max(1, most // PIECE)) * PIECE
     spans = enumerate(chunks(height, share))
-    bands = Bands([x.rows(*span, workers.devices[index % count]) for index, span in spans])
-    blocks = [list(global_blocks(decoder, layout)) for decoder in workers.decoders]
+    bands = RowPartition([x.rows(*span, workers.devices[index % count]) for index, span in spans])
+    blocks = [list(global_blocks(decoder, stages)) for decoder in workers.decoders]
     with ThreadPoolExecutor(count) as pool:
 
         def phase(work: Callable[[int], T]) -> list[T]:
@@ -138,7 +139,7 @@ def shared_head(workers: Workers, layout: Layout, latents: torch.Tensor, rows: i
 
         for number, (block, scale) in enumerate(blocks[0]):
             own = [blocks[index % count][number][0] for index in range(len(bands.parts))]
-            if is_attention(block) and is_quadratic(block, bands):
+            if is_attention(block) and uses_full_attention(block, bands):
                 # so few positions that one device has them all
                 bands = global_block(block, bands.moved(0, bands.height, workers.devices[0]), None, scale, poll)
             elif is_attention(block):
@@ -148,20 +149,20 @@ def shared_head(workers: Workers, layout: Layout, latents: torch.Tensor, rows: i
     return bands.moved(0, bands.height, workers.devices[0])
 
 
-def extended(bands: Bands, index: int, reach: int) -> tuple[Bands, int, int]:
+def extended(bands: RowPartition, index: int, reach: int) -> tuple[RowPartition, int, int]:
     """Return band `index` with `reach` rows of its neighbours, and where its own rows begin and end in that."""
     start, stop = bands.edges[index], bands.edges[index + 1]
     low, high = max(0, start - reach), min(bands.height, stop + reach)
-    return Bands([bands.rows(low, high, bands.parts[index].device)]), start - low, stop - low
+    return RowPartition([bands.rows(low, high, bands.parts[index].device)]), start - low, stop - low
 
 
-def shared_attention(own: list, bands: Bands, rows: int, piece: int, phase: Callable) -> Bands:
+def shared_attention(own: list, bands: RowPartition, rows: int, piece: int, phase: Callable) -> RowPartition:
     """Return an attention block of `bands`; `own` is the block on each device."""
     reach = halo(own[0].attn) + GLU_HALO
 
     def sums(index: int) -> list[torch.Tensor]:
         x, start, stop = extended(bands, index, reach)
-        return list(score_pieces(own[index].attn, x, start, stop, rows, piece, proceed))
+        return list(score_pieces(own[index].attn, x, start, stop, rows, piece, no_poll))
 
     pieces = [piece for band in phase(sums) for piece in band]
     scores = ordered_sum(one.to(pieces[0].device, copy=True) for one in pieces)
@@ -169,25 +170,21 @@ def shared_attention(own: list, bands: Bands, rows: int, piece: int, phase: Call
     def attend(index: int) -> torch.Tensor:
         x, start, stop = extended(bands, index, reach)
         known = scores.to(bands.parts[index].device)
-        return torch.cat(list(attend_rows(own[index], x, known, start, stop, rows, proceed)), dim=2)
+        return torch.cat(list(attend_rows(own[index], x, known, start, stop, rows, no_poll)), dim=2)
 
-    return Bands(phase(attend))
+    return RowPartition(phase(attend))
 
 
-def shared_local(own: list, bands: Bands, phase: Callable) -> Bands:
+def shared_local(own: list, bands: RowPartition, phase: Callable) -> RowPartition:
     """Return a block of convolutions of `bands`."""
 
     def convolve(index: int) -> torch.Tensor:
         # two rows: what one convolution after the other, and an upsampling one, can see
         x, start, stop = extended(bands, index, 2)
-        out = run([local_layer(own[index], (bands.height, bands.width))], x.rows(0, x.height), True, proceed)
-        return out[:, :, resized(own[index], start) : resized(own[index], stop)]
+        out = run([local_layer(own[index], (bands.height, bands.width))], x.rows(0, x.height), True, no_poll)
+        return out[:, :, output_size(own[index], start) : output_size(own[index], stop)]
 
-    return Bands(phase(convolve))
-
-
-def proceed() -> None:
-    """A poll for phases so short that they are not cancelled within."""
+    return RowPartition(phase(convolve))
 
 
 def all_of(pool: ThreadPoolExecutor, bands: int, workers: int, work: Callable[[int], T], poll: Poll) -> list[T]:
@@ -207,10 +204,10 @@ def all_of(pool: ThreadPoolExecutor, bands: int, workers: int, work: Callable[[i
     return [future.result() for future in futures]
 
 
-def shared_tail(
+def shared_local_stage(
     workers: Workers,
-    layout: Layout,
-    kept: Bands,
+    stages: Stages,
+    boundary: RowPartition,
     plan: Plan,
     waiting: list[tuple[int, int]],
     failures: list[Failure],
@@ -248,18 +245,18 @@ def shared_tail(
             return waiting.pop(0) if waiting else None
 
     def take(index: int, top: int, bottom: int) -> None:
-        low, high = max(0, top - layout.halo), min(kept.height, bottom + layout.halo)
-        row = top * layout.stride
+        low, high = max(0, top - stages.halo), min(boundary.height, bottom + stages.halo)
+        row = top * stages.stride
         try:
-            part, decoder = kept.moved(low, high, workers.devices[index]), workers.decoders[index]
+            part, decoder = boundary.moved(low, high, workers.devices[index]), workers.decoders[index]
             for pixels in pixel_rows(
-                decoder, layout, part, top - low, bottom - low, plan.rows, plan.columns, check, kept.height
+                decoder, stages, part, top - low, bottom - low, plan.rows, plan.columns, check, boundary.height
             ):
                 hand((row, pixels))
                 row += pixels.shape[2]
         except Exception:
-            # from the last whole row of the kept map; a few rows of pixels are made twice
-            waiting.append((row // layout.stride, bottom))
+            # from the last whole row of the boundary map; a few rows of pixels are made twice
+            waiting.append((row // stages.stride, bottom))
             raise
 
     threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(len(workers.devices))]

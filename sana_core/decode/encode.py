@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..checks import check_finite
 from ..errors import InputError
+from ..polling import Poll, Polled, no_poll
 from .attention import strips
-from .bands import Bands, empty_bands
-from .faults import check_finite
-from .layout import Layout, encoder_layout
-from .peak import free_bytes
+from .device_memory import free_bytes
+from .oom import plan_after_oom
 from .plan import Plan, Planner
-from .polled import Polled
-from .retry import halved
-from .rows import ConvRows, Layer, Poll, chunks, run
-from .run import BUDGET, never
-from .strips import global_block, local_layer, resized
+from .row_partition import RowPartition, empty_partition
+from .run import BUDGET
+from .stages import Stages, encoder_stages
+from .streaming import Layer, StreamedConv, chunks, run
+from .strips import global_block, local_layer, output_size
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -33,33 +33,33 @@ def encode_images(
     method: str = "auto",
     max_bytes: int | None = None,
     *,
-    poll: Poll = never,
+    poll: Poll = no_poll,
 ) -> torch.Tensor:
     """Return latents [B, 32, H / 32, W / 32] in the autoencoder's own scale of `images` [B, 3, H, W] in [-1, 1].
 
     The pictures may be on another device; strips of them go to the autoencoder's. "strips" and "whole" give the same
     latents, "auto" fits `max_bytes` or what is free. Raises InputError for pictures of other channels or with NaN, a
-    side that is no multiple of 32, an unknown method, or a budget that no plan fits.
+    side that is not a multiple of 32, an unknown method, or a budget that no plan fits.
     """
-    layout = encoder_layout(autoencoder)
-    check_images(images, layout)
+    stages = encoder_stages(autoencoder)
+    check_images(images, stages)
     if method not in METHODS:
         raise InputError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
     like = next(autoencoder.parameters())
-    height, width = (side // layout.downscale for side in images.shape[2:])
-    planner = Planner(layout, height, width, like.dtype, like.device.type != "cpu")
+    height, width = (side // stages.downscale for side in images.shape[2:])
+    planner = Planner(stages, height, width, like.dtype, like.device.type != "cpu")
     plan = (
         planner.whole()
         if method == "whole"
         else planner.strips(free_bytes(like.device) * BUDGET if max_bytes is None else max_bytes)
     )
-    latents = [encode_one(autoencoder.encoder, layout, planner, plan, one[None], like, poll) for one in images]
+    latents = [encode_one(autoencoder.encoder, stages, planner, plan, one[None], like, poll) for one in images]
     return torch.cat(latents)
 
 
-def check_images(images: torch.Tensor, layout: Layout) -> None:
+def check_images(images: torch.Tensor, stages: Stages) -> None:
     """Raise InputError for anything but pictures [B, 3, H, W] of finite values whose sides can be latents."""
-    shape, side = list(images.shape), layout.downscale
+    shape, side = list(images.shape), stages.downscale
     if len(shape) != 4 or shape[1] != 3 or 0 in shape or shape[2] % side or shape[3] % side:
         raise InputError(
             f"pixels: got pictures of shape {shape}, expected [batch, 3, height, width] with sides that are multiples "
@@ -69,7 +69,7 @@ def check_images(images: torch.Tensor, layout: Layout) -> None:
 
 
 def encode_one(
-    encoder: Encoder, layout: Layout, planner: Planner, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
+    encoder: Encoder, stages: Stages, planner: Planner, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
 ) -> torch.Tensor:
     """Return the latents of one picture, with half the budget each time that memory runs out."""
     if plan.method == "whole":
@@ -77,54 +77,54 @@ def encode_one(
             return encoder(channels_last(image, like))
     while True:
         try:
-            return last_layers(encoder, kept_map(encoder, layout, plan, image, like, poll), layout, plan, poll)
+            return last_layers(encoder, boundary_map(encoder, stages, plan, image, like, poll), stages, plan, poll)
         except Exception as error:
             failure = error
         # outside the handler, which would keep the failed work's tensors alive
-        plan = halved(planner, plan, failure)
+        plan = plan_after_oom(planner, plan, failure)
 
 
 def channels_last(pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return pixels.to(device=like.device, dtype=like.dtype).contiguous(memory_format=torch.channels_last)
 
 
-def local_layers(encoder: Encoder, layout: Layout, size: tuple[int, int]) -> list[Layer]:
+def local_layers(encoder: Encoder, stages: Stages, size: tuple[int, int]) -> list[Layer]:
     """Return the layers from pixels to the map before the first attention stage."""
-    layers: list[Layer] = [ConvRows(encoder.conv_in, size)]
-    for stage in range(layout.local):
+    layers: list[Layer] = [StreamedConv(encoder.conv_in, size)]
+    for stage in range(stages.local):
         for block in encoder.down_blocks[stage]:
             layers.append(local_layer(block, size))
-            size = (resized(block, size[0]), resized(block, size[1]))
+            size = (output_size(block, size[0]), output_size(block, size[1]))
     return layers
 
 
-def kept_map(
-    encoder: Encoder, layout: Layout, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
-) -> Bands:
+def boundary_map(
+    encoder: Encoder, stages: Stages, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
+) -> RowPartition:
     """Return the map [1, C, H / 8, W / 8] that the local layers make of `image`, in strips and panels of `plan`."""
-    height, width = image.shape[2] // layout.stride, image.shape[3] // layout.stride
-    kept = empty_bands(like.new_empty(1), layout.kept_width, height, width)
+    height, width = image.shape[2] // stages.stride, image.shape[3] // stages.stride
+    boundary = empty_partition(like.new_empty(1), stages.boundary_width, height, width)
     for left, right in chunks(width, plan.columns or width):
-        begin, end = max(0, left - layout.halo), min(width, right + layout.halo)
-        layers = local_layers(encoder, layout, (image.shape[2], image.shape[3]))
+        begin, end = max(0, left - stages.halo), min(width, right + stages.halo)
+        layers = local_layers(encoder, stages, (image.shape[2], image.shape[3]))
         top = 0
-        for first, last in strips(0, height, 0, plan.rows, layout.halo):
+        for first, last in strips(0, height, 0, plan.rows, stages.halo):
             pixels = image[
-                :, :, first * layout.stride : last * layout.stride, begin * layout.stride : end * layout.stride
+                :, :, first * stages.stride : last * stages.stride, begin * stages.stride : end * stages.stride
             ]
             rows = run(layers, channels_last(pixels, like), last == height, poll)
-            kept.write(top, left, rows[..., left - begin : right - begin])
+            boundary.write(top, left, rows[..., left - begin : right - begin])
             top += rows.shape[2]
-    return kept
+    return boundary
 
 
-def last_layers(encoder: Encoder, kept: Bands, layout: Layout, plan: Plan, poll: Poll) -> torch.Tensor:
-    """Return the latents of the kept map."""
-    for stage in range(layout.local, len(layout.widths)):
+def last_layers(encoder: Encoder, boundary: RowPartition, stages: Stages, plan: Plan, poll: Poll) -> torch.Tensor:
+    """Return the latents of the boundary map."""
+    for stage in range(stages.local, len(stages.widths)):
         for block in encoder.down_blocks[stage]:
             # a downsampling block is counted to the stage before it
-            kept = global_block(block, kept, plan.attention_rows, layout.downscale // 2**stage, poll)
-    x = kept.rows(0, kept.height)
+            boundary = global_block(block, boundary, plan.attention_rows, stages.downscale // 2**stage, poll)
+    x = boundary.rows(0, boundary.height)
     latents = encoder.conv_out(x)
     if encoder.out_shortcut:
         latents += x.unflatten(1, (-1, encoder.out_shortcut_average_group_size)).mean(dim=2)

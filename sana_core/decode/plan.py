@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import InputError
-from .bands import LARGEST_TENSOR
-from .layout import Layout
+from .row_partition import LARGEST_TENSOR
+from .stages import Stages
 from .strips import PIECE
 
 METHODS = ("auto", "strips", "tiles", "whole")
@@ -29,9 +29,9 @@ WORKSPACE = 0.5
 # what oneDNN keeps of reordered weights on the CPU beside a convolution: its own twice, and of smaller ones what the
 # layers before have left, so many times its own
 COPIES, REORDERED, SMALL_CONV = 2, 6.5, 512 * 512
-# the library's attention stage and the whole tail hold so many times the stage's, or the finest stage's, map
+# the library's attention stage and the whole local stage hold so many times the stage's, or the finest stage's, map
 UNDIVIDED_ATTENTION = 25
-UNDIVIDED_TAIL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
+UNDIVIDED_LOCAL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
 UNDIVIDED_SHUFFLE = {torch.float32: 4.5, torch.bfloat16: 6.0, torch.float16: 6.0}
 # the first map of a decoder without attention, with what it is made of
 FIRST_MAPS = 3
@@ -43,22 +43,22 @@ class Plan:
     """What `method` does, and its predicted peak."""
 
     method: str
-    rows: int = 0  # of the kept map, completed by one strip
-    columns: int | None = None  # of the kept map, in one panel; None for all
+    rows: int = 0  # of the boundary map, completed by one strip
+    columns: int | None = None  # of the boundary map, in one panel; None for all
     attention_rows: int | None = None  # of latents, at a time; None for all
     tile: int = 0  # rows and columns of latents
     overlap: int = 0
     peak_bytes: int = 0
 
-    def words(self, layout: Layout) -> str:
+    def words(self, stages: Stages) -> str:
         """Return the plan as a person reads it."""
         if self.method == "whole":
             return "whole"
         if self.method == "tiles":
-            return f"tiles of {self.tile * layout.downscale} px, overlapping by {self.overlap * layout.downscale} px"
-        width = "" if self.columns is None else f", {self.columns * layout.stride} px wide"
-        strips = f"strips of {self.rows * layout.stride} px{width}"
-        if not layout.attends:
+            return f"tiles of {self.tile * stages.downscale} px, overlapping by {self.overlap * stages.downscale} px"
+        width = "" if self.columns is None else f", {self.columns * stages.stride} px wide"
+        strips = f"strips of {self.rows * stages.stride} px{width}"
+        if not stages.attends:
             return strips
         attention = "whole" if self.attention_rows is None else f"{self.attention_rows} latent rows at a time"
         return f"{strips}; attention {attention}"
@@ -77,29 +77,29 @@ def weights_demand(inner: int, outer: int, accelerator: bool) -> float:
     return 0 if accelerator else 9 * max(COPIES * inner * outer, REORDERED * min(inner * outer, SMALL_CONV))
 
 
-def tail_demand(
-    layout: Layout, width: int, rows: int, item: int, accelerator: bool, panels: int = 1, height: int | None = None
+def local_demand(
+    stages: Stages, width: int, rows: int, item: int, accelerator: bool, panels: int = 1, height: int | None = None
 ) -> Demand:
-    """Return what the local layers need for strips of `rows` rows of a kept map of `height` rows, None for many.
+    """Return what the local layers need for strips of `rows` rows of a boundary map of `height` rows, None for many.
 
     Each of `panels` beside each other is `width` columns wide, and carries rows of its own.
     """
     # the first strip reads the halo too
-    first = rows + layout.halo
+    first = rows + stages.halo
     if height is not None and height <= first:
-        demands = [strip_demand(layout, width, height, 0, item, accelerator, panels)]
+        demands = [strip_demand(stages, width, height, 0, item, accelerator, panels)]
     else:
-        demands = [strip_demand(layout, width, first, -1, item, accelerator, panels)]
+        demands = [strip_demand(stages, width, first, -1, item, accelerator, panels)]
     if height is not None and height > first:
         last = (height - first - 1) % rows + 1
-        demands.append(strip_demand(layout, width, last, 1, item, accelerator, panels, rows))
+        demands.append(strip_demand(stages, width, last, 1, item, accelerator, panels, rows))
     return Demand(max(one.size for one in demands), max(one.largest for one in demands))
 
 
 def strip_demand(
-    layout: Layout, width: int, rows: int, edge: int, item: int, accelerator: bool, panels: int, piece: int = 0
+    stages: Stages, width: int, rows: int, edge: int, item: int, accelerator: bool, panels: int, piece: int = 0
 ) -> Demand:
-    """Return what the local layers need for a strip of `rows` rows of the kept map.
+    """Return what the local layers need for a strip of `rows` rows of the boundary map.
 
     Every convolution makes a row less than it gets of the first strip, whose `edge` is -1, a row more of the last one,
     1, which goes on in pieces of `piece` rows as in strips.flow, and as many of one that is the whole picture, 0.
@@ -107,13 +107,13 @@ def strip_demand(
     most, largest, carried, waiting = 0.0, 0.0, 0.0, 0.0
     extra = 1 + WORKSPACE if accelerator else 1
     columns = width
-    for stage in reversed(range(layout.local)):
+    for stage in reversed(range(stages.local)):
         # an empty stage has only what makes RGB of the coarser one
-        channels = layout.widths[stage] if layout.layers[stage] else 3
+        channels = stages.widths[stage] if stages.layers[stage] else 3
         behind = edge
-        if stage < layout.kept_stage:
-            above = layout.widths[stage + 1]
-            if layout.shuffles:
+        if stage < stages.boundary_stage:
+            above = stages.widths[stage + 1]
+            if stages.shuffles:
                 window, out = above * (rows + 2) * columns, 4 * channels * rows * columns
                 # the convolution beside the shortcut's rows, then what it makes beside what is shuffled out of that
                 weights = weights_demand(above, 4 * channels, accelerator)
@@ -126,7 +126,7 @@ def strip_demand(
                 carried += 4 * above * columns
             rows, columns, piece = 2 * rows, 2 * columns, 2 * piece
             most, largest = max(most, waiting + need), max(largest, window, out)
-        for _ in range(layout.layers[stage]):
+        for _ in range(stages.layers[stage]):
             if piece and 2 * rows > 3 * piece:
                 waiting += channels * rows * columns
                 rows = piece
@@ -140,14 +140,15 @@ def strip_demand(
     return Demand((most + panels * carried) * item, largest)
 
 
-def head_demand(layout: Layout, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
-    """Return what the attention stages need for a kept map of `height` x `width`, `rows` rows of latents at a time."""
+def global_demand(stages: Stages, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
+    """Return what the attention stages need for a boundary map of `height` x `width`, `rows` rows at a time."""
     most, largest = 0.0, 0.0
     extra = 1 + WORKSPACE if accelerator else 1
-    if not layout.attends:
-        return Demand(FIRST_MAPS * layout.kept_width * height * width * item, layout.kept_width * height * width)
-    for stage in range(layout.local, len(layout.widths)):
-        channels, step = layout.widths[stage], 2 ** (stage - layout.local)
+    if not stages.attends:
+        elements = stages.boundary_width * height * width
+        return Demand(FIRST_MAPS * elements * item, elements)
+    for stage in range(stages.local, len(stages.widths)):
+        channels, step = stages.widths[stage], 2 ** (stage - stages.local)
         h, w = height // step, width // step
         whole = channels * h * w
         if rows is None:
@@ -155,41 +156,41 @@ def head_demand(layout: Layout, height: int, width: int, rows: int | None, item:
             largest = max(largest, 8 * whole)
             continue
         # the map before and after a block, and the feed-forward's 8 times as many channels twice
-        strip = channels * min(h, rows * layout.downscale // 2**stage + 4) * w
+        strip = channels * min(h, rows * stages.downscale // 2**stage + 4) * w
         feed_forward = (2 * whole + (16 * extra + 3) * strip) * item
         # keys and values in two scales, projected and in fp32
-        sums = whole * item + strip * (6 * item + 4 * layout.scales * 4)
+        sums = whole * item + strip * (6 * item + 4 * stages.scales * 4)
         # the coarser map, upsampled
         most = max(most, feed_forward, sums)
         largest = max(largest, 8 * strip)
     return Demand(most, largest)
 
 
-def whole_demand(layout: Layout, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> Demand:
-    """Return what the undivided decode needs for a kept map of `height` x `width`."""
-    item, pixels = dtype.itemsize, height * width * layout.stride**2
-    if layout.shuffles and not layout.layers[0]:
+def whole_demand(stages: Stages, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> Demand:
+    """Return what the undivided decode needs for a boundary map of `height` x `width`."""
+    item, pixels = dtype.itemsize, height * width * stages.stride**2
+    if stages.shuffles and not stages.layers[0]:
         # the finest map, at half the resolution, is what the last upsampling makes too
-        finest = layout.widths[1] * pixels / 4
-        pairs = zip(layout.widths[1:], layout.widths[2:], strict=False)
+        finest = stages.widths[1] * pixels / 4
+        pairs = zip(stages.widths[1:], stages.widths[2:], strict=False)
         weights = 0 if accelerator else max(9 * COPIES * above * 4 * channels for channels, above in pairs)
         return Demand(max(UNDIVIDED_SHUFFLE[dtype] * finest, weights) * item, finest)
-    finest = layout.widths[0] * pixels
-    head = head_demand(layout, height, width, None, item, False)
-    return Demand(max(UNDIVIDED_TAIL[dtype] * finest * item, head.size), max(layout.widths[1] * pixels, head.largest))
+    finest = stages.widths[0] * pixels
+    head = global_demand(stages, height, width, None, item, False)
+    return Demand(max(UNDIVIDED_LOCAL[dtype] * finest * item, head.size), max(stages.widths[1] * pixels, head.largest))
 
 
 class Planner:
     """Plans for one picture of `height` x `width` rows and columns of latents."""
 
-    def __init__(self, layout: Layout, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> None:
-        self.layout, self.dtype, self.accelerator = layout, dtype, accelerator
-        self.height, self.width = height * layout.scale, width * layout.scale
+    def __init__(self, stages: Stages, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> None:
+        self.stages, self.dtype, self.accelerator = stages, dtype, accelerator
+        self.height, self.width = height * stages.scale, width * stages.scale
 
     @property
-    def kept(self) -> int:
+    def boundary_bytes(self) -> int:
         """Bytes of the map that stays while the strips are made."""
-        return self.layout.kept_width * self.height * self.width * self.dtype.itemsize
+        return self.stages.boundary_width * self.height * self.width * self.dtype.itemsize
 
     def strips(self, max_bytes: float) -> Plan:
         """Return the plan in strips that is fastest within `max_bytes`. Raises InputError if none is."""
@@ -199,52 +200,53 @@ class Planner:
             megabytes = -(-floor // MEBIBYTE)
             raise InputError(
                 f"max_bytes: got {int(max_bytes)}, expected at least {floor} for a picture of "
-                f"{self.width * self.layout.stride} x {self.height * self.layout.stride}; use {megabytes} MiB or more"
+                f"{self.width * self.stages.stride} x {self.height * self.stages.stride}; use {megabytes} MiB or more"
             )
         return plan
 
     def fitting(self, max_bytes: float) -> Plan | None:
-        head = next((pair for pair in self.heads() if pair[1] <= max_bytes), None)
-        tail = next((triple for triple in self.tails() if triple[2] <= max_bytes), None)
+        head = next((pair for pair in self.global_options() if pair[1] <= max_bytes), None)
+        tail = next((triple for triple in self.local_options() if triple[2] <= max_bytes), None)
         if head is None or tail is None:
             return None
         return Plan("strips", tail[0], tail[1], head[0], peak_bytes=int(max(head[1], tail[2])))
 
     def floor(self) -> Plan:
         """Return the fastest of the plans that need the least."""
-        plan = self.fitting(max(min(size for _, size in self.heads()), min(size for _, _, size in self.tails())))
+        least = (min(size for _, size in self.global_options()), min(size for _, _, size in self.local_options()))
+        plan = self.fitting(max(least))
         assert plan is not None  # these fit themselves
         return plan
 
-    def heads(self) -> Iterator[tuple[int | None, float]]:
+    def global_options(self) -> Iterator[tuple[int | None, float]]:
         """Yield rows of latents for the attention stages, and the bytes they need, the fastest first."""
         for rows in ACCELERATOR_ATTENTION_ROWS if self.accelerator else CPU_ATTENTION_ROWS:
-            demand = head_demand(self.layout, self.height, self.width, rows, self.dtype.itemsize, self.accelerator)
+            demand = global_demand(self.stages, self.height, self.width, rows, self.dtype.itemsize, self.accelerator)
             if demand.largest < LARGEST_TENSOR:
                 yield rows, demand.size
 
-    def tails(self) -> Iterator[tuple[int, int | None, float]]:
+    def local_options(self) -> Iterator[tuple[int, int | None, float]]:
         """Yield rows and columns of a strip, and the bytes it needs, the fastest first."""
         pixels = ACCELERATOR_ROWS if self.accelerator else CPU_ROWS
-        options = [size // self.layout.stride for size in pixels if size >= self.layout.stride]
+        options = [size // self.stages.stride for size in pixels if size >= self.stages.stride]
         columns: int | None = None
         while True:
             # a panel has a halo on both sides
-            width = self.width if columns is None else min(self.width, columns + 2 * self.layout.halo)
+            width = self.width if columns is None else min(self.width, columns + 2 * self.stages.halo)
             panels = 1 if columns is None else -(-self.width // columns)
             for rows in options if columns is None else options[-4:]:
-                demand = tail_demand(
-                    self.layout, width, rows, self.dtype.itemsize, self.accelerator, panels, self.height
+                demand = local_demand(
+                    self.stages, width, rows, self.dtype.itemsize, self.accelerator, panels, self.height
                 )
                 if demand.largest < LARGEST_TENSOR:
-                    yield rows, columns, self.kept + demand.size
+                    yield rows, columns, self.boundary_bytes + demand.size
             columns = (columns or self.width) // 2
-            if columns < 2 * self.layout.halo:
+            if columns < 2 * self.stages.halo:
                 return
 
     def whole(self) -> Plan:
         """Return the undivided plan. Raises InputError where a tensor of it has 2^31 elements."""
-        demand = whole_demand(self.layout, self.height, self.width, self.dtype, self.accelerator)
+        demand = whole_demand(self.stages, self.height, self.width, self.dtype, self.accelerator)
         if demand.largest >= LARGEST_TENSOR:
             raise InputError(
                 f"method: got whole, which makes a tensor of {int(demand.largest)} elements for this picture, expected "
@@ -254,10 +256,10 @@ class Planner:
 
     def tiles(self, tile: int, overlap: int) -> Plan:
         """Return the plan of tiles of `tile` rows and columns of latents."""
-        h, w = (min(side, tile * self.layout.scale) for side in (self.height, self.width))
-        demand = whole_demand(self.layout, h, w, self.dtype, self.accelerator)
+        h, w = (min(side, tile * self.stages.scale) for side in (self.height, self.width))
+        demand = whole_demand(self.stages, h, w, self.dtype, self.accelerator)
         # a row of tiles is added up in fp32
-        band = 3 * h * self.width * self.layout.stride**2 * 4
+        band = 3 * h * self.width * self.stages.stride**2 * 4
         return Plan("tiles", tile=tile, overlap=overlap, peak_bytes=int(demand.size + band))
 
 

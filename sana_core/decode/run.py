@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checks import check_finite, check_number
 from ..errors import InputError
-from ..latents import check_channels, check_number
+from ..latents import check_channels
+from ..polling import Poll, Polled, no_poll
+from .blended_tiles import decode_tiles
+from .device_memory import PeakMemory, free_bytes
 from .devices import Workers, shared_rows
-from .faults import check_finite
-from .layout import Layout, decoder_layout
-from .peak import PeakMemory, free_bytes
+from .oom import OomRetry, Report
 from .plan import METHODS, Plan, Planner
-from .polled import Polled
-from .retry import Notes, Retry
-from .rows import Poll
-from .tiles import decode_tiles
+from .stages import Stages, decoder_stages
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
 BUDGET = 0.9
 TILE, OVERLAP = 1024, 128  # pixels
 Progress = Callable[[int, int], None]
-
-
-def never() -> None:
-    """A poll that does not cancel."""
 
 
 @torch.no_grad()
@@ -44,7 +39,7 @@ def decode_latents(
     out: torch.Tensor | None = None,
     tile: int = TILE,
     overlap: int = OVERLAP,
-    poll: Poll = never,
+    poll: Poll = no_poll,
     progress: Progress | None = None,
 ) -> torch.Tensor:
     """Return pictures [B, 3, 32 h, 32 w], about [-1, 1], of `latents` [B, 32, h, w] in the autoencoder's own scale.
@@ -57,7 +52,7 @@ def decode_latents(
     unknown method, or a budget that no plan fits.
     """
     check_channels("samples", latents.shape)
-    scale = decoder_layout(autoencoder).downscale
+    scale = decoder_stages(autoencoder).downscale
     count, _, h, w = latents.shape
     if out is None:
         like = next(autoencoder.parameters())
@@ -90,7 +85,7 @@ def decode_rows(
     *,
     tile: int = TILE,
     overlap: int = OVERLAP,
-    poll: Poll = never,
+    poll: Poll = no_poll,
     progress: Progress | None = None,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield (picture, first row, pixels [3, n, W]) as they are done, as `decode_latents` has them.
@@ -107,24 +102,24 @@ def decode_rows(
             f"devices: got {len(devices or ())} for method {method}, which runs on the autoencoder's; choose method "
             "auto or strips, or no devices"
         )
-    layout = decoder_layout(autoencoder)
+    stages = decoder_stages(autoencoder)
     planner = planner_for(autoencoder, latents.shape)
     workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
     if max_bytes is None:
         max_bytes = int(BUDGET * min(free_bytes(device) for device in (workers.devices if workers else [like.device])))
     plan = choose(planner, method, max_bytes, tile, overlap)
-    total, done = len(latents) * latents.shape[2] * layout.downscale, 0
-    notes = Notes(report, layout, plan)
+    total, done = len(latents) * latents.shape[2] * stages.downscale, 0
+    notes = Report(report, stages, plan)
     with PeakMemory(like.device) as peak:
         for picture in range(len(latents)):
             one = latents[picture : picture + 1].to(device=like.device, dtype=like.dtype)
-            if not layout.attends:
+            if not stages.attends:
                 # as attention leaves its maps, and rows of strips are one piece of memory
                 one = one.contiguous(memory_format=torch.channels_last)
             if workers is not None and plan.method == "strips":
-                parts = shared_rows(workers, layout, one, Retry(planner, plan, notes), poll)
+                parts = shared_rows(workers, stages, one, OomRetry(planner, plan, notes), poll)
             else:
-                parts = picture_rows(autoencoder, layout, planner, plan, one, notes, poll)
+                parts = picture_rows(autoencoder, stages, planner, plan, one, notes, poll)
             for top, pixels in parts:
                 poll()
                 notes.report["strips"] += plan.method == "strips"
@@ -139,7 +134,7 @@ def decode_rows(
 def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int]) -> Planner:
     """Return what plans the decode of latents [B, 32, h, w] where the autoencoder is."""
     like = next(autoencoder.parameters())
-    return Planner(decoder_layout(autoencoder), latent_shape[2], latent_shape[3], like.dtype, like.device.type != "cpu")
+    return Planner(decoder_stages(autoencoder), latent_shape[2], latent_shape[3], like.dtype, like.device.type != "cpu")
 
 
 def choose(planner: Planner, method: str, budget: float, tile: int, overlap: int) -> Plan:
@@ -147,7 +142,7 @@ def choose(planner: Planner, method: str, budget: float, tile: int, overlap: int
     if method == "whole":
         return planner.whole()
     if method == "tiles":
-        scale = planner.layout.downscale
+        scale = planner.stages.downscale
         check_number("tile", tile, scale, 2**20)
         check_number("overlap", overlap, 0, tile - scale)
         return planner.tiles(tile // scale, overlap // scale)
@@ -156,11 +151,11 @@ def choose(planner: Planner, method: str, budget: float, tile: int, overlap: int
 
 def picture_rows(
     autoencoder: AutoencoderDC,
-    layout: Layout,
+    stages: Stages,
     planner: Planner,
     plan: Plan,
     latents: torch.Tensor,
-    notes: Notes,
+    notes: Report,
     poll: Poll,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, pixels [1, 3, n, W]) of one picture, from top to bottom."""
@@ -172,10 +167,10 @@ def picture_rows(
         return
     if plan.method == "tiles":
         top = 0
-        for pixels in decode_tiles(decoder, latents, plan.tile, plan.overlap, layout.downscale, poll):
+        for pixels in decode_tiles(decoder, latents, plan.tile, plan.overlap, stages.downscale, poll):
             yield top, pixels
             top += pixels.shape[2]
         return
-    retry = Retry(planner, plan, notes)
-    kept = retry.head(decoder, layout, latents, poll)
-    yield from retry.tail(decoder, layout, kept, poll)
+    retry = OomRetry(planner, plan, notes)
+    boundary = retry.global_stage(decoder, stages, latents, poll)
+    yield from retry.local_stage(decoder, stages, boundary, poll)

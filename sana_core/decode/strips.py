@@ -13,10 +13,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..polling import Poll
 from .attention import attend_rows, score_pieces, strips
-from .bands import Bands, empty_bands
-from .layout import Layout
-from .rows import Block, ConvRows, DownRows, Layer, NormRows, Poll, ResBlockRows, UpRows, chunks, run
+from .row_partition import RowPartition, empty_partition
+from .stages import Stages
+from .streaming import (
+    Block,
+    Layer,
+    StreamedConv,
+    StreamedDownsample,
+    StreamedNorm,
+    StreamedResBlock,
+    StreamedUpsample,
+    chunks,
+    run,
+)
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
@@ -25,18 +36,18 @@ if TYPE_CHECKING:
 PIECE = 2
 
 
-def first_map(decoder: Decoder, latents: torch.Tensor) -> Bands:
+def project_latents(decoder: Decoder, latents: torch.Tensor) -> RowPartition:
     """Return what the decoder's stages begin with, [B, C, h, w] of `latents` [B, 32, h, w]."""
     x = decoder.conv_in(latents)
     if decoder.in_shortcut:
         x += latents.repeat_interleave(decoder.in_shortcut_repeats, dim=1)
-    return Bands([x])
+    return RowPartition([x])
 
 
-def global_blocks(decoder: Decoder, layout: Layout) -> Iterator[tuple[Block, int]]:
-    """Yield the blocks before the kept map, and the rows that they have for one row of latents."""
-    for stage in reversed(range(layout.local, len(layout.widths))):
-        scale = layout.downscale // 2**stage
+def global_blocks(decoder: Decoder, stages: Stages) -> Iterator[tuple[Block, int]]:
+    """Yield the blocks before the boundary map, and the rows that they have for one row of latents."""
+    for stage in reversed(range(stages.local, len(stages.widths))):
+        scale = stages.downscale // 2**stage
         for block in decoder.up_blocks[stage]:
             yield block, scale
 
@@ -45,17 +56,17 @@ def is_attention(block: Block) -> bool:
     return hasattr(block, "attn")
 
 
-def is_quadratic(block: Block, x: Bands) -> bool:
+def uses_full_attention(block: Block, x: RowPartition) -> bool:
     """Whether diffusers computes the attention of so few positions position by position."""
     return x.height * x.width <= block.attn.attention_head_dim
 
 
-def global_block(block: Block, x: Bands, rows: int | None, scale: int, poll: Poll) -> Bands:
+def global_block(block: Block, x: RowPartition, rows: int | None, scale: int, poll: Poll) -> RowPartition:
     """Return `block` of the whole map `x`, undivided, or with `rows` rows of latents at a time."""
     poll()
     height = x.height
-    if rows is None or (is_attention(block) and is_quadratic(block, x)):
-        return Bands([block(x.rows(0, height))])
+    if rows is None or (is_attention(block) and uses_full_attention(block, x)):
+        return RowPartition([block(x.rows(0, height))])
     x = x.channels_last()
     if is_attention(block):
         pieces = score_pieces(block.attn, x, 0, height, rows * scale, PIECE * scale, poll)
@@ -63,7 +74,7 @@ def global_block(block: Block, x: Bands, rows: int | None, scale: int, poll: Pol
     layer = local_layer(block, (height, x.width))
     # at least the three rows that a residual block looks at
     parts = (run([layer], x.rows(a, b), b == height, poll) for a, b in chunks(height, max(3, rows * scale)))
-    return fill(resized(block, height), parts)
+    return fill(output_size(block, height), parts)
 
 
 def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -74,17 +85,17 @@ def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def fill(height: int, parts: Iterator[torch.Tensor]) -> Bands:
+def fill(height: int, parts: Iterator[torch.Tensor]) -> RowPartition:
     """Return a map of `height` rows made of `parts` from top to bottom."""
     first = next(parts)
-    out, top = empty_bands(first, first.shape[1], height, first.shape[3]), 0
+    out, top = empty_partition(first, first.shape[1], height, first.shape[3]), 0
     for part in itertools.chain([first], parts):
         out.write(top, 0, part)
         top += part.shape[2]
     return out
 
 
-def resized(block: Block, side: int) -> int:
+def output_size(block: Block, side: int) -> int:
     """Return how many rows or columns `block` makes of `side`."""
     if hasattr(block, "interpolate"):
         return 2 * side
@@ -94,27 +105,27 @@ def resized(block: Block, side: int) -> int:
 def local_layer(block: Block, size: tuple[int, int]) -> Layer:
     """Return the layer in strips of a ResBlock, DCUpBlock2d or DCDownBlock2d of a map of `size` (height, width)."""
     if hasattr(block, "interpolate"):
-        return UpRows(block, size)
-    return DownRows(block, size) if hasattr(block, "downsample") else ResBlockRows(block, size)
+        return StreamedUpsample(block, size)
+    return StreamedDownsample(block, size) if hasattr(block, "downsample") else StreamedResBlock(block, size)
 
 
-def local_layers(decoder: Decoder, layout: Layout, height: int, width: int) -> list[Layer]:
-    """Return the layers from a kept map of `height` x `width` to pixels."""
+def local_layers(decoder: Decoder, stages: Stages, height: int, width: int) -> list[Layer]:
+    """Return the layers from a boundary map of `height` x `width` to pixels."""
     layers: list[Layer] = []
     size = (height, width)
-    for stage in reversed(range(layout.local)):
+    for stage in reversed(range(stages.local)):
         for block in decoder.up_blocks[stage]:
             layers.append(local_layer(block, size))
-            size = (resized(block, size[0]), resized(block, size[1]))
+            size = (output_size(block, size[0]), output_size(block, size[1]))
     end = decoder.conv_out
-    last: Layer = ConvRows(end, size) if isinstance(end, torch.nn.Conv2d) else local_layer(end, size)
-    return [*layers, NormRows(decoder.norm_out, decoder.conv_act), last]
+    last: Layer = StreamedConv(end, size) if isinstance(end, torch.nn.Conv2d) else local_layer(end, size)
+    return [*layers, StreamedNorm(decoder.norm_out, decoder.conv_act), last]
 
 
 def pixel_rows(
     decoder: Decoder,
-    layout: Layout,
-    kept: Bands,
+    stages: Stages,
+    boundary: RowPartition,
     start: int,
     stop: int,
     rows: int,
@@ -127,21 +138,21 @@ def pixel_rows(
     `rows` of the map at a time, and at most `columns` of its columns: panels beside each other need a halo, whole rows
     of the map need none. `whole` is the map's height if `kept` is only a part of it.
     """
-    height, width = kept.height, kept.width
-    halo, stride = layout.halo, layout.stride
+    height, width = boundary.height, boundary.width
+    halo, stride = stages.halo, stages.stride
     # rows beyond the halo cannot reach these pixels; what the zeros there spoil is cut off
     low, high = max(0, start - halo), min(height, stop + halo)
     panels = []
     for left, right in chunks(width, columns or width):
         begin, end = max(0, left - halo), min(width, right + halo)
-        layers = local_layers(decoder, layout, whole or height, width)
+        layers = local_layers(decoder, stages, whole or height, width)
         panels.append((layers, begin, end, (left - begin) * stride, (right - begin) * stride))
     row = low * stride
     for top, bottom in strips(low, high, start, rows, halo):
         # a strip that is all there is begins and ends every layer, and is not cut
         piece = rows if top > low else bottom - top
         flows = [
-            flow(layers, kept.rows(top, bottom)[..., begin:end], bottom == high, piece, poll)
+            flow(layers, boundary.rows(top, bottom)[..., begin:end], bottom == high, piece, poll)
             for layers, begin, end, _, _ in panels
         ]
         for parts in zip(*flows, strict=True):
@@ -161,7 +172,7 @@ def flow(layers: list[Layer], rows: torch.Tensor, last: bool, piece: int, poll: 
     """
     for index, layer in enumerate(layers):
         rows = run([layer], rows, last, poll)
-        if isinstance(layer, UpRows):
+        if isinstance(layer, StreamedUpsample):
             piece *= 2
         height = rows.shape[2]
         if last and 2 * height > 3 * piece:

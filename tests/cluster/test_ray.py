@@ -18,12 +18,12 @@ from setup import ROOT
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.cluster import connect, draw_on_cluster
-from sana_core.batch.draw import Settings, complete
+from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.fingerprint import describe_settings, fingerprint
 from sana_core.batch.hold import hold
-from sana_core.batch.painter import Order
 from sana_core.batch.plan import batch_pictures
 from sana_core.batch.ray_pool import RayPool
+from sana_core.batch.worker import Job
 
 # an actor has one core
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,7 +67,7 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
     node = add_node(cluster)
     connect(cluster.address)
     path = str(copy)
-    pool = RayPool(Order(complete(SETTINGS, path), {path: fingerprint(path)}, path, path, path), PROMPTS, 60)
+    pool = RayPool(Job(resolve_settings(SETTINGS, path), {path: fingerprint(path)}, path, path, path), PROMPTS, 60)
     shutil.rmtree(copy)
     try:
         with pytest.raises(OSError, match=rf"\({node.node_id[:6]}, actor \d+\): .*sana"):
@@ -114,7 +114,7 @@ def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluste
         if old is None:
             data[len(data) * 2 // 3] ^= 1
         (copy / file).write_bytes(data if old is None else data.replace(old, new))
-        pool = RayPool(Order(complete(SETTINGS, path), weights, path, path, path), PROMPTS, 250)
+        pool = RayPool(Job(resolve_settings(SETTINGS, path), weights, path, path, path), PROMPTS, 250)
         with closing(pool), pytest.raises(ValueError, match=rf"not what the driver has \({name}\); copy the same"):
             while True:
                 pool.workers()
@@ -213,7 +213,7 @@ def test_after_the_driver_was_killed_the_same_command_draws_the_rest(cluster, co
 @pytest.fixture
 def shared_run(cluster, checkpoint, tmp_path):
     """A function that draws pictures into a folder of all machines, and the run that holds the folder."""
-    described = describe_settings(complete(SETTINGS, checkpoint), checkpoint)
+    described = describe_settings(resolve_settings(SETTINGS, checkpoint), checkpoint)
 
     def draw(count, report):
         options = {"chunk": 1, "described": described, "report": report, "shared": held}

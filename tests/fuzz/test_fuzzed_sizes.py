@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from noise import noise_like
 
 import sana_core
 from sana_core import resolutions, sampling, schedules
-from sana_core.batch.draw import Settings, complete
-from sana_core.batch.plan import auto_chunk, batch_pictures, cut
+from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.plan import batch_pictures, default_chunk_size, split_into_chunks
 from sana_core.guidance import perturbed_attention
-from sana_core.latents import noise_like, picture_shape
+from sana_core.latents import picture_shape
 from sana_core.memory import DECODERS, DTYPES, VARIANTS
 
 SPECIAL = [0, 1, 2, 31, 32, 33, 64, 4096, 16384, 16416, 2**31, 2**63, 2**64 - 1, 2**64, 10**30, 10**400]
@@ -80,8 +81,8 @@ def test_batches(survives, prompts, count, seed, size):
         pictures = batch_pictures(prompts, count, seed)
         assert len({picture.number for picture in pictures}) == len(pictures)
         noise_like(torch.empty(1, 2, 2, 2), seed)
-        assert auto_chunk(32, 32, len(pictures), 2) >= 1
-        cut(pictures, size)
+        assert default_chunk_size(32, 32, len(pictures), 2) >= 1
+        split_into_chunks(pictures, size)
 
     survives(plan)
 
@@ -113,7 +114,7 @@ def some(options):
 
 @given(options=some(OPTIONS))
 def test_settings(survives, small, options):
-    survives(lambda: complete(Settings(**options), small))
+    survives(lambda: resolve_settings(Settings(**options), small))
 
 
 def affordable(options):

@@ -128,7 +128,7 @@ def test_cancel_stops_both_workers_and_the_next_run_is_whole(host, batch_graph):
 
 
 def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph, caplog):
-    pack = next(module for name, module in sys_modules() if name.endswith("nodes.host.batch"))
+    pack = next(module for name, module in sys_modules() if name.endswith("nodes.host.batch_devices"))
     real, fates = pack.sample, iter([False, True, True])
 
     def run_out(*args):

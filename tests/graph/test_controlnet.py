@@ -62,7 +62,8 @@ def reference(checkpoint, controlnet, edges):
 
     def run(strength, dpm=False):
         pipeline.scheduler = own if dpm else euler
-        from sana_core.latents import noise_like
+        from noise import noise_like
+
         from sana_core.text import instruction_text
 
         return (

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPAGPipeline, SanaSprintPipeline, SCMScheduler
+from noise import noise_like
 
 from sana_core import encode_prompts, load_text_encoder, load_transformer
 from sana_core.checkpoints import inspect_checkpoint
 from sana_core.checkpoints.load import latent_scale
 from sana_core.guidance import PerturbedAttention, denoiser
-from sana_core.latents import noise_like, noise_stream
+from sana_core.latents import noise_stream
 from sana_core.sampling import flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
 from sana_core.schedules import scm_sigmas, shift_sigmas
 from sana_core.text import instruction_text

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
+from noise import noise_like
 
-from sana_core.latents import noise_like
 from sana_core.text import instruction_text
 
 PROMPT = "a red circle on a blue background"

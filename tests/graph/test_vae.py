@@ -199,7 +199,7 @@ def test_cancel_ends_a_decode_at_once_and_the_next_one_is_whole(host, latent, mo
 def test_memory_that_runs_out_shrinks_the_strips_in_core_s_decode_too(host, latent, whole, monkeypatch):
     import sys
 
-    rows = next(module for name, module in sys.modules.items() if name.endswith("nodes-1.sana_core.decode.rows"))
+    rows = next(module for name, module in sys.modules.items() if name.endswith("nodes-1.sana_core.decode.streaming"))
     convolve, calls = rows.convolve, []
 
     def fail_once(*arguments):

@@ -31,11 +31,11 @@ from benchmarks.machine import description  # noqa: E402
 from sana_core.__main__ import main as run_command  # noqa: E402
 from sana_core.batch.draw import (  # noqa: E402
     Settings,
-    complete,
     draw,
     encode_texts,
     load_encoder,
     load_models,
+    resolve_settings,
 )
 from sana_core.batch.fingerprint import fingerprint  # noqa: E402
 from sana_core.batch.plan import Picture  # noqa: E402
@@ -54,7 +54,7 @@ def import_all() -> None:
     torch.set_num_threads(1)
     fingerprint(checkpoint)
     models = load_models(checkpoint, cpu, "float32", checkpoint)
-    settings = complete(Settings(32, 32, steps=1), checkpoint)
+    settings = resolve_settings(Settings(32, 32, steps=1), checkpoint)
     texts, negative = encode_texts(load_encoder(checkpoint, cpu, "float32"), PROMPTS, "")
     (pixels,) = draw(models, settings, (Picture(0, 0, 0),), [texts[PROMPTS[0]]], negative)
     encode_png(pixels, "", 0, {})

@@ -47,3 +47,30 @@ def test_before_torch_2_8_a_drivers_error_is_told_by_its_words(monkeypatch, erro
 def test_since_torch_2_8_it_has_a_class_of_its_own():
     assert accelerator.is_driver_error(torch.AcceleratorError("CUDA error: unspecified launch failure"))
     assert not accelerator.is_driver_error(RuntimeError("CUDA error: so it is called"))
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+        (None, False),
+    ],
+)
+def test_memory_that_runs_out_is_no_drivers_error(error, expected):
+    assert accelerator.is_out_of_memory(error) is expected
+    assert not (expected and accelerator.is_driver_error(error))
+
+
+@pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch before 2.8")
+def test_an_accelerators_error_can_mean_that_memory_ran_out():
+    error = torch.AcceleratorError("CUDA error: out of memory")
+    assert accelerator.is_out_of_memory(error) and not accelerator.is_driver_error(error)

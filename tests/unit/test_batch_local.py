@@ -11,7 +11,7 @@ import sana_core
 from sana_core.batch import local, windows
 from sana_core.batch.draw import Settings, encode_text, load_encoder
 from sana_core.batch.local import draw_local, local_devices
-from sana_core.batch.plan import batch_pictures, cut
+from sana_core.batch.plan import batch_pictures, split_into_chunks
 from sana_core.latents import noise_stream
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
@@ -228,14 +228,14 @@ def test_a_copy_that_is_late_by_a_window_harms_nothing(checkpoint, slow_draw, mo
 
 
 def test_windows_grow_and_keep_chunks_whole():
-    chunks = cut(batch_pictures(2000, 3, 0), 2)
+    chunks = split_into_chunks(batch_pictures(2000, 3, 0), 2)
     cuts = list(windows.windows(chunks, 8))
     assert [chunk for window in cuts for chunk in window] == chunks
     sizes = [len({picture.prompt for chunk in window for picture in chunk}) for window in cuts]
     assert sizes[:6] == [8, 16, 32, 64, 128, 256] and max(sizes) == windows.LARGEST and len(sizes) == 9
     assert list(windows.windows([], 8)) == []
     # a chunk of more prompts than fit is a window of its own
-    assert [len(window) for window in windows.windows(cut(batch_pictures(32, 1, 0), 32), 8)] == [1]
+    assert [len(window) for window in windows.windows(split_into_chunks(batch_pictures(32, 1, 0), 32), 8)] == [1]
 
 
 def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulation import SimulatedPool
-from sana_core.batch.loop import carry_out
-from sana_core.batch.plan import Picture, auto_chunk, batch_pictures, cut
+from sana_core.batch.loop import run_batch
+from sana_core.batch.plan import Picture, batch_pictures, default_chunk_size, split_into_chunks
 from sana_core.batch.queue import LARGEST_LOSSES, ChunkLostError, Queue
 
 
 def run(pool, pictures=100, chunk=4, grace=60.0):
     """Draw `pictures` and return the queue; all must arrive, each once."""
-    queue = Queue(cut(batch_pictures(1, pictures, 0), chunk))
-    arrived = [picture for picture, _ in carry_out(queue, pool, grace)]
+    queue = Queue(split_into_chunks(batch_pictures(1, pictures, 0), chunk))
+    arrived = [picture for picture, _ in run_batch(queue, pool, grace)]
     assert sorted(picture.number for picture in arrived) == list(range(pictures))
     return queue
 
@@ -58,16 +58,16 @@ def test_numbers_out_of_range_are_named(prompts, count, seed, message):
 
 def test_a_cut_leaves_out_what_is_done_and_keeps_the_rest_together():
     pictures = batch_pictures(1, 10, 0)
-    sizes = [[picture.number for picture in chunk] for chunk in cut(pictures, 4, done={1, 4, 5, 6, 7})]
+    sizes = [[picture.number for picture in chunk] for chunk in split_into_chunks(pictures, 4, done={1, 4, 5, 6, 7})]
     assert sizes == [[0, 2, 3], [8, 9]]
     with pytest.raises(ValueError, match="chunk: got 0"):
-        cut(pictures, 0)
+        split_into_chunks(pictures, 0)
 
 
 def test_the_chunk_shrinks_with_the_picture_and_with_the_share_of_each_worker():
-    assert [auto_chunk(side, side, 1000, 1) for side in (128, 1024, 2048, 4096)] == [32, 8, 2, 1]
-    assert auto_chunk(1024, 1024, 12, 4) == 1
-    assert auto_chunk(1024, 1024, 1, 64) == 1
+    assert [default_chunk_size(side, side, 1000, 1) for side in (128, 1024, 2048, 4096)] == [32, 8, 2, 1]
+    assert default_chunk_size(1024, 1024, 12, 4) == 1
+    assert default_chunk_size(1024, 1024, 1, 64) == 1
 
 
 @pytest.mark.parametrize("workers, chunk, depth", [(1, 1, 1), (2, 4, 1), (3, 7, 2), (64, 4, 2)])
@@ -135,7 +135,7 @@ def test_a_worker_without_memory_for_one_picture_is_given_up():
 
 def test_a_chunk_that_kills_every_worker_ends_the_run():
     pool = SimulatedPool([1.0], depth=1, restart=1, mishap=lambda source: "dies")
-    with pytest.raises(ChunkLostError, match=f"picture 0 and 3 more were lost with their worker {LARGEST_LOSSES}"):
+    with pytest.raises(ChunkLostError, match=f"picture 0 and 3 more were lost with it {LARGEST_LOSSES} times"):
         run(pool)
 
 
@@ -151,11 +151,11 @@ def test_an_error_of_a_worker_is_raised():
 def test_a_copy_that_arrives_second_counts_for_nothing():
     chunk = (Picture(0, 0, 0), Picture(1, 0, 1))
     queue = Queue([chunk, (Picture(2, 0, 2),)])
-    assert queue.take("fast", 0.0) == chunk and queue.take("slow", 0.0) == (Picture(2, 0, 2),)
+    assert queue.next_chunk("fast", 0.0) == chunk and queue.next_chunk("slow", 0.0) == (Picture(2, 0, 2),)
     assert queue.finish("fast", chunk, 1.0) == list(chunk)
-    assert queue.take("fast", 1.0) is None
+    assert queue.next_chunk("fast", 1.0) is None
     # half a second a picture is the usual pace; the slow one is 9.5 s late
-    assert queue.take("fast", 10.0) == (Picture(2, 0, 2),)
+    assert queue.next_chunk("fast", 10.0) == (Picture(2, 0, 2),)
     assert len(queue.finish("fast", (Picture(2, 0, 2),), 10.5)) == 1
     assert queue.finish("slow", (Picture(2, 0, 2),), 11.0) == []
     assert not queue.missing

@@ -9,22 +9,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import attention, bands, decode_rows, devices, plan
-from sana_core.decode.bands import Bands
-from sana_core.decode.layout import decoder_layout, encoder_layout
+from sana_core.decode import attention, decode_rows, devices, plan, row_partition
 from sana_core.decode.plan import Planner
-from sana_core.decode.strips import first_map, global_block, global_blocks, pixel_rows
+from sana_core.decode.row_partition import RowPartition
+from sana_core.decode.stages import decoder_stages, encoder_stages
+from sana_core.decode.strips import global_block, global_blocks, pixel_rows, project_latents
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def decode_in_strips(model, latents, strip, columns=None, attention_rows=None):
-    layout = decoder_layout(model)
-    x = first_map(model.decoder, latents)
-    for block, scale in global_blocks(model.decoder, layout):
+    stages = decoder_stages(model)
+    x = project_latents(model.decoder, latents)
+    for block, scale in global_blocks(model.decoder, stages):
         x = global_block(block, x, attention_rows, scale, lambda: None)
-    parts = pixel_rows(model.decoder, layout, x, 0, x.height, strip, columns, lambda: None)
+    parts = pixel_rows(model.decoder, stages, x, 0, x.height, strip, columns, lambda: None)
     return torch.cat(list(parts), dim=2)
 
 
@@ -69,7 +69,7 @@ def test_attention_in_strips_is_close_to_the_library(bundled, height, width):
 @torch.no_grad()
 def test_the_height_of_the_strips_and_the_number_of_bands_do_not_change_a_bit_of_the_attention():
     block = f32c32(4).decoder.up_blocks[3][1]
-    x = Bands([noise(1, 128, 48, 32)])
+    x = RowPartition([noise(1, 128, 48, 32)])
 
     def attend(strip, edges):
         spans = list(zip(edges, edges[1:], strict=False))
@@ -141,7 +141,7 @@ def test_a_picture_does_not_depend_on_its_batch(bundled):
 @pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 4.0])
 def test_every_budget_from_the_floor_up_gives_the_pixels(bundled, share):
     latents = noise(1, 32, 9, 7)
-    planner = Planner(decoder_layout(bundled), 9, 7, torch.float32, False)
+    planner = Planner(decoder_stages(bundled), 9, 7, torch.float32, False)
     budget = int(planner.floor().peak_bytes * share)
     report = {}
     got = decode_latents(bundled, latents, max_bytes=budget, report=report)
@@ -150,7 +150,7 @@ def test_every_budget_from_the_floor_up_gives_the_pixels(bundled, share):
 
 
 def test_a_budget_below_the_floor_says_the_smallest_that_works(bundled):
-    floor = Planner(decoder_layout(bundled), 4, 4, torch.float32, False).floor().peak_bytes
+    floor = Planner(decoder_stages(bundled), 4, 4, torch.float32, False).floor().peak_bytes
     with pytest.raises(ValueError, match=f"^max_bytes: got 1000, expected at least {floor} for a picture of 128 x 128"):
         decode_latents(bundled, noise(1, 32, 4, 4), max_bytes=1000)
     assert decode_latents(bundled, noise(1, 32, 4, 4), max_bytes=floor).isfinite().all()
@@ -159,17 +159,17 @@ def test_a_budget_below_the_floor_says_the_smallest_that_works(bundled):
 @pytest.mark.parametrize("height, width", [(2**a, 2**b) for a in (4, 7, 8) for b in (4, 7, 8)] + [(128, 512)])
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, accelerator):
-    from sana_core.decode.plan import head_demand, tail_demand
+    from sana_core.decode.plan import global_demand, local_demand
 
-    layout = decoder_layout(f32c32_layout())
-    planner = Planner(layout, height, width, torch.bfloat16, accelerator)
+    stages = decoder_stages(f32c32_layout())
+    planner = Planner(stages, height, width, torch.bfloat16, accelerator)
     for budget in (1e9, 4e9, 1e11, 1e15):
         plan = planner.fitting(budget)
         if plan is None:
             continue
-        columns = planner.width if plan.columns is None else plan.columns + 2 * layout.halo
-        tail = tail_demand(layout, columns, plan.rows, 2, accelerator)
-        head = head_demand(layout, planner.height, planner.width, plan.attention_rows, 2, accelerator)
+        columns = planner.width if plan.columns is None else plan.columns + 2 * stages.halo
+        tail = local_demand(stages, columns, plan.rows, 2, accelerator)
+        head = global_demand(stages, planner.height, planner.width, plan.attention_rows, 2, accelerator)
         assert max(tail.largest, head.largest) < 2**31
 
 
@@ -185,14 +185,14 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("workers", [None, 1, 2])
-def test_a_kept_map_that_is_too_large_for_one_tensor_is_kept_in_bands(monkeypatch, workers):
+def test_a_boundary_map_that_is_too_large_for_one_tensor_is_kept_in_bands(monkeypatch, workers):
     model, latents = f32c32(16), noise(1, 32, 160, 2)
     expected, got, parts = decode_latents(model, latents, method="strips"), torch.zeros(3, 5120, 64), []
-    limit = 32 * 640 * 8  # the kept map's
-    for module in (bands, devices, plan):
+    limit = 32 * 640 * 8  # the boundary map's
+    for module in (row_partition, devices, plan):
         monkeypatch.setattr(module, "LARGEST_TENSOR", limit)
-    make = Bands.__init__
-    monkeypatch.setattr(Bands, "__init__", lambda self, maps: make(self, maps) or parts.extend(maps))
+    make = RowPartition.__init__
+    monkeypatch.setattr(RowPartition, "__init__", lambda self, maps: make(self, maps) or parts.extend(maps))
     with Largest() as largest:
         for _, top, pixels in decode_rows(model, latents, devices=workers and ["cpu"] * workers):
             got.narrow(1, top, pixels.shape[1]).copy_(pixels)
@@ -204,21 +204,21 @@ def test_a_kept_map_that_is_too_large_for_one_tensor_is_kept_in_bands(monkeypatc
 def test_a_picture_whose_map_is_too_large_is_encoded_in_bands(monkeypatch):
     model, pictures = f32c32(16), noise(1, 3, 5120, 64).clamp(-1, 1)
     expected = encode_images(model, pictures, method="strips")
-    for module in (bands, plan):
+    for module in (row_partition, plan):
         monkeypatch.setattr(module, "LARGEST_TENSOR", 32 * 640 * 8)
     assert relative(encode_images(model, pictures), expected) <= 1e-5
 
 
 def test_whole_is_refused_where_a_tensor_would_be_too_large():
-    planner = Planner(decoder_layout(f32c32_layout()), 128, 128, torch.bfloat16, True)
+    planner = Planner(decoder_stages(f32c32_layout()), 128, 128, torch.bfloat16, True)
     with pytest.raises(ValueError, match=r"^method: got whole, which makes a tensor of 4294967296 el.* use strips"):
         planner.whole()
 
 
 def test_4k_in_bf16_fits_2_and_a_half_gigabytes_and_8k_an_8_gb_card():
-    layout = decoder_layout(f32c32_layout())
-    assert Planner(layout, 128, 128, torch.bfloat16, True).fitting(2.5e9).columns is None
-    assert Planner(layout, 256, 256, torch.bfloat16, True).fitting(8e9 - 1.3e9).columns is None
+    stages = decoder_stages(f32c32_layout())
+    assert Planner(stages, 128, 128, torch.bfloat16, True).fitting(2.5e9).columns is None
+    assert Planner(stages, 256, 256, torch.bfloat16, True).fitting(8e9 - 1.3e9).columns is None
 
 
 @pytest.mark.parametrize("tile, overlap", [(32, 0), (64, 32), (96, 32), (128, 64), (1024, 128)])
@@ -232,7 +232,7 @@ def test_tiles_have_the_right_size_everywhere(bundled, tile, overlap, height, wi
 
 
 def test_no_tile_is_smaller_than_the_others():
-    from sana_core.decode.tiles import ramps, tile_starts
+    from sana_core.decode.blended_tiles import ramps, tile_starts
 
     for length in range(1, 60):
         for tile, overlap in ((16, 2), (7, 3), (4, 0)):
@@ -246,7 +246,7 @@ def test_no_tile_is_smaller_than_the_others():
 def test_encoding_in_strips_equals_the_library(bundled, height, width):
     pictures = noise(2, 3, 32 * height, 32 * width).clamp(-1, 1).contiguous(memory_format=torch.channels_last)
     expected = torch.cat([bundled.encode(one[None]).latent for one in pictures])
-    floor = Planner(encoder_layout(bundled), height, width, torch.float32, False).floor().peak_bytes
+    floor = Planner(encoder_stages(bundled), height, width, torch.float32, False).floor().peak_bytes
     for options in ({}, {"method": "strips"}, {"method": "whole"}, {"max_bytes": floor}):
         assert relative(encode_images(bundled, pictures, **options), expected) <= 1e-5, options
 

@@ -8,9 +8,9 @@ import torch
 from decoders import noise, relative
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import decode_rows, devices, rows
-from sana_core.decode.layout import decoder_layout, encoder_layout
+from sana_core.decode import decode_rows, devices, streaming
 from sana_core.decode.plan import Planner
+from sana_core.decode.stages import decoder_stages, encoder_stages
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,14 +31,14 @@ class Fails:
 
 def roomy(bundled, height=9, width=7):
     """Memory for strips with halves to go to."""
-    return Planner(decoder_layout(bundled), height, width, torch.float32, False).floor().peak_bytes * 4
+    return Planner(decoder_stages(bundled), height, width, torch.float32, False).floor().peak_bytes * 4
 
 
 @pytest.mark.parametrize("calls", [1, 2, 5, 9, 14, 20])
 def test_memory_that_runs_out_in_a_convolution_costs_no_finished_row(bundled, monkeypatch, calls):
     latents = noise(1, 32, 9, 7)
     expected = decode_latents(bundled, latents)
-    monkeypatch.setattr(rows, "convolve", Fails(rows.convolve, calls))
+    monkeypatch.setattr(streaming, "convolve", Fails(streaming.convolve, calls))
     report, tops = {}, []
     got = torch.zeros_like(expected)
     for _, top, pixels in decode_rows(bundled, latents, max_bytes=roomy(bundled), report=report):
@@ -55,7 +55,7 @@ def test_memory_that_runs_out_in_the_attention_begins_the_block_again(bundled, m
 
     latents = noise(1, 32, 9, 7)
     expected = decode_latents(bundled, latents)
-    planner = Planner(decoder_layout(bundled), 9, 7, torch.float32, False)
+    planner = Planner(decoder_stages(bundled), 9, 7, torch.float32, False)
     budget = next(size for size in range(planner.floor().peak_bytes, 10**9, 50_000) if halves(planner, size))
     monkeypatch.setattr(strips, name, Fails(getattr(strips, name), 2))
     report = {}
@@ -73,13 +73,13 @@ def test_memory_that_never_suffices_ends_at_the_floor_with_the_error_s_own_type(
     def none(*arguments):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(rows, "convolve", none)
+    monkeypatch.setattr(streaming, "convolve", none)
     with pytest.raises(torch.OutOfMemoryError):
         decode_latents(bundled, noise(1, 32, 9, 7), max_bytes=roomy(bundled))
 
 
 def test_another_error_is_not_taken_for_memory(bundled, monkeypatch):
-    monkeypatch.setattr(rows, "convolve", Fails(rows.convolve, 3, ZeroDivisionError))
+    monkeypatch.setattr(streaming, "convolve", Fails(streaming.convolve, 3, ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         decode_latents(bundled, noise(1, 32, 9, 7))
 
@@ -87,8 +87,8 @@ def test_another_error_is_not_taken_for_memory(bundled, monkeypatch):
 def test_memory_that_runs_out_while_encoding(bundled, monkeypatch):
     pictures = noise(1, 3, 288, 224)
     expected = encode_images(bundled, pictures)
-    budget = Planner(encoder_layout(bundled), 9, 7, torch.float32, False).floor().peak_bytes * 4
-    monkeypatch.setattr(rows, "convolve", Fails(rows.convolve, 7))
+    budget = Planner(encoder_stages(bundled), 9, 7, torch.float32, False).floor().peak_bytes * 4
+    monkeypatch.setattr(streaming, "convolve", Fails(streaming.convolve, 7))
     assert relative(encode_images(bundled, pictures, max_bytes=budget), expected) <= 1e-5
 
 
@@ -175,7 +175,7 @@ def test_memory_that_runs_out_on_a_device_makes_the_strips_smaller_and_keeps_the
 def test_a_device_without_room_for_the_smallest_strips_is_left_out(bundled, monkeypatch):
     latents = noise(1, 32, 16, 12)
     expected = decode_latents(bundled, latents, devices=["cpu"])
-    floor = Planner(decoder_layout(bundled), 16, 12, torch.float32, False).floor().peak_bytes
+    floor = Planner(decoder_stages(bundled), 16, 12, torch.float32, False).floor().peak_bytes
     monkeypatch.setattr(devices, "pixel_rows", Fails(devices.pixel_rows, 1))
     report = {}
     got = decode_latents(bundled, latents, devices=["cpu"] * 2, max_bytes=floor, report=report)

@@ -14,10 +14,10 @@ from decoders import lite, noise, relative
 from setup import ROOT
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import decode_rows, devices, rows
-from sana_core.decode.layout import decoder_layout, encoder_layout
+from sana_core.decode import decode_rows, devices, streaming
 from sana_core.decode.plan import Planner
-from sana_core.decode.strips import first_map, pixel_rows
+from sana_core.decode.stages import decoder_stages, encoder_stages
+from sana_core.decode.strips import pixel_rows, project_latents
 
 CLOSE = 2e-6
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,9 +50,9 @@ def undivided(model, latents):
 
 
 def decode_in_strips(model, latents, strip, columns=None):
-    kept = first_map(model.decoder, latents).channels_last()
-    layout = decoder_layout(model)
-    return torch.cat(list(pixel_rows(model.decoder, layout, kept, 0, kept.height, strip, columns, lambda: None)), dim=2)
+    kept = project_latents(model.decoder, latents).channels_last()
+    stages = decoder_stages(model)
+    return torch.cat(list(pixel_rows(model.decoder, stages, kept, 0, kept.height, strip, columns, lambda: None)), dim=2)
 
 
 @pytest.mark.parametrize("height, width", SIZES)
@@ -77,10 +77,10 @@ def test_the_real_configuration_is_equal():
 
 @torch.no_grad()
 def test_a_row_of_pixels_depends_on_18_rows_of_latents_and_on_no_more(model):
-    layout, latents = decoder_layout(model), noise(1, 32, 45, 1)
-    assert (layout.halo, layout.stride, layout.attends) == (18, 32, False)
-    # the first convolution sees one row more than the kept map's halo
-    reach = layout.halo + 1
+    stages, latents = decoder_stages(model), noise(1, 32, 45, 1)
+    assert (stages.halo, stages.stride, stages.attends) == (18, 32, False)
+    # the first convolution sees one row more than the boundary map's halo
+    reach = stages.halo + 1
     changed = latents.clone()
     changed[:, :, 22] += 100
     rows = (undivided(model, latents) != undivided(model, changed)).any(dim=(0, 1, 3)).nonzero()
@@ -92,18 +92,18 @@ def test_a_row_of_pixels_depends_on_18_rows_of_latents_and_on_no_more(model):
 @torch.no_grad()
 def test_the_rows_that_all_layers_are_behind_come_in_pieces(model, height):
     latents = noise(1, 32, height, 2)
-    kept, layout = first_map(model.decoder, latents), decoder_layout(model)
+    kept, stages = project_latents(model.decoder, latents), decoder_stages(model)
     for strip in (1, 2, 5):
-        parts = list(pixel_rows(model.decoder, layout, kept, 0, height, strip, None, lambda: None))
+        parts = list(pixel_rows(model.decoder, stages, kept, 0, height, strip, None, lambda: None))
         assert relative(torch.cat(parts, dim=2), undivided(model, latents)) <= CLOSE
-        one_strip = height <= strip + layout.halo
+        one_strip = height <= strip + stages.halo
         assert len(parts) == 1 if one_strip else max(part.shape[2] for part in parts) <= 1.5 * 32 * strip
 
 
 @pytest.mark.parametrize("share", [1.0, 1.1, 3.0])
 def test_every_budget_from_the_floor_up_gives_the_pixels(model, share):
     latents, report = noise(2, 32, 40, 3), {}
-    budget = int(Planner(decoder_layout(model), 40, 3, torch.float32, False).floor().peak_bytes * share)
+    budget = int(Planner(decoder_stages(model), 40, 3, torch.float32, False).floor().peak_bytes * share)
     got = decode_latents(model, latents, max_bytes=budget, report=report)
     assert relative(got, undivided(model, latents)) <= CLOSE
     assert report["plan"].startswith("strips of ") and "attention" not in report["plan"]
@@ -142,7 +142,7 @@ def test_a_device_that_fails_is_left_out(model, monkeypatch):
 @pytest.mark.parametrize("calls", [1, 7, 60])
 def test_memory_that_runs_out_costs_no_finished_row(model, monkeypatch, calls):
     latents, left = noise(1, 32, 41, 3), [calls]
-    expected, convolve = undivided(model, latents), rows.convolve
+    expected, convolve = undivided(model, latents), streaming.convolve
 
     def fail_once(*arguments):
         left[0] -= 1
@@ -150,9 +150,9 @@ def test_memory_that_runs_out_costs_no_finished_row(model, monkeypatch, calls):
             raise torch.OutOfMemoryError("no memory")
         return convolve(*arguments)
 
-    monkeypatch.setattr(rows, "convolve", fail_once)
+    monkeypatch.setattr(streaming, "convolve", fail_once)
     report = {}
-    floor = Planner(decoder_layout(model), 41, 3, torch.float32, False).floor().peak_bytes
+    floor = Planner(decoder_stages(model), 41, 3, torch.float32, False).floor().peak_bytes
     assert relative(decode_latents(model, latents, max_bytes=2 * floor, report=report), expected) <= CLOSE
     assert report["events"] == ["out of memory, went on with strips of 32 px"]
 
@@ -165,7 +165,7 @@ def test_tiles_have_the_right_size(model, height, width):
 
 def test_encoding_is_the_large_one_s(model):
     pictures = noise(1, 3, 288, 224).clamp(-1, 1)
-    floor = Planner(encoder_layout(model), 9, 7, torch.float32, False).floor().peak_bytes
+    floor = Planner(encoder_stages(model), 9, 7, torch.float32, False).floor().peak_bytes
     with torch.no_grad():
         expected = model.encode(pictures).latent
     for options in ({}, {"method": "whole"}, {"max_bytes": floor}):
@@ -193,15 +193,15 @@ def test_other_decoders_without_attention_are_exact_too():
 @pytest.mark.parametrize("height, width", [(16, 16), (128, 128), (256, 256), (128, 512)])
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, accelerator):
-    from sana_core.decode.plan import tail_demand
+    from sana_core.decode.plan import local_demand
 
     with torch.device("meta"):
-        layout = decoder_layout(lite(1))
-    planner = Planner(layout, height, width, torch.bfloat16, accelerator)
+        stages = decoder_stages(lite(1))
+    planner = Planner(stages, height, width, torch.bfloat16, accelerator)
     for budget in (planner.floor().peak_bytes, 1e9, 1e15):
         plan = planner.fitting(budget)
-        columns = planner.width if plan.columns is None else plan.columns + 2 * layout.halo
-        assert tail_demand(layout, columns, plan.rows, 2, accelerator).largest < 2**31
+        columns = planner.width if plan.columns is None else plan.columns + 2 * stages.halo
+        assert local_demand(stages, columns, plan.rows, 2, accelerator).largest < 2**31
         assert plan.peak_bytes <= budget
 
 
@@ -209,7 +209,7 @@ def test_4k_takes_little_more_than_half_of_what_the_large_one_takes():
     from decoders import f32c32
 
     with torch.device("meta"):
-        small, large = decoder_layout(lite(1)), decoder_layout(f32c32(1))
+        small, large = decoder_stages(lite(1)), decoder_stages(f32c32(1))
     for dtype, accelerator in ((torch.bfloat16, True), (torch.float32, False)):
         peaks = [Planner(one, 128, 128, dtype, accelerator).fitting(2e9).peak_bytes for one in (small, large)]
         assert peaks[0] < 0.6 * peaks[1]

@@ -17,7 +17,7 @@ BARE = {"ValueError", "TypeError", "OSError", "FileNotFoundError", "FileExistsEr
 CAUGHT = {"unique", "load_quantised"}
 GUIDE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 REMEDIES = {
-    "AGAIN": files.AGAIN,
+    "REDOWNLOAD": files.REDOWNLOAD,
     "INCOMPLETE": files.INCOMPLETE,
     "INSTEAD": pickled.INSTEAD,
     "WHERE": detect.WHERE["lora"],

@@ -9,8 +9,8 @@ from sana_core import decode_latents, encode_images
 from sana_core.batch import local
 from sana_core.batch.draw import Settings
 from sana_core.batch.plan import batch_pictures
-from sana_core.decode.layout import decoder_layout, encoder_layout
 from sana_core.decode.plan import Planner
+from sana_core.decode.stages import decoder_stages, encoder_stages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,11 +29,11 @@ def attempt(work, wanted):
 @pytest.mark.parametrize("direction", ["decode", "encode"])
 def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
     if direction == "decode":
-        given, layout, run = noise(1, 32, 9, 7), decoder_layout(bundled), decode_latents
+        given, stages, run = noise(1, 32, 9, 7), decoder_stages(bundled), decode_latents
     else:
-        given, layout, run = noise(1, 3, 288, 224), encoder_layout(bundled), encode_images
+        given, stages, run = noise(1, 3, 288, 224), encoder_stages(bundled), encode_images
     # for strips with halves to go to
-    budget = Planner(layout, 9, 7, torch.float32, False).floor().peak_bytes * 4
+    budget = Planner(stages, 9, 7, torch.float32, False).floor().peak_bytes * 4
     with RunsOut() as memory:
         expected = run(bundled, given, max_bytes=budget)
     before, survived, tried = large_tensors(), 0, numbers(memory.count, 12)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from noise import noise_like
 
-from sana_core.latents import check_channels, check_number, noise_like, picture_shape
+from sana_core.checks import check_number
+from sana_core.latents import check_channels, picture_shape
 
 
 def test_a_size_becomes_a_shape():

@@ -8,7 +8,7 @@ from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 import sana_core
 from sana_core.checkpoints.load import build_module, shift_of
-from sana_core.checkpoints.zoo import VARIANTS, Architecture, variant_name
+from sana_core.checkpoints.released import VARIANTS, Architecture, variant_name
 
 COUNTS = {
     "0.6B": 591_747_872,

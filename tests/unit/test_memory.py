@@ -9,7 +9,7 @@ import torch
 from setup import ROOT
 
 from sana_core import plan_memory
-from sana_core.checkpoints.zoo import VARIANTS, Architecture
+from sana_core.checkpoints.released import VARIANTS, Architecture
 from sana_core.memory import DECODERS, ENCODER, GEMMA, transformer_parameters
 
 CONFIGS = {
@@ -41,14 +41,14 @@ def test_autoencoder_and_gemma_have_as_many_parameters_as_the_libraries():
     from decoders import f32c32, lite
     from transformers import Gemma2Config, Gemma2Model
 
-    from sana_core.decode.layout import decoder_layout
+    from sana_core.decode.stages import decoder_stages
 
     with torch.device("meta"):
         models = {"dc-ae-f32c32": f32c32(1), "dc-ae-lite-f32c32": lite(1)}
         gemma = Gemma2Model(Gemma2Config())
     assert count(gemma) == GEMMA
     for name, model in models.items():
-        assert (decoder_layout(model), count(model.decoder)) == DECODERS[name] and count(model.encoder) == ENCODER
+        assert (decoder_stages(model), count(model.decoder)) == DECODERS[name] and count(model.encoder) == ENCODER
 
 
 def test_a_plan_for_dc_ae_lite_needs_less():

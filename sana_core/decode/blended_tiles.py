@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .polled import Polled
-from .rows import Poll
+from ..polling import Poll, Polled
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder

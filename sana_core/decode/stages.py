@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC
 
 
-class Layout(NamedTuple):
+class Stages(NamedTuple):
     """One half of a DC-AE, its stages in the order of their resolution, the finest first.
 
     The `local` finest stages hold convolutions only. Between them and the attention stages lies the one map that a
-    decode in strips keeps whole: `kept_width` channels at 1 / `stride` of the picture's resolution. The decoder of
-    DC-AE-Lite has no attention; its kept map is what the first convolution makes of the latents.
+    decode in strips keeps whole: `boundary_width` channels at 1 / `stride` of the picture's resolution. The decoder of
+    DC-AE-Lite has no attention; its boundary map is what the first convolution makes of the latents.
     """
 
     widths: tuple[int, ...]
@@ -29,18 +29,18 @@ class Layout(NamedTuple):
         return self.local < len(self.widths)
 
     @property
-    def kept_stage(self) -> int:
-        """The stage at whose resolution the kept map is."""
+    def boundary_stage(self) -> int:
+        """The stage at whose resolution the boundary map is."""
         return min(self.local, len(self.widths) - 1)
 
     @property
-    def kept_width(self) -> int:
-        return self.widths[self.kept_stage]
+    def boundary_width(self) -> int:
+        return self.widths[self.boundary_stage]
 
     @property
     def stride(self) -> int:
-        """Pixels for one row of the kept map."""
-        return 2**self.kept_stage
+        """Pixels for one row of the boundary map."""
+        return 2**self.boundary_stage
 
     @property
     def downscale(self) -> int:
@@ -49,26 +49,26 @@ class Layout(NamedTuple):
 
     @property
     def scale(self) -> int:
-        """Rows of the kept map for one row of latents."""
+        """Rows of the boundary map for one row of latents."""
         return self.downscale // self.stride
 
     @property
     def halo(self) -> int:
-        """Rows of the kept map, above and below, that a row of pixels depends on: 7 for f32c32, 18 for Lite."""
+        """Rows of the boundary map, above and below, that a row of pixels depends on: 7 for f32c32, 18 for Lite."""
         # the convolution to or from RGB; an empty stage has none but the one that changes the resolution
         reach = 1 if self.layers[0] else 0
         for stage, layers in enumerate(self.layers[: self.local]):
             # two convolutions a block
             reach += 2 * layers
-            if stage < self.kept_stage:
+            if stage < self.boundary_stage:
                 reach = -(-reach // 2) + 1 if self.shuffles else -(-(reach + 1) // 2)
         return reach
 
 
-def decoder_layout(autoencoder: AutoencoderDC) -> Layout:
+def decoder_stages(autoencoder: AutoencoderDC) -> Stages:
     """Return the layout of `autoencoder.decoder`."""
     config = autoencoder.config
-    return layout(
+    return stages(
         config,
         config.decoder_block_types,
         config.decoder_block_out_channels,
@@ -78,10 +78,10 @@ def decoder_layout(autoencoder: AutoencoderDC) -> Layout:
     )
 
 
-def encoder_layout(autoencoder: AutoencoderDC) -> Layout:
+def encoder_stages(autoencoder: AutoencoderDC) -> Stages:
     """Return the layout of `autoencoder.encoder`."""
     config = autoencoder.config
-    return layout(
+    return stages(
         config,
         config.encoder_block_types,
         config.encoder_block_out_channels,
@@ -91,10 +91,10 @@ def encoder_layout(autoencoder: AutoencoderDC) -> Layout:
     )
 
 
-def layout(config, types, widths, layers, multiscales, shuffles: bool) -> Layout:  # type: ignore[no-untyped-def]
+def stages(config, types, widths, layers, multiscales, shuffles: bool) -> Stages:  # type: ignore[no-untyped-def]
     types = (types,) * len(widths) if isinstance(types, str) else types
     local = next((i for i, kind in enumerate(types) if kind != "ResBlock"), len(widths))
     scales = 1 + max(len(sizes) for sizes in multiscales)
-    return Layout(
+    return Stages(
         tuple(widths), tuple(layers), local, config.attention_head_dim, config.latent_channels, scales, shuffles
     )

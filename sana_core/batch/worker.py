@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError, OutputError
-from .draw import Settings, Text, decode, encode_negative, encode_text, load_encoder, load_models, sample
+from .batch_size import largest_chunk
+from .draw import Embedding, Settings, decode, encode_negative, encode_text, load_encoder, load_models, sample
 from .fingerprint import difference, fingerprint
 from .hold import OWN, check_run
 from .plan import Chunk, Picture
 from .png import encode_png, file_name, write_picture
-from .room import largest_chunk
 
 
-class Order(NamedTuple):
+class Job(NamedTuple):
     """What every actor of a run is told before it gets chunks. The paths are those on every machine.
 
     Without `autoencoder` the pictures are not decoded, without `encoder` the prompts come encoded. `negative` is the
@@ -36,74 +36,74 @@ class Order(NamedTuple):
     transformer: str
     autoencoder: str | None = None
     encoder: str | None = None
-    negative: Text | None = None
+    negative: Embedding | None = None
     resolution: int | None = None
     described: Mapping[str, Any] | None = None
     shared: tuple[str, str] | None = None
     latents: bool = False
 
     def pack(self) -> dict[str, Any]:
-        """Return the order in plain words, for `unpack`."""
+        """Return the job in plain words, for `unpack`."""
         return {**self._asdict(), "settings": self.settings._asdict()}
 
 
-def unpack(words: Mapping[str, Any]) -> Order:
-    """Return the order of which `words` are the `pack`."""
-    return Order(**{**words, "settings": Settings(**words["settings"])})
+def unpack(words: Mapping[str, Any]) -> Job:
+    """Return the job of which `words` are the `pack`."""
+    return Job(**{**words, "settings": Settings(**words["settings"])})
 
 
-class Painter:
+class Worker:
     """One GPU, or the CPU of a machine without one, with a checkpoint on it."""
 
     def __init__(self, words: Mapping[str, Any]) -> None:
-        self.order = unpack(words)
-        self.texts: dict[str, Text] = {}
+        self.job = unpack(words)
+        self.texts: dict[str, Embedding] = {}
 
     def load(self, neighbours: int, changed: Mapping[str, torch.Tensor]) -> int:
         """Load everything, to share the machine's cores with so many actors, this one included.
 
         Return how many pictures at once the GPU has memory for then. `changed` are weights of the transformer that are
-        not those of the file, by name. Raises CheckpointError if this machine's checkpoint is not the order's, and as
+        not those of the file, by name. Raises CheckpointError if this machine's checkpoint is not the job's, and as
         `check_run` and the loaders do.
         """
-        order = self.order
+        job = self.job
         torch.set_num_threads(max(1, torch.get_num_threads() // neighbours))
-        for path, weights in order.weights.items():
+        for path, weights in job.weights.items():
             differs = difference(fingerprint(path), weights)
             if differs:
                 raise CheckpointError(f"{path}: not what the driver has ({differs}); copy the same files there")
-        if order.shared is not None:
-            check_run(Path(order.shared[0]), order.shared[1])
+        if job.shared is not None:
+            check_run(Path(job.shared[0]), job.shared[1])
         available = torch.accelerator.is_available()
         device = torch.accelerator.current_accelerator() if available else torch.device("cpu")
         assert device is not None
-        settings = order.settings
+        settings = job.settings
         self.models = load_models(
-            order.transformer, device, settings.dtype, order.autoencoder, order.resolution, settings.reference
+            job.transformer, device, settings.dtype, job.autoencoder, job.resolution, settings.reference
         )
         with torch.no_grad():
             for name, weight in changed.items():
                 self.models.transformer.get_parameter(name).copy_(weight)
-        if order.encoder is not None:
-            self.encoder = load_encoder(order.encoder, device, settings.dtype)
+        if job.encoder is not None:
+            self.encoder = load_encoder(job.encoder, device, settings.dtype)
             self.negative = encode_negative(self.encoder, settings.negative_prompt)
         else:
-            assert order.negative is not None
-            self.negative = order.negative
-        return largest_chunk(order.transformer, settings, device, loaded=True)
+            assert job.negative is not None
+            self.negative = job.negative
+        return largest_chunk(job.transformer, settings, device, loaded=True)
 
     def draw(self, words: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
-        """Return the pictures of a chunk, as the order wants them; `prompts` are text, or encoded."""
+        """Return the pictures of a chunk, as the job wants them; `prompts` are text, or encoded."""
         chunk: Chunk = tuple(Picture(*word) for word in words)
         texts = self.encode(prompts)
-        latents = sample(self.models, self.order.settings, chunk, texts, self.negative)
+        latents = sample(self.models, self.job.settings, chunk, texts, self.negative)
         pictures: list[Any] = [None] * len(chunk)
         if self.models.autoencoder is not None:
             pictures = decode(self.models.autoencoder, latents)
-        return [self.hand_over(*each) for each in zip(chunk, prompts, latents, pictures, strict=True)]
+        return [self.package_result(*each) for each in zip(chunk, prompts, latents, pictures, strict=True)]
 
-    def encode(self, prompts: Sequence[Any]) -> list[Text]:
-        if self.order.encoder is None:
+    def encode(self, prompts: Sequence[Any]) -> list[Embedding]:
+        if self.job.encoder is None:
             return list(prompts)
         # only those of the last chunks: the queue hands the pictures of a prompt out one after another
         known = {prompt: self.texts[prompt] for prompt in prompts if prompt in self.texts}
@@ -113,20 +113,20 @@ class Painter:
         self.texts = known
         return [known[prompt] for prompt in prompts]
 
-    def hand_over(self, picture: Picture, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | None) -> Any:
-        """Return one picture as the order wants it. Raises OSError where it cannot be written."""
+    def package_result(self, picture: Picture, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | None) -> Any:
+        """Return one picture as the job wants it. Raises OutputError where it cannot be written."""
         array = None if pixels is None else pixels.numpy()
-        if self.order.latents:
+        if self.job.latents:
             return latent.cpu().numpy(), array
-        if self.order.described is None:
+        if self.job.described is None:
             return array
         assert pixels is not None
-        png = encode_png(pixels, prompt, picture.seed, dict(self.order.described))
-        if self.order.shared is None:
+        png = encode_png(pixels, prompt, picture.seed, dict(self.job.described))
+        if self.job.shared is None:
             return png
-        folder = Path(self.order.shared[0])
+        folder = Path(self.job.shared[0])
         try:
-            return write_picture(folder / file_name(picture), png, folder / OWN / self.order.shared[1])
+            return write_picture(folder / file_name(picture), png, folder / OWN / self.job.shared[1])
         except OSError as error:
             raise OutputError(
                 f"out: cannot write into {folder} ({error.strerror or error}); see its rights and its disk"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import comfy.samplers
 from comfy.patcher_extension import WrappersMP
 
-from ...sana_core.defaults import SPRINT
 from ...sana_core.errors import InputError
+from ...sana_core.model_rules import SPRINT
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -18,14 +18,14 @@ LCM = "sample_lcm"
 REMEDY = "use SANA Sprint, or lcm with cfg 1"
 
 
-def watch_sampler(patcher: ModelPatcher) -> None:
+def refuse_unfit_samplers(patcher: ModelPatcher) -> None:
     """Let a SANA-Sprint model refuse samplers that it was not distilled for, in whatever node they are."""
     if patcher.model.diffusion_model.config.guidance_embeds:
         patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, SPRINT, refuse_other_samplers)
 
 
 def refuse_other_samplers(executor, guider, *args, **kwargs):
-    """Raises ValueError for a sampler of one ODE step after another, or for guidance by a second pass."""
+    """Raises InputError for a sampler of one ODE step after another, or for guidance by a second pass."""
     sampler = executor.class_obj
     # ours say themselves what they are for
     if type(sampler) is comfy.samplers.KSAMPLER and sampler.sampler_function.__name__ != LCM:

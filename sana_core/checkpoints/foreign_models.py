@@ -46,7 +46,7 @@ DC_AE_STAGE = re.compile(r"decoder\.(?:up_blocks|stages)\.(\d{1,2})\.(?:op_list\
 DC_AE_FIRST = re.compile(r"decoder\.(conv_in|project_in(\.main)?\.conv)\.weight")
 
 
-def family(headers: Mapping[str, Header]) -> str:
+def foreign_model(headers: Mapping[str, Header]) -> str:
     """Return what a file with these names is, by its first three names if that is not known."""
     stages = [int(match[1]) for name in headers if (match := DC_AE_STAGE.match(name))]
     first = next((header.shape for name, header in headers.items() if DC_AE_FIRST.fullmatch(name)), ())

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.zoo import Architecture, architecture
-from ..decode.peak import free_bytes
+from ..checkpoints.released import Architecture, architecture
+from ..decode.device_memory import free_bytes
 from ..latents import picture_shape
 from ..memory import transformer_bytes
 from .draw import Settings
@@ -25,7 +25,7 @@ def find_architecture(checkpoint: str | Path) -> Architecture:
     return architecture(find_part(inspect_checkpoint(checkpoint), "transformer").headers)
 
 
-def pictures_in(room: float, model: Architecture, width: int, height: int, dtype: torch.dtype) -> int:
+def pictures_that_fit(room: float, model: Architecture, width: int, height: int, dtype: torch.dtype) -> int:
     """Return how many pictures of `width` x `height` pixels a step draws in `room` bytes, at least 1.
 
     The bytes are those of an accelerator beside the weights, `dtype` is that of the forward.
@@ -61,4 +61,4 @@ def largest_chunk(checkpoint: str | Path, settings: Settings, device: torch.devi
         return 1
     dtype = getattr(torch, settings.dtype)
     room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
-    return pictures_in(room, find_architecture(checkpoint), settings.width, settings.height, dtype)
+    return pictures_that_fit(room, find_architecture(checkpoint), settings.width, settings.height, dtype)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from .rows import chunks, empty
+from .streaming import chunks, empty
 
 # many kernels count elements in 32 bits, and fall back to ones that need many times the memory
 LARGEST_TENSOR = 2**31
 
 
-class Bands:
+class RowPartition:
     """A map [B, C, height, width], cut into one or more `parts` [B, C, n, width]."""
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
@@ -29,8 +29,8 @@ class Bands:
     def width(self) -> int:
         return self.parts[0].shape[3]
 
-    def channels_last(self) -> Bands:
-        return Bands([part.contiguous(memory_format=torch.channels_last) for part in self.parts])
+    def channels_last(self) -> RowPartition:
+        return RowPartition([part.contiguous(memory_format=torch.channels_last) for part in self.parts])
 
     def slices(self, low: int, high: int) -> Iterator[torch.Tensor]:
         """Yield rows `low` to `high` as views of the parts that have them."""
@@ -44,9 +44,9 @@ class Bands:
         device = found[0].device if device is None else device
         return found[0].to(device) if len(found) == 1 else torch.cat([part.to(device) for part in found], dim=2)
 
-    def moved(self, low: int, high: int, device: torch.device) -> Bands:
+    def moved(self, low: int, high: int, device: torch.device) -> RowPartition:
         """Return rows `low` to `high` on `device`."""
-        return Bands([part.to(device) for part in self.slices(low, high)])
+        return RowPartition([part.to(device) for part in self.slices(low, high)])
 
     def write(self, top: int, left: int, values: torch.Tensor) -> None:
         """Write `values` [B, C, n, w] at row `top` and column `left`."""
@@ -56,10 +56,10 @@ class Bands:
             values = values[:, :, target.shape[2] :]
 
 
-def empty_bands(like: torch.Tensor, channels: int, height: int, width: int) -> Bands:
+def empty_partition(like: torch.Tensor, channels: int, height: int, width: int) -> RowPartition:
     """Return an uninitialised map of as many pictures as `like`, in one part unless that would be too large."""
     # half of what a tensor may have, so that a part with its neighbours' rows is one too
     size = max(1, LARGEST_TENSOR // 2 // (len(like) * channels * width))
     if height * width * channels * len(like) < LARGEST_TENSOR:
         size = height
-    return Bands([empty(like, channels, bottom - top, width) for top, bottom in chunks(height, size)])
+    return RowPartition([empty(like, channels, bottom - top, width) for top, bottom in chunks(height, size)])

@@ -10,13 +10,14 @@ strip are one piece of memory. On the CPU in fp32 the results are then those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
-Poll = Callable[[], None]
+from ..polling import Poll
+
 Block = Any  # a module of diffusers, whose types say nothing of its layers
 
 # up to this many elements of input, torch convolves fp32 on the CPU without oneDNN (aten/native/Convolution.cpp)
@@ -124,7 +125,7 @@ def norm_(x: torch.Tensor, norm: Any, residual: torch.Tensor | None = None) -> t
     return x
 
 
-class NormRows:
+class StreamedNorm:
     """A norm and an activation, in place."""
 
     def __init__(self, norm: Any, activation: torch.nn.Module) -> None:
@@ -137,7 +138,7 @@ class NormRows:
         return in_place(self.activation, norm_(window, self.norm))
 
 
-class ConvRows:
+class StreamedConv:
     """A convolution that ends a decoder or begins an encoder."""
 
     def __init__(self, conv: torch.nn.Conv2d, size: tuple[int, int]) -> None:
@@ -152,7 +153,7 @@ class ConvRows:
         return convolve(self.conv, window, self.whole)
 
 
-class ResBlockRows:
+class StreamedResBlock:
     """diffusers' ResBlock, two rows behind."""
 
     def __init__(self, block: Block, size: tuple[int, int]) -> None:
@@ -173,7 +174,7 @@ class ResBlockRows:
         return norm_(out, self.block.norm, window[:, :, self.edge : self.edge + out.shape[2]])
 
 
-class UpRows:
+class StreamedUpsample:
     """diffusers' DCUpBlock2d: twice the rows and columns, one row behind."""
 
     def __init__(self, block: Block, size: tuple[int, int]) -> None:
@@ -232,7 +233,7 @@ class UpRows:
                 target[..., column::2] += picked[:, :, begin : begin + target.shape[2]]
 
 
-class DownRows:
+class StreamedDownsample:
     """diffusers' DCDownBlock2d: half the rows and columns."""
 
     def __init__(self, block: Block, size: tuple[int, int]) -> None:

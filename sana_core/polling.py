@@ -1,4 +1,4 @@
-"""Cancel inside the library's own forward, which knows of none."""
+"""How long work is cancelled: it calls a function again and again, which raises to end it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from .rows import Poll
+Poll = Callable[[], None]
+
+
+def no_poll() -> None:
+    """What polls nobody."""
 
 
 class Polled(TorchFunctionMode):
-    """A context in which `poll` is called before each of torch's functions that this thread calls."""
+    """A context in which `poll` is called before each of torch's functions that this thread calls: for forwards of the
+    library, which know of no cancelling."""
 
     def __init__(self, poll: Poll) -> None:
         super().__init__()

@@ -1,0 +1,59 @@
+"""What SANA Batch Sampler draws, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...sana_core.batch.plan import Picture, batch_pictures
+from ...sana_core.errors import InputError
+from ...sana_core.latents import CHANNELS, LARGEST_BATCH, check_channels
+
+if TYPE_CHECKING:
+    import comfy.sd
+    import torch
+    from comfy.model_patcher import ModelPatcher
+
+
+class Batch(NamedTuple):
+    """`count` pictures of each prompt in `positive`, from `latent` of one picture. Without a VAE, no IMAGE."""
+
+    model: ModelPatcher
+    positive: list
+    negative: list
+    latent: dict
+    count: int
+    seed: int
+    guidance: float
+    sampler: str
+    sigmas: torch.Tensor
+    chunk: int
+    vae: comfy.sd.VAE | None
+
+    @property
+    def prompts(self) -> int:
+        return count_prompts(self.positive)
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return batch_pictures(self.prompts, self.count, self.seed)
+
+
+def count_prompts(conditioning: list) -> int:
+    """Return how many prompts a CONDITIONING has, one in each row. Raises InputError for entries of unequal numbers."""
+    rows = {len(embeds) for embeds, _ in conditioning} - {1}
+    if len(rows) > 1:
+        raise InputError(f"positive: got entries of {sorted(rows)} prompts, expected one number; use one prompt list")
+    return rows.pop() if rows else 1
+
+
+def check_batch(batch: Batch) -> None:
+    """Raise InputError for a latent that is not one of SANA's or not of one picture, another VAE, too many pictures."""
+    check_channels("latent_image", batch.latent["samples"].shape)
+    got = len(batch.latent["samples"])
+    if got != 1:
+        raise InputError(f"latent_image: got a batch of {got}, expected 1; set count instead of batch_size")
+    vae, count, prompts = batch.vae, batch.count, batch.prompts
+    if vae is not None and vae.latent_channels != CHANNELS:
+        raise InputError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
+    if prompts * count > LARGEST_BATCH:
+        raise InputError(f"count: got {count} of {prompts} prompts, expected at most {LARGEST_BATCH} pictures in all")

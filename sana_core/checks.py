@@ -1,0 +1,31 @@
+"""What numbers and tensors have to be, wherever they come from."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import InputError
+
+
+def check_number(field: str, value: float, low: float, high: float) -> None:
+    """Raise InputError unless low <= `value` <= high; NaN is neither."""
+    if not low <= value <= high:
+        raise InputError(f"{field}: got {value!r:.40}, expected a number from {low} to {high}")
+
+
+def check_whole(field: str, value: float, low: int, high: int) -> None:
+    """Raise InputError unless `value` is a whole number from `low` to `high`; 20.0 is one."""
+    if not (low <= value <= high and value == int(value)):
+        raise InputError(f"{field}: got {value!r:.40}, expected a whole number from {low} to {high}")
+
+
+def check_finite(field: str, values: torch.Tensor) -> None:
+    """Raise InputError if `values` [B, C, H, W] hold NaN or infinity, saying how many and where the first is."""
+    wrong = ~values.isfinite()
+    count = int(wrong.sum())
+    if count:
+        picture, channel, row, column = (int(index) for index in wrong.nonzero()[0])
+        raise InputError(
+            f"{field}: {count} of {values.numel()} values are NaN or infinite, the first in picture {picture}, channel "
+            f"{channel}, row {row}, column {column}; sample again in bf16 or fp32"
+        )
