@@ -21,8 +21,8 @@ from ..batch.local import draw_local
 from ..batch.plan import Picture, batch_pictures
 from ..batch.png import encode_png
 from ..errors import InputError, OutputError, SanaError
-from ..reference import AUTO, REFERENCE_HELP, REFERENCES
 from ..whole_files import make_folder
+from .options import add_drawing, settings_of
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
@@ -31,23 +31,7 @@ EXAMPLE = """example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", type=Path, help="a text file in UTF-8, one prompt a line")
-    parser.add_argument(
-        "--checkpoint", required=True, type=Path, help="a folder or file; on a cluster, of each machine"
-    )
-    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the PNG files and manifest.json")
-    parser.add_argument("--count", type=int, default=1, help="pictures of each prompt")
-    parser.add_argument("--seed", type=int, default=0, help="picture i of each prompt uses seed + i")
-    parser.add_argument("--steps", type=int, help="default: the model's own")
-    parser.add_argument("--guidance", type=float, help="default: the model's own")
-    parser.add_argument("--sampler", help="default: the model's own")
-    parser.add_argument("--width", type=int, default=1024, help="pixels, a multiple of 32")
-    parser.add_argument("--height", type=int, default=1024, help="pixels, a multiple of 32")
-    parser.add_argument("--negative-prompt", default="")
-    parser.add_argument("--reference", choices=REFERENCES, default=AUTO, help=REFERENCE_HELP)
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16, or float16 for models made for it")
-    parser.add_argument("--chunk", type=int, help="pictures that a device draws at once; default: what suits it")
-    parser.add_argument("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all accelerators, or the CPU")
-    parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: draw on all its GPUs")
+    add_drawing(parser)
     parser.add_argument(
         "--out-shared",
         action="store_true",
@@ -73,17 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError("out-shared: it is for machines of a cluster; add --cluster, or leave it out")
     prompts = read_prompts(arguments.prompts)
     pictures = batch_pictures(len(prompts), arguments.count, arguments.seed)
-    settings = Settings(
-        arguments.width,
-        arguments.height,
-        arguments.steps,
-        arguments.guidance,
-        arguments.negative_prompt,
-        arguments.sampler,
-        dtype=arguments.dtype,
-        reference=arguments.reference,
-    )
-    settings = resolve_settings(settings, arguments.checkpoint)
+    settings = resolve_settings(settings_of(arguments), arguments.checkpoint)
     make_folder(arguments.out)
     # a folder of another program is left as it is
     read_manifest(arguments.out)

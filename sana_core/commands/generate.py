@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from ..batch.plan import batch_pictures
 from ..batch.png import file_name
-from ..reference import AUTO, REFERENCE_HELP, REFERENCES
 from ..whole_files import check_free, make_folder, unfinished
+from .options import add_drawing, settings_of
 
 EXAMPLE = """example:
   python -m sana_core generate "a red circle on a blue background" \\
@@ -18,21 +17,8 @@ EXAMPLE = """example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="+", help="one or more prompts")
-    parser.add_argument("--checkpoint", required=True, help="a folder in the diffusers layout")
-    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the PNG files")
     parser.add_argument("--overwrite", action="store_true", help="replace pictures that are in the folder")
-    parser.add_argument("--seed", type=int, default=0, help="picture i of each prompt uses seed + i")
-    parser.add_argument("--count", type=int, default=1, help="pictures of each prompt")
-    parser.add_argument("--steps", type=int, help="20, or 2 for SANA-Sprint, if left out")
-    parser.add_argument("--guidance", type=float, help="4.5 if left out")
-    parser.add_argument("--sampler", help="flow_dpmpp_2m, or scm for SANA-Sprint, if left out")
-    parser.add_argument("--pag-scale", type=float, default=0.0, help="perturbed-attention guidance, 1 to 3; 0 is off")
-    parser.add_argument("--pag-blocks", default="", help="blocks to perturb, like 8 or 7,8")
-    parser.add_argument("--compile", action="store_true", help="torch.compile, with CUDA graphs where there is CUDA")
-    parser.add_argument("--width", type=int, default=1024, help="pixels, a multiple of 32")
-    parser.add_argument("--height", type=int, default=1024, help="pixels, a multiple of 32")
-    parser.add_argument("--negative-prompt", default="")
-    parser.add_argument("--reference", choices=REFERENCES, default=AUTO, help=REFERENCE_HELP)
+    add_drawing(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -46,22 +32,10 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.overwrite:
         check_free(paths)
     make_folder(arguments.out)
-    images = generate(
-        arguments.prompts,
-        arguments.checkpoint,
-        seed=arguments.seed,
-        count=arguments.count,
-        steps=arguments.steps,
-        guidance=arguments.guidance,
-        width=arguments.width,
-        height=arguments.height,
-        negative_prompt=arguments.negative_prompt,
-        sampler=arguments.sampler,
-        pag_scale=arguments.pag_scale,
-        pag_blocks=arguments.pag_blocks,
-        compiled=arguments.compile,
-        reference=arguments.reference,
-    )
+    where = {"devices": arguments.devices, "cluster": arguments.cluster, "chunk": arguments.chunk}
+    settings = settings_of(arguments)._asdict()
+    seed, count = arguments.seed, arguments.count
+    images = generate(arguments.prompts, arguments.checkpoint, seed, count, **where, **settings)
     for path, pixels in zip(paths, images, strict=True):
         with unfinished(path, replace=arguments.overwrite) as part:
             Image.fromarray(levels(pixels)).save(part, "PNG", compress_level=LEVEL)

@@ -1,0 +1,58 @@
+"""What `generate` and `batch` both take: which pictures, how they are drawn, and with which devices."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..batch.draw import DTYPES, Settings
+from ..reference import AUTO, REFERENCE_HELP, REFERENCES
+
+
+def add_drawing(parser: argparse.ArgumentParser) -> None:
+    """Add the options whose values `settings_of` reads, and checkpoint, out, seed, count, chunk, devices, cluster."""
+    add = parser.add_argument
+    add("--checkpoint", required=True, type=Path, help="a folder or file; on a cluster, of each machine")
+    add("--out", type=Path, default=Path("output"), help="folder for the PNG files")
+    add("--seed", type=int, default=0, help="picture i of each prompt uses seed + i")
+    add("--count", type=int, default=1, help="pictures of each prompt")
+    add("--width", type=int, default=1024, help="pixels, a multiple of 32")
+    add("--height", type=int, default=1024, help="pixels, a multiple of 32")
+    add("--steps", type=int, help="default: the model's own, 20, or 2 for SANA-Sprint")
+    add("--guidance", type=float, help="default: the model's own, 4.5")
+    add("--sampler", help="default: the model's own, flow_dpmpp_2m, or scm for SANA-Sprint")
+    add("--negative-prompt", default="")
+    add("--pag-scale", type=float, default=0.0, help="perturbed-attention guidance, 1 to 3; 0 is off")
+    add("--pag-blocks", default="", help="blocks to perturb, like 8 or 7,8")
+    add(
+        "--guidance-interval",
+        type=float,
+        nargs=2,
+        default=(0.0, 1.0),
+        metavar=("START", "END"),
+        help="shares of the sampling between which guidance acts",
+    )
+    add("--reference", choices=REFERENCES, default=AUTO, help=REFERENCE_HELP)
+    add("--dtype", choices=DTYPES, default="float32", help="float16 is for models made for it")
+    add("--compile", action="store_true", help="torch.compile, with CUDA graphs where there is CUDA")
+    add("--chunk", type=int, help="pictures that a device draws at once; default: what suits it")
+    add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all accelerators, or the CPU")
+    add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: draw on all its GPUs")
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Return how the pictures are drawn; None stays where the model decides."""
+    return Settings(
+        arguments.width,
+        arguments.height,
+        arguments.steps,
+        arguments.guidance,
+        arguments.negative_prompt,
+        arguments.sampler,
+        arguments.pag_scale,
+        arguments.pag_blocks,
+        tuple(arguments.guidance_interval),
+        arguments.dtype,
+        arguments.compile,
+        arguments.reference,
+    )
