@@ -167,3 +167,46 @@ def test_sixty_four_workers_are_busy_to_the_end():
     pool = SimulatedPool(speeds, 3, delay=0.05, jitter=0.1, restart=60, mishap=fate)
     run(pool, pictures=10_000)
     assert 10_000 / pool.capacity() >= 0.95
+
+
+def late_queue():
+    """A queue whose only open chunk lies with "slow", which is late; "fast" and "third" have nothing to do."""
+    chunk = (Picture(2, 0, 2), Picture(3, 0, 3))
+    queue = Queue([(Picture(0, 0, 0),), (Picture(1, 0, 1),), chunk])
+    for worker in ("fast", "third"):
+        queue.finish(worker, queue.next_chunk(worker, 0.0), 1.0)
+    assert queue.next_chunk("slow", 1.0) == chunk
+    return queue, chunk
+
+
+def test_a_chunk_is_copied_once_and_no_more():
+    queue, chunk = late_queue()
+    assert queue.next_chunk("fast", 20.0) == chunk
+    assert queue.next_chunk("third", 20.0) is None
+
+
+def test_no_worker_gets_a_copy_that_it_has_no_memory_for():
+    queue, chunk = late_queue()
+    queue.limits["fast"] = 1
+    assert queue.next_chunk("fast", 20.0) is None
+    assert queue.next_chunk("third", 20.0) == chunk
+
+
+def test_a_picture_that_was_drawn_forgives_earlier_lack_of_memory():
+    queue = Queue([(picture,) for picture in batch_pictures(1, 8, 0)])
+    useful = []
+    for failures in (3, 3):
+        for _ in range(failures):
+            useful.append(queue.halve("gpu", queue.next_chunk("gpu", 0.0), 1.0))
+        queue.finish("gpu", queue.next_chunk("gpu", 1.0), 2.0)
+    assert all(useful)
+    assert [queue.halve("gpu", queue.next_chunk("gpu", 2.0), 3.0) for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_limit_never_rises():
+    pictures = batch_pictures(1, 10, 0)
+    queue = Queue([tuple(pictures[:2]), tuple(pictures[2:])])
+    small, large = queue.next_chunk("gpu", 0.0), queue.next_chunk("gpu", 0.0)
+    queue.halve("gpu", small, 1.0)
+    queue.halve("gpu", large, 2.0)
+    assert queue.limits["gpu"] == 1

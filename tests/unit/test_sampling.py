@@ -141,6 +141,8 @@ def test_img2img_starts_later():
     sigmas = flow_dpm_sigmas(40, 3.0)
     assert torch.equal(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.5), sigmas[-21:])
     assert torch.equal(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 40, 1.0), sigmas)
+    # 20 of 66.67 steps: core's BasicScheduler rounds down
+    assert torch.equal(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.3), flow_dpm_sigmas(66, 3.0)[-21:])
     assert len(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0)) == 0
     assert len(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.001)) == 21
     for steps, strength, left in ((2, 1.0, 2), (2, 0.6, 2), (2, 0.5, 1), (4, 0.6, 3), (4, 0.1, 1), (4, 0.0, -1)):
@@ -172,6 +174,8 @@ def test_samplers_report_each_step_and_leave_the_noise_alone():
         flow.sample(x0_model, noise, torch.tensor([0.9, 0.5, 0.0]), seen.append)
         assert [state["i"] for state in seen] == [0, 1]
         assert set(seen[0]) == {"i", "x", "sigma", "denoised"}
+        for state in seen:
+            assert torch.equal(state["denoised"], x0_model(state["x"], state["sigma"]))
     assert torch.equal(noise, before)
 
 
@@ -206,7 +210,10 @@ def test_steps_that_are_none_are_named(name, steps):
         SAMPLERS[name].sigmas(steps, 3.0)
 
 
-@pytest.mark.parametrize("angles, field", [((0.0, 1.3), "max"), ((1.6, 1.3), "max"), ((1.3, 1.3), "intermediate")])
+@pytest.mark.parametrize(
+    "angles, field",
+    [((0.0, 1.3), "max"), ((1.6, 1.3), "max"), ((1.3, 1.3), "intermediate"), ((1.3, 0.0), "intermediate")],
+)
 def test_angles_out_of_range_are_named(angles, field):
     with pytest.raises(ValueError, match=f"^{field}_timestep: got "):
         scm_timesteps(2, *angles)
