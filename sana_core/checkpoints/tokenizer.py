@@ -81,7 +81,9 @@ def json_tokenizer(content: bytes, name: str) -> tuple[Tokenizer, int]:
         fast.no_padding()
         fast.no_truncation()
         begin = fast.encode("").ids
-    except Exception as error:  # the library raises no kind of its own
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises no kind of its own, and a panic of its Rust is no Exception
         raise CheckpointError(f"{name}: tokenizers cannot read it ({brief(error)}); {REDOWNLOAD}") from None
     check_begin(name, begin)
     tokenizer = Tokenizer(

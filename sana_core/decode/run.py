@@ -145,7 +145,7 @@ def choose(planner: Planner, method: str, budget: float, tile: int, overlap: int
         scale = planner.stages.downscale
         check_number("tile", tile, scale, 2**20)
         check_number("overlap", overlap, 0, tile - scale)
-        return planner.tiles(tile // scale, overlap // scale)
+        return planner.tiles(int(tile // scale), int(overlap // scale))
     return planner.strips(budget)
 
 

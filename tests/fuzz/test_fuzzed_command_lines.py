@@ -30,7 +30,7 @@ PATHS += [
     "-",
     "\0",
     "x" * 300,
-    "\ud800",
+    "\udc80",
     "\n",
     "*",
     "a b",
@@ -101,7 +101,10 @@ GOOD = [
 ]
 FLAGS = sorted({word for line in GOOD for word in line if word.startswith("--")})
 FLAGS += ["--negative-prompt", "--reference", "--out-shared", "--vae", "--device", "--help", "--che", "--wid", "--x"]
-ANY = st.text(st.characters(exclude_categories=()), max_size=20)
+# of half characters a shell can give those alone that stand for bytes
+ANY = st.text(
+    st.characters(exclude_categories=["Cs"]) | st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF), max_size=20
+)
 VALUES = st.sampled_from(PATHS) | st.sampled_from(NUMBERS) | st.sampled_from(WORDS) | ANY | st.floats().map(repr)
 # a cluster's address is asked, which takes long, and opens sockets; torch.compile starts a compiler
 NOT_HERE = ("--cluster", "--compile")

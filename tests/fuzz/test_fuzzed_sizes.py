@@ -144,6 +144,7 @@ def test_generate(survives, small, options):
     NUMBERS,
     st.sampled_from([0.0, 1e30, math.inf, math.nan]),
 )
+@example((1, 32, 1, 2), "tiles", None, 32.0, 0, 0.0)
 def test_decode(survives, models, shape, method, budget, tile, overlap, value):
     latents = torch.full(tuple(shape), value)
     survives(

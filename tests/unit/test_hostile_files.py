@@ -468,6 +468,14 @@ def test_a_broken_tokenizer_is_named(copy, content):
     refused(copy, "^tokenizer/tokenizer.json: tokenizers cannot read it", load=sana_core.load_text_encoder)
 
 
+def test_a_tokenizer_over_which_the_library_panics_is_named(copy):
+    file = copy / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["post_processor"]["special_tokens"] = {}
+    file.write_text(json.dumps(content))
+    refused(copy, "^tokenizer/tokenizer.json: tokenizers cannot read it", load=sana_core.load_text_encoder)
+
+
 def test_another_models_tokenizer_is_refused(copy):
     file = copy / "tokenizer" / "tokenizer.json"
     content = json.loads(file.read_text())
