@@ -56,14 +56,15 @@ def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Count
     if address is None:
         raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
     job, prompts = make_job(batch)
-    bar = comfy.utils.ProgressBar(len(batch.pictures))
+    pictures = batch.pictures
+    bar = comfy.utils.ProgressBar(len(pictures))
     previewer = latent_preview.get_previewer(batch.model.load_device, batch.model.model.latent_format)
-    results: list[Any] = [None] * len(batch.pictures)
+    results: list[Any] = [None] * len(pictures)
     report: dict[str, Any] = {}
     drawing = run_job(
         job,
         prompts,
-        batch.pictures,
+        pictures,
         address,
         batch.chunk or None,
         report=report,

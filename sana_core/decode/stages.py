@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -66,35 +66,26 @@ class Stages(NamedTuple):
 
 
 def decoder_stages(autoencoder: AutoencoderDC) -> Stages:
-    """Return the layout of `autoencoder.decoder`."""
-    config = autoencoder.config
-    return stages(
-        config,
-        config.decoder_block_types,
-        config.decoder_block_out_channels,
-        config.decoder_layers_per_block,
-        config.decoder_qkv_multiscales,
-        config.upsample_block_type == "pixel_shuffle",
-    )
+    """Return the stages of `autoencoder.decoder`."""
+    return side_stages(autoencoder.config, "decoder", autoencoder.config.upsample_block_type == "pixel_shuffle")
 
 
 def encoder_stages(autoencoder: AutoencoderDC) -> Stages:
-    """Return the layout of `autoencoder.encoder`."""
-    config = autoencoder.config
-    return stages(
-        config,
-        config.encoder_block_types,
-        config.encoder_block_out_channels,
-        config.encoder_layers_per_block,
-        config.encoder_qkv_multiscales,
-        False,
-    )
+    """Return the stages of `autoencoder.encoder`."""
+    return side_stages(autoencoder.config, "encoder", False)
 
 
-def stages(config, types, widths, layers, multiscales, shuffles: bool) -> Stages:  # type: ignore[no-untyped-def]
+def side_stages(config: Any, side: str, shuffles: bool) -> Stages:
+    """Return the stages of one side, "encoder" or "decoder"."""
+    types, widths = config[f"{side}_block_types"], config[f"{side}_block_out_channels"]
     types = (types,) * len(widths) if isinstance(types, str) else types
     local = next((i for i, kind in enumerate(types) if kind != "ResBlock"), len(widths))
-    scales = 1 + max(len(sizes) for sizes in multiscales)
     return Stages(
-        tuple(widths), tuple(layers), local, config.attention_head_dim, config.latent_channels, scales, shuffles
+        tuple(widths),
+        tuple(config[f"{side}_layers_per_block"]),
+        local,
+        config.attention_head_dim,
+        config.latent_channels,
+        1 + max(len(sizes) for sizes in config[f"{side}_qkv_multiscales"]),
+        shuffles,
     )
