@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from lora_dialects import DIALECTS
 from mutations import changed_json
 from safetensors.torch import save_file
 from verdicts import check_line
@@ -25,13 +26,7 @@ WEIGHTS = {
 }
 RANK = 2
 PATTERNS = {
-    "diffusers": ("transformer.{name}", ".lora_A.weight", ".lora_B.weight"),
-    "peft": ("base_model.model.{name}", ".lora_A.default.weight", ".lora_B.default.weight"),
-    "bare": ("{name}", ".lora_A.weight", ".lora_B.weight"),
-    "kohya": ("lora_unet_{flat}", ".lora_down.weight", ".lora_up.weight"),
-    "onetrainer": ("lora_transformer_{flat}", ".lora_down.weight", ".lora_up.weight"),
-    "simpletuner": ("lycoris_{flat}", ".lora_down.weight", ".lora_up.weight"),
-    "core": ("diffusion_model.{name}", ".lora_down.weight", ".lora_up.weight"),
+    **DIALECTS,
     "old diffusers": ("diffusion_model.{name}", "_lora.down.weight", "_lora.up.weight"),
 }
 ADAPTERS = ("lora", "lora", "lokr", "lokr of four", "loha", "glora", "oft", "boft", "diff", "set", "norm")

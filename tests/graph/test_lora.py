@@ -7,22 +7,12 @@ import layouts
 import pytest
 import torch
 from in_process import NodeError
+from lora_dialects import DIALECTS
 
 LINEAR = "transformer_blocks.2.attn2.to_q"
 CONV = "transformer_blocks.1.ff.conv_inverted"
 SHAPES = {LINEAR: (160, 160), CONV: (800, 160, 1, 1)}
 RANK, ALPHA = 4, 2.0
-# dialect: how it writes a layer's name, and its two matrices
-DIALECTS = {
-    "diffusers": ("transformer.{name}", "lora_A.weight", "lora_B.weight"),
-    "peft": ("base_model.model.{name}", "lora_A.weight", "lora_B.weight"),
-    "peft with an adapter's name": ("base_model.model.{name}", "lora_A.default.weight", "lora_B.default.weight"),
-    "bare": ("{name}", "lora_A.weight", "lora_B.weight"),
-    "kohya": ("lora_unet_{flat}", "lora_down.weight", "lora_up.weight"),
-    "onetrainer": ("lora_transformer_{flat}", "lora_down.weight", "lora_up.weight"),
-    "simpletuner": ("lycoris_{flat}", "lora_down.weight", "lora_up.weight"),
-    "core": ("diffusion_model.{name}", "lora_down.weight", "lora_up.weight"),
-}
 
 
 def matrices(layer):
@@ -38,7 +28,7 @@ def written(dialect, layers=(LINEAR, CONV)):
     tensors = {}
     for layer in layers:
         name = pattern.format(name=layer, flat=layer.replace(".", "_"))
-        tensors[f"{name}.{down_key}"], tensors[f"{name}.{up_key}"] = matrices(layer)
+        tensors[f"{name}{down_key}"], tensors[f"{name}{up_key}"] = matrices(layer)
         tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
     return tensors
 

@@ -1,0 +1,12 @@
+"""How programs that train LoRAs write a layer's name, and behind it its two matrices."""
+
+DIALECTS = {
+    "diffusers": ("transformer.{name}", ".lora_A.weight", ".lora_B.weight"),
+    "peft": ("base_model.model.{name}", ".lora_A.weight", ".lora_B.weight"),
+    "peft with an adapter's name": ("base_model.model.{name}", ".lora_A.default.weight", ".lora_B.default.weight"),
+    "bare": ("{name}", ".lora_A.weight", ".lora_B.weight"),
+    "kohya": ("lora_unet_{flat}", ".lora_down.weight", ".lora_up.weight"),
+    "onetrainer": ("lora_transformer_{flat}", ".lora_down.weight", ".lora_up.weight"),
+    "simpletuner": ("lycoris_{flat}", ".lora_down.weight", ".lora_up.weight"),
+    "core": ("diffusion_model.{name}", ".lora_down.weight", ".lora_up.weight"),
+}
