@@ -1,0 +1,116 @@
+"""The Ray cluster that the server's operator has configured, and what it is told of a MODEL.
+
+A machine of the cluster loads the file that MODEL came from. The weights that LoRAs have changed go there. Workers stay
+for the next queue, as long as it is for the same MODEL.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import comfy.float
+import comfy.lora
+import comfy.model_management
+import comfy.utils
+import torch
+from server import PromptServer
+
+from ...sana_core.batch.fingerprint import fingerprint
+from ...sana_core.batch.progress import Say
+from ...sana_core.batch.ray_actor import Crew
+from ...sana_core.batch.ray_run import ClusterSettings
+from ...sana_core.batch.session import Session
+from ...sana_core.batch.worker import Job
+from ...sana_core.errors import InputError
+from ...sana_core.polling import Poll
+from .compat import loaded_from
+from .folders import cluster_address
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+T = TypeVar("T")
+# the server's attribute
+SESSION = "sana_cluster_session"
+WEIGHTS = "diffusion_model."
+
+
+def require_cluster() -> str:
+    """Return the cluster's address. Raises InputError for no cluster, and for a broken file of it."""
+    address = cluster_address()
+    if address is None:
+        raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
+    return address
+
+
+def session_at(address: str) -> Session:
+    """Return the server's session on the cluster at `address`; it is kept by the server, for it outlives graphs."""
+    server = PromptServer.instance
+    session: Session | None = getattr(server, SESSION, None)
+    if session is not None and session.cluster.address != address:
+        session.leave()
+        session = None
+    if session is None or session.lost:
+        session = Session(ClusterSettings(address))
+        setattr(server, SESSION, session)
+    return session
+
+
+def plain_file(model: ModelPatcher) -> tuple[str, int | None, str]:
+    """Return the path of the file or folder that MODEL came from, the resolution and the reference that were chosen.
+
+    Raises InputError for weights that are not as in the file.
+    """
+    path, weight_dtype, resolution, reference, _ = loaded_from(model)
+    if weight_dtype != "default" or model.model.model_config.quant_config:
+        raise InputError(
+            "model: a cluster draws with weights as they are in a plain file; choose weight_dtype default "
+            "and quantise off"
+        )
+    return str(Path(path).absolute()), resolution, reference
+
+
+def fingerprints(paths: list[str]) -> dict[str, Mapping[str, Any]]:
+    """Return the fingerprint of each path; the first time, all of the files is read. Cancel is polled."""
+    poll = comfy.model_management.throw_exception_if_processing_interrupted
+    return {path: fingerprint(path, lambda done, total: poll()) for path in paths}
+
+
+def run_for(
+    model: ModelPatcher,
+    session: Session,
+    job: Job,
+    work: Callable[[Any, Crew, Poll], Generator[T, None, None]],
+    kind: str,
+    say: Say,
+) -> Generator[T, None, None]:
+    """Yield what `Session.run` does of `work`, by workers of that `kind` that have loaded what `job` says and the LoRAs
+    of MODEL; they go with it. Cancel is polled.
+    """
+    settings = job.settings
+    files = (job.transformer, job.autoencoder, repr(job.weights))
+    key = (kind, *files, job.resolution, settings.dtype, settings.reference, model.patches_uuid)
+
+    def changed() -> dict[str, torch.Tensor]:
+        weakref.finalize(model.model, session.forget, key)
+        return changed_weights(model)
+
+    return session.run(key, changed, work, comfy.model_management.throw_exception_if_processing_interrupted, say)
+
+
+def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
+    """Return the transformer's weights that LoRAs change, as this machine would draw with them, by diffusers' names."""
+    device = model.load_device
+    changed = {}
+    for key, ((weight, convert), *patches) in model.get_key_patches(WEIGHTS).items():
+        if patches:
+            dtype = comfy.model_management.lora_compute_dtype(device)
+            wide = convert(comfy.model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
+            patched = comfy.lora.calculate_weight(patches, wide, key)
+            seed = comfy.utils.string_to_seed(key)
+            rounded = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
+            changed[key.removeprefix(WEIGHTS)] = rounded.cpu()
+    return changed

@@ -1,0 +1,160 @@
+"""SANA Split Picture: the devices of this machine compute each call of a MODEL together, whatever samples it.
+
+The node puts a replica of the MODEL for each further device beside it. When a sampling begins they get the patches that
+the MODEL has by then, and ComfyUI loads them with it; the model's own call then finds who shares it in its options.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import comfy.model_management
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ...sana_core.errors import InputError
+from ...sana_core.forward import velocity
+from ...sana_core.split.devices import Split
+from ...sana_core.split.rows import Shard, check_rows, check_splittable, part_of
+from ...sana_core.split.speed import relative_speeds
+from .batch_devices import clone_patcher
+from .cluster import require_cluster
+from .folders import CLUSTER, TWO_WORKERS
+from .guidance import require_sana
+from .model import SPLIT, picture_pixels
+from .split_cluster import share_on_cluster
+from .split_patches import check_patches
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from .prompts import PromptBatch
+
+logger = logging.getLogger(__name__)
+
+# below so many pixels a step is too short for what the devices tell each other
+WORTHWHILE = 2048 * 2048
+
+
+def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
+    """Return the devices that `choice` names, the model's own first; only that where this machine has no others.
+
+    Raises InputError for what is no name: the node takes any, for workflows come from other machines.
+    """
+    if not isinstance(choice, str):
+        raise InputError(f"devices: got {choice!r:.40}, expected a name; choose all")
+    own = model.load_device
+    if own.type == "cpu":
+        return [own] * (2 if choice == TWO_WORKERS else 1)
+    devices = sorted(comfy.model_management.get_all_torch_devices(), key=lambda device: device != own)
+    count = choice.removeprefix("gpu x ")
+    return devices[: int(count)] if count.isdecimal() else devices
+
+
+def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
+    """Return a copy of `model` that the devices of that name compute together, and what to say of it.
+
+    Raises InputError for a MODEL that is not SANA's, and for no cluster.
+    """
+    check_splittable("model", require_sana(model.model).diffusion_model)
+    patched = model.clone()
+    patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
+    patched.remove_attachments(SPLIT)
+    if choice == CLUSTER:
+        require_cluster()
+        patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SPLIT, share_on_cluster)
+        return patched, "the GPUs of the cluster share each picture"
+    devices = find_devices(patched, choice)
+    if len(devices) < 2:
+        return patched, f"one device, {devices[0]}, computes the picture: this machine has no other to share it with"
+    replicas: list[ModelPatcher] = []
+    for device in devices[1:]:
+        replicas.append(clone_patcher(patched, device, [patched.model, *(replica.model for replica in replicas)]))
+    # not as additional models: MultiGPU CFG Split would make copies of them for each of its devices
+    patched.set_attachments(SPLIT, replicas)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SPLIT, share_sampling)
+    return patched, f"{len(devices)} devices share each picture: {', '.join(map(str, devices))}"
+
+
+def share_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What ComfyUI calls around a sampling: load the replicas with the MODEL, and tell its calls who shares them.
+
+    Raises InputError, before anything is loaded, for fewer rows than devices and for patches that replicas cannot have.
+    """
+    guider = executor.class_obj
+    patcher = guider.model_patcher
+    known = patcher.get_attachment(SPLIT)
+    check_patches(patcher, guider.conds)
+    check_rows(noise.shape[2], len(known) + 1)
+    pixels = picture_pixels(noise)
+    if math.prod(pixels) < WORTHWHILE:
+        few = "SANA Split Picture: %d x %d pixels are few; one device may draw them as fast as several"
+        logger.warning(few, *pixels)
+    heads, free = heads_and_free(patcher, [with_patches_of(patcher, replica) for replica in known])
+    # with what this conditioning asks for ComfyUI loads them, and cleans up
+    positive = guider.conds["positive"][0]
+    positive["additional_models"] = [*positive.get("additional_models", []), *free]
+    shares = {head.load_device: free[i :: len(heads)] for i, head in enumerate(heads)}
+    groups = {device: Group(replicas, device) for device, replicas in shares.items() if replicas}
+    guider.model_options["transformer_options"][SPLIT] = groups
+    for replica in free:
+        replica.pre_run()
+    return executor(noise, *args, **kwargs)
+
+
+def with_patches_of(patcher: ModelPatcher, replica: ModelPatcher) -> ModelPatcher:
+    """Return a clone of `patcher`, with its LoRAs and settings, that has the weights and the device of `replica`."""
+    clone = patcher.clone(model_override=replica.get_clone_model_override())
+    clone.load_device, clone.hook_backup = replica.load_device, replica.hook_backup
+    clone.remove_additional_models("multigpu")
+    return clone
+
+
+def heads_and_free(
+    patcher: ModelPatcher, replicas: list[ModelPatcher]
+) -> tuple[list[ModelPatcher], list[ModelPatcher]]:
+    """Return whom ComfyUI hands conditionings to, MODEL and the clones of MultiGPU CFG Split, and the replicas on the
+    other devices, which those share out among them."""
+    heads = [patcher, *patcher.get_additional_models_with_key("multigpu")]
+    taken = {head.load_device for head in heads[1:]}
+    return heads, [replica for replica in replicas if replica.load_device not in taken]
+
+
+class Group:
+    """Who computes the calls that `head` gets: its own model first, then the replicas' on other devices."""
+
+    def __init__(self, replicas: list[ModelPatcher], head: torch.device) -> None:
+        self.replicas = replicas
+        self.devices = [head, *(replica.load_device for replica in replicas)]
+        self.split: Split | None = None
+
+    def velocity(
+        self,
+        transformer: torch.nn.Module,
+        x: torch.Tensor,
+        timesteps: torch.Tensor,
+        prompt: PromptBatch,
+        guidance: torch.Tensor | None,
+        control: Any,
+    ) -> torch.Tensor:
+        """Return the velocity at `x` as `forward.velocity` does, computed by all of the group; cancel is polled."""
+        transformers = [transformer, *(replica.model.diffusion_model for replica in self.replicas)]
+        if self.split is None:
+            self.split = Split(self.devices, relative_speeds(self.devices, transformers))
+        columns = x.shape[3]
+
+        def work(shard: Shard) -> torch.Tensor:
+            device, own = shard.x.device, transformers[shard.member]
+            # its shape is all that is asked of it
+            whole = shard.x.new_empty(1).expand(x.shape)
+            constants, perturbation = prompt.constants(own, whole)
+            rows = slice(shard.span.top * columns, shard.span.bottom * columns)
+            residuals = [None if one is None else one[:, rows].to(device) for one in control]
+            scale = None if guidance is None else guidance.to(device)
+            part = part_of(constants, shard.span, shard.height)
+            time = timesteps.to(device)
+            return velocity(own, shard.x, time, part, scale, perturbation, residuals, shard.share)
+
+        return self.split.run(x, work, comfy.model_management.throw_exception_if_processing_interrupted)

@@ -1,0 +1,100 @@
+"""SANA Split Picture on the cluster that the server's operator has configured: each call of the MODEL goes there.
+
+Whatever samples on this machine, its GPUs compute: latents go to them in each step, prompts once, and the rows of the
+velocity come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...sana_core.batch.draw import Settings
+from ...sana_core.batch.ray_actor import Crew
+from ...sana_core.batch.worker import Job
+from ...sana_core.errors import InputError
+from ...sana_core.polling import Poll
+from ...sana_core.split.cluster import Call, answer_calls
+from .cluster import fingerprints, plain_file, require_cluster, run_for, session_at
+from .model import SPLIT, picture_pixels
+from .report import words_under_running_node
+from .split_patches import check_patches
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from .prompts import PromptBatch
+
+
+def share_on_cluster(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What ComfyUI calls around a sampling: let workers of the cluster load the MODEL, and answer its calls.
+
+    Raises InputError, before anything is loaded, for what other machines cannot compute; ClusterError where no cluster
+    or no two GPUs of it can be reached, and what a machine said where none is left.
+    """
+    guider = executor.class_obj
+    model = guider.model_patcher
+    check_patches(model, guider.conds)
+    check_controlnets(guider.conds)
+    job, session, say = make_job(model, noise), session_at(require_cluster()), words_under_running_node()
+    calls: SimpleQueue[Call] = SimpleQueue()
+
+    def work(ray: Any, crew: Crew, beat: Poll) -> Generator[torch.Tensor, None, None]:
+        say("the cluster's GPUs load the model")
+        return answer_calls(ray, crew, job, session.cluster.wait, calls, beat)
+
+    with closing(run_for(model, session, job, work, "split", say)) as answers:
+        say(f"{int(next(answers))} GPUs of the cluster share the picture")
+        guider.model_options["transformer_options"][SPLIT] = {model.load_device: ClusterGroup(calls, answers)}
+        return executor(noise, *args, **kwargs)
+
+
+def make_job(model: ModelPatcher, noise: torch.Tensor) -> Job:
+    """Return what the machines are told. Raises InputError for weights that they cannot load."""
+    path, resolution, reference = plain_file(model)
+    dtype = str(model.model.get_dtype_inference()).removeprefix("torch.")
+    settings = Settings(*picture_pixels(noise), dtype=dtype, reference=reference)
+    return Job(settings, fingerprints([path]), path, resolution=resolution)
+
+
+def check_controlnets(conds: dict) -> None:
+    """Raise InputError for a ControlNet, which is computed on this machine."""
+    for field, each in conds.items():
+        if any(cond.get("control") is not None for cond in each):
+            raise InputError(
+                f"{field}: got a ControlNet, which a cluster cannot compute; remove it, or choose all in devices"
+            )
+
+
+class ClusterGroup:
+    """Who computes the calls that this machine's device gets: the cluster's workers."""
+
+    def __init__(self, calls: SimpleQueue[Call], answers: Generator[torch.Tensor, None, None]) -> None:
+        self.calls, self.answers = calls, answers
+        # of prompts, which live as long as the sampling
+        self.numbers: dict[tuple[int, ...], int] = {}
+
+    def velocity(
+        self,
+        transformer: torch.nn.Module,
+        x: torch.Tensor,
+        timesteps: torch.Tensor,
+        prompt: PromptBatch,
+        guidance: torch.Tensor | None,
+        control: Any,
+    ) -> torch.Tensor:
+        """Return the velocity at `x` as `forward.velocity` does; cancel is polled."""
+        key = (*map(id, prompt.prompts), len(x))
+        prompts = None
+        if key not in self.numbers:
+            embeds, mask, perturbation = prompt.inputs(x)
+            pictures, blocks = perturbation or (None, frozenset())
+            prompts = embeds.cpu(), mask.cpu(), None if pictures is None else pictures.cpu(), blocks
+        number = self.numbers.setdefault(key, len(self.numbers))
+        inputs = x.cpu(), timesteps.cpu(), None if guidance is None else guidance.cpu()
+        self.calls.put(Call(inputs, number, prompts))
+        return next(self.answers).to(x.device)

@@ -1,0 +1,16 @@
+"""One picture over several devices, exactly: each computes some rows of the latents, through all blocks of the model.
+
+    rows 0..5    device 0  --+-- one row of the feed-forward's input, up and down --+
+    rows 6..15   device 1  --+                                                      +-- the sums of the linear attention
+    rows 16..22  device 2  --+------------------------------------------------------+
+
+shard     the rows that one device has, from the top of the picture to its bottom in the order of the devices
+sums      of a linear attention over all positions [B, heads, d, d + 1]: keys times values, and the keys themselves
+exchange  how shards hand each other tensors: threads of one process, or processes
+share     one shard's part in a block: what it gives to the others and takes from them
+member    a device with weights of its own; one that fails is left out, and its rows go to the others
+
+Every other layer sees one position at a time. Each row has sums of its own in float32, and rows are added in float64,
+where so few float32 numbers lose nothing: the same bits in any order. So on a CPU, with as many threads for each, the
+picture of four positions and more in a row does not depend on the number of devices either.
+"""

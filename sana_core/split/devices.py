@@ -1,0 +1,114 @@
+"""The devices of one process that share each picture: a thread for each, and what happens when one fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from ..accelerator import is_driver_error, is_out_of_memory, release_memory_of
+from ..errors import InputError
+from ..polling import Poll, no_poll
+from .rows import Shard, Span, share_rows
+from .share import Share
+from .threads import Left, Table, ThreadExchange
+
+logger = logging.getLogger(__name__)
+
+# between two polls of the thread that waits
+SECONDS = 0.02
+
+
+class Split:
+    """The members that share a picture.
+
+    A member whose memory runs out, or whose driver fails, is left out from then on. The others begin the step again,
+    and since the latents lie outside, the picture is the same.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], speeds: Sequence[float] | None = None) -> None:
+        if len(devices) < 2:
+            raise InputError(f"devices: got {len(devices)} to share a picture, expected two or more; name more")
+        self.devices = list(devices)
+        self.speeds = [1.0] * len(devices) if speeds is None else list(speeds)
+        self.living = list(range(len(devices)))
+        self.exchanges: list[ThreadExchange] = []
+
+    def run(self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], poll: Poll = no_poll) -> torch.Tensor:
+        """Return what `work` makes of the latents `x` [B, 32, h, w], each member of its rows, on the device of `x`.
+
+        `poll` is called many times a second and cancels by raising. Raises InputError for more members than rows, and
+        the error of the last member that fails.
+        """
+        while True:
+            spans = share_rows(x.shape[2], [self.speeds[member] for member in self.living])
+            try:
+                return torch.cat([part.to(x.device) for part in self.step(x, spans, work, poll)], dim=2)
+            except MemberFailed as failed:
+                failure = failed
+            # outside the handler, which would keep the failed work's tensors alive
+            self.drop(failure.member, release_memory_of(failure.error))
+
+    def step(
+        self, x: torch.Tensor, spans: list[Span], work: Callable[[Shard], torch.Tensor], poll: Poll
+    ) -> list[torch.Tensor]:
+        """Return the rows that each living member has made. Raises MemberFailed."""
+        table, inference = Table(len(spans)), torch.is_inference_mode_enabled()
+        devices = [self.devices[member] for member in self.living]
+        self.exchanges = [ThreadExchange(table, index, device) for index, device in enumerate(devices)]
+        cores = max(1, torch.get_num_threads() // max(1, sum(device.type == "cpu" for device in devices)))
+
+        def compute(index: int) -> torch.Tensor:
+            # these and the modes belong to the thread
+            if devices[index].type == "cpu":
+                torch.set_num_threads(cores)
+            elif devices[index].type != "mps":
+                torch.get_device_module(devices[index]).set_device(devices[index])
+            with torch.inference_mode(inference), torch.no_grad():
+                try:
+                    own = x[:, :, slice(*spans[index])].to(devices[index])
+                    share = Share(self.exchanges[index], x.shape[3])
+                    return work(Shard(self.living[index], own, spans[index], x.shape[2], share))
+                except BaseException:
+                    table.close()
+                    raise
+
+        with ThreadPoolExecutor(len(spans), "sana split") as pool:
+            futures = [pool.submit(compute, index) for index in range(len(spans))]
+            try:
+                while wait(futures, SECONDS).not_done:
+                    poll()
+            finally:
+                # after a cancel; nobody is at the table any more otherwise
+                table.close()
+        return self.results(futures)
+
+    def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
+        errors = [(index, future.exception()) for index, future in enumerate(futures)]
+        failures = [(index, error) for index, error in errors if error is not None and not isinstance(error, Left)]
+        for _, error in failures:
+            if not (is_out_of_memory(error) or is_driver_error(error)):
+                raise error
+        if failures:
+            index, error = failures[0]
+            raise MemberFailed(self.living[index], error)
+        return [future.result() for future in futures]
+
+    def drop(self, member: int, error: BaseException) -> None:
+        """Leave `member` out. Raises `error` if it was the last."""
+        self.living.remove(member)
+        if not self.living:
+            raise error
+        logger.warning(
+            "%s failed (%s), its rows of the picture go to the others", self.devices[member], type(error).__name__
+        )
+
+
+class MemberFailed(Exception):
+    """A member failed in a step, which the others cannot end without it."""
+
+    def __init__(self, member: int, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.member, self.error = member, error

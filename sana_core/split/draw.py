@@ -1,0 +1,95 @@
+"""Draw pictures one after another, each shared by all devices of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ..batch.draw import (
+    Models,
+    Settings,
+    decode,
+    encode_texts,
+    load_encoder,
+    load_models,
+    resolve_settings,
+    sample,
+)
+from ..batch.local import local_devices
+from ..batch.plan import Picture, Workload
+from ..batch.windows import check_prompts
+from ..errors import InputError
+from ..guidance import Shared, Steered
+from ..latents import DOWNSCALE
+from ..polling import Poll, no_poll
+from .devices import Split
+from .rows import check_rows, check_splittable
+from .speed import relative_speeds
+
+
+def check_workload(workload: Workload, settings: Settings) -> None:
+    """Raise InputError for what pictures that are shared cannot be: several at once, or compiled."""
+    if workload.chunk not in (None, 1):
+        raise InputError(f"chunk: got {workload.chunk} with split, expected 1: devices share one picture at a time")
+    if settings.compiled:
+        raise InputError("compiled: got true with split, expected false: devices meet in each block; leave it out")
+
+
+def check_devices(devices: Sequence[torch.device]) -> None:
+    """Raise InputError for fewer than two devices, and for an accelerator that is named twice."""
+    if len(devices) < 2:
+        got = ", ".join(map(str, devices)) or "none"
+        raise InputError(f"devices: got {got} to share a picture, expected two or more; name more, or leave split out")
+    twice = [device for device in devices if device.type != "cpu" and devices.count(device) > 1]
+    if twice:
+        raise InputError(f"devices: got {twice[0]} twice, expected each once: it would do the same work in two halves")
+
+
+def draw_split(
+    workload: Workload,
+    checkpoint: str | Path,
+    settings: Settings,
+    devices: Sequence[str | torch.device] | None = None,
+    poll: Poll = no_poll,
+) -> Generator[tuple[Picture, torch.Tensor], None, None]:
+    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all `devices`.
+
+    In float32 on CPUs its latents are the same bits whatever their number. A device that fails is left out, and the
+    step begun again without it. `poll` cancels by raising. Raises InputError for fewer than two devices, one named
+    twice, more than the picture has rows of 32 pixels, and what `draw_local` refuses; CheckpointError,
+    MissingFileError or ReadError for a checkpoint that cannot be loaded.
+    """
+    check_prompts(workload.prompts)
+    check_workload(workload, settings)
+    found = local_devices(devices)
+    check_devices(found)
+    settings = resolve_settings(settings, checkpoint)
+    check_rows(settings.height // DOWNSCALE, len(found))
+    pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
+    used = [workload.prompts[picture.prompt] for picture in pictures]
+    encoder = load_encoder(checkpoint, found[0], settings.dtype)
+    texts, negative = encode_texts(encoder, used, settings.negative_prompt, poll)
+    del encoder
+    models = load_on(found, checkpoint, settings)
+    check_splittable("checkpoint", models[0].transformer)
+    split = Split(found, relative_speeds(found, [each.transformer for each in models]))
+    shared = Shared(partial(split.run, poll=poll), [Steered(each.transformer, None) for each in models])
+    for picture in pictures:
+        text = [texts[workload.prompts[picture.prompt]]]
+        latents = sample(models[0], settings, (picture,), text, negative, poll, shared=shared)
+        assert models[0].autoencoder is not None
+        living = [found[member] for member in split.living]
+        yield picture, decode(models[0].autoencoder, latents, poll, living)[0]
+
+
+def load_on(devices: Sequence[torch.device], checkpoint: str | Path, settings: Settings) -> list[Models]:
+    """Return the models on each of `devices`, those of one device once; the decoder on the first alone."""
+    loaded: dict[torch.device, Models] = {}
+    for device in devices:
+        if device not in loaded:
+            decoder = None if loaded else checkpoint
+            loaded[device] = load_models(checkpoint, device, settings.dtype, decoder, reference=settings.reference)
+    return [loaded[device] for device in devices]

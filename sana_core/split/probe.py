@@ -1,0 +1,41 @@
+"""How fast the accelerators of this machine compute, and hand each other tensors: measured in about a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from .cost import Link
+from .speed import wait_for
+
+SIDE = 4096
+LARGE = 64 * 2**20
+SECONDS = 0.2
+
+
+def seconds_of(work: Callable[[], object], devices: list[torch.device]) -> float:
+    """Return how long `work` takes, of as many runs as 0.2 seconds hold, ten launched before they are waited for."""
+    work()
+    for device in devices:
+        wait_for(device)
+    began, runs = time.perf_counter(), 0
+    while time.perf_counter() - began < SECONDS:
+        for _ in range(10):
+            work()
+        for device in devices:
+            wait_for(device)
+        runs += 10
+    return (time.perf_counter() - began) / runs
+
+
+def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> tuple[float, Link]:
+    """Return the TFLOP/s of the first device in `dtype`, and the link from the second to it."""
+    first, second = devices[:2]
+    square = torch.ones(SIDE, SIDE, device=first, dtype=dtype)
+    tflops = 2 * SIDE**3 / seconds_of(lambda: square @ square, [first]) / 1e12
+    large, small = (torch.ones(size, device=second, dtype=torch.uint8) for size in (LARGE, 1))
+    latency = seconds_of(lambda: small.to(first), [first, second])
+    copied = seconds_of(lambda: large.to(first), [first, second])
+    return tflops, Link(LARGE / max(copied - latency, 1e-9), latency)

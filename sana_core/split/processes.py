@@ -1,0 +1,70 @@
+"""The exchange between processes, on one machine or several: torch.distributed, by NCCL or by gloo on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .rows import Shard, Span
+from .share import Share
+
+# how long a member waits for the others; a block takes milliseconds
+WAIT = timedelta(seconds=60)
+
+
+class ProcessExchange:
+    """The exchange of the process `rank` among `world` of them, that are connected."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+    def add(self, sums: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(sums)
+        return sums
+
+    def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        above = torch.empty_like(first) if self.rank else None
+        below = torch.empty_like(last) if self.rank + 1 < self.world else None
+        work = []
+        for other, own, theirs in ((self.rank - 1, first, above), (self.rank + 1, last, below)):
+            if theirs is not None:
+                work.append(dist.P2POp(dist.isend, own.contiguous(), other))
+                work.append(dist.P2POp(dist.irecv, theirs, other))
+        for request in dist.batch_isend_irecv(work) if work else []:
+            request.wait()
+        return above, below
+
+
+def connect(store: dist.Store, rank: int, world: int, device: torch.device) -> ProcessExchange:
+    """Return how this process, as `rank` of `world`, exchanges tensors on `device` with the others.
+
+    Until `destroy_process_group`, of torch.distributed.
+    """
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=WAIT)
+    return ProcessExchange(rank, world)
+
+
+def run_rows(
+    exchange: ProcessExchange, span: Span, height: int
+) -> Callable[[torch.Tensor, Callable[[Shard], torch.Tensor]], torch.Tensor]:
+    """Return what computes this process's rows of a picture of `height` rows, for `guidance.Shared`."""
+
+    def run(x: torch.Tensor, work: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
+        return work(Shard(0, x, span, height, Share(exchange, x.shape[3])))
+
+    return run
+
+
+def gather(part: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    """Return the parts of all processes along `dim`, where they are as long as `sizes` says."""
+    rank, parts = dist.get_rank(), []
+    for other, size in enumerate(sizes):
+        shape = [*part.shape[:dim], size, *part.shape[dim + 1 :]]
+        one = part.contiguous() if other == rank else part.new_empty(shape)
+        dist.broadcast(one, other)
+        parts.append(one)
+    return torch.cat(parts, dim)

@@ -1,0 +1,61 @@
+"""What a shard does together with the others in a block: two exchanges, of sums and of neighbouring rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ..forward import feed_forward
+from ..layers import pointwise
+
+if TYPE_CHECKING:
+    from diffusers.models.transformers.sana_transformer import GLUMBConv
+
+
+class Exchange(Protocol):
+    """How one shard hands tensors to the others and takes theirs; all call the same methods in the same order."""
+
+    def add(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what all shards bring, on this one's device."""
+        ...
+
+    def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the last row of the shard above and the first of the one below, None beyond the picture."""
+        ...
+
+
+class Share:
+    """One shard's part in each block of a picture of `columns` positions a row."""
+
+    def __init__(self, exchange: Exchange, columns: int) -> None:
+        self.exchange, self.columns = exchange, columns
+
+    def embed(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return what the patch embedding `layer` makes of `x` [B, 32, n, w], as [B, N, D].
+
+        Of a position at a time: on a CPU the kernel of a convolution depends on how many there are.
+        """
+        return pointwise(layer, x.flatten(2).transpose(1, 2).contiguous(), (x.shape[2], x.shape[3]))
+
+    def sums(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums [B, heads, d, d] and [B, heads, d, 1] over the picture, of this shard's [B, heads, N, d].
+
+        float64 holds 53 bits: it adds up the rows of a picture, of 24 bits each, without loss unless they differ by
+        more than 2^20, and what it loses then is far below float32. So the order makes no difference.
+        """
+        key, value = (part.unflatten(2, (-1, self.columns)) for part in (key, F.pad(value, (0, 1), value=1.0)))
+        rows = (key.transpose(-1, -2) @ value).sum(2, dtype=torch.float64)
+        sums = self.exchange.add(rows).float()
+        return sums[..., :-1], sums[..., -1:]
+
+    def feed_forward(self, block: GLUMBConv, states: torch.Tensor) -> torch.Tensor:
+        """Return what `forward.feed_forward` makes of this shard's `states` [B, N, D], with its neighbours' rows."""
+        rows = states.unflatten(1, (-1, self.columns))
+        above, below = self.exchange.swap(rows[:, 0], rows[:, -1])
+        window = [part[:, None] for part in (above, below) if part is not None]
+        window.insert(0 if above is None else 1, rows)
+        kept = slice(0 if above is None else 1, None if below is None else -1)
+        together = torch.cat(window, dim=1)
+        return feed_forward(block, together.flatten(1, 2), (together.shape[1], self.columns), kept)

@@ -1,0 +1,69 @@
+"""The exchange between threads of one process, one for each device.
+
+A thread waits until the others have launched what it needs, not until it is computed: the copies from one device to
+another wait for that on the devices themselves.
+"""
+
+from __future__ import annotations
+
+from threading import Barrier, BrokenBarrierError
+
+import torch
+
+
+class Table:
+    """Where so many shards lay down what they hand to the others, in the order of their rows."""
+
+    def __init__(self, shards: int) -> None:
+        self.barrier = Barrier(shards)
+        # what lies here is read between two meetings, and replaced after the second at the earliest
+        self.sums: list[torch.Tensor | None] = [None] * shards
+        self.edges: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * shards
+
+    def close(self) -> None:
+        """End all shards at their next meeting, which raises Left for them."""
+        self.barrier.abort()
+
+    def meet(self) -> None:
+        try:
+            self.barrier.wait()
+        except BrokenBarrierError:
+            raise Left from None
+
+
+class Left(Exception):
+    """Another shard has failed, or the step was cancelled."""
+
+
+class ThreadExchange:
+    """The exchange of shard number `index` on `device`; counts what it takes from the others."""
+
+    def __init__(self, table: Table, index: int, device: torch.device) -> None:
+        self.table, self.index, self.device = table, index, device
+        self.messages, self.sum_bytes, self.row_bytes = 0, 0, 0
+
+    def add(self, sums: torch.Tensor) -> torch.Tensor:
+        table = self.table
+        table.sums[self.index] = sums
+        table.meet()
+        total = torch.zeros_like(sums)
+        for other in table.sums:
+            assert other is not None
+            total += other.to(self.device)
+        self.messages += 1
+        self.sum_bytes += sums.nbytes
+        return total
+
+    def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        table, index = self.table, self.index
+        # copies, or each would keep all rows of its shard alive
+        table.edges[index] = first.clone(), last.clone()
+        table.meet()
+        above = table.edges[index - 1] if index else None
+        below = table.edges[index + 1] if index + 1 < len(table.edges) else None
+        self.messages += 1
+        self.row_bytes += first.nbytes * ((above is not None) + (below is not None))
+        return (
+            None if above is None else above[1].to(self.device),
+            None if below is None else below[0].to(self.device),
+        )

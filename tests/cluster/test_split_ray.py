@@ -1,0 +1,88 @@
+"""A picture that the machines of a Ray cluster share, and one of them that dies in its midst."""
+
+import signal
+import time
+
+import pytest
+import torch
+from machines import actors, add_node
+
+import sana_core
+from sana_core.batch.cluster import ClusterSettings
+from sana_core.batch.connection import connected
+from sana_core.batch.draw import Settings
+from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.errors import InputError
+from sana_core.split.cluster import draw_split_on_cluster
+
+# an actor has one core
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+PROMPT = "a red circle on a blue background"
+
+
+# of which the second picture lasts for seconds, so that a member dies in its midst
+STEPS = {"between two pictures": 3, "in the midst of one": 60}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("when", STEPS)
+def test_a_dead_member_s_rows_go_to_the_others(lasting_cluster, checkpoint, caplog, when):
+    for _ in range(3):
+        add_node(lasting_cluster)
+    began: list[float] = []
+
+    def poll():
+        if began and time.monotonic() - began[0] > 0.7:
+            began.clear()
+            actors("SplitActor")[1].send_signal(signal.SIGKILL)
+
+    drawn = draw_split_on_cluster(
+        Workload([PROMPT], batch_pictures(1, 2, 5)),
+        checkpoint,
+        Settings(128, 160, steps=STEPS[when]),
+        ClusterSettings(lasting_cluster.address),
+        poll,
+    )
+    pictures = [next(drawn)[1]]
+    members = len(actors("SplitActor"))
+    assert members >= 3
+    if when == "in the midst of one":
+        began.append(time.monotonic())
+    else:
+        actors("SplitActor")[1].send_signal(signal.SIGKILL)
+    pictures += [pixels for _, pixels in drawn]
+    assert len(actors("SplitActor")) < members
+    expected = sana_core.generate([PROMPT], checkpoint, seed=5, count=2, width=128, height=160, steps=STEPS[when])
+    torch.testing.assert_close(torch.stack(pictures), expected, atol=1e-4, rtol=0)
+    assert caplog.text.count("split: lost actor") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_gpus_of_others_are_not_waited_for(cluster, checkpoint, monkeypatch, caplog):
+    class Other:
+        """Somebody else's actor, of a class that the machines need no module for."""
+
+    monkeypatch.setattr(sana_core.split.cluster, "PLACEMENT", 20.0)
+    for _ in range(3):
+        add_node(cluster)
+    with connected(cluster.address) as ray:
+        other = ray.remote(num_gpus=1)(Other).remote()
+        ray.get(other.__ray_ready__.remote())
+        began = time.monotonic()
+        workload, settings = Workload([PROMPT], batch_pictures(1, 1, 5)), Settings(128, 160, steps=2)
+        ((_, pixels),) = draw_split_on_cluster(workload, checkpoint, settings, ClusterSettings(cluster.address))
+        assert time.monotonic() - began < 120 and caplog.text.count("split: lost actor") == 1
+    expected = sana_core.generate([PROMPT], checkpoint, seed=5, width=128, height=160, steps=2)
+    torch.testing.assert_close(pixels[None], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_cluster_of_one_gpu_shares_no_picture(cluster, checkpoint):
+    add_node(cluster)
+    with pytest.raises(InputError, match="cluster: got 1 GPUs to share a picture, expected two or more"):
+        sana_core.generate([PROMPT], checkpoint, width=128, height=128, cluster=cluster.address, split=True)

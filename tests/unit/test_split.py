@@ -1,0 +1,247 @@
+"""A picture that several devices share, against the library's forward and against itself on other numbers of them."""
+
+from threading import Event, Timer
+from threading import enumerate as enumerate_threads
+
+import pytest
+import torch
+from diffusers import SanaControlNetModel
+from test_forward import guidance_of, theirs
+from tiny import VARIANTS, random_prompt, tiny_transformer
+
+from sana_core import generate
+from sana_core.__main__ import main
+from sana_core.control import Control
+from sana_core.errors import InputError
+from sana_core.forward import Perturbation, prepare, velocity
+from sana_core.guidance import Shared, Steered, denoiser
+from sana_core.split import draw
+from sana_core.split.cost import LINKS, position_flops, split_cost
+from sana_core.split.devices import Split
+from sana_core.split.rows import check_splittable, part_of, share_rows
+
+CPU = torch.device("cpu")
+# speeds that give 1, 2, 3, 5 and 8 shards rows of very different numbers
+SPEEDS = {1: [1], 2: [1, 2], 3: [4, 1, 2], 5: [1, 5, 2, 1, 1], 8: [1, 1, 2, 1, 3, 1, 1, 9]}
+
+
+def shared(transformer, x, timestep, constants, speeds, guidance=None, perturbation=None, control=()):
+    """The velocity at `x` as members of those `speeds` make it; a split of one is what is left of more."""
+    split = Split([CPU] * max(2, len(speeds)), speeds)
+    split.living = list(range(len(speeds)))
+
+    def work(shard):
+        rows = slice(shard.span.top * x.shape[3], shard.span.bottom * x.shape[3])
+        own = [None if one is None else one[:, rows] for one in control]
+        part = part_of(constants, shard.span, shard.height)
+        return velocity(transformer, shard.x, timestep, part, guidance, perturbation, own, shard.share)
+
+    return split.run(x, work)
+
+
+def relative(got, expected):
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("size", [(8, 5), (23, 7)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_number_of_shards_equals_the_library_and_each_other(variant, size):
+    transformer = tiny_transformer(variant)
+    embeds, mask = random_prompt(2)
+    mask[1, 6:] = 0
+    x, timestep = torch.randn(2, 32, *size), torch.tensor([900.0, 250.0])
+    guidance = guidance_of(transformer, 2)
+    constants = prepare(transformer, embeds, mask, *size)
+    whole = velocity(transformer, x, timestep, constants, guidance)
+    expected = theirs(transformer, x, timestep, embeds, mask, guidance)
+    one = shared(transformer, x, timestep, constants, SPEEDS[1], guidance)
+    assert relative(one, whole) < 1e-6 and relative(one, expected) < 1e-6
+    for count in (2, 3, 5, 8):
+        assert torch.equal(shared(transformer, x, timestep, constants, SPEEDS[count], guidance), one)
+
+
+@pytest.mark.parametrize("variant", ["sana", "sana-1.5"])
+def test_perturbed_attention_and_residuals_are_shared_too(variant):
+    transformer = tiny_transformer(variant, layers=4)
+    embeds, mask = random_prompt(2)
+    x, timestep = torch.randn(4, 32, 9, 6), torch.full((4,), 500.0)
+    constants = prepare(transformer, embeds, mask, 9, 6)
+    perturbation = Perturbation(torch.tensor([False, False, True, True])[:, None, None], frozenset({1, 3}))
+    control = (None, *(torch.randn(4, 54, 32) for _ in range(2)))
+    whole = velocity(transformer, x, timestep, constants, None, perturbation, control)
+    one = shared(transformer, x, timestep, constants, SPEEDS[1], None, perturbation, control)
+    assert relative(one, whole) < 1e-6
+    for count in (2, 5):
+        assert torch.equal(shared(transformer, x, timestep, constants, SPEEDS[count], None, perturbation, control), one)
+    assert relative(shared(transformer, x, timestep, constants, SPEEDS[3]), whole) > 1e-3
+
+
+@pytest.mark.parametrize("base", [False, True], ids=["diffusers", "nvidia"])
+def test_a_controlnet_is_shared_too(base):
+    torch.manual_seed(1)
+    transformer = tiny_transformer(layers=4)
+    controlnet = SanaControlNetModel.from_config({**transformer.config, "num_layers": 2}).requires_grad_(False)
+    for layer in (controlnet.input_block, *controlnet.controlnet_blocks):
+        torch.nn.init.normal_(layer.weight, std=0.2)
+    if base:
+        controlnet.base_block = tiny_transformer(layers=1, seed=4).transformer_blocks[0]
+    control = Control(controlnet, torch.randn(1, 32, 9, 6))
+    (embeds, mask), x = random_prompt(2), torch.randn(1, 32, 9, 6)
+    cond, uncond = (embeds[:1], mask[:1]), (embeds[1:], mask[1:])
+    steered = Steered(transformer, control)
+    whole, plain = (denoiser(each, cond, uncond, 4.5)(x, torch.tensor(0.7)) for each in (steered, transformer))
+    assert relative(whole, plain) > 1e-3
+    two, three, five = (
+        denoiser(Shared(Split([CPU] * count, SPEEDS[count]).run, [steered] * count), cond, uncond, 4.5)
+        for count in (2, 3, 5)
+    )
+    got = two(x, torch.tensor(0.7))
+    assert relative(got, whole) < 2e-6
+    assert torch.equal(three(x, torch.tensor(0.7)), got) and torch.equal(five(x, torch.tensor(0.7)), got)
+
+
+def test_the_two_exchanges_of_a_block_are_all_that_shards_hand_each_other():
+    transformer = tiny_transformer(layers=3)
+    embeds, mask = random_prompt(2)
+    x, timestep = torch.randn(2, 32, 9, 6), torch.full((2,), 500.0)
+    constants = prepare(transformer, embeds, mask, 9, 6)
+    split = Split([CPU] * 3)
+    split.run(x, lambda shard: velocity(transformer, shard.x, timestep, constants, share=shard.share))
+    sums, row = 2 * 4 * 8 * 9 * 8, 2 * 6 * 32 * 4
+    for exchange, neighbours in zip(split.exchanges, (1, 2, 1), strict=True):
+        assert exchange.messages == 2 * 3
+        assert exchange.sum_bytes == 3 * sums and exchange.row_bytes == 3 * neighbours * row
+
+
+def test_rows_follow_the_speeds_and_nobody_is_without():
+    assert share_rows(10, [1, 1]) == [(0, 5), (5, 10)]
+    assert share_rows(10, [3, 1]) == [(0, 8), (8, 10)]
+    assert share_rows(5, [1000, 1, 1, 1, 1]) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    with pytest.raises(InputError, match="devices: got 3 for a picture of 2 rows"):
+        share_rows(2, [1, 1, 1])
+
+
+class Failing:
+    """Work that fails in the second exchange of a member's first step, as memory that runs out in its midst."""
+
+    def __init__(self, transformer, timestep, constants, failing, error):
+        self.arguments = transformer, timestep, constants
+        self.failing, self.error = failing, error
+
+    def __call__(self, shard):
+        if shard.member in self.failing:
+            shard.share.exchange.swap = self.fail
+        transformer, timestep, constants = self.arguments
+        return velocity(transformer, shard.x, timestep, constants, share=shard.share)
+
+    def fail(self, *rows):
+        raise self.error
+
+
+@pytest.fixture
+def step():
+    transformer = tiny_transformer()
+    embeds, mask = random_prompt(2)
+    x, timestep = torch.randn(2, 32, 9, 6), torch.full((2,), 500.0)
+    constants = prepare(transformer, embeds, mask, 9, 6)
+    return x, (transformer, timestep, constants), shared(transformer, x, timestep, constants, SPEEDS[1])
+
+
+@pytest.mark.parametrize("failing", [{0}, {2}, {0, 1}])
+def test_a_member_that_fails_is_left_out_and_the_picture_is_the_same(step, failing, caplog):
+    x, arguments, expected = step
+    split = Split([CPU] * 3, [1, 2, 3])
+    got = split.run(x, Failing(*arguments, failing, torch.OutOfMemoryError("out of memory")))
+    assert torch.equal(got, expected)
+    assert split.living == sorted({0, 1, 2} - failing)
+    assert caplog.text.count("its rows of the picture go to the others") == len(failing)
+
+
+def test_the_last_member_says_why_it_failed_and_a_mistake_is_no_failure_of_a_device(step):
+    x, arguments, _ = step
+    split = Split([CPU] * 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        split.run(x, Failing(*arguments, {0, 1}, torch.OutOfMemoryError("out of memory")))
+    split = Split([CPU] * 2)
+    with pytest.raises(ValueError, match="a mistake"):
+        split.run(x, Failing(*arguments, {1}, ValueError("a mistake")))
+    assert split.living == [0, 1]
+
+
+def test_cancel_ends_a_step_in_its_midst(step):
+    x, arguments, _ = step
+
+    class Cancelled(BaseException):
+        pass
+
+    def poll():
+        raise Cancelled
+
+    begun = Event()
+
+    def work(shard):
+        begun.wait(5)
+        return Failing(*arguments, set(), None)(shard)
+
+    with pytest.raises(Cancelled):
+        Timer(0.2, begun.set).start()
+        Split([CPU] * 2).run(x, work, poll)
+    assert not [thread for thread in enumerate_threads() if thread.name.startswith("sana split")]
+
+
+def test_one_device_and_models_of_patches_are_refused():
+    with pytest.raises(InputError, match="devices: got 1 to share a picture, expected two or more"):
+        Split([CPU])
+    transformer = tiny_transformer()
+    transformer.register_to_config(patch_size=2)
+    with pytest.raises(InputError, match="model: got patch_size 2, expected 1"):
+        check_splittable("model", transformer)
+
+
+def drawn(checkpoint, **where):
+    return generate(["a red circle"], checkpoint, 3, steps=2, width=128, height=160, **where)
+
+
+def test_generate_draws_the_same_picture_on_any_number_of_devices(checkpoint):
+    two = drawn(checkpoint, devices=["cpu"] * 2, split=True)
+    assert relative(two, drawn(checkpoint)) < 1e-5
+    assert torch.equal(drawn(checkpoint, devices=["cpu"] * 5, split=True), two)
+
+
+@pytest.mark.parametrize(
+    "where, message",
+    [
+        ({"devices": ["cpu"]}, "devices: got cpu to share a picture, expected two or more"),
+        ({"devices": ["cpu"] * 6}, "devices: got 6 for a picture of 5 rows"),
+        ({"devices": ["cpu"] * 2, "chunk": 2}, "chunk: got 2 with split, expected 1"),
+        ({"devices": ["cpu"] * 2, "compiled": True}, "compiled: got true with split, expected false"),
+    ],
+)
+def test_what_cannot_be_shared_is_named_before_anything_is_loaded(checkpoint, monkeypatch, where, message):
+    monkeypatch.setattr(draw, "load_encoder", None)
+    monkeypatch.setattr(draw, "load_models", None)
+    with pytest.raises(InputError, match=message):
+        drawn(checkpoint, split=True, **where)
+
+
+def test_an_accelerator_is_named_once():
+    cards = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    draw.check_devices(cards)
+    with pytest.raises(InputError, match="devices: got cuda:1 twice, expected each once"):
+        draw.check_devices([*cards, cards[1]])
+
+
+def test_plan_says_what_devices_take_and_gain(capsys):
+    main(["plan", "1.6B", "--width", "4096", "--height", "4096", "--split", "8", "--link", "nvlink"])
+    out = capsys.readouterr().out
+    assert "8 devices share a picture: a guided step takes 12.9 ms, on one 91.9 ms, 7.14 times as fast" in out
+    assert "40 exchanges a step; in a block 1.18 MB of sums from each device, and 1.15 MB for a neighbour" in out
+    main(["plan", "0.6B", "--width", "512", "--height", "512", "--split", "4", "--link", "pcie"])
+    assert "it does not pay at this size" in capsys.readouterr().out
+    with pytest.raises(InputError, match="split: got 40, expected from 2 to 32"):
+        split_cost("1.6B", (1024, 1024), 40, 165.0, LINKS["pcie"])
+
+
+def test_a_step_s_arithmetic_is_that_of_the_counted_layers():
+    # 2 passes x (128 x 128) positions; the 0.24 TFLOP of the text's keys and values, of 91.1, are not in every step
+    assert 2 * 128 * 128 * position_flops(2240, 20) == pytest.approx(90.9e12, rel=0.01)
