@@ -1,0 +1,238 @@
+"""What a step of training takes, counted on fake tensors, beside what sana_core.training.plan predicts: `make bench`.
+
+Writes benchmarks/train_memory.json. It is the trainer's own step, with the released sizes and the CPU's operations, on
+tensors that have a shape and no numbers; tests/live_bytes.py counts. Nothing of this has run on a card: what kernels
+take for themselves, fragmentation and the driver are not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from fake_accelerator import FAKE, default_dtype  # noqa: E402
+from live_bytes import LiveBytes  # noqa: E402
+
+from benchmarks.machine import description  # noqa: E402
+from sana_core.released import CROSS_HEADS, MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
+from sana_core.training.cache import Batch  # noqa: E402
+from sana_core.training.learner import make_learner, take_step  # noqa: E402
+from sana_core.training.runs import Place  # noqa: E402
+from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings  # noqa: E402
+
+FULL, ROUNDED = Method("full"), Method("full", weights="bfloat16")
+CONTROLNET, ROUNDED_CONTROLNET = Method("controlnet"), Method("controlnet", weights="bfloat16")
+EIGHT_BITS = Method(base="int8")
+# of each variant, the settings that differ from a LoRA of the attention at 1024 px in a batch of 1 with AdamW
+CASES: dict[str, list[dict[str, Any]]] = {
+    "0.6B": [
+        {},
+        {"checkpoint": False},
+        {"pixels": 4096},
+        {"method": FULL},
+        {"method": ROUNDED, "optimizer": "came8bit"},
+    ],
+    "1.6B": [
+        {},
+        {"checkpoint": False},
+        {"batch": 4},
+        {"pixels": 512, "checkpoint": False, "batch": 4},
+        {"pixels": 2048},
+        {"pixels": 4096},
+        {"method": Method(rank=64, targets="both"), "ema": 0.999},
+        {"method": Method("dora")},
+        {"method": Method("dora", targets="both"), "checkpoint": False},
+        {"method": Method("lokr")},
+        {"method": Method("lokr", targets="both"), "checkpoint": False},
+        {"dtype": "float32"},
+        {"method": FULL},
+        {"method": FULL, "optimizer": "came"},
+        {"method": FULL, "optimizer": "came8bit"},
+        {"method": FULL, "optimizer": "came8bit", "pixels": 512, "batch": 4, "accumulate": 2},
+        {"method": FULL, "optimizer": "came8bit", "checkpoint": False},
+        {"method": ROUNDED, "optimizer": "came8bit", "accumulate": 2},
+        {"method": ROUNDED, "optimizer": "adamw", "pixels": 2048},
+        {"method": EIGHT_BITS},
+        {"method": EIGHT_BITS, "checkpoint": False},
+        {"method": Method(targets="both", base="int8"), "batch": 4},
+        {"method": Method("lokr", base="int8")},
+        {"method": Method("lokr", targets="both", base="int8"), "checkpoint": False},
+        {"method": CONTROLNET},
+        {"method": CONTROLNET, "checkpoint": False},
+        {"method": CONTROLNET, "optimizer": "came", "accumulate": 2},
+        {"method": CONTROLNET, "optimizer": "came", "accumulate": 2, "pixels": 2048},
+        {"method": ROUNDED_CONTROLNET, "optimizer": "came8bit", "accumulate": 2},
+        {"method": ROUNDED_CONTROLNET, "optimizer": "came8bit", "accumulate": 2, "pixels": 2048},
+        {"method": ROUNDED_CONTROLNET, "checkpoint": False},
+    ],
+    "1.5-1.6B": [{"checkpoint": False}, {"method": FULL, "optimizer": "came8bit", "pixels": 2048}],
+    "1.5-4.8B": [
+        {},
+        {"method": EIGHT_BITS},
+        {"method": ROUNDED, "optimizer": "came8bit"},
+        {"method": ROUNDED, "optimizer": "came8bit", "pixels": 512},
+    ],
+}
+
+
+class Counted(NamedTuple):
+    """Bytes of a training: at rest between steps, and at most in a step."""
+
+    rest: int
+    peak: int
+
+
+def make_settings(
+    pixels: int = 1024,
+    batch: int = 1,
+    accumulate: int = 1,
+    method: Method | None = None,
+    optimizer: str = "adamw",
+    ema: float = 0.0,
+    checkpoint: bool = True,
+    dtype: str = "bfloat16",
+) -> Settings:
+    phase = Phase(("data",), pixels, batch, accumulate, steps=1)
+    optimizer_settings = Optimizer(optimizer, ema=ema)
+    return check_settings(
+        Settings(
+            "model",
+            "out",
+            (phase,),
+            dtype=dtype,
+            method=method or Method(),
+            optimizer=optimizer_settings,
+            checkpoint_gradients=checkpoint,
+        )
+    )
+
+
+def transformer(model: Architecture, dtype: torch.dtype, pixels: int) -> Any:
+    """Return a transformer of that architecture with weights as torch makes them."""
+    from diffusers import SanaTransformer2DModel
+
+    heads = CROSS_HEADS.get(model.width, model.width // 32)
+    # the released model of 4096 px has a position embedding
+    large: Any = {"interpolation_scale": 2.0, "sample_size": 128} if pixels > 2048 else {}
+    with default_dtype(dtype):
+        return SanaTransformer2DModel(
+            num_attention_heads=model.width // 32,
+            num_layers=model.layers,
+            num_cross_attention_heads=heads,
+            cross_attention_head_dim=model.width // heads,
+            cross_attention_dim=model.width,
+            qk_norm="rms_norm_across_heads" if model.qk_norm else None,
+            guidance_embeds=model.guidance_embeds,
+            **large,
+        )
+
+
+def count_step(model: Architecture, settings: Settings, fake: bool = True, steps: int = 2) -> Counted:
+    """Return what the last of `steps` steps takes, each with the longest captions; of the first phase of `settings`."""
+    phase = settings.phase[0]
+    side = phase.resolution // 32
+    dtype = getattr(torch, settings.dtype)
+    live = LiveBytes(fake)
+    steered = settings.method.kind == "controlnet"
+
+    def load(indices: list[int]) -> Batch:
+        count = len(indices)
+        embeds = torch.zeros(count, MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
+        mask = torch.ones(count, MAX_TOKENS, dtype=torch.int64)
+        latents = torch.zeros(count, 32, side, side)
+        return Batch(latents, embeds, mask, None, ["picture"] * count, latents.clone() if steered else None)
+
+    with contextlib.ExitStack() as stack:
+        if fake:
+            stack.enter_context(FAKE)
+            stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", replace_parameters))
+            stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", copy_parameter))
+        stack.enter_context(live)
+        # torchao's step without a compiler
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        weights = settings.method.weights if settings.method.kind == "full" else settings.dtype
+        made = transformer(model, getattr(torch, weights), phase.resolution)
+        learner = make_learner(made, 3.0, settings)
+        empty = torch.zeros(MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
+        data: Any = SimpleNamespace(cache=SimpleNamespace(load=load, empty=empty), samples=[])
+        group = [list(range(phase.batch)) for _ in range(phase.accumulate)]
+        for step in range(steps):
+            live.restart()
+            take_step(learner, data, group, Place(step), 1e-4)
+        return Counted(live.alive, live.peak)
+
+
+def replace_parameters(module: Any, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """Do what torch.nn.Module's _apply does with new parameters: modules cannot exchange the data of fake ones."""
+    for owner in module.modules():
+        for name, each in owner.named_parameters(recurse=False):
+            setattr(owner, name, torch.nn.Parameter(function(each.detach()), each.requires_grad))
+    return module
+
+
+def copy_parameter(parameter: torch.Tensor, memo: dict[int, Any]) -> torch.nn.Parameter:
+    """Return what a copy of a parameter is; torch's own would ask a fake one for its memory."""
+    return torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+
+
+def describe(settings: Settings) -> str:
+    """Return in words what tells the cases apart."""
+    method, phase, optimizer = settings.method, settings.phase[0], settings.optimizer
+    words = [f"{phase.resolution} px", f"batch {phase.batch}"]
+    words += ["accumulated"] if phase.accumulate > 1 else []
+    if method.kind == "full":
+        words.append(f"all weights in {method.weights}")
+    elif method.kind == "controlnet":
+        words.append(f"ControlNet of {method.blocks} blocks in {method.weights}")
+    else:
+        base = settings.dtype if method.base == "full" else f"{method.base} and {settings.dtype}"
+        words.append(f"{method.kind} of {method.targets}, rank {method.rank}, on {base}")
+    words.append(optimizer.name)
+    words += ["moving average"] if optimizer.ema else []
+    words += [] if settings.checkpoint_gradients else ["no checkpointing"]
+    return ", ".join(words)
+
+
+def predict(variant: str, settings: Settings) -> int:
+    """Return the bytes that the plan predicts for the first phase of `settings`."""
+    from sana_core.training.plan import released_base, training_stage
+
+    return training_stage(settings.phase[0], 1, settings, released_base(variant)).bytes
+
+
+def compare(variant: str, settings: Settings) -> dict[str, Any]:
+    counted, predicted = count_step(VARIANTS[variant], settings).peak, predict(variant, settings)
+    return {
+        "counted_megabytes": round(counted / 1e6, 1),
+        "predicted_megabytes": round(predicted / 1e6, 1),
+        "predicted_of_counted": round(predicted / counted, 3),
+    }
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    for variant, cases in CASES.items():
+        for case in cases:
+            settings = make_settings(**case)
+            found.setdefault(variant, {})[describe(settings)] = compare(variant, settings)
+            sys.stderr.write(f"{variant} {describe(settings)}: {found[variant][describe(settings)]}\n")
+    note = "counted on fake tensors in a second step; nothing of this has run on a card"
+    text = json.dumps({**description(), "note": note, "steps": found}, indent=2) + "\n"
+    (ROOT / "benchmarks" / "train_memory.json").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Training on several processes: what a step takes of each card, how fast ranks are, and 64 cards on paper.
+
+`python benchmarks/train_parallel.py` writes benchmarks/train_parallel.json. "memory": the trainer's own step under
+FSDP2, on fake tensors in a fake group of 4, beside the plan's prediction. "overhead": the trainer's step beside a bare
+loop under the same wrapper, two ranks over gloo on this machine's CPU. "speed": two ranks, a core each, beside one on
+one core. "on_paper": seconds of a step of SANA 1.6B that send and that compute, by the plan's volumes. No GPU has run
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT / "tests" / "unit")]
+
+from fake_accelerator import FAKE  # noqa: E402
+from launched import results_of  # noqa: E402
+from live_bytes import BLOCK, LiveBytes  # noqa: E402
+
+from benchmarks import train_memory  # noqa: E402
+from benchmarks.machine import description  # noqa: E402
+from benchmarks.sampling import small_model  # noqa: E402
+from benchmarks.train_memory import FULL, make_settings  # noqa: E402
+from sana_core.memory import CONTEXT  # noqa: E402
+from sana_core.released import MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
+from sana_core.training.arrangements import ring, share_of  # noqa: E402
+from sana_core.training.cache import Batch  # noqa: E402
+from sana_core.training.learner import make_learner, take_step  # noqa: E402
+from sana_core.training.plan import released_base  # noqa: E402
+from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
+from sana_core.training.runs import Place  # noqa: E402
+from sana_core.training.settings import Method, Parallel, Settings  # noqa: E402
+
+CARDS, STEPS = 4, 8
+# the issue's two: all weights with AdamW at 1024 px in batches of 1, and the GiB of the cards
+RELEASED = {"1.6B": 12, "1.5-4.8B": 24}
+# of an H100: dense bf16, of which a training reaches about 0.4; NVLink in one direction; a machine of 8 behind 100 GbE
+FLOPS, REACHED, NVLINK, ETHERNET, MACHINE = 989e12, 0.4, 450e9, 12.5e9, 8
+# forward, backward, and the forward again with gradient checkpointing, of 2 operations a weight and a position
+PASSES, POSITIONS, PICTURES = 4, 1024, 8
+
+
+class Shared(LiveBytes):
+    """Counts what FSDP frees and takes by resizing, and not what has no memory anywhere."""
+
+    def track(self, tensor: Any, counted: bool) -> None:
+        super().track(tensor, counted and getattr(tensor, "device", torch.device("cpu")).type != "meta")
+
+    def freed(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.size():
+            self.alive -= -(-storage.nbytes() // BLOCK) * BLOCK
+            storage.resize_(0)
+
+    def taken(self, tensor: torch.Tensor) -> None:
+        storage, size = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
+        if storage.size() != size:
+            storage.resize_(size)
+            self.alive += -(-size // BLOCK) * BLOCK
+            self.peak = max(self.peak, self.alive)
+
+
+def fake_batch(count: int, side: int, dtype: torch.dtype) -> Batch:
+    embeds = torch.zeros(count, MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
+    mask = torch.ones(count, MAX_TOKENS, dtype=torch.int64)
+    return Batch(torch.zeros(count, 32, side, side), embeds, mask, None, ["picture"] * count)
+
+
+def count_rank(model: Architecture, settings: Settings, steps: int = 2) -> int:
+    """Return the most bytes at once of the last of `steps` steps on one of CARDS ranks. Makes the process's group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=CARDS)
+    mesh = init_device_mesh("cpu", (CARDS,), mesh_dim_names=("shard",))
+    phase, dtype, live = settings.phase[0], getattr(torch, settings.dtype), Shared(True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FAKE)
+        stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", train_memory.replace_parameters))
+        stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", train_memory.copy_parameter))
+        stack.enter_context(mock.patch("torch.distributed.device_mesh.init_device_mesh", lambda *_, **__: mesh))
+        for module in (_fsdp_param, _fsdp_param_group):
+            for name, function in (("alloc_storage", live.taken), ("free_storage", live.freed)):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, function))
+        stack.enter_context(live)
+        weights = settings.method.weights if settings.method.kind == "full" else settings.dtype
+        made = train_memory.transformer(model, getattr(torch, weights), phase.resolution)
+        learner = make_learner(made, 3.0, settings, ranks=Ranks(0, CARDS, True, torch.device("cpu")))
+        del made
+        side, empty = phase.resolution // 32, torch.zeros(MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
+        cache = SimpleNamespace(load=lambda indices: fake_batch(len(indices), side, dtype), empty=empty)
+        data: Any = SimpleNamespace(cache=cache, samples=[])
+        for step in range(steps):
+            live.restart()
+            take_step(learner, data, [[index] for index in range(phase.accumulate)], Place(step), 1e-4)
+    torch.distributed.destroy_process_group()
+    return live.peak
+
+
+def memory_settings() -> Settings:
+    return replace(make_settings(method=FULL, accumulate=CARDS), parallel=Parallel("fsdp"))
+
+
+def predict(variant: str) -> int:
+    settings = memory_settings()
+    return share_of(settings, released_base(variant), settings.phase[0], CARDS).card - CONTEXT
+
+
+def memory() -> dict[str, Any]:
+    """Count each of RELEASED in a process of its own, for each makes a group."""
+    found = {}
+    for variant, card in RELEASED.items():
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            counted = pool.apply(count_rank, (VARIANTS[variant], memory_settings()))
+        predicted = predict(variant)
+        found[variant] = {
+            "counted_megabytes": round(counted / 1e6, 1),
+            "predicted_megabytes": round(predicted / 1e6, 1),
+            "predicted_of_counted": round(predicted / counted, 3),
+            "fits_card_of": card if counted + CONTEXT <= card * 2**30 else None,
+        }
+    return found
+
+
+def speed_settings(kind: str) -> Settings:
+    own = make_settings(method=Method(targets="both"), accumulate=2, dtype="float32", pixels=512, checkpoint=False)
+    return replace(own, parallel=Parallel(kind), caption_dropout=0.0)
+
+
+def seconds(ranks: Ranks, kind: str, bare: bool) -> float:
+    """Return the median seconds of a step of two pictures: the trainer's, or those of a loop without a trainer."""
+    torch.manual_seed(0)
+    settings = speed_settings(kind)
+    learner = make_learner(small_model().requires_grad_(False), 3.0, settings, ranks=ranks)
+    batch = fake_batch(1, 16, torch.float32)
+    data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=batch.embeds[0]), samples=[])
+    found = []
+    for step in range(STEPS + 2):
+        began = time.perf_counter()
+        if bare:
+            bare_step(learner, batch)
+        else:
+            take_step(learner, data, [[0], [1]], Place(step), 1e-4)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[2:])
+
+
+def bare_step(learner: Any, batch: Batch) -> None:
+    """What torch's own example of DDP and FSDP does, of the same pictures a rank."""
+    noise, sigma = torch.randn_like(batch.latents), torch.rand(1)
+
+    def loss() -> torch.Tensor:
+        x = torch.lerp(batch.latents, noise, sigma.view(-1, 1, 1, 1))
+        out = learner.transformer(x, batch.embeds, sigma * 1000, encoder_attention_mask=batch.mask, return_dict=False)
+        return (out[0] - (noise - batch.latents)).square().mean()
+
+    (learner.replica(loss) if learner.replica is not None else loss()).backward()
+    owners = learner.parameters if learner.shards is None else learner.shards.trained
+    torch.nn.utils.clip_grad_norm_(list(owners.values()), 0.1)
+    if learner.shards is not None:
+        for name, parameter in learner.parameters.items():
+            parameter.grad = owners[name].grad.to_local()
+            owners[name].grad = None
+    learner.optimizer.step()
+    learner.optimizer.zero_grad()
+
+
+def of_ranks(count: int, function: Callable[[Ranks], float]) -> float:
+    """Return the slowest rank's."""
+    return max(results_of(count, function, deadline=1200))
+
+
+def overhead() -> dict[str, Any]:
+    found = {}
+    for kind in ("ddp", "fsdp"):
+        # in turns, for the machine's other work comes and goes
+        pairs = [[of_ranks(2, partial(seconds, kind=kind, bare=bare)) for bare in (False, True)] for _ in range(2)]
+        own, bare = (min(pair[index] for pair in pairs) for index in (0, 1))
+        found[kind] = {"run_seconds": round(own, 4), "bare_seconds": round(bare, 4), "ratio": round(own / bare, 3)}
+    return found
+
+
+def speed() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    one = min(seconds(ALONE, "ddp", False) for _ in range(2))
+    found: dict[str, Any] = {"one_rank_seconds": round(one, 4)}
+    for kind in ("ddp", "fsdp"):
+        two = min(of_ranks(2, partial(seconds, kind=kind, bare=False)) for _ in range(2))
+        found[kind] = {"two_ranks_seconds": round(two, 4), "times_one": round(one / two, 2)}
+    return found
+
+
+def on_paper() -> list[dict[str, Any]]:
+    """Return, for 1 to 64 cards with PICTURES pictures each a step, what sends and what computes, all weights in AdamW.
+
+    Within a machine over NVLink, between machines over their one 100 GbE, which the cards share. "at_most" is the share
+    of the cards that computes if all that is sent hides behind it, "at_least" if nothing does.
+    """
+    base, rows = released_base("1.6B"), []
+    parameters = 1_604_462_752
+    computing = PASSES * 2 * parameters * POSITIONS * PICTURES / (FLOPS * REACHED)
+    for cards in (1, 2, 4, 8, 16, 32, 64):
+        row: dict[str, Any] = {"cards": cards, "computing_seconds": round(computing, 3)}
+        settings = make_settings(method=FULL, batch=PICTURES, accumulate=cards)
+        for kind in ("ddp", "fsdp"):
+            own = replace(settings, parallel=Parallel(kind))
+            whole = share_of(own, base, own.phase[0], cards).sent / ring(cards) if cards > 1 else 0.0
+            machines, inside = max(1, cards // MACHINE), min(cards, MACHINE)
+            sending = whole * ring(inside) / NVLINK + whole * ring(machines) / ETHERNET
+            row[kind] = {
+                "sending_seconds": round(sending, 3),
+                "at_most": round(computing / max(computing, sending), 2),
+                "at_least": round(computing / (computing + sending), 2),
+            }
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure what the command line names, all without one, and keep what was measured of the rest."""
+    figures = {"memory": memory, "overhead": overhead, "speed": speed, "on_paper": on_paper}
+    file = ROOT / "benchmarks" / "train_parallel.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    found: dict[str, Any] = {name: known[name] for name in figures if name in known}
+    for name in sys.argv[1:] or figures:
+        found[name] = figures[name]()  # type: ignore[operator]
+        sys.stderr.write(f"{name}: {found[name]}\n")
+        note = "memory counted on fake tensors; times on a CPU over gloo; nothing of this has run on a card"
+        file.write_text(json.dumps({**description(), "note": note, **found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Training inside ComfyUI: sana_core's own run on the files that MODEL came from, watched and cancelled by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import comfy.model_management
+import torch
+
+from ...sana_core.checkpoints import inspect_checkpoint
+from ...sana_core.checkpoints.headers import read_file
+from ...sana_core.checks import check_whole
+from ...sana_core.errors import InputError
+from ...sana_core.released import SPRINT
+from ...sana_core.training.plan import plan_training, read_base
+from ...sana_core.training.runs import read_losses
+from ...sana_core.training.settings import (
+    ADAPTERS,
+    Method,
+    Optimizer,
+    Phase,
+    Settings,
+    Validation,
+    check_settings,
+    one_of,
+)
+from ...sana_core.training.train import check_base, train
+from .clip import SanaTokenizer
+from .compat import loaded_from, patches_of
+from .folders import RUNS
+from .guidance import require_sana
+from .layers import KEEP
+from .lora import add_lora
+from .reference import SHARED_MASK
+from .training_view import View
+from .vae import SanaAutoencoder
+
+if TYPE_CHECKING:
+    import comfy.sd
+    from comfy.model_patcher import ModelPatcher
+
+    from .datasets import Dataset
+
+# the node's whole numbers and their bounds; `check_settings` knows those of the others
+WHOLE = {
+    "rank": (1, 1024),
+    "steps": (1, 1_000_000),
+    "batch_size": (1, 4096),
+    "accumulate": (1, 4096),
+    "warmup": (0, 1_000_000),
+    "validate_every": (0, 1_000_000),
+    "save_every": (1, 1_000_000),
+    "keep": (1, 1_000_000),
+    "training_seed": (0, 2**63 - 1),
+}
+
+
+# of a run's memory that allocators lose between blocks
+FRAGMENTS = 1.1
+
+
+class Trained(NamedTuple):
+    """What a run ends with: the LoRA's tensors as its file has them, the loss of each step, and MODEL with the LoRA."""
+
+    lora: dict[str, torch.Tensor]
+    losses: list[float]
+    model: ModelPatcher
+    report: str
+
+
+def check_model(model: ModelPatcher) -> None:
+    """Raise InputError unless MODEL is a SANA model as its file has it: training begins there, and not from patches."""
+    require_sana(model.model)
+    # SPRINT is a guard of its sampler, and `check_base` says what is wrong with Sprint
+    patches = patches_of(model) - {SHARED_MASK, KEEP, SPRINT} | ({"LoRA"} if model.patches else set())
+    if patches:
+        found = ", ".join(sorted(patches))
+        raise InputError(
+            f"model: got a patch that training does not see ({found}), expected the model alone; connect SANA Loader"
+        )
+    _, weight_dtype, resolution, _, _ = loaded_from(model)
+    if weight_dtype != "default" or model.model.model_config.quant_config:
+        raise InputError(
+            "model: training needs weights as they are in a plain file; choose weight_dtype default and quantise off"
+        )
+    if resolution is not None:
+        raise InputError(f"model: got resolution {resolution} of its loader, which training does not see; choose auto")
+
+
+def check_parts(model: ModelPatcher, own: Mapping[str, Any]) -> None:
+    """Raise InputError where neither the file of MODEL nor an input has text encoder or autoencoder."""
+    checkpoint = inspect_checkpoint(path_of(model))
+    kinds = {part.kind for part in checkpoint.parts or (checkpoint,)}
+    for field, kind in (("clip", "text_encoder"), ("vae", "autoencoder")):
+        if own.get(field) is None and kind not in kinds:
+            raise InputError(f"{field}: got none, expected one for a MODEL of a single file; connect its loader's")
+
+
+def clip_path(clip: comfy.sd.CLIP | None) -> str:
+    """Return the checkpoint of CLIP, nothing for none. Raises InputError unless it is SANA's, as its file has it."""
+    if clip is None:
+        return ""
+    if not isinstance(clip.tokenizer, SanaTokenizer) or clip.patcher.patches:
+        raise InputError("clip: got one that training cannot load, or with a LoRA; connect that of a SANA loader")
+    return path_of(clip.patcher)
+
+
+def vae_path(vae: comfy.sd.VAE | None) -> str:
+    """Return the checkpoint of VAE, nothing for none. Raises InputError unless it is SANA's."""
+    if vae is None:
+        return ""
+    if not isinstance(vae.first_stage_model, SanaAutoencoder):
+        got = type(vae.first_stage_model).__name__
+        raise InputError(f"vae: got {got}, which training cannot load; use SANA Loader or SANA Load VAE")
+    return path_of(vae.patcher)
+
+
+def path_of(patcher: ModelPatcher) -> str:
+    return str(Path(loaded_from(patcher)[0]).absolute())
+
+
+def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, own: Mapping[str, Any]) -> Settings:
+    """Return the settings of the run in `out`; `own` are the node's other inputs by their names.
+
+    Raises InputError for a MODEL that cannot be trained, and for numbers and names out of range.
+    """
+    check_model(model)
+    check_parts(model, own)
+    # widgets check their range, links do not
+    one_of("method", own["method"], ADAPTERS)
+    for field, (least, most) in WHOLE.items():
+        check_whole(field, own[field], least, most)
+    _, _, _, reference, _ = loaded_from(model)
+    dtype = model.model.get_dtype_inference()
+    phase = Phase(
+        (dataset.folder,),
+        dataset.resolution,
+        batch=int(own["batch_size"]),
+        accumulate=int(own["accumulate"]),
+        steps=int(own["steps"]),
+        learning_rate=own["learning_rate"],
+        schedule=own["schedule"],
+        warmup=int(own["warmup"]),
+    )
+    prompts = tuple(line.strip() for line in own["validation_prompts"].splitlines() if line.strip())
+    return check_settings(
+        Settings(
+            model=path_of(model),
+            out=str(out),
+            phase=(phase,),
+            name=out.name,
+            text_encoder=clip_path(own.get("clip")),
+            autoencoder=vae_path(own.get("vae")),
+            trigger=own["trigger"],
+            seed=int(own["training_seed"]),
+            # nothing trains in fp16
+            dtype="float32" if dtype == torch.float32 else "bfloat16",
+            reference=reference,
+            device=str(model.load_device),
+            caption_dropout=own["caption_dropout"],
+            checkpoint_gradients=own["checkpoint_gradients"],
+            save_every=int(own["save_every"]),
+            keep=int(own["keep"]),
+            method=Method(own["method"], int(own["rank"]), own["alpha"] or None, own["targets"]),
+            optimizer=Optimizer(own["optimizer"], own["weight_decay"], own["gradient_clip"], own["ema"]),
+            validation=Validation(int(own["validate_every"]), own["held_out"], prompts),
+        )
+    )
+
+
+def memory_to_free(settings: Settings, device: torch.device) -> int:
+    """Return the bytes that have to be free on `device` for a run: the plan's, and what ComfyUI leaves free itself."""
+    needed = plan_training(settings, read_base(settings), accelerator=device.type != "cpu").largest.bytes
+    return int(needed * FRAGMENTS) + comfy.model_management.minimum_inference_memory()
+
+
+def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained:
+    """Train as `settings` say, from where the run in their folder stands, and return what came of it.
+
+    Cancel saves where it stands. Raises InputError for a MODEL or a data set that cannot be used, InUseError for a run
+    that another program is at, TrainingError for a loss that is not finite.
+    """
+    check_base(settings)
+    management, device = comfy.model_management, model.load_device
+    # other models may stay where there is room beside the run
+    management.free_memory(memory_to_free(settings, device), device)
+    management.soft_empty_cache()
+    view = View(node_id, read_losses(Path(settings.out)))
+    # ComfyUI runs nodes in inference mode, whose tensors know no gradients; the run makes all of its own
+    with torch.inference_mode(False), torch.enable_grad():
+        poll = management.throw_exception_if_processing_interrupted
+        file = train(settings, view.report, view.progress, poll, view.show)
+        # in memory of their own: the file is written again when the run goes on
+        lora = read_file(file)
+    losses = read_losses(Path(settings.out))
+    management.soft_empty_cache()
+    trained, _, fits = add_lora(model, None, lora, file.name)
+    return Trained(
+        lora, losses, trained, f"{fits}; {len(losses)} steps, in {RUNS}/{settings.name} of the output folder"
+    )

@@ -1,0 +1,104 @@
+"""What SANA Train shows while it trains: its bar and a line of words, the latest pictures, and the loss as a curve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import comfy.utils
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from server import PromptServer
+
+from ...sana_core.picture_files import levels
+from ...sana_core.training.pace import Pace
+
+# seconds between two lines of words, and between two curves
+WORDS, CURVES = 0.5, 2.0
+# pixels: the preview's width, the curve's height, and the largest side of a picture
+WIDTH, CURVE, LARGEST = 512, 128, 512
+PAPER, LINE, AVERAGE, TEXT = (250, 250, 248), (190, 205, 225), (40, 80, 150), (40, 40, 40)
+# of the moving average that is drawn over the losses, which jump with the times that are drawn
+DECAY = 0.95
+
+
+class View:
+    """The node `node_id` on the canvas, while its run goes on."""
+
+    def __init__(self, node_id: str, losses: Sequence[float]) -> None:
+        """`losses` are those of the steps that the run has behind it."""
+        self.node_id = node_id
+        self.bar = comfy.utils.ProgressBar(1)
+        self.pace = Pace()
+        self.losses = list(losses)
+        self.pictures: Image.Image | None = None
+        self.said, self.drawn = 0.0, 0.0
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Tell how much of the preparation is done."""
+        self.pace.restart()
+        self.say(f"{what}: {done} of {total}", done == total)
+        self.bar.update_absolute(done, total)
+
+    def report(self, line: Mapping[str, Any]) -> None:
+        """Tell of a step or a validation, given as the line of the log."""
+        if "validation_loss" in line:
+            self.say(f"step {line['step']}: validation loss {line['validation_loss']:.4f}", True)
+            return
+        # a run that was killed goes on some steps before the end of its log
+        self.losses[line["step"] - 1 :] = [line["loss"]]
+        last = line["step"] == line["steps"]
+        self.say(self.pace.describe(line), last)
+        now = time.monotonic()
+        due = last or now - self.drawn >= CURVES
+        self.drawn = now if due else self.drawn
+        self.bar.update_absolute(line["step"], line["steps"], self.preview() if due else None)
+
+    def show(self, step: int, pictures: Sequence[torch.Tensor]) -> None:
+        """Show the pictures [3, H, W] in [-1, 1] of a validation, side by side."""
+        images = [Image.fromarray(levels(picture)) for picture in pictures]
+        row = Image.fromarray(np.concatenate([np.asarray(image) for image in images], axis=1))
+        scale = min(WIDTH / row.width, LARGEST / row.height)
+        self.pictures = row.resize((round(row.width * scale), round(row.height * scale)), Image.Resampling.BOX)
+        self.bar.update_absolute(self.bar.current, None, self.preview())
+
+    def say(self, text: str, now: bool) -> None:
+        """Write `text` under the node, unless the last one is only just there."""
+        if now or time.monotonic() - self.said >= WORDS:
+            self.said = time.monotonic()
+            PromptServer.instance.send_progress_text(text, self.node_id)
+
+    def preview(self) -> tuple[str, Image.Image, None]:
+        """Return the latest pictures above the curve, as ComfyUI's progress takes a preview: at its own size."""
+        top = self.pictures.height if self.pictures is not None else 0
+        canvas = Image.new("RGB", (WIDTH, top + CURVE), PAPER)
+        if self.pictures is not None:
+            canvas.paste(self.pictures, ((WIDTH - self.pictures.width) // 2, 0))
+        draw_curve(ImageDraw.Draw(canvas), self.losses, top)
+        return "JPEG", canvas, None
+
+
+def draw_curve(draw: ImageDraw.ImageDraw, losses: Sequence[float], top: int) -> None:
+    """Draw the loss of each step, and over them their moving average, with the lowest and the highest loss in words."""
+    if len(losses) < 2:
+        return
+    low, high = min(losses), max(losses)
+    averages, total, weight = [], 0.0, 0.0
+    for loss in losses:
+        total, weight = DECAY * total + loss, DECAY * weight + 1
+        averages.append(total / weight)
+    for values, colour in ((losses, LINE), (averages, AVERAGE)):
+        points = [
+            (
+                8 + index * (WIDTH - 16) / (len(values) - 1),
+                top + 20 + (high - value) / max(high - low, 1e-9) * (CURVE - 40),
+            )
+            for index, value in enumerate(values)
+        ]
+        draw.line(points, colour, 2)
+    font = ImageFont.load_default(12)
+    draw.text((8, top + 2), f"{high:.4f}", TEXT, font)
+    draw.text((8, top + CURVE - 16), f"{low:.4f}", TEXT, font)
+    draw.text((WIDTH // 2, top + CURVE - 16), f"loss, {len(losses)} steps", TEXT, font)

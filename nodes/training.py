@@ -1,0 +1,207 @@
+"""Pictures to a data set, and a data set to a LoRA."""
+
+from inspect import cleandoc
+
+from comfy_api.latest import io
+
+from ..sana_core.latents import DOWNSCALE
+from ..sana_core.released import DEFAULT_RESOLUTION
+from ..sana_core.training.buckets import LARGEST_SIDE
+from ..sana_core.training.optimizers import NAMES
+from ..sana_core.training.settings import ADAPTERS, SCHEDULES, TARGETS
+from .host.folders import dataset_path, list_datasets, run_path
+
+DATASET = io.Custom("SANA_DATASET")
+# core's, of its own nodes for training
+LORA_MODEL, LOSS_MAP = io.Custom("LORA_MODEL"), io.Custom("LOSS_MAP")
+LARGEST_STEPS = 1_000_000
+
+
+class SanaNodesDataset(io.ComfyNode):
+    """
+    Takes the pictures of a folder with their captions as what SANA Train learns, and shows them on a contact sheet.
+
+    Put the pictures into a folder in ComfyUI's input folder, and beside each a text file of the same name with its
+    caption. "red stars (bundled)" comes with the pack.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaNodesDataset",
+            display_name="SANA Dataset",
+            category="SANA/training",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["training data", "pictures and captions", "aspect ratio buckets", "contact sheet"],
+            inputs=[
+                io.Combo.Input("folder", options=list_datasets(), tooltip="A folder in ComfyUI's input folder."),
+                io.Int.Input(
+                    "resolution",
+                    default=DEFAULT_RESOLUTION,
+                    min=DOWNSCALE,
+                    max=LARGEST_SIDE,
+                    step=DOWNSCALE,
+                    tooltip="The side of a square picture. Others are cropped to the nearest of SANA's shapes of that "
+                    "area. 128 for the bundled model.",
+                ),
+            ],
+            outputs=[
+                DATASET.Output(display_name="dataset", tooltip="For SANA Train."),
+                io.Image.Output(
+                    display_name="contact_sheet", tooltip="The pictures as they are cropped, by shape, with captions."
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, folder: str | None = None, **others) -> str:
+        from .host.stamps import dataset_stamp
+
+        return dataset_stamp(lambda: dataset_path(folder))
+
+    @classmethod
+    def execute(cls, folder: str, resolution: int) -> io.NodeOutput:
+        from .host.datasets import look_at
+        from .host.report import show_under_node
+
+        dataset, sheet, text = look_at(dataset_path(folder), resolution)
+        show_under_node(text, cls.hidden.unique_id)
+        return io.NodeOutput(dataset, sheet)
+
+
+def main_inputs() -> list:
+    """What people change, and what a MODEL of one file lacks."""
+    return [
+        io.Model.Input("model", tooltip="The MODEL of SANA Loader, with no LoRA or other patch on it."),
+        DATASET.Input("dataset", tooltip="The pictures of SANA Dataset."),
+        io.String.Input(
+            "name",
+            default="my-lora",
+            tooltip="Of the LoRA, and of the run's folder below output/sana_training. The same name goes on with it.",
+        ),
+        io.Combo.Input(
+            "method",
+            options=list(ADAPTERS),
+            tooltip="lora is what every program reads. dora is slower and learns a little more a step, lokr is small.",
+        ),
+        io.Int.Input("rank", default=16, min=1, max=1024, tooltip="The size of the LoRA; 8 to 32 is usual."),
+        io.Int.Input(
+            "steps",
+            default=500,
+            min=1,
+            max=LARGEST_STEPS,
+            tooltip="In all, also of a run that goes on: raise it to train a finished one further.",
+        ),
+        io.Float.Input(
+            "learning_rate",
+            default=1e-4,
+            min=0.0,
+            max=10.0,
+            step=1e-6,
+            tooltip="As it is: nothing scales it by batch or rank. 1 for prodigy, 0.001 for the bundled model.",
+        ),
+        io.Int.Input("batch_size", default=1, min=1, max=4096, tooltip="Pictures learnt together."),
+        io.String.Input(
+            "validation_prompts",
+            default="",
+            multiline=True,
+            optional=True,
+            tooltip="One a line: drawn while it trains, prompt i with seed i, as SANA Sampler would with the LoRA.",
+        ),
+        io.Clip.Input("clip", optional=True, tooltip="For a MODEL of SANA Load Diffusion Model, which has no other."),
+        io.Vae.Input("vae", optional=True, tooltip="For a MODEL of SANA Load Diffusion Model, which has no other."),
+    ]
+
+
+def advanced_inputs() -> list:
+    """What is left at its default as a rule."""
+
+    def whole(name: str, default: int, least: int, tooltip: str, most: int = LARGEST_STEPS) -> io.Int.Input:
+        return io.Int.Input(name, default=default, min=least, max=most, optional=True, advanced=True, tooltip=tooltip)
+
+    def number(name: str, default: float, most: float, step: float, tooltip: str) -> io.Float.Input:
+        return io.Float.Input(
+            name, default=default, min=0.0, max=most, step=step, optional=True, advanced=True, tooltip=tooltip
+        )
+
+    def choice(name: str, options: tuple[str, ...], tooltip: str) -> io.Combo.Input:
+        return io.Combo.Input(
+            name, options=list(options), default=options[0], optional=True, advanced=True, tooltip=tooltip
+        )
+
+    return [
+        choice("targets", TARGETS, "The layers that learn. Both learn more, from more pictures."),
+        number("alpha", 0.0, 1e5, 0.5, "The LoRA acts with alpha / rank; 0 is the rank itself, so 1."),
+        choice("optimizer", NAMES, "came needs half of adamw's memory, came8bit an eighth, and a warmup."),
+        choice("schedule", SCHEDULES, "How the learning rate goes on after the warmup."),
+        whole("warmup", 0, 0, "Steps in which the learning rate rises from 0."),
+        whole("accumulate", 1, 1, "Batches in a step: a larger batch in the memory of a small one.", 4096),
+        whole("validate_every", 100, 0, "Steps between validations, with pictures of the prompts; 0 for none."),
+        number("held_out", 0.0, 0.5, 0.01, "The share of pictures that are not learnt, but measured at validations."),
+        number("caption_dropout", 0.1, 1.0, 0.01, "The share learnt without caption, which guidance needs."),
+        number("gradient_clip", 0.1, 1e6, 0.01, "The largest norm of a step's gradients."),
+        number("weight_decay", 0.01, 1.0, 0.001, "How much the weights are drawn towards 0."),
+        number("ema", 0.0, 0.999999, 0.0001, "Decay of a moving average, which is then what is saved; 0 for none."),
+        io.Boolean.Input(
+            "checkpoint_gradients",
+            default=True,
+            optional=True,
+            advanced=True,
+            tooltip="On: a third slower, and a small part of the memory.",
+        ),
+        whole("save_every", 500, 1, "Steps between saved states. Cancel saves too."),
+        whole("keep", 3, 1, "How many states are kept, besides the best."),
+        # not "seed", which the canvas would change with every run: another seed is another run
+        whole("training_seed", 0, 0, "Of the noise and of the order of pictures.", 2**63 - 1),
+        io.String.Input(
+            "trigger", default="", optional=True, advanced=True, tooltip="Words to note in the LoRA's file."
+        ),
+    ]
+
+
+class SanaNodesTrain(io.ComfyNode):
+    """
+    Trains a LoRA on a SANA model, and draws with it as it learns.
+
+    The loss, its curve and the validation's pictures are on the node while it runs. Cancel saves; queueing again goes
+    on, and so does a finished run with more steps. The LoRA lies in output/sana_training.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaNodesTrain",
+            display_name="SANA Train",
+            category="SANA/training",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["train lora", "sana lora training", "fine-tune", "dora", "lokr", "dreambooth"],
+            is_output_node=True,
+            inputs=[*main_inputs(), *advanced_inputs()],
+            outputs=[
+                LORA_MODEL.Output(display_name="lora", tooltip="For Save LoRA Weights and Load LoRA Model."),
+                LOSS_MAP.Output(display_name="loss_map", tooltip="The loss of each step, for Plot Loss Graph."),
+                io.Model.Output(tooltip="The model with the LoRA, for SANA Sampler."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, model, dataset, name: str, **own) -> io.NodeOutput:
+        from .host.links import check_links
+        from .host.report import show_under_node
+        from .host.training import make_settings, train_lora
+
+        check_links(model=model, dataset=dataset)
+        for field in ("clip", "vae"):
+            if own.get(field) is not None:
+                check_links(**{field: own[field]})
+        # of what the API leaves out
+        defaults = {each.id: each.default for each in advanced_inputs()}
+        settings = make_settings(model, dataset, run_path(name), {"validation_prompts": "", **defaults, **own})
+        trained = train_lora(model, settings, cls.hidden.unique_id)
+        show_under_node(trained.report, cls.hidden.unique_id)
+        return io.NodeOutput(trained.lora, {"loss": trained.losses}, trained.model)
+
+
+NODES = [SanaNodesDataset, SanaNodesTrain]

@@ -1,0 +1,170 @@
+"""Train a LoRA, DoRA, LoKr or all weights, as a TOML file says. Ctrl+C saves; the same command goes on.
+
+With --plan it only says what memory that takes, and what settings fit. Started by torchrun or accelerate launch,
+several processes train one model, as [parallel] in the file says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import VersionError
+
+if TYPE_CHECKING:
+    from ..training.ranks import Ranks
+    from ..training.settings import Settings
+
+EXAMPLE = """example:
+  python -m sana_core train recipes/lora_bundled.toml
+  python -m sana_core train recipes/lora_bundled.toml --plan --card 8
+  python -m sana_core train recipes/full_1024.toml --plan --card 24 --cards 4
+  torchrun --nproc-per-node 4 -m sana_core train recipes/full_1024.toml"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("settings", type=Path, help="a TOML file; recipes/ has some, docs/training.md all keys")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="also write what tensorboard shows into the run's folder"
+    )
+    parser.add_argument("--plan", action="store_true", help="predict the memory, train nothing")
+    parser.add_argument(
+        "--card", type=float, metavar="GB", help="with --plan: a card to fit; without it this machine's"
+    )
+    parser.add_argument("--cards", type=int, default=1, metavar="N", help="with --plan: how many train together")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from ..training.ranks import joined
+    from ..training.settings import read_settings
+
+    settings = read_settings(arguments.settings)
+    if arguments.plan or arguments.card is not None:
+        sys.stdout.write("\n".join(plan_lines(settings, arguments.card, arguments.cards)) + "\n")
+        return
+    with joined(settings.device) as ranks:
+        run_training(settings, ranks, arguments.tensorboard and ranks.first)
+
+
+def run_training(settings: Settings, ranks: Ranks, tensorboard: bool) -> None:
+    """Train as one of `ranks`, of which the first says how it goes."""
+    from ..training.pace import Pace
+    from ..training.prepare import no_progress
+    from ..training.train import train
+
+    if ranks.first:
+        warn_of_memory(settings)
+    board = open_board(Path(settings.out)) if tensorboard else None
+    pace = Pace()
+
+    def report(line: Mapping[str, Any]) -> None:
+        for name in ("loss", "learning_rate", "grad_norm", "validation_loss"):
+            if board is not None and name in line:
+                board.add_scalar(name, line[name], line["step"])
+        if "validation_loss" in line:
+            sys.stderr.write(f"\rstep {line['step']}: validation loss {line['validation_loss']:.4f}\n")
+            return
+        sys.stderr.write(f"\r{pace.describe(line)} ")
+        sys.stderr.flush()
+
+    def progress(what: str, done: int, total: int) -> None:
+        pace.restart()
+        sys.stderr.write(f"\r{what}: {done} of {total} " + ("\n" if done == total else ""))
+        sys.stderr.flush()
+
+    with stopping() as poll:
+        path = train(settings, report, progress if ranks.first else no_progress, poll, ranks=ranks)
+    if ranks.first:
+        sys.stderr.write("\n")
+        sys.stdout.write(f"{path}\n")
+
+
+def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[str]:
+    """Return the table of a run's stages, and whether they fit a card of `card` GiB or this machine's; of several
+    `cards`, what each takes in every arrangement.
+
+    Raises as `read_base` and `check_base` do, and InputError for a card that is none and too many of them.
+    """
+    from ..accelerator import current_accelerator, memory_info
+    from ..checks import check_number, check_whole
+    from ..training.arrangements import arrangement_lines
+    from ..training.plan import plan_training, read_base
+    from ..training.proposal import fit_lines, table_lines
+    from ..training.share import check_shares
+    from ..training.train import check_base
+
+    if card is not None:
+        check_number("card", card, 1, 10_000)
+    check_base(settings)
+    base = read_base(settings)
+    device = current_accelerator()
+    room = None if card is None else card * 2**30
+    if room is None and device is not None and settings.device != "cpu":
+        room = memory_info(device)[1]
+    plan = plan_training(settings, base)
+    check_whole("cards", cards, 1, 4096)
+    if cards > 1:
+        check_shares(settings, cards)
+        return [*table_lines(plan), "", *arrangement_lines(settings, base, cards, room)]
+    return [*table_lines(plan), *fit_lines(settings, base, plan, room)]
+
+
+def warn_of_memory(settings: Settings) -> None:
+    """Write a line where the accelerator that will train has less memory than that takes."""
+    from ..accelerator import chosen_device, memory_info
+    from ..training.plan import plan_training, read_base
+    from ..training.settings import CONSISTENCY
+
+    device = chosen_device(settings.device)
+    if device.type == "cpu" or settings.loss.kind == CONSISTENCY:
+        return
+    plan, room = plan_training(settings, read_base(settings)), memory_info(device)[1]
+    if plan.card > room:
+        sys.stderr.write(
+            f"warning: {plan.largest.name} may take {plan.card / 1e9:.1f} GB, and {device} has {room / 1e9:.1f} GB; "
+            "see --plan\n"
+        )
+
+
+@contextmanager
+def stopping() -> Iterator[Callable[[], None]]:
+    """Give a poll that cancels after the first Ctrl+C or SIGTERM, between two steps; a second one ends at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        if asked:
+            before[number](number, frame)
+        asked.append(number)
+        sys.stderr.write("\nstops after this step and saves; once more ends it at once\n")
+
+    def poll() -> None:
+        if asked:
+            before[asked[0]](asked[0], None)
+
+    before: dict[int, Any] = {}
+    for each in (signal.SIGINT, signal.SIGTERM):
+        before[each] = signal.signal(each, ask)
+    try:
+        yield poll
+    except RuntimeError:
+        # a launcher ends those whose peer has died, who then need not find out who it was
+        if asked:
+            before[asked[0]](asked[0], None)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def open_board(out: Path) -> Any:
+    """Return tensorboard's writer for the run's folder. Raises VersionError where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise VersionError(f"tensorboard: cannot be imported ({error!s:.80}); pip install tensorboard") from None
+    return SummaryWriter(out / "tensorboard")

@@ -1,0 +1,198 @@
+"""LoRA, DoRA and LoKr on a SANA transformer: peft's layers, and files that other programs open.
+
+The file has diffusers' names. The scale alpha / rank is folded into the weights, so that a program that does not know
+where PEFT keeps alpha draws the same picture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import VersionError
+from ..whole_files import unfinished
+from .settings import Method
+
+if TYPE_CHECKING:
+    from diffusers import SanaTransformer2DModel
+
+ADAPTER = "default"
+PREFIX = "transformer."
+# by which parameters of the layers are trained; the depthwise convolution has 27 numbers a channel and stays as it is
+LAYERS = {
+    "attention": r"attn[12]\.(to_q|to_k|to_v|to_out\.0)",
+    "feed_forward": r"ff\.(conv_inverted|conv_point)",
+}
+# of each kind, the matrix that the scale is folded into
+SCALED = ("lora_B", "lokr_w1", "lokr_w1_a")
+MAGNITUDE = "lora_magnitude_vector"
+
+
+def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) -> None:
+    """Put the adapter of `method` on `transformer`, in float32 and at first without effect; the rest is frozen.
+
+    Its random numbers depend on `seed` alone; on the meta device it has none. Raises VersionError where peft is not
+    installed.
+    """
+    try:
+        from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise VersionError(f"peft: cannot be imported ({error!s:.120}); pip install peft") from None
+    transformer.requires_grad_(False)
+    own: dict[str, Any] = {"r": method.rank, "target_modules": layer_names(method)}
+    alpha = method.scale * method.rank
+    config: Any
+    if method.kind == "lokr":
+        config = LoKrConfig(alpha=alpha, **own)  # type: ignore[arg-type]  # it takes any number
+    else:
+        config = LoraConfig(lora_alpha=alpha, use_dora=method.kind == "dora", **own)  # type: ignore[arg-type]
+    inject_adapter_in_model(config, transformer, ADAPTER)
+    numbers = torch.Generator().manual_seed(seed)
+    for name, parameter in transformer.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+            # peft draws them from torch's global generator; what is zero stays so
+            if MAGNITUDE not in name and not parameter.is_meta and parameter.any():
+                drawn = torch.empty(parameter.shape)
+                torch.nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=numbers)
+                parameter.data.copy_(drawn)
+
+
+def layer_names(method: Method) -> str:
+    """Return the pattern of the layers that get an adapter, as peft's target_modules."""
+    wanted = LAYERS.values() if method.targets == "both" else [LAYERS[method.targets]]
+    return rf"transformer_blocks\.\d+\.({'|'.join(wanted)})"
+
+
+def adapter_layers(transformer: SanaTransformer2DModel) -> dict[str, Any]:
+    """Return {name: layer} of the layers with an adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {name: layer for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)}
+
+
+def adapter_tensors(transformer: SanaTransformer2DModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the adapter as its file has it, in `dtype` on the CPU, the scale folded in."""
+    from peft import get_peft_model_state_dict
+
+    scales = {name: layer.scaling[ADAPTER] for name, layer in adapter_layers(transformer).items()}
+    tensors = {}
+    for name, tensor in get_peft_model_state_dict(transformer, adapter_name=ADAPTER).items():
+        layer, part = split(name)
+        scale = scales[layer] if part in SCALED else 1.0
+        tensors[PREFIX + name] = (tensor.detach().float() * scale).to("cpu", dtype).contiguous()
+    return tensors
+
+
+def split(name: str) -> tuple[str, str]:
+    """Return the layer and the part of an adapter's tensor: ("...to_q", "lora_B") of "...to_q.lora_B.weight"."""
+    layer, _, part = name.removesuffix(".weight").rpartition(".")
+    return layer, part
+
+
+def core_magnitudes(
+    transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return what ComfyUI's LoRA loader wants of a DoRA besides `tensors`, which are those of `adapter_tensors`.
+
+    PEFT's weight is m (W + BA) / |W + BA|, by rows. ComfyUI computes s (W + BA) / |W| (comfy/weight_adapter/base.py,
+    weight_decompose), so its s is m |W| / |W + BA|.
+    """
+    scales = {}
+    for name, layer in adapter_layers(transformer).items():
+        magnitude = tensors.get(f"{PREFIX}{name}.{MAGNITUDE}")
+        if magnitude is not None:
+            up, down = (tensors[f"{PREFIX}{name}.{part}.weight"].float().flatten(1) for part in ("lora_B", "lora_A"))
+            weight = layer.get_base_layer().weight.detach().float().cpu()
+            flat = weight.flatten(1)
+            scale = magnitude.float().flatten() * flat.norm(dim=1) / (flat + up @ down).norm(dim=1)
+            shape = (-1, *[1] * (weight.ndim - 1))
+            scales[f"{PREFIX}{name}.dora_scale"] = scale.reshape(shape).contiguous()
+    return scales
+
+
+def write_adapter(
+    file: Path,
+    transformer: SanaTransformer2DModel,
+    tensors: Mapping[str, torch.Tensor],
+    method: Method,
+    facts: Mapping[str, str],
+    replace: bool = False,
+) -> None:
+    """Write `tensors` of `adapter_tensors` to `file`, whole or not at all, with `facts` as metadata.
+
+    Raises OSError.
+    """
+    from safetensors.torch import save_file
+
+    metadata = {"format": "pt", **facts}
+    if method.kind != "lokr":
+        # what peft's LoraConfig is made of again; diffusers 0.35 asks for the patterns
+        peft_settings = {"r": method.rank, "lora_alpha": method.rank, "target_modules": layer_names(method)}
+        peft_settings |= {"use_dora": method.kind == "dora", "rank_pattern": {}, "alpha_pattern": {}}
+        metadata["lora_adapter_metadata"] = json.dumps({f"{PREFIX}{key}": own for key, own in peft_settings.items()})
+    everything = {**tensors, **core_magnitudes(transformer, tensors)}
+    with unfinished(file, replace=replace) as part:
+        save_file(everything, part, metadata)
+
+
+@contextmanager
+def merged(transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let `transformer` compute with the weights that a program gives it which opens the file of `tensors`.
+
+    Such a program adds the adapter to the weights once, in their precision, where training adds outputs. Afterwards
+    the weights are what they were, to the bit.
+    """
+    layers = adapter_layers(transformer)
+    before = {
+        name: (layer.get_base_layer().weight.detach().to("cpu", copy=True), dict(layer.scaling), parts_of(layer))
+        for name, layer in layers.items()
+    }
+    scales = core_magnitudes(transformer, tensors)
+    try:
+        for name, layer in layers.items():
+            for part, parameter in parts_of(layer, data=False).items():
+                saved = tensors.get(f"{PREFIX}{name}.{part}.weight", tensors.get(f"{PREFIX}{name}.{part}"))
+                assert saved is not None
+                parameter.data = saved.to(parameter.device, torch.float32)
+            layer.scaling[ADAPTER] = 1.0
+            scale = scales.get(f"{PREFIX}{name}.dora_scale")
+            if scale is None:
+                layer.merge(adapter_names=[ADAPTER])
+            else:
+                merge_magnitude(layer, scale)
+        yield
+    finally:
+        for name, layer in layers.items():
+            weight, scaling, parts = before[name]
+            layer.merged_adapters.clear()
+            layer.get_base_layer().weight.data.copy_(weight)
+            layer.scaling.update(scaling)
+            for part, parameter in parts_of(layer, data=False).items():
+                parameter.data = parts[part]
+
+
+@torch.no_grad()
+def merge_magnitude(layer: Any, scale: torch.Tensor) -> None:
+    """Merge a DoRA of `scale`, one of `core_magnitudes`, in the order of ComfyUI's operations, not of peft's."""
+    weight, parts = layer.get_base_layer().weight.data, parts_of(layer)
+    delta = (parts["lora_B"].flatten(1) @ parts["lora_A"].flatten(1)).reshape(weight.shape)
+    norm = weight.flatten(1).norm(dim=1).reshape(scale.shape) + torch.finfo(weight.dtype).eps
+    merged = (weight + delta.to(weight.dtype)) * (scale.to(weight.device) / norm).to(weight.dtype)
+    weight.copy_(merged)
+    layer.merged_adapters.append(ADAPTER)
+
+
+def parts_of(layer: Any, data: bool = True) -> dict[str, Any]:
+    """Return {part: tensor} of a layer's adapter, the parameters themselves without `data`."""
+    found = {}
+    for name, parameter in layer.named_parameters():
+        if parameter.requires_grad:
+            part = name.removesuffix(".weight").removesuffix(f".{ADAPTER}")
+            found[part] = parameter.data if data else parameter
+    return found

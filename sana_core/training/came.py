@@ -1,0 +1,178 @@
+"""CAME, confidence-guided adaptive memory-efficient optimization (Luo et al. 2023, arXiv 2307.02047).
+
+Adafactor's factored second moment, with a step that is smaller where the update differs from its own average. Of a
+matrix [O, I] the squares of gradients and of those differences are kept as means of rows [O] and columns [I]. The
+package of CAME's authors, and with it others, factors the last two dimensions of a weight: for a 1x1 convolution
+[O, I, 1, 1], which half of SANA's weights are, that factors nothing and keeps four moments of full size. Here such
+a weight is the matrix [O, I], as in NVIDIA's training (diffusion/utils/optimizer.py of NVlabs/Sana).
+
+All other weights, biases and norms as well as the 3x3 depthwise convolutions [C, 1, 3, 3], keep the whole second
+moment as they do there: in SANA they are 0.2 % of the weights, so that factoring would save no memory to speak of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .blockwise import dequantise, empty_codes, quantise
+
+# added to the squares of gradients, and of differences; the authors' values, as is the limit of an update's RMS
+EPS = (1e-30, 1e-16)
+CLIP = 1.0
+# elements below which the average stays in fp32: biases and norms, as in bitsandbytes and torchao
+SMALLEST = 4096
+# elements that are updated side by side where ranks share the weights, so that their sums travel together
+BUCKET = 1 << 23
+
+State = dict[str, torch.Tensor]
+Total = Callable[[torch.Tensor], torch.Tensor]
+# gives sums of the rows that are here [n], and is sent those of all rows
+Update = Generator[torch.Tensor, torch.Tensor, None]
+Sums = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class CAME(torch.optim.Optimizer):
+    """CAME with decoupled weight decay; with `eight_bit` the average of updates is kept in 8 bits.
+
+    `betas` are the rates of the averages of updates, squared gradients, and squared differences. State is in fp32
+    besides, whatever the dtype of a parameter. As the authors define it nothing corrects the averages for their start
+    at zero, so that the first steps are ten times `lr` and more: warm it up (NVIDIA does over 2000 steps).
+    """
+
+    def __init__(
+        self,
+        parameters: Any,
+        lr: float,
+        betas: tuple[float, ...] = (0.9, 0.999, 0.9999),
+        weight_decay: float = 0.0,
+        eight_bit: bool = False,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eight_bit": eight_bit})
+        # of weights that lie in rows on several ranks: what sums a tensor over them, in place
+        self.total: Total | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update each parameter that has a gradient; return what `closure` returns, None without one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            learning = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for bucket in buckets(learning, 0 if self.total is None else BUCKET):
+                updates = [update_parameter(parameter, self.state[parameter], group) for parameter in bucket]
+                update_together(updates, self.total or (lambda sums: sums))
+        return loss
+
+
+def buckets(parameters: Sequence[torch.Tensor], largest: int) -> Iterator[list[torch.Tensor]]:
+    """Give `parameters` in their order, as many at a time as have `largest` elements together, or one."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for parameter in parameters:
+        size += parameter.numel()
+        if bucket and size > largest:
+            yield bucket
+            bucket, size = [], parameter.numel()
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def update_together(updates: Sequence[Update], total: Total) -> None:
+    """Run `updates` to their end, with one call of `total` for what they all wait for."""
+    waiting = [(update, next(update)) for update in updates]
+    while waiting:
+        sums = total(torch.cat([own for _, own in waiting]))
+        parts = sums.split([len(own) for _, own in waiting])
+        # an update that gives nothing more has ended
+        going = [(update, next_sums(update, part)) for (update, _), part in zip(waiting, parts, strict=True)]
+        waiting = [(update, own) for update, own in going if own is not None]
+
+
+def next_sums(update: Update, sums: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return update.send(sums)
+    except StopIteration:
+        return None
+
+
+def update_parameter(parameter: torch.Tensor, state: State, group: dict[str, Any]) -> Update:
+    """Take the step of one parameter, or of its rows that are here, from its gradient."""
+    assert parameter.grad is not None
+    if not state:
+        state.update(new_state(parameter, group["eight_bit"]))
+    beta_update, beta_square, beta_difference = group["betas"]
+
+    root = yield from inverse_root(parameter.grad.float().square().add_(EPS[0]), state, "exp_avg_sq", beta_square)
+    update = root.mul_(parameter.grad)
+    size = yield from rms(update)
+    update.div_((size / CLIP).clamp_(min=1.0))
+    average = load_average(state).lerp_(update, 1.0 - beta_update)
+    store_average(state, average)
+    if is_matrix(parameter):
+        differences = update.sub_(average).square_().add_(EPS[1])
+        root = yield from inverse_root(differences, state, "exp_avg_res", beta_difference)
+        step = root.mul_(average)
+    else:
+        step = average
+
+    parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(step, alpha=-group["lr"])
+
+
+def is_matrix(weight: torch.Tensor) -> bool:
+    """Whether `weight` is [O, I] or, as a convolution's without extent, [O, I, 1, ...]."""
+    return weight.ndim >= 2 and all(size == 1 for size in weight.shape[2:])
+
+
+def new_state(parameter: torch.Tensor, eight_bit: bool) -> State:
+    """Return the state of a parameter before its first step, zeros."""
+    state: State = {}
+    if eight_bit and parameter.numel() >= SMALLEST:
+        state["exp_avg_codes"], state["exp_avg_scales"] = empty_codes(parameter)
+    else:
+        state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+    if is_matrix(parameter):
+        for name in ("exp_avg_sq", "exp_avg_res"):
+            state[f"{name}_row"] = parameter.new_zeros(parameter.shape[0], dtype=torch.float32)
+            state[f"{name}_col"] = parameter.new_zeros(parameter.shape[1], dtype=torch.float32)
+    else:
+        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+    return state
+
+
+def load_average(state: State) -> torch.Tensor:
+    """Return the average of updates in fp32: the state's own tensor, or what its codes stand for."""
+    return state["exp_avg"] if "exp_avg" in state else dequantise(state["exp_avg_codes"], state["exp_avg_scales"])
+
+
+def store_average(state: State, average: torch.Tensor) -> None:
+    if "exp_avg" not in state:
+        quantise(average, state["exp_avg_codes"], state["exp_avg_scales"])
+
+
+def inverse_root(squares: torch.Tensor, state: State, name: str, beta: float) -> Sums:
+    """Move the moment `name` of `state` towards `squares`, and return 1 / sqrt(moment) in their shape.
+
+    The moment of a matrix is the product of its rows' and columns' means, over the mean of all.
+    """
+    if f"{name}_row" not in state:
+        return state[name].mul_(beta).add_(squares, alpha=1.0 - beta).rsqrt()
+    rows, columns = state[f"{name}_row"], state[f"{name}_col"]
+    matrix = squares.flatten(1)
+    sums = yield torch.cat([matrix.sum(0), matrix.new_full((1,), len(matrix))])
+    rows.mul_(beta).add_(matrix.mean(1), alpha=1.0 - beta)
+    columns.mul_(beta).add_(sums[:-1] / sums[-1], alpha=1.0 - beta)
+    # the mean of the rows, of which some may be elsewhere, is the same
+    factors = (rows / columns.mean()).rsqrt_()
+    return torch.mul(factors[:, None], columns.rsqrt()[None]).view(squares.shape)
+
+
+def rms(values: torch.Tensor) -> Sums:
+    """Return the root of the mean square of `values` with those that are elsewhere."""
+    sums = yield torch.stack([values.norm().square(), values.new_full((), values.numel())])
+    return (sums[0] / sums[1]).sqrt()

@@ -1,0 +1,286 @@
+"""A data set as a list of samples: pictures with captions, masks and control pictures, from a folder, jsonl or tars.
+
+Files that belong together have one stem: `a.png`, its caption `a.txt`, or else `a.json` with "prompt", "caption" or
+"text", its mask `a-mask.png` or `a.mask.png`, and likewise the `a-control.png` that a ControlNet learns to follow. An
+empty `a.txt` is a picture that is learnt without a caption; a missing one is an error. Names that begin with a dot are
+not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from ..checkpoints.files import brief
+from ..errors import InputError, MissingFileError, SanaError
+from ..polling import Poll, no_poll
+from ..text import check_characters
+from . import tars
+from .pictures import ENDINGS, Place, decode_mask, decode_picture, read_place, upright_size
+from .scan import find_inside, list_folder
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
+
+# of Hugging Face's folders of pictures, and of WebDataset's
+LISTS = ("metadata.jsonl", "wids-meta.json")
+MASKS = ("-mask", ".mask")
+CONTROLS = ("-control", ".control")
+CAPTIONS = ("prompt", "caption", "text")
+# bytes
+LARGEST_CAPTION = 1_000_000
+LARGEST_LIST = 1 << 30
+# faults that the log names
+NAMED = 20
+
+
+class Sample(NamedTuple):
+    """A picture, and what it shows."""
+
+    name: str  # relative path, or tar:member
+    caption: str
+    size: tuple[int, int]  # width, height, upright
+    picture: Place
+    mask: Place | None = None
+    control: Place | None = None
+
+
+Add = Callable[[Callable[[], Sample]], None]
+
+
+def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
+    """Return the samples of a folder with all in it, of a .jsonl, a .tar, or the tars that a wids-meta.json lists.
+
+    A folder that holds metadata.jsonl or wids-meta.json is what that lists. Sorted by name, a jsonl's in its own order.
+    Of pictures only the headers are read; `poll` is called for each and cancels by raising. Raises SanaError for the
+    first fault, with the number of the others, which the log names; InputError for a data set without pictures.
+    """
+    path = Path(path)
+    faults: list[SanaError] = []
+    samples: list[Sample] = []
+
+    def add(make: Callable[[], Sample]) -> None:
+        poll()
+        try:
+            samples.append(make())
+        except SanaError as fault:
+            faults.append(fault)
+
+    read_any(path, add, faults)
+    if faults:
+        raise_faults(faults)
+    if not samples:
+        raise InputError(f"dataset: no picture in {path}, expected files that end with {', '.join(ENDINGS)}")
+    empty = [sample.name for sample in samples if not sample.caption]
+    if empty:
+        logger.warning("dataset: %d of %d captions are empty, the first of %s", len(empty), len(samples), empty[0])
+    return samples
+
+
+def read_any(path: Path, add: Add, faults: list[SanaError]) -> None:
+    """Give `add` the samples at `path`, by what it is."""
+    if path.is_dir():
+        for listed in LISTS:
+            if (path / listed).is_file():
+                return read_any(path / listed, add, faults)
+        files, found = list_folder(path)
+        faults += found
+        read_files({name: Place(file) for name, file in files.items()}, "", add)
+        shards = {name: file for name, file in files.items() if name.lower().endswith(tars.ENDINGS)}
+        read_tars(shards, add, faults)
+    elif not path.exists():
+        raise MissingFileError(f"dataset: no file or folder {path}, expected a folder of pictures; see its spelling")
+    elif path.suffix == ".jsonl":
+        read_jsonl(path, add)
+    elif path.suffix == ".tar":
+        read_tars({path.name: path}, add, faults)
+    elif path.name == "wids-meta.json":
+        document = parse(read_place(Place(path), path.name, LARGEST_LIST), path.name)
+        shards = {inner: find_inside(path.parent, inner, path.name) for inner in tars.list_shards(document, path.name)}
+        read_tars(shards, add, faults)
+    else:
+        raise InputError(f"dataset: got the file {path.name}, expected a folder, a .jsonl or an uncompressed .tar")
+
+
+def open_picture(sample: Sample) -> Image:
+    """Return the sample's picture as RGB, upright, transparent parts on white.
+
+    Raises ReadError for a broken one, MissingFileError, and InputError.
+    """
+    return decode_picture(read_place(sample.picture, sample.name), sample.name)
+
+
+def open_mask(sample: Sample) -> Image | None:
+    """Return the sample's mask (mode L, upright, white where the loss counts), None without one; raises likewise."""
+    name = f"{sample.name} (mask)"
+    return None if sample.mask is None else decode_mask(read_place(sample.mask, name), name)
+
+
+def raise_faults(faults: list[SanaError]) -> NoReturn:
+    """Raise the first fault; where there are more, with their number, and the first of them in the log."""
+    first, others = faults[0], len(faults) - 1
+    if not others:
+        raise first
+    for fault in faults[:NAMED]:
+        logger.error("%s", fault)
+    raise type(first)(f"{first}; likewise {others} more of the data set, see the log")
+
+
+def read_tars(shards: Mapping[str, Path], add: Add, faults: list[SanaError]) -> None:
+    """Give `add` the samples of each tar, the faults of whole tars to `faults`."""
+    for shard, file in sorted(shards.items()):
+        try:
+            read_files(tars.list_tar(file, shard), f"{shard}:", add)
+        except SanaError as fault:
+            faults.append(fault)
+
+
+def read_files(files: Mapping[str, Place], before: str, add: Add) -> None:
+    """Give `add` each picture of `files` with what belongs to it; `before` stands before the names in errors."""
+    stems: dict[str, dict[str, list[str]]] = {}
+    for name in sorted(files):
+        suffix = PurePosixPath(name).suffix
+        kind = "picture" if suffix.lower() in ENDINGS else suffix.lower()
+        stems.setdefault(name[: len(name) - len(suffix)], {}).setdefault(kind, []).append(name)
+    masks, controls = (companions(stems, marks) for marks in (MASKS, CONTROLS))
+    taken = {name for found in (masks, controls) for names in found.values() for name in names}
+    alone = []
+    for stem, kinds in sorted(stems.items()):
+        pictures = [name for name in kinds.get("picture", []) if name not in taken]
+        if pictures:
+            add(
+                lambda stem=stem, kinds=kinds, pictures=pictures: pair(  # type: ignore[misc]
+                    files, before, stem, kinds, pictures, masks.get(stem, []), controls.get(stem, [])
+                )
+            )
+        elif ".txt" in kinds:
+            alone.append(kinds[".txt"][0])
+    if alone:
+        logger.warning("dataset: %d texts belong to no picture, the first is %s", len(alone), before + alone[0])
+
+
+def companions(stems: Mapping[str, Mapping[str, list[str]]], marks: Iterable[str]) -> dict[str, list[str]]:
+    """Return {stem of a picture: the pictures whose stem is that with one of `marks` behind it}."""
+    found: dict[str, list[str]] = {}
+    for stem in stems:
+        base = next((stem[: -len(mark)] for mark in marks if stem.endswith(mark)), None)
+        if base is not None and "picture" in stems.get(base, {}):
+            found.setdefault(base, []).extend(stems[stem].get("picture", []))
+    return found
+
+
+def pair(
+    files: Mapping[str, Place],
+    before: str,
+    stem: str,
+    kinds: Mapping[str, list[str]],
+    pictures: list[str],
+    masks: list[str],
+    controls: list[str],
+) -> Sample:
+    """Return the sample of the files with this stem, by their kinds."""
+    name = before + pictures[0]
+    both = next((names for names in (masks, controls, pictures) if len(names) > 1), None)
+    if both:
+        raise InputError(f"{name}: {both[0]} and {both[1]} have one name, expected one of them; rename the other")
+    for kind, read in ((".txt", read_text), (".json", read_prompt)):
+        for text in kinds.get(kind, [])[:1]:
+            caption = read(read_place(files[text], before + text, LARGEST_CAPTION), before + text)
+            mask, control = (files[names[0]] if names else None for names in (masks, controls))
+            return make_sample(name, caption, files[pictures[0]], mask, control)
+    raise InputError(f"{name}: has no caption, expected {PurePosixPath(stem).name}.txt beside it; an empty one is none")
+
+
+def make_sample(name: str, caption: str, picture: Place, mask: Place | None, control: Place | None) -> Sample:
+    """Return the sample. Raises as `upright_size` does, and InputError for what is of another size than the picture."""
+    size = upright_size(picture, name)
+    for kind, place in (("mask", mask), ("control picture", control)):
+        other = size if place is None else upright_size(place, f"{name} ({kind})")
+        if other != size:
+            raise InputError(
+                f"{name}: its {kind} is {other[0]} x {other[1]}, expected the picture's {size[0]} x {size[1]}; scale it"
+            )
+    return Sample(name, caption, size, picture, mask, control)
+
+
+def check_controls(samples: Iterable[Sample]) -> None:
+    """Raise InputError for the first sample without a control picture, with the number of the others."""
+    faults: list[SanaError] = []
+    for name in [sample.name for sample in samples if sample.control is None]:
+        stem = PurePosixPath(name).stem
+        faults.append(
+            InputError(f"{name}: has no control picture, expected {stem}-control.png beside it, or choose method lora")
+        )
+    if faults:
+        raise_faults(faults)
+
+
+def read_text(data: bytes, name: str) -> str:
+    """Return the text in `data`, without the spaces around it. Raises InputError for anything but UTF-8."""
+    try:
+        return data.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+
+
+def read_prompt(data: bytes, name: str) -> str:
+    return pick_caption(parse(data, name), name)
+
+
+def parse(data: bytes, name: str) -> dict[str, Any]:
+    """Return the JSON object in `data`. Raises InputError."""
+    try:
+        document = json.loads(read_text(data, name))
+    except RecursionError:
+        raise InputError(f"{name}: its JSON nests too deeply; write it anew") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{name}: no JSON ({brief(error)}); correct it") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{name}: got a {type(document).__name__} of JSON, expected an object; correct it")
+    return document
+
+
+def pick_caption(document: Mapping[str, Any], name: str) -> str:
+    """Return the caption in a JSON object. Raises InputError for one without, and for half a character."""
+    for key in CAPTIONS:
+        if isinstance(document.get(key), str):
+            try:
+                check_characters(document[key])
+            except InputError as error:
+                raise type(error)(f"{name}: {error}") from None
+            return document[key].strip()
+    raise InputError(f"{name}: has no caption, expected a text under one of {', '.join(CAPTIONS)}")
+
+
+def read_jsonl(path: Path, add: Add) -> None:
+    """Give `add` the sample of each line: {"file_name" or "image": path, "text" or "caption": ..., "mask": path,
+    "control" or "conditioning_image": path}.
+
+    Paths are relative to the file's folder and stay in it.
+    """
+    lines: Iterable[bytes] = read_place(Place(path), path.name, LARGEST_LIST).split(b"\n")
+    first: dict[str, int] = {}
+
+    def read_line(number: int, line: bytes) -> Sample:
+        where = f"{path.name} line {number}"
+        document = parse(line, where)
+        inner = tars.check_inner(document.get("file_name", document.get("image")), where)
+        if first.setdefault(inner, number) != number:
+            raise InputError(f"{where}: {inner} stands in line {first[inner]} already, expected it once; remove one")
+        picture = Place(find_inside(path.parent, inner, where))
+        # the latter is what diffusers' trainers of ControlNets call it
+        others = (document.get("mask"), document.get("control", document.get("conditioning_image")))
+        mask, control = (
+            None if other is None else Place(find_inside(path.parent, tars.check_inner(other, where), where))
+            for other in others
+        )
+        return make_sample(inner, pick_caption(document, where), picture, mask, control)
+
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            add(lambda number=number, line=line: read_line(number, line))  # type: ignore[misc]

@@ -1,0 +1,224 @@
+"""A run: its phases one after another, with states, validation and pictures on the way."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..polling import Poll
+from .buckets import plan_epoch
+from .learner import Data, Learner, arrange_sums, averaged, restore, take_step, tensors_of, validation_loss
+from .rates import learning_rate
+from .runs import (
+    Place,
+    State,
+    append_log,
+    check_facts,
+    cut_log,
+    find_states,
+    read_state,
+    remove_older,
+    step_folder,
+    write_state,
+)
+from .settings import Phase
+from .shard_files import chosen_save, own_values, read_tensors, shard_count, unpacked, whole_values
+
+logger = logging.getLogger(__name__)
+
+# indices of samples, in the batches of one step
+Group = list[list[int]]
+# called with the line of the log of each step and validation
+Report = Callable[[Mapping[str, Any]], None]
+# writes what others load into a folder
+Export = Callable[[Learner, Path], None]
+# draws and keeps the validation's pictures, for the step that it is given
+Preview = Callable[[Learner, int], None]
+
+
+class Folder(NamedTuple):
+    """Where a run writes: its folder, one of the same disk for what is not finished, and what may not change in it."""
+
+    out: Path
+    parts: Path
+    facts: Mapping[str, Any]
+
+
+class Watch(NamedTuple):
+    """What a run tells and asks on its way."""
+
+    report: Report
+    poll: Poll
+    export: Export
+    preview: Preview | None = None
+
+
+def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) -> Place:
+    """Train `learner` from the newest state in `folder` to the end of the last phase; return where it ended.
+
+    `data` is that of each phase. States are written every `save_every` steps, for the best validation, at the end, and
+    when `watch` cancels by raising. Raises InputError where the folder has another run, CheckpointError for a
+    broken state, TrainingError for a loss that is not finite, and OSError where a state cannot be written.
+    """
+    settings, ranks = learner.settings, learner.ranks
+    place, best, validated = resume(learner, data, folder)
+    place, groups = advance(place, data, learner)
+    saved = place.step
+    if groups:
+        arrange_sums(learner, data[place.phase], groups[place.position], place)
+    digests = [own.digest for own in data]
+    total = place.step + steps_left(learner, data, place)
+
+    def save() -> None:
+        nonlocal saved
+        if place.step != saved:
+            tensors, values = tensors_of(learner)
+            values, shares = whole_values(learner, values), shard_count(learner)
+            state = State(place, tensors, values, dict(folder.facts), digests, best, validated, shares)
+            save_tensors = chosen_save(learner)
+            write_state(folder.out, folder.parts, state, lambda part: export(learner, watch, part), save_tensors, ranks)
+            kept = None if best is None else best[1]
+            ranks.first_does(lambda: remove_older(folder.out, folder.parts, settings.keep, kept))
+            saved = place.step
+
+    @contextmanager
+    def saving() -> Iterator[None]:
+        """Save when what is told or asked in this context cancels."""
+        try:
+            yield
+        except BaseException:
+            save()
+            raise
+
+    while True:
+        if validated != place.step and is_due(learner, place, finished=not groups):
+            with saving():
+                found = validate(learner, data[place.phase], folder, place, watch)
+            validated = place.step
+            if found is not None and (best is None or found < best[0]):
+                best = (found, place.step)
+        if not groups or place.step % settings.save_every == 0 or (best is not None and best[1] == place.step):
+            save()
+        if not groups:
+            return place
+        with saving():
+            watch.poll()
+        line = learn(learner, data[place.phase], groups[place.position], place, len(groups))
+        if ranks.first:
+            append_log(folder.out, line)
+        place = place._replace(step=place.step + 1, phase_step=place.phase_step + 1, position=place.position + 1)
+        if place.position == len(groups) or place.phase_step == settings.phase[place.phase].steps:
+            place, groups = advance(place, data, learner)
+        with saving():
+            watch.report({**line, "steps": total})
+
+
+def learn(learner: Learner, data: Data, group: Group, place: Place, count: int) -> dict[str, Any]:
+    """Take the step at `place`, in an epoch of `count` steps, and return its line of the log."""
+    phase = learner.settings.phase[place.phase]
+    total = phase.steps or (phase.epochs or 0) * count
+    rate = learning_rate(phase, place.phase_step, total)
+    began = time.perf_counter()
+    loss, norm = take_step(learner, data, group, place, rate)
+    return {
+        "step": place.step + 1,
+        "phase": place.phase + 1,
+        "epoch": place.epoch + 1,
+        "loss": loss,
+        "learning_rate": rate,
+        "grad_norm": norm,
+        "pictures": sum(map(len, group)),
+        "seconds": round(time.perf_counter() - began, 4),
+    }
+
+
+def is_due(learner: Learner, place: Place, finished: bool) -> bool:
+    """Whether there is a validation at `place`: before the first step, every `every` steps, and at the end."""
+    every = learner.settings.validation.every
+    return bool(every) and (place.step % every == 0 or finished)
+
+
+def validate(learner: Learner, data: Data, folder: Folder, place: Place, watch: Watch) -> float | None:
+    """Return the validation loss, None without held-out pictures, and draw the validation's pictures."""
+    found = None
+    with averaged(learner):
+        if data.held_out:
+            found = validation_loss(learner, data, watch.poll)
+            line = {"step": place.step, "validation_loss": found}
+            if learner.ranks.first:
+                append_log(folder.out, line)
+            watch.report(line)
+        if watch.preview is not None and learner.settings.validation.prompts:
+            watch.preview(learner, place.step)
+    return found
+
+
+def export(learner: Learner, watch: Watch, part: Path) -> None:
+    with averaged(learner):
+        watch.export(learner, part)
+
+
+def resume(
+    learner: Learner, data: Sequence[Data], folder: Folder
+) -> tuple[Place, tuple[float, int] | None, int | None]:
+    """Bring `learner` to the newest state in `folder`; return its place, the best validation, and the last one's step.
+
+    An epoch whose pictures are others by now begins again.
+    """
+    ranks = learner.ranks
+    # what the first rank sees of a network's folder decides
+    steps = ranks.from_first([step for step, _ in find_states(folder.out)])
+    if not steps:
+        ranks.first_does(lambda: cut_log(folder.out, -1))
+        return Place(), None, None
+    newest = step_folder(folder.out, steps[-1])
+    state = ranks.each_does(lambda: read_state(newest, partial(read_tensors, learner)))
+    check_facts(folder.facts, state.facts, folder.out)
+    tensors = unpacked(state.tensors, state.values)
+    restore(learner, tensors, own_values(learner, state.values, tensors), newest.name)
+    ranks.first_does(lambda: cut_log(folder.out, state.place.step))
+    place = state.place
+    if place.position and state.data[place.phase] != data[place.phase].digest:
+        logger.warning("the pictures of phase %d have changed, so its epoch begins again", place.phase + 1)
+        place = place._replace(position=0)
+    return place, state.best, state.validated
+
+
+def advance(place: Place, data: Sequence[Data], learner: Learner) -> tuple[Place, list[Group]]:
+    """Return where the next step is, and the groups of its epoch; none when the last phase is at its end."""
+    settings = learner.settings
+    while True:
+        phase = settings.phase[place.phase]
+        groups = plan(phase, data[place.phase], settings.seed + place.phase, place.epoch)
+        if place.position >= len(groups):
+            place = place._replace(epoch=place.epoch + 1, position=0)
+            groups = plan(phase, data[place.phase], settings.seed + place.phase, place.epoch)
+        if place.phase_step < phase.steps if phase.steps is not None else place.epoch < (phase.epochs or 0):
+            return place, groups
+        if place.phase + 1 == len(settings.phase):
+            return place, []
+        place = Place(place.step, place.phase + 1)
+
+
+def plan(phase: Phase, data: Data, seed: int, epoch: int) -> list[Group]:
+    """Return the groups of batches of an epoch, one for each step."""
+    buckets = [data.buckets[index] for index in data.training]
+    batches = plan_epoch(buckets, phase.batch, seed, epoch)
+    batches = [[data.training[index] for index in batch] for batch in batches]
+    return [batches[start : start + phase.accumulate] for start in range(0, len(batches), phase.accumulate)]
+
+
+def steps_left(learner: Learner, data: Sequence[Data], place: Place) -> int:
+    """Return how many steps there are from `place` to the end."""
+    left = 0
+    for number, (phase, own) in enumerate(zip(learner.settings.phase, data, strict=True)):
+        # every epoch has as many, for the pictures are the same
+        count = len(plan(phase, own, learner.settings.seed, 0))
+        total = phase.steps or (phase.epochs or 0) * count
+        left += total if number > place.phase else max(0, total - place.phase_step) if number == place.phase else 0
+    return left

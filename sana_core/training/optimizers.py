@@ -1,0 +1,156 @@
+"""The optimizers by name, and what a step of theirs, its rate and its weights for validation need besides."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..checks import check_number
+from ..errors import InputError, VersionError
+from .came import CAME
+from .ema import kept_weights
+from .rounding import step_rounded
+
+BETAS = {
+    "adamw": (0.9, 0.999),
+    "adamw8bit": (0.9, 0.999),
+    "came": (0.9, 0.999, 0.9999),
+    "came8bit": (0.9, 0.999, 0.9999),
+    "prodigy": (0.9, 0.999),
+    "schedulefree": (0.9, 0.999),
+}
+NAMES = tuple(BETAS)
+# their steps join sums over all parameters or count for a whole group, so that no parameter can step by itself
+WHOLE = ("prodigy", "schedulefree")
+
+
+def make_optimizer(
+    name: str,
+    parameters: Iterable[torch.nn.Parameter],
+    learning_rate: float,
+    weight_decay: float = 0.0,
+    betas: tuple[float, ...] | None = None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer `name` of NAMES, with one group that holds all of `parameters` and its name as "optimizer".
+
+    `learning_rate` is used as it is; prodigy finds the rate itself and takes a factor for it, 1 as a rule.
+    `weight_decay` is decoupled from the gradient in all of them. `betas` are the rates of the averages, two for most
+    and three for came; the authors' own without them. Raises InputError for an unknown name, a wrong number, or a dtype
+    that the optimizer cannot train, VersionError where the library of an optimizer is not installed.
+    """
+    if name not in NAMES:
+        nearest = difflib.get_close_matches(name.lower(), NAMES, 1, cutoff=0.0)[0]
+        raise InputError(f"optimizer: got {name:.40}, expected one of {', '.join(NAMES)}; the nearest is {nearest}")
+    check_number("learning_rate", learning_rate, 0.0, 100.0)
+    check_number("weight_decay", weight_decay, 0.0, 1.0)
+    betas = BETAS[name] if betas is None else betas
+    if len(betas) != len(BETAS[name]) or not all(0 < beta < 1 for beta in betas):
+        raise InputError(f"betas: got {betas!r:.60} for {name}, expected {len(BETAS[name])} numbers between 0 and 1")
+    parameters = list(parameters)
+    trained = (torch.float32,) if name in WHOLE else (torch.float32, torch.bfloat16)
+    for parameter in parameters:
+        if parameter.dtype not in trained:
+            got, expected = (str(dtype).removeprefix("torch.") for dtype in (parameter.dtype, trained[-1]))
+            raise InputError(
+                f"optimizer: got parameters in {got} for {name}, expected {expected}; train in fp32, or choose "
+                "came8bit for weights in bf16"
+            )
+    groups = [{"params": parameters, "optimizer": name}]
+    return build(name, groups, {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas})
+
+
+def build(name: str, groups: list[dict], settings: dict) -> torch.optim.Optimizer:
+    if name == "adamw":
+        # one pass over each parameter, and no temporary tensors
+        devices = {parameter.device for group in groups for parameter in group["params"]}
+        return torch.optim.AdamW(groups, fused=True if all(map(has_fused, devices)) else None, **settings)
+    if name in ("came", "came8bit"):
+        return CAME(groups, eight_bit=name == "came8bit", **settings)
+    library = "torchao" if name == "adamw8bit" else "pytorch_optimizer"
+    try:
+        if name == "adamw8bit":
+            from torchao.optim import AdamW8bit
+
+            return AdamW8bit(groups, **settings)
+        from pytorch_optimizer import Prodigy, ScheduleFreeAdamW
+    except (ImportError, AttributeError) as error:
+        # the latter from a torchao that is too new for torch
+        raise VersionError(
+            f"optimizer: {name} needs {library}, which cannot be imported ({error!s:.80}); "
+            "pip install '.[optimizers]', or choose adamw, came or came8bit"
+        ) from error
+    if name == "prodigy":
+        # what diffusers' trainers set: the estimate of the distance is spoilt by warm-up without the second
+        return Prodigy(groups, bias_correction=True, safeguard_warmup=True, **settings)
+    return ScheduleFreeAdamW(groups, **settings)
+
+
+def has_fused(device: torch.device) -> bool:
+    """Whether torch has its fused AdamW for `device`, which it says at the first step."""
+    probe = torch.zeros(1, device=device, requires_grad=True)
+    probe.grad = torch.zeros_like(probe)
+    try:
+        torch.optim.AdamW([probe], fused=True).step()
+    except RuntimeError:
+        return False
+    return True
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Give all parameters of `optimizer` the rate `learning_rate` from the next step on."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            # torchao's, which its compiled step reads
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
+    """Take a step from the gradients of the parameters, which it may change.
+
+    Updates of parameters in bf16 are computed in fp32, one parameter after another, and rounded stochastically with
+    `generator`, which lies on their device; fp32 parameters do not use it. Seed it for each step by the number of the
+    step, so that a resumed run rounds alike, and alike in all copies of a model. Raises VersionError where torchao's
+    step cannot be compiled.
+    """
+    (group,) = optimizer.param_groups
+    try:
+        if all(parameter.dtype == torch.float32 for parameter in group["params"]):
+            optimizer.step()
+            return
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                step_rounded(optimizer, group, parameter, generator)
+    except RuntimeError as error:
+        # torch's errors of a missing compiler differ by platform and version, their modules do not
+        compiling = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        if compiling and group["optimizer"] == "adamw8bit":
+            raise VersionError(
+                f"optimizer: adamw8bit cannot be compiled ({type(error).__name__}), expected Triton, or a C++ compiler "
+                "on a CPU; choose came8bit, which needs neither"
+            ) from error
+        raise
+
+
+@contextmanager
+def validation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Hold the weights to judge and to save in the parameters, and put those that train back after, bit for bit.
+
+    They differ with schedulefree only, whose average is the model (Defazio et al. 2024, arXiv 2405.15682). The
+    weights that train lie in the CPU's memory meanwhile.
+    """
+    (group,) = optimizer.param_groups
+    if "train_mode" not in group:
+        yield
+        return
+    with kept_weights(group["params"]):
+        switch = optimizer.eval  # type: ignore[attr-defined]
+        switch()
+        try:
+            yield
+        finally:
+            optimizer.train()  # type: ignore[attr-defined]

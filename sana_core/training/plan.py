@@ -1,0 +1,241 @@
+"""Bytes that a training run takes, stage by stage, before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..checkpoints import CheckpointInfo, find_part, inspect_checkpoint
+from ..checkpoints.configs import architecture
+from ..checkpoints.load import build_module
+from ..decode.plan import Planner
+from ..decode.stages import Stages, decoder_stages, encoder_stages
+from ..errors import InputError
+from ..latents import DOWNSCALE
+from ..memory import (
+    CONTEXT,
+    EMBEDDED,
+    Shapes,
+    count,
+    released_encoder,
+    released_shapes,
+    stages_of,
+    text_bytes,
+    transformer_bytes,
+)
+from ..released import (
+    DECODERS,
+    ENCODER_PARAMETERS,
+    MAX_TOKENS,
+    POSITIONED,
+    TEXT_PARAMETERS,
+    VARIANTS,
+    Architecture,
+)
+from .buckets import shapes_at
+from .demand import FP32, frozen_bytes, state_bytes, step_demand, trained_shapes, weights_dtype
+from .settings import CONSISTENCY, Phase, Settings
+
+# copies in fp32 of the largest weight while an adapter is added to it
+MERGED_COPIES = 2
+
+
+class Base(NamedTuple):
+    """What a plan knows of the models of a run."""
+
+    model: Architecture
+    shapes: Shapes  # of the transformer's weights
+    resolution: int | None  # pixels that the transformer was trained at, None where they are those of the run
+    text_parameters: int
+    autoencoder_parameters: int
+    encoder: Stages
+    decoder: Stages
+
+
+class Stage(NamedTuple):
+    """Bytes on the card at once in one stage of a run."""
+
+    name: str
+    weights: int  # of the models, the adapter's too
+    state: int  # gradients, the optimizer's state and the moving average, as far as they are there
+    work: int  # everything else, at the stage's peak
+
+    @property
+    def bytes(self) -> int:
+        return self.weights + self.state + self.work
+
+
+class Plan(NamedTuple):
+    """The stages of a run, one after another."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def largest(self) -> Stage:
+        return max(self.stages, key=lambda stage: stage.bytes)
+
+    @property
+    def card(self) -> int:
+        """Bytes of the card that it needs, the driver's among them."""
+        return self.largest.bytes + CONTEXT
+
+
+def released_base(variant: str, vae: str = "dc-ae-f32c32") -> Base:
+    """Return what a plan has to know of a released model: `variant` is a name in VARIANTS, `vae` one in DECODERS."""
+    decoder = DECODERS[vae]
+    parameters = decoder.parameters + ENCODER_PARAMETERS
+    model = VARIANTS[variant]
+    return Base(
+        model, released_shapes(model), None, TEXT_PARAMETERS, parameters, released_encoder(), stages_of(decoder)
+    )
+
+
+def read_base(settings: Settings) -> Base:
+    """Return what a plan has to know of the models of `settings`; only headers and configurations are read.
+
+    Raises CheckpointError, MissingFileError or ReadError for what is no SANA or not all of one.
+    """
+
+    def part(kind: str) -> CheckpointInfo:
+        return find_part(inspect_checkpoint(settings.source(kind)), kind)
+
+    def shapes(info: CheckpointInfo) -> Shapes:
+        return {name: header.shape for name, header in info.headers.items()}
+
+    transformer, picture = part("transformer"), part("autoencoder")
+    autoencoder = build_module(picture)
+    return Base(
+        architecture(transformer.headers),
+        shapes(transformer),
+        transformer.resolution,
+        count(shapes(part("text_encoder")).values()),
+        count(shapes(picture).values()),
+        encoder_stages(autoencoder),  # type: ignore[arg-type]  # build_module's class follows the kind
+        decoder_stages(autoencoder),  # type: ignore[arg-type]
+    )
+
+
+def plan_training(settings: Settings, base: Base, accelerator: bool = True) -> Plan:
+    """Return what a run with checked `settings` on the models of `base` takes of an accelerator, or of the CPU.
+
+    A stage's work is the least that it can do with: where there is more room, latents are encoded and pictures decoded
+    in larger strips. Captions are counted with their most tokens, pictures with the largest shape at their resolution.
+    Raises InputError for the consistency loss, whose memory nobody has counted.
+    """
+    if settings.loss.kind == CONSISTENCY:
+        raise InputError("loss: got consistency, whose memory no plan knows, expected flow; train without --plan")
+    first = [captions_stage(settings, base), latents_stage(settings, base, accelerator)]
+    stages = [] if settings.stream else first
+    stages += [
+        training_stage(phase, number, settings, base, accelerator) for number, phase in enumerate(settings.phase, 1)
+    ]
+    if settings.validation.every and settings.validation.prompts:
+        stages.append(validation_stage(settings, base, accelerator))
+    return Plan(tuple(stages))
+
+
+def captions_stage(settings: Settings, base: Base) -> Stage:
+    item = getattr(torch, settings.dtype).itemsize
+    return Stage("captions", base.text_parameters * item, 0, text_bytes(1, item))
+
+
+def latents_stage(settings: Settings, base: Base, accelerator: bool) -> Stage:
+    """Return the stage that encodes the pictures, one by one and in fp32."""
+    width, height = largest_shape(max(phase.resolution for phase in settings.phase))
+    work = Planner(base.encoder, height, width, torch.float32, accelerator).floor().peak_bytes
+    return Stage("latents", base.autoencoder_parameters * FP32, 0, work)
+
+
+class Encoding(NamedTuple):
+    """Bytes of what encodes pictures and captions while a model learns."""
+
+    weights: int
+    work: int  # at the peak
+
+
+def streaming(settings: Settings, base: Base, accelerator: bool = True) -> Encoding:
+    """Return what encoding adds to a run that streams: the weights of both encoders, and the most bytes that either
+    works with; nothing of a run that does not."""
+    if not settings.stream:
+        return Encoding(0, 0)
+    stages = captions_stage(settings, base), latents_stage(settings, base, accelerator)
+    return Encoding(sum(stage.weights for stage in stages), max(stage.work for stage in stages))
+
+
+def largest_shape(resolution: int) -> tuple[int, int]:
+    """Return the width and height, in latents, of the shape with the most of them at `resolution` pixels."""
+    width, height = max(shapes_at(resolution), key=lambda shape: shape[0] * shape[1])
+    return width // DOWNSCALE, height // DOWNSCALE
+
+
+class Resident(NamedTuple):
+    """Bytes that are there throughout training."""
+
+    weights: int
+    state: int
+
+
+def resident(settings: Settings, base: Base) -> Resident:
+    """Return the bytes of the weights, and of the optimizer's state with the moving average."""
+    method, trained = settings.method, trained_shapes(base.shapes, settings.method)
+    if method.kind == "full":
+        weights = count(trained) * weights_dtype(settings).itemsize
+    else:
+        weights = frozen_bytes(base.shapes, settings) + count(trained) * weights_dtype(settings).itemsize
+    average = count(trained) * FP32 if settings.optimizer.ema else 0
+    return Resident(weights + position_bytes(settings, base), state_bytes(settings.optimizer.name, trained) + average)
+
+
+def position_bytes(settings: Settings, base: Base) -> int:
+    """Return the bytes of the position embedding, in fp32, of models for large pictures."""
+    if base.resolution is None:
+        side = max(phase.resolution for phase in settings.phase) // DOWNSCALE
+        return side**2 * base.model.width * FP32 if side >= EMBEDDED else 0
+    return (base.resolution // DOWNSCALE) ** 2 * base.model.width * FP32 if base.resolution >= POSITIONED else 0
+
+
+def training_stage(phase: Phase, number: int, settings: Settings, base: Base, accelerator: bool = True) -> Stage:
+    width, height = largest_shape(phase.resolution)
+    kept = resident(settings, base)
+    demand = step_demand(settings, base.model, base.shapes, phase, width * height)
+    name = f"phase {number}: {phase.resolution} px, batch {phase.batch}"
+    encoding = streaming(settings, base, accelerator)
+    work = max(demand.work, encoding.work)
+    return Stage(name, kept.weights + encoding.weights, kept.state + demand.gradients, work)
+
+
+def validation_stage(settings: Settings, base: Base, accelerator: bool) -> Stage:
+    """Return the stage that draws the prompts while the trained model, and the optimizer's state, stay."""
+    own, kept = settings.validation, resident(settings, base)
+    trained = trained_shapes(base.shapes, settings.method)
+    dtype = getattr(torch, settings.dtype)
+    side = settings.phase[-1].resolution
+    width, height = (own.width or side) // DOWNSCALE, (own.height or side) // DOWNSCALE
+    together = len(own.prompts) if accelerator else 1
+    drawing = transformer_bytes(base.model, height, width, together, dtype, accelerator)
+    decoding = base.autoencoder_parameters * dtype.itemsize
+    decoding += Planner(base.decoder, height, width, dtype, accelerator).floor().peak_bytes
+    copies = 0
+    if not settings.method.whole:
+        # an adapter is added to the layers, one at a time
+        drawing = max(drawing, MERGED_COPIES * FP32 * max(map(math.prod, base.shapes.values())))
+        if settings.method.base != "full":
+            # the whole model, with an adapter, beside the one in 8 bits
+            copies = count(base.shapes.values()) * dtype.itemsize + count(trained) * FP32
+    elif settings.method.weights != settings.dtype:
+        # weights in fp32 are drawn with in a copy, as they are saved
+        copies = count(trained) * dtype.itemsize
+    if settings.method.kind == "controlnet":
+        drawing += controlnet_bytes(settings.method.blocks, base.model, height, width, together, dtype)
+    copies += streaming(settings, base, accelerator).weights
+    return Stage("validation's pictures", kept.weights + copies, kept.state, max(drawing, decoding))
+
+
+def controlnet_bytes(blocks: int, model: Architecture, height: int, width: int, batch: int, dtype: torch.dtype) -> int:
+    """Return what a ControlNet adds to `transformer_bytes`: its residuals, and the keys and values of its blocks, of
+    prompt and negative prompt."""
+    residuals = (blocks + 1) * batch * 2 * height * width
+    prompts = 2 * blocks * 2 * MAX_TOKENS
+    return (residuals + prompts) * model.width * dtype.itemsize

@@ -1,0 +1,199 @@
+"""What a run learns from: its data sets, read and encoded, by one process or by several that share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..batch.draw import load_encoder
+from ..batch.fingerprint import digest_json, fingerprint
+from ..checkpoints import load_autoencoder
+from ..decode import encode_images
+from ..polling import Poll
+from ..text import TextEncoder, encode_prompts
+from .buckets import choose_bucket
+from .cache import ModelIds, build_cache
+from .dataset import Sample, check_controls, read_dataset
+from .learner import Data
+from .previews import Inputs, encode_validation
+from .ranks import Ranks
+from .settings import Phase, Settings
+from .stream import Stream
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC
+
+Progress = Callable[[str, int, int], None]
+# of `fingerprint`, what embeddings and latents depend on
+TEXT_MARKS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instruction")
+PICTURE_MARKS = ("autoencoder_weights", "autoencoder_config")
+# and beside them the digest of all that the teacher's has
+TEACHER = "teacher"
+
+
+class Sources(NamedTuple):
+    """What returns the encoders of captions and pictures, loaded."""
+
+    encoder: Callable[[], TextEncoder]
+    autoencoder: Callable[[], AutoencoderDC]
+
+
+def prepare(
+    settings: Settings, device: torch.device, ranks: Ranks, marks: dict[str, Any], progress: Progress, poll: Poll
+) -> tuple[list[Data], Inputs | None]:
+    """Return the data of each phase, and what the validation's pictures are drawn from, None where none are drawn.
+
+    Latents and embeddings that the cache does not have yet are encoded, by each of `ranks` the share of its pictures; a
+    run that streams encodes them later. `marks` are what `digest_models` returns; `progress` is told what is being
+    prepared and how much of it is done. Raises as `read_dataset`, `check_controls` and `build_cache` do, and
+    TrainingError where another rank has failed.
+    """
+    samples = ranks.each_does(lambda: [read_samples(phase, settings, poll) for phase in settings.phase])
+    ids = model_ids(settings, marks)
+
+    def encode(sources: Sources, part: slice, progress: Progress) -> list[Data]:
+        phases = zip(samples, settings.phase, strict=True)
+        return [prepare_phase(each[part], phase, settings, ids, sources, progress, poll) for each, phase in phases]
+
+    def encode_share() -> None:
+        with encoders(settings, device) as sources:
+            encode(sources, slice(ranks.rank, None, ranks.size), progress if ranks.first else no_progress)
+
+    def encode_all(progress: Progress) -> tuple[list[Data], Inputs | None]:
+        with encoders(settings, device) as sources:
+            data = encode(sources, slice(None), progress)
+            return data, encode_validation(settings, cache_folder(settings), ids, *sources)
+
+    if ranks.size > 1 and not settings.stream:
+        ranks.each_does(encode_share)
+    # what all have encoded the first finds, and what it has completed the others
+    return ranks.first_does(lambda: encode_all(progress)) or encode_all(no_progress)
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """What tells nobody."""
+
+
+def digest_models(settings: Settings, progress: Progress) -> dict[str, Any]:
+    """Return what `fingerprint` does of the model, with the parts that have files of their own from there."""
+
+    def marks_of(path: str) -> dict[str, Any]:
+        return fingerprint(path, lambda done, total: progress("digest of the model", done, total))
+
+    marks = marks_of(settings.model)
+    for path, names in ((settings.text_encoder, TEXT_MARKS), (settings.autoencoder, PICTURE_MARKS)):
+        if path:
+            found = marks_of(path)
+            marks |= {name: found[name] for name in names}
+    if settings.loss.teacher:
+        marks[TEACHER] = digest_json(marks_of(settings.loss.teacher))
+    return marks
+
+
+def read_samples(phase: Phase, settings: Settings, poll: Poll) -> list[Sample]:
+    """Return the samples of `phase`, with control pictures where those are learnt."""
+    samples = [each for path in phase.data for each in read_dataset(Path(path), poll)]
+    if settings.method.kind == "controlnet":
+        check_controls(samples)
+        return samples
+    return [each._replace(control=None) for each in samples]
+
+
+def prepare_phase(
+    samples: Sequence[Sample],
+    phase: Phase,
+    settings: Settings,
+    ids: ModelIds,
+    sources: Sources,
+    progress: Progress,
+    poll: Poll,
+) -> Data:
+    """Return the `samples` of `phase`, encoded, or to be as they are learnt."""
+    buckets = [choose_bucket(each.size, phase.resolution) for each in samples]
+
+    def encode_pixels(pixels: torch.Tensor) -> torch.Tensor:
+        model = sources.autoencoder()
+        return encode_images(model, pixels, poll=poll) * model.config.scaling_factor
+
+    def encode_caption(caption: str, instruction: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return encode_prompts(sources.encoder(), [caption], instruction)
+
+    cached = 0 if settings.stream else len(samples)
+    cache = build_cache(
+        samples[:cached],
+        buckets[:cached],
+        cache_folder(settings),
+        encode_pixels,
+        encode_caption,
+        ids,
+        poll,
+        lambda done, total: progress("latents and captions", done, total),
+    )
+    names = [each.name for each in samples]
+    held_out = hold_out(names, settings.validation.share)
+    training = sorted(set(range(len(samples))) - set(held_out))
+    if settings.stream:
+        stream = Stream(samples, buckets, encode_pixels, encode_caption, cache.empty)
+        # the bytes of the pictures are too many to look at all of them
+        facts: list[Any] = [(each.name, each.caption, each.size, each.picture[1:]) for each in samples]
+        return Data(samples, stream, training, held_out, buckets, digest_json([facts, ids, training]))
+    entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
+    return Data(samples, cache, training, held_out, buckets, digest_json([*entries, training]))
+
+
+@contextmanager
+def encoders(settings: Settings, device: torch.device) -> Iterator[Sources]:
+    """Give what returns the text encoder and the autoencoder, of which one at a time is in memory.
+
+    Both are loaded when they are first asked for, and not at all where the cache has everything. What a run streams
+    through them stays possible behind the context, and both stay in memory.
+    """
+    loaded: dict[str, Any] = {}
+
+    def make_room() -> None:
+        if not settings.stream:
+            loaded.clear()
+
+    def text() -> TextEncoder:
+        if "text" not in loaded:
+            make_room()
+            loaded["text"] = load_encoder(settings.source("text_encoder"), device, settings.dtype)
+        return loaded["text"]
+
+    def picture() -> AutoencoderDC:
+        if "picture" not in loaded:
+            make_room()
+            # in float32: it runs once for each picture, and what it loses is lost to every step
+            loaded["picture"] = load_autoencoder(settings.source("autoencoder"), device, torch.float32)
+        return loaded["picture"]
+
+    try:
+        yield Sources(text, picture)
+    finally:
+        make_room()
+
+
+def cache_folder(settings: Settings) -> Path:
+    return Path(settings.cache) if settings.cache else Path(settings.out) / "cache"
+
+
+def model_ids(settings: Settings, marks: dict[str, Any]) -> ModelIds:
+    """Return what the cache's entries depend on besides the data."""
+    text, picture = ([marks[name] for name in names] for names in (TEXT_MARKS, PICTURE_MARKS))
+    return ModelIds(digest_json(picture), digest_json([*text, settings.dtype]))
+
+
+def hold_out(names: Sequence[str], share: float) -> list[int]:
+    """Return the indices of the `share` of pictures that are held out: by a digest of their names, so that a picture
+    that is added moves no other from one side to the other. At least one is on each side, if there are two."""
+    order = sorted(range(len(names)), key=lambda index: sha256(names[index].encode()).digest())
+    bound = int(share * 2**64)
+    chosen = [index for index in order if int.from_bytes(sha256(names[index].encode()).digest()[:8], "big") < bound]
+    if share and len(names) > 1:
+        chosen = chosen[: len(names) - 1] or order[:1]
+    return sorted(chosen)

@@ -1,0 +1,116 @@
+"""A frozen model in 8 bits, under an adapter in float32: half the memory of bfloat16 (Dettmers et al. 2023, QLoRA).
+
+Each row of a weight has one scale, its largest number over 127. The weight that a product needs is made for that
+product and again for its gradient, so that no more than one layer's is in memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from diffusers import SanaTransformer2DModel
+
+LARGEST = 127
+
+
+def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [O, I] int8 and the scales [O, 1] of rows, in the dtype of `weight` [O, I]."""
+    rows = weight.detach().float()
+    # the rounded scale is the one that the codes are made for
+    scale = (rows.abs().amax(dim=1, keepdim=True) / LARGEST).to(weight.dtype)
+    steps = rows / scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+    return steps.round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
+
+
+def dequantise(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the weight [O, I] that `quantise_rows` made `codes` and `scale` of, in the dtype of `scale`."""
+    return codes.to(scale.dtype) * scale
+
+
+class Product(torch.autograd.Function):
+    """x @ weight.T + bias of a frozen weight in 8 bits, which is not kept for the gradient of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(codes, scale)
+        ctx.save_for_forward(codes, scale)
+        return F.linear(x, dequantise(codes, scale), bias)
+
+    @staticmethod
+    def jvp(ctx: Any, x: torch.Tensor, *others: None) -> torch.Tensor:
+        codes, scale = ctx.saved_for_forward
+        return F.linear(x, dequantise(codes, scale))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        codes, scale = ctx.saved_tensors
+        return gradients[0] @ dequantise(codes, scale), None, None, None
+
+
+class EightBitLinear(torch.nn.Linear):
+    """`linear`, with its weight in 8 bits; of its class, which peft asks for."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        torch.nn.Module.__init__(self)
+        keep(self, linear)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return dequantise(self.codes, self.scale)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return Product.apply(input, self.codes, self.scale, self.bias)
+
+
+class EightBitPointwise(torch.nn.Conv2d):
+    """`conv`, a convolution of 1x1, with its weight in 8 bits; of its class, which peft asks for."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, conv: torch.nn.Conv2d) -> None:
+        torch.nn.Module.__init__(self)
+        keep(self, conv)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return dequantise(self.codes, self.scale)[..., None, None]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return Product.apply(input.movedim(1, -1), self.codes, self.scale, self.bias).movedim(-1, 1)
+
+
+def keep(module: torch.nn.Module, like: torch.nn.Linear | torch.nn.Conv2d) -> None:
+    """Give `module` the sizes and the bias of `like`, and the weight in 8 bits."""
+    for name, value in vars(like).items():
+        if not name.startswith("_"):
+            setattr(module, name, value)
+    codes, scale = quantise_rows(like.weight.flatten(1))
+    module.register_buffer("codes", codes)
+    module.register_buffer("scale", scale)
+    module.register_parameter("bias", like.bias)  # type: ignore[arg-type]  # a parameter, or None
+
+
+def quantise_base(transformer: SanaTransformer2DModel) -> None:
+    """Put the frozen weights of the blocks of `transformer`, 95 % and more of it, into 8 bits, one after another.
+
+    The depthwise convolutions, what embeds picture, time and caption, and an adapter that is on it stay as they are.
+    """
+    for block in transformer.transformer_blocks:
+        for owner in list(block.modules()):
+            for name, layer in list(owner.named_children()):
+                if any(parameter.requires_grad for parameter in layer.parameters()):
+                    continue
+                if type(layer) is torch.nn.Linear:
+                    setattr(owner, name, EightBitLinear(layer))
+                elif type(layer) is torch.nn.Conv2d and layer.kernel_size == (1, 1) and layer.groups == 1:
+                    setattr(owner, name, EightBitPointwise(layer))

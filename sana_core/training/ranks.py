@@ -1,0 +1,229 @@
+"""The processes that train one model together: who they are, what they say to each other, and whether they live.
+
+A launcher (torchrun, accelerate launch, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) starts the same
+command on each of them; torch.distributed finds the others by that. Numbers that steer the run travel over gloo between
+the CPUs, gradients over the backend of the device.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from os import getpid
+from platform import node
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import torch
+
+from ..accelerator import chosen_device
+from ..errors import SanaError, TrainingError
+from .heartbeats import Heart, name_lost
+
+logger = logging.getLogger(__name__)
+
+# a collective waits for whoever encodes or draws meanwhile; that a rank is dead is for the heartbeats to find out
+PATIENCE = timedelta(hours=24)
+# what torch warns of, and does not happen here: nothing works in place on what a projection returns; and the gradients
+# of depthwise convolutions, 0.2 % of all, are copied into their bucket
+HARMLESS = ("FSDP2-wrapped module .* returned a view", "Grad strides do not match bucket view")
+# to find each other in
+MEETING = timedelta(minutes=10)
+
+
+class Ranks(NamedTuple):
+    """The `size` processes of a run, of which this is number `rank`; `launched` if a launcher has started them."""
+
+    rank: int = 0
+    size: int = 1
+    launched: bool = False
+    device: torch.device | None = None  # that of this rank, where a launcher has started it
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes, draws and reports."""
+        return self.rank == 0
+
+    def total(self, *values: float) -> list[float]:
+        """Return the sums of `values` over all ranks, which all have to call this."""
+        if self.size == 1:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(sums)
+        return sums.tolist()
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values`, summed over all ranks in place."""
+        if self.size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Return the first rank's `value`."""
+        if self.size == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def of_all(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, value)
+        return found
+
+    def each_does(self, action: Callable[[], Any]) -> Any:
+        """Return what `action` returns here, once it is done on all ranks.
+
+        Raises what it raises, and TrainingError where it has failed on another rank alone.
+        """
+        error, found = None, None
+        try:
+            found = action()
+        except BaseException as raised:
+            if self.size == 1:
+                raise
+            error = raised
+        self.agree(error)
+        return found
+
+    def first_does(self, action: Callable[[], Any]) -> Any:
+        """Return what `action`, done by the first rank alone, returns there; None on the others, which wait for it."""
+        return self.each_does(action if self.first else lambda: None)
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise `error` once all ranks have called this; without one of its own, a rank ends as the others do."""
+        if not self.total(float(error is not None))[0]:
+            return
+        said = self.of_all(None if error is None else (type(error).__name__, str(error)))
+        if error is not None:
+            raise error
+        number, (kind, text) = next((number, each) for number, each in enumerate(said) if each is not None)
+        if kind in ("KeyboardInterrupt", "SystemExit"):
+            raise KeyboardInterrupt
+        raise TrainingError(f"training: rank {number} has failed ({text or kind:.200}); see what it says")
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """Give the ranks that a launcher has started this process as one of, ALONE where none has.
+
+    `device` is the setting of that name; of several accelerators each rank of a machine takes its own. Raises
+    TrainingError that names what died when another rank does, and InputError as `chosen_device` does.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    if not torch.distributed.is_available():
+        yield ALONE
+        return
+    try:
+        store, rank, count = next(rendezvous("env://", timeout=MEETING))
+    except ValueError:
+        # a variable of the launcher is missing, so there was none
+        yield ALONE
+        return
+    ranks = Ranks(rank, count, True, own_device(device))
+    attempt = meet(store, rank, count)
+    begin_group(ranks, torch.distributed.PrefixStore(attempt, store))
+    own_store = torch.distributed.PrefixStore(attempt, store.clone())
+    heart = Heart(own_store, rank, count, f"rank {rank} on {node()}, process {getpid()}")
+    heart.start()
+    try:
+        with warnings.catch_warnings():
+            for message in HARMLESS:
+                warnings.filterwarnings("ignore", message)
+            yield ranks
+        # whoever keeps the store goes last
+        ranks.total(0.0)
+    except RuntimeError as error:
+        if not is_lost(error):
+            heart.announce(error)
+            raise
+        raise TrainingError(f"training: {name_lost(heart)}; the same command goes on") from error
+    except (SanaError, OSError) as error:
+        heart.announce(error)
+        raise
+    finally:
+        heart.stop()
+        torch.distributed.destroy_process_group()
+
+
+def own_device(name: str) -> torch.device:
+    """Return the device of this rank: that of the setting, of an accelerator the one with its number on the machine."""
+    device = chosen_device(name)
+    if device.type == "cpu" or device.index is not None and name:
+        return device
+    device = torch.device(device.type, torch.distributed.get_node_local_rank(fallback_rank=0))
+    device = chosen_device(str(device))
+    # torch 2.6 has only the latter
+    choose = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
+    choose(device.index)
+    return device
+
+
+def begin_group(ranks: Ranks, store: Any) -> None:
+    """Make the process group over which the ranks sum: gloo for the CPU, and what the accelerator has for its own."""
+    from torch.distributed import get_default_backend_for_device, init_process_group
+
+    assert ranks.device is not None
+    kind = ranks.device.type
+    # both, for norms of gradients that are offloaded are summed on the CPU (pytorch issue 148532)
+    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{get_default_backend_for_device(kind)}"
+    init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=PATIENCE)
+
+
+def meet(store: Any, rank: int, count: int) -> str:
+    """Return a name for this start of the run, which all ranks have once each has heard it from the first.
+
+    A launcher that starts a run again keeps its store, with the words of those who died. So the first rank proposes a
+    name with what each has said of itself, and whoever is meant by that agrees. Raises TrainingError for ranks that do
+    not come.
+    """
+    own, end, name = uuid4().hex, time.monotonic() + MEETING.total_seconds(), ""
+    proposed: list[str] = []
+    store.set(f"here/{rank}", own)
+    while time.monotonic() < end:
+        if rank == 0:
+            keys = [f"here/{each}" for each in range(count)]
+            present = [store.get(key).decode() for key in keys] if store.check(keys) else []
+            if present and present != proposed:
+                proposed, name = present, uuid4().hex
+                store.set("proposal", json.dumps([name, present]))
+            keys = [f"agreed/{each}" for each in range(1, count)]
+            if present and (not keys or store.check(keys)) and all(store.get(key).decode() == name for key in keys):
+                store.set("begun", name)
+                return name
+        elif store.check(["proposal"]):
+            name, present = json.loads(store.get("proposal"))
+            if present[rank] == own:
+                store.set(f"agreed/{rank}", name)
+                if store.check(["begun"]) and store.get("begun").decode() == name:
+                    return name
+        time.sleep(0.02)
+    raise TrainingError(
+        f"training: rank {rank} has not met the {count - 1} others in {MEETING.total_seconds():.0f} s; start them all"
+    )
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Whether `error` comes from talking to another rank."""
+    errors = tuple(getattr(torch.distributed, name) for name in ("DistBackendError", "DistNetworkError"))
+    # gloo's errors have no class of their own
+    return isinstance(error, errors) or "gloo" in str(error)
+
+
+def say(line: str) -> None:
+    """Write a line for whoever started the run."""
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,352 @@
+"""What a training run is told: the tables of its TOML file, checked once, with the nearest name for a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ..checks import check_number
+from ..errors import InputError, MissingFileError, ReadError
+from ..latents import DOWNSCALE, LARGEST
+from .optimizers import NAMES, WHOLE
+
+ADAPTERS = ("lora", "dora", "lokr")
+METHODS = (*ADAPTERS, "controlnet", "full")
+BASES = ("full", "int8")
+# of which an adapter may lie on a base in 8 bits; DoRA needs the lengths of its rows as they are
+QUANTISED = ("lora", "lokr")
+TARGETS = ("attention", "feed_forward", "both")
+SCHEDULES = ("constant", "cosine", "linear")
+DTYPES = ("float32", "bfloat16")
+FLOW, CONSISTENCY = "flow", "consistency"
+DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
+LARGEST_FILE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is trained: an adapter of `kind` with `rank` and `alpha` on the layers of `targets`, a "controlnet" that
+    begins as a copy of the model's first `blocks`, or with "full" all weights. An adapter's output is scaled by
+    alpha / rank, without an alpha by 1. `weights` is the precision of the weights that "controlnet" and "full" train;
+    steps in bfloat16 are rounded stochastically. `start` is the file of an adapter that a new run goes on from;
+    `base` "int8" keeps the frozen model under an adapter in 8 bits."""
+
+    kind: str = "lora"
+    rank: int = 16
+    alpha: float | None = None
+    targets: str = "attention"
+    weights: str = "float32"
+    blocks: int = 7
+    start: str = ""
+    base: str = "full"
+
+    @property
+    def whole(self) -> bool:
+        """Whether weights themselves are trained, not an adapter beside them."""
+        return self.kind not in ADAPTERS
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is learnt: "flow" matching, or with "consistency" to draw in few steps, which SANA-Sprint models are for.
+
+    Then `teacher` is the checkpoint of a SANA model that says what to draw, or without one the pictures do; the part of
+    the loss that is unstable at first grows from 0 over `tangent_warmup` steps."""
+
+    kind: str = FLOW
+    teacher: str = ""
+    tangent_warmup: int = 4000
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How gradients become steps. `clip` bounds the norm of all gradients together; `ema` is the decay of a moving
+    average of the weights, which is then what is saved and previewed, or 0 for none."""
+
+    name: str = "adamw"
+    weight_decay: float = 0.01
+    clip: float = 0.1
+    ema: float = 0.0
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the processes that a launcher starts hold the model: each all of it ("ddp"), or a share of the rows of each
+    weight ("fsdp"), which is on the CPU while nothing is computed with it ("fsdp_offload").
+
+    `block` is the class of the modules that are gathered one at a time, without one SANA's block. With `replicas` each
+    so many-th part of the processes, those of one or more machines, shares a copy of its own (HSDP)."""
+
+    kind: str = DDP
+    block: str = ""
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with data, size and learning rate of its own. Exactly one of `epochs` and `steps` is set.
+
+    `learning_rate` is what the optimizer gets, whatever the batch; it rises from 0 in the first `warmup` steps and then
+    follows `schedule`. A step takes `accumulate` batches of `batch` pictures, which all processes of a run share.
+    """
+
+    data: tuple[str, ...]
+    resolution: int = 1024
+    batch: int = 1
+    accumulate: int = 1
+    epochs: int | None = None
+    steps: int | None = None
+    learning_rate: float = 1e-4
+    schedule: str = "constant"
+    warmup: int = 0
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What is looked at every `every` steps: the loss over a `share` of the pictures, which training never sees, and
+    pictures of `prompts`, each with the seed of its place, at `width` x `height` pixels (0: the phase's resolution).
+    `control` are the pictures that steer a ControlNet there, one, or one for each prompt."""
+
+    every: int = 0
+    share: float = 0.0
+    prompts: tuple[str, ...] = ()
+    negative_prompt: str = ""
+    width: int = 0
+    height: int = 0
+    steps: int | None = None
+    guidance: float | None = None
+    control: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole run. `model` is a checkpoint of transformer, text encoder and autoencoder, in any layout, or of the first
+    alone with files of their own for the others; `out` is the run's folder; `trigger` are words that a LoRA's file is
+    labelled with."""
+
+    model: str
+    out: str
+    phase: tuple[Phase, ...]
+    name: str = "sana"
+    text_encoder: str = ""  # that of `model`
+    autoencoder: str = ""  # that of `model`
+    trigger: str = ""
+    seed: int = 0
+    dtype: str = "bfloat16"
+    reference: str = "auto"
+    device: str = ""  # the accelerator of this machine, or its CPU
+    cache: str = ""  # folder of latents and embeddings; "cache" in `out`
+    stream: bool = False  # encode each picture when it is learnt, and keep nothing of it on disk
+    caption_dropout: float = 0.1
+    checkpoint_gradients: bool = True
+    save_every: int = 500
+    keep: int = 3
+    method: Method = field(default_factory=Method)
+    loss: Loss = field(default_factory=Loss)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    validation: Validation = field(default_factory=Validation)
+    parallel: Parallel = field(default_factory=Parallel)
+
+    def source(self, kind: str) -> str:
+        """Return the checkpoint that has the component: "transformer", "text_encoder" or "autoencoder"."""
+        own = {"text_encoder": self.text_encoder, "autoencoder": self.autoencoder}
+        return own.get(kind) or self.model
+
+
+def read_settings(file: Path) -> Settings:
+    """Return the settings in the TOML file `file`, whose paths are relative to its folder.
+
+    Raises MissingFileError, ReadError, and InputError for what is no TOML, an unknown or missing key, and values that
+    are out of range.
+    """
+    try:
+        data = file.read_bytes()[: LARGEST_FILE + 1]
+    except FileNotFoundError:
+        raise MissingFileError(f"{file}: no such file; write one, or copy one of recipes/") from None
+    except OSError as error:
+        raise ReadError(f"{file}: cannot be read ({error.strerror}); see its name and its rights") from None
+    settings = parse(Settings, parse_toml(data, file.name), file.name)
+    folder = file.parent
+
+    def absolute(path: str) -> str:
+        return str(folder / path) if path else path
+
+    phases = tuple(replace(phase, data=tuple(map(absolute, phase.data))) for phase in settings.phase)
+    paths = {
+        name: absolute(getattr(settings, name)) for name in ("model", "text_encoder", "autoencoder", "out", "cache")
+    }
+    control = tuple(map(absolute, settings.validation.control))
+    validation = replace(settings.validation, control=control)
+    method = replace(settings.method, start=absolute(settings.method.start))
+    loss = replace(settings.loss, teacher=absolute(settings.loss.teacher))
+    return check_settings(replace(settings, phase=phases, validation=validation, method=method, loss=loss, **paths))
+
+
+def parse_toml(data: bytes, name: str) -> dict[str, Any]:
+    """Return the tables of `data`. Raises InputError, with the file's `name`, for what is no TOML."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    if len(data) > LARGEST_FILE:
+        raise InputError(f"{name}: got more than {LARGEST_FILE} bytes, expected a TOML file; name another")
+    try:
+        return tomllib.loads(data.decode())
+    # a deep nesting ends in RecursionError
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(
+            f"{name}: got no TOML ({str(error) or 'nested too deeply'!s:.80}); correct that line"
+        ) from None
+
+
+def parse(kind: type, table: Any, name: str) -> Any:
+    """Return `table` as the dataclass `kind`, tables within it as its fields' dataclasses; `name` is for errors."""
+    if not isinstance(table, Mapping):
+        raise InputError(f"{name}: got {table!r:.40}, expected a table; see recipes/")
+    known = get_type_hints(kind)
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.0)[0]
+            raise InputError(f"{name}: got the key {key!r:.40}, which nothing reads; the nearest is {near}")
+    needed = {each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}
+    for key in sorted(needed - table.keys()):
+        raise InputError(f"{name}: {key} is missing; add it")
+    return kind(**{key: parse_value(known[key], value, f"{name}: {key}") for key, value in table.items()})
+
+
+def parse_value(kind: Any, value: Any, name: str) -> Any:
+    if is_dataclass(kind) and isinstance(kind, type):
+        return parse(kind, value, name)
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        # one word stands for a list of one
+        values = [value] if inner is str and isinstance(value, str) else value
+        if not isinstance(values, list):
+            raise InputError(f"{name}: got {value!r:.40}, expected a list; put it into brackets")
+        return tuple(parse_value(inner, each, name) for each in values)
+    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
+    if kinds[0] is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kinds[0]:
+        words = {str: "a text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
+        raise InputError(f"{name}: got {value!r:.40}, expected {words[kinds[0]]}; correct it")
+    return value
+
+
+def check_settings(settings: Settings) -> Settings:
+    """Return `settings`. Raises InputError for the first value that is out of range."""
+    method, optimizer, validation = settings.method, settings.optimizer, settings.validation
+    one_of("method.kind", method.kind, METHODS)
+    one_of("method.targets", method.targets, TARGETS)
+    one_of("optimizer.name", optimizer.name, NAMES)
+    one_of("dtype", settings.dtype, DTYPES)
+    one_of("method.weights", method.weights, DTYPES)
+    if method.weights == "bfloat16" and settings.dtype == "float32":
+        raise InputError("weights: got bfloat16 with dtype float32, expected the same; change one of them")
+    check_number("method.rank", method.rank, 1, 1024)
+    one_of("method.base", method.base, BASES)
+    if method.base == "int8" and method.kind not in QUANTISED:
+        raise InputError(f"base: got int8 with method {method.kind}, expected full; or choose {' or '.join(QUANTISED)}")
+    if method.start and method.whole:
+        raise InputError(f"start: got a file with method {method.kind}, expected one of an adapter; remove it")
+    check_loss(settings.loss, method)
+    check_number("method.blocks", method.blocks, 1, 255)
+    check_number("method.alpha", 1.0 if method.alpha is None else method.alpha, 1e-3, 1e5)
+    check_number("optimizer.weight_decay", optimizer.weight_decay, 0, 1)
+    check_number("optimizer.clip", optimizer.clip, 1e-6, 1e6)
+    check_number("optimizer.ema", optimizer.ema, 0, 0.999999)
+    check_number("caption_dropout", settings.caption_dropout, 0, 1)
+    check_number("seed", settings.seed, 0, 2**63 - 1)
+    check_number("save_every", settings.save_every, 1, 10**9)
+    check_number("keep", settings.keep, 1, 10**6)
+    check_number("validation.every", validation.every, 0, 10**9)
+    check_number("validation.share", validation.share, 0, 0.5)
+    for side in ("width", "height"):
+        check_side(f"validation.{side}", getattr(validation, side), 0)
+    check_control(method, validation)
+    check_parallel(settings)
+    if not settings.phase:
+        raise InputError("phase: got none, expected one or more [[phase]] tables; see recipes/")
+    if not settings.name or not settings.name.isprintable() or set(settings.name) & set('/\\:*?"<>|'):
+        raise InputError(f"name: got {settings.name!r:.40}, expected the name of a file; use letters and digits")
+    for number, phase in enumerate(settings.phase, 1):
+        check_phase(f"phase {number}", phase)
+    return settings
+
+
+def check_loss(loss: Loss, method: Method) -> None:
+    """Raise InputError unless `method` can be trained by `loss`."""
+    one_of("loss.kind", loss.kind, (FLOW, CONSISTENCY))
+    check_number("loss.tangent_warmup", loss.tangent_warmup, 0, 10**9)
+    if loss.kind == CONSISTENCY and method.whole:
+        raise InputError(
+            f"loss: got consistency with method {method.kind}, expected flow; or choose {', '.join(ADAPTERS)}"
+        )
+    if loss.kind == FLOW and loss.teacher:
+        raise InputError("teacher: got one with loss flow, expected none; remove it, or set loss.kind to consistency")
+
+
+def check_control(method: Method, validation: Validation) -> None:
+    """Raise InputError unless a ControlNet has control pictures to draw with, and nothing else has."""
+    found, needed = len(validation.control), len(validation.prompts)
+    if method.kind != "controlnet":
+        if found:
+            raise InputError(f"control: got {found} pictures, expected none with method {method.kind}; remove them")
+    elif needed and found not in (1, needed):
+        raise InputError(f"control: got {found} control pictures for {needed} prompts, expected one, or one for each")
+
+
+def check_parallel(settings: Settings) -> None:
+    """Raise InputError unless what is trained can be trained in the way that is asked for."""
+    own, method, name = settings.parallel, settings.method, settings.optimizer.name
+    one_of("parallel.kind", own.kind, KINDS)
+    check_number("parallel.replicas", own.replicas, 1, 4096)
+    if own.kind == DDP:
+        if own.replicas > 1:
+            raise InputError("replicas: got more than 1 with parallel ddp, expected fsdp; remove it, or choose that")
+        return
+    if method.base != "full":
+        raise InputError(f"base: got {method.base} with parallel {own.kind}, expected full; or choose ddp")
+    if settings.loss.kind == CONSISTENCY:
+        raise InputError(f"loss: got consistency with parallel {own.kind}, expected flow; or choose ddp")
+    if name in WHOLE and name != "schedulefree":
+        raise InputError(f"optimizer: got {name} with parallel {own.kind}, expected adamw, came or came8bit")
+    if name == "adamw8bit" and own.kind == OFFLOADED:
+        raise InputError(
+            "optimizer: got adamw8bit with parallel fsdp_offload, whose step needs a compiler for the CPU; choose "
+            "came8bit"
+        )
+
+
+def check_phase(name: str, phase: Phase) -> None:
+    one_of(f"{name}: schedule", phase.schedule, SCHEDULES)
+    check_side(f"{name}: resolution", phase.resolution, DOWNSCALE)
+    for field_name, most in (("batch", 4096), ("accumulate", 4096)):
+        check_number(f"{name}: {field_name}", getattr(phase, field_name), 1, most)
+    check_number(f"{name}: learning_rate", phase.learning_rate, 0, 10)
+    check_number(f"{name}: warmup", phase.warmup, 0, 10**9)
+    if (phase.epochs is None) == (phase.steps is None):
+        raise InputError(f"{name}: got {'neither' if phase.steps is None else 'both'} of epochs and steps; set one")
+    check_number(f"{name}: epochs", 1 if phase.epochs is None else phase.epochs, 1, 10**6)
+    check_number(f"{name}: steps", 1 if phase.steps is None else phase.steps, 1, 10**9)
+    if not phase.data:
+        raise InputError(f"{name}: got no data, expected one or more folders; name the folder of your pictures")
+
+
+def check_side(name: str, pixels: int, low: int) -> None:
+    if pixels % DOWNSCALE or not low <= pixels <= LARGEST:
+        raise InputError(f"{name}: got {pixels}, expected a multiple of {DOWNSCALE} from {low} to {LARGEST}; change it")
+
+
+def one_of(name: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        near = difflib.get_close_matches(str(value), names, 1, 0.0)[0]
+        raise InputError(f"{name}: got {value!r:.40}, expected one of {', '.join(names)}; the nearest is {near}")

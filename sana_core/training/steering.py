@@ -1,0 +1,139 @@
+"""A ControlNet that begins as a copy of the model that it will steer, and its residuals with gradients.
+
+Copies of the first blocks learn, and the projections around them, which begin at zero, so that at first nothing
+changes. All else is the model's own and frozen: the embeddings of picture, time and caption (SanaMSControlNet in
+NVlabs/Sana, diffusion/model/nets/sana_multi_scale_controlnet.py). `sana_core.control` tells where the signal joins and
+where it acts, in NVIDIA's code and in diffusers'.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ..control import Control
+from ..errors import InputError
+from ..forward import DROPPED, embed
+from ..reference import DIFFUSERS, NVIDIA
+
+if TYPE_CHECKING:
+    from diffusers import SanaControlNetModel, SanaTransformer2DModel
+
+# what a ControlNet's configuration has of the model's
+SHARED = (
+    "in_channels",
+    "out_channels",
+    "num_attention_heads",
+    "attention_head_dim",
+    "num_cross_attention_heads",
+    "cross_attention_head_dim",
+    "cross_attention_dim",
+    "caption_channels",
+    "mlp_ratio",
+    "dropout",
+    "attention_bias",
+    "sample_size",
+    "patch_size",
+    "norm_elementwise_affine",
+    "norm_eps",
+    "interpolation_scale",
+)
+
+
+def check_steerable(config: Any, blocks: int) -> None:
+    """Raise InputError unless a ControlNet of so many blocks fits the transformer with `config`."""
+    if config.qk_norm is not None:
+        raise InputError(
+            "model: got one with norms of query and key (SANA-1.5), for which there is no ControlNet; train that of "
+            "SANA 0.6B or 1.6B"
+        )
+    # each acts after the block that is copied, or in diffusers after the next one
+    if blocks >= config.num_layers:
+        raise InputError(
+            f"blocks: got {blocks} for a model of {config.num_layers} blocks, expected fewer than it has; lower it"
+        )
+
+
+def begin_controlnet(transformer: SanaTransformer2DModel, blocks: int, dtype: torch.dtype) -> SanaControlNetModel:
+    """Return a ControlNet of copies of the first `blocks` of `transformer`, in `dtype`, at first without effect.
+
+    It follows the reference of `transformer`. Those copies and the projections require gradients; what it has besides
+    are the modules of `transformer` itself, which is frozen, and in NVIDIA's arrangement its first block.
+    """
+    from accelerate import init_empty_weights
+    from diffusers import SanaControlNetModel
+
+    transformer.requires_grad_(False)
+    config = {name: transformer.config[name] for name in SHARED}
+    with init_empty_weights():
+        controlnet = SanaControlNetModel(num_layers=blocks, **config)
+    for name in ("patch_embed", "time_embed", "caption_projection", "caption_norm"):
+        setattr(controlnet, name, getattr(transformer, name))
+    copies = [copy.deepcopy(block).to(dtype) for block in transformer.transformer_blocks[:blocks]]
+    controlnet.transformer_blocks = torch.nn.ModuleList(copies)
+    trained = [controlnet.transformer_blocks, controlnet.input_block, controlnet.controlnet_blocks]
+    for projection in trained[1:]:
+        projection.to_empty(device=transformer.device).to(dtype)
+        for parameter in projection.parameters():
+            torch.nn.init.zeros_(parameter)
+    for module in trained:
+        module.requires_grad_(True)
+    reference = getattr(transformer.config, "reference", DIFFUSERS)
+    controlnet.register_to_config(reference=reference)
+    if reference == NVIDIA:
+        controlnet.base_block = transformer.transformer_blocks[0]
+    return controlnet.train(False)
+
+
+def steering_residuals(
+    control: Control, x: torch.Tensor, embeds: torch.Tensor, timestep: torch.Tensor, mask: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Return what `control_residuals` does, through the library's modules and with gradients.
+
+    `x` [B, 32, h, w] is in the model's scale; `embeds` [B, T, C] and `mask` [B, T] are the captions.
+    """
+    controlnet, latents = control.controlnet, control.latents.to(x)
+    if getattr(controlnet, "base_block", None) is None:
+        residuals = controlnet(x, embeds, timestep, latents, encoder_attention_mask=mask, return_dict=False)[0]
+        return [None, *(residual.to(x.dtype) for residual in residuals)]
+    patch = controlnet.config.patch_size
+    size = x.shape[-2] // patch, x.shape[-1] // patch
+    hidden = controlnet.patch_embed(x)
+    time, _ = controlnet.time_embed(timestep, batch_size=len(x), hidden_dtype=hidden.dtype)
+    captions = controlnet.caption_norm(controlnet.caption_projection(embeds))
+    bias = ((1 - mask.to(x.dtype)) * DROPPED)[:, None]
+
+    def run(block: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        arguments = (hidden, None, captions, bias, time, *size)
+        if controlnet.gradient_checkpointing:
+            return checkpoint(block, *arguments, use_reentrant=False)
+        return block(*arguments)
+
+    hidden = run(controlnet.base_block, hidden) + controlnet.input_block(embed(controlnet, latents, None))
+    found: list[torch.Tensor | None] = []
+    for block, projection in zip(controlnet.transformer_blocks, controlnet.controlnet_blocks, strict=True):
+        hidden = run(block, hidden)
+        found.append(projection(hidden).to(x.dtype))
+    return found
+
+
+@contextmanager
+def steered(transformer: SanaTransformer2DModel, residuals: Sequence[torch.Tensor | None]) -> Iterator[Any]:
+    """Give what the library's forward takes as `controlnet_block_samples` for residual i to act after block i.
+
+    The library's first one acts after its second block; what comes before is added in this context.
+    """
+    first = residuals[0] if residuals else None
+    if first is None:
+        yield residuals[1:] or None
+        return
+    hook = transformer.transformer_blocks[0].register_forward_hook(lambda block, inputs, hidden: hidden + first)
+    try:
+        yield residuals[1:] or None
+    finally:
+        hook.remove()

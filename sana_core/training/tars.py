@@ -1,0 +1,90 @@
+"""WebDataset's tars: where in them each file lies, from their headers alone. Nothing is ever unpacked.
+
+https://github.com/webdataset/webdataset; NVIDIA's tools/ImgDataset2WebDatasetMS.py writes such tars, and wids-meta.json
+lists them.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from io import FileIO
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from ..checkpoints.files import brief
+from ..errors import InputError, ReadError
+from .pictures import Place, opened_place
+
+ENDINGS = (".tar",)
+COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
+# NVIDIA's have 10,000 samples
+MOST_MEMBERS = 1_000_000
+# bytes of a member's name and further headers
+LARGEST_HEADER = 1 << 20
+
+
+class Headers(FileIO):
+    """A tar whose headers cannot ask for more memory than headers need."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= LARGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size)
+
+
+def list_tar(file: Path, name: str) -> dict[str, Place]:
+    """Return where the bytes of each file in the tar are, by the member's name; `name` is how errors call the tar.
+
+    Raises ReadError for a tar that is damaged or not whole, InputError for members that are no plain files, have the
+    same name, or names that lead elsewhere, and as `opened_place` does.
+    """
+    members: dict[str, Place] = {}
+    try:
+        # a tar may be larger than memory: what is read of it are headers
+        with opened_place(Place(file), name, largest=1 << 62), Headers(file) as stream:
+            with tarfile.open(fileobj=stream, mode="r:") as archive:
+                while member := archive.next():
+                    if member.isdir():
+                        continue
+                    inner = check_member(member, name)
+                    if inner in members:
+                        raise InputError(f"{name}: holds {inner} twice; make the tar anew")
+                    if len(members) == MOST_MEMBERS:
+                        raise InputError(f"{name}: expected at most {MOST_MEMBERS} files in a tar; divide it")
+                    members[inner] = Place(file, member.offset_data, member.size)
+            # tarfile takes any damage behind the first member for the end
+            stream.seek(archive.offset)
+            end = stream.read(tarfile.BLOCKSIZE)
+    except (tarfile.TarError, RecursionError, OverflowError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise ReadError(f"{name}: broken or incomplete tar ({brief(error)}); copy or make it again") from error
+    if end != bytes(tarfile.BLOCKSIZE):
+        raise ReadError(f"{name}: a tar without its end, the last of {len(members)} files may be lost; copy it again")
+    return members
+
+
+def check_member(member: tarfile.TarInfo, name: str) -> str:
+    """Return the name of a tar's member; raises InputError for one that is no plain file or leads elsewhere."""
+    if not member.isreg() or member.issparse():
+        raise InputError(f"{name}: {brief(member.name)} is a link or device, expected plain files; make the tar anew")
+    return check_inner(member.name, name)
+
+
+def check_inner(inner: Any, name: str) -> str:
+    """Return the path `inner`, with slashes and without a leading ./, once it is one that stays in its folder.
+
+    Raises InputError for an absolute one by the rules of any system, one with .., and one that cannot be printed.
+    """
+    windows = PureWindowsPath(inner) if isinstance(inner, str) else None
+    if windows is None or not inner or not inner.isprintable() or windows.anchor or ".." in windows.parts:
+        raise InputError(f"{name}: got the path {brief(inner)}, expected one inside the data set; rename it")
+    return str(PurePosixPath(inner))
+
+
+def list_shards(document: Any, name: str) -> list[str]:
+    """Return the tars that wids-meta.json lists. Raises InputError for another document and for paths elsewhere."""
+    shards = document.get("shardlist")
+    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
+        raise InputError(f"{name}: expected a list 'shardlist' of tars; make it again, or remove it")
+    return [check_inner(shard.get("url"), name) for shard in shards]

@@ -1,0 +1,215 @@
+"""From settings to a trained model: data sets, cache, run, and what is drawn on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..accelerator import chosen_device
+from ..batch.fingerprint import digest_json
+from ..checkpoints import find_part, inspect_checkpoint, load_transformer
+from ..checkpoints.load import build_module, shift_of
+from ..errors import InputError
+from ..polling import Poll, no_poll
+from ..whole_files import unfinished
+from .adapters import adapter_tensors, add_adapter, merged, write_adapter
+from .agreement import check_ranks, check_same
+from .entries import digest_of
+from .learner import Learner, make_learner
+from .loop import Folder, Report, Watch, run
+from .pictures import Place, read_place
+from .prepare import TEACHER, Progress, digest_models, no_progress, prepare
+from .previews import draw_validation
+from .ranks import ALONE, Ranks, say
+from .runs import step_folder
+from .settings import DDP, FLOW, Settings
+from .sharding import describe_shares
+from .share import check_shares
+from .start import begin_at
+from .steering import check_steerable
+from .teacher import check_loss_fits, load_teacher
+from .together import export_together, held_together, preview_together, watch_together
+
+if TYPE_CHECKING:
+    from diffusers import SanaTransformer2DModel
+
+# called with the step and the pictures [3, H, W] in [-1, 1] of the validation's prompts
+Show = Callable[[int, Sequence[torch.Tensor]], None]
+
+
+def no_show(step: int, pictures: Sequence[torch.Tensor]) -> None:
+    """What shows nobody."""
+
+
+def train(
+    settings: Settings,
+    report: Report = lambda line: None,
+    progress: Progress = no_progress,
+    poll: Poll = no_poll,
+    show: Show = no_show,
+    ranks: Ranks = ALONE,
+) -> Path:
+    """Train as `settings` say, from where the run in `settings.out` stands; return the file or folder of the result.
+
+    `report` gets the line of the log of each step and validation, `progress` what is being prepared and how much of it
+    is done, `show` each validation's pictures; `poll` is called at least once a step. Each of them cancels by raising,
+    after which the same call goes on. `ranks` are the processes that train together, all of which call this. Raises
+    InputError for data or settings that cannot be used, or that a rank has otherwise than the others, InUseError for a
+    folder in which another run writes, TrainingError for a loss that is not finite, and CheckpointError or
+    MissingFileError for a model that cannot be loaded.
+    """
+    shift = check_base(settings)
+    check_launch(settings, ranks)
+    check_ranks(ranks, settings)
+    out = Path(settings.out)
+    with held_together(out, ranks) as (parts, check_held):
+
+        def watched() -> None:
+            check_held()
+            poll()
+
+        device = ranks.device or chosen_device(settings.device)
+        marks = digest_models(settings, progress if ranks.first else no_progress)
+
+        data, inputs = prepare(settings, device, ranks, marks, progress, watched)
+        check_same(ranks, {"model": digest_json(marks), "pictures": [own.digest for own in data]}, "data")
+        learner = make_learner(load_base(settings, device, ranks), shift, settings, device, ranks)
+        learner = learner._replace(teacher=load_teacher(settings, device))
+        if ranks.launched and ranks.first:
+            say(describe_shares(learner))
+
+        def preview(learner: Learner, step: int) -> None:
+            with as_saved(learner) as saved:
+                show(step, draw_validation(saved, inputs, out, step, watched))
+
+        folder = Folder(out, parts, facts_of(settings, marks))
+        watch = Watch(report, watched, export_together(ranks, export), preview_together(ranks, preview))
+        place = run(learner, data, folder, watch_together(ranks, watch))
+        return ranks.from_first(ranks.first_does(lambda: publish(settings, out, step_folder(out, place.step))))
+
+
+def check_launch(settings: Settings, ranks: Ranks) -> None:
+    """Raise InputError where what `settings` ask of several processes cannot be had of `ranks`."""
+    check_shares(settings, ranks.size)
+    if settings.parallel.kind != DDP and not ranks.launched:
+        raise InputError(
+            f"parallel: got {settings.parallel.kind} in a process that no launcher has started, expected several; "
+            "start with torchrun, see docs/training.md, or choose ddp"
+        )
+
+
+def check_base(settings: Settings) -> float:
+    """Return the shift of the model that is trained; only headers are read.
+
+    Raises InputError for a model that the loss or a ControlNet does not fit, for a teacher that does not fit it, and
+    for an adapter to start from that does not fit the settings, and CheckpointError or MissingFileError for what is no
+    SANA or not all of one.
+    """
+    for kind in ("text_encoder", "autoencoder"):
+        find_part(inspect_checkpoint(settings.source(kind)), kind)
+    info = find_part(inspect_checkpoint(settings.model), "transformer")
+    module: Any = build_module(info)
+    check_loss_fits(module.config, settings.loss)
+    if settings.method.kind == "controlnet":
+        check_steerable(module.config, settings.method.blocks)
+    if settings.method.start:
+        add_adapter(module, settings.method, settings.seed)
+        begin_at(module, settings.method)
+    return shift_of(info, None, settings.reference)
+
+
+def facts_of(settings: Settings, marks: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run's states depend on, besides its data and what a new phase may change.
+
+    Raises MissingFileError or ReadError for a file to start from that cannot be read.
+    """
+    method = settings.method
+    model = {name: mark for name, mark in marks.items() if name != TEACHER}
+    facts: dict[str, Any] = {"model": digest_json(model), "seed": settings.seed, "dtype": settings.dtype}
+    facts |= {"reference": settings.reference, "optimizer": settings.optimizer.name}
+    facts |= {"ema": bool(settings.optimizer.ema), "method": method.kind}
+    if method.base != "full":
+        facts["base"] = method.base
+    if settings.loss.kind != FLOW:
+        facts["loss"] = settings.loss.kind
+    if settings.loss.teacher:
+        facts["teacher"] = marks[TEACHER]
+    if method.start:
+        facts["start"] = digest_of(read_place(Place(Path(method.start)), method.start))
+    own = {"controlnet": {"blocks": method.blocks}, "full": {}}
+    return facts | own.get(method.kind, {"rank": method.rank, "targets": method.targets})
+
+
+def load_base(settings: Settings, device: torch.device, ranks: Ranks = ALONE) -> SanaTransformer2DModel:
+    """Return the transformer that training begins with. If it is put into shares, the first rank alone has its numbers.
+
+    Raises as `load_transformer` does.
+    """
+    dtype = getattr(torch, settings.method.weights if settings.method.kind == "full" else settings.dtype)
+    # what is put into 8 bits, or into shares, is so on the CPU, so that the device never holds all of it
+    divided = ranks.launched and settings.parallel.kind != DDP
+    where: str | torch.device = device if settings.method.base == "full" and not divided else "cpu"
+    if divided and not ranks.first:
+        where = "meta"
+    return load_transformer(settings.model, where, dtype, reference=settings.reference)
+
+
+@contextmanager
+def as_saved(learner: Learner) -> Iterator[Learner]:
+    """Give `learner`, computing as what is loaded from what `export` writes, on the whole model where its own is in 8
+    bits."""
+    settings = learner.settings
+    dtype = getattr(torch, settings.dtype)
+    if not settings.method.whole:
+        tensors = adapter_tensors(learner.transformer, dtype)
+        if settings.method.base != "full":
+            transformer = load_transformer(settings.model, learner.transformer.device, dtype, None, settings.reference)
+            add_adapter(transformer, settings.method, settings.seed)
+            learner = learner._replace(transformer=transformer)
+        with merged(learner.transformer, tensors):
+            yield learner
+        return
+    kept = {name: parameter.data for name, parameter in learner.parameters.items()}
+    try:
+        for parameter in learner.parameters.values():
+            parameter.data = parameter.data.to(dtype)
+        yield learner
+    finally:
+        for name, parameter in learner.parameters.items():
+            parameter.data = kept[name]
+
+
+def export(learner: Learner, folder: Path) -> None:
+    """Write what other programs load into `folder`: the adapter as NAME.safetensors, or the transformer or ControlNet
+    in diffusers' layout. Raises OSError."""
+    settings = learner.settings
+    dtype = getattr(torch, settings.dtype)
+    if settings.method.whole:
+        with as_saved(learner):
+            (learner.controlnet or learner.transformer).save_pretrained(folder / whole_part(settings))
+        return
+    tensors = adapter_tensors(learner.transformer, dtype)
+    facts = {"base": Path(settings.model).name, "trigger": settings.trigger, "reference": settings.reference}
+    facts["settings"] = json.dumps({"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed})
+    write_adapter(folder / f"{settings.name}.safetensors", learner.transformer, tensors, settings.method, facts)
+
+
+def whole_part(settings: Settings) -> str:
+    """Return the name of the folder that holds the weights, where no adapter is trained."""
+    return "controlnet" if settings.method.kind == "controlnet" else "transformer"
+
+
+def publish(settings: Settings, out: Path, state: Path) -> Path:
+    """Put the result in `state` into `out` itself; return its path. Raises OSError."""
+    if settings.method.whole:
+        return state / whole_part(settings)
+    file = out / f"{settings.name}.safetensors"
+    with unfinished(file, replace=True) as part:
+        shutil.copyfile(state / file.name, part)
+    return file

@@ -1,0 +1,219 @@
+"""What cannot be trained is refused by name, before anything is unloaded or written; and what SANA Dataset shows."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from in_process import NodeError
+from PIL import Image
+
+NAMES = ("..", ".", "", "a/b", "a\\b", "/tmp/a", "../../a", ".hidden", "a.", "a\0b", "x" * 51, 7)
+
+
+@pytest.fixture
+def pictures(host):
+    """A function that puts pictures and captions {name: (width, height) or bytes, or text} into input/NAME."""
+    root = host.models.parent / "input"
+    made = []
+
+    def put(name, files):
+        (root / name).mkdir(parents=True)
+        made.append(root / name)
+        for file, content in files.items():
+            if isinstance(content, tuple):
+                rows = np.linspace(0, 255, content[0] * content[1] * 3).astype(np.uint8)
+                Image.fromarray(rows.reshape(content[1], content[0], 3)).save(root / name / file)
+            elif isinstance(content, str):
+                (root / name / file).write_text(content, encoding="utf-8")
+            else:
+                (root / name / file).write_bytes(content)
+        return name
+
+    yield put
+    for folder in made:
+        shutil.rmtree(folder)
+
+
+PAIR = {"a.png": (128, 128), "a.txt": "a grey picture"}
+
+
+@pytest.fixture
+def refused(host, pictures):
+    """A function of SANA Train's inputs and a pattern: the graph fails with an error like that, and leaves nothing."""
+
+    def run(pattern, before=None, load=None, **own):
+        graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)", **(load or {})}), **(before or {})}
+        graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": 128})
+        inputs = {"name": "refused", "method": "lora", "rank": 4, "steps": 2, "learning_rate": 1e-3, "batch_size": 1}
+        links = {"model": [list(graph)[-2], 0], "dataset": ["data", 0]}
+        graph["train"] = ("SanaNodesTrain", {**links, **inputs})
+        for number, (field, value) in enumerate(own.items()):
+            graph[f"own {number}"] = ("AnyValue", {"value": value})
+            graph["train"][1][field] = [f"own {number}", 0]
+        with pytest.raises(NodeError) as caught:
+            host.run(graph)
+        message = str(caught.value)
+        assert re.search(pattern, message), message
+        assert "\n" not in message and len(message) < 300
+        assert not (host.output / "sana_training").exists()
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_are_no_name_of_a_folder(refused, host, name):
+    refused(
+        "^name: got .*, expected a folder's name of at most 50 characters; use letters, digits, - and _$", name=name
+    )
+    assert not (host.models.parent / "a").exists()
+
+
+NUMBERS = [
+    ("rank", 0, "^rank: got 0, expected a whole number from 1 to 1024$"),
+    ("rank", 2.5, "^rank: got 2.5, expected a whole number"),
+    ("steps", 0, "^steps: got 0, expected a whole number"),
+    ("batch_size", 0, "^batch_size: got 0, expected a whole number"),
+    ("learning_rate", float("nan"), "^phase 1: learning_rate: got nan, expected a number from 0 to 10$"),
+    ("method", "full", "^method: got 'full', expected one of lora, dora, lokr"),
+    ("optimizer", "adam", "^optimizer.name: got 'adam', expected one of .*; the nearest is adamw$"),
+]
+
+
+@pytest.mark.parametrize("field, value, pattern", NUMBERS)
+def test_numbers_and_choices_through_links(refused, field, value, pattern):
+    refused(pattern, **{field: value})
+
+
+def patched(node, **inputs):
+    return {"patched": (node, {"model": ["load", 0], **inputs})}
+
+
+PATCHED = {
+    r"\(model_sampling\)": patched("ModelSamplingSD3", shift=5.0),
+    r"\(.*sana_perturbed_attention.*\)": patched("SanaNodesPAG", scale=2.0, blocks=""),
+}
+
+
+@pytest.mark.parametrize("found", PATCHED)
+def test_a_model_with_patches(refused, found):
+    refused(f"^model: got a patch that training does not see {found}, expected the model alone", PATCHED[found])
+
+
+def test_a_model_with_a_lora(refused, host, put):
+    from test_lora import written
+
+    name = put("loras", "style.safetensors", written("diffusers"))
+    lora = patched("SanaNodesLoraLoader", lora_name=name, strength_model=1.0)
+    refused(r"^model: got a patch that training does not see \(LoRA\), expected the model alone; connect", lora)
+
+
+def test_a_sprint_model(refused, variants):
+    refused("^model: got a SANA-Sprint model, which this loss would undo; train the SANA", load={"model": "sprint"})
+
+
+def test_a_model_that_is_not_as_its_file_has_it(refused):
+    refused("^model: training needs weights as they are in a plain file", load={"weight_dtype": "fp8_e4m3fn"})
+
+
+def test_a_model_of_another_size_than_its_file_says(refused):
+    refused("^model: got resolution 512 of its loader, which training does not see", load={"resolution": "512"})
+
+
+def test_a_model_without_text_encoder_and_vae(refused, single_files):
+    alone = {"alone": single_files["model"]}
+    refused("^clip: got none, expected one for a MODEL of a single file; connect its loader's$", alone)
+
+
+def test_a_vae_that_training_cannot_load(refused, host):
+    load = {"load": ("VAELoader", {"vae_name": "pixel_space"})}
+    other = host.run({**load, "catch": ("Catch", {"value": ["load", 0], "name": "vae"})})["vae"]
+    refused("^vae: got .*, which training cannot load; use SANA Loader or SANA Load VAE$", vae=other)
+
+
+def test_a_clip_with_a_lora(refused, host):
+    load = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})}
+    clip = host.run({**load, "catch": ("Catch", {"value": ["load", 1], "name": "clip"})})["clip"].clone()
+    name = next(key for key in clip.cond_stage_model.state_dict() if key.endswith("q_proj.weight"))
+    clip.add_patches({name: (torch.ones_like(clip.cond_stage_model.state_dict()[name]),)}, 1.0)
+    refused("^clip: got one that training cannot load, or with a LoRA; connect that of a SANA loader$", clip=clip)
+
+
+def test_a_clip_that_is_none(refused):
+    refused("^clip: got 'text', expected a CLIP; connect an output of that type$", clip="text")
+
+
+def test_what_is_no_dataset(refused):
+    refused("^dataset: got 'a folder', expected a SANA_DATASET; connect an output of that type$", dataset="a folder")
+
+
+def test_a_name_with_another_run_in_it(host, pictures):
+    folder = pictures("bad", PAIR)
+    graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})}
+    graph["data"] = ("SanaNodesDataset", {"folder": folder, "resolution": 128})
+    inputs = {"name": "taken", "method": "lora", "rank": 2, "steps": 1, "learning_rate": 1e-3, "batch_size": 1}
+    graph["train"] = ("SanaNodesTrain", {"model": ["load", 0], "dataset": ["data", 0], **inputs})
+    host.run(graph)
+    graph["train"][1]["rank"] = 3
+    with pytest.raises(NodeError, match="^rank: got 3, but the run in .*taken has 2; name another folder"):
+        host.run(graph)
+    shutil.rmtree(host.output / "sana_training")
+
+
+def look(host, folder, resolution=128, keep_cache=False):
+    graph = {"data": ("SanaNodesDataset", {"folder": folder, "resolution": resolution})}
+    graph["catch sheet"] = ("Catch", {"value": ["data", 1], "name": "sheet"})
+    return host.run({**graph, "catch": ("Catch", {"value": ["data", 0], "name": "dataset"})}, keep_cache)
+
+
+FAULTS = {
+    "^dataset: no picture in .*, expected files that end with": {},
+    "^a.png: has no caption, expected a.txt beside it": {"a.png": (64, 64)},
+    "^a.png: got no picture, expected one of PNG": {"a.png": b"none", "a.txt": "a"},
+    "^a.png: got an empty file, expected a picture": {"a.png": b"", "a.txt": "a"},
+    "^a.txt: not UTF-8 at byte 0": {"a.png": (64, 64), "a.txt": b"\xff"},
+}
+
+
+@pytest.mark.parametrize("pattern", FAULTS)
+def test_folders_that_cannot_be_learnt(host, pictures, pattern):
+    with pytest.raises(NodeError, match=pattern):
+        look(host, pictures("faulty", FAULTS[pattern]))
+
+
+@pytest.mark.parametrize("resolution", [100, 0, 8224, 128.5])
+def test_resolutions(host, pictures, resolution):
+    graph = {"number": ("AnyValue", {"value": resolution})}
+    graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": ["number", 0]})
+    graph["catch"] = ("Catch", {"value": ["data", 0], "name": "dataset"})
+    with pytest.raises(NodeError, match=f"^resolution: got {resolution}, expected a (multiple of 32|whole number)"):
+        host.run(graph)
+
+
+@pytest.mark.parametrize("folder", ["..", "../models", "missing", "/etc", 3])
+def test_folders_outside_of_the_input_folder(host, folder):
+    graph = {"name": ("AnyValue", {"value": folder})}
+    graph["data"] = ("SanaNodesDataset", {"folder": ["name", 0], "resolution": 128})
+    graph["catch"] = ("Catch", {"value": ["data", 0], "name": "dataset"})
+    with pytest.raises(NodeError, match="^folder: got .*, expected one in ComfyUI's input folder; put your pictures"):
+        host.run(graph)
+
+
+def test_the_contact_sheet_has_each_shape_and_runs_again_when_a_file_changes(host, pictures, monkeypatch):
+    texts = []
+    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node_id: texts.append(text))
+    files = {f"{index}.png": (128, 128) for index in range(7)} | {"wide.png": (300, 100), "small.png": (40, 40)}
+    name = pictures("sheet", files | {f"{file[:-4]}.txt": "words " * 20 for file in files})
+    seen = look(host, name)
+    assert texts == ["9 pictures: 8 of 128 x 128, 1 of 256 x 64; 1 are smaller than that and will be blurred"]
+    # six columns: two rows of the first shape, one of the second, each below a line of its own
+    assert seen["sheet"].shape == (1, 32 + 2 * 40 + 3 * 222, 32 + 6 * 200, 3)
+    assert tuple(seen["dataset"]) == (str(host.models.parent / "input" / "sheet"), 128)
+    look(host, name, keep_cache=True)
+    assert len(texts) == 1
+    (host.models.parent / "input" / "sheet" / "wide.txt").write_text("another caption")
+    look(host, name, keep_cache=True)
+    assert len(texts) == 2
+    seen = look(host, "red stars (bundled)")
+    assert texts[-1] == "12 pictures: 12 of 128 x 128" and seen["sheet"].std() > 0.1

@@ -1,0 +1,266 @@
+"""Training on the canvas: the LoRA in the next node and in core's, cancel and going on, and core's trainer on ours."""
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from demo.pictures import combinations, draw_scene, prompt, random_scene
+from sana_core.training.runs import find_states
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def captions(host):
+    """The captions of two pictures in "two", a folder in ComfyUI's input folder."""
+    root = host.models.parent / "input" / "two"
+    root.mkdir(parents=True)
+    rng, (combos, _) = random.Random(3), combinations()
+    for index in range(2):
+        Image.fromarray(draw_scene(random_scene(rng, combos[9 * index]))).save(root / f"{index}.png")
+        (root / f"{index}.txt").write_text(prompt(*combos[9 * index]))
+    yield [prompt(*combos[9 * index]) for index in range(2)]
+    shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def runs(host):
+    """The folder that SANA Train writes into."""
+    yield host.output / "sana_training"
+    shutil.rmtree(host.output / "sana_training", ignore_errors=True)
+
+
+@pytest.fixture
+def training_graph(base_graph, captions, runs):
+    """A function of SANA Train's inputs: the base graph with two pictures learnt between loader and sampler."""
+
+    def build(text=captions[0], seed=0, draw=20, **own):
+        graph = base_graph(text=text, seed=seed, steps=draw)
+        graph["data"] = ("SanaNodesDataset", {"folder": "two", "resolution": 128})
+        inputs = {"name": "run", "method": "lora", "rank": 4, "steps": 6, "learning_rate": 3e-3, "batch_size": 2}
+        graph["train"] = ("SanaNodesTrain", {"model": ["load", 0], "dataset": ["data", 0], **inputs, **own})
+        graph["sample"][1]["model"] = ["train", 2]
+        graph["catch lora"] = ("Catch", {"value": ["train", 0], "name": "lora"})
+        graph["catch loss"] = ("Catch", {"value": ["train", 1], "name": "loss"})
+        return graph
+
+    return build
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """A function that hangs `see(value, total, preview)` into the host's progress, where the server's own hook is."""
+    import comfy.utils
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0.0)
+
+    def watch(see):
+        def hook(value, total, preview, prompt_id=None, node_id=None):
+            see(value, total, preview)
+
+        monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+
+    return watch
+
+
+def pixels(image):
+    """An IMAGE as the file of a picture has it."""
+    return (127.5 * (2 * image[0])).round().numpy().astype(np.uint8)
+
+
+def picture_of(runs, name, step):
+    return np.asarray(Image.open(runs / name / "pictures" / f"step-{step:07d}-00.png"))
+
+
+def same_tensors(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def state_of(runs, name):
+    return load_file(find_states(runs / name)[-1][1] / "state.safetensors")
+
+
+def test_two_pictures_are_learnt_and_drawn_by_the_next_nodes(host, base_graph, training_graph, captions, runs):
+    own = {"targets": "both", "rank": 16, "gradient_clip": 1.0, "caption_dropout": 0.0, "checkpoint_gradients": False}
+    graph = training_graph(name="learnt", steps=80, validate_every=80, validation_prompts=f"\n{captions[0]}\n", **own)
+    graph["save"] = ("SaveLoRA", {"lora": ["train", 0], "prefix": "loras/learnt"})
+    graph["plot"] = ("LossGraphNode", {"loss": ["train", 1], "filename_prefix": "loss"})
+    made = host.run(graph)
+    losses = made["loss"]["loss"]
+    assert len(losses) == 80 and sum(losses[-20:]) < 0.6 * sum(losses[:20])
+
+    # what was shown on the way is what the canvas draws, before and after
+    before, after = (picture_of(runs, "learnt", step).astype(int) for step in (0, 80))
+    plain = host.run(base_graph(text=captions[0], seed=0, steps=20))["image"]
+    assert (pixels(plain) == before).all() and (pixels(made["image"]) == after).all()
+    learnt = np.asarray(Image.open(host.models.parent / "input" / "two" / "0.png")).astype(int)
+    assert np.abs(after - learnt).mean() < 0.5 * np.abs(before - learnt).mean()
+
+    # and the LoRA that core has saved draws it too
+    (saved,) = (host.output / "loras").glob("learnt*.safetensors")
+    (host.models / "loras").mkdir(exist_ok=True)
+    shutil.copy(saved, host.models / "loras" / "learnt.safetensors")
+    assert same_tensors(load_file(saved), load_file(runs / "learnt" / "learnt.safetensors"))
+    both = {"lora_name": "learnt.safetensors", "strength_model": 1.0}
+    pair = {"clip": ["load", 1], "strength_clip": 1.0}
+    for loader, inputs in (
+        ("LoraLoader", {**both, **pair}),
+        ("LoraLoaderModelOnly", both),
+        ("SanaNodesLoraLoader", both),
+    ):
+        graph = base_graph(text=captions[0], seed=0, steps=20)
+        graph["lora"] = (loader, {"model": ["load", 0], **inputs})
+        graph["sample"][1]["model"] = ["lora", 0]
+        assert torch.equal(host.run(graph)["image"], made["image"]), loader
+
+
+@pytest.mark.parametrize("method", ["dora", "lokr"])
+def test_core_puts_each_method_s_lora_on_a_model_as_we_do(host, training_graph, runs, method):
+    graph = training_graph(name=method, method=method, alpha=2.0, targets="both", validate_every=0, draw=4)
+    graph["core"] = (
+        "LoraModelLoader",
+        {"model": ["load", 0], "lora": ["train", 0], "strength_model": 1.0, "bypass": False},
+    )
+    graph["core sample"] = ("SanaNodesSampler", {**graph["sample"][1], "model": ["core", 0]})
+    graph["catch core"] = ("Catch", {"value": ["core sample", 0], "name": "core"})
+    made = host.run(graph)
+    assert torch.equal(made["core"]["samples"], made["latent"]["samples"])
+
+
+CANCELS = {
+    "in the report of a step": (3, True, 0),
+    "between two steps": (3, False, 0),
+    "while it draws": (3, False, 3),
+}
+
+
+@pytest.mark.parametrize("case", CANCELS)
+def test_a_cancelled_run_goes_on_as_if_it_never_was(host, training_graph, runs, watched, case):
+    from comfy.model_management import interrupt_current_processing, throw_exception_if_processing_interrupted
+
+    at, raises, every = CANCELS[case]
+    own = {"draw": 4, "warmup": 4, "schedule": "cosine", "ema": 0.9, "batch_size": 1, "validate_every": every}
+    own["validation_prompts"] = "a red circle on a blue background"
+    whole = host.run(training_graph(name=f"whole {every}", **own))
+
+    def cancel(value, total, preview):
+        if (value, total) == (at, 6):
+            interrupt_current_processing()
+        if raises:
+            throw_exception_if_processing_interrupted()
+
+    watched(cancel)
+    with pytest.raises(InterruptedError, match="train"):
+        host.run(training_graph(name=case, **own))
+    assert [step for step, _ in find_states(runs / case)] == [at]
+    watched(lambda value, total, preview: None)
+    again = host.run(training_graph(name=case, **own))
+    assert again["loss"] == whole["loss"] and len(again["loss"]["loss"]) == 6
+    assert same_tensors(again["lora"], whole["lora"]) and torch.equal(again["image"], whole["image"])
+    assert same_tensors(state_of(runs, case), state_of(runs, f"whole {every}"))
+
+
+def test_a_finished_run_is_not_trained_again_and_with_more_steps_goes_on(host, training_graph, runs):
+    own = {"validate_every": 0, "draw": 4}
+    whole = host.run(training_graph(name="six", **own))
+    short = host.run(training_graph(name="four", steps=4, **own))
+    log = runs / "four" / "log.jsonl"
+    stamp = log.read_text()
+    again = host.run(training_graph(name="four", steps=4, **own))
+    assert log.read_text() == stamp and again["loss"] == short["loss"] and same_tensors(again["lora"], short["lora"])
+    longer = host.run(training_graph(name="four", steps=6, **own))
+    assert longer["loss"] == whole["loss"] and same_tensors(longer["lora"], whole["lora"])
+    assert log.read_text().startswith(stamp)
+
+
+def test_the_node_shows_step_and_pictures(host, training_graph, watched, monkeypatch):
+    seen, texts = [], []
+    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node_id: texts.append((node_id, text)))
+    watched(lambda value, total, preview: seen.append((value, total, preview)))
+    host.run(training_graph(name="shown", validation_prompts="a\nb", validate_every=2, draw=2))
+    assert [value for value, total, _ in seen if total == 6][-1] == 6
+    previews = {value: preview for value, total, preview in seen if total == 6 and preview is not None}
+    # of each validation at once, however soon after the last curve
+    assert {2, 4, 6} <= previews.keys()
+    kind, image, largest = previews[6]
+    # two pictures side by side above the curve
+    assert kind == "JPEG" and image.size == (512, 256 + 128) and largest is None
+    assert len(image.crop((0, 256, 512, 384)).getcolors(10_000)) > 2
+    own = [text for node_id, text in texts if node_id == "train"]
+    assert any(text.startswith("latents and captions: ") for text in own)
+    assert any(text.startswith("step 6 of 6, loss 0.") for text in own)
+    assert own[-1] == "shown.safetensors: 40 of 40 layers fit; 6 steps, in sana_training/shown of the output folder"
+
+
+def test_a_model_of_single_files_learns_the_same_with_their_clip_and_vae(host, training_graph, single_files, runs):
+    own = {"validate_every": 0, "draw": 2}
+    whole = host.run(training_graph(name="whole", **own))
+    graph = {**training_graph(name="parts", clip=["clip", 0], vae=["vae", 0], **own), **single_files}
+    graph["train"][1]["model"] = ["model", 0]
+    parts = host.run(graph)
+    assert same_tensors(parts["lora"], whole["lora"]) and parts["loss"] == whole["loss"]
+
+
+CORE = {
+    "batch_size": 2,
+    "grad_accumulation_steps": 1,
+    "steps": 12,
+    "rank": 4,
+    "optimizer": "AdamW",
+    "loss_function": "MSE",
+    "seed": 0,
+    "training_dtype": "fp32",
+    "lora_dtype": "fp32",
+    "quantized_backward": False,
+    "gradient_checkpointing": True,
+    "checkpoint_depth": 1,
+    "offloading": False,
+    "existing_lora": "[None]",
+    "bucket_mode": False,
+    "bypass_mode": False,
+}
+
+
+# core asks for it in fp32 too, which a CPU computes without
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("algorithm", ["LoRA", "LoKr"])
+def test_core_s_trainer_trains_our_model(host, base_graph, captions, algorithm):
+    losses, images = {}, {}
+    for rate in (1e-7, 3e-3):
+        graph = base_graph(steps=4, text=captions[0])
+        graph["pictures"] = ("LoadImageTextDataSetFromFolder", {"folder": "two"})
+        links = {"images": ["pictures", 0], "texts": ["pictures", 1], "clip": ["load", 1], "vae": ["load", 2]}
+        graph["data"] = ("MakeTrainingDataset", links)
+        inputs = {"model": ["load", 0], "latents": ["data", 0], "positive": ["data", 1], "learning_rate": rate}
+        graph["train"] = ("TrainLoraNode", {**CORE, **inputs, "algorithm": algorithm})
+        graph["apply"] = (
+            "LoraModelLoader",
+            {"model": ["load", 0], "lora": ["train", 0], "strength_model": 1.0, "bypass": False},
+        )
+        graph["sample"][1]["model"] = ["apply", 0]
+        graph["catch loss"] = ("Catch", {"value": ["train", 1], "name": "loss"})
+        made = host.run(graph)
+        losses[rate], images[rate] = made["loss"]["loss"], made["image"]
+    assert sum(losses[3e-3][6:]) < 0.9 * sum(losses[1e-7][6:])
+    assert (images[3e-3] - images[1e-7]).abs().mean() > 1e-3
+
+
+def test_other_models_leave_only_what_the_plan_does_not_need(host, training_graph, monkeypatch):
+    """The memory of the bundled model's run is asked for, and not the whole machine's."""
+    import comfy.model_management as management
+
+    asked, real = [], management.free_memory
+
+    def free_memory(memory_required, device, *others, **options):
+        asked.append(memory_required)
+        return real(memory_required, device, *others, **options)
+
+    monkeypatch.setattr(management, "free_memory", free_memory)
+    host.run(training_graph(name="asked", steps=1))
+    least = management.minimum_inference_memory()
+    assert least < asked[0] < least + 10**9

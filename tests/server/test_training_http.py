@@ -1,0 +1,50 @@
+"""A run over HTTP: what the websocket shows of it, Interrupt in its midst, and queueing it again."""
+
+import io
+import json
+
+from host import post, run_graph
+from PIL import Image
+from safetensors.torch import load_file
+
+TEXT = 3  # the kind of event, in its first four bytes
+STEPS = 30
+
+
+def training(name):
+    inputs = {"name": name, "method": "lora", "rank": 4, "steps": STEPS, "learning_rate": 1e-3, "batch_size": 2}
+    watched = {"validation_prompts": "a red star on a green background", "validate_every": 15}
+    return {
+        "1": {"class_type": "SanaNodesLoader", "inputs": {"model": "sana-tiny (bundled)"}},
+        "2": {"class_type": "SanaNodesDataset", "inputs": {"folder": "red stars (bundled)", "resolution": 128}},
+        "3": {"class_type": "SanaNodesTrain", "inputs": {"model": ["1", 0], "dataset": ["2", 0], **inputs, **watched}},
+    }
+
+
+def losses(server, name):
+    lines = (server.output / "sana_training" / name / "log.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+
+def test_a_run_is_seen_interrupted_and_goes_on(server):
+    events = list(run_graph(server, training("whole")))
+    steps = [event["data"] for event in events if isinstance(event, dict) and event["type"] == "progress"]
+    assert {"node": "3", "value": STEPS, "max": STEPS}.items() <= steps[-1].items()
+    own = [event for event in events if isinstance(event, bytes)]
+    texts = [event for event in own if event[3] == TEXT]
+    assert any(f"step {STEPS} of {STEPS}, loss 0.".encode() in text for text in texts)
+    assert texts[-1].endswith(b"30 steps, in sana_training/whole of the output folder")
+    preview = Image.open(io.BytesIO([event for event in own if event[3] != TEXT][-1][8:]))
+    assert preview.format == "JPEG" and preview.size == (512, 512 + 128)
+
+    for event in run_graph(server, training("broken")):
+        if isinstance(event, dict) and event["type"] == "progress" and event["data"]["max"] == STEPS:
+            post(server, "/interrupt")
+    assert event["type"] == "execution_interrupted" and event["data"]["node_id"] == "3"
+    assert 0 < len(losses(server, "broken")) < STEPS
+    list(run_graph(server, training("broken")))
+    assert losses(server, "broken") == losses(server, "whole")
+    one, other = (
+        load_file(server.output / "sana_training" / name / f"{name}.safetensors") for name in ("whole", "broken")
+    )
+    assert one.keys() == other.keys() and all((one[key] == other[key]).all() for key in one)

@@ -1,0 +1,24 @@
+"""A data set of the bundled model's kind: one shape of one colour on another, with its caption."""
+
+import random
+
+from PIL import Image
+
+from demo.pictures import combinations, draw_scene, random_caption, random_scene
+
+
+def write_pictures(folder, count, seed=1, controls=False):
+    """`controls` are silhouettes beside the pictures, which tell what no caption says: the place and the size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, (combos, _) = random.Random(seed), combinations()
+    for index in range(count):
+        scene = random_scene(rng, combos[rng.randrange(len(combos))])
+        Image.fromarray(draw_scene(scene)).save(folder / f"{seed}-{index}.png")
+        if controls:
+            silhouette(scene).save(folder / f"{seed}-{index}-control.png")
+        (folder / f"{seed}-{index}.txt").write_text(random_caption(rng, scene))
+    return str(folder)
+
+
+def silhouette(scene):
+    return Image.fromarray(draw_scene(scene._replace(colour="white", background="black"))).convert("L")

@@ -1,0 +1,247 @@
+"""A run that was broken off and goes on is the run that never was, to the bit; so are its losses and its order."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pictures import write_pictures
+from safetensors.torch import load_file
+from setup import ROOT
+
+from sana_core.errors import CheckpointError, InputError, TrainingError
+from sana_core.training import learner, train
+from sana_core.training.runs import cut_log, find_states, read_losses
+from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation, check_settings
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures, and a cache that all runs here share."""
+    folder = tmp_path_factory.mktemp("training")
+    write_pictures(folder / "pictures", 7, controls=True)
+    return folder
+
+
+@pytest.fixture
+def settings(folder, tmp_path, checkpoint):
+    """A function of overrides: six steps on seven pictures of which one or more are held out."""
+
+    def make(out="out", steps=6, data=folder / "pictures", phases=1, **others):
+        phase = Phase((str(data),), 128, batch=2, accumulate=2, steps=steps, learning_rate=1e-3, warmup=2)
+        values = {"dtype": "float32", "save_every": 2, "caption_dropout": 0.3, "method": Method(rank=2), **others}
+        values.setdefault("validation", Validation(every=3, share=0.3))
+        cache = str(folder / "cache")
+        return check_settings(Settings(str(checkpoint), str(tmp_path / out), (phase,) * phases, cache=cache, **values))
+
+    return make
+
+
+def stopping_after(steps):
+    """A poll that cancels once it was called between so many steps and the next."""
+    lines = []
+
+    def poll():
+        if len([line for line in lines if "loss" in line]) == steps:
+            raise Stopped
+
+    return lines.append, poll
+
+
+def lines_of(settings):
+    lines = map(json.loads, Path(settings.out, "log.jsonl").read_text(encoding="utf-8").splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def newest(settings):
+    return find_states(Path(settings.out))[-1][1]
+
+
+def same_state(first, second):
+    one, other = (load_file(newest(each) / "state.safetensors") for each in (first, second))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+WAYS = {
+    "lora": {},
+    "dora, average": {"method": Method("dora", rank=2, targets="both"), "optimizer": Optimizer(ema=0.9)},
+    "lokr, came": {"method": Method("lokr", rank=2), "optimizer": Optimizer("came8bit")},
+    "full in bf16": {
+        "method": Method("full", weights="bfloat16"),
+        "dtype": "bfloat16",
+        "optimizer": Optimizer("came"),
+    },
+    "controlnet": {"method": Method("controlnet", blocks=2), "optimizer": Optimizer(ema=0.9)},
+    "controlnet, mixed": {"method": Method("controlnet", blocks=2), "dtype": "bfloat16"},
+    "controlnet in bf16": {
+        "method": Method("controlnet", blocks=2, weights="bfloat16"),
+        "dtype": "bfloat16",
+        "reference": "nvidia",
+    },
+    "full": {"method": Method("full"), "checkpoint_gradients": False, "phases": 2, "steps": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way):
+    whole, broken = settings("whole", **WAYS[way]), settings("broken", **WAYS[way])
+    train.train(whole)
+    for steps in (1, 3, 1):
+        report, poll = stopping_after(steps)
+        with pytest.raises(Stopped):
+            train.train(broken, report, poll=poll)
+    train.train(broken)
+    assert lines_of(broken) == lines_of(whole)
+    assert [line["step"] for line in lines_of(whole) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert same_state(whole, broken)
+
+
+@pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
+@pytest.mark.parametrize("method", [Method(rank=2), Method("controlnet", blocks=3)], ids=["lora", "controlnet"])
+def test_gradients_kept_or_computed_again_are_the_same(settings, method, reference):
+    own = {"method": method, "reference": reference, "steps": 3}
+    kept, again = settings("kept", checkpoint_gradients=False, **own), settings("again", **own)
+    train.train(kept)
+    train.train(again)
+    assert lines_of(kept) == lines_of(again) and same_state(kept, again)
+
+
+def test_the_loss_falls_on_two_pictures(settings, folder):
+    pair = folder / "two"
+    write_pictures(pair, 2, seed=4)
+    own = settings(steps=60, data=pair, caption_dropout=0.0, method=Method(rank=16, targets="both"))
+    own = replace(own, validation=Validation(), optimizer=Optimizer(clip=1.0), save_every=60)
+    own = replace(own, phase=(replace(own.phase[0], batch=2, accumulate=1, warmup=0, learning_rate=3e-3),))
+    train.train(own)
+    losses = [line["loss"] for line in lines_of(own)]
+    assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
+
+
+def test_states_are_kept_as_many_as_asked_for_and_the_best(settings):
+    own = settings(steps=12, keep=2, validation=Validation(every=2, share=0.3))
+    train.train(own)
+    steps = [step for step, _ in find_states(Path(own.out))]
+    best = min((line for line in lines_of(own) if "validation_loss" in line), key=lambda line: line["validation_loss"])
+    assert set(steps) == {10, 12, best["step"] or 12}
+
+
+def test_a_phase_that_is_added_goes_on_from_the_end(settings):
+    once, twice = settings("once", steps=3, phases=2), settings("added", steps=3)
+    train.train(once)
+    train.train(twice)
+    train.train(replace(twice, phase=once.phase))
+    assert same_state(once, twice)
+
+
+def test_pictures_that_are_added_are_learnt_when_the_run_goes_on(settings, tmp_path):
+    data = tmp_path / "pictures"
+    write_pictures(data, 4, seed=2)
+    phase = Phase((str(data),), 128, batch=1, epochs=1, learning_rate=1e-3)
+    own = replace(settings(), phase=(phase,), validation=Validation())
+    train.train(own)
+    assert len(lines_of(own)) == 4
+    train.train(own)
+    assert len(lines_of(own)) == 4
+    write_pictures(data, 3, seed=3)
+    train.train(replace(own, phase=(replace(phase, epochs=2),)))
+    assert [line["step"] for line in lines_of(own)] == list(range(1, 12))
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"method": Method(rank=3)}, {"optimizer": Optimizer("came")}])
+def test_a_folder_with_another_run_is_refused(settings, change):
+    train.train(settings(steps=2))
+    with pytest.raises(InputError, match="but the run in .* has .*; name another folder"):
+        train.train(settings(steps=4, **change))
+
+
+def test_a_broken_state_is_named(settings):
+    own = settings(steps=2)
+    train.train(own)
+    file = newest(own) / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match="^step-0000002: broken state of a run .*; remove that folder"):
+        train.train(own)
+    shutil.rmtree(newest(own))
+    train.train(own)
+
+
+def test_a_loss_that_is_not_finite_stops_at_the_last_state_and_names_the_picture(settings, monkeypatch):
+    own = settings(steps=4, validation=Validation())
+    real, calls = learner.flow_loss, []
+
+    def lossy(*values):
+        calls.append(1)
+        # two batches a step, so this is the third step
+        return real(*values) * (float("nan") if len(calls) == 6 else 1)
+
+    monkeypatch.setattr(learner, "flow_loss", lossy)
+    with pytest.raises(TrainingError, match=r"^training: in step 2 the loss of 1-\d.png is not finite"):
+        train.train(own)
+    assert newest(own).name == "step-0000002"
+    assert all(value.isfinite().all() for value in load_file(newest(own) / "state.safetensors").values())
+
+
+def test_a_report_that_cancels_saves_the_step_that_it_is_of(settings):
+    own, whole = settings("own"), settings("whole")
+
+    def report(line):
+        if line.get("loss") and line["step"] == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        train.train(own, report)
+    assert newest(own).name == "step-0000003"
+    train.train(own)
+    train.train(whole)
+    assert lines_of(own) == lines_of(whole) and same_state(own, whole)
+
+
+def test_the_pictures_of_each_validation_are_shown(settings):
+    from PIL import Image
+
+    shown = []
+    prompts = ("a red circle", "a blue square")
+    own = settings(steps=2, validation=Validation(every=2, prompts=prompts, steps=1, width=64, height=32))
+    train.train(own, show=lambda step, pictures: shown.append((step, pictures)))
+    assert [step for step, _ in shown] == [0, 2]
+    for number, picture in enumerate(shown[1][1]):
+        file = Image.open(Path(own.out) / "pictures" / f"step-0000002-{number:02d}.png")
+        assert picture.shape == (3, 32, 64) and file.getpixel((5, 7)) == tuple(
+            ((picture[:, 7, 5] + 1) * 127.5).round().int().tolist()
+        )
+
+
+def test_a_model_without_its_parts_is_refused_before_anything_is_made(settings, checkpoint):
+    own = replace(settings(), model=str(checkpoint / "transformer"))
+    with pytest.raises(CheckpointError, match="^.*: not SANA's text encoder"):
+        train.train(own)
+    assert not Path(own.out).exists()
+    parts = {"text_encoder": str(checkpoint), "autoencoder": str(checkpoint)}
+    train.train(replace(own, **parts))
+    whole = settings("whole")
+    train.train(whole)
+    assert lines_of(own) == lines_of(whole) and same_state(own, whole)
+
+
+def test_a_line_of_the_log_that_was_not_written_whole_counts_for_nothing(tmp_path):
+    assert read_losses(tmp_path) == []
+    lines = [{"step": 0, "validation_loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}]
+    log = tmp_path / "log.jsonl"
+    for rest in ('{"step": 3, "lo', "[1]\n", '{"loss": 1.0}\n'):
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines) + rest)
+        assert read_losses(tmp_path) == [2.0, 1.5]
+        cut_log(tmp_path, 1)
+        assert read_losses(tmp_path) == [2.0] and log.read_text().count("\n") == 2
+
+
+def test_the_committed_figures_hold_what_is_promised():
+    found = json.loads((ROOT / "benchmarks" / "train.json").read_text())
+    assert all(one["ratio"] <= 1.05 for one in found["step"].values())
+    (epoch,) = found["epoch"].values()
+    assert epoch["uncached_of_cached"] >= 5 and epoch["reading_share"] <= 0.05

@@ -1,0 +1,140 @@
+"""SIGKILL of one rank of a run: the others end and say who died, and what goes on ends where a run ends that lived."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from platform import node
+
+import psutil
+import pytest
+from launched import start_ranks
+from pictures import write_pictures
+from safetensors.torch import load_file
+from setup import ROOT
+
+pytestmark = pytest.mark.slow
+KILLS, STEPS = 2, 24
+SETTINGS = """
+model = {model}
+out = {out}
+cache = {cache}
+dtype = "float32"
+save_every = 3
+keep = 2
+[method]
+rank = 2
+[parallel]
+kind = {kind}
+[[phase]]
+data = {data}
+resolution = 128
+batch = 1
+accumulate = 4
+steps = %d
+learning_rate = 1e-3
+"""
+
+
+def start(folder, checkpoint, name, ranks, kind, launcher=None):
+    values = {"model": checkpoint, "out": folder / name, "cache": folder / "cache", "data": folder / "pictures"}
+    file = folder / f"{name}.toml"
+    values["kind"] = kind
+    text = SETTINGS.format(**{key: json.dumps(str(value)) for key, value in values.items()}) % STEPS
+    file.write_text(text)
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={KILLS}"]
+    command = [sys.executable, "-m", *(launcher or torchrun), "-m", "sana_core", "train", str(file)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def workers(process):
+    try:
+        found = psutil.Process(process.pid).children(recursive=True)
+        return [child for child in found if "sana_core" in child.cmdline()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def steps_done(log):
+    return log.read_text().count("grad_norm") if log.exists() else 0
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_launcher_goes_on_by_itself_after_a_kill_of_one_rank(tmp_path, checkpoint, kind):
+    write_pictures(tmp_path / "pictures", 6)
+    whole = start(tmp_path, checkpoint, "whole", 4, kind)
+    said = [whole.communicate()[1]]
+    killed = start(tmp_path, checkpoint, "killed", 4, kind)
+    rng, log = random.Random(3), tmp_path / "killed" / "log.jsonl"
+    for kill in range(KILLS):
+        wanted = STEPS * (kill + 1) // (KILLS + 1)
+        while killed.poll() is None and not (len(workers(killed)) == 4 and steps_done(log) >= wanted):
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.2)
+        victims = workers(killed)
+        assert victims, killed.communicate()[1][-3000:]
+        rng.choice(victims).kill()
+        while killed.poll() is None and {each.pid for each in victims} & {each.pid for each in workers(killed)}:
+            time.sleep(0.01)
+    said.append(killed.communicate()[1])
+    assert [whole.returncode, killed.returncode] == [0, 0], said[1][-3000:]
+    one, other = (load_file(tmp_path / name / "sana.safetensors") for name in ("whole", "killed"))
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+    logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").open()] for name in ("whole", "killed")]
+    for line in [*logs[0], *logs[1]]:
+        line.pop("seconds", None)
+    assert logs[0] == logs[1]
+
+
+def test_a_run_that_was_killed_goes_on_with_fewer_ranks(tmp_path, checkpoint):
+    write_pictures(tmp_path / "pictures", 6)
+    whole = start(tmp_path, checkpoint, "whole", 4, "fsdp")
+    whole.communicate()
+    killed, log = start(tmp_path, checkpoint, "killed", 4, "fsdp"), tmp_path / "killed" / "log.jsonl"
+    while killed.poll() is None and steps_done(log) < STEPS // 2:
+        time.sleep(0.01)
+    for process in [psutil.Process(killed.pid), *workers(killed)]:
+        process.kill()
+    killed.communicate()
+    fewer = start(tmp_path, checkpoint, "killed", 2, "fsdp")
+    _, said = fewer.communicate()
+    assert [whole.returncode, fewer.returncode] == [0, 0], said[-3000:]
+    one, other = (load_file(tmp_path / name / "sana.safetensors") for name in ("whole", "killed"))
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5
+
+
+def test_the_launcher_of_accelerate_starts_the_run_that_torchrun_does(tmp_path, checkpoint):
+    write_pictures(tmp_path / "pictures", 6)
+    one = start(
+        tmp_path, checkpoint, "one", 2, "fsdp", ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+    )
+    said = one.communicate()[1]
+    other = start(tmp_path, checkpoint, "other", 2, "fsdp")
+    other.communicate()
+    assert [one.returncode, other.returncode] == [0, 0], said[-3000:]
+    assert "FSDP over gloo: 2 processes" in said
+    one, other = (load_file(tmp_path / name / "sana.safetensors") for name in ("one", "other"))
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_a_launcher_that_watches_the_others_end_within_a_minute_and_name_the_dead(how, capfd):
+    def work(ranks):
+        while True:
+            ranks.total(1.0)
+
+    processes, results = start_ranks(2, work)
+    time.sleep(8)
+    psutil.Process(processes[1].pid).send_signal(how)
+    began = time.monotonic()
+    processes[0].join(60)
+    assert time.monotonic() - began < 60 and processes[0].exitcode is not None
+    processes[1].kill()
+    said = capfd.readouterr().err
+    if not results.empty():
+        kind, said, _ = results.get()[1]
+        assert kind == "TrainingError"
+    assert f"lost rank 1 on {node()}, process {processes[1].pid}" in said
+    assert "the same command goes on" in said

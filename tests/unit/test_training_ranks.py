@@ -1,0 +1,188 @@
+"""Several ranks learn what one process learns on the joined batch, however they hold the model."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launched import OLD, outcomes, results_of
+from tiny import CAPTION, tiny_transformer
+
+from sana_core.errors import InputError
+from sana_core.training.cache import Batch
+from sana_core.training.came import CAME
+from sana_core.training.learner import make_learner, take_step, validation_loss, whole_learner
+from sana_core.training.ranks import ALONE
+from sana_core.training.runs import Place
+from sana_core.training.settings import Method, Optimizer, Parallel, Phase, Settings, check_settings
+from sana_core.training.sharding import describe_shares
+from sana_core.training.share import check_shares, share_step
+
+pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
+PICTURES = 8
+METHODS = {
+    "lora": Method(rank=2),
+    "full": Method("full"),
+    "controlnet": Method("controlnet", blocks=1),
+}
+KINDS = ("ddp", "fsdp", "fsdp_offload")
+
+
+def numbers():
+    """Latents, captions of two lengths and control pictures without any meaning, as a run's data."""
+    generator = torch.Generator().manual_seed(5)
+    latents, controls = (torch.randn(PICTURES, 32, 4, 4, generator=generator) for _ in range(2))
+    embeds = torch.randn(PICTURES, 10, CAPTION, generator=generator)
+
+    def load(indices):
+        mask = torch.ones(len(indices), 10, dtype=torch.int64)
+        return Batch(latents[indices], embeds[indices], mask, None, [str(i) for i in indices], controls[indices])
+
+    cache = SimpleNamespace(load=load, empty=torch.zeros(10, CAPTION))
+    samples = [SimpleNamespace(name=str(index)) for index in range(PICTURES)]
+    return SimpleNamespace(cache=cache, samples=samples, held_out=[5, 6, 7])
+
+
+def settings(kind="ddp", method="lora", **others):
+    phase = Phase(("data",), 128, batch=2, accumulate=2, steps=1)
+    optimizer = Optimizer(others.pop("optimizer", "adamw"), clip=others.pop("clip", 0.1))
+    parallel = Parallel(kind, others.pop("block", ""), others.pop("replicas", 1))
+    made = Settings("model", "out", (phase,), dtype="float32", method=METHODS[method], **others)
+    return check_settings(replace(made, optimizer=optimizer, parallel=parallel))
+
+
+def learn(own, ranks=ALONE, groups=(((0, 1), (2, 3)),), rate=None):
+    """Return the losses, norms and trained weights after a step for each group, of plain descent without a `rate`."""
+    trained = own.method.kind != "controlnet"
+    learner = make_learner(tiny_transformer(layers=2).requires_grad_(trained), 3.0, own, ranks=ranks)
+    if rate is None:
+        group = {"params": list(learner.parameters.values()), "optimizer": "adamw"}
+        learner = learner._replace(optimizer=torch.optim.SGD([group], 1.0))
+    # a step of gradients by themselves: adaptive ones hide their scale
+    found = [take_step(learner, numbers(), group, Place(step), rate or 1.0) for step, group in enumerate(groups)]
+    held_out = validation_loss(learner, numbers(), lambda: None)
+    whole = whole_learner(learner, torch.device("cpu"), trained_alone=True)
+    weights = {} if whole is None else {name: each.detach().clone() for name, each in whole.parameters.items()}
+    return found, held_out, weights
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_of_several_ranks_is_that_of_one_process_on_the_joined_batch(kind, method):
+    (steps, held_out, weights), started = learn(settings(method=method)), learn(settings(method=method), groups=())[2]
+    own = settings(kind, method)
+    for count in (2, 3) if method == "full" else (2,):
+        found = results_of(count, lambda ranks: learn(own, ranks))
+        assert difference(found[0][2], weights) < 1e-6 < difference(weights, started)
+        for own_steps, own_held_out, _ in found:
+            assert own_steps[0] == pytest.approx(steps[0], abs=2e-6) and own_held_out == pytest.approx(held_out, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-3), ("came", 1e-4)])
+def test_the_curve_of_the_loss_is_the_same_on_one_two_and_four_ranks(kind, optimizer, rate):
+    own = settings(kind, optimizer=optimizer)
+    groups = [((step % 8, (step + 3) % 8), ((step + 1) % 8, (step + 6) % 8)) for step in range(50)]
+    alone = [loss for loss, _ in learn(settings(optimizer=optimizer), groups=groups, rate=rate)[0]]
+    for count in (2, 4):
+        found = results_of(count, lambda ranks: learn(own, ranks, groups, rate=rate))
+        assert [loss for loss, _ in found[0][0]] == pytest.approx(alone, abs=1e-4)
+
+
+def test_shares_of_two_copies_are_those_of_one():
+    own, plain = settings("fsdp", "full", replicas=2), settings(method="full")
+    found = results_of(4, lambda ranks: learn(own, ranks))
+    assert difference(found[0][2], learn(plain)[2]) < 1e-6
+
+
+def test_what_runs_is_what_was_asked_for():
+    def describe(ranks):
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor
+
+        learner = make_learner(
+            tiny_transformer(layers=2).requires_grad_(True), 3.0, settings("fsdp", "full"), None, ranks
+        )
+        shares = [each for each in learner.transformer.parameters() if isinstance(each, DTensor)]
+        blocks = [isinstance(block, FSDPModule) for block in learner.transformer.transformer_blocks]
+        here = sum(each.to_local().numel() for each in shares)
+        return describe_shares(learner), blocks, here, sum(each.numel() for each in learner.transformer.parameters())
+
+    (words, blocks, here, whole), (_, _, there, _) = results_of(2, describe)
+    assert all(blocks) and here + there == whole and max(here, there) < 0.51 * whole
+    assert words.startswith("FSDP over gloo: 2 processes, 3 gathered modules") and f"{here:,} lie on this one" in words
+
+
+@pytest.mark.parametrize("name", ["SanaBlock", "SanaMSBlock", "SanaTransformerBlock", "GLUMBConv", "SanaDoubleBlock"])
+def test_the_names_of_sanas_block_are_known_and_those_that_are_not_list_what_is_there(name):
+    def blocks(ranks):
+        learner = make_learner(tiny_transformer(layers=2), 3.0, settings("fsdp", block=name), ranks=ranks)
+        return describe_shares(learner)
+
+    ((kind, *words),) = outcomes(1, blocks)
+    if name == "SanaDoubleBlock":
+        assert kind == "InputError" and words[0].startswith("block: got SanaDoubleBlock, expected one of SanaTransf")
+        assert "SanaTransformerBlock (2 of" in words[0] and "GLUMBConv (2 of" in words[0]
+    else:
+        assert kind == "done", words
+
+
+def test_rows_of_came_step_as_the_whole_does():
+    """On gradients that are given, for its first steps magnify what rounding leaves of those that are zero."""
+    shapes = [(7, 5), (6, 4, 1, 1), (3,), (5, 1, 3, 3), (1, 9)]
+    generator = torch.Generator().manual_seed(2)
+    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4)]
+
+    def steps(ranks):
+        parameters = [torch.nn.Parameter(torch.ones(shape)[rows(shape, ranks)]) for shape in shapes]
+        optimizer = CAME(parameters, 1e-2, weight_decay=0.1)
+        messages = []
+        optimizer.total = lambda sums: (messages.append(len(sums)), ranks.sum_(sums))[1]
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient[rows(tuple(gradient.shape), ranks)].clone()
+            optimizer.step()
+        # of columns, of all, and of columns of differences, whatever the number of weights
+        assert len(messages) == 3 * len(gradients)
+        return [parameter.detach() for parameter in parameters]
+
+    whole, parts = steps(ALONE), results_of(3, steps)
+    for number, expected in enumerate(whole):
+        found = torch.cat([part[number] for part in parts])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def rows(shape, ranks):
+    each = -(-shape[0] // ranks.size)
+    return slice(ranks.rank * each, (ranks.rank + 1) * each)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("group", [[[1, 2, 3, 4]], [[1, 2], [3, 4], [5, 6]], [[1], [2, 3, 4, 5], [6]], [[9, 8]] * 5])
+def test_every_picture_of_a_step_is_learnt_once_and_all_ranks_are_asked_as_often(group, count):
+    shares = [share_step(group, rank, count) for rank in range(count)]
+    assert len({len(share) for share in shares}) == 1
+    learnt = [index for share in shares for piece, counts in share if counts for index in piece]
+    assert sorted(learnt) == sorted(index for batch in group for index in batch)
+    longest = max(map(len, group))
+    assert all(1 <= len(piece) <= longest for share in shares for piece, _ in share)
+    assert all(any(set(piece) <= set(batch) for batch in group) for share in shares for piece, _ in share)
+
+
+def test_a_step_with_fewer_pictures_than_ranks_is_refused():
+    with pytest.raises(InputError, match="batch: got 2 and accumulate 2 in phase 1 for 5 processes.*accumulate to 3"):
+        check_shares(settings(), 5)
+    with pytest.raises(InputError, match="replicas: got 2 for 3 processes"):
+        check_shares(settings("fsdp", replicas=2), 3)
+    with pytest.raises(InputError, match="optimizer: got prodigy with parallel fsdp"):
+        settings("fsdp", optimizer="prodigy")
+    with pytest.raises(InputError, match="optimizer: got adamw8bit with parallel fsdp_offload"):
+        settings("fsdp_offload", optimizer="adamw8bit")
+    with pytest.raises(InputError, match="replicas: got more than 1 with parallel ddp"):
+        settings(replicas=2)

@@ -1,0 +1,80 @@
+"""A run's TOML file: what is wrong with it is said in one line that names the key and the nearest that there is."""
+
+import pytest
+from setup import ROOT
+
+from sana_core.errors import InputError, MissingFileError
+from sana_core.training.settings import Settings, read_settings
+
+WHOLE = """
+model = "model"
+out = "out"
+[[phase]]
+data = "pictures"
+steps = 3
+"""
+
+
+def write(folder, text):
+    file = folder / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    settings = read_settings(write(tmp_path, WHOLE))
+    assert isinstance(settings, Settings)
+    assert (settings.model, settings.out) == (str(tmp_path / "model"), str(tmp_path / "out"))
+    assert settings.phase[0].data == (str(tmp_path / "pictures"),)
+    assert settings.cache == "" and settings.method.scale == 1.0
+
+
+WRONG = {
+    "no TOML": ("a = = b", "got no TOML"),
+    "unknown key": (WHOLE + "learning_rat = 1e-4", "got the key 'learning_rat', .* the nearest is learning_rate"),
+    "unknown table": (WHOLE + "[methods]\nkind='lora'", "got the key 'methods', .* the nearest is method"),
+    "missing": ("model = 'm'", r"^run.toml: out is missing"),
+    "text for number": (WHOLE.replace("3", "'3'"), "steps: got '3', expected a whole number"),
+    "number for text": (WHOLE.replace("'model'", "3").replace('"model"', "3"), "model: got 3, expected a text"),
+    "true for number": (WHOLE.replace("3", "true"), "steps: got True, expected a whole number"),
+    "neither": (WHOLE.replace("steps = 3", ""), "phase 1: got neither of epochs and steps"),
+    "both": (WHOLE + "epochs = 2", "phase 1: got both of epochs and steps"),
+    "side": (WHOLE + "resolution = 1000", "phase 1: resolution: got 1000, expected a multiple of 32"),
+    "NaN": (WHOLE + "learning_rate = nan", "phase 1: learning_rate: got nan, expected a number from 0 to 10"),
+    "optimizer": (WHOLE + "[optimizer]\nname = 'adam'", "optimizer.name: got 'adam', .* the nearest is adamw"),
+    "precision": (
+        "dtype = 'float32'" + WHOLE + "[method]\nkind = 'full'\nweights = 'bfloat16'",
+        "weights: got bfloat16 with dtype float32",
+    ),
+    "control": (
+        WHOLE + "[validation]\ncontrol = 'a.png'",
+        "control: got 1 pictures, expected none with method lora",
+    ),
+    "no control": (
+        WHOLE + "[method]\nkind = 'controlnet'\n[validation]\nprompts = ['a', 'b', 'c']\ncontrol = ['a', 'b']",
+        "control: got 2 control pictures for 3 prompts, expected one, or one for each",
+    ),
+    "blocks": (WHOLE + "[method]\nblocks = 0", "method.blocks: got 0, expected a number from 1"),
+    "no phase": ("model = 'm'\nout = 'o'\nphase = []", "phase: got none"),
+    "a table for a list": ("model = 'm'\nout = 'o'\n[phase]\nsteps = 1", "phase: got .*, expected a list"),
+    "a name with a folder": ("name = '../x'" + WHOLE, "name: got '../x', expected the name of a file"),
+    "nested": ("a = " + "[" * 100_000, "got no TOML"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_wrong_is_named(tmp_path, fault):
+    text, expected = WRONG[fault]
+    with pytest.raises(InputError, match=expected) as caught:
+        read_settings(write(tmp_path, text))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(MissingFileError, match="no such file; write one, or copy one of recipes"):
+        read_settings(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda file: file.stem)
+def test_the_recipes_are_read(recipe):
+    read_settings(recipe)

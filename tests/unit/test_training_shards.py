@@ -1,0 +1,207 @@
+"""A run of several ranks is saved by all of them, goes on with more or fewer, and refuses a rank that differs."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from launched import OLD, outcomes, results_of
+from pictures import write_pictures
+from safetensors.torch import load_file
+
+from sana_core.checkpoints.convert import convert_checkpoint
+from sana_core.training import shard_files, train
+from sana_core.training.runs import find_states
+from sana_core.training.settings import Method, Optimizer, Parallel, Phase, Settings, Validation, check_settings
+
+pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, checkpoint):
+    """Pictures, and a cache that all runs here share."""
+    folder = tmp_path_factory.mktemp("training")
+    write_pictures(folder / "pictures", 7)
+    return folder
+
+
+@pytest.fixture
+def settings(folder, tmp_path, checkpoint):
+    """A function of overrides: four steps on seven pictures of which one or more are held out."""
+
+    def make(out="out", kind="ddp", steps=4, **others):
+        data = (str(folder / "pictures"),)
+        phase = Phase(data, 128, batch=2, accumulate=2, steps=steps, learning_rate=1e-3, warmup=2)
+        values = {"dtype": "float32", "save_every": 2, "caption_dropout": 0.3, "method": Method(rank=2), **others}
+        values.setdefault("validation", Validation(every=2, share=0.3))
+        paths = {"model": str(checkpoint), "out": str(tmp_path / out), "cache": str(folder / "cache")}
+        return check_settings(Settings(phase=(phase,), parallel=Parallel(kind), **paths, **values))
+
+    return make
+
+
+def lines_of(settings):
+    lines = map(json.loads, Path(settings.out, "log.jsonl").read_text(encoding="utf-8").splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def trained(settings, count=1, plain=False):
+    """Train on `count` ranks, or with `plain` in a process without a launcher, and return the path of the result."""
+    if plain:
+        return train.train(replace(settings, parallel=Parallel()))
+    paths = results_of(count, lambda ranks: train.train(settings, ranks=ranks))
+    assert len(set(paths)) == 1
+    return paths[0]
+
+
+def result(path):
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    return {name: each for file in files for name, each in load_file(file).items()}
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+# adapters, for AdamW's first steps make much of what rounding leaves of gradients near zero, which whole weights have
+WAYS = {
+    "ddp": {"optimizer": Optimizer(ema=0.9)},
+    "fsdp": {"optimizer": Optimizer(ema=0.9)},
+    "fsdp_offload": {"method": Method("dora", rank=2, targets="both")},
+}
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "fsdp_offload")]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", *SLOW])
+def test_a_run_goes_on_with_other_ranks_and_ends_as_the_run_of_one_process(settings, kind):
+    own = WAYS[kind]
+    expected = result(trained(settings("plain", kind, **own), plain=True))
+    broken = settings("broken", kind, **own)
+    trained(replace(broken, phase=(replace(broken.phase[0], steps=2),)), 2)
+    assert len(list((find_states(Path(broken.out))[-1][1] / "shards").iterdir())) == 2
+    path = trained(broken, 3 if kind == "fsdp" else 1, plain=kind == "ddp")
+    assert difference(result(path), expected) < 1e-5
+    for one, other in zip(lines_of(broken), lines_of(settings("plain")), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_is_the_run_that_was_never_stopped_to_the_bit(settings):
+    way = {"kind": "fsdp", "optimizer": Optimizer("came8bit", ema=0.9, clip=1.0), "method": Method("full")}
+    whole, broken = settings("whole", **way), settings("broken", **way)
+    first = trained(whole, 2)
+    trained(replace(broken, phase=(replace(broken.phase[0], steps=2),)), 2)
+    second = trained(broken, 2)
+    assert lines_of(whole) == lines_of(broken) and difference(result(first), result(second)) == 0
+    more = replace(broken, phase=(replace(broken.phase[0], steps=6),))
+    for found in outcomes(3, lambda ranks: train.train(more, ranks=ranks)):
+        assert found[0] == "InputError" and "optimizer: got 8-bit numbers in 2 shares for 3" in found[1]
+
+
+def test_the_first_rank_alone_reads_the_weights_that_lie_in_shares(settings):
+    def where(ranks):
+        return [
+            train.load_base(own, torch.device("cpu"), ranks).device.type for own in (settings(), settings("a", "fsdp"))
+        ]
+
+    assert results_of(2, where) == [["cpu", "cpu"], ["cpu", "meta"]]
+
+
+@pytest.mark.slow
+def test_a_run_of_one_process_goes_on_in_shares(settings):
+    own = settings("plain", "fsdp")
+    expected = result(trained(settings("whole"), plain=True))
+    trained(replace(own, phase=(replace(own.phase[0], steps=2),)), plain=True)
+    assert difference(result(trained(own, 2)), expected) < 1e-5
+
+
+def test_all_weights_become_one_file_and_pictures_are_drawn_on_the_way(settings, tmp_path):
+    prompts = Validation(every=2, prompts=("a red circle",), steps=1, width=64, height=32)
+    own = settings(kind="fsdp", method=Method("full"), steps=2, validation=prompts)
+    path = trained(own, 2)
+    drawn = [file.name for file in sorted((Path(own.out) / "pictures").iterdir())]
+    assert drawn == ["step-0000000-00.png", "step-0000002-00.png"]
+    convert_checkpoint(path, tmp_path / "one.safetensors")
+    assert difference(load_file(tmp_path / "one.safetensors"), result(path)) == 0
+    # the pictures are those of a run of one process
+    plain = settings("plain", method=Method("full"), steps=2, validation=prompts)
+    trained(plain, plain=True)
+    first = drawn[0]
+    assert (Path(plain.out) / "pictures" / first).read_bytes() == (Path(own.out) / "pictures" / first).read_bytes()
+
+
+def test_a_save_that_one_rank_cannot_end_leaves_the_last_state(settings, monkeypatch):
+    own = settings(kind="fsdp")
+    real = shard_files.save_shards
+
+    def full_disk(learner, tensors, part):
+        real(learner, tensors, part)
+        if learner.ranks.rank == 1 and learner.parameters and part.name == "state-4":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shard_files, "save_shards", full_disk)
+    found = outcomes(2, lambda ranks: train.train(own, ranks=ranks))
+    assert found[1][0] == "OSError" and found[0][0] == "TrainingError" and "No space left" in found[0][1]
+    assert [step for step, _ in find_states(Path(own.out))] == [2]
+    monkeypatch.undo()
+    assert difference(result(trained(own, 2)), result(trained(settings("whole", "fsdp"), 2))) == 0
+
+
+OTHERS = {
+    "settings": lambda own: replace(own, seed=1),
+    "a phase": lambda own: replace(own, phase=(replace(own.phase[0], learning_rate=2e-3),)),
+    "pictures": lambda own: replace(own, phase=(replace(own.phase[0], data=(str(Path(own.out).parent / "other"),)),)),
+}
+SAID = {
+    "settings": r"settings: rank 1 on .* has seed 1, but rank 0 on .* has 0; start all with the same",
+    "a phase": "settings: rank 1 on .* has phase 1: learning_rate 0.002, but rank 0 on .* has 0.001",
+    "pictures": "data: rank 1 on .* has pictures .*, but rank 0 on",
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_rank_that_differs_is_refused_by_name_before_the_first_step(settings, what, tmp_path):
+    write_pictures(tmp_path / "other", 3, seed=9)
+    own = settings()
+    other = OTHERS[what](own)
+    for found in outcomes(2, lambda ranks: train.train(other if ranks.rank else own, ranks=ranks)):
+        assert found[0] == "InputError" and re.search(SAID[what], found[1]), found
+    assert not find_states(Path(own.out))
+
+
+def test_a_rank_with_other_code_is_refused_by_name(settings, monkeypatch):
+    from sana_core.training import agreement
+
+    own, real = settings(), agreement.code_facts
+
+    def other(ranks):
+        monkeypatch.setattr(agreement, "code_facts", lambda: {**real(), "sana_core": str(ranks.rank)})
+        return train.train(own, ranks=ranks)
+
+    for found in outcomes(2, other):
+        assert found[0] == "InputError" and found[1].startswith("code: rank 1 on ") and "has sana_core 1" in found[1]
+
+
+@pytest.mark.slow
+def test_what_one_rank_cancels_all_save_and_end(settings):
+    whole, own = (settings(out, "fsdp", steps=8, save_every=100) for out in ("whole", "out"))
+
+    def cancelled(ranks):
+        def poll():
+            if ranks.rank == 1 and (Path(own.out) / "log.jsonl").read_text().count("grad_norm") >= 3:
+                raise KeyboardInterrupt
+
+        return train.train(own, poll=poll, ranks=ranks)
+
+    Path(own.out).mkdir()
+    (Path(own.out) / "log.jsonl").touch()
+    for found in outcomes(2, cancelled):
+        assert found[0] == "KeyboardInterrupt"
+    assert 3 <= find_states(Path(own.out))[-1][0] < 8
+    assert difference(result(trained(own, 2)), result(trained(whole, 2))) == 0
+    assert lines_of(own) == lines_of(whole)

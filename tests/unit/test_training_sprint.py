@@ -1,0 +1,475 @@
+"""The consistency loss: TrigFlow beside diffusers' Sprint, its tangent beside differences, and what runs make of it."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import SanaSprintPipeline, SanaTransformer2DModel, SCMScheduler
+from pictures import write_pictures
+from PIL import Image
+from safetensors.torch import load_file
+from tiny import CAPTION, random_prompt, tiny_transformer
+
+import sana_core
+from sana_core.commands.train import plan_lines
+from sana_core.errors import InputError
+from sana_core.guidance import denoiser
+from sana_core.training import train
+from sana_core.training.adapters import add_adapter
+from sana_core.training.consistency import (
+    Prompt,
+    consistency_error,
+    consistency_loss,
+    data_point,
+    tangent,
+    taught,
+    training_angles,
+    training_guidance,
+    trigflow_velocity,
+)
+from sana_core.training.loss import draw_training, validation_times
+from sana_core.training.quantised_base import quantise_base
+from sana_core.training.runs import find_states
+from sana_core.training.settings import (
+    Loss,
+    Method,
+    Optimizer,
+    Phase,
+    Settings,
+    Validation,
+    check_settings,
+    read_settings,
+)
+
+ANGLE = torch.tensor([0.3, 1.2])
+GUIDANCE = torch.tensor([4.0, 5.0])
+
+
+def prompt_of(dtype=torch.float32):
+    embeds, mask = random_prompt(2, tokens=7)
+    mask[1, 4:] = 0
+    return Prompt(embeds.to(dtype), mask, GUIDANCE.to(dtype))
+
+
+def latents(dtype=torch.float32):
+    return torch.randn(2, 2, 32, 4, 4, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def test_the_model_s_output_becomes_what_diffusers_gives_its_scheduler():
+    transformer, prompt = tiny_transformer("sprint"), prompt_of()
+    scheduler, seen = SCMScheduler(), []
+    step = scheduler.step
+
+    def watched(output, timestep, sample, **others):
+        found = step(output, timestep, sample, **others)
+        seen.append((output, timestep, sample, found[1]))
+        return found
+
+    scheduler.step = watched
+    pipeline = SanaSprintPipeline(None, None, None, transformer, scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    for guidance in (4.0, 5.0):
+        pipeline(
+            prompt_embeds=prompt.embeds,
+            prompt_attention_mask=prompt.mask,
+            height=128,
+            width=128,
+            guidance_scale=guidance,
+            use_resolution_binning=False,
+            output_type="latent",
+            generator=torch.Generator().manual_seed(1),
+        )
+        own = prompt._replace(guidance=torch.full((2,), guidance))
+        assert len(seen) == 2
+        for output, timestep, sample, denoised in seen:
+            # theirs are scaled by 0.5
+            x, angle = sample / 0.5, timestep.expand(2)
+            found = trigflow_velocity(transformer, x, angle, own)
+            torch.testing.assert_close(found, output / 0.5, atol=2e-5, rtol=1e-5)
+            x0 = math.cos(float(angle[0])) * x - math.sin(float(angle[0])) * found
+            torch.testing.assert_close(x0, denoised / 0.5, atol=2e-5, rtol=1e-5)
+        seen.clear()
+
+
+def test_a_teacher_guides_as_it_samples():
+    """Beside the sampler's own guidance, in flow's variables, with the empty prompt behind the caption's mask."""
+    teacher, prompt = tiny_transformer("sana"), prompt_of()
+    empty = torch.randn(300, CAPTION, generator=torch.Generator().manual_seed(5))
+    point = data_point(*latents(), ANGLE)
+    found = taught(point, teacher, prompt, empty).velocity
+    for k in range(2):
+        cond = prompt.embeds[k : k + 1], prompt.mask[k : k + 1]
+        model = denoiser(teacher, cond, (empty[None, :7], cond[1]), float(GUIDANCE[k]))
+        cos, sin = math.cos(ANGLE[k]), math.sin(ANGLE[k])
+        x = point.x[k : k + 1]
+        x0 = model(x / (cos + sin), torch.tensor(sin / (cos + sin)))
+        torch.testing.assert_close(cos * x - sin * found[k : k + 1], x0, atol=1e-4, rtol=1e-4)
+    assert (found - point.velocity).abs().max() > 0.1
+
+
+def test_the_data_s_own_velocity_is_the_derivative_of_its_trajectory():
+    x0, noise = latents(torch.float64)
+    angle, step = ANGLE.double(), 1e-5
+    ahead, behind = (data_point(x0, noise, angle + sign * step).x for sign in (1, -1))
+    point = data_point(x0, noise, angle)
+    torch.testing.assert_close((ahead - behind) / (2 * step), point.velocity, atol=1e-8, rtol=1e-6)
+    # at no noise, and at nothing else
+    torch.testing.assert_close(data_point(x0, noise, torch.zeros(2)).x, x0)
+    torch.testing.assert_close(data_point(x0, noise, torch.full((2,), math.pi / 2)).x, noise, atol=1e-6, rtol=0)
+
+
+def test_angles_and_guidance_are_those_of_sana_sprint_s_training():
+    angles = training_angles(validation_times(20_000))
+    logs = torch.log(0.5 * torch.tan(angles))
+    assert float(logs.mean()) == pytest.approx(0.2, abs=0.01) and float(logs.std()) == pytest.approx(1.6, abs=0.01)
+    assert float(angles.min()) > 0 and float(angles.max()) < math.pi / 2
+    draw = draw_training((32, 1, 1), [(1, 0, 0, index) for index in range(3000)], 0.1)
+    found, counts = training_guidance(draw.choices).unique(return_counts=True)
+    assert found.tolist() == [4.0, 4.5, 5.0] and all(abs(count - 1000) < 100 for count in counts.tolist())
+
+
+def adapted(kind, base="full", dtype=torch.float64):
+    transformer = tiny_transformer("sprint").to(dtype)
+    add_adapter(transformer, Method(kind, 2, targets="both"), seed=0)
+    numbers = torch.Generator().manual_seed(1)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = (parameter.data + 0.05 * torch.randn(parameter.shape, generator=numbers)).to(dtype)
+    if base == "int8":
+        quantise_base(transformer)
+    return transformer
+
+
+ADAPTERS = [("lora", "full"), ("dora", "full"), ("lokr", "full"), ("lora", "int8")]
+
+
+@pytest.mark.parametrize("kind, base", ADAPTERS)
+def test_the_tangent_is_that_of_differences_along_the_trajectory(kind, base):
+    transformer, prompt = adapted(kind, base), prompt_of(torch.float64)
+    x0, noise = latents(torch.float64)
+    point = data_point(x0, noise, ANGLE.double())
+    point = point._replace(velocity=point.velocity + 0.3 * noise.flip(0))
+
+    def pictured(step):
+        """x0 a little further along the trajectory, as the sampler computes it: x - sigma velocity."""
+        angle, x = point.angle + step, point.x + step * point.velocity
+        total = (torch.cos(angle) + torch.sin(angle)).view(-1, 1, 1, 1)
+        sigma = torch.sin(angle) / total.flatten()
+        guidance = prompt.guidance * transformer.config.guidance_embeds_scale
+        given = {"guidance": guidance, "encoder_attention_mask": prompt.mask, "return_dict": False}
+        flow = transformer(x / total, prompt.embeds, sigma, **given)[0]
+        return x / total - sigma.view(-1, 1, 1, 1) * flow
+
+    # the library sums its linear attention in float32, whatever the model is in
+    step = 1e-3
+    with torch.no_grad():
+        slope = (pictured(step) - pictured(-step)) / (2 * step)
+    expected = torch.cos(point.angle).view(-1, 1, 1, 1) * slope
+    found = tangent(transformer, point, prompt)
+    assert float((found - expected).norm() / expected.norm()) < 1e-3
+    torch.testing.assert_close(
+        consistency_error(transformer, point, prompt), found.square().mean(dim=(1, 2, 3)), atol=0, rtol=1e-6
+    )
+
+
+def test_at_no_ramp_the_tangent_points_from_the_model_to_the_trajectory():
+    """sCM without its second part is diffusion: what is left is how far the model's velocity is off."""
+    transformer, prompt = adapted("lora"), prompt_of(torch.float64)
+    point = data_point(*latents(torch.float64), ANGLE.double())
+    own = trigflow_velocity(transformer, point.x, point.angle, prompt).detach()
+    expected = torch.cos(point.angle).square().view(-1, 1, 1, 1) * (point.velocity - own)
+    torch.testing.assert_close(tangent(transformer, point, prompt, 0.0), expected, atol=1e-5, rtol=1e-4)
+    whole, half = (tangent(transformer, point, prompt, ramp) for ramp in (1.0, 0.5))
+    torch.testing.assert_close(half, (whole + expected) / 2, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind, base", ADAPTERS)
+def test_gradients_are_those_of_differences(kind, base, checkpointed, weighted):
+    """The tangent stays as it is while the weights move, as in the papers."""
+    transformer, prompt = adapted(kind, base), prompt_of(torch.float64)
+    if checkpointed:
+        transformer.enable_gradient_checkpointing()
+    point = data_point(*latents(torch.float64), ANGLE.double())
+    weight = torch.rand(2, 1, 4, 4, generator=torch.Generator().manual_seed(6)).double() if weighted else None
+    consistency_loss(transformer, point, prompt, 0.7, weight).sum().backward()
+    # peft's DoRA takes the norm of its rows for fixed (arXiv 2402.09353, section 4.3), so only the magnitudes are exact
+    trained = [
+        each
+        for name, each in transformer.named_parameters()
+        if each.requires_grad and (kind != "dora" or "mag" in name)
+    ]
+    length = torch.stack([each.grad.norm() for each in trained]).norm()
+    # NVIDIA's arithmetic, in NVIDIA's scale of the latents
+    change = 0.5 * tangent(transformer, point, prompt, 0.7)
+    goal = change / (change.flatten(1).norm(dim=1).view(-1, 1, 1, 1) + 0.1)
+    with torch.no_grad():
+        goal = goal + trigflow_velocity(transformer, point.x, point.angle, prompt)
+
+        def loss():
+            error = (trigflow_velocity(transformer, point.x, point.angle, prompt) - goal).square()
+            share = torch.ones_like(error) if weight is None else weight.expand_as(error)
+            mean = (error * share).sum(dim=(1, 2, 3)) / share.sum(dim=(1, 2, 3))
+            return (mean / (0.5 * torch.tan(point.angle))).sum()
+
+        step, ends = 1e-2, []
+        for sign in (1, -1):
+            for each in trained:
+                each.add_(each.grad / length, alpha=sign * step)
+            ends.append(loss())
+            for each in trained:
+                each.sub_(each.grad / length, alpha=sign * step)
+    torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), length, rtol=5e-3, atol=1e-6)
+
+
+def test_in_bf16_the_tangent_is_nearly_that_of_fp32():
+    whole, half = adapted("lora", dtype=torch.float32), adapted("lora", dtype=torch.float32)
+    for parameter in half.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    point = data_point(*latents(), ANGLE)
+    expected, found = (
+        tangent(model, point, prompt_of(dtype)) for model, dtype in ((whole, torch.float32), (half, torch.bfloat16))
+    )
+    assert found.dtype == torch.float32
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.05
+    loss = consistency_loss(half, point, prompt_of(torch.bfloat16), 1.0)
+    loss.sum().backward()
+    assert loss.dtype == torch.float32 and loss.isfinite().all()
+    assert any(each.grad.any() for each in half.parameters() if each.requires_grad)
+
+
+@pytest.fixture(scope="module")
+def sprint(checkpoint, tmp_path_factory):
+    """The bundled checkpoint with a transformer that is told sigma and guidance, and begins with its weights."""
+    folder = tmp_path_factory.mktemp("sprint") / "model"
+    shutil.copytree(checkpoint, folder)
+    base = sana_core.load_transformer(checkpoint)
+    config = {name: base.config[name] for name in json.loads((folder / "transformer/config.json").read_text())}
+    torch.manual_seed(0)
+    model = SanaTransformer2DModel(
+        **{name: each for name, each in config.items() if name[0] != "_"} | {"guidance_embeds": True}
+    )
+    own = {name.replace("time_embed.emb.", "time_embed."): each for name, each in base.state_dict().items()}
+    model.load_state_dict(own, strict=False)
+    shutil.rmtree(folder / "transformer")
+    model.save_pretrained(folder / "transformer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures, and a cache that all runs here share."""
+    folder = tmp_path_factory.mktemp("training")
+    write_pictures(folder / "pictures", 12, seed=4)
+    return folder
+
+
+@pytest.fixture
+def settings(folder, tmp_path, sprint):
+    def make(out="out", steps=4, teacher="", warmup=8, batch=2, rate=2e-3, **others):
+        phase = Phase((str(folder / "pictures"),), 128, batch=batch, steps=steps, learning_rate=rate)
+        values = {"dtype": "float32", "method": Method(rank=2), "caption_dropout": 0.2, "save_every": steps, **others}
+        values.setdefault("validation", Validation(every=2, share=0.3))
+        loss = Loss("consistency", str(teacher), warmup)
+        cache = str(folder / "cache")
+        return check_settings(Settings(str(sprint), str(tmp_path / out), (phase,), cache=cache, loss=loss, **values))
+
+    return make
+
+
+class Stopped(Exception):
+    pass
+
+
+def lines_of(settings):
+    lines = map(json.loads, Path(settings.out, "log.jsonl").read_text(encoding="utf-8").splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def same_state(first, second):
+    one, other = (load_file(find_states(Path(each.out))[-1][1] / "state.safetensors") for each in (first, second))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+WAYS = {
+    "data": {},
+    "teacher": {"taught": True},
+    "dora": {"taught": True, "method": Method("dora", rank=2, targets="both")},
+    "lokr, int8, average": {"method": Method("lokr", rank=2, base="int8"), "optimizer": Optimizer(ema=0.9)},
+}
+
+
+@pytest.mark.parametrize("way", ["data", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "data")])
+def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, checkpoint, way, one_thread):
+    own = dict(WAYS[way])
+    teacher = checkpoint if own.pop("taught", False) else ""
+    whole, broken = (settings(out, teacher=teacher, **own) for out in ("whole", "broken"))
+    train.train(whole)
+
+    def report(line):
+        if "loss" in line and line["step"] == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        train.train(broken, report)
+    train.train(broken)
+    assert lines_of(broken) == lines_of(whole) and same_state(whole, broken)
+
+
+@pytest.mark.slow
+def test_gradients_kept_or_computed_again_are_the_same(settings, checkpoint, one_thread):
+    kept, again = (
+        settings(out, teacher=checkpoint, steps=3, checkpoint_gradients=out == "again") for out in ("kept", "again")
+    )
+    train.train(kept)
+    train.train(again)
+    assert lines_of(kept) == lines_of(again) and same_state(kept, again)
+
+
+def test_the_held_out_error_falls_and_the_pictures_are_those_of_the_file(settings, checkpoint, tmp_path):
+    look = Validation(every=40, share=0.2, prompts=("a red circle on a blue background",))
+    method = Method(rank=8, targets="both")
+    own = settings(
+        "own", 40, checkpoint, 10, batch=4, method=method, optimizer=Optimizer(clip=1.0), caption_dropout=0.0
+    )
+    own = replace(own, validation=look)
+    file = train.train(own)
+    first, last = (line["validation_loss"] for line in lines_of(own) if "validation_loss" in line)
+    assert last < 0.7 * first
+    before, after = (
+        np.asarray(Image.open(Path(own.out) / "pictures" / f"step-{step:07d}-00.png")).astype(int) for step in (0, 40)
+    )
+    assert np.abs(after - before).mean() > 3
+
+    # the file on the model, as the canvas opens it: a run that stands still draws the same picture
+    idle = replace(own.phase[0], learning_rate=0.0, steps=1)
+    still = replace(own, out=str(tmp_path / "still"), phase=(idle,), method=replace(method, start=str(file)))
+    train.train(replace(still, validation=replace(look, every=1)))
+    again = np.asarray(Image.open(tmp_path / "still" / "pictures" / "step-0000000-00.png"))
+    assert (again == after).all()
+
+
+class Pointwise(torch.nn.Module):
+    """A small network of each number and the time, called as a transformer is."""
+
+    config = SimpleNamespace(guidance_embeds=True, guidance_embeds_scale=0.1)
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        wide = [torch.nn.Linear(2, 48), torch.nn.Tanh(), torch.nn.Linear(48, 48), torch.nn.Tanh()]
+        self.layers = torch.nn.Sequential(*wide, torch.nn.Linear(48, 1))
+
+    def forward(self, x, embeds, timestep, **others):
+        return (self.layers(torch.stack([x, timestep.view(-1, 1, 1, 1).expand_as(x)], dim=-1))[..., 0],)
+
+
+def test_what_is_learnt_from_normal_numbers_is_known():
+    """Of data that are normal (m, s^2) the trajectories, and so x0 of each of their points, have a closed form."""
+    mean, std, steps = 0.8, 0.5, 600
+    model, numbers = Pointwise(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    prompt = Prompt(torch.zeros(8, 1, 1), torch.ones(8, 1), torch.full((8,), 4.5))
+
+    def draw(angle):
+        noise, normal = torch.randn(2, 8, 32, 4, 4, generator=numbers)
+        return data_point(mean + std * normal, noise, angle)
+
+    for step in range(steps):
+        point = draw(training_angles(torch.rand(8, generator=numbers)))
+        consistency_loss(model, point, prompt, min(1.0, 4 * step / steps)).mean().backward()
+        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / steps)
+        optimizer.step()
+        optimizer.zero_grad()
+    # a model of flow matching gives the mean at nearly pure noise, and is off by all of std there
+    for angle, most in ((0.5, 0.05), (1.0, 0.08), (1.5, 0.2)):
+        cos, sin = math.cos(angle), math.sin(angle)
+        point = draw(torch.full((8,), angle))
+        with torch.no_grad():
+            found = cos * point.x - sin * trigflow_velocity(model, point.x, point.angle, prompt)
+        exact = mean + std * (point.x - cos * mean) / math.sqrt((cos * std) ** 2 + sin**2)
+        assert float((found - exact).square().mean().sqrt()) < most
+
+
+def test_another_teacher_or_loss_is_another_run(settings, checkpoint, sprint, tmp_path):
+    own = settings(steps=1, teacher=checkpoint, validation=Validation())
+    train.train(own)
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    model = sana_core.load_transformer(checkpoint)
+    with torch.no_grad():
+        model.proj_out.bias.add_(0.1)
+    shutil.rmtree(other / "transformer")
+    model.save_pretrained(other / "transformer")
+    with pytest.raises(InputError, match="^teacher: got .*, but the run in .* has .*; name another folder"):
+        train.train(replace(own, loss=replace(own.loss, teacher=str(other))))
+    with pytest.raises(InputError, match="^teacher: got None, but the run in"):
+        train.train(replace(own, loss=Loss("consistency")))
+
+
+def test_a_model_that_the_loss_is_not_for_is_refused(settings, checkpoint, sprint):
+    own = settings()
+    with pytest.raises(InputError, match="^model: got one that is not SANA-Sprint with loss consistency, expected"):
+        train.train(replace(own, model=str(checkpoint)))
+    with pytest.raises(InputError, match="^model: got a SANA-Sprint model, which this loss would undo; train the SANA"):
+        train.train(replace(own, loss=Loss()))
+    assert not Path(own.out).exists()
+
+
+def test_a_teacher_that_does_not_fit_is_refused(settings, sprint, tmp_path):
+    own = settings()
+    with pytest.raises(InputError, match="^teacher: got a SANA-Sprint model, expected the SANA that it came from"):
+        train.train(replace(own, loss=replace(own.loss, teacher=str(sprint))))
+    for name, width in (("caption_channels", 24), ("in_channels", 16)):
+        config = {"caption_channels": 64, "in_channels": 32, "out_channels": 32, name: width}
+        other = SanaTransformer2DModel(
+            num_attention_heads=5,
+            attention_head_dim=32,
+            num_layers=1,
+            num_cross_attention_heads=5,
+            cross_attention_head_dim=32,
+            cross_attention_dim=160,
+            **config,
+        )
+        other.save_pretrained(tmp_path / name)
+        with pytest.raises(InputError, match=rf"^teacher: got {name} {width}, expected the model's"):
+            train.train(replace(own, loss=replace(own.loss, teacher=str(tmp_path / name))))
+    assert not Path(own.out).exists()
+
+
+WRONG = {
+    "[loss]\nkind = 'consistent'": "^loss.kind: got 'consistent', expected one of flow, consistency; the nearest",
+    "[loss]\nteacher = 'sana'": "^teacher: got one with loss flow, expected none; remove it, or set loss.kind",
+    "[loss]\nkind = 'consistency'\ntangent_warmup = -1": "^loss.tangent_warmup: got -1, expected a number from 0",
+    "[loss]\nkind = 'consistency'\n[method]\nkind = 'full'": "^loss: got consistency with method full, expected flow",
+    "[loss]\nkind = 'consistency'\n[method]\nkind = 'controlnet'": "^loss: got consistency with method controlnet",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_settings_that_contradict_each_other_are_named(tmp_path, text):
+    file = tmp_path / "run.toml"
+    file.write_text(f"model = 'm'\nout = 'o'\n{text}\n[[phase]]\ndata = 'pictures'\nsteps = 3\n", encoding="utf-8")
+    with pytest.raises(InputError, match=WRONG[text]):
+        read_settings(file)
+
+
+def test_a_teacher_s_path_is_relative_to_the_file(tmp_path):
+    file = tmp_path / "run.toml"
+    text = "model = 'm'\nout = 'o'\n[loss]\nkind = 'consistency'\nteacher = 'sana'\n[[phase]]\ndata = 'p'\nsteps = 3\n"
+    file.write_text(text, encoding="utf-8")
+    own = read_settings(file).loss
+    assert own == Loss("consistency", str(tmp_path / "sana")) and own.tangent_warmup == 4000
+
+
+def test_a_plan_refuses_what_it_does_not_know(settings):
+    with pytest.raises(InputError, match="^loss: got consistency, whose memory no plan knows, expected flow; train"):
+        plan_lines(settings(), 8)

@@ -1,0 +1,215 @@
+"""A run that begins at a LoRA's file has its effect at first, whoever wrote it; what does not fit is named."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import SanaPipeline
+from lora_dialects import DIALECTS
+from peft import LoraConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from pictures import write_pictures
+from safetensors.torch import load_file, save_file
+
+import sana_core
+from sana_core.errors import CheckpointError, InputError, MissingFileError
+from sana_core.training import train
+from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
+from sana_core.training.settings import Method, Phase, Settings, check_settings
+from sana_core.training.start import begin_at
+
+RANK = 4
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+def velocity(transformer):
+    numbers = torch.Generator().manual_seed(2)
+    x = torch.randn(1, 32, 4, 4, generator=numbers)
+    embeds = torch.randn(1, 7, transformer.config.caption_channels, generator=numbers)
+    with torch.no_grad():
+        return transformer(x, embeds, torch.tensor([500.0]), return_dict=False)[0]
+
+
+def learn_something(transformer):
+    numbers = torch.Generator().manual_seed(1)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=numbers)
+
+
+def begun(checkpoint, file, **method):
+    """The velocity of a transformer that begins at the file."""
+    transformer = sana_core.load_transformer(checkpoint)
+    own = Method(**{"rank": RANK, **method}, start=str(file))
+    add_adapter(transformer, own, seed=3)
+    begin_at(transformer, own)
+    return velocity(transformer)
+
+
+@pytest.fixture(scope="module")
+def lora(checkpoint):
+    """The tensors {module: (A, B)} of a LoRA, and the velocity with alpha = rank."""
+    transformer = sana_core.load_transformer(checkpoint)
+    add_adapter(transformer, Method(rank=RANK), seed=7)
+    learn_something(transformer)
+    tensors = adapter_tensors(transformer, torch.float32)
+    names = {name.removeprefix("transformer.").partition(".lora_")[0] for name in tensors}
+    both = {name: tuple(tensors[f"transformer.{name}.lora_{part}.weight"] for part in "AB") for name in names}
+    return both, velocity(transformer)
+
+
+def write(tmp_path, tensors, **metadata):
+    file = tmp_path / "it.safetensors"
+    save_file(tensors, file, metadata)
+    return file
+
+
+def named(lora, dialect="diffusers"):
+    name, first, second = DIALECTS[dialect]
+    tensors = {}
+    for module, (down, up) in lora.items():
+        layer = name.format(name=module, flat=module.replace(".", "_"))
+        tensors[layer + first], tensors[layer + second] = down, up
+    return tensors
+
+
+@pytest.mark.parametrize("alpha", [None, 3.0])
+@pytest.mark.parametrize("kind, targets", [("lora", "both"), ("dora", "attention"), ("lokr", "both")])
+def test_from_a_file_of_this_package(checkpoint, tmp_path, kind, targets, alpha):
+    transformer, method = sana_core.load_transformer(checkpoint), Method(kind, RANK, 6.0, targets)
+    add_adapter(transformer, method, seed=7)
+    learn_something(transformer)
+    file = tmp_path / "it.safetensors"
+    write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), method, {})
+    got = begun(checkpoint, file, kind=kind, targets=targets, alpha=alpha)
+    torch.testing.assert_close(got, velocity(transformer), atol=1e-4, rtol=0)
+    assert (got - velocity(sana_core.load_transformer(checkpoint))).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_from_each_dialect(checkpoint, tmp_path, lora, dialect):
+    file = write(tmp_path, named(lora[0], dialect))
+    torch.testing.assert_close(begun(checkpoint, file, alpha=2.0), lora[1], atol=1e-4, rtol=0)
+
+
+def test_alpha_beside_the_tensors_scales_them(checkpoint, tmp_path, lora):
+    halved = {module: (down, 2 * up) for module, (down, up) in lora[0].items()}
+    tensors = named(halved, "kohya")
+    alphas = {name.partition(".")[0] + ".alpha": torch.tensor(RANK / 2) for name in tensors}
+    file = write(tmp_path, tensors | alphas)
+    torch.testing.assert_close(begun(checkpoint, file), lora[1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
+def test_from_what_peft_saves(checkpoint, tmp_path, settings):
+    """PEFT's own folder, whose rank, alpha, rslora and dora stand in adapter_config.json."""
+    config = LoraConfig(r=RANK, lora_alpha=3, target_modules=TARGETS, init_lora_weights=False, **settings)
+    theirs = get_peft_model(sana_core.load_transformer(checkpoint), config)
+    theirs.save_pretrained(tmp_path)
+    kind = "dora" if settings.get("use_dora") else "lora"
+    got = begun(checkpoint, tmp_path / "adapter_model.safetensors", kind=kind)
+    torch.testing.assert_close(got, velocity(theirs.get_base_model()), atol=1e-4, rtol=0)
+
+
+def test_from_what_diffusers_saves(checkpoint, tmp_path):
+    transformer = sana_core.load_transformer(checkpoint)
+    config = LoraConfig(r=RANK, lora_alpha=9, target_modules=TARGETS, init_lora_weights=False)
+    transformer.add_adapter(config)
+    SanaPipeline.save_lora_weights(
+        tmp_path,
+        transformer_lora_layers=get_peft_model_state_dict(transformer),
+        transformer_lora_adapter_metadata=config.to_dict(),
+    )
+    got = begun(checkpoint, tmp_path / "pytorch_lora_weights.safetensors")
+    torch.testing.assert_close(got, velocity(transformer), atol=1e-4, rtol=0)
+
+
+def changed(name, make):
+    def change(tensors):
+        key = next(key for key in sorted(tensors) if key.endswith(name))
+        tensors[key] = make(tensors[key]).contiguous()
+
+    return change
+
+
+WRONG = {
+    "rank": ({"rank": 8}, None, "got rank 4, but method.rank is 8; set rank to 4"),
+    "kind": ({"kind": "dora"}, None, "got a lora, but method.kind is dora; set kind to lora"),
+    "targets": ({"targets": "both"}, None, "are of targets attention, but method.targets is both; set it so"),
+    "fewer layers": ({}, lambda tensors: [tensors.pop(key) for key in sorted(tensors)[:2]], "to_k is missing"),
+    "other layers": (
+        {},
+        lambda tensors: tensors.update({"transformer.proj_out.lora_A.weight": torch.ones(4, 160)}),
+        "got transformer.proj_out.lora_A.weight, which no adapter here has",
+    ),
+    "another kind": (
+        {},
+        lambda tensors: tensors.update({"transformer.proj_out.hada_w1_a": torch.ones(4, 160)}),
+        "got transformer.proj_out.hada_w1_a, which no adapter here has",
+    ),
+    "half a layer": ({}, lambda tensors: tensors.pop(sorted(tensors)[0]), "lora_A is missing"),
+    "another width": ({}, changed("lora_A.weight", lambda each: each[:, :96]), r"got lora_A of \[4, 96\], expected"),
+    "core's DoRA": (
+        {},
+        lambda tensors: tensors.update({sorted(tensors)[0].partition(".lora_")[0] + ".dora_scale": torch.ones(160, 1)}),
+        "got a DoRA with dora_scale alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_does_not_fit_is_named_with_what_to_set(checkpoint, tmp_path, lora, fault):
+    method, change, said = WRONG[fault]
+    tensors = named(lora[0])
+    if change is not None:
+        change(tensors)
+    with pytest.raises(InputError, match=f"^[^:]*it.safetensors: .*{said}"):
+        begun(checkpoint, write(tmp_path, tensors), **method)
+
+
+def test_settings_that_cannot_be_followed_are_named(checkpoint, tmp_path, lora):
+    own = {"transformer.r": 4, "transformer.alpha_pattern": {"to_q": 2}}
+    with pytest.raises(InputError, match="got a LoRA with alpha_pattern, expected one rank and alpha"):
+        begun(checkpoint, write(tmp_path, named(lora[0]), lora_adapter_metadata=json.dumps(own)))
+    with pytest.raises(CheckpointError, match="transformer.lora_alpha is 0"):
+        metadata = json.dumps({"transformer.lora_alpha": 0})
+        begun(checkpoint, write(tmp_path, named(lora[0]), lora_adapter_metadata=metadata))
+    with pytest.raises(CheckpointError, match="found a SANA transformer"):
+        begun(checkpoint, checkpoint / "transformer" / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(InputError, match="^start: got a file with method full"):
+        check_settings(Settings("m", "o", (Phase(("d",), steps=1),), method=Method("full", start="a.safetensors")))
+
+
+def test_a_run_goes_on_from_the_file_and_resumes_without_it_counting_twice(checkpoint, tmp_path):
+    write_pictures(tmp_path / "pictures", 2)
+    phase = Phase((str(tmp_path / "pictures"),), 128, batch=2, steps=4, learning_rate=1e-3)
+    first = check_settings(
+        Settings(str(checkpoint), str(tmp_path / "first"), (phase,), dtype="float32", method=Method(rank=RANK))
+    )
+    file = train.train(first)
+    idle = replace(phase, learning_rate=0.0)
+    second = replace(first, out=str(tmp_path / "second"), phase=(idle,), method=Method(rank=RANK, start=str(file)))
+    before, after = load_file(file), load_file(train.train(second))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    third = replace(second, out=str(tmp_path / "third"), phase=(phase,))
+    moved = load_file(train.train(third))
+    again = load_file(train.train(third))
+    assert all(torch.equal(moved[name], again[name]) for name in moved)
+    assert any(not torch.equal(moved[name], before[name]) for name in moved)
+    file.write_bytes((tmp_path / "third" / "sana.safetensors").read_bytes())
+    with pytest.raises(InputError, match="^start: got .*, but the run in .* has"):
+        train.train(third)
+    file.unlink()
+    with pytest.raises(MissingFileError, match="no such file"):
+        train.train(third)
+
+
+def test_a_file_that_does_not_fit_is_refused_before_anything_is_read_or_written(checkpoint, tmp_path, lora):
+    file = write(tmp_path, named(lora[0]))
+    phase = Phase((str(tmp_path / "no pictures"),), 128, steps=1)
+    method = Method(rank=RANK + 1, start=str(file))
+    settings = Settings(str(checkpoint), str(tmp_path / "out"), (phase,), dtype="float32", method=method)
+    with pytest.raises(InputError, match=f"got rank {RANK}, but method.rank is {RANK + 1}"):
+        train.train(settings)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,105 @@
+"""A run that encodes each picture when it is learnt is the run over a cache, and keeps nothing of the pictures."""
+
+import json
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launched import OLD, results_of
+from pictures import write_pictures
+from PIL import Image
+from safetensors.torch import load_file
+
+from sana_core.training import cache, train
+from sana_core.training import stream as streaming
+from sana_core.training.arrangements import share_of
+from sana_core.training.plan import plan_training, read_base
+from sana_core.training.settings import Method, Parallel, Phase, Settings, Validation, check_settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two tars of pictures, some of them with masks and all with control pictures, and nothing beside them."""
+    folder = tmp_path_factory.mktemp("streamed")
+    for seed in (1, 2):
+        write_pictures(folder / "loose", 4, seed=seed, controls=True)
+    Image.linear_gradient("L").resize((128, 128)).save(folder / "loose" / "1-2-mask.png")
+    (folder / "tars").mkdir()
+    for seed in (1, 2):
+        with tarfile.open(folder / "tars" / f"{seed}.tar", "w") as archive:
+            for file in sorted((folder / "loose").glob(f"{seed}-*")):
+                archive.add(file, file.name)
+    return folder
+
+
+@pytest.fixture
+def settings(folder, tmp_path, checkpoint):
+    def make(out, stream=True, **others):
+        phase = Phase((str(folder / "tars"),), 128, batch=2, accumulate=2, steps=4, learning_rate=1e-3)
+        values = {"dtype": "float32", "caption_dropout": 0.3, "method": Method(rank=2), **others}
+        values.setdefault("validation", Validation(every=2, share=0.3))
+        return check_settings(Settings(str(checkpoint), str(tmp_path / out), (phase,), stream=stream, **values))
+
+    return make
+
+
+def lines_of(own):
+    lines = map(json.loads, Path(own.out, "log.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+@pytest.mark.parametrize("method", [Method(rank=2), Method("controlnet", blocks=1)], ids=["lora", "controlnet"])
+def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settings, method):
+    streamed, cached = settings("streamed", method=method), settings("cached", False, method=method)
+    one, other = train.train(streamed), train.train(cached)
+    assert lines_of(streamed) == lines_of(cached)
+    if method.kind == "lora":
+        one, other = load_file(one), load_file(other)
+        assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+    kept = [len(list((Path(own.out) / "cache").rglob("*.safetensors"))) for own in (streamed, cached)]
+    # the empty prompt alone
+    assert kept[0] == 1 < kept[1]
+
+
+def test_a_streamed_run_goes_on(settings):
+    whole, broken = settings("whole"), settings("broken")
+    train.train(whole)
+    train.train(replace(broken, phase=(replace(broken.phase[0], steps=2),)))
+    train.train(broken)
+    assert lines_of(whole) == lines_of(broken)
+
+
+@pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
+@pytest.mark.parametrize("stream", [True, False])
+def test_each_rank_reads_and_encodes_its_own_pictures_alone(settings, monkeypatch, stream):
+    own = settings("out", stream, parallel=Parallel("fsdp"), validation=Validation())
+    plain = settings("plain", stream, validation=Validation())
+    read, real = [], cache.encode_picture
+
+    def encode_picture(encode, sample, *others):
+        read.append(sample.name)
+        return real(encode, sample, *others)
+
+    for module in (cache, streaming):
+        monkeypatch.setattr(module, "encode_picture", encode_picture)
+
+    def both(ranks):
+        return str(train.train(own, ranks=ranks)), list(read)
+
+    (path, first), (_, second) = results_of(2, both)
+    one, other = load_file(path), load_file(train.train(plain))
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5
+    # 4 steps of 4 pictures, or all 8 once
+    assert [len(first), len(second)] == ([8, 8] if stream else [4, 4])
+    assert stream or not set(first) & set(second)
+
+
+def test_the_plan_counts_the_encoders_that_stay(settings):
+    streamed, cached = settings("a"), settings("a", False)
+    base = read_base(cached)
+    weights = 4 * (base.text_parameters + base.autoencoder_parameters)
+    (step,), (*_, other) = plan_training(streamed, base).stages, plan_training(cached, base).stages
+    assert step.weights == other.weights + weights and step.work >= other.work and step.state == other.state
+    shares = [share_of(replace(own, parallel=Parallel("fsdp")), base, own.phase[0], 4) for own in (streamed, cached)]
+    assert shares[0].weights == shares[1].weights + weights
