@@ -1,0 +1,253 @@
+"""Launches, bytes and peaks of steps, decodes and encodes on an accelerator, counted without one: `make bench`.
+
+Writes benchmarks/accelerator_counts.json: what tests/fake_accelerator.py counts of the real configurations in bf16,
+and beside each peak what the planner predicts. Nothing of this has run on a card: it knows no time, and of memory
+neither cuDNN's workspace nor fragmentation.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit"), str(ROOT / "scripts")]
+
+from fake_accelerator import FIRST, SECOND, Counter, default_dtype, fake_accelerators  # noqa: E402
+
+from benchmarks.machine import description  # noqa: E402
+
+DTYPE = torch.bfloat16
+TOKENS = 300
+# of the variants of sana_core.checkpoints.released: the pixels that are counted
+STEPS = (("1.6B", 1024), ("1.6B", 2048), ("1.6B", 4096), ("1.6B", 8192), ("0.6B", 1024), ("1.5-4.8B", 1024))
+SIDES = (1024, 2048, 4096, 8192)
+# in the smallest plans, which launch a hundred thousand times at 8192 px
+SMALL_SIDES = (1024, 2048, 4096)
+
+
+# what the same counter found before there were kernels, at commit 455afce
+BEFORE = {
+    "guided_step": {
+        "1.6B, 1024 px": {"launches": 836, "gigabytes_moved": 29.32, "gigabytes_of_products": 14.62},
+        "1.6B, 4096 px": {"launches": 838, "gigabytes_moved": 426.36, "gigabytes_of_products": 190.13},
+        "0.6B, 1024 px": {"launches": 1156, "gigabytes_moved": 20.11, "gigabytes_of_products": 9.54},
+        "1.5-4.8B, 1024 px": {"launches": 3876, "gigabytes_moved": 115.68, "gigabytes_of_products": 43.64},
+        "1.6B, 1024 px, PAG": {"launches": 839, "gigabytes_moved": 42.6, "gigabytes_of_products": 20.53},
+    },
+    "decode": {"4096 px": {"launches": 12435, "gigabytes_moved": 1198.84, "peak_megabytes": 2275.9, "transfers": 70}},
+    "encode": {"4096 px": {"launches": 11110, "gigabytes_moved": 867.62, "peak_megabytes": 2119.2, "transfers": 70}},
+    # where the weights of convolutions were not laid out as their maps, at commit 25faa48
+    "weight_copies": {
+        "decode, 4096 px": {"weight_copies": 360, "gigabytes_of_weight_copies": 1.66},
+        "encode, 4096 px": {"weight_copies": 273, "gigabytes_of_weight_copies": 1.49},
+    },
+    # inside ComfyUI at commit 994b5c1, where its layers did not lend their weights to the kernels
+    "guided_step_in_host": {
+        "1.6B, 1024 px": {"launches": 478, "gigabytes_moved": 19.99, "gigabytes_of_products": 13.58},
+        "1.6B, 4096 px": {"launches": 478, "gigabytes_moved": 275.12, "gigabytes_of_products": 172.5},
+    },
+}
+
+
+def figures(counter: Counter, predicted: int | None = None) -> dict[str, Any]:
+    found = counter.figures()
+    if predicted is not None:
+        peaks = counter.peak.values()
+        found["predicted_megabytes"] = round(predicted / 1e6, 1)
+        found["predicted_of_peak"] = [round(predicted / peak, 3) for peak in peaks]
+    return found
+
+
+def transformer(variant: str, pixels: int) -> Any:
+    """Return a transformer of that variant with empty weights on the first accelerator."""
+    from benchmarks.train_memory import transformer as build
+    from sana_core.released import VARIANTS
+
+    with torch.device(FIRST):
+        return build(VARIANTS[variant], DTYPE, pixels).requires_grad_(False)
+
+
+def step(variant: str, pixels: int, perturbed: bool = False) -> dict[str, Any]:
+    """Return the counts of one guided step, a short negative prompt beside a long prompt; the peak is the first's."""
+    from sana_core.guidance import denoiser, perturbed_attention
+    from sana_core.memory import transformer_bytes
+    from sana_core.released import VARIANTS
+
+    # what prepare reads: the longest prompt, and whether all are as long
+    scalars = {torch.int64: TOKENS, torch.bool: False}
+    first, second = Counter(scalars), Counter(scalars)
+    with fake_accelerators(), torch.no_grad():
+        model = transformer(variant, pixels)
+        prompt = torch.empty(1, TOKENS, 2304, dtype=DTYPE, device=FIRST), torch.ones(1, TOKENS)
+        x = torch.empty(1, 32, pixels // 32, pixels // 32, device=FIRST)
+        attention = perturbed_attention(model.config, 3.0, "") if perturbed else None
+    with torch.no_grad():
+        with fake_accelerators(first):
+            call = denoiser(model, prompt, prompt, 4.5, perturbed=attention)
+            call(x, torch.tensor(0.5))
+        with fake_accelerators(second):
+            call(x, torch.tensor(0.5))
+    side = pixels // 32
+    predicted = transformer_bytes(VARIANTS[variant], side, side, 1, DTYPE, True)
+    second.peak = first.peak
+    return figures(second, None if perturbed else predicted)
+
+
+@functools.cache
+def autoencoder(device: torch.device = FIRST, kind: str = "f32c32") -> Any:
+    import decoders
+
+    from sana_core.weight_layout import arrange_convolutions
+
+    with fake_accelerators(), torch.device(device), default_dtype(DTYPE):
+        made = getattr(decoders, kind)(1)
+        # as `load_autoencoder` does
+        arrange_convolutions(made)
+    return made
+
+
+def decode(pixels: int, smallest: bool = False, triton: bool = True, kind: str = "f32c32") -> dict[str, Any]:
+    """Return the counts of a decode in the plan for a card with much memory, or in the smallest."""
+    from sana_core.decode.stages import decoder_stages
+    from sana_core.decode.strips import StripSize, global_block, global_blocks, pixel_rows, project_latents
+    from sana_core.polling import no_poll
+
+    model = autoencoder(kind=kind)
+    decoder, stages = model.decoder, decoder_stages(model)
+    planner, plan = plan_for(stages, pixels, smallest)
+    with fake_accelerators(), torch.no_grad():
+        latents = torch.empty(1, 32, pixels // 32, pixels // 32, dtype=DTYPE, device=FIRST)
+        if not stages.attends:
+            # as `planned_rows` does
+            latents = latents.contiguous(memory_format=torch.channels_last)
+        out = torch.empty(1, 3, pixels, pixels, dtype=DTYPE)
+    counter = Counter()
+    with fake_accelerators(counter, triton), torch.no_grad():
+        x = project_latents(decoder, latents)
+        for block, scale in global_blocks(decoder, stages):
+            x = global_block(block, x, plan.attention_rows, scale, no_poll)
+        row = 0
+        for part in pixel_rows(decoder, stages, x, 0, x.height, StripSize(plan.rows, plan.columns), no_poll):
+            out[:, :, row : row + part.shape[2]] = part
+            row += part.shape[2]
+            del part
+    assert row == pixels
+    return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}
+
+
+def encode(pixels: int, smallest: bool = False) -> dict[str, Any]:
+    """Return the counts of an encode in the plan for a card with much memory, or in the smallest."""
+    from sana_core.decode.encode import boundary_map, last_layers
+    from sana_core.decode.stages import encoder_stages
+    from sana_core.polling import no_poll
+
+    encoder, stages = autoencoder().encoder, encoder_stages(autoencoder())
+    planner, plan = plan_for(stages, pixels, smallest)
+    with fake_accelerators(), torch.no_grad():
+        image = torch.empty(1, 3, pixels, pixels)
+        like = torch.empty(1, dtype=DTYPE, device=FIRST)
+    counter = Counter()
+    with fake_accelerators(counter), torch.no_grad():
+        last_layers(encoder, boundary_map(encoder, stages, plan, image, like, no_poll), stages, plan, no_poll)
+    return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}
+
+
+def plan_for(stages: Any, pixels: int, smallest: bool, devices: int = 1) -> tuple[Any, Any]:
+    from sana_core.decode.plan import Planner
+
+    planner = Planner(stages, pixels // 32, pixels // 32, DTYPE, True, devices=devices)
+    plan = planner.floor() if smallest else planner.fitting(float("inf"))
+    assert plan is not None
+    return planner, plan
+
+
+def decode_on_two(pixels: int) -> dict[str, Any]:
+    """Return the counts of one picture over two devices, whose work is done here one after the other."""
+    from sana_core.decode import devices
+    from sana_core.decode.stages import decoder_stages
+    from sana_core.decode.strips import StripSize, pixel_rows
+    from sana_core.polling import no_poll
+
+    stages = decoder_stages(autoencoder())
+    planner, plan = plan_for(stages, pixels, False, devices=2)
+    with fake_accelerators(), torch.no_grad():
+        workers = devices.Workers(autoencoder().decoder, [FIRST])
+        # fake modules cannot be copied to another device
+        workers.devices.append(SECOND)
+        workers.decoders.append(autoencoder(SECOND).decoder)
+        latents = torch.empty(1, 32, pixels // 32, pixels // 32, dtype=DTYPE, device=FIRST)
+    counter = Counter()
+    in_turn = mock.patch.object(devices, "all_of", lambda pool, bands, count, work, poll: list(map(work, range(bands))))
+    with fake_accelerators(counter), torch.no_grad(), in_turn:
+        boundary = devices.shared_global_stage(workers, stages, latents, plan.attention_rows, no_poll)
+        height, half = boundary.height, boundary.height // 2
+        for device, decoder, start, stop in (
+            (FIRST, workers.decoders[0], 0, half),
+            (SECOND, workers.decoders[1], half, height),
+        ):
+            low, high = max(0, start - stages.halo), min(height, stop + stages.halo)
+            part = boundary.moved(low, high, device)
+            own = (start - low, stop - low, StripSize(plan.rows, plan.columns), no_poll, height)
+            for pixels_done in pixel_rows(decoder, stages, part, *own):
+                del pixels_done
+            del part
+    return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}
+
+
+def in_host() -> dict[str, Any]:
+    """Return the counts of the same step and decode inside ComfyUI, by its own loading, casting and guidance."""
+    import layouts
+    import pytest
+    from diffusers import SanaTransformer2DModel
+    from in_process import Host
+
+    host_counts = importlib.import_module("host_counts")
+    from fake_cuda import fake_card
+
+    with tempfile.TemporaryDirectory() as folder:
+        Host(Path(folder))
+        with torch.device("meta"):
+            model = layouts.sparse(SanaTransformer2DModel(), Path(folder, "1.6B.safetensors"))
+            vae = layouts.sparse(layouts.released_autoencoder(), Path(folder, "dc-ae.safetensors"))
+        with fake_card(pytest.MonkeyPatch()) as patch:
+            steps = {f"1.6B, {pixels} px": host_counts.guided_step(patch, model, pixels) for pixels in (1024, 4096)}
+        with fake_card(pytest.MonkeyPatch()) as patch:
+            decodes = {f"{pixels} px": host_counts.decode(patch, vae, pixels) for pixels in (1024, 4096)}
+    return {
+        "guided_step_in_host": {name: figures(counter) for name, counter in steps.items()},
+        "decode_in_host": {name: figures(counter) for name, counter in decodes.items()},
+    }
+
+
+def main() -> None:
+    result = {
+        **description(),
+        "note": "counted on fake tensors, in bf16; nothing of this has run on a card",
+        "before": BEFORE,
+        "guided_step": {f"{name}, {pixels} px": step(name, pixels) for name, pixels in STEPS}
+        | {"1.6B, 1024 px, PAG": step("1.6B", 1024, perturbed=True)},
+        "decode": {f"{pixels} px": decode(pixels) for pixels in SIDES},
+        "decode_smallest": {f"{pixels} px": decode(pixels, smallest=True) for pixels in SMALL_SIDES},
+        "decode_lite": {f"{pixels} px": decode(pixels, kind="lite") for pixels in SIDES},
+        "decode_lite_smallest": {f"{pixels} px": decode(pixels, smallest=True, kind="lite") for pixels in SMALL_SIDES},
+        "decode_two_devices": {"2048 px": decode_on_two(2048)},
+        "encode": {f"{pixels} px": encode(pixels) for pixels in SIDES},
+        "encode_smallest": {f"{pixels} px": encode(pixels, smallest=True) for pixels in SMALL_SIDES},
+        **in_host(),
+    }
+    text = json.dumps(result, indent=2) + "\n"
+    (ROOT / "benchmarks" / "accelerator_counts.json").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

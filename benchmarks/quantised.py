@@ -1,0 +1,137 @@
+"""The error of each quantised format beside plain weights, on the CPU: `make bench`.
+
+Writes benchmarks/quantised.json: of each format of the loaders' `quantise` the relative error (the norm of the
+difference by that of the plain model's velocity) of one forward in ComfyUI's own layers, computed in fp32, and of the
+weights, and their bytes. The released weights are not at hand: one model is the bundled one, trained and narrow, the
+other is as wide as the 1.6B model, with two blocks and random weights, which have no outliers. A CPU dequantises fp8,
+mxfp8 and nvfp4 and computes in fp32; cards that have the format bring the layers' inputs to it too, as int8 does here.
+What cards alone quantise is rounded here by the same library's plain torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from benchmarks.machine import description  # noqa: E402
+
+SIGMAS = (0.9, 0.5, 0.1)
+TOKENS = 40
+BLOCKS = 2
+CELLS = {"sana-tiny": 4, "1.6B wide": 8}
+
+
+def wide_file(folder: Path) -> Path:
+    """Return a file of a random transformer that is as wide as the 1.6B model."""
+    from diffusers import SanaTransformer2DModel
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    file = folder / "wide.safetensors"
+    save_file(SanaTransformer2DModel(num_layers=BLOCKS).bfloat16().state_dict(), file)
+    return file
+
+
+def inputs(width: int, cells: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 32, cells, cells, generator=generator)
+    return x, torch.randn(1, TOKENS, width, generator=generator)
+
+
+def velocities_in_bf16(file: Path, cells: int) -> torch.Tensor:
+    import sana_core
+
+    transformer = sana_core.load_transformer(file, dtype=torch.bfloat16)
+    x, context = (each.bfloat16() for each in inputs(transformer.config.caption_channels, cells))
+    times = [torch.tensor([sigma * 1000]) for sigma in SIGMAS]
+    return torch.cat([sana_core.predict_velocity(transformer, x, t, context, torch.ones(1, TOKENS)) for t in times])
+
+
+def velocities(patcher: Any, cells: int) -> torch.Tensor:
+    """Return what the MODEL makes of noise and a random prompt at SIGMAS."""
+    from fake_cuda import pack
+
+    model, prompts = patcher.model, pack("nodes.host.prompts")
+    x, context = inputs(model.diffusion_model.config.caption_channels, cells)
+    prompt = prompts.PromptBatch([prompts.Prompt("positive", context, torch.ones(1, TOKENS), keep=False)])
+    sigmas = torch.tensor(SIGMAS)
+    out = [model.apply_model(x, sigma[None], c_crossattn=context, prompt=prompt) for sigma in sigmas]
+    return torch.cat([(x - each) / sigma for each, sigma in zip(out, sigmas, strict=True)])
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return round(((got.float() - expected.float()).norm() / expected.float().norm()).item(), 5)
+
+
+def weight_error(patcher: Any, plain: Any) -> float:
+    """Return the relative error of all quantised weights together."""
+    difference, total = 0.0, 0.0
+    for name, layer in patcher.model.diffusion_model.named_modules():
+        if hasattr(layer, "quant_format"):
+            expected = plain.model.diffusion_model.get_submodule(name).weight.flatten(1)
+            difference += (layer.weight.dequantize() - expected).double().square().sum().item()
+            total += expected.double().square().sum().item()
+    return round((difference / total) ** 0.5, 5)
+
+
+def offer_all() -> list[str]:
+    """Return all formats, those that cards alone quantise done by their library's plain torch."""
+    import comfy_kitchen as kitchen
+    from comfy_kitchen.backends.eager import quantization
+    from fake_cuda import pack
+
+    kitchen.quantize_mxfp8, kitchen.quantize_nvfp4 = quantization.quantize_mxfp8, quantization.quantize_nvfp4
+    module = pack("nodes.host.quantise")
+    module.is_offered = lambda name: True
+    return list(module.FORMATS)
+
+
+def errors(file: Path, cells: int, forms: list[str]) -> dict[str, dict[str, float]]:
+    from fake_cuda import pack
+
+    load = pack("nodes.host.load_model").load_model
+    plain = load(file)
+    expected = velocities(plain, cells)
+    found = {}
+    # what ComfyUI's plain fp8 loses, whose weights have no scales
+    for name, options in [("weight_dtype fp8_e4m3fn", {"weight_dtype": "fp8_e4m3fn"})] + [
+        (form, {"quantise": form}) for form in forms
+    ]:
+        patcher = load(file, **options)
+        found[name] = {"forward": relative(velocities(patcher, cells), expected)}
+        if "quantise" in options:
+            found[name]["weights"] = weight_error(patcher, plain)
+        found[name]["megabytes"] = round(patcher.model_size() / 1e6, 2)
+    found["computed in bf16"] = {"forward": relative(velocities_in_bf16(file, cells), expected)}
+    found["computed in bf16"]["megabytes"] = round(plain.model_size() / 2e6, 2)
+    return found
+
+
+def main() -> None:
+    from in_process import Host
+
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        Host(Path(folder))
+        forms = offer_all()
+        files = {"sana-tiny": ROOT / "demo" / "sana-tiny", "1.6B wide": wide_file(Path(folder))}
+        result = {
+            **description(),
+            "note": "relative errors beside the plain file in fp32; 1.6B wide is two blocks with random weights; what "
+            "is not quantised is in fp32 here, on cards in bf16",
+            "errors": {name: errors(file, CELLS[name], forms) for name, file in files.items()},
+        }
+    text = json.dumps(result, indent=2) + "\n"
+    (ROOT / "benchmarks" / "quantised.json").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What lies between the convolutions of a strip on accelerators: one kernel each, or a few operations of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernels.trial import runs
+
+ACTIVATIONS = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu", torch.nn.Identity: ""}
+
+
+def fuses(x: torch.Tensor, activation: torch.nn.Module | None = None) -> bool:
+    """Whether the kernels take channels-last maps like `x`, followed by `activation`."""
+    return type(activation or torch.nn.Identity()) in ACTIVATIONS and runs(x.device, x.dtype)
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Return a view [n * W, C] of one picture [C, n, W] whose rows are one piece of memory."""
+    return x.movedim(0, -1).view(x.shape[1] * x.shape[2], x.shape[0])
+
+
+def norm_(
+    x: torch.Tensor, norm: Any, residual: torch.Tensor | None = None, activation: torch.nn.Module | None = None
+) -> torch.Tensor:
+    """Normalise `x` [B, C, n, W] over its channels in place, add `residual`, activate, and return it."""
+    for picture in range(len(x)):
+        rows = flat(x[picture])
+        added = None if residual is None else flat(residual[picture])
+        if fuses(x, activation) and rows.is_contiguous() and (added is None or added.is_contiguous()):
+            from ..kernels.channels import rms_norm
+
+            name = ACTIVATIONS[type(activation or torch.nn.Identity())]
+            rms_norm(rows, norm.weight, norm.bias, norm.eps, added, rows, name)
+        else:
+            norm_rows_(rows, norm, added)
+            if activation is not None:
+                rows.copy_(activation(rows))
+    return x
+
+
+def norm_rows_(rows: torch.Tensor, norm: Any, added: torch.Tensor | None) -> None:
+    """As diffusers' RMSNorm over `rows` [N, C], in place, without copies in float32."""
+    scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = scale.square_().div_(rows.shape[1]).add_(norm.eps).rsqrt_()
+    rows.mul_(scale)
+    if norm.bias is not None:
+        torch.addcmul(norm.bias, rows, norm.weight, out=rows)
+    else:
+        rows.mul_(norm.weight)
+    if added is not None:
+        rows.add_(added)
+
+
+def bias_into(x: torch.Tensor, bias: torch.Tensor, activation: torch.nn.Module, out: torch.Tensor) -> None:
+    """Write `x` [B, C, n, W] plus `bias` [C], activated, into `out`, rows of another map. For what `fuses`."""
+    from ..kernels.channels import add_bias
+
+    for picture in range(len(x)):
+        add_bias(flat(x[picture]).contiguous(), bias, flat(out[picture]), ACTIVATIONS[type(activation)])
+
+
+def gated_depthwise(window: torch.Tensor, depth: torch.nn.Conv2d) -> torch.Tensor:
+    """Return value * silu(gate) of the depthwise convolution `depth` of silu(`window`) [B, 2 C, n + 2, W]."""
+    from ..kernels.gated_depthwise import silu_depthwise_gate
+
+    maps = window.permute(0, 2, 3, 1).contiguous()
+    return silu_depthwise_gate(maps, depth.weight.contiguous(), depth.bias, padded=False).permute(0, 3, 1, 2)

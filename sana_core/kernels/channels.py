@@ -1,0 +1,108 @@
+"""Kernels over the channels of channels-last maps: an RMS norm, a bias, a residual and an activation in one pass.
+
+Importing this file imports Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .support import launch, power_of_two
+
+# elements of one program, and of one warp's threads 16 each
+TILE = 2048
+
+
+@triton.jit
+def activate(value, activation: tl.constexpr):
+    if activation == "silu":
+        value = value * tl.sigmoid(value)
+    elif activation == "relu":
+        # NaN stays NaN
+        value = tl.where(value < 0, 0.0, value)
+    return value
+
+
+@triton.jit
+def norm_rows(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    positions,
+    eps,
+    channels: tl.constexpr,
+    block: tl.constexpr,
+    rows: tl.constexpr,
+    activation: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.arange(0, block)
+    known = column < channels
+    inside = (row < positions)[:, None] & known[None, :]
+    offset = row[:, None] * channels + column[None, :]
+    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1 / tl.sqrt(tl.sum(value * value, 1) / channels + eps)
+    factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
+    value = value * inverse[:, None] * factor[None, :]
+    if bias is not None:
+        value += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    if residual is not None:
+        value += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + offset, activate(value, activation), mask=inside)
+
+
+@triton.jit
+def bias_rows(
+    x,
+    bias,
+    out,
+    positions,
+    channels: tl.constexpr,
+    block: tl.constexpr,
+    rows: tl.constexpr,
+    activation: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.arange(0, block)
+    known = column < channels
+    inside = (row < positions)[:, None] & known[None, :]
+    offset = row[:, None] * channels + column[None, :]
+    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + offset, activate(value, activation), mask=inside)
+
+
+def tile(positions: int, channels: int) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Return the grid and the sizes of a program for a map of so many positions and channels."""
+    block = power_of_two(channels)
+    rows = max(1, TILE // block)
+    return (-(-positions // rows),), {"channels": channels, "block": block, "rows": rows}
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:
+    """Return the RMS norm of `x` [N, C] over C, times `weight`, plus `bias` and `residual` [N, C], activated.
+
+    All are contiguous; `out` may be `x`. Sums and products are in float32, and rounded once.
+    """
+    out = torch.empty_like(x) if out is None else out
+    grid, sizes = tile(*x.shape)
+    launch(norm_rows, grid, x, x, weight, bias, residual, out, len(x), eps, **sizes, activation=activation)
+    return out
+
+
+def add_bias(x: torch.Tensor, bias: torch.Tensor, out: torch.Tensor, activation: str = "") -> None:
+    """Write `x` [N, C] plus `bias` [C], activated, into `out` [N, C], which may be `x`. All are contiguous."""
+    grid, sizes = tile(*x.shape)
+    launch(bias_rows, grid, x, x, bias, out, len(x), **sizes, activation=activation)

@@ -1,0 +1,38 @@
+"""What runs on the accelerator, if there is one: `make gpu`. On a CPU the same tests run with small models."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sana_core.accelerator import current_accelerator
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "unit"))
+
+
+@pytest.fixture(scope="session")
+def device():
+    return current_accelerator() or torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def devices(device):
+    """Two accelerators; where there is one or none, the same one twice."""
+    count = torch.accelerator.device_count() if device.type != "cpu" else 0
+    return [torch.device(device.type, index) for index in range(2)] if count > 1 else [device, device]
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """float32 as float32, for TF32 would be the largest difference of all; and no gradients."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    with torch.no_grad():
+        yield
+    torch.backends.cudnn.allow_tf32 = before

@@ -1,0 +1,219 @@
+"""An accelerator computes what the CPU computes: steps, decodes, encodes, texts, pictures, training."""
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from decoders import f32c32, noise
+from setup import ROOT
+
+from benchmarks.sampling_gpu import COMMON, MODELS
+from demo.judge import judge
+from sana_core import decode_latents, encode_images, encode_prompts, generate, load_text_encoder
+from sana_core.decode import DecodeOptions, decode_into
+from sana_core.forward import prepare, velocity
+from sana_core.kernels.trial import runs
+from sana_core.picture_files import levels
+from sana_core.training.settings import read_settings
+from sana_core.training.train import train
+
+CHECKPOINT = ROOT / "demo" / "sana-tiny"
+# a different rounding anywhere moves the distance of a network by chance
+CHANCE = 1.15
+ROUNDING = 1e-6
+
+
+def error(got, truth):
+    assert got.isfinite().all()
+    return ((got.double().cpu() - truth.double()).norm() / truth.double().norm()).item()
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    """Two blocks of SANA 1.6B with random weights, on a CPU a few heads of them."""
+
+    def make(device):
+        from diffusers import SanaTransformer2DModel
+
+        config = {**COMMON, **MODELS["1.6B"], "num_layers": 2}
+        if device.type == "cpu":
+            config |= {"num_attention_heads": 2, "num_cross_attention_heads": 2}
+            config |= {"cross_attention_head_dim": 32, "cross_attention_dim": 64, "caption_channels": 24}
+        torch.manual_seed(0)
+        return SanaTransformer2DModel(**config).requires_grad_(False)
+
+    return make
+
+
+def test_the_kernels_run_on_it(device, dtype):
+    assert runs(device, dtype) == (device.type != "cpu")
+
+
+def test_a_step_is_as_near_the_cpu_s_as_the_library_s(device, dtype, blocks):
+    model = blocks(device)
+    side = 4 if device.type == "cpu" else 32
+    x, embeds = noise(2, 32, side, side), noise(2, 20, model.config.caption_channels, seed=1)
+    mask, time = torch.ones(2, 20), torch.full((2,), 500.0)
+    mask[0, 7:] = 0
+    rounded = [each.to(dtype) for each in (x, embeds)]
+    exact = blocks(device).to(dtype).float()
+    truth = exact(*(each.float() for each in rounded), time, encoder_attention_mask=mask).sample
+    model = model.to(device, dtype)
+    x, embeds, mask, time = (each.to(device) for each in (*rounded, mask, time))
+    constants = prepare(model, embeds, mask, side, side)
+    assert constants.fused == (device.type != "cpu")
+    library = model(x, embeds, time, encoder_attention_mask=mask).sample
+    assert error(velocity(model, x, time, constants), truth) <= CHANCE * error(library, truth) + ROUNDING
+
+
+@pytest.fixture(scope="module")
+def autoencoder(device):
+    """SANA's DC-AE with random weights, on a CPU with an eighth of its channels; and what the CPU makes with it."""
+    model, side = (f32c32(8), 4) if device.type == "cpu" else (f32c32(1), 16)
+    latents, pixels = noise(1, 32, side, side), noise(1, 3, 32 * side, 32 * side, seed=1)
+    with torch.no_grad():
+        return model, latents, pixels, model.decode(latents).sample, model.encode(pixels).latent
+
+
+@pytest.mark.parametrize("method", ["whole", "strips", "tiles"])
+def test_a_decode_is_as_near_the_cpu_s_as_the_library_s(device, dtype, autoencoder, method):
+    plain, latents, _, truth, _ = autoencoder
+    model = deepcopy(plain).to(device, dtype)
+    library = model.decode(latents.to(device, dtype)).sample
+    got = decode_latents(model, latents.to(device), method)
+    allowed = CHANCE * error(library, truth) + ROUNDING
+    if method == "tiles":
+        # its seams are no error of arithmetic
+        on_cpu = decode_latents(plain, latents, method)
+        assert error(got, on_cpu) <= allowed
+    else:
+        assert error(got, truth) <= allowed
+
+
+def test_an_encode_is_as_near_the_cpu_s_as_the_library_s(device, dtype, autoencoder):
+    plain, _, pixels, _, truth = autoencoder
+    model = deepcopy(plain).to(device, dtype)
+    library = model.encode(pixels.to(device, dtype)).latent
+    assert error(encode_images(model, pixels.to(device)), truth) <= CHANCE * error(library, truth) + ROUNDING
+
+
+def test_two_devices_decode_one_picture(devices, autoencoder):
+    plain, latents, _, truth, _ = autoencoder
+    model = deepcopy(plain).to(devices[0])
+    got = decode_latents(model, latents.to(devices[0]), "strips", devices=devices)
+    assert error(got, truth) <= 1e-5
+
+
+def test_a_text_is_encoded_as_on_the_cpu(device):
+    prompts = ["a red circle on a blue background", "a small green triangle"]
+    truth, mask = encode_prompts(load_text_encoder(CHECKPOINT), prompts, True)
+    for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        got, own = encode_prompts(load_text_encoder(CHECKPOINT, device, dtype), prompts, True)
+        assert torch.equal(own.cpu(), mask)
+        kept = mask.bool()
+        assert error(got.float().cpu()[kept], truth[kept]) <= allowed
+
+
+PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """What the CPU draws of PROMPTS in float32."""
+    with torch.no_grad():
+        return generate(PROMPTS, CHECKPOINT, devices=["cpu"], width=128, height=128)
+
+
+def test_pictures_are_those_of_the_cpu(device, dtype, pictures):
+    got = generate(PROMPTS, CHECKPOINT, devices=[device], width=128, height=128, dtype=str(dtype).split(".")[1])
+    for prompt, picture, expected in zip(PROMPTS, got, pictures, strict=True):
+        verdict = judge(levels(picture))
+        assert f"a {verdict.colour} {verdict.shape} on a {verdict.background} background" == prompt
+        if dtype == torch.float32:
+            assert (picture - expected).abs().max() < 2 / 255
+
+
+def test_two_devices_draw_what_one_draws(devices, pictures):
+    got = generate(PROMPTS, CHECKPOINT, devices=devices, chunk=1, width=128, height=128)
+    assert (got - pictures).abs().max() < 2 / 255
+
+
+def test_compiled_steps_draw_the_same(device, pictures):
+    if device.type == "cpu":
+        pytest.skip("tests/unit/test_compile.py does it")
+    got = generate(PROMPTS, CHECKPOINT, devices=[device], width=128, height=128, compiled=True)
+    assert (got - pictures).abs().max() < 2 / 255
+
+
+def test_a_decode_takes_what_was_predicted(device):
+    """Beyond its weights, in bf16 at sizes from 1024 px on, and in the smallest strips."""
+    if device.type == "cpu":
+        pytest.skip("tests/unit/test_accelerator_counts.py counts it")
+    from sana_core.decode.plan import Planner
+    from sana_core.decode.stages import decoder_stages
+
+    model = f32c32(1).to(device, torch.bfloat16)
+    ratios = {}
+    for side in (32, 64, 128):
+        latents = torch.randn(1, 32, side, side, device=device, dtype=torch.bfloat16)
+        floor = Planner(decoder_stages(model), side, side, torch.bfloat16, True).floor().peak_bytes
+        for budget in (None, int(1.2 * floor)):
+            report: dict = {}
+            out = torch.empty(1, 3, 32 * side, 32 * side)
+            decode_into(out, model, latents, DecodeOptions(max_bytes=budget), report)
+            ratios[side * 32, budget] = report["predicted_bytes"] / report["peak_bytes"]
+    assert all(0.9 <= ratio <= 1.15 for ratio in ratios.values()), ratios
+
+
+def test_memory_that_runs_out_makes_strips_smaller(device):
+    if device.type != "cuda":
+        pytest.skip("only torch.cuda can be given less memory than there is")
+    model = f32c32(1).to(device, torch.bfloat16)
+    latents = torch.randn(1, 32, 64, 64, device=device, dtype=torch.bfloat16)
+    expected = decode_latents(model, latents)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    held = torch.cuda.memory_allocated(device)
+    try:
+        torch.cuda.set_per_process_memory_fraction((held + 500e6) / total, device)
+        report: dict = {}
+        out = torch.empty(1, 3, 2048, 2048)
+        # planned as if there were room for all
+        decode_into(out, model, latents, DecodeOptions(max_bytes=2**40), report)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert report["events"]
+    assert error(out, expected) <= 1e-2
+
+
+def test_a_lora_learns_on_it(device, tmp_path):
+    from PIL import Image
+
+    data = tmp_path / "pictures"
+    data.mkdir()
+    for index, color in enumerate(((200, 30, 30), (30, 30, 200))):
+        Image.new("RGB", (128, 128), color).save(data / f"{index}.png")
+        (data / f"{index}.txt").write_text("a plain wall")
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f"""
+        model = "{CHECKPOINT}"
+        out = "{tmp_path / "out"}"
+        dtype = "bfloat16"
+        device = "{device}"
+        method = {{ rank = 4 }}
+        [[phase]]
+        data = ["{data}"]
+        resolution = 128
+        steps = 8
+        batch = 2
+        learning_rate = 1e-2
+        """
+    )
+    losses = []
+    with torch.enable_grad():
+        file = train(read_settings(config), lambda line: losses.append(line.get("loss")))
+    assert file.is_file()
+    losses = [loss for loss in losses if loss is not None]
+    assert len(losses) == 8 and np.isfinite(losses).all()

@@ -1,0 +1,250 @@
+"""MODEL, CLIP and VAE in every state in which ComfyUI keeps a model's memory.
+
+Those of the released sizes run on a card that is not there, without numbers, where devices that mix raise. The bundled
+ones run on the CPU, with numbers.
+"""
+
+import shutil
+
+import layouts
+import pytest
+import torch
+from fake_cuda import CARD, TOKENS, fake_card, load, no_numbers, pack, read_numbers
+
+LARGE = 200 * 10**9
+# how much of a model fits, ComfyUI's state of memory, and whether it has dynamic VRAM
+STATES = {
+    "fits": (2.0, "NORMAL_VRAM", False),
+    "half fits": (0.5, "NORMAL_VRAM", False),
+    "--lowvram": (0.5, "LOW_VRAM", False),
+    "--novram": (2.0, "NO_VRAM", False),
+    "dynamic VRAM": (2.0, "NORMAL_VRAM", True),
+    "dynamic VRAM, half fits": (0.5, "NORMAL_VRAM", True),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, checkpoint):
+    """Headers of the released files, with no numbers behind them."""
+    from diffusers import SanaControlNetModel, SanaTransformer2DModel
+    from transformers import Gemma2Config, Gemma2Model
+
+    folder = tmp_path_factory.mktemp("released")
+    with torch.device("meta"):
+        models = {
+            "1.6B": SanaTransformer2DModel(),
+            "two blocks": SanaTransformer2DModel(num_layers=2),
+            "1.5-4.8B": SanaTransformer2DModel(num_layers=60, qk_norm="rms_norm_across_heads"),
+            "controlnet": SanaControlNetModel(),
+            "gemma": Gemma2Model(Gemma2Config()),
+            "dc-ae": layouts.released_autoencoder(),
+        }
+    shutil.copy(checkpoint / "tokenizer" / "tokenizer.json", folder)
+    return {name: layouts.sparse(model, folder / f"{name}.safetensors") for name, model in models.items()}
+
+
+def state_of(size, name):
+    """The options of `fake_card` for the state of that name and a model of `size` bytes."""
+    import comfy.model_management as management
+
+    share, state, dynamic = STATES[name]
+    return {
+        "free": int(share * size + management.minimum_inference_memory()),
+        "total": LARGE,
+        "state": state,
+        "dynamic": dynamic,
+    }
+
+
+def guided_velocity(patcher, side=32):
+    """What the MODEL makes of two prompts and a latent of `side` cells."""
+    model = patcher.model
+    prompts = pack("nodes.host.prompts")
+    dtype = model.get_dtype_inference()
+    embeds = torch.empty(1, 300, 2304, device=CARD)
+    mask = torch.ones(1, 300, device=CARD)
+    both = prompts.PromptBatch([prompts.Prompt("positive", embeds, mask, keep=False) for _ in range(2)])
+    x, sigma = torch.empty(2, 32, side, side, device=CARD), torch.empty(2, device=CARD)
+    context = torch.empty(2, 300, 2304, device=CARD, dtype=dtype)
+    return model.apply_model(x, sigma, c_crossattn=context, prompt=both)
+
+
+def load_model(patch, file, **options):
+    """The MODEL of a file, loaded as ComfyUI's samplers load it."""
+    import comfy.model_management
+
+    patcher = load(patch, pack("nodes.host.load_model").load_model, file, **options)
+    comfy.model_management.load_models_gpu([patcher], 10**6)
+    return patcher
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_model_draws(host, files, monkeypatch, state):
+    with fake_card(monkeypatch, **state_of(files["1.6B"].stat().st_size, state)) as patch, no_numbers(patch):
+        out = guided_velocity(load_model(patch, files["1.6B"]))
+        assert out.device == CARD and out.shape == (2, 32, 32, 32)
+
+
+@pytest.mark.parametrize("state", ["half fits", "dynamic VRAM"])
+def test_a_large_model_in_fp8_draws(host, files, monkeypatch, state):
+    with fake_card(monkeypatch, **state_of(files["1.5-4.8B"].stat().st_size / 2, state)) as patch, no_numbers(patch):
+        patcher = load_model(patch, files["1.5-4.8B"], weight_dtype="fp8_e4m3fn")
+        assert guided_velocity(patcher).device == CARD
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8"])
+@pytest.mark.parametrize("state", ["fits", "half fits", "dynamic VRAM"])
+def test_a_model_that_was_quantised_draws(host, files, monkeypatch, state, form):
+    from comfy.quant_ops import QuantizedTensor
+
+    file = files["two blocks"]
+    with fake_card(monkeypatch, **state_of(file.stat().st_size / 2, state)) as patch, no_numbers(patch):
+        patcher = load_model(patch, file, read=read_numbers, quantise=form)
+        layer = patcher.model.diffusion_model.transformer_blocks[0].ff.conv_inverted
+        assert isinstance(layer.weight, QuantizedTensor)
+        assert guided_velocity(patcher).device == CARD
+
+
+def test_a_model_draws_after_a_part_of_it_was_unloaded(host, files, monkeypatch):
+    """ComfyUI takes memory back from a model between two samplings, and then does not load it anew."""
+    size = files["1.6B"].stat().st_size
+    with fake_card(monkeypatch, **state_of(size, "fits")) as patch, no_numbers(patch):
+        patcher = load_model(patch, files["1.6B"])
+        assert patcher.loaded_size() == patcher.model_size()
+        patcher.partially_load(CARD, -0.7 * size)
+        assert patcher.loaded_size() < 0.4 * size
+        guided_velocity(patcher)
+        patcher.detach()
+        assert {weight.device.type for weight in patcher.model.parameters()} == {"cpu"}
+
+
+@pytest.fixture
+def clip_in(host, files, monkeypatch):
+    """A function that gives Gemma 2 in the state of that name and does with it what a function does."""
+
+    def run(state, work, **card):
+        import comfy.model_management as management
+
+        with fake_card(monkeypatch, **state_of(files["gemma"].stat().st_size, state) | card) as patch:
+            # without it, the text encoder is on the CPU in the last states
+            patch.setattr(management, "text_encoder_device", lambda: CARD)
+            with no_numbers(patch):
+                clip = load(patch, pack("nodes.host.clip").load_clip, files["gemma"])
+                work(clip)
+                return clip
+
+    return run
+
+
+def encode(clip):
+    ((embeds, rest),), _ = pack("nodes.host.clip").encode(clip, "a red circle", True)
+    assert embeds.shape == (1, 300, 2304) and rest["attention_mask"].shape == (1, 300)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_text_encoder_encodes_and_writes(clip_in, state):
+    def work(clip):
+        encode(clip)
+        tokens = clip.tokenize("a red circle", skip_template=True, min_length=1)
+        assert clip.generate(tokens, do_sample=False, max_length=1) == [TOKENS]
+
+    clip_in(state, work)
+
+
+@pytest.mark.parametrize("state", ["fits", "half fits"])
+def test_a_card_without_bf16_keeps_gemma_in_16_bits(clip_in, files, state):
+    clip = clip_in(state, encode, major=7)
+    assert clip.cond_stage_model.dtypes == {torch.bfloat16}
+    assert clip.patcher.model_size() < 1.01 * files["gemma"].stat().st_size
+    norm = clip.cond_stage_model.gemma.layers[0].input_layernorm
+    assert norm.weight.dtype == torch.float32 == norm.compute_dtype
+
+
+def test_dynamic_vram_brings_no_embedding_to_the_card(clip_in):
+    """Its 1.2 GB were on the card for good, and copied again for each prompt."""
+    clip = clip_in("dynamic VRAM", encode)
+    assert clip.cond_stage_model.gemma.embed_tokens.weight.device.type == "cpu"
+    assert clip.patcher.model.model_loaded_weight_memory < 2**21
+    pages = clip.patcher.model.dynamic_vbars[CARD]
+    assert 3.9e9 < pages.loaded_size() < 4.1e9
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_vae_decodes_and_encodes(host, files, monkeypatch, state):
+    with fake_card(monkeypatch, **state_of(files["dc-ae"].stat().st_size, state)) as patch, no_numbers(patch):
+        vae = load(patch, pack("nodes.host.vae").load_vae, files["dc-ae"])
+        assert vae.decode(torch.empty(1, 32, 8, 8)).shape == (1, 256, 256, 3)
+        assert vae.encode(torch.empty(1, 256, 256, 3)).shape == (1, 32, 8, 8)
+        assert {weight.device for weight in vae.first_stage_model.parameters()} == {CARD}
+        assert vae.patcher.loaded_size() == vae.patcher.model_size()
+        # the next picture finds them there
+        weights = list(map(id, vae.first_stage_model.parameters()))
+        vae.decode(torch.empty(1, 32, 1, 1))
+        assert list(map(id, vae.first_stage_model.parameters())) == weights
+        # as the maps lie on a card; on the CPU as in the file
+        conv = vae.first_stage_model.decoder.conv_out
+        assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+        vae.patcher.detach()
+        vae.patcher.load(torch.device("cpu"), full_load=True)
+        assert conv.weight.device.type == "cpu" and conv.weight.is_contiguous()
+
+
+def test_a_decode_may_take_what_dynamic_vram_would_evict(host, files, monkeypatch):
+    """A card of 8 GB that holds Gemma and the transformer: strips of 32 px where the pages would not count."""
+    with fake_card(monkeypatch, free=10**9, total=8 * 10**9, dynamic=True, evictable=5 * 10**9) as patch:
+        module = pack("nodes.host.vae")
+        vae = load(patch, module.load_vae, files["dc-ae"])
+        planner = module.planner_of(vae.first_stage_model, (1, 32, 128, 128), torch.bfloat16)
+        assert planner.floor().peak_bytes < 10**9
+        assert module.budget(planner, CARD) == int(0.9 * 6 * 10**9)
+
+
+@pytest.mark.parametrize("state", ["fits", "half fits", "--novram", "dynamic VRAM"])
+def test_a_controlnet_runs(host, files, monkeypatch, state):
+    size = files["controlnet"].stat().st_size
+    with fake_card(monkeypatch, **state_of(size, state)) as patch, no_numbers(patch):
+        import comfy.model_management
+
+        module = pack("nodes.host.controlnet")
+        patcher = load(patch, lambda path: module.load_controlnet(path)[0].control_model_wrapped, files["controlnet"])
+        comfy.model_management.load_models_gpu([patcher], 10**6)
+        hint = torch.empty(2, 32, 32, 32, device=CARD, dtype=torch.bfloat16)
+        context, sigma = torch.empty(2, 300, 2304, device=CARD, dtype=torch.bfloat16), torch.empty(2, device=CARD)
+        residuals = patcher.model(hint, sigma, context, hint, sampled_timesteps=sigma)["input"]
+        assert {each.device for each in residuals if each is not None} == {CARD}
+
+
+@pytest.mark.parametrize("state", ["NORMAL_VRAM", "LOW_VRAM", "NO_VRAM"])
+def test_a_picture_is_the_same_in_every_state(host, base_graph, monkeypatch, state):
+    """Also where every layer takes its weights from elsewhere for each call, if only from the CPU itself."""
+    import comfy.model_management as management
+
+    expected = host.run(base_graph())
+    casts = []
+    monkeypatch.setattr(
+        pack("nodes.host.layers").CastLayer, "is_ready", lambda layer, device: casts.append(type(layer).__name__)
+    )
+    monkeypatch.setattr(management, "vram_state", management.VRAMState[state])
+    monkeypatch.setattr(management, "is_device_cpu", lambda device: False)
+    # for the steps enough, or the two prompts would be computed one after the other; of the weights not all fit
+    room = management.minimum_inference_memory() + 200_000
+    monkeypatch.setattr(management, "get_free_memory", lambda device=None, torch_free_too=False: room)
+    got = host.run({**base_graph(), "catch model": ("Catch", {"value": ["load", 0], "name": "model"})})
+    assert 0 < got["model"].loaded_size() < 0.5 * got["model"].model_size()
+    assert {"CastRMSNorm", "CastGemma2RMSNorm"} < set(casts) and any("Embedding" in name for name in casts)
+    assert torch.equal(got["latent"]["samples"], expected["latent"]["samples"])
+    assert torch.equal(got["image"], expected["image"])
+
+
+def test_weights_in_16_bits_that_compute_in_fp32_are_those_weights_in_fp32(host, checkpoint, monkeypatch):
+    module = pack("nodes.host.clip")
+    with torch.inference_mode():
+        plain = module.load_clip(checkpoint)
+        for name, weight in plain.cond_stage_model.named_parameters():
+            if "norm" not in name:
+                weight.data = weight.bfloat16().float()
+        monkeypatch.setattr(module, "text_dtypes", lambda device: (torch.bfloat16, torch.float32))
+        stored = module.load_clip(checkpoint)
+        assert stored.cond_stage_model.gemma.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+        got, expected = (module.encode(clip, "a red circle", True)[0][0][0] for clip in (stored, plain))
+    assert got.dtype == torch.float32 and torch.equal(got, expected)

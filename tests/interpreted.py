@@ -1,0 +1,38 @@
+"""Triton's interpreter with bf16 as cards have it: rounded to nearest, and multiplied by `tl.dot`.
+
+The interpreter of Triton 3.8 cuts bf16 off where it rounds, and multiplies the bits of bf16 as if they were integers.
+It runs in processes that were started with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+plain_dot, plain_convert = interpreter.InterpreterBuilder.create_dot, interpreter._convert_float
+
+
+def widened(handle: Any) -> Any:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def dot(self: Any, a: Any, b: Any, *arguments: Any) -> Any:
+    return plain_dot(self, widened(a), widened(b), *arguments)
+
+
+def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    if (source.scalar, target.scalar) != (tl.float32, tl.bfloat16):
+        return plain_convert(data, source, target, rounding)
+    values = torch.from_numpy(np.frombuffer(data.tobytes(), dtype=np.float32).copy())
+    return values.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
+
+
+def install() -> None:
+    interpreter.InterpreterBuilder.create_dot = dot
+    interpreter._convert_float = convert

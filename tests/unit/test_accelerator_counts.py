@@ -1,0 +1,139 @@
+"""Steps, decodes and encodes on accelerators that are not there: launches, bytes, peaks, and devices that mix."""
+
+import json
+
+import pytest
+import torch
+from fake_accelerator import FIRST, SECOND, Counter, fake_accelerators
+from setup import ROOT
+
+from benchmarks import accelerator_counts as counts
+
+pytest.importorskip("triton")
+# before it, fake tensors on cuda ask for a driver
+pytest.importorskip("torch", "2.9")
+
+
+def committed():
+    return json.loads((ROOT / "benchmarks" / "accelerator_counts.json").read_text())
+
+
+def test_the_counter_counts_what_is_launched_moved_and_alive():
+    counter = Counter()
+    with fake_accelerators():
+        x = torch.empty(1024, 256, device=FIRST)
+        weight = torch.empty(256, device=FIRST).expand(1024, 256)
+    with fake_accelerators(counter):
+        y = x.view(512, 512) + 1  # reads and writes 1 MiB
+        y = (y.view(1024, 256) * weight).relu_()  # the weight is 1 KiB
+        del x
+    assert counter.launches == 3 and counter.moved == 6 * 2**20 + 2**10
+    assert counter.peak == {FIRST: 2 * 2**20} and counter.alive[FIRST] == 2**20
+    del y
+    assert counter.alive[FIRST] == 0
+
+
+def test_a_bias_of_a_convolution_is_a_launch_and_weights_in_another_layout_are_noticed():
+    counter = Counter()
+    with fake_accelerators(counter), torch.no_grad():
+        conv = torch.nn.Conv2d(4, 8, 3, device=FIRST).requires_grad_(False)
+        x = torch.empty(1, 4, 8, 8, device=FIRST, memory_format=torch.channels_last)
+        before = counter.launches
+        out = conv(x)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert counter.launches - before == 2 and counter.weight_copies == 1
+
+
+def test_devices_that_mix_raise():
+    with fake_accelerators(), pytest.raises(RuntimeError, match="device"):
+        torch.empty(2, device=FIRST) + torch.empty(2, device=SECOND)
+
+
+def test_kernels_see_no_two_devices():
+    from sana_core.kernels.channels import add_bias
+
+    with fake_accelerators(), pytest.raises(AssertionError, match="bias_rows"):
+        x = torch.empty(4, 8, device=FIRST)
+        add_bias(x, torch.empty(8, device=SECOND), x)
+
+
+def test_a_guided_step_stays_within_its_launches_and_bytes():
+    found = counts.step("1.6B", 1024)
+    assert found["launches"] <= 420 and found["gigabytes_moved"] <= 16 and found["transfers"] == 0
+    assert 0.95 <= found["predicted_of_peak"][0] <= 1.10
+    assert found == committed()["guided_step"]["1.6B, 1024 px"]
+
+
+def test_weights_lie_as_the_maps_of_their_device_do():
+    from sana_core.weight_layout import arrange_convolutions
+
+    def strides(conv):
+        arrange_convolutions(conv)
+        return conv.weight.stride()
+
+    with fake_accelerators():
+        conv = torch.nn.Conv2d(4, 8, 3, device=FIRST).requires_grad_(False)
+        assert strides(conv) == (36, 1, 12, 4) and conv.weight.untyped_storage().nbytes() == 8 * 4 * 9 * 4
+        kept = conv.weight.untyped_storage()._cdata
+        # the second time it is there already
+        assert strides(conv) == (36, 1, 12, 4) and conv.weight.untyped_storage()._cdata == kept
+        for device in ("cpu", "mps"):
+            conv.weight = torch.nn.Parameter(torch.empty(8, 4, 3, 3, device=device), requires_grad=False)
+            assert strides(conv) == (36, 9, 3, 1)
+
+
+def test_weights_that_come_back_to_the_cpu_are_what_they_were():
+    from sana_core.weight_layout import arrange_convolutions
+
+    conv = torch.nn.Conv2d(4, 8, 3)
+    weight, place = conv.weight.detach().clone(), conv.weight.data_ptr()
+    arrange_convolutions(conv)
+    assert conv.weight.data_ptr() == place
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    arrange_convolutions(conv)
+    assert conv.weight.is_contiguous() and torch.equal(conv.weight, weight)
+
+
+def test_a_loaded_autoencoder_is_laid_out(monkeypatch, checkpoint):
+    import sana_core
+    from sana_core.checkpoints import load
+
+    arranged = []
+    monkeypatch.setattr(load, "arrange_convolutions", arranged.append)
+    assert arranged == [sana_core.load_autoencoder(checkpoint)]
+
+
+def test_a_copy_for_another_device_is_laid_out():
+    from sana_core.decode.devices import Workers
+
+    decoder = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3))
+    workers = Workers(decoder, [torch.device("cpu"), torch.device("meta")])
+    assert workers.decoders[0] is decoder and decoder[0].weight.is_contiguous()
+    assert workers.decoders[1][0].weight.stride() == (36, 1, 12, 4)
+
+
+def test_a_decode_stays_within_its_launches_and_bytes():
+    found = counts.decode(1024)
+    assert found["weight_copies"] == 0
+    # the latents' first and the pixels' ways to other devices; none within
+    assert found["transfers"] <= 4
+    assert 0.95 <= found["predicted_of_peak"][0] <= 1.10
+    assert found == committed()["decode"]["1024 px"]
+
+
+def test_a_decode_without_triton_needs_no_more_memory():
+    plain, fused = counts.decode(1024, triton=False), committed()["decode"]["1024 px"]
+    assert plain["peak_megabytes"] <= 1.01 * fused["peak_megabytes"]
+    assert plain["launches"] > fused["launches"] and plain["gigabytes_moved"] > fused["gigabytes_moved"]
+
+
+def test_the_committed_counts_hold_what_is_promised():
+    found = committed()
+    step, decode = found["guided_step"]["1.6B, 1024 px"], found["decode"]["4096 px"]
+    assert step["launches"] <= 420 and step["gigabytes_moved"] <= 16
+    assert decode["launches"] <= 6000 and decode["gigabytes_moved"] <= 700 and decode["peak_megabytes"] <= 1300
+    lite = ("decode_lite", "decode_lite_smallest")
+    for stage in ("guided_step", "decode", "decode_smallest", "decode_two_devices", *lite, "encode", "encode_smallest"):
+        for size, one in found[stage].items():
+            for ratio in one.get("predicted_of_peak", []):
+                assert 0.95 <= ratio <= 1.10, (stage, size)

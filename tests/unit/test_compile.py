@@ -1,0 +1,79 @@
+"""torch.compile of the forward: one graph, no break, and as many compilations as sizes."""
+
+import pytest
+import torch
+from decoders import noise
+from tiny import random_prompt, tiny_transformer
+
+from sana_core.forward import Perturbation, prepare, velocity
+from sana_core.guidance import denoiser
+
+
+class Graphs:
+    """A backend that runs what it gets as it is, and counts it."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("variant", ["sana", "sana-1.5", "sana-4k"])
+@pytest.mark.parametrize("kept", [None, 6])
+def test_it_is_one_graph_over_twenty_steps_with_the_same_result(variant, kept, graphs):
+    transformer = tiny_transformer(variant)
+    embeds, mask = random_prompt(2)
+    mask[0, kept:] = 0
+    constants = prepare(transformer, embeds, mask, 4, 4)
+    compiled = torch.compile(velocity, fullgraph=True, backend=graphs)
+    for step in range(20):
+        x, timestep = noise(2, 32, 4, 4, seed=step), torch.full((2,), 1000.0 - 50 * step)
+        torch.testing.assert_close(
+            compiled(transformer, x, timestep, constants), velocity(transformer, x, timestep, constants), atol=0, rtol=0
+        )
+    assert graphs.count == 1
+
+
+def test_perturbed_attention_is_one_graph_too(graphs):
+    transformer = tiny_transformer()
+    embeds, mask = random_prompt(1)
+    constants = prepare(transformer, embeds, mask, 4, 4)
+    perturbation = Perturbation(torch.tensor([False, True])[:, None, None], frozenset({1}))
+    compiled = torch.compile(velocity, fullgraph=True, backend=graphs)
+    for step in range(3):
+        x, timestep = noise(2, 32, 4, 4, seed=step), torch.full((2,), 500.0 - step)
+        expected = velocity(transformer, x, timestep, constants, None, perturbation)
+        got = compiled(transformer, x, timestep, constants, None, perturbation)
+        torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    assert graphs.count == 1
+
+
+def test_two_sizes_are_at_most_two_compilations(graphs):
+    transformer = tiny_transformer()
+    embeds, mask = random_prompt(1)
+    compiled = torch.compile(velocity, fullgraph=True, backend=graphs)
+    for size in ((4, 4), (6, 5), (4, 4), (6, 5)):
+        constants = prepare(transformer, embeds, mask, *size)
+        for step in range(5):
+            compiled(transformer, noise(1, 32, *size), torch.full((1,), 900.0 - step), constants)
+    assert graphs.count <= 2
+
+
+def test_a_guided_sampling_compiles_once(graphs, monkeypatch):
+    transformer = tiny_transformer()
+    prompts = random_prompt(1), random_prompt(1, kept=3, seed=1)
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode: plain(function, fullgraph=True, backend=graphs))
+    model = denoiser(transformer, *prompts, 4.5, compiled=True)
+    for step in range(20):
+        model(noise(1, 32, 4, 4, seed=step), torch.tensor(1 - step / 20))
+    assert graphs.count == 1
