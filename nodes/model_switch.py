@@ -1,0 +1,62 @@
+"""One choice for a whole graph: the files that its loaders name, or the model that comes with the pack."""
+
+from inspect import cleandoc
+
+from comfy_api.latest import io
+
+from .host.folders import BUNDLED
+from .loader import load_whole
+
+CONNECTED = "the loaders' files"
+
+
+class SanaNodesModelSwitch(io.ComfyNode):
+    """
+    Passes on the model of the loaders that are connected, or the small one that comes with the pack.
+
+    The bundled model needs no download and draws coloured shapes on any computer: with it a graph runs before its files
+    are there. What is not chosen is not loaded.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaNodesModelSwitch",
+            display_name="SANA Model Switch",
+            category="SANA/loaders",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["try without download", "bundled model", "demo model", "choose model"],
+            inputs=[
+                io.Combo.Input(
+                    "use",
+                    options=[CONNECTED, BUNDLED],
+                    tooltip="The connected loaders, or the bundled model, which runs without any download.",
+                ),
+                io.Model.Input("model", lazy=True, tooltip="Of SANA Load Diffusion Model, or any SANA model."),
+                io.Clip.Input("clip", lazy=True, tooltip="Of SANA Load Text Encoder."),
+                io.Vae.Input("vae", lazy=True, tooltip="Of SANA Load VAE."),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders."),
+                io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode."),
+                io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def check_lazy_status(cls, use: str, model=None, clip=None, vae=None) -> list[str]:
+        links = {"model": model, "clip": clip, "vae": vae}
+        return [] if use == BUNDLED else [name for name, value in links.items() if value is None]
+
+    @classmethod
+    def execute(cls, use: str, model=None, clip=None, vae=None) -> io.NodeOutput:
+        if use != BUNDLED:
+            from .host.links import check_links
+
+            check_links(model=model, clip=clip, vae=vae)
+            return io.NodeOutput(model, clip, vae)
+        return load_whole(BUNDLED, cls.hidden.unique_id)
+
+
+NODES = [SanaNodesModelSwitch]

@@ -1,0 +1,90 @@
+"""A page with a screenshot of every template, each run with the bundled model where it can be: docs/gallery.md.
+
+`python scripts/gallery.py NAME ...` takes those of the named templates anew.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+from canvas import QUICK, failure_of, open_canvas, queue, set_setting, settle, use_renderer
+from host import ROOT, Server, get, start_server
+from PIL import Image
+from playwright.sync_api import Page
+from templates import DOWNLOADED, SHOWING
+
+GALLERY, PAGE = ROOT / "docs" / "gallery", ROOT / "docs" / "gallery.md"
+SIZE, QUALITY = (1600, 900), 80
+# the one that the README shows
+FIRST = "SANA first picture"
+HEAD = """# Templates
+
+Every template as it opens in Nodes 2.0, run with the bundled model where that can be done. `make gallery` makes it.
+"""
+
+
+def shoot(server: Server, page: Page, path: Path) -> Image.Image:
+    """Open the template, run it if it can be, and return the canvas as a picture.
+
+    Raises RuntimeError with the message of a node that fails.
+    """
+    workflow = json.loads(path.read_text(encoding="utf-8"))
+    page.evaluate("async ([graph, name]) => app.loadGraphData(graph, true, true, name)", [workflow, path.stem])
+    settle(page)
+    page.keyboard.press("Escape")
+    if path.stem not in DOWNLOADED:
+        page.evaluate(QUICK, 20)
+        queue(page)
+        wait_until_idle(server)
+        shown = [node["id"] for node in workflow["nodes"] if node["type"] in SHOWING]
+        if error := failure_of(page, shown):
+            raise RuntimeError(f"{path.stem}: {error}")
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+    page.wait_for_timeout(1500)
+    return Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+
+
+def wait_until_idle(server: Server) -> None:
+    """Wait until the server has nothing left to run."""
+    while any(json.loads(get(server, "/queue")).values()):
+        time.sleep(0.5)
+
+
+def picture_of(name: str) -> Path:
+    return GALLERY / f"{name.replace(' ', '-').lower()}.jpg"
+
+
+def write_page(names: list[str]) -> None:
+    """Write the page: each template's note above its picture."""
+    parts = [HEAD]
+    for name in names:
+        workflow = json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
+        note = next(node for node in workflow["nodes"] if node["type"] == "MarkdownNote")
+        parts.append(f"## {name}\n\n{note['widgets_values'][0]}\n\n![{name}](gallery/{picture_of(name).name})\n")
+    PAGE.write_text("\n".join(parts), encoding="utf-8")
+
+
+def main() -> None:
+    # the README's is the first: nothing that it shows is known from an earlier run
+    names = sorted((path.stem for path in (ROOT / "workflows").glob("*.json")), key=lambda name: (name != FIRST, name))
+    GALLERY.mkdir(exist_ok=True)
+    with start_server("gallery") as server, open_canvas(server.address, *SIZE) as page:
+        set_setting(page, "Comfy.Minimap.Visible", False)
+        set_setting(page, "Comfy.Workflow.WorkflowTabsPosition", "Sidebar")
+        use_renderer(page, True)
+        for name in sys.argv[1:] or names:
+            picture = shoot(server, page, ROOT / "workflows" / f"{name}.json")
+            picture.save(picture_of(name), quality=QUALITY)
+            if name == FIRST:
+                picture.save(ROOT / "docs" / "canvas.jpg", quality=QUALITY)
+            sys.stdout.write(f"{name}\n")
+            sys.stdout.flush()
+    write_page(names)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Each blueprint is found by search, put onto the canvas, connected and run with the bundled model."""
+
+import io
+import json
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from canvas import QUICK, failure_of, open_canvas, queue, settle
+from host import get, start_server
+from PIL import Image
+from playwright.sync_api import TimeoutError
+from setup import ROOT
+
+from demo.judge import judge
+
+# an empty place of the canvas, on the screen
+PLACE = (700, 400)
+BLUEPRINTS = sorted(path.stem for path in ROOT.glob("subgraphs/*.json"))
+# a node to show the picture, and what the blueprint needs from the template that is open
+CONNECT = """([name, source]) => {
+    const node = app.graph.nodes.find(each => each.title === name);
+    const set = (widget, value) => {
+        const found = node.widgets.find(each => each.name === widget);
+        if (found) found.value = value;
+    };
+    set("use", "sana-tiny (bundled)");
+    set("steps", 8);
+    set("count", 1);
+    for (const [kind, slot, input] of source) {
+        const from = app.graph.nodes.find(each => each.type === kind);
+        from.connect(slot, node, input);
+    }
+    const preview = LiteGraph.createNode("PreviewImage");
+    app.graph.add(preview);
+    node.connect(node.outputs.findIndex(each => each.type === "IMAGE"), preview, 0);
+    return String(preview.id);
+}"""
+NEGATIVE = """() => app.graph.nodes.filter(node => node.type === "SanaNodesTextEncode")
+    .find(node => node.title === "Negative prompt").connect(0, app.graph.nodes.at(-2), "negative")"""
+OF_TEMPLATE = [
+    ("SanaNodesLoader", 0, "model"),
+    ("SanaNodesTextEncode", 0, "positive"),
+    ("SanaNodesLoader", 2, "vae"),
+    ("SanaNodesSampler", 0, "samples"),
+]
+
+
+@pytest.fixture(scope="module")
+def canvas(tmp_path_factory):
+    with (
+        start_server("test-blueprints", tmp_path_factory.mktemp("output")) as server,
+        open_canvas(server.address, 1400, 800) as page,
+    ):
+        page.set_default_timeout(40_000)
+        yield server, page
+
+
+def open_search(page):
+    """Double-click below all that is there; again where the canvas has fitted its view to the graph meanwhile."""
+    for _ in range(8):
+        page.evaluate("() => { app.canvas.ds.offset = [0, -3000]; app.canvas.setDirty(true, true); }")
+        settle(page)
+        page.mouse.dblclick(*PLACE)
+        with suppress(TimeoutError):
+            page.wait_for_function("() => document.activeElement?.tagName === 'INPUT'", timeout=5000)
+            return
+        page.keyboard.press("Escape")
+    raise AssertionError("the search does not open")
+
+
+def add_by_search(page, name):
+    """Put the node of that name onto the canvas, as a person does."""
+    open_search(page)
+    page.keyboard.type(name)
+    page.get_by_text("Subgraph Blueprints / SANA").first.wait_for()
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(300)
+    page.mouse.click(*PLACE)
+    page.wait_for_function("name => app.graph.nodes.some(node => node.title === name)", arg=name)
+
+
+@pytest.mark.parametrize("name", BLUEPRINTS)
+def test_a_blueprint_is_found_put_down_and_draws(canvas, name):
+    server, page = canvas
+    template = json.loads((ROOT / "workflows" / "SANA first picture.json").read_text(encoding="utf-8"))
+    page.evaluate("async graph => app.loadGraphData(graph, true, true, 'first')", template)
+    if name != "SANA second pass":
+        page.evaluate("() => app.graph.clear()")
+    settle(page)
+    add_by_search(page, name)
+    page.evaluate(QUICK, 8)
+    shown = page.evaluate(CONNECT, [name, OF_TEMPLATE if name == "SANA second pass" else []])
+    if name == "SANA second pass":
+        page.evaluate(NEGATIVE)
+    queue(page)
+    assert not failure_of(page, [shown])
+    image = page.evaluate("id => app.nodeOutputs[id].images[0]", shown)
+    picture = Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB")
+    assert picture.size == ((192, 192) if name == "SANA second pass" else (128, 128))
+    assert judge(np.asarray(picture.resize((128, 128)))) == ("red", "circle", "blue")

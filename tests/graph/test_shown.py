@@ -1,0 +1,91 @@
+"""What nodes show of their work on the canvas: charts, and words under them."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sana_core.memory import plan_memory
+
+# as nodes/host/bars.py draws
+TOP, STEP, BAR, BOTTOM = 100, 50, 34, 50
+BLUE, ORANGE = (91, 122, 166), (226, 150, 74)
+PROMPTS = "a red circle on a blue background\na blue square on a white background"
+
+
+@pytest.fixture
+def notes(host, monkeypatch):
+    """{node: text} of what is shown under nodes."""
+    shown = {}
+    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: shown.update({node: text}))
+    return shown
+
+
+@pytest.fixture
+def previews(monkeypatch):
+    """The previews that the nodes send, in their order, as pixels [H, W, 3]."""
+    import comfy.utils
+
+    shown = []
+
+    def hook(value, total, preview, **where):
+        if preview is not None:
+            shown.append(np.asarray(preview[1]))
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    return shown
+
+
+def picture_on(host, node):
+    """The picture that the host was told to show on `node`, as pixels [H, W, 3]."""
+    (image,) = host.executor.history_result["outputs"][node]["images"]
+    assert image["type"] == "temp"
+    return np.asarray(Image.open(host.models.parent / "temp" / image["subfolder"] / image["filename"]))[..., :3]
+
+
+def lengths(pixels, colour):
+    """Pixels of `colour` in the middle of each bar, from the top."""
+    # a JPEG of it is not made here, so that colours are exact; letters have fewer pixels in a row
+    rows = (pixels == colour).all(-1).sum(1)
+    return [int(row) for row in rows[TOP + BAR // 2 : len(rows) - BOTTOM : STEP]]
+
+
+def test_the_plan_shows_its_bars_without_another_node_and_they_are_to_scale(host):
+    host.run({"plan": ("SanaNodesPlan", {"variant": "1.6B", "width": 2048, "height": 2048, "batch_size": 1})})
+    plan = plan_memory("1.6B", 2048, 2048, 1, "float32", False)
+    rows = [plan["text"], plan["transformer"]]
+    rows += [{**plan["decode"], "activations": size} for size in plan["decode"]["methods"].values()]
+    pixels = picture_on(host, "plan")
+    for colour, name in ((BLUE, "weights"), (ORANGE, "activations")):
+        sizes, found = np.array([row[name] for row in rows]), np.array(lengths(pixels, colour))
+        assert np.allclose(found / found.max(), sizes / sizes.max(), atol=0.02), name  # pixels are whole
+
+
+def batch_graph(base_graph, devices):
+    graph = base_graph(steps=2)
+    own = {"count": 3, "seed": 7, "steps": 2, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "devices": devices}
+    links = {"model": ["load", 0], "positive": ["list", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
+    return {
+        **{key: graph[key] for key in ("load", "negative", "empty")},
+        "list": ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": PROMPTS, "instruction": True}),
+        "batch": ("SanaNodesBatchSampler", {**links, **own, "chunk": 1}),
+        "catch latent": ("Catch", {"value": ["batch", 0], "name": "latent"}),
+    }
+
+
+def test_a_shared_batch_ends_with_a_bar_for_each_device_and_one_alone_with_words(host, base_graph, notes, previews):
+    host.run(batch_graph(base_graph, "cpu x 2"))
+    first, second = (int(part.split()[-1]) for part in notes["batch"].splitlines()[0].split(": ")[1].split(", "))
+    assert first + second == 6
+    found = lengths(previews[-1], BLUE)
+    assert np.allclose(np.array(found) / max(found), np.array([first, second]) / max(first, second), atol=0.02)
+    previews.clear()
+    host.run(batch_graph(base_graph, "default"))
+    assert notes["batch"].startswith("6 pictures in ") and all(pixels.shape[1] < 900 for pixels in previews)
+
+
+def test_the_decode_says_under_itself_what_its_report_says(host, base_graph, notes):
+    graph = base_graph(steps=1)
+    graph["decode"][1].update(method="strips", budget_gb=0.0)
+    graph["catch report"] = ("Catch", {"value": ["decode", 1], "name": "report"})
+    assert host.run(graph)["report"] == notes["decode"]
+    assert "strips" in notes["decode"] and "MB predicted" in notes["decode"]
