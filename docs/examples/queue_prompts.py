@@ -7,12 +7,14 @@ wait; inside each, SANA Batch Sampler draws on every device of the server.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -40,15 +42,39 @@ def graph_of(prompts: list[str], options: argparse.Namespace) -> dict:
     return {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}
 
 
-def call(server: str, path: str, body: dict | None = None) -> bytes:
-    """GET `path`, or POST `body` to it. Ends the program with the server's words if it refuses."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{server}{path}", data=data, headers={"Content-Type": "application/json"})
+def read_prompts(file: Path) -> list[str]:
+    """Return the lines of `file` that are not empty. Ends the program if there are none, or it cannot be read."""
     try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"{file}: cannot be read ({error}); give a text file in UTF-8, one prompt a line")
+    prompts = [line.strip() for line in lines if line.strip()]
+    return prompts or sys.exit(f"{file}: got no prompt, expected one a line; write some")
+
+
+def refusal(content: bytes) -> str:
+    """Return what the server says of the inputs that it refuses, a line for each, or its words as they are."""
+    try:
+        answer = json.loads(content)
+        nodes = answer.get("node_errors") or {}
+        lines = [f"{error['message']}: {error['details']}" for node in nodes.values() for error in node["errors"]]
+        return "\n".join(lines) or answer["error"]["message"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return content.decode(errors="replace")[:500]
+
+
+def call(server: str, path: str, body: dict | None = None) -> bytes:
+    """GET `path`, or POST `body` to it. Ends the program in words if the server refuses or is not there."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(f"{server}{path}", data=data, headers={"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.read()
     except urllib.error.HTTPError as error:
-        sys.exit(f"{server}{path}: {error.read().decode(errors='replace')}")
+        sys.exit(f"{server}: refused {path.partition('?')[0]}: {refusal(error.read())}")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        sys.exit(f"{server}: cannot be reached ({reason}); start ComfyUI there, or give its address with --server")
 
 
 def wait_for(server: str, prompt_id: str) -> list[dict]:
@@ -58,9 +84,24 @@ def wait_for(server: str, prompt_id: str) -> list[dict]:
         if prompt_id in history:
             status = history[prompt_id]["status"]
             if status["status_str"] != "success":
-                sys.exit(f"{prompt_id}: {status['messages'][-1]}")
+                sys.exit(f"{server}: the graph failed: {failure(status['messages'])}")
             return history[prompt_id]["outputs"]["save"]["images"]
         time.sleep(0.5)
+
+
+def failure(messages: list) -> str:
+    """Return the error of the node that failed, or what else ended the graph."""
+    event, data = messages[-1]
+    return f"{data['node_type']}: {data['exception_message'].strip()}" if "exception_message" in data else event
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text}, expected {least} or more")
+        return int(text)
+
+    return number
 
 
 def main() -> None:
@@ -69,15 +110,18 @@ def main() -> None:
     parser.add_argument("--server", default="http://127.0.0.1:8188")
     parser.add_argument("--out", type=Path, default=Path("pictures"))
     parser.add_argument("--model", default="sana-tiny (bundled)", help="as SANA Loader lists it")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--height", type=int, default=128)
-    parser.add_argument("--count", type=int, default=1, help="pictures of each prompt")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=at_least(32), default=128)
+    parser.add_argument("--height", type=at_least(32), default=128)
+    parser.add_argument("--count", type=at_least(1), default=1, help="pictures of each prompt")
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--devices", default="all", help="as SANA Batch Sampler lists them")
-    parser.add_argument("--together", type=int, default=10, help="prompts in one graph")
+    parser.add_argument("--together", type=at_least(1), default=10, help="prompts in one graph")
     options = parser.parse_args()
-    prompts = [line.strip() for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    options.out.mkdir(parents=True, exist_ok=True)
+    prompts = read_prompts(options.prompts)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--out {options.out}: cannot be made ({error}); choose another folder")
     queued = []
     for first in range(0, len(prompts), options.together):
         some = prompts[first : first + options.together]
@@ -94,4 +138,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; what is queued goes on, and ends with Clear in the browser")

@@ -1,37 +1,40 @@
 """SANA Batch Sampler on the Ray cluster that the server's operator has configured.
 
-A machine of the cluster loads the files that MODEL and VAE came from. The prompts go there encoded, and so do the
-weights that LoRAs have changed.
+A machine of the cluster loads the files that MODEL and VAE came from. The prompts go there encoded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import comfy.float
-import comfy.lora
 import comfy.model_management
 import comfy.utils
 import latent_preview
 import torch
 
-from ...sana_core.batch.cluster import run_job
 from ...sana_core.batch.draw import Embedding, Settings, resolve_settings
-from ...sana_core.batch.fingerprint import fingerprint
+from ...sana_core.batch.plan import Picture, Workload
+from ...sana_core.batch.progress import Progress
+from ...sana_core.batch.ray_actor import Crew
+from ...sana_core.batch.ray_run import draw_with
 from ...sana_core.batch.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.forward import longest_prompt
 from ...sana_core.latents import DOWNSCALE
-from ...sana_core.model_rules import SPRINT
-from ...sana_core.text import MAX_TOKENS
-from .folders import cluster_address
+from ...sana_core.polling import Poll
+from ...sana_core.released import MAX_TOKENS, SPRINT
+from .cluster import WEIGHTS, fingerprints, plain_file, require_cluster, run_for, session_at
+from .compat import loaded_from, patches_of
 from .guidance import INTERVAL, PERTURBED
-from .model import SanaDiffusionModel, check_width
+from .layers import KEEP
+from .model import SPLIT, SanaDiffusionModel, check_width
 from .prompts import Prompt
 from .reference import SHARED_MASK
+from .report import progress_under_running_node, words_under_running_node
 from .vae import SanaAutoencoder
 
 if TYPE_CHECKING:
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
     from .batch_inputs import Batch
 
 REMEDY = "remove it, or choose all in devices"
-WEIGHTS = "diffusion_model."
 # what a CONDITIONING of SANA Text Encode has besides the embeddings
 PLAIN = {"pooled_output", "attention_mask"}
 
@@ -49,37 +51,35 @@ PLAIN = {"pooled_output", "attention_mask"}
 def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Counter[str]]:
     """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and how many each machine has drawn.
 
-    Raises InputError for what a cluster cannot draw, for no cluster and for a broken file of it, and as
-    `run_job` does.
+    Raises InputError for what a cluster cannot draw, for no cluster and for a broken file of it; ClusterError where no
+    cluster or no GPU of it can be reached, and what a machine said where none is left.
     """
-    address = cluster_address()
-    if address is None:
-        raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
+    address = require_cluster()
     job, prompts = make_job(batch)
+    session = session_at(address)
     pictures = batch.pictures
     bar = comfy.utils.ProgressBar(len(pictures))
+    progress, show = Progress(len(pictures)), progress_under_running_node()
     previewer = latent_preview.get_previewer(batch.model.load_device, batch.model.model.latent_format)
     results: list[Any] = [None] * len(pictures)
     report: dict[str, Any] = {}
-    drawing = run_job(
-        job,
-        prompts,
-        pictures,
-        address,
-        batch.chunk or None,
-        report=report,
-        changed=changed_weights(batch.model),
-        poll=comfy.model_management.throw_exception_if_processing_interrupted,
-    )
-    with closing(drawing) as drawn:
+    workload = Workload(prompts, pictures, batch.chunk or None)
+    say = words_under_running_node()
+
+    def work(ray: Any, crew: Crew, beat: Poll) -> Generator[tuple[Picture, Any], None, None]:
+        return draw_with(ray, crew, job, workload, session.cluster, report, beat, say)
+
+    with closing(run_for(batch.model, session, job, work, "batch", say)) as drawn:
         for picture, (array, pixels) in drawn:
             latent = torch.from_numpy(array.copy())
             results[picture.number] = (finish_latent(batch.model, latent), finish_image(pixels))
             preview = previewer.decode_latent_to_preview_image("JPEG", latent[None]) if previewer else None
             bar.update_absolute(bar.current + 1, None, preview)
+            progress.step()
+            show(progress.describe(len(report["ready"])))
     machines: Counter[str] = Counter()
     for worker, number in report["drawn"].items():
-        machines[worker.rpartition(", actor ")[0] + ")"] += number
+        machines[report["machines"][worker]] += number
     return results, machines
 
 
@@ -98,9 +98,7 @@ def make_job(batch: Batch) -> tuple[Job, list[Embedding]]:
     """Return what the machines are told, and the encoded prompts. Raises InputError for what they cannot draw."""
     check_model(batch.model)
     check_latent(batch.latent)
-    path, weight_dtype, resolution, reference = batch.model.cached_patcher_init[1]
-    if weight_dtype != "default" or batch.model.model.model_config.quant_config:
-        raise InputError("model: a cluster draws with weights as they are in a plain file; choose weight_dtype default")
+    path, resolution, reference = plain_file(batch.model)
     transformer = batch.model.model.diffusion_model
     prompts = split_prompts("positive", batch.positive, transformer)
     # a SANA-Sprint model has no negative prompt
@@ -121,12 +119,10 @@ def make_job(batch: Batch) -> tuple[Job, list[Embedding]]:
         dtype=str(batch.model.model.get_dtype_inference()).removeprefix("torch."),
         reference=reference,
     )
-    paths = [str(Path(path).absolute())]
+    paths = [path]
     if batch.vae is not None:
         paths.append(vae_path(batch.vae))
-    # the first time, all of the files is read
-    poll = comfy.model_management.throw_exception_if_processing_interrupted
-    weights = {path: fingerprint(path, lambda done, total: poll()) for path in paths}
+    weights = fingerprints(paths)
     settings = resolve_settings(settings, path)
     job = Job(settings, weights, *paths, negative=negatives[0], resolution=resolution, latents=True)
     return job, prompts
@@ -137,19 +133,26 @@ def vae_path(vae: comfy.sd.VAE) -> str:
     if not isinstance(vae.first_stage_model, SanaAutoencoder):
         got = type(vae.first_stage_model).__name__
         raise InputError(f"vae: got {got}, which a cluster cannot load; use SANA Loader or SANA Load VAE")
-    return str(Path(vae.patcher.cached_patcher_init[1][0]).absolute())
+    return str(Path(loaded_from(vae.patcher)[0]).absolute())
 
 
 def check_model(model: ModelPatcher) -> None:
-    """Raise InputError for patches of MODEL that are functions; they cannot go to another machine."""
-    options = dict(model.model_options)
-    patches = {*options.pop("transformer_options"), *options, *model.object_patches, *model.weight_wrapper_patches}
-    patches |= {key for kind in model.wrappers.values() for key, functions in kind.items() if functions}
-    patches |= {key for key, functions in model.injections.items() if functions}
+    """Raise InputError for all patches of MODEL that cannot go to another machine: functions, and unknown kinds."""
     # a MODEL that is split over the GPUs of this machine draws the same without them
-    patches -= {PERTURBED, INTERVAL, SPRINT, SHARED_MASK, "multigpu_options"}
-    if patches or model.hook_patches:
-        found = ", ".join(sorted(map(str, patches))) or "hooks"
+    patches = patches_of(model) - {
+        PERTURBED,
+        INTERVAL,
+        SPRINT,
+        SHARED_MASK,
+        KEEP,
+        SPLIT,
+        "multigpu",
+        "multigpu_options",
+    }
+    # `changed_weights` sends the transformer's
+    patches |= {key for key in model.patches if not key.startswith(WEIGHTS)}
+    if patches:
+        found = ", ".join(sorted(patches))
         raise InputError(f"model: got a patch that a cluster cannot draw with ({found}); {REMEDY}")
 
 
@@ -183,18 +186,3 @@ def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionMode
         kept = length if field == "positive" else row.shape[1]
         texts.append((row[:, :kept].clone(), mask[:, :kept].clone()))
     return texts
-
-
-def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """Return the transformer's weights that LoRAs change, as this machine would draw with them, by diffusers' names."""
-    device = model.load_device
-    changed = {}
-    for key, ((weight, convert), *patches) in model.get_key_patches(WEIGHTS).items():
-        if patches:
-            dtype = comfy.model_management.lora_compute_dtype(device)
-            wide = convert(comfy.model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
-            patched = comfy.lora.calculate_weight(patches, wide, key)
-            seed = comfy.utils.string_to_seed(key)
-            rounded = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
-            changed[key.removeprefix(WEIGHTS)] = rounded.cpu()
-    return changed

@@ -7,8 +7,9 @@ import copy
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import comfy.model_management
 import comfy.utils
@@ -19,15 +20,18 @@ from comfy.patcher_extension import WrappersMP
 from ...sana_core.batch.batch_size import find_architecture, pictures_that_fit
 from ...sana_core.batch.local import Draw, LocalPool
 from ...sana_core.batch.loop import run_batch
-from ...sana_core.batch.plan import Chunk, default_chunk_size, split_into_chunks
+from ...sana_core.batch.plan import Chunk, Workload, drawn_together
 from ...sana_core.batch.queue import Queue
 from ...sana_core.errors import InputError
 from ...sana_core.latents import DOWNSCALE
-from ...sana_core.model_rules import SPRINT
 from ...sana_core.polling import Poll
+from ...sana_core.released import SPRINT
 from .batch_inputs import Batch
+from .compat import loaded_from
 from .folders import TWO_WORKERS
-from .sampling import sample, sample_sprint
+from .model import SPLIT
+from .sampling import Sampling, sample, sample_sprint
+from .vae import SanaAutoencoder, decode_loaded, load_for_decode
 
 if TYPE_CHECKING:
     import comfy.sd
@@ -74,6 +78,8 @@ def clone_patcher(base: ModelPatcher, device: torch.device, taken: list[torch.nn
 def clone_models(model: ModelPatcher, devices: list[torch.device]) -> list[ModelPatcher]:
     """Return a clone of `model` for each of `devices`; the first on the model's own device shares its weights."""
     base = model.clone()
+    # of a picture that several devices share, each draws its own here
+    base.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
     base.remove_additional_models("multigpu")
     clones: list[ModelPatcher] = []
     for device in devices:
@@ -110,97 +116,124 @@ def pick_prompts(conditioning: list, rows: list[int]) -> list:
 
 
 def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device) -> int:
-    """Return how many pictures of latents of that shape `device` should draw at once; a CPU draws one by one."""
-    if device.type == "cpu":
-        return 1
+    """Return how many pictures of latents of that shape `device` should draw at once."""
     # ComfyUI clears the device of other models
     held = sum(other.loaded_size() for other in comfy.model_management.loaded_models() if other.load_device == device)
     room = comfy.model_management.get_free_memory(device) + held - model.model_size()
     height, width = (side * DOWNSCALE for side in shape[2:])
-    path = model.cached_patcher_init[1][0]
-    return pictures_that_fit(room, find_architecture(path), width, height, model.model.get_dtype_inference())
+    path = loaded_from(model)[0]
+    return pictures_that_fit(device, room, find_architecture(path), width, height, model.model.get_dtype_inference())
 
 
 class Progress:
     """The node's bar over the steps of all devices, with the latest preview."""
 
-    def __init__(self, model: ModelPatcher, total: int) -> None:
+    def __init__(self, total: int) -> None:
         self.bar = comfy.utils.ProgressBar(total)
-        self.previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
         self.lock = threading.Lock()
         # in which ComfyUI knows the node; threads have none of their own
         self.context = contextvars.copy_context()
 
-    def step(self, x0: torch.Tensor) -> None:
+    def step(self, x0: torch.Tensor, previewer: latent_preview.LatentPreviewer | None) -> None:
         """Note one step of the pictures in `x0`."""
-        preview = self.previewer.decode_latent_to_preview_image("JPEG", x0) if self.previewer else None
+        preview = previewer.decode_latent_to_preview_image("JPEG", x0) if previewer else None
         with self.lock:
             self.context.run(self.bar.update_absolute, self.bar.current + len(x0), None, preview)
 
 
-def draw_on_devices(
-    batch: Batch, devices: list[torch.device]
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
-    """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and how many each device has drawn."""
-    model, positive, negative, pictures = batch.model, batch.positive, batch.negative, batch.pictures
-    if len(devices) > 1 and any("control" in rest for _, rest in [*positive, *negative]):
-        raise InputError("devices: a ControlNet draws on one device; choose default")
-    samples = batch.latent["samples"]
-    height, width = (side * DOWNSCALE for side in samples.shape[2:])
-    queue = Queue(
-        split_into_chunks(pictures, batch.chunk or default_chunk_size(width, height, len(pictures), len(devices)))
-    )
-    largest = [] if batch.chunk else [chunk_that_fits(model, samples.shape, device) for device in devices]
-    clones, free = clone_models(model, devices), list(range(len(devices)))
-    vaes = {device: clone_vae(batch.vae, device) for device in devices} if batch.vae is not None else {}
-    progress = Progress(model, len(pictures) * (len(batch.sigmas) - 1))
-    # ComfyUI's list of what is loaded where knows no threads
-    loading = threading.Lock()
+Drawn = tuple[torch.Tensor, torch.Tensor | None]  # row of a LATENT, and IMAGE where there is a VAE
 
-    def decode(own: comfy.sd.VAE, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
-        poll()
-        with loading:
-            # the bar of the batch is the node's
-            return own.decode(latent[None], {"progress": None})[0]
 
-    def prepare(device: torch.device, poll: Poll) -> Draw[tuple[torch.Tensor, torch.Tensor | None]]:
-        index = next(i for i in free if devices[i] == device)
-        free.remove(index)
-        clone = clones[index]
-        clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, one_at_a_time(loading))
+class Share(NamedTuple):
+    """What one device has drawn: pictures, seconds for each, and how many it drew at once at most."""
+
+    pictures: int
+    pace: float | None = None
+    together: int = 0
+
+
+class DeviceDrawing:
+    """What the threads of a batch share: a clone of the MODEL and of the VAE for each device, and the progress."""
+
+    def __init__(self, batch: Batch, devices: list[torch.device]) -> None:
+        self.batch = batch
+        # each thread takes one of its device
+        self.clones = list(zip(devices, clone_models(batch.model, devices), strict=True))
+        self.vaes = {device: clone_vae(batch.vae, device) for device in devices} if batch.vae is not None else {}
+        self.progress = Progress(len(batch.pictures) * (len(batch.sigmas) - 1))
+        # pictures that each device drew at once at most
+        self.together: Counter[torch.device] = Counter()
+        # ComfyUI's list of what is loaded where knows no threads
+        self.loading = threading.Lock()
+
+    def prepare(self, device: torch.device, poll: Poll) -> Draw[Drawn]:
+        """Return what draws a chunk on `device`, for one thread."""
+        index = next(i for i, (free, _) in enumerate(self.clones) if free == device)
+        _, clone = self.clones.pop(index)
+        clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, one_at_a_time(self.loading))
         comfy.model_management.set_torch_device(device)
+        # its factors, or TAESANA's weights, move to the device of what they are shown
+        previewer = latent_preview.get_previewer(device, clone.model.latent_format)
 
         def callback(step: int, x0: torch.Tensor, x: torch.Tensor, total: int) -> None:
             poll()
-            progress.step(x0)
+            self.progress.step(x0, previewer)
 
-        def draw_together(part: Chunk) -> torch.Tensor:
-            rows = [picture.prompt for picture in part]
-            seeds = [picture.seed for picture in part]
-            start = {**batch.latent, "samples": samples.repeat(len(part), 1, 1, 1), "batch_index": seeds}
-            conds = [pick_prompts(positive, rows), pick_prompts(negative, rows)]
-            last = (start, 0, batch.guidance)
-            if batch.sampler == SPRINT:
-                return sample_sprint(clone, conds[0], *last, batch.sigmas, callback)["samples"]
-            return sample(clone, *conds, *last, batch.sampler, batch.sigmas, callback)["samples"]
-
-        def draw(chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-            # a CPU gains little from a batch, and one by one the pictures have the same bits in any chunk
-            parts = [(picture,) for picture in chunk] if device.type == "cpu" else [chunk]
+        def draw(chunk: Chunk) -> list[Drawn]:
+            parts = drawn_together(chunk, device)
             # inference mode belongs to the thread
             with torch.inference_mode():
-                out = torch.cat([draw_together(part) for part in parts])
-                images = [decode(vaes[device], each, poll) if vaes else None for each in out]
+                out = torch.cat([self.sample(clone, part, callback) for part in parts])
+                images = [self.decode(device, each, poll) if self.vaes else None for each in out]
+            self.together[device] = max(self.together[device], *map(len, parts))
             return list(zip(out, images, strict=True))
 
         return draw
 
-    results: list[Any] = [None] * len(pictures)
-    with closing(LocalPool(devices, prepare)) as pool:
-        queue.limits.update(zip(pool.inboxes, largest, strict=False))
+    def sample(self, clone: ModelPatcher, part: Chunk, callback: Callable) -> torch.Tensor:
+        """Return the latents of `part`, sampled as one batch."""
+        batch = self.batch
+        rows = [picture.prompt for picture in part]
+        samples = batch.latent["samples"].repeat(len(part), 1, 1, 1)
+        start = {**batch.latent, "samples": samples, "batch_index": [picture.seed for picture in part]}
+        sampling = Sampling(batch.sampler, batch.sigmas, batch.guidance)
+        positive = pick_prompts(batch.positive, rows)
+        if batch.sampler == SPRINT:
+            return sample_sprint(clone, positive, start, sampling, callback)["samples"]
+        return sample(clone, positive, pick_prompts(batch.negative, rows), start, sampling, callback)["samples"]
+
+    def decode(self, device: torch.device, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
+        poll()
+        own = self.vaes[device]
+        if not isinstance(own.first_stage_model, SanaAutoencoder):
+            with self.loading:
+                return own.decode(latent[None])[0]
+        with self.loading:
+            load_for_decode(own, latent[None].shape)
+        return decode_loaded(own, latent[None], poll)[0]
+
+
+def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[list[Drawn], dict[str, Share]]:
+    """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and what each worker has drawn, by its name.
+
+    Raises InputError for a ControlNet on several devices.
+    """
+    if len(devices) > 1 and any("control" in rest for _, rest in [*batch.positive, *batch.negative]):
+        raise InputError("devices: a ControlNet draws on one device; choose default")
+    shape = batch.latent["samples"].shape
+    height, width = (side * DOWNSCALE for side in shape[2:])
+    workload = Workload((), batch.pictures, batch.chunk or None)
+    queue = Queue(workload.split(width, height, len(devices)))
+    fitting = [] if batch.chunk else [chunk_that_fits(batch.model, shape, device) for device in devices]
+    drawing = DeviceDrawing(batch, devices)
+    results: list[Any] = [None] * len(workload.pictures)
+    with closing(LocalPool(devices, drawing.prepare)) as pool:
+        queue.limits.update(zip(pool.inboxes, fitting, strict=False))
         for picture, result in run_batch(queue, pool):
             results[picture.number] = result
-    return results, queue.drawn
+    names = zip(pool.threads, devices, strict=True)
+    shares = {name: Share(queue.drawn[name], queue.pace.get(name), drawing.together[device]) for name, device in names}
+    return results, shares
 
 
 def one_at_a_time(lock: threading.Lock) -> Any:

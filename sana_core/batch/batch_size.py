@@ -9,27 +9,36 @@ from pathlib import Path
 import torch
 
 from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.released import Architecture, architecture
+from ..checkpoints.configs import architecture
 from ..decode.device_memory import free_bytes
 from ..latents import picture_shape
 from ..memory import transformer_bytes
+from ..released import Architecture
 from .draw import Settings
-from .plan import LARGEST_CHUNK
+from .plan import LARGEST_CHUNK, draws_one_by_one
 
 # of what is free, for fragments and what others take meanwhile
 SHARE = 0.8
 
 
 def find_architecture(checkpoint: str | Path) -> Architecture:
-    """Return the architecture of a checkpoint's transformer; only headers are read. Raises as `find_part` does."""
+    """Return the architecture of a checkpoint's transformer; only headers are read.
+
+    Raises CheckpointError, MissingFileError or ReadError for what is no whole SANA.
+    """
     return architecture(find_part(inspect_checkpoint(checkpoint), "transformer").headers)
 
 
-def pictures_that_fit(room: float, model: Architecture, width: int, height: int, dtype: torch.dtype) -> int:
-    """Return how many pictures of `width` x `height` pixels a step draws in `room` bytes, at least 1.
+def pictures_that_fit(
+    device: torch.device, room: float, model: Architecture, width: int, height: int, dtype: torch.dtype
+) -> int:
+    """Return how many pictures of `width` x `height` pixels `device` should draw at once, at least 1.
 
-    The bytes are those of an accelerator beside the weights, `dtype` is that of the forward.
+    `room` are its bytes beside the weights, `dtype` is that of the forward. Where pictures are drawn one by one anyway,
+    chunks of one are shared out most evenly.
     """
+    if draws_one_by_one(device):
+        return 1
     _, _, rows, columns = picture_shape(width, height, 1)
     count = LARGEST_CHUNK
     while count > 1 and transformer_bytes(model, rows, columns, count, dtype, accelerator=True) > SHARE * room:
@@ -53,12 +62,7 @@ def has_room_for_encoder(checkpoint: str | Path, settings: Settings, device: tor
 
 
 def largest_chunk(checkpoint: str | Path, settings: Settings, device: torch.device, loaded: bool = False) -> int:
-    """Return how many pictures `device` should draw at once, with the weights `loaded` there already or not yet.
-
-    A CPU draws one after another anyway; one at a time, workers share them out most evenly.
-    """
-    if device.type == "cpu":
-        return 1
+    """Return how many pictures `device` should draw at once, with the weights `loaded` there already or not yet."""
     dtype = getattr(torch, settings.dtype)
     room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
-    return pictures_that_fit(room, find_architecture(checkpoint), settings.width, settings.height, dtype)
+    return pictures_that_fit(device, room, find_architecture(checkpoint), settings.width, settings.height, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,18 +12,19 @@ import torch
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
 from ..checkpoints.load import build_module, shift_of
 from ..checks import check_number
+from ..control import Control
 from ..decode import decode_latents
 from ..errors import InputError
 from ..forward import longest_prompt
-from ..guidance import LARGEST_GUIDANCE, denoiser, perturbed_attention
+from ..guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
 from ..latents import noise_stream, picture_shape
-from ..model_rules import check_sampler, model_defaults
 from ..polling import Poll, no_poll
 from ..reference import AUTO, reference_of
-from ..sampling import find_sampler, own_arguments
+from ..released import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
+from ..sampling import check_sampler, find_sampler, own_arguments
 from ..schedules import check_steps, shift_sigmas
-from ..text import MAX_TOKENS, TextEncoder, encode_prompts
-from .plan import Chunk
+from ..text import TextEncoder, encode_prompts
+from .plan import Chunk, drawn_together
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaTransformer2DModel
@@ -42,8 +44,8 @@ class Settings(NamedTuple):
     and diffusers' differ: "nvidia", "diffusers", or with "auto" that of the checkpoint's layout.
     """
 
-    width: int = 1024
-    height: int = 1024
+    width: int = DEFAULT_RESOLUTION
+    height: int = DEFAULT_RESOLUTION
     steps: int | None = None
     guidance: float | None = None
     negative_prompt: str = ""
@@ -82,7 +84,7 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
     if settings.pag_scale:
         perturbed_attention(config, settings.pag_scale, settings.pag_blocks)
     if settings.dtype not in DTYPES:
-        raise InputError(f"dtype: got {settings.dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype: got {settings.dtype!r:.40}, expected one of {', '.join(DTYPES)}")
     return settings
 
 
@@ -110,7 +112,7 @@ def encode_texts(
 ) -> tuple[dict[str, Embedding], Embedding]:
     """Return each different prompt encoded once, and the negative one. `poll` cancels by raising.
 
-    Raises as `encode_prompts` does, and says which prompt it is.
+    Raises InputError, with the prompt's beginning, for characters that cannot be encoded.
     """
     texts: dict[str, Embedding] = {}
     for prompt in prompts:
@@ -141,7 +143,7 @@ def load_models(
     """Return the transformer of `checkpoint` and the autoencoder of that checkpoint, if any, on `device`.
 
     DC-AE overflows in float16, so it is bfloat16 there. `resolution` in pixels and `reference` override what the
-    checkpoint says. Raises as the loaders do.
+    checkpoint says. Raises CheckpointError, MissingFileError or ReadError for what cannot be loaded.
     """
     transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution, reference)
     wide = torch.float32 if dtype == "float32" else torch.bfloat16
@@ -167,19 +169,26 @@ def sample(
     texts: Sequence[Embedding],
     negative: Embedding,
     poll: Poll = no_poll,
+    control: Control | None = None,
+    shared: Shared | None = None,
 ) -> torch.Tensor:
     """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk`; `texts` are their prompts.
 
-    `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising. On a CPU
-    the pictures are drawn one after another: a batch gains little there, and alone each has the same bits in any chunk.
+    `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising. `control`
+    has one picture for all, or one for each. Without it, `shared` may compute the model on several devices; where that
+    is a process with its `span` of the rows, the latents are those rows.
     """
-    if models.transformer.device.type == "cpu" and len(chunk) > 1:
-        alone = [
-            sample(models, settings, (picture,), [text], negative, poll)
-            for picture, text in zip(chunk, texts, strict=True)
-        ]
-        return torch.cat(alone)
     transformer, shift = models.transformer, models.shift
+    parts = drawn_together(chunk, transformer.device)
+    if len(parts) > 1:
+        own, drawn = iter(texts), []
+        for number, part in enumerate(parts):
+            steering = control
+            if control is not None and len(control.latents) > 1:
+                first = sum(map(len, parts[:number]))
+                steering = control._replace(latents=control.latents[first : first + len(part)])
+            drawn.append(sample(models, settings, part, list(islice(own, len(part))), negative, poll, steering))
+        return torch.cat(drawn)
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     flow = find_sampler(settings.sampler)
     ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), shift).tolist()
@@ -187,7 +196,7 @@ def sample(
     if settings.pag_scale:
         perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
     model = denoiser(
-        transformer,
+        shared or Steered(transformer, control),
         stack_texts(texts),
         stack_texts([negative]),
         settings.guidance,
@@ -198,6 +207,8 @@ def sample(
     )
     shape = picture_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [picture.seed for picture in chunk])
+    if shared is not None and shared.span is not None:
+        noise = (part[:, :, slice(*shared.span)] for part in noise)
     start = next(noise).to(transformer.device)
     more = own_arguments(flow, reference_of(transformer), noise)
     sigmas = flow.sigmas(settings.steps, shift)
@@ -205,14 +216,24 @@ def sample(
 
 
 @torch.no_grad()
-def decode(autoencoder: AutoencoderDC, latents: torch.Tensor, poll: Poll = no_poll) -> list[torch.Tensor]:
-    """Return a picture [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned."""
+def decode(
+    autoencoder: AutoencoderDC,
+    latents: torch.Tensor,
+    poll: Poll = no_poll,
+    devices: Sequence[torch.device] | None = None,
+) -> list[torch.Tensor]:
+    """Return a picture [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned.
+
+    All of `devices` decode each together, without them the autoencoder's.
+    """
     latents = (latents / autoencoder.config.scaling_factor).to(autoencoder.dtype)
     pictures = []
     for latent in latents:
         poll()
         # one by one: the memory of one decode, and the same pixels in any chunk
-        pictures.append(decode_latents(autoencoder, latent[None], poll=poll)[0].clamp(-1, 1).float().cpu())
+        pictures.append(
+            decode_latents(autoencoder, latent[None], devices=devices, poll=poll)[0].clamp(-1, 1).float().cpu()
+        )
     return pictures
 
 

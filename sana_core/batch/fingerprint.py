@@ -14,7 +14,8 @@ from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.load import build_module, shift_of
 from ..checkpoints.tokenizer import load_tokenizer
 from ..errors import ReadError
-from ..text import MAX_TOKENS, instruction_text
+from ..released import MAX_TOKENS
+from ..text import instruction_text
 from ..whole_files import write_whole
 from .draw import Settings
 from .png import digest_of
@@ -39,7 +40,8 @@ def describe_settings(
 ) -> dict[str, Any]:
     """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn.
 
-    `progress` is as in `fingerprint`.
+    `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises
+    CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete.
     """
     described = settings._asdict()
     del described["compiled"]
@@ -52,7 +54,8 @@ def fingerprint(checkpoint: str | Path, progress: Progress = lambda done, total:
 
     The configurations are those of the library's modules, with the library's own defaults. The digest of a large file
     of weights is kept beside it, so that it is read once; `progress` gets how many bytes of how many were read, and
-    cancels by raising. Raises as `inspect_checkpoint` does, and for an incomplete checkpoint.
+    cancels by raising. Raises CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or
+    incomplete.
     """
     info = inspect_checkpoint(checkpoint)
     digests = digest_files(weight_files(info), progress)

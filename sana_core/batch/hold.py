@@ -237,7 +237,7 @@ def in_use(folder: Path, holder: Holder | None) -> InUseError:
 
 
 def check_run(folder: Path, run: str) -> None:
-    """Raise OutputError unless `folder` is the one in which the run of that name holds, and can be written."""
+    """Raise MissingFileError unless the run of that name holds `folder`, OutputError where it cannot be written."""
     own = folder / OWN / run
     if not (own / MARK).is_file():
         raise MissingFileError(f"out: {folder} is not the driver's folder here; mount the same one at this path")

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..accelerator import empty_cache, is_driver_error, is_out_of_memory
+from ..accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
 from ..errors import InputError
 from ..polling import Poll
 from .batch_size import has_room_for_encoder, largest_chunk
@@ -30,7 +30,7 @@ from .draw import (
     resolve_settings,
 )
 from .loop import GRACE, Outcome, run_batch
-from .plan import Chunk, Picture, default_chunk_size, split_into_chunks
+from .plan import Chunk, Picture, Workload
 from .queue import Queue
 from .windows import check_prompts, first_window, prompts_of, windows
 
@@ -109,11 +109,9 @@ class LocalPool(Generic[R]):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # its frames hold tensors
-            error.__traceback__ = None
             failed = error
-        empty_cache()
-        return Outcome(name, chunk, error=failed)
+        # outside the handler, which would keep the failed work's tensors alive
+        return Outcome(name, chunk, error=release_memory_of(failed))
 
     def workers(self) -> list[str]:
         if not self.inboxes and self.reason is not None:
@@ -169,7 +167,7 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
     A device that this machine lacks is left out with a log. Raises InputError where none is left, and for names that
     torch does not know.
     """
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = current_accelerator()
     own = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
     if devices is None:
         return own or [torch.device("cpu")]
@@ -178,7 +176,8 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
         try:
             device = torch.device(name)
         except RuntimeError:
-            raise InputError(f"devices: got {name!r}, expected names like cpu or {own[0] if own else 'cpu'}") from None
+            known = f"names like cpu or {own[0] if own else 'cpu'}"
+            raise InputError(f"devices: got {name!r:.40}, expected {known}") from None
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, 0)
         if device.type == "cpu" or device in own:
@@ -186,78 +185,89 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
         else:
             logger.warning("batch: this machine has no %s; going on without it", device)
     if not found:
-        raise InputError(f"devices: got {', '.join(map(str, devices))}, expected some of cpu {' '.join(map(str, own))}")
+        raise InputError(
+            f"devices: got {', '.join(map(str, devices)):.80}, expected some of cpu {' '.join(map(str, own))}"
+        )
     return found
 
 
-def draw_local(
-    prompts: Sequence[str],
-    checkpoint: str | Path,
-    settings: Settings,
-    pictures: Sequence[Picture],
-    devices: Sequence[str | torch.device] | None = None,
-    chunk: int | None = None,
-    done: frozenset[int] = frozenset(),
-    grace: float = GRACE,
-    report: dict[str, Any] | None = None,
-) -> Generator[tuple[Picture, torch.Tensor], None, None]:
-    """Yield each of `pictures` that is not in `done` with its pixels [3, H, W] in [-1, 1], as they finish.
+class LocalDrawing:
+    """What the threads of `draw_local` share: the models on each device, and the prompts that are encoded now."""
 
-    The prompts are encoded some at a time, on the first device, where the text encoder is only meanwhile: before the
-    models, and later beside them, or in their place where memory is short. Closing the iterator stops all devices
-    within a step. `report` gets "drawn", the pictures of each worker.
+    def __init__(self, prompts: Sequence[str], checkpoint: str | Path, settings: Settings) -> None:
+        self.prompts, self.checkpoint, self.settings = prompts, checkpoint, settings
+        self.models: dict[torch.device, Models] = {}
+        self.loading = threading.Lock()
+        self.encoded: tuple[dict[str, Embedding], Embedding]
 
-    Raises as `check_prompts`, `resolve_settings`, `local_devices` and the loaders do.
-    """
-    check_prompts(prompts)
-    found = local_devices(devices)
-    settings = resolve_settings(settings, checkpoint)
-    left = [picture for picture in pictures if picture.number not in done]
-    size = chunk or default_chunk_size(settings.width, settings.height, len(left), len(found))
-    chunks, queue = split_into_chunks(pictures, size, done), Queue()
-    if report is not None:
-        report["drawn"] = queue.drawn
-    if not left:
-        return
-    encoded: tuple[dict[str, Embedding], Embedding]
-    shared: dict[torch.device, Models] = {}
-    loading = threading.Lock()
+    def encode(self, window: Sequence[Chunk], device: torch.device) -> None:
+        """Encode the prompts of `window` on `device`, in the place of its models where memory is short."""
+        if not has_room_for_encoder(self.checkpoint, self.settings, device):
+            with self.loading:
+                self.models.pop(device, None)
+        encoder = load_encoder(self.checkpoint, device, self.settings.dtype)
+        self.encoded = encode_texts(encoder, prompts_of(window, self.prompts), self.settings.negative_prompt)
 
-    def models_on(device: torch.device) -> Models:
-        # threads on one device share its weights
-        with loading:
-            if device not in shared:
-                shared[device] = load_models(
-                    checkpoint, device, settings.dtype, checkpoint, reference=settings.reference
+    def models_on(self, device: torch.device) -> Models:
+        """Return the models on `device`, loaded where they are not; threads on one device share its weights."""
+        with self.loading:
+            if device not in self.models:
+                self.models[device] = load_models(
+                    self.checkpoint, device, self.settings.dtype, self.checkpoint, reference=self.settings.reference
                 )
-            return shared[device]
+            return self.models[device]
 
-    def prepare(device: torch.device, poll: Poll) -> Draw[torch.Tensor]:
+    def prepare(self, device: torch.device, poll: Poll) -> Draw[torch.Tensor]:
+        """Return what draws a chunk on `device`, its models loaded."""
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
-        models_on(device)
+        self.models_on(device)
 
         def draw_chunk(chunk: Chunk) -> Sequence[torch.Tensor]:
-            texts, negative = encoded
-            if any(prompts[picture.prompt] not in texts for picture in chunk):
+            texts, negative = self.encoded
+            if any(self.prompts[picture.prompt] not in texts for picture in chunk):
                 # a copy that is late by a window: others have drawn all of it, and nobody will look at it
                 return [torch.empty(0)] * len(chunk)
-            return draw(models_on(device), settings, chunk, embeddings_of(chunk, prompts, texts), negative, poll)
+            own = embeddings_of(chunk, self.prompts, texts)
+            return draw(self.models_on(device), self.settings, chunk, own, negative, poll)
 
         return draw_chunk
 
+
+def draw_local(
+    workload: Workload,
+    checkpoint: str | Path,
+    settings: Settings,
+    devices: Sequence[str | torch.device] | None = None,
+    grace: float = GRACE,
+    report: dict[str, Any] | None = None,
+) -> Generator[tuple[Picture, torch.Tensor], None, None]:
+    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], as they finish.
+
+    The prompts are encoded some at a time, on the first device, where the text encoder is only meanwhile: before the
+    models, and later beside them, or in their place where memory is short. A chunk is thought to hang after `grace`
+    seconds at the earliest. Closing the iterator stops all devices within a step. `report` gets "drawn", the pictures
+    of each worker, and "ready", those who draw now.
+
+    Raises InputError for prompts that no encoding can carry, settings out of range and devices that are not there;
+    CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded.
+    """
+    check_prompts(workload.prompts)
+    found = local_devices(devices)
+    settings = resolve_settings(settings, checkpoint)
+    chunks, queue = workload.split(settings.width, settings.height, len(found)), Queue()
+    if report is not None:
+        report["drawn"] = queue.drawn
+    drawing = LocalDrawing(workload.prompts, checkpoint, settings)
     pool: LocalPool[torch.Tensor] | None = None
     with ExitStack() as stack:
         for window in windows(chunks, first_window(found[0])):
-            if not has_room_for_encoder(checkpoint, settings, found[0]):
-                with loading:
-                    shared.pop(found[0], None)
-            encoder = load_encoder(checkpoint, found[0], settings.dtype)
-            encoded = encode_texts(encoder, prompts_of(window, prompts), settings.negative_prompt)
-            del encoder
+            drawing.encode(window, found[0])
             if pool is None:
-                largest = [largest_chunk(checkpoint, settings, device) for device in found] if not chunk else []
-                pool = stack.enter_context(closing(LocalPool(found, prepare)))
-                queue.limits.update(zip(pool.inboxes, largest, strict=False))
+                fitting = [] if workload.chunk else [largest_chunk(checkpoint, settings, device) for device in found]
+                pool = stack.enter_context(closing(LocalPool(found, drawing.prepare)))
+                if report is not None:
+                    report["ready"] = pool.inboxes
+                queue.limits.update(zip(pool.inboxes, fitting, strict=False))
             queue.add(window)
             yield from run_batch(queue, pool, grace)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ..checks import check_whole
 from ..errors import InputError
@@ -65,3 +67,38 @@ def default_chunk_size(width: int, height: int, pictures: int, workers: int) -> 
     """
     busy = min(LARGEST_CHUNK, max(1, BUSY_PIXELS // (width * height)))
     return busy if workers == 1 else max(1, min(busy, -(-pictures // (ROUNDS * workers))))
+
+
+def draws_one_by_one(device: torch.device) -> bool:
+    """Whether `device` draws the pictures of a chunk one after another.
+
+    A CPU gains little from a batch, and one by one the pictures have the same bits in any chunk.
+    """
+    return device.type == "cpu"
+
+
+def drawn_together(chunk: Chunk, device: torch.device) -> list[Chunk]:
+    """Return the parts of `chunk` that `device` draws as one batch."""
+    return [(picture,) for picture in chunk] if draws_one_by_one(device) else [chunk]
+
+
+class Workload(NamedTuple):
+    """The pictures of a run: all but those whose number is in `done`, `chunk` at once on a worker, None for what suits.
+
+    `prompts` are text, or encoded where the workers get them so.
+    """
+
+    prompts: Sequence[Any]
+    pictures: Sequence[Picture]
+    chunk: int | None = None
+    done: frozenset[int] = frozenset()
+
+    @property
+    def left(self) -> int:
+        """How many pictures are not done."""
+        return sum(picture.number not in self.done for picture in self.pictures)
+
+    def split(self, width: int, height: int, workers: int) -> list[Chunk]:
+        """Return what is left in chunks, for so many workers. Raises InputError for a chunk below 1."""
+        size = self.chunk or default_chunk_size(width, height, self.left, workers)
+        return split_into_chunks(self.pictures, size, self.done)

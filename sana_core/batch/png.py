@@ -12,6 +12,8 @@ import torch
 
 from ..picture_files import LEVEL, levels
 from ..whole_files import write_whole
+from .graph import ENTRY as GRAPH
+from .graph import graph_of
 from .plan import Picture
 
 # the PNG's text entry
@@ -30,12 +32,19 @@ def describe_picture(prompt: str, seed: int, settings: dict[str, Any]) -> dict[s
     return {"prompt": prompt, "seed": seed, "key": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def encode_png(pixels: torch.Tensor, prompt: str, seed: int, settings: dict[str, Any]) -> bytes:
-    """Return the picture [3, H, W] in [-1, 1] as a PNG that says what it is."""
+def encode_png(
+    pixels: torch.Tensor, prompt: str, seed: int, settings: dict[str, Any], checkpoint: str | None = None
+) -> bytes:
+    """Return the picture [3, H, W] in [-1, 1] as a PNG that says what it is.
+
+    With the `checkpoint` that drew it, the PNG also has ComfyUI's graph for it.
+    """
     from PIL import Image, PngImagePlugin
 
     words = PngImagePlugin.PngInfo()
     words.add_text(ENTRY, json.dumps({**describe_picture(prompt, seed, settings), "settings": settings}))
+    if checkpoint is not None:
+        words.add_text(GRAPH, json.dumps(graph_of(prompt, seed, settings, checkpoint)))
     stream = io.BytesIO()
     Image.fromarray(levels(pixels)).save(stream, "PNG", pnginfo=words, compress_level=LEVEL)
     return stream.getvalue()

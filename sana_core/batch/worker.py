@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..accelerator import current_accelerator
 from ..errors import CheckpointError, OutputError
 from .batch_size import largest_chunk
 from .draw import Embedding, Settings, decode, encode_negative, encode_text, load_encoder, load_models, sample
@@ -25,10 +26,10 @@ class Job(NamedTuple):
     """What every actor of a run is told before it gets chunks. The paths are those on every machine.
 
     Without `autoencoder` the pictures are not decoded, without `encoder` the prompts come encoded. `negative` is the
-    negative prompt where it comes encoded. `weights` has the fingerprint of each path. Pictures are returned as arrays
-    [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all machines and the
-    name of the run that holds it, the PNG files are written there, and their digests returned. With `latents`, pairs:
-    the latent [32, h, w] in the model's scale, and the array or None.
+    negative prompt where it comes encoded, once for all. `weights` has the fingerprint of each path. Pictures are
+    returned as arrays [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all
+    machines and the name of the run that holds it, the PNG files are written there, and their digests returned. With
+    `latents`, pairs: the latent [32, h, w] in the model's scale, and the array or None.
     """
 
     settings: Settings
@@ -52,19 +53,24 @@ def unpack(words: Mapping[str, Any]) -> Job:
     return Job(**{**words, "settings": Settings(**words["settings"])})
 
 
+def check_shared(job: Job) -> None:
+    """Raise MissingFileError where the job's shared folder is not here, OutputError where it cannot be written."""
+    if job.shared is not None:
+        check_run(Path(job.shared[0]), job.shared[1])
+
+
 class Worker:
     """One GPU, or the CPU of a machine without one, with a checkpoint on it."""
 
     def __init__(self, words: Mapping[str, Any]) -> None:
         self.job = unpack(words)
-        self.texts: dict[str, Embedding] = {}
 
     def load(self, neighbours: int, changed: Mapping[str, torch.Tensor]) -> int:
         """Load everything, to share the machine's cores with so many actors, this one included.
 
         Return how many pictures at once the GPU has memory for then. `changed` are weights of the transformer that are
-        not those of the file, by name. Raises CheckpointError if this machine's checkpoint is not the job's, and as
-        `check_run` and the loaders do.
+        not those of the file, by name. Raises CheckpointError if this machine's checkpoint is not the job's or is
+        broken, MissingFileError or ReadError for one that is not whole, and what `begin` raises.
         """
         job = self.job
         torch.set_num_threads(max(1, torch.get_num_threads() // neighbours))
@@ -72,11 +78,8 @@ class Worker:
             differs = difference(fingerprint(path), weights)
             if differs:
                 raise CheckpointError(f"{path}: not what the driver has ({differs}); copy the same files there")
-        if job.shared is not None:
-            check_run(Path(job.shared[0]), job.shared[1])
-        available = torch.accelerator.is_available()
-        device = torch.accelerator.current_accelerator() if available else torch.device("cpu")
-        assert device is not None
+        check_shared(job)
+        device = current_accelerator() or torch.device("cpu")
         settings = job.settings
         self.models = load_models(
             job.transformer, device, settings.dtype, job.autoencoder, job.resolution, settings.reference
@@ -86,11 +89,21 @@ class Worker:
                 self.models.transformer.get_parameter(name).copy_(weight)
         if job.encoder is not None:
             self.encoder = load_encoder(job.encoder, device, settings.dtype)
-            self.negative = encode_negative(self.encoder, settings.negative_prompt)
-        else:
-            assert job.negative is not None
+        return self.begin(job)
+
+    def begin(self, job: Job) -> int:
+        """Draw for `job` from now on, which wants the same weights in the same precision as those that are loaded.
+
+        Return how many pictures at once the GPU has memory for. Raises MissingFileError for a shared folder that is not
+        here, OutputError for one that cannot be written.
+        """
+        check_shared(job)
+        self.job, self.texts = job, dict[str, Embedding]()
+        if job.encoder is not None:
+            self.negative = encode_negative(self.encoder, job.settings.negative_prompt)
+        elif job.negative is not None:
             self.negative = job.negative
-        return largest_chunk(job.transformer, settings, device, loaded=True)
+        return largest_chunk(job.transformer, job.settings, self.models.transformer.device, loaded=True)
 
     def draw(self, words: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
         """Return the pictures of a chunk, as the job wants them; `prompts` are text, or encoded."""
@@ -121,7 +134,7 @@ class Worker:
         if self.job.described is None:
             return array
         assert pixels is not None
-        png = encode_png(pixels, prompt, picture.seed, dict(self.job.described))
+        png = encode_png(pixels, prompt, picture.seed, dict(self.job.described), self.job.transformer)
         if self.job.shared is None:
             return png
         folder = Path(self.job.shared[0])

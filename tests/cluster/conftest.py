@@ -5,14 +5,21 @@ from contextlib import contextmanager
 
 import pytest
 import ray
+from host import free_port
 
 
 @contextmanager
 def start_cluster():
+    from ray._private.client_mode_hook import _explicitly_disable_client_mode
     from ray.cluster_utils import Cluster
 
+    # a connection of Ray Client that an earlier test has ended leaves this on, and a driver in this process fails then
+    _explicitly_disable_client_mode()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    running = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    port = free_port()
+    head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
+    running = Cluster(initialize_head=True, head_node_args=head)
+    running.client_address = f"ray://127.0.0.1:{port}"
     yield running
     ray.shutdown()
     running.shutdown()

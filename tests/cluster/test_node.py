@@ -6,42 +6,25 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 
-import layouts
 import numpy as np
 import pytest
 import torch
-from host import GraphError, base_directory, get, run_graph, start_server
-from machines import actors, add_node
+from host import GraphError, base_directory, get, post, run_graph
+from machines import actors
 from PIL import Image
+from queues import LORA, demo_nodes, start_on_cluster, write_lora
 from safetensors.torch import load_file
-from setup import ROOT
 
 PROMPTS = "a red circle on a blue background\na blue square on a white background"
 NAME = "test-cluster"
-LORA = "cluster.safetensors"
 
 
 @pytest.fixture(scope="module")
 def server(lasting_cluster, tmp_path_factory):
     """A server whose operator has configured a cluster of two machines."""
-    base = base_directory(NAME)
-    file = base / "user" / "__sana" / "cluster.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"address": lasting_cluster.address}))
-    random = torch.Generator().manual_seed(1)
-    tensors = {}
-    for block in range(5):
-        for part, shape in (("lora_A", (4, 160)), ("lora_B", (160, 4))):
-            name = f"transformer.transformer_blocks.{block}.attn2.to_q.{part}.weight"
-            tensors[name] = torch.randn(shape, generator=random) * 0.2
-    layouts.save(tensors, base / "models" / "loras" / LORA)
-    for _ in range(2):
-        add_node(lasting_cluster)
-    with pytest.MonkeyPatch.context() as patch:
-        # as an actor has: other shares of a sum round in another way
-        patch.setenv("OMP_NUM_THREADS", "1")
-        with start_server(NAME, tmp_path_factory.mktemp("output")) as running:
-            yield running
+    write_lora(NAME)
+    with start_on_cluster(NAME, lasting_cluster, tmp_path_factory.mktemp("output")) as running:
+        yield running
 
 
 @pytest.fixture
@@ -49,15 +32,12 @@ def graph():
     """A function of overrides: two prompts on the cluster and on this machine, their latents and pictures saved."""
 
     def build(model=("1", 0), **inputs):
-        demo = json.loads((ROOT / "tests" / "graphs" / "demo.json").read_text())
-        nodes = {key: demo[key] for key in ("1", "3", "4")}
-        own = {**demo["5"]["inputs"], "model": list(model), "steps": 8, "seed": 3, "count": 2, "chunk": 1}
-        own = {key: value for key, value in own.items() if key not in ("denoise", "model_defaults")} | inputs
+        usual = {"model": list(model), "steps": 8, "seed": 3, "count": 2}
+        nodes, own = demo_nodes("1", "3", "4", **{**usual, **inputs})
         listed = {"clip": ["1", 1], "prompts": PROMPTS, "instruction": True}
         nodes["2"] = {"class_type": "SanaNodesPromptList", "inputs": listed}
         for devices in ("cluster", "default"):
-            batch = {**own, "devices": devices, "vae": ["1", 2]}
-            nodes[devices] = {"class_type": "SanaNodesBatchSampler", "inputs": batch}
+            nodes[devices] = {"class_type": "SanaNodesBatchSampler", "inputs": {**own, "devices": devices}}
             latents = {"samples": [devices, 0], "filename_prefix": devices}
             images = {"images": [devices, 1], "filename_prefix": devices}
             nodes[f"{devices} latents"] = {"class_type": "SaveLatent", "inputs": latents}
@@ -120,10 +100,29 @@ def test_the_cluster_draws_the_pictures_of_this_machine(server, graph):
     assert latents(server, "cluster").shape == (4, 32, 4, 4)
     check_same(server)
     bars = events_of(events, "progress", "cluster")
-    assert [(bar["value"], bar["max"]) for bar in bars] == [(number, 4) for number in range(1, 5)]
-    assert "4 pictures in" in server.log.read_text()
+    shown = [(bar["value"], bar["max"]) for bar in bars]
+    # where both machines have drawn, a chart of them follows
+    assert shown[:4] == [(number, 4) for number in range(1, 5)] and set(shown[4:]) <= {(4, 4)}
+    log = server.log.read_text()
+    assert "4 pictures in" in log
+    assert "SANA: connecting to the cluster, ray://" in log and "2 workers starting on 2 machines with 2 GPUs" in log
 
 
+@pytest.mark.timeout(300)
+def test_the_workers_stay_for_the_next_queue_and_go_with_the_model(server, graph):
+    before = {process.pid for process in actors()}
+    assert len(before) == 2
+    list(run_graph(server, graph(seed=11)))
+    check_same(server)
+    assert {process.pid for process in actors()} == before
+    post(server, "/free", unload_models=True, free_memory=True)
+    deadline = time.monotonic() + 60
+    while actors():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_lora_guidance_and_the_reference_go_with_the_model(server, graph):
     plain = latents(server, "default")
@@ -132,6 +131,7 @@ def test_a_lora_guidance_and_the_reference_go_with_the_model(server, graph):
     assert (latents(server, "default") - plain).abs().mean() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_interrupt_ends_the_actors_and_the_next_graph_runs(server, graph):
     nodes = {key: node for key, node in graph(count=200, steps=40).items() if not key.startswith("default")}

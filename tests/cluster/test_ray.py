@@ -17,11 +17,13 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.cluster import connect, draw_on_cluster
+from sana_core.batch.cluster import ClusterSettings, draw_on_cluster
+from sana_core.batch.connection import connect
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.fingerprint import describe_settings, fingerprint
 from sana_core.batch.hold import hold
-from sana_core.batch.plan import batch_pictures
+from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.batch.ray_actor import Crew
 from sana_core.batch.ray_pool import RayPool
 from sana_core.batch.worker import Job
 
@@ -32,13 +34,15 @@ PROMPTS = ["a red circle on a blue background", "a blue square on a white backgr
 SETTINGS = Settings(128, 128, steps=4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_picture_arrives_once_while_machines_die_and_join(cluster, checkpoint):
     nodes = [add_node(cluster) for _ in range(3)]
     expected = sana_core.generate(PROMPTS, checkpoint, seed=5, count=20, width=128, height=128, steps=4, chunk=2)
     pictures = batch_pictures(2, 20, 5)
     report, joined, arrived = {}, None, {}
-    drawn = draw_on_cluster(PROMPTS, checkpoint, SETTINGS, pictures, cluster.address, 2, report=report)
+    run = ClusterSettings(cluster.address)
+    drawn = draw_on_cluster(Workload(PROMPTS, pictures, 2), checkpoint, SETTINGS, run, report=report)
     for picture, pixels in drawn:
         assert picture.number not in arrived
         arrived[picture.number] = pixels
@@ -67,7 +71,9 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
     node = add_node(cluster)
     connect(cluster.address)
     path = str(copy)
-    pool = RayPool(Job(resolve_settings(SETTINGS, path), {path: fingerprint(path)}, path, path, path), PROMPTS, 60)
+    pool = RayPool(
+        Job(resolve_settings(SETTINGS, path), {path: fingerprint(path)}, path, path, path), PROMPTS, 4, 60, Crew()
+    )
     shutil.rmtree(copy)
     try:
         with pytest.raises(OSError, match=rf"\({node.node_id[:6]}, actor \d+\): .*sana"):
@@ -78,14 +84,15 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
         pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_machine_without_the_checkpoint_costs_no_picture(cluster, checkpoint, tmp_path, caplog):
     copy = tmp_path / "sana"
     shutil.copytree(checkpoint, copy)
     add_node(cluster)
     late, report, arrived = None, {}, []
-    pictures = batch_pictures(2, 40, 5)
-    for picture, _ in draw_on_cluster(PROMPTS, copy, SETTINGS, pictures, cluster.address, 1, report=report):
+    workload = Workload(PROMPTS, batch_pictures(2, 40, 5), 1)
+    for picture, _ in draw_on_cluster(workload, copy, SETTINGS, ClusterSettings(cluster.address), report=report):
         arrived.append(picture.number)
         if late is None:
             copy.rename(tmp_path / "gone")
@@ -103,6 +110,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluster, checkpoint, tmp_path):
     add_node(cluster)
@@ -114,18 +122,20 @@ def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluste
         if old is None:
             data[len(data) * 2 // 3] ^= 1
         (copy / file).write_bytes(data if old is None else data.replace(old, new))
-        pool = RayPool(Job(resolve_settings(SETTINGS, path), weights, path, path, path), PROMPTS, 250)
+        pool = RayPool(Job(resolve_settings(SETTINGS, path), weights, path, path, path), PROMPTS, 4, 250, Crew())
         with closing(pool), pytest.raises(ValueError, match=rf"not what the driver has \({name}\); copy the same"):
             while True:
                 pool.workers()
                 pool.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_closing_ends_every_actor(cluster, checkpoint):
     for _ in range(2):
         add_node(cluster)
-    drawn = draw_on_cluster(PROMPTS, checkpoint, SETTINGS, batch_pictures(2, 1000, 5), cluster.address, 1)
+    workload = Workload(PROMPTS, batch_pictures(2, 1000, 5), 1)
+    drawn = draw_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
     next(drawn)
     assert actors()
     drawn.close()
@@ -133,13 +143,14 @@ def test_closing_ends_every_actor(cluster, checkpoint):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
     add_node(cluster)
     pictures = batch_pictures(2, 6, 5)
     report, arrived = {}, []
-    options = {"chunk": 1, "grace": 3.0, "report": report}
-    for picture, _ in draw_on_cluster(PROMPTS, checkpoint, SETTINGS, pictures, cluster.address, **options):
+    workload, run = Workload(PROMPTS, pictures, 1), ClusterSettings(cluster.address, grace=3.0)
+    for picture, _ in draw_on_cluster(workload, checkpoint, SETTINGS, run, report=report):
         arrived.append(picture.number)
         if len(arrived) == 2:
             send_to_an_actor(signal.SIGSTOP)
@@ -173,6 +184,7 @@ def command(cluster, checkpoint, tmp_path):
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_machines_write_into_a_shared_folder_and_a_second_run_goes_on(cluster, command, tmp_path, capsys):
     add_node(cluster)
@@ -190,6 +202,7 @@ def test_machines_write_into_a_shared_folder_and_a_second_run_goes_on(cluster, c
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_after_the_driver_was_killed_the_same_command_draws_the_rest(cluster, command, tmp_path, capsys):
     add_node(cluster)
@@ -216,13 +229,14 @@ def shared_run(cluster, checkpoint, tmp_path):
     described = describe_settings(resolve_settings(SETTINGS, checkpoint), checkpoint)
 
     def draw(count, report):
-        options = {"chunk": 1, "described": described, "report": report, "shared": held}
-        return draw_on_cluster(PROMPTS, checkpoint, SETTINGS, batch_pictures(2, count, 5), cluster.address, **options)
+        workload, run = Workload(PROMPTS, batch_pictures(2, count, 5), 1), ClusterSettings(cluster.address)
+        return draw_on_cluster(workload, checkpoint, SETTINGS, run, described, report, held)
 
     with hold(tmp_path / "out") as held:
         yield draw, held
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_machine_without_the_shared_folder_is_left_out_and_named(cluster, shared_run, caplog):
     add_node(cluster)
@@ -254,9 +268,11 @@ def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(clus
         list(pictures)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_an_address_where_nobody_answers_is_named(checkpoint):
-    drawn = draw_on_cluster(PROMPTS, checkpoint, SETTINGS, batch_pictures(2, 1, 5), "127.0.0.1:1")
+    workload = Workload(PROMPTS, batch_pictures(2, 1, 5))
+    drawn = draw_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings("127.0.0.1:1"))
     with pytest.raises(ConnectionError, match="cluster: nobody answers at 127.0.0.1:1 "):
         next(drawn)
 

@@ -1,12 +1,14 @@
 """A cluster's address behind which nobody answers: the wait can be cancelled, and ends with a named error."""
 
 import socket
+import threading
 import time
 
 import pytest
 
-from sana_core.batch.cluster import connect
+from sana_core.batch.connection import connect, connect_client, wait_for
 from sana_core.errors import ClusterError
+from sana_core.polling import no_poll
 
 
 class Cancelled(BaseException):
@@ -20,7 +22,8 @@ def silent_port():
         yield listening.getsockname()[1]
 
 
-def test_the_wait_for_a_cluster_that_says_nothing_ends_with_cancel(silent_port):
+@pytest.mark.parametrize("way, address", [(connect, "127.0.0.1:"), (connect_client, "ray://127.0.0.1:")])
+def test_the_wait_for_a_cluster_that_says_nothing_ends_with_cancel(silent_port, way, address):
     asked = []
 
     def poll():
@@ -30,12 +33,27 @@ def test_the_wait_for_a_cluster_that_says_nothing_ends_with_cancel(silent_port):
 
     connect_started = time.monotonic()
     with pytest.raises(Cancelled):
-        connect(f"127.0.0.1:{silent_port}", poll)
+        way(f"{address}{silent_port}", poll)
     assert time.monotonic() - asked[0] < 3
     gaps = [later - earlier for earlier, later in zip(asked, asked[1:], strict=False)]
     assert len(asked) >= 3 and max(gaps) < 1.5, (connect_started, asked)
 
 
-def test_the_error_names_the_address():
-    with pytest.raises(ClusterError, match="^cluster: nobody answers at 127.0.0.1:1 .*; start Ray there, or correct"):
-        connect("127.0.0.1:1")
+@pytest.mark.slow
+@pytest.mark.parametrize("way, address", [(connect, "127.0.0.1:1"), (connect_client, "ray://127.0.0.1:1")])
+def test_the_error_names_the_address_after_some_seconds(way, address):
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match=f"^cluster: nobody answers at {address} .*; start Ray there, correct the"):
+        way(address)
+    assert time.monotonic() - started < 30
+
+
+def test_a_connection_that_comes_too_late_is_ended():
+    answered, undone = threading.Event(), []
+    with pytest.raises(TimeoutError, match="no answer for 1 s"):
+        wait_for(lambda: answered.wait(10), undone.append, no_poll, 1.0)
+    answered.set()
+    deadline = time.monotonic() + 10
+    while undone != [True]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -18,7 +18,7 @@ def operators_file(host):
     file = host.models.parent / "user" / "__sana" / "cluster.json"
     assert folder_paths.get_system_user_directory("sana") == str(file.parent)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"address": "127.0.0.1:1"}))
+    file.write_text(json.dumps({"address": "ray://127.0.0.1:1"}))
     yield file
     file.unlink()
 
@@ -66,7 +66,9 @@ BROKEN = {
     "object": b"{}",
     "number": b'{"address": 5}',
     "no address": b'{"address": ""}',
-    "more": b'{"address": "auto", "password": "secret"}',
+    "a driver's": b'{"address": "auto"}',
+    "a driver's port": b'{"address": "127.0.0.1:6379"}',
+    "more": b'{"address": "ray://127.0.0.1:10001", "password": "secret"}',
     "not text": b"\xff\xfe",
     "deep": b'{"address":' * 100_000,
     "large": b'{"address": "' + b"a" * 1_000_000 + b'"}',
@@ -80,7 +82,7 @@ def test_a_broken_file_takes_no_node_away_and_is_the_operators_to_see(
     operators_file.write_bytes(BROKEN[content])
     with caplog.at_level(logging.ERROR):
         assert '"default"' in choices(host) and '"cluster"' not in choices(host)
-    assert str(operators_file) in caplog.text and 'expected {"address": "auto"}' in caplog.text
+    assert str(operators_file) in caplog.text and 'expected {"address": "ray://HOST:10001"}' in caplog.text
     with pytest.raises(NodeError) as caught:
         host.run(cluster_graph())
     assert str(caught.value) == "devices: the server's cluster.json is broken; its operator finds why in the log"

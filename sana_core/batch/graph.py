@@ -1,0 +1,55 @@
+"""A picture of a batch as ComfyUI's graph: dropped on the canvas, its PNG brings back the nodes that draw it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# the PNG's text entry that ComfyUI reads
+ENTRY = "prompt"
+# the folder of the checkpoint that comes with the pack, which SANA Loader lists with a remark
+BUNDLED = "sana-tiny"
+
+Link = list[Any]
+
+
+def graph_of(prompt: str, seed: int, settings: Mapping[str, Any], checkpoint: str) -> dict[str, dict[str, Any]]:
+    """Return the graph, in ComfyUI's API format, that draws a picture with `settings`, those of a manifest.
+
+    Its loader has the name of `checkpoint` as ComfyUI lists it in models/diffusers or models/checkpoints.
+    """
+    name = Path(checkpoint).name
+    loader = {
+        "model": f"{name} (bundled)" if name == BUNDLED else name,
+        "weight_dtype": "default",
+        "resolution": "auto",
+        "reference": settings["reference"],
+    }
+    nodes: dict[str, tuple[str, str, dict[str, Any]]] = {"1": ("SanaNodesLoader", "SANA Loader", loader)}
+    model: Link = ["1", 0]
+    if settings["pag_scale"]:
+        own = {"model": model, "scale": settings["pag_scale"], "blocks": settings["pag_blocks"]}
+        nodes["2"] = ("SanaNodesPAG", "SANA PAG", own)
+        model = ["2", 0]
+    start, end = settings["guidance_interval"]
+    if (start, end) != (0, 1):
+        own = {"model": model, "start": start, "end": end}
+        nodes["3"] = ("SanaNodesGuidanceInterval", "SANA Guidance Interval", own)
+        model = ["3", 0]
+    negative = settings["negative_prompt"]
+    size = {"width": settings["width"], "height": settings["height"], "batch_size": 1}
+    sampling = {name: settings[name] for name in ("steps", "guidance", "sampler")}
+    links = {"model": model, "positive": ["4", 0], "negative": ["5", 0], "latent_image": ["6", 0]}
+    nodes |= {
+        "4": ("SanaNodesTextEncode", "Prompt", {"clip": ["1", 1], "text": prompt, "instruction": True}),
+        "5": ("SanaNodesTextEncode", "Negative prompt", {"clip": ["1", 1], "text": negative, "instruction": False}),
+        "6": ("SanaNodesEmptyLatent", "SANA Empty Latent", size),
+        "7": ("SanaNodesSampler", "SANA Sampler", {**links, "seed": seed, **sampling, "denoise": 1.0}),
+        "8": ("SanaNodesDecode", "SANA Decode", {"samples": ["7", 0], "vae": ["1", 2], "method": "auto"}),
+        "9": ("SaveImage", "Save Image", {"images": ["8", 0], "filename_prefix": "batch"}),
+    }
+    return {
+        key: {"class_type": kind, "inputs": inputs, "_meta": {"title": title}}
+        for key, (kind, title, inputs) in nodes.items()
+    }

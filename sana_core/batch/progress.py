@@ -1,0 +1,53 @@
+"""What a run says of itself while it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Say = Callable[[str], None]
+
+
+def no_words(text: str) -> None:
+    """What says nothing."""
+
+
+class Progress:
+    """How many of `total` pictures are there, `done` of them from the beginning, and how fast they come."""
+
+    def __init__(self, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.done, self.clock = total, done, clock
+        self.before, self.first = done, 0.0
+
+    def step(self) -> None:
+        """Note a picture."""
+        self.done += 1
+        if self.done == self.before + 1:
+            self.first = self.clock()
+
+    def describe(self, workers: int) -> str:
+        """Return like "3 of 8, 1.20 a second, 4 s left, 2 workers"; rate and time from the second picture on.
+
+        Workers start one after another and load for long, so the rate is that since the first picture.
+        """
+        parts = [f"{self.done} of {self.total}"]
+        since, seconds = self.done - self.before - 1, self.clock() - self.first
+        if since > 0 and seconds > 0:
+            rate = since / seconds
+            parts.append(f"{rate:.2f} a second")
+            if self.done < self.total:
+                parts.append(f"{in_words((self.total - self.done) / rate)} left")
+        return ", ".join([*parts, counted(workers, "worker")])
+
+
+def in_words(seconds: float) -> str:
+    """Return like "42 s", "12 min" or "3 h 20 min"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def counted(number: int, thing: str) -> str:
+    """Return like "1 machine" or "2 machines"."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -1,0 +1,217 @@
+"""A process that stays, as a server does, and draws on a Ray cluster now and then.
+
+It is connected through Ray Client: its driver is a process of the head, and what happens there is an error here. A
+driver in this process would be ended by Ray a minute after the head, or with the machine's own raylet at once. When
+this process ends, the head ends its actors half a minute later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from ..checkpoints.files import brief
+from ..errors import ClusterError, SanaError
+from ..polling import Poll, no_poll
+from .apart import LostError, work_apart
+from .connection import CLIENT, LOOK, connect_client, connected, import_ray, wait_for
+from .progress import Say, no_words
+from .ray_actor import Crew, hire
+from .ray_run import ClusterSettings
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# seconds that actors stay after a run, each with its GPU and what it has loaded
+IDLE = 300.0
+# no call of Ray's takes so long while its head lives; Ray itself gives up after 90
+SILENCE = 40.0
+# for a connection that was idle to prove itself
+PROOF = 5.0
+
+
+class Session:
+    """The connection to a cluster, and the actors of the last run, which stay for the next that wants the same."""
+
+    def __init__(self, cluster: ClusterSettings, idle: float = IDLE) -> None:
+        self.cluster, self.idle = cluster, idle
+        self.busy = threading.Lock()  # held by the one run at a time, and by whoever ends the actors
+        self.lost = False  # the head does not answer, and a call to it may never return
+        self.context: Any = None  # of Ray Client
+        self.key: Any = None
+        self.crew = Crew()
+        self.used = time.monotonic()
+        self.unwanted = threading.Event()
+
+    def run(
+        self,
+        key: Any,
+        changed: Callable[[], Mapping[str, torch.Tensor]],
+        work: Callable[[Any, Crew, Poll], Generator[T, None, None]],
+        poll: Poll = no_poll,
+        say: Say = no_words,
+    ) -> Generator[T, None, None]:
+        """Yield what the generator `work(ray, crew, poll)` yields, with the crew of the last run if `key` is the same.
+
+        `key` says what is loaded: files, precision, patches. `changed` is called where it is another, and returns the
+        weights of the transformer that are not those of the file. `poll`, called twice a second whatever Ray does,
+        cancels by raising; the one that `work` gets must be called as often.
+
+        Raises what `work` does, InputError without ray or its client, ClusterError where nobody answers, or no longer
+        does.
+        """
+        ray = import_ray()
+        self.take(poll)
+        try:
+            self.unwanted.clear()
+            self.prove(poll)
+            weights = None if key == self.key else changed()
+        except BaseException:
+            self.busy.release()
+            raise
+
+        def work_there(beat: Poll) -> Generator[T, None, None]:
+            try:
+                self.connect(beat, say)
+                with self.context:
+                    if weights is not None:
+                        self.dismiss()
+                        self.crew, self.key = hire(ray, weights, beat), key
+                    yield from work(ray, self.crew, beat)
+            except Exception as error:
+                if isinstance(error, SanaError) or not is_of_ray(error):
+                    raise
+                self.lost = True
+                raise LostError(brief(error)) from error
+            finally:
+                self.used = time.monotonic()
+                if self.lost:
+                    part(self.context)
+                self.busy.release()
+
+        try:
+            yield from work_apart(work_there, poll, SILENCE)
+        except LostError as error:
+            raise self.lose(str(error)) from None
+
+    def take(self, poll: Poll) -> None:
+        """Wait until the last run, which was cancelled, has ended its actors. Raises ClusterError if it cannot."""
+        deadline = time.monotonic() + SILENCE
+        while not self.busy.acquire(timeout=LOOK):
+            poll()
+            if time.monotonic() > deadline:
+                raise self.lose(f"no answer for {SILENCE:.0f} s")
+
+    def prove(self, poll: Poll) -> None:
+        """Give up the connection of the last run if nobody answers there any more."""
+        context = self.context
+        if context is None:
+            return
+        try:
+            wait_for(self.look, lambda nodes: part(context), poll, PROOF)
+        except BaseException as error:
+            # the thread that looks may be inside of the context for long
+            self.context, self.crew, self.key = None, Crew(), None
+            if not isinstance(error, TimeoutError):
+                part(context)
+            if not is_of_ray(error):
+                raise
+            logger.warning("cluster: lost %s since the last run (%s)", self.cluster.address, brief(error))
+
+    def look(self) -> Any:
+        """Ask the head for its machines."""
+        with self.context:
+            return import_ray().nodes()
+
+    def connect(self, poll: Poll, say: Say) -> None:
+        """Connect, unless the connection of the last run stands. Raises what `connect_client` does."""
+        if self.context is None:
+            self.context = connect_client(self.cluster.address, poll, say)
+            threading.Thread(target=self.watch, args=(self.context,), name="sana cluster watch", daemon=True).start()
+
+    def forget(self, key: Any) -> None:
+        """Let the actors go soon if they have loaded what `key` says: nobody will want it again. Takes no time."""
+        if key == self.key:
+            self.unwanted.set()
+
+    def watch(self, context: Any) -> None:
+        """End the actors and the connection when nobody has wanted them for long."""
+        while self.context is context and not self.lost:
+            unwanted = self.unwanted.wait(LOOK)
+            idle = time.monotonic() - self.used > self.idle
+            if (unwanted or idle) and self.busy.acquire(blocking=False):
+                try:
+                    self.end()
+                finally:
+                    self.busy.release()
+                return
+
+    def end(self) -> None:
+        """End the connection, and with it the actors."""
+        context, self.context = self.context, None
+        self.crew, self.key = Crew(), None
+        if context is not None:
+            context.disconnect()
+
+    def dismiss(self) -> None:
+        """End the actors. Only inside of the context."""
+        self.key = None
+        self.crew.end(import_ray())
+
+    def leave(self) -> None:
+        """End the connection for good, without a wait for what may never come."""
+        if self.busy.acquire(timeout=PROOF):
+            self.end()
+        else:
+            self.lost = True
+
+    def lose(self, why: str) -> ClusterError:
+        """Give the connection up; the thread that waits for an answer ends it. Return the error that says so."""
+        self.lost = True
+        return ClusterError(
+            f"cluster: lost the head at {self.cluster.address} ({why}); start Ray there again, then queue again"
+        )
+
+
+def part(context: Any) -> None:
+    """End a connection whose other end may not answer; its actors end with it."""
+    if context is not None:
+        threading.Thread(target=context.disconnect, name="sana cluster end", daemon=True).start()
+
+
+def is_of_ray(error: BaseException) -> bool:
+    """Whether Ray, or its client, raised `error` since it cannot reach the cluster."""
+    import grpc
+    import ray
+
+    # bare errors of the client, for a connection that has gone
+    if type(error) is Exception or "Cannot invoke RPC" in str(error):
+        return True
+    return isinstance(error, (ConnectionError, TimeoutError, RuntimeError, grpc.RpcError, ray.exceptions.RayError))
+
+
+def run_alone(
+    cluster: ClusterSettings, work: Callable[[Any, Crew, Poll], Generator[T, None, None]], poll: Poll, say: Say
+) -> Generator[T, None, None]:
+    """Yield what the generator `work(ray, crew, poll)` yields, with a connection and actors of this run alone.
+
+    Raises what `Session.run` does.
+    """
+    if cluster.address.startswith(CLIENT):
+        session = Session(cluster)
+        try:
+            yield from session.run(None, dict, work, poll, say)
+        finally:
+            session.leave()
+        return
+    with connected(cluster.address, poll, say) as ray:
+        crew = Crew()
+        try:
+            yield from work(ray, crew, poll)
+        finally:
+            crew.end(ray)
