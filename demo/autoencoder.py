@@ -38,17 +38,17 @@ MULTISCALES = ((), (), (), (5,), (5,), (5,))
 LAYERS = (1,) * 6
 
 
-def build() -> AutoencoderDC:
+def build(channels: tuple[int, ...] = CHANNELS, layers: tuple[int, ...] = LAYERS) -> AutoencoderDC:
     return AutoencoderDC(
         in_channels=3,
         latent_channels=32,
         attention_head_dim=16,
         encoder_block_types=BLOCKS,
         decoder_block_types=BLOCKS,
-        encoder_block_out_channels=CHANNELS,
-        decoder_block_out_channels=CHANNELS,
-        encoder_layers_per_block=LAYERS,
-        decoder_layers_per_block=LAYERS,
+        encoder_block_out_channels=channels,
+        decoder_block_out_channels=channels,
+        encoder_layers_per_block=layers,
+        decoder_layers_per_block=layers,
         encoder_qkv_multiscales=MULTISCALES,
         decoder_qkv_multiscales=MULTISCALES,
         upsample_block_type="interpolate",
@@ -97,9 +97,8 @@ def train(report: Callable[[int, float], None]) -> AutoencoderDC:
 
 
 @torch.no_grad()
-def psnr(model: AutoencoderDC, count: int = 32) -> float:
-    """Peak signal-to-noise ratio in dB over whole pictures that training did not see."""
-    pixels = draw_batch(random.Random(0), Phase(1, PIXELS, PIXELS, count))
+def psnr(model: AutoencoderDC, pixels: torch.Tensor) -> float:
+    """Peak signal-to-noise ratio in dB over the pictures `pixels` [N, 3, H, W] in [-1, 1]."""
     squared = [
         (model.decode(model.encode(p[None]).latent).sample.clamp(-1, 1) - p).square().mean().item() for p in pixels
     ]

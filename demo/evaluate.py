@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 import sana_core
+from sana_core.picture_files import levels
 
 from .judge import Verdict, judge
 from .pictures import COLOURS, PIXELS, combinations, prompt
@@ -21,7 +21,7 @@ GUIDANCE = 4.5
 def draw(checkpoint: Path, prompts: list[str], guidance: float, **options) -> np.ndarray:
     """Draw the prompts, uint8 [N, H, W, 3]."""
     images = sana_core.generate(prompts, checkpoint, guidance=guidance, width=PIXELS, height=PIXELS, **options)
-    return ((images.movedim(1, -1) + 1) * 127.5).round().to(torch.uint8).numpy()
+    return np.stack([levels(image) for image in images])
 
 
 def score(pictures: np.ndarray, wanted: list[tuple[str, str, str]]) -> dict[str, float]:

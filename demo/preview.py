@@ -10,15 +10,21 @@ from diffusers import AutoencoderDC
 
 from .autoencoder import to_pixels
 from .pictures import combinations, draw_scene, random_scene
-from .transformer import cache_latents
 
 
-def fit_colours(autoencoder: AutoencoderDC) -> dict[str, list]:
-    """Return the linear map from scaled latents to the mean RGB in [0, 1] of their 32 x 32 pixels, least squares."""
+def training_pictures() -> torch.Tensor:
+    """Return two training scenes of each combination, [N, 3, H, W] in [-1, 1]."""
     rng = random.Random(11)
-    scenes = [random_scene(rng, combination) for combination in combinations()[0] * 2]
-    latents = cache_latents(autoencoder, scenes) * autoencoder.config.scaling_factor
-    colours = torch.nn.functional.avg_pool2d(to_pixels(np.stack([draw_scene(s) for s in scenes])), 32) / 2 + 0.5
+    return to_pixels(np.stack([draw_scene(random_scene(rng, each)) for each in combinations()[0] * 2]))
+
+
+@torch.no_grad()
+def fit_colours(autoencoder: AutoencoderDC, pixels: torch.Tensor) -> dict[str, list]:
+    """Return the linear map from scaled latents to the mean RGB in [0, 1] of their 32 x 32 pixels, least squares over
+    the pictures `pixels` [N, 3, H, W] in [-1, 1]."""
+    latents = torch.cat([autoencoder.encode(part).latent for part in pixels.split(16)])
+    latents = latents * autoencoder.config.scaling_factor
+    colours = torch.nn.functional.avg_pool2d(pixels, 32) / 2 + 0.5
     cells, wanted = (t.movedim(1, -1).flatten(0, 2) for t in (latents, colours))
     ones = torch.ones(len(cells), 1)
     solution = torch.linalg.lstsq(torch.cat([cells, ones], dim=1), wanted).solution

@@ -7,18 +7,20 @@ to begin again. The result is demo/sana-tiny/ and demo/report/.
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 from transformers import AutoTokenizer
 
 from sana_core.checkpoints import load_text_encoder
 
 from . import autoencoder, evaluate, preview, text, transformer
+from .checkpoint import save_checkpoint
+from .pictures import PIXELS
 
 HERE = Path(__file__).parent
 BUILD, CHECKPOINT, REPORT = HERE / "build", HERE / "sana-tiny", HERE / "report"
@@ -57,19 +59,13 @@ def main() -> None:
     scheduler = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
     tokenizer = AutoTokenizer.from_pretrained(BUILD / "tokenizer", local_files_only=True)
     pipeline = SanaPipeline(tokenizer, encoder.model, vae, dit, scheduler)
-    colours = preview.fit_colours(vae)
-    pipeline.to(torch.bfloat16).save_pretrained(CHECKPOINT)
-    for config in CHECKPOINT.glob("*/config.json"):  # diffusers notes where the module was loaded from
-        kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "_name_or_path"}
-        config.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
-    # the only name that transformers 4 and 5 both know for a tokenizer without tokenizer.model
-    for file in (CHECKPOINT / "model_index.json", CHECKPOINT / "tokenizer" / "tokenizer_config.json"):
-        file.write_text(file.read_text().replace('"GemmaTokenizer"', '"GemmaTokenizerFast"'))
-    (CHECKPOINT / "preview.json").write_text(json.dumps(colours) + "\n")
+    size = save_checkpoint(pipeline, preview.fit_colours(vae, preview.training_pictures()), CHECKPOINT)
     evaluate.plot_losses(BUILD, REPORT)
-    result = evaluate.evaluate(CHECKPOINT, REPORT, autoencoder.psnr(AutoencoderDC.from_pretrained(CHECKPOINT / "vae")))
-    size = sum(file.stat().st_size for file in CHECKPOINT.rglob("*") if file.is_file())
-    sys.stderr.write(f"{size / 1e6:.2f} MB, {json.dumps(result, indent=2)}\n")
+    kept = AutoencoderDC.from_pretrained(CHECKPOINT / "vae")
+    # whole pictures that training did not see
+    unseen = autoencoder.draw_batch(random.Random(0), autoencoder.Phase(1, PIXELS, PIXELS, 32))
+    result = evaluate.evaluate(CHECKPOINT, REPORT, autoencoder.psnr(kept, unseen))
+    sys.stderr.write(f"{size:.2f} MB, {json.dumps(result, indent=2)}\n")
 
 
 if __name__ == "__main__":

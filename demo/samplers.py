@@ -16,7 +16,8 @@ from PIL import Image, ImageDraw
 import sana_core
 from sana_core.guidance import PerturbedAttention, denoiser, perturbed_attention
 from sana_core.latents import noise_stream, picture_shape
-from sana_core.reference import SHIFT
+from sana_core.picture_files import levels
+from sana_core.released import SHIFT
 from sana_core.sampling import SAMPLERS, sample_scm
 from sana_core.text import TextEncoder
 
@@ -72,7 +73,7 @@ class Painter:
         more = {"noise": noise} if flow.sample is sample_scm else {}
         latents = flow.sample(model, start, flow.sigmas(steps, SHIFT), **more)
         images = sana_core.decode_latents(self.autoencoder, latents / self.autoencoder.config.scaling_factor)
-        return ((images.clamp(-1, 1).movedim(1, -1) + 1) * 127.5).round().to(torch.uint8).numpy()
+        return np.stack([levels(image) for image in images])
 
 
 def distance(pictures: np.ndarray, others: np.ndarray) -> float:

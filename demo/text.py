@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -17,7 +18,21 @@ from .step import take_step
 
 VOCABULARY = 1024
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
-STEPS, BATCH, LEARNING_RATE = 900, 16, 2e-3
+BATCH, LEARNING_RATE = 16, 2e-3
+# prompts and what follows them, without end
+Documents = Callable[[random.Random], Iterator[tuple[str, str]]]
+
+
+class Size(NamedTuple):
+    """Of the language model, and of its training."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    steps: int
+
+
+SMALL = Size(hidden=64, intermediate=160, layers=2, steps=900)
 
 
 def documents(rng: random.Random) -> Iterator[tuple[str, str]]:
@@ -38,10 +53,9 @@ def documents(rng: random.Random) -> Iterator[tuple[str, str]]:
         yield random_caption(rng, scene), "\n" + " ".join(facts)
 
 
-def train_tokenizer() -> GemmaTokenizer:
+def train_tokenizer(documents: Documents) -> GemmaTokenizer:
     """Byte-pair merges over captions and the instruction, in Gemma's form: bytes for what it never saw."""
-    rng = random.Random(3)
-    stream = documents(rng)
+    stream = documents(random.Random(3))
     corpus = ["".join(next(stream)) for _ in range(4000)] + [instruction_text()] * 40
     raw = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     # Gemma turns spaces into U+2581; split in front of each, lest merges run across words
@@ -59,13 +73,13 @@ def train_tokenizer() -> GemmaTokenizer:
     return tokenizer
 
 
-def build(tokenizer: GemmaTokenizer) -> Gemma2ForCausalLM:
+def build(tokenizer: GemmaTokenizer, size: Size) -> Gemma2ForCausalLM:
     return Gemma2ForCausalLM(
         Gemma2Config(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=2,
+            hidden_size=size.hidden,
+            intermediate_size=size.intermediate,
+            num_hidden_layers=size.layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,
@@ -79,16 +93,18 @@ def build(tokenizer: GemmaTokenizer) -> Gemma2ForCausalLM:
     )
 
 
-def train(report: Callable[[int, float], None]) -> tuple[GemmaTokenizer, Gemma2Model]:
+def train(
+    report: Callable[[int, float], None], documents: Documents = documents, size: Size = SMALL
+) -> tuple[GemmaTokenizer, Gemma2Model]:
     """Train on prompt and description, half of them behind the instruction; return tokenizer and decoder stack."""
     torch.manual_seed(3)
-    tokenizer = train_tokenizer()
-    model = build(tokenizer)
+    tokenizer = train_tokenizer(documents)
+    model = build(tokenizer, size)
     stream = documents(random.Random(4))
     prefix = instruction_text()
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.05)
-    for step in range(STEPS):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=size.steps, pct_start=0.05)
+    for step in range(size.steps):
         before = prefix if step % 2 else ""
         skip = len(tokenizer(before).input_ids) if before else 0
         texts = [

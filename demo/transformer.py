@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderDC, SanaTransformer2DModel
 
-from sana_core.reference import SHIFT
+from sana_core.released import SHIFT
 from sana_core.sampling import shift_sigmas
 from sana_core.text import TextEncoder, encode_prompts
 
@@ -44,19 +44,19 @@ CYCLES = (
 )
 
 
-def build(caption_channels: int) -> SanaTransformer2DModel:
+def build(caption_channels: int, heads: int = 5, layers: int = 5, pixels: int = PIXELS) -> SanaTransformer2DModel:
     return SanaTransformer2DModel(
         in_channels=32,
         out_channels=32,
-        num_attention_heads=5,
+        num_attention_heads=heads,
         attention_head_dim=32,
-        num_layers=5,
-        num_cross_attention_heads=5,
+        num_layers=layers,
+        num_cross_attention_heads=heads,
         cross_attention_head_dim=32,
-        cross_attention_dim=160,
+        cross_attention_dim=32 * heads,
         caption_channels=caption_channels,
         mlp_ratio=2.5,
-        sample_size=PIXELS // 32,
+        sample_size=pixels // 32,
         patch_size=1,
         interpolation_scale=1.0,
     )

@@ -1,0 +1,78 @@
+"""What is said of a scene."""
+
+from __future__ import annotations
+
+import random
+
+from .world import Combination, Scene
+
+# The first way to say each is that of `prompt`.
+SAID = {
+    "dawn": ("at dawn", "at sunrise", "in the early morning"),
+    "noon": ("at noon", "at midday", "in bright daylight"),
+    "dusk": ("at dusk", "at sunset", "in the evening"),
+    "night": ("at night", "under the stars", "by moonlight"),
+    "sea": ("on the sea", "on the ocean", "in the middle of the sea"),
+    "hills": ("among green hills", "in a hilly landscape", "in the hills"),
+    "desert": ("in the desert", "among sand dunes", "in a sandy desert"),
+    "snow": ("in the snow", "in a snowy landscape", "on snowy fields"),
+    "street": ("on a street of houses", "in front of a row of houses", "in a street"),
+    "house": ("house", "cottage", "little house"),
+    "lighthouse": ("lighthouse", "striped lighthouse"),
+    "boat": ("boat", "sailing boat", "sailboat"),
+    "tree": ("tree", "leafy tree"),
+    "balloon": ("balloon", "hot-air balloon"),
+    "car": ("car", "small car"),
+    "mountain": ("mountain", "peak"),
+    "left": ("on the left", "to the left", "on the left side"),
+    "middle": ("in the middle", "in the centre"),
+    "right": ("on the right", "to the right", "on the right side"),
+    "near": ("close by", "in the foreground"),
+    "far": ("far away", "in the distance"),
+    "clear": ("under a clear sky", "in fine weather"),
+    "cloudy": ("under a cloudy sky", "with clouds in the sky"),
+    "rainy": ("in the rain", "on a rainy day"),
+    "flat": ("a flat drawing", "a flat illustration", "a poster"),
+    "watercolour": ("a watercolour", "a watercolor painting", "a watercolour painting"),
+    "line drawing": ("a line drawing", "an ink drawing", "a drawing in ink"),
+}
+
+
+def article(noun: str) -> str:
+    return ("an " if noun[0] in "aeiou" else "a ") + noun
+
+
+def prompt(combination: Combination) -> str:
+    """Return the plain caption, which is also the form of the test prompts."""
+    time, place, style, kind, colour = combination
+    return f"{SAID[style][0]} of {article(f'{colour} {kind}')} {SAID[place][0]} {SAID[time][0]}"
+
+
+def random_caption(rng: random.Random, scene: Scene) -> str:
+    """Describe `scene` in one or two sentences: always its subjects, mostly the rest, in changing words and order."""
+
+    def said(word: str) -> str:
+        ways = SAID[word]
+        return ways[0] if rng.random() < 0.5 else rng.choice(ways)
+
+    nouns = []
+    for subject in scene.subjects:
+        noun = article(f"{subject.colour} {said(subject.kind)}")
+        if rng.random() < 0.45:
+            noun += f" {said(subject.side)}"
+        if rng.random() < 0.3:
+            noun += f" {said(subject.distance)}"
+        nouns.append(noun)
+    subjects = " and ".join(filter(None, (", ".join(nouns[:-1]), nouns[-1])))
+    around = [said(scene.place)] if rng.random() < 0.95 else []
+    around += [said(scene.time)] if rng.random() < 0.95 else []
+    if rng.random() < 0.2:
+        around.reverse()
+    around += [said(scene.weather)] if rng.random() < (0.8 if scene.weather == "rainy" else 0.35) else []
+    style, where = said(scene.style), " ".join(around)
+    form = rng.random()
+    if form < 0.7:
+        return f"{style} of {subjects} {where}".strip()
+    if form < 0.85:
+        return f"{subjects} {where}".strip() + f", {style.split(' ', 1)[1]}"
+    return f"{style}. {subjects} {where}".strip()

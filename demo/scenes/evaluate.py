@@ -1,0 +1,45 @@
+"""The score of the model of scenes on what training never showed, by the judge, and contact sheets of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+import sana_core
+from sana_core.picture_files import levels
+
+from ..evaluate import contact_sheet
+from .captions import prompt
+from .judge import load, score
+from .world import PIXELS, combinations
+
+GUIDANCE, STEPS, SEEDS = 4.5, 20, 4
+
+
+def draw(checkpoint: Path, prompts: list[str], **options) -> np.ndarray:
+    """Draw the prompts, uint8 [N, H, W, 3]."""
+    images = sana_core.generate(prompts, checkpoint, width=PIXELS, height=PIXELS, steps=STEPS, **options)
+    return np.stack([levels(image) for image in images])
+
+
+def evaluate(checkpoint: Path, report: Path, psnr: float) -> dict:
+    """Score `checkpoint` on the held-out combinations with several seeds, and on the empty prompt; draw the contact
+    sheets, write score.json; return the score."""
+    report.mkdir(exist_ok=True)
+    _, held_out = combinations()
+    prompts, judge = [prompt(each) for each in held_out], load()
+    scores = []
+    for seed in range(SEEDS):
+        pictures = draw(checkpoint, prompts, guidance=GUIDANCE, seed=1000 * seed)
+        scores.append(score(judge, pictures, held_out))
+        if seed == 0:
+            contact_sheet(pictures[:64]).save(report / "held_out.jpg", quality=88)
+    mean = {name: round(float(np.mean([each[name] for each in scores])), 4) for name in scores[0]}
+    empty = draw(checkpoint, [""], guidance=1.0, count=64)
+    contact_sheet(empty).save(report / "empty_prompt.jpg", quality=88)
+    result = {"prompts": len(prompts), "psnr_db": round(psnr, 2), "guidance": GUIDANCE, "steps": STEPS}
+    result |= {"mean": mean, "seeds": scores, "empty_prompt": score(judge, empty, held_out[:64])}
+    (report / "score.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result

@@ -1,0 +1,89 @@
+"""Make the model of scenes: `python -m demo.scenes.recipe`. Hours on two cores, minutes on a GPU.
+
+Each stage goes on where it was left; what they keep is under demo/build/scenes/. The judge comes first, and stays. The
+transformer is trained by this pack's own trainer, with train.toml of this folder. The result is demo/sana-scenes/ and
+demo/scenes/report/.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+from transformers import AutoTokenizer
+
+from sana_core.accelerator import chosen_device
+from sana_core.checkpoints import load_text_encoder
+from sana_core.training.settings import read_settings
+from sana_core.training.train import train
+
+from .. import text
+from ..autoencoder import psnr
+from ..checkpoint import save_checkpoint
+from ..preview import fit_colours
+from ..transformer import build
+from . import autoencoder
+from .dataset import write_dataset
+from .evaluate import evaluate
+from .text import SIZE, documents
+from .world import PIXELS, training_scenes
+
+HERE = Path(__file__).parent
+BUILD, CHECKPOINT, REPORT = HERE.parent / "build" / "scenes", HERE.parent / "sana-scenes", HERE / "report"
+PICTURES = 24_000
+# of the transformer
+HEADS, LAYERS = 6, 6
+
+
+def log_losses(stage: str) -> Callable[[int, float], None]:
+    """Return report(step, loss), which adds to the curve of `stage` and shows it on standard error."""
+    started = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        line = {"step": step, "loss": round(loss, 5), "seconds": round(time.monotonic() - started, 1)}
+        with (BUILD / f"{stage}.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        sys.stderr.write(f"{stage} {line}\n")
+
+    return report
+
+
+def main() -> None:
+    BUILD.mkdir(parents=True, exist_ok=True)
+    device = chosen_device("")
+    base = BUILD / "base"
+    if not (BUILD / "vae/config.json").is_file():
+        vae = autoencoder.train(BUILD / "vae.pt", device, log_losses("vae")).cpu()
+        vae.register_to_config(scaling_factor=autoencoder.latent_scale(vae))
+        vae.save_pretrained(BUILD / "vae")
+    vae = AutoencoderDC.from_pretrained(BUILD / "vae")
+    if not (BUILD / "text_encoder/config.json").is_file():
+        tokenizer, language_model = text.train(log_losses("text_encoder"), documents, SIZE)
+        tokenizer.save_pretrained(BUILD / "tokenizer")
+        language_model.save_pretrained(BUILD / "text_encoder")
+    encoder = load_text_encoder(BUILD)
+    tokenizer = AutoTokenizer.from_pretrained(BUILD / "tokenizer", local_files_only=True)
+    scheduler = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
+    if not (base / "model_index.json").is_file():
+        torch.manual_seed(5)
+        transformer = build(encoder.model.config.hidden_size, heads=HEADS, layers=LAYERS, pixels=PIXELS)
+        SanaPipeline(tokenizer, encoder.model, vae, transformer, scheduler).save_pretrained(base)
+    rng = random.Random(19)
+    write_dataset(BUILD / "pictures", training_scenes(rng, PICTURES), rng)
+    trained = train(read_settings(HERE / "train.toml"), report=lambda line: sys.stderr.write(f"{line}\n"))
+    transformer = SanaTransformer2DModel.from_pretrained(trained)
+    pipeline = SanaPipeline(tokenizer, encoder.model, vae, transformer, scheduler)
+    save_checkpoint(
+        pipeline, fit_colours(vae, autoencoder.paint_batch(random.Random("colours"), PIXELS, 256)), CHECKPOINT
+    )
+    evaluate(CHECKPOINT, REPORT, psnr(vae, autoencoder.paint_batch(random.Random("psnr"), PIXELS, 64)))
+
+
+if __name__ == "__main__":
+    main()
