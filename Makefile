@@ -6,19 +6,29 @@ EXAMPLES ?= 100000
 MINUTES ?= 1000000
 GRAPHS ?= 300
 KILLS ?= 1000
+WORKERS ?= 2
+PYTEST = $(VENV) -m pytest -c tests/pytest.ini -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+GPU_PYTHON ?= python3
+GPU_MINUTES ?= 8
+EACH ?= 30
 
-.PHONY: help setup demo serve test test-all coverage fuzz soak lint bench checkpoint lock audit
+.PHONY: help setup demo serve gallery test test-all coverage mutants fuzz soak lint bench gpu gpu-wheels checkpoint lock audit
 
 help:
 	@echo "make demo [PROMPT=\"a blue square on a white background\"]   draw a picture into output/"
-	@echo "make serve        leave the canvas open on http://127.0.0.1:8188"
-	@echo "make test         all tests: unit, graph, server, browser"
-	@echo "make test-all     these, and the lowest and newest versions of all that the pack needs"
+	@echo "make serve        leave the canvas open on http://127.0.0.1:8188, or a free port"
+	@echo "make gallery      open every template in Chromium, run it, and write its screenshot into docs/gallery.md"
+	@echo "make test [WORKERS=2]   unit, graph, server and browser tests, so many at once, without the slow ones"
+	@echo "make test HOST=0.27   graph and server tests in another ComfyUI: 0.27, 0.30, and 0.26, which is refused"
+	@echo "make test-all     all tests, then other ComfyUIs, and the lowest and newest versions of all that the pack needs"
 	@echo "make fuzz [EXAMPLES=100000] [MINUTES=60]   broken files and inputs, for hours, going on where it was"
 	@echo "make coverage     the tests once more, and which lines and branches of sana_core and nodes they reach"
+	@echo "make mutants [EACH=30]   change the code in small ways, and count which changes the unit tests notice, for an hour or two"
 	@echo "make soak [GRAPHS=300] [KILLS=1000]   faults and hundreds of graphs on one server, for hours; figures in benchmarks/"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
+	@echo "make gpu [GPU_PYTHON=python3]   on a machine with a GPU: is it right, and how fast is it, in 8 minutes"
+	@echo "make gpu-wheels FOR=\"3.12 2.11\"   bring along what make gpu needs offline, for a Python and a torch"
 	@echo "make audit        for a release: its bill of materials, and known weaknesses of what it needs"
 	@echo "make checkpoint   train demo/sana-tiny again (about 80 minutes)"
 
@@ -31,11 +41,23 @@ demo: setup
 serve: setup
 	@$(VENV) scripts/demo.py --serve
 
+gallery:
+	@$(PYTHON) scripts/setup.py --browser
+	$(VENV) scripts/gallery.py
+
+ifdef HOST
+test: lint
+	OMP_NUM_THREADS=1 $(VENV) scripts/hosts.py $(HOST)
+else
 test: lint
 	@$(PYTHON) scripts/setup.py --browser
-	$(VENV) -m pytest -c tests/pytest.ini tests
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" tests
+endif
 
-test-all: test
+test-all: lint
+	@$(PYTHON) scripts/setup.py --browser
+	OMP_NUM_THREADS=1 $(PYTEST) tests
+	OMP_NUM_THREADS=1 $(VENV) scripts/hosts.py
 	$(VENV) scripts/versions.py
 
 # the test that lets a disk be full meets coverage's own file too, and fails here
@@ -45,6 +67,12 @@ coverage: setup
 	-$(VENV) -m coverage run -m pytest -c tests/pytest.ini tests
 	$(VENV) -m coverage combine -q
 	$(VENV) -m coverage report --fail-under 90
+
+# goes on where it was; the figures are in benchmarks/mutants.json
+mutants: setup
+	$(PYTHON) -m venv .cache/mutants
+	.cache/mutants/bin/python -m pip install --quiet --require-hashes -r requirements/mutants.txt
+	$(VENV) scripts/mutants.py --each $(EACH)
 
 # the tests of tests/fuzz are in `make test` too, with a few examples each
 fuzz: setup
@@ -56,7 +84,7 @@ soak: setup
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/two_servers.py
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/fail_batch.py
 	ALLOCATIONS_EVERY=1 $(VENV) -m pytest -c tests/pytest.ini tests/unit/test_every_allocation.py \
-		tests/graph/test_graph_allocations.py -o timeout=0
+		tests/unit/test_accelerator_allocations.py tests/graph/test_graph_allocations.py -o timeout=0
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/kill_batch.py --kills $(KILLS)
 
 lint: setup
@@ -71,8 +99,23 @@ bench: setup
 	$(VENV) benchmarks/decode.py
 	$(VENV) benchmarks/decode_lite.py
 	$(VENV) benchmarks/memory.py
+	$(VENV) benchmarks/train_memory.py
+	$(VENV) benchmarks/train.py
+	$(VENV) benchmarks/train_lora.py
+	OMP_NUM_THREADS=1 $(VENV) benchmarks/train_parallel.py
 	$(VENV) benchmarks/reference.py
+	$(VENV) benchmarks/accelerator_counts.py
+	$(VENV) benchmarks/kernels.py
+	$(VENV) benchmarks/quantised.py
 	OMP_NUM_THREADS=1 $(VENV) benchmarks/batch.py
+	OMP_NUM_THREADS=1 $(VENV) benchmarks/cluster_queue.py
+
+# takes a Python that has torch, and installs nothing into it
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py --minutes $(GPU_MINUTES)
+
+gpu-wheels: setup
+	$(VENV) scripts/gpu_wheels.py $(FOR)
 
 checkpoint: setup
 	$(VENV) -m demo.recipe
@@ -90,3 +133,4 @@ COMPILE = uv pip compile -q --universal --python-version 3.10 --generate-hashes 
 lock: setup
 	$(COMPILE) requirements/dev.in .cache/ComfyUI/requirements.txt -o requirements/lock.txt
 	$(COMPILE) requirements/release.in -o requirements/release.txt
+	$(COMPILE) requirements/mutants.in -o requirements/mutants.txt

@@ -146,7 +146,7 @@ def ray_pool(workers: int) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from sana_core.batch.cluster import connect
+    from sana_core.batch.connection import connect
     from sana_core.batch.fingerprint import fingerprint
     from sana_core.batch.ray_pool import RayPool
     from sana_core.batch.worker import Job
@@ -157,7 +157,7 @@ def ray_pool(workers: int) -> Iterator[Any]:
     for _ in range(workers):
         cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
     connect(cluster.address)
-    with closing(RayPool(job, PROMPTS)) as actors:
+    with closing(RayPool(job, PROMPTS, workers)) as actors:
         warm(actors, workers)
         yield actors
     ray.shutdown()

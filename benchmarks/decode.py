@@ -103,7 +103,7 @@ class Timeline:
 
 def measure(method: str, pixels: int, device: str, saved: str | None) -> dict:
     """Decode once in this process."""
-    from sana_core.decode import decode_latents
+    from sana_core.decode import DecodeOptions, decode_into
     from sana_core.decode.plan import Planner
     from sana_core.decode.stages import decoder_stages
 
@@ -117,7 +117,7 @@ def measure(method: str, pixels: int, device: str, saved: str | None) -> dict:
     out = torch.ones(1, 3, pixels, pixels)
     floor = planner.floor().peak_bytes
     # a share of what the undivided decode needs at 1024 px, at every size the same multiple of the boundary map
-    budgets = {"strips_exact": 2**40, "strips": max(8 * planner.boundary_bytes, 1.3 * floor), "smallest": floor}
+    budgets = {"strips": max(8 * planner.boundary_bytes, 1.3 * floor), "smallest": floor}
 
     def work(latents: torch.Tensor, out: torch.Tensor) -> None:
         if method.startswith("whole"):
@@ -126,9 +126,11 @@ def measure(method: str, pixels: int, device: str, saved: str | None) -> dict:
             model.enable_tiling()
             out.copy_(model.decode(latents).sample)
         elif method == "tiles":
-            decode_latents(model, latents, method="tiles", out=out, report=report)
+            decode_into(out, model, latents, DecodeOptions("tiles"), report)
+        elif method == "strips_exact":
+            decode_into(out, model, latents, DecodeOptions("strips", 2**40), report)
         else:
-            decode_latents(model, latents, max_bytes=budgets[method], out=out, report=report)
+            decode_into(out, model, latents, DecodeOptions(max_bytes=budgets[method]), report)
 
     with torch.no_grad():
         # buffers that the library makes once

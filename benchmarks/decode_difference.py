@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import sana_core  # noqa: E402
+from sana_core.decode import Tiles  # noqa: E402
+from sana_core.picture_files import levels  # noqa: E402
 
 SIDE, TILE, OVERLAP, GAIN = 512, 128, 32, 4
 PROMPTS = [
@@ -32,10 +34,6 @@ def mosaic() -> torch.Tensor:
     return torch.cat(rows, dim=1)[None]
 
 
-def levels(pixels: torch.Tensor) -> np.ndarray:
-    return ((pixels[0].clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
-
-
 @torch.no_grad()
 def main() -> None:
     autoencoder = sana_core.load_autoencoder(ROOT / "demo" / "sana-tiny")
@@ -46,16 +44,16 @@ def main() -> None:
         "strips": sana_core.decode_latents(autoencoder, latents),
         "strips in 30 MB": sana_core.decode_latents(autoencoder, latents, max_bytes=budget),
         f"tiles of {TILE} px": sana_core.decode_latents(
-            autoencoder, latents, method="tiles", tile=TILE, overlap=OVERLAP
+            autoencoder, latents, method="tiles", tiles=Tiles(TILE, OVERLAP)
         ),
     }
     autoencoder.enable_tiling(TILE, TILE, TILE - OVERLAP, TILE - OVERLAP)
     pictures[f"diffusers, tiles of {TILE} px"] = autoencoder.decode(latents).sample[..., :SIDE, :SIDE]
-    whole = levels(pictures["whole"]).astype(int)
+    whole = levels(pictures["whole"][0]).astype(int)
     sheet = Image.new("RGB", (SIDE * len(pictures) // 2, SIDE + 60), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
     for index, (name, pixels) in enumerate(pictures.items()):
-        picture = levels(pixels)
+        picture = levels(pixels[0])
         difference = np.abs(picture.astype(int) - whole)
         error = f"mean {difference.mean():.2f}, most {difference.max()} of 255"
         x = index * SIDE // 2

@@ -43,6 +43,7 @@ def measure(variant: str, method: str, pixels: int, saved: str) -> dict:
     import mit_dc_ae
 
     import sana_core
+    from sana_core.decode import DecodeOptions, decode_into
     from sana_core.decode.plan import Planner
     from sana_core.decode.stages import decoder_stages
 
@@ -67,7 +68,7 @@ def measure(variant: str, method: str, pixels: int, saved: str) -> dict:
             if method == "whole":
                 out.copy_(model.decode(latents).sample)
             else:
-                sana_core.decode_latents(model, latents, max_bytes=2**40, out=out, report=report)
+                decode_into(out, model, latents, DecodeOptions(max_bytes=2**40), report)
         busy = time.process_time() - busy
     torch.save(out, saved)
     return {

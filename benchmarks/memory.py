@@ -28,10 +28,10 @@ def measure_transformer(width: int, pixels: int, dtype: torch.dtype) -> tuple[in
     """Return measured and predicted bytes of a guided step."""
     from diffusers import SanaTransformer2DModel
 
-    from sana_core.checkpoints.released import CROSS_HEADS, Architecture
     from sana_core.decode.device_memory import PeakMemory
     from sana_core.guidance import denoiser
     from sana_core.memory import transformer_bytes
+    from sana_core.released import CROSS_HEADS, Architecture
 
     heads = CROSS_HEADS[width]
     model = SanaTransformer2DModel(
@@ -57,10 +57,11 @@ def measure_text(dtype: torch.dtype) -> tuple[int, int]:
     from transformers import Gemma2Config, Gemma2Model
 
     from sana_core.decode.device_memory import PeakMemory
-    from sana_core.memory import INSTRUCTION_TOKENS, TEXT_TOKENS, text_bytes
+    from sana_core.memory import INSTRUCTION_TOKENS, text_bytes
+    from sana_core.released import MAX_TOKENS
 
     model = Gemma2Model(Gemma2Config(num_hidden_layers=BLOCKS, vocab_size=1000)).requires_grad_(False).to(dtype)
-    ids = torch.randint(3, 1000, (1, INSTRUCTION_TOKENS + TEXT_TOKENS))
+    ids = torch.randint(3, 1000, (1, INSTRUCTION_TOKENS + MAX_TOKENS))
     with torch.inference_mode():
         model(ids[:, :8], attention_mask=torch.ones(1, 8))
         with PeakMemory(torch.device("cpu")) as peak:

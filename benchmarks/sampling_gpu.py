@@ -1,27 +1,19 @@
-"""Seconds of one guided step on a CUDA machine, beside diffusers and beside the floor of the arithmetic.
+"""Seconds of one guided step on an accelerator, beside diffusers and beside the floor of the arithmetic: for gpu.py.
 
-Writes benchmarks/sampling_gpu.json. SANA 0.6B and 1.6B in bf16 with random weights, one picture, two rows (guidance),
+SANA 0.6B and 1.6B in bf16 with random weights, one picture, two rows (guidance),
 300 tokens. The floor is the step's multiplications at the rate of a large bf16 matrix product in the same run.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from machine import description
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+from sana_core.forward import prepare, velocity
 
-from sana_core.forward import prepare, velocity  # noqa: E402
-
-SIZES = (512, 1024, 2048, 4096)
 TOKENS = 300
 RUNS = 20
 COMMON = {"attention_head_dim": 32}
@@ -33,16 +25,21 @@ MODELS = {
 }
 
 
+def synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 def seconds(call: Callable[[], torch.Tensor]) -> float:
     """Median seconds of `call`, warm, each run waited for."""
     for _ in range(3):
         call()
     times = []
     for _ in range(RUNS):
-        torch.cuda.synchronize()
+        synchronize()
         started = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        synchronize()
         times.append(time.perf_counter() - started)
     return statistics.median(times)
 
@@ -66,7 +63,7 @@ def multiply_adds(config: dict, pixels: int, rows: int = 2) -> float:
 
 
 @torch.inference_mode()
-def measure(name: str, pixels: int, rate: float, device: torch.device) -> dict:
+def measure(name: str, pixels: int, rate: float, device: torch.device, compiled: bool = True) -> dict:
     from diffusers import SanaTransformer2DModel
 
     torch.manual_seed(0)
@@ -78,14 +75,17 @@ def measure(name: str, pixels: int, rate: float, device: torch.device) -> dict:
         mask = torch.ones(2, TOKENS, dtype=torch.long)
         timestep = torch.full((2,), 500.0)
     constants = prepare(transformer, embeds, mask, cells, cells)
-    theirs = torch.compile(transformer, mode="reduce-overhead")
-    ours = torch.compile(velocity, mode="reduce-overhead")
     calls = {
         "diffusers_eager": lambda: transformer(x, embeds, timestep, encoder_attention_mask=mask).sample,
-        "diffusers_compiled": lambda: theirs(x, embeds, timestep, encoder_attention_mask=mask).sample,
         "eager": lambda: velocity(transformer, x, timestep, constants),
-        "compiled": lambda: ours(transformer, x, timestep, constants),
     }
+    if compiled:
+        theirs = torch.compile(transformer, mode="reduce-overhead")
+        ours = torch.compile(velocity, mode="reduce-overhead")
+        calls |= {
+            "diffusers_compiled": lambda: theirs(x, embeds, timestep, encoder_attention_mask=mask).sample,
+            "compiled": lambda: ours(transformer, x, timestep, constants),
+        }
     found = {key: seconds(call) for key, call in calls.items()}
     floor = multiply_adds(MODELS[name], pixels) / rate
     torch.compiler.reset()
@@ -95,22 +95,3 @@ def measure(name: str, pixels: int, rate: float, device: torch.device) -> dict:
         "times_the_floor": {key: round(value / floor, 2) for key, value in found.items()},
         "of_diffusers_eager": {key: round(value / found["diffusers_eager"], 3) for key, value in found.items()},
     }
-
-
-def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA device; benchmarks/sampling.py measures the CPU")
-    device = torch.device("cuda")
-    rate = peak_rate(device)
-    figures = description() | {
-        "device": torch.cuda.get_device_name(),
-        "multiply_adds_per_second": float(f"{rate:.3g}"),
-        "steps": {name: {f"{pixels} px": measure(name, pixels, rate, device) for pixels in SIZES} for name in MODELS},
-    }
-    text = json.dumps(figures, indent=2) + "\n"
-    (ROOT / "benchmarks" / "sampling_gpu.json").write_text(text)
-    sys.stdout.write(text)
-
-
-if __name__ == "__main__":
-    main()

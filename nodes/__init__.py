@@ -11,17 +11,25 @@ from . import (
     latent,
     loader,
     lora,
+    model_switch,
     plan,
     prompt_list,
+    replacements,
     sampler,
+    split,
     text,
+    training,
 )
 
 
 class SanaExtension(ComfyExtension):
+    async def on_load(self) -> None:
+        await replacements.register()
+
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        loading = (loader, lora, controlnet)
-        modules = (*loading, text, prompt_list, latent, guidance, sampler, batch, custom_sampling, decode, plan)
+        loading = (loader, model_switch, lora, controlnet)
+        drawing = (text, prompt_list, latent, guidance, split, sampler, batch, custom_sampling, decode)
+        modules = (*loading, *drawing, training, plan)
         return [node for module in modules for node in module.NODES]
 
 

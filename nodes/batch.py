@@ -93,9 +93,13 @@ class SanaNodesBatchSampler(io.ComfyNode):
     ) -> io.NodeOutput:
         from .host.batch import sample_batch
         from .host.batch_inputs import Batch
+        from .host.links import check_links
         from .host.report import show_under_node
         from .host.sampling import schedule
 
+        check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
+        if vae is not None:
+            check_links(vae=vae)
         # widgets check their range, links do not
         check_whole("count", count, 1, LARGEST_BATCH)
         check_whole("seed", seed, 0, LARGEST_SEED)

@@ -44,8 +44,10 @@ class SanaNodesScheduler(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, sampler: str, steps: int, denoise: float = 1.0) -> io.NodeOutput:
+        from .host.links import check_links
         from .host.sampling import schedule
 
+        check_links(model=model)
         return io.NodeOutput(schedule(model, sampler, steps, denoise))
 
 

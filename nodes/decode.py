@@ -63,16 +63,21 @@ class SanaNodesDecode(io.ComfyNode):
     def execute(
         cls, samples: dict, vae, method: str = "auto", budget_gb: float = 0.0, devices: str = "one"
     ) -> io.NodeOutput:
+        from .host.links import check_links
+        from .host.report import show_under_running_node
         from .host.vae import decode
 
+        check_links(samples=samples, vae=vae)
         if vae.latent_channels != CHANNELS:
             raise InputError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
         check_channels("samples", samples["samples"].shape)
         # widgets check their values, links do not
         check_number("budget_gb", budget_gb, 0, LARGEST_BUDGET)
         if devices not in DEVICES:
-            raise InputError(f"devices: got {devices!r}, expected one of {', '.join(DEVICES)}")
-        return io.NodeOutput(*decode(vae, samples["samples"], method, budget_gb, devices))
+            raise InputError(f"devices: got {devices!r:.40}, expected one of {', '.join(DEVICES)}")
+        image, report = decode(vae, samples["samples"], method, budget_gb, devices)
+        show_under_running_node(report)
+        return io.NodeOutput(image, report)
 
 
 NODES = [SanaNodesDecode]

@@ -49,13 +49,15 @@ class SanaNodesPAG(io.ComfyNode):
     @classmethod
     def execute(cls, model, scale: float, blocks: str = "") -> io.NodeOutput:
         from .host.guidance import add_perturbed_attention
+        from .host.links import check_links
 
+        check_links(model=model)
         return io.NodeOutput(add_perturbed_attention(model, scale, blocks))
 
 
 class SanaNodesGuidanceInterval(io.ComfyNode):
     """
-    Switches classifier-free guidance off at the begin and the end of the sampling.
+    Switches classifier-free guidance off at the beginning and the end of sampling.
 
     Outside the interval the negative prompt is not computed, so a step takes half the time; colours stay calmer at high
     guidance.
@@ -83,7 +85,9 @@ class SanaNodesGuidanceInterval(io.ComfyNode):
     @classmethod
     def execute(cls, model, start: float, end: float) -> io.NodeOutput:
         from .host.guidance import limit_guidance
+        from .host.links import check_links
 
+        check_links(model=model)
         check_number("start", start, 0, 1)
         check_number("end", end, start, 1)
         return io.NodeOutput(limit_guidance(model, start, end))

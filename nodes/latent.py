@@ -4,8 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
-from ..sana_core.resolutions import SHAPES, SIZES, picture_size
+from ..sana_core.latents import DOWNSCALE, LARGEST, LARGEST_BATCH, check_side
+from ..sana_core.released import DEFAULT_RESOLUTION, SHAPES, SIZES, own_size, picture_size
 from .host.latents import empty_latent
 
 
@@ -13,12 +13,13 @@ class SanaNodesEmptyLatent(io.ComfyNode):
     """
     The empty latent that SANA draws into: 32 channels, one cell for 32 x 32 pixels.
 
-    Use the size that the model was trained at: 512, 1024, 2048 or 4096, and 128 for the bundled model.
+    Connect the MODEL, and the size is the one that it was trained at, in the shape of width and height. Without it the
+    size is as set: models know about 512, 1024, 2048 or 4096, the bundled one 128.
     """
 
     @classmethod
     def define_schema(cls):
-        side = {"default": 1024, "min": DOWNSCALE, "max": LARGEST, "step": DOWNSCALE}
+        side = {"default": DEFAULT_RESOLUTION, "min": DOWNSCALE, "max": LARGEST, "step": DOWNSCALE}
         return io.Schema(
             node_id="SanaNodesEmptyLatent",
             display_name="SANA Empty Latent",
@@ -35,12 +36,27 @@ class SanaNodesEmptyLatent(io.ComfyNode):
                     max=LARGEST_BATCH,
                     tooltip="Pictures drawn together; picture k of SANA Sampler uses seed + k.",
                 ),
+                io.Model.Input(
+                    "model",
+                    optional=True,
+                    tooltip="Its own size is taken, in the nearest shape to width and height. Leave it out for others.",
+                ),
             ],
             outputs=[io.Latent.Output()],
         )
 
     @classmethod
-    def execute(cls, width: int, height: int, batch_size: int) -> io.NodeOutput:
+    def execute(cls, width: int, height: int, batch_size: int, model=None) -> io.NodeOutput:
+        check_side("width", width)
+        check_side("height", height)
+        if model is not None:
+            from .host.links import check_links
+            from .host.report import show_under_running_node
+            from .host.sampling import resolution_of
+
+            check_links(model=model)
+            width, height = own_size(width, height, resolution_of(model))
+            show_under_running_node(f"{width} x {height}")
         return io.NodeOutput(empty_latent(width, height, batch_size))
 
 
@@ -61,7 +77,7 @@ class SanaNodesResolution(io.ComfyNode):
                 io.Combo.Input(
                     "size",
                     options=list(SIZES),
-                    default="1024",
+                    default=str(DEFAULT_RESOLUTION),
                     tooltip="The size of the model: each has the area of a square with this side, in pixels.",
                 ),
                 io.Combo.Input(
@@ -73,6 +89,11 @@ class SanaNodesResolution(io.ComfyNode):
             ],
             outputs=[io.Int.Output("width", tooltip="Pixels."), io.Int.Output("height", tooltip="Pixels.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, size: str | None = None, ratio: str | None = None):
+        # workflows of ComfyUI_ExtraModels write 1024px and 1.00; what is neither is refused when it runs
+        return True
 
     @classmethod
     def execute(cls, size: str, ratio: str) -> io.NodeOutput:

@@ -6,9 +6,8 @@ from comfy_api.latest import io
 
 from ..sana_core.errors import InputError
 from ..sana_core.reference import AUTO, REFERENCES
+from ..sana_core.released import SIZES
 from .host.folders import find_file, list_files, list_models, model_path
-
-RESOLUTIONS = ("512", "1024", "2048", "4096")
 
 
 def weight_dtype_input() -> io.Combo.Input:
@@ -21,10 +20,23 @@ def weight_dtype_input() -> io.Combo.Input:
     )
 
 
+def quantise_input() -> io.Combo.Input:
+    from .host.quantise import choices
+
+    return io.Combo.Input(
+        "quantise",
+        options=choices(),
+        optional=True,
+        advanced=True,
+        tooltip="Brings attention and feed-forward to 8 or 4 bits with scales while it loads the plain file: half the "
+        "memory or less, faster on cards that compute so. Listed is what this computer can.",
+    )
+
+
 def resolution_input() -> io.Combo.Input:
     return io.Combo.Input(
         "resolution",
-        options=[AUTO, *RESOLUTIONS],
+        options=[AUTO, *SIZES],
         optional=True,
         advanced=True,
         tooltip="The size that the model was trained at. auto reads it from config, weights or file name.",
@@ -44,9 +56,24 @@ def reference_input() -> io.Combo.Input:
 
 def pixels(resolution: str) -> int | None:
     # widgets check their options, links do not
-    if resolution not in (AUTO, *RESOLUTIONS):
-        raise InputError(f"resolution: got {resolution!r}, expected one of {', '.join((AUTO, *RESOLUTIONS))}")
+    if resolution not in (AUTO, *SIZES):
+        raise InputError(f"resolution: got {resolution!r:.40}, expected one of {', '.join((AUTO, *SIZES))}")
     return None if resolution == AUTO else int(resolution)
+
+
+def load_whole(name: str, node_id: str, *options) -> io.NodeOutput:
+    """Return MODEL, CLIP and VAE of the whole model of that name, and write under the node what the first is; `options`
+    are those of `load_model`."""
+    # these import diffusers and transformers
+    from .host.clip import load_clip
+    from .host.load_model import load_model, model_text
+    from .host.report import show_under_node
+    from .host.vae import load_vae
+
+    path = model_path(name)
+    patcher = load_model(path, *options)
+    show_under_node(model_text(patcher), node_id)
+    return io.NodeOutput(patcher, load_clip(path), load_vae(path))
 
 
 class SanaNodesLoader(io.ComfyNode):
@@ -74,6 +101,7 @@ class SanaNodesLoader(io.ComfyNode):
                 weight_dtype_input(),
                 resolution_input(),
                 reference_input(),
+                quantise_input(),
             ],
             outputs=[
                 io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders."),
@@ -84,6 +112,11 @@ class SanaNodesLoader(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, model: str | None = None):
+        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
+        return True
+
+    @classmethod
     def fingerprint_inputs(cls, model: str | None = None, **others) -> str:
         from .host.stamps import file_stamp
 
@@ -91,18 +124,14 @@ class SanaNodesLoader(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model: str, weight_dtype: str = "default", resolution: str = AUTO, reference: str = AUTO
+        cls,
+        model: str,
+        weight_dtype: str = "default",
+        resolution: str = AUTO,
+        reference: str = AUTO,
+        quantise: str = "off",
     ) -> io.NodeOutput:
-        # these import diffusers and transformers
-        from .host.clip import load_clip
-        from .host.load_model import load_model, model_text
-        from .host.report import show_under_node
-        from .host.vae import load_vae
-
-        path = model_path(model)
-        patcher = load_model(path, weight_dtype, pixels(resolution), reference)
-        show_under_node(model_text(patcher), cls.hidden.unique_id)
-        return io.NodeOutput(patcher, load_clip(path), load_vae(path))
+        return load_whole(model, cls.hidden.unique_id, weight_dtype, pixels(resolution), reference, quantise)
 
 
 class SanaNodesModelLoader(io.ComfyNode):
@@ -128,10 +157,16 @@ class SanaNodesModelLoader(io.ComfyNode):
                 weight_dtype_input(),
                 resolution_input(),
                 reference_input(),
+                quantise_input(),
             ],
             outputs=[io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders.")],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def validate_inputs(cls, model_name: str | None = None):
+        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, model_name: str | None = None, **others) -> str:
@@ -141,13 +176,18 @@ class SanaNodesModelLoader(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model_name: str, weight_dtype: str = "default", resolution: str = AUTO, reference: str = AUTO
+        cls,
+        model_name: str,
+        weight_dtype: str = "default",
+        resolution: str = AUTO,
+        reference: str = AUTO,
+        quantise: str = "off",
     ) -> io.NodeOutput:
         from .host.load_model import load_model, model_text
         from .host.report import show_under_node
 
         path = find_file("diffusion_models", model_name)
-        model = load_model(path, weight_dtype, pixels(resolution), reference)
+        model = load_model(path, weight_dtype, pixels(resolution), reference, quantise)
         show_under_node(model_text(model), cls.hidden.unique_id)
         return io.NodeOutput(model)
 
@@ -174,6 +214,11 @@ class SanaNodesTextEncoderLoader(io.ComfyNode):
             ],
             outputs=[io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, text_encoder_name: str | None = None):
+        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, text_encoder_name: str | None = None, **others) -> str:
@@ -206,6 +251,11 @@ class SanaNodesVAELoader(io.ComfyNode):
             inputs=[io.Combo.Input("vae_name", options=list_files("vae"), tooltip="A file in models/vae.")],
             outputs=[io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, vae_name: str | None = None):
+        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, vae_name: str | None = None, **others) -> str:

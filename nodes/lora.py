@@ -42,6 +42,11 @@ class SanaNodesLoraLoader(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, lora_name: str | None = None):
+        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
+        return True
+
+    @classmethod
     def fingerprint_inputs(cls, lora_name: str | None = None, **others) -> str:
         from .host.stamps import file_stamp
 
@@ -51,9 +56,13 @@ class SanaNodesLoraLoader(io.ComfyNode):
     def execute(
         cls, model, lora_name: str, strength_model: float, clip=None, strength_clip: float = 1.0
     ) -> io.NodeOutput:
+        from .host.links import check_links
         from .host.lora import apply_lora
         from .host.report import show_under_node
 
+        check_links(model=model)
+        if clip is not None:
+            check_links(clip=clip)
         for field, value in (("strength_model", strength_model), ("strength_clip", strength_clip)):
             check_number(field, value, -LARGEST_STRENGTH, LARGEST_STRENGTH)
         model, clip, report = apply_lora(model, clip, find_file("loras", lora_name), strength_model, strength_clip)

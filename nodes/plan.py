@@ -2,21 +2,21 @@
 
 from inspect import cleandoc
 
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 
 from ..sana_core.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
-from ..sana_core.memory import DECODERS, VARIANTS
+from ..sana_core.released import DECODERS, DEFAULT_RESOLUTION, VARIANTS
 
 
 class SanaNodesPlan(io.ComfyNode):
     """
-    Shows what a picture will take of the memory, before any model is loaded: a bar for each stage, and each way to
+    Predicts how much memory a picture needs, before any model is loaded: a bar for each stage, and each way to
     decode, beside the memory of this computer's card.
     """
 
     @classmethod
     def define_schema(cls):
-        side = {"default": 1024, "min": DOWNSCALE, "max": LARGEST, "step": DOWNSCALE}
+        side = {"default": DEFAULT_RESOLUTION, "min": DOWNSCALE, "max": LARGEST, "step": DOWNSCALE}
         return io.Schema(
             node_id="SanaNodesPlan",
             display_name="SANA Plan",
@@ -37,6 +37,7 @@ class SanaNodesPlan(io.ComfyNode):
                 ),
             ],
             outputs=[io.Image.Output(display_name="chart"), io.String.Output(display_name="figures")],
+            is_output_node=True,
         )
 
     @classmethod
@@ -45,7 +46,8 @@ class SanaNodesPlan(io.ComfyNode):
     ) -> io.NodeOutput:
         from .host.plan import draw_plan
 
-        return io.NodeOutput(*draw_plan(variant, width, height, batch_size, vae))
+        chart, figures = draw_plan(variant, width, height, batch_size, vae)
+        return io.NodeOutput(chart, figures, ui=ui.PreviewImage(chart))
 
 
 NODES = [SanaNodesPlan]

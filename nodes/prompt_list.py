@@ -50,8 +50,10 @@ class SanaNodesPromptList(io.ComfyNode):
     @classmethod
     def execute(cls, clip: list, prompts: list[str], instruction: list[bool]) -> io.NodeOutput:
         from .host.conditioning import encode_list
+        from .host.links import check_links
         from .host.report import show_under_node
 
+        check_links(clip=clip[0])
         lines = [line.strip() for text in prompts for line in text.splitlines() if line.strip()]
         if not 1 <= len(lines) <= LARGEST_BATCH:
             raise InputError(f"prompts: got {len(lines)} prompts, expected 1 to {LARGEST_BATCH}; write one a line")

@@ -7,8 +7,9 @@ from comfy_api.latest import io
 from ..sana_core.batch.plan import LARGEST_SEED
 from ..sana_core.checks import check_number, check_whole
 from ..sana_core.guidance import LARGEST_GUIDANCE
+from ..sana_core.released import DEFAULTS, GUIDANCE, INTERMEDIATE_TIMESTEP, MAX_TIMESTEP, SPRINT
 from ..sana_core.sampling import SAMPLERS
-from ..sana_core.schedules import INTERMEDIATE_TIMESTEP, LARGEST_STEPS, MAX_TIMESTEP, last_steps, scm_sigmas
+from ..sana_core.schedules import LARGEST_STEPS, last_steps, scm_sigmas
 
 
 def seed_input() -> io.Int.Input:
@@ -23,7 +24,9 @@ def seed_input() -> io.Int.Input:
 
 
 def guidance_input(tooltip: str) -> io.Float.Input:
-    return io.Float.Input("guidance", default=4.5, min=0.0, max=LARGEST_GUIDANCE, step=0.1, round=0.01, tooltip=tooltip)
+    return io.Float.Input(
+        "guidance", default=GUIDANCE, min=0.0, max=LARGEST_GUIDANCE, step=0.1, round=0.01, tooltip=tooltip
+    )
 
 
 class SanaNodesSampler(io.ComfyNode):
@@ -50,7 +53,7 @@ class SanaNodesSampler(io.ComfyNode):
                 seed_input(),
                 io.Int.Input(
                     "steps",
-                    default=20,
+                    default=DEFAULTS.steps,
                     min=1,
                     max=LARGEST_STEPS,
                     tooltip="20 for flow_dpmpp_2m, 28 for flow_euler; below 15 quality falls.",
@@ -98,17 +101,19 @@ class SanaNodesSampler(io.ComfyNode):
         denoise: float = 1.0,
         model_defaults: bool = False,
     ) -> io.NodeOutput:
-        from .host.sampling import defaults_of, sample, sample_sprint, schedule
+        from .host.links import check_links
+        from .host.sampling import Sampling, defaults_of, sample, sample_sprint, schedule
 
+        check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
         if model_defaults:
             sampler, steps, guidance = defaults_of(model)
         # widgets check their range, links do not
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
-        sigmas = schedule(model, sampler, steps, denoise)
-        if sampler == "scm":
-            return io.NodeOutput(sample_sprint(model, positive, latent_image, seed, guidance, sigmas))
-        return io.NodeOutput(sample(model, positive, negative, latent_image, seed, guidance, sampler, sigmas))
+        sampling = Sampling(sampler, schedule(model, sampler, steps, denoise), guidance, seed)
+        if sampler == SPRINT:
+            return io.NodeOutput(sample_sprint(model, positive, latent_image, sampling))
+        return io.NodeOutput(sample(model, positive, negative, latent_image, sampling))
 
 
 class SanaNodesSprint(io.ComfyNode):
@@ -182,12 +187,14 @@ class SanaNodesSprint(io.ComfyNode):
         max_timestep: float = MAX_TIMESTEP,
         intermediate_timestep: float = INTERMEDIATE_TIMESTEP,
     ) -> io.NodeOutput:
-        from .host.sampling import sample_sprint
+        from .host.links import check_links
+        from .host.sampling import Sampling, sample_sprint
 
+        check_links(model=model, positive=positive, latent_image=latent_image)
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
         sigmas = last_steps(scm_sigmas(steps, max_timestep, intermediate_timestep), strength)
-        return io.NodeOutput(sample_sprint(model, positive, latent_image, seed, guidance, sigmas))
+        return io.NodeOutput(sample_sprint(model, positive, latent_image, Sampling(SPRINT, sigmas, guidance, seed)))
 
 
 NODES = [SanaNodesSampler, SanaNodesSprint]

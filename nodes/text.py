@@ -4,14 +4,14 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.text import MAX_TOKENS
+from ..sana_core.released import MAX_TOKENS
 
 
 class SanaNodesTextEncode(io.ComfyNode):
     """
     Encodes a prompt as SANA was trained to read it: with an instruction before it that asks for a rich description.
 
-    Turn the instruction off for the negative prompt, which may be empty.
+    Turn the instruction off for a negative prompt. An empty text, which is the usual one, never has it.
     """
 
     @classmethod
@@ -37,7 +37,7 @@ class SanaNodesTextEncode(io.ComfyNode):
                     default=True,
                     label_on="on (positive)",
                     label_off="off (negative)",
-                    tooltip="On for the positive prompt, off for the negative one.",
+                    tooltip="On for the positive prompt, off for the negative one. An empty text never has it.",
                 ),
             ],
             outputs=[io.Conditioning.Output()],
@@ -47,12 +47,13 @@ class SanaNodesTextEncode(io.ComfyNode):
     @classmethod
     def execute(cls, clip, text: str, instruction: bool) -> io.NodeOutput:
         from .host.clip import encode
+        from .host.links import check_links
         from .host.report import show_under_node
 
-        conditioning, reading = encode(clip, text, instruction)
+        check_links(clip=clip)
+        # the empty text stands for no prompt, which SANA learnt without the instruction
+        conditioning, reading = encode(clip, text, instruction and bool(text.strip()))
         note = reading.note or f"{reading.tokens} of {MAX_TOKENS} tokens"
-        if instruction and not text.strip():
-            note = "empty prompt, with the instruction; turn that off for a negative prompt"
         show_under_node(note, cls.hidden.unique_id)
         return io.NodeOutput(conditioning)
 

@@ -12,6 +12,7 @@ from .errors import (
     OutputError,
     ReadError,
     SanaError,
+    TrainingError,
     VersionError,
 )
 from .generate import generate
@@ -29,6 +30,7 @@ __all__ = [
     "OutputError",
     "ReadError",
     "SanaError",
+    "TrainingError",
     "VersionError",
     "decode_latents",
     "encode_images",

@@ -11,12 +11,13 @@ from os import O_WRONLY, devnull, dup2
 from os import open as open_descriptor
 from typing import Any, NoReturn
 
-from .commands import batch, convert, decode, generate, inspect, plan
+from .commands import batch, convert, decode, generate, inspect, plan, train
 from .errors import SanaError
 
 COMMANDS = {
     "generate": generate,
     "batch": batch,
+    "train": train,
     "decode": decode,
     "plan": plan,
     "inspect": inspect,

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .errors import InputError
+
 
 def memory_functions(device: torch.device) -> Any:
     """Return the module of torch that counts the memory of `device`: memory_allocated and the like."""
@@ -20,14 +22,37 @@ def memory_functions(device: torch.device) -> Any:
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes of an accelerator's memory that nobody has reserved."""
-    memory = memory_functions(device)
-    free, _ = memory.get_memory_info(device) if hasattr(memory, "get_memory_info") else memory.mem_get_info(device)
+    free, _ = memory_info(device)
     return free
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Return the free bytes of an accelerator's memory, and all of them."""
+    memory = memory_functions(device)
+    return memory.get_memory_info(device) if hasattr(memory, "get_memory_info") else memory.mem_get_info(device)
+
+
+def current_accelerator() -> torch.device | None:
+    """Return the accelerator that torch uses where none is named, None where this machine has none."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def find_device(field: str, name: str) -> torch.device:
+    """Return the device of that name. Raises InputError, with `field`, for one that torch or this machine has not."""
+    own = current_accelerator()
+    names = ["cpu", *(f"{own.type}:{index}" for index in range(torch.accelerator.device_count()) if own)]
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in names:
+        raise InputError(f"{field}: got {name!r:.40}, expected {' or '.join(names)}")
+    return device
 
 
 def empty_cache() -> None:
     """Give what torch has reserved and does not use back to the accelerators, if there are any."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = current_accelerator()
     if device is not None:
         memory_functions(device).empty_cache()
 
@@ -60,3 +85,11 @@ def release_memory_of(error: BaseException) -> BaseException:
     gc.collect()
     empty_cache()
     return error
+
+
+def chosen_device(name: str) -> torch.device:
+    """Return the device that a setting `name`s, and for an empty one this machine's accelerator, or its CPU.
+
+    Raises InputError as `find_device` does.
+    """
+    return find_device("device", name) if name else current_accelerator() or torch.device("cpu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,6 +13,15 @@ from .reference import all_blocks
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
+    from .split.share import Share
+
+
+class Control(NamedTuple):
+    """A ControlNet, and the latents [1 or B, 32, h, w] of the pictures that it follows, in the model's scale."""
+
+    controlnet: SanaControlNetModel
+    latents: torch.Tensor
+
 
 def control_residuals(
     controlnet: SanaControlNetModel,
@@ -20,26 +29,31 @@ def control_residuals(
     timestep: torch.Tensor,
     constants: Constants,
     control_latents: torch.Tensor,
+    share: Share | None = None,
 ) -> list[torch.Tensor | None]:
     """Return what a ControlNet adds to the model's hidden states, number i after block i; None adds nothing.
 
-    `x`, `timestep` and `constants` as in `velocity`, `control_latents` [B, 32, h, w] are the control picture's, in the
-    scale of `x`. In NVIDIA's arrangement (SanaMSControlNet in diffusion/model/nets/sana_multi_scale_controlnet.py) the
-    signal joins the output of the base model's first block, of which the file has a copy, and the residual of each
-    block goes before the base's next one. In diffusers' it joins the patch embedding, and acts one block later.
+    `x` [B, 32, h, w] and `timestep` [B] are the model's inputs, `constants` what `prepare` returns for the ControlNet;
+    `control_latents` [B, 32, h, w] are the control picture's, in the scale of `x`. In NVIDIA's arrangement
+    (SanaMSControlNet in diffusion/model/nets/sana_multi_scale_controlnet.py) the signal joins the output of the base
+    model's first block, of which the file has a copy, and the residual of each block goes before the base's next one.
+    In diffusers' it joins the patch embedding, and acts one block later. With a `share` in a picture that several
+    devices compute, all of these are those of its rows.
     """
     blocks, projections = all_blocks(controlnet), controlnet.controlnet_blocks
     # NVIDIA's: the base model's block comes before the copies, and only the picture has a position embedding
     first = len(blocks) - len(projections)
-    hidden = embed(controlnet, x, constants.position)
-    signal = embed(controlnet, control_latents.to(x), None if first else constants.position)
+    hidden = embed(controlnet, x, constants.position, share)
+    signal = embed(controlnet, control_latents.to(x), None if first else constants.position, share)
     time, _ = embed_time(controlnet, timestep, hidden)
     modulation = modulate(constants, time)
+    patch = controlnet.config.patch_size
+    size = x.shape[2] // patch, x.shape[3] // patch
     residuals: list[torch.Tensor | None] = [] if first else [None]
     for i, block in enumerate(blocks):
         if i == first:
             hidden = hidden + controlnet.input_block(signal)
-        hidden = run_block(controlnet, block, i, hidden, modulation, constants, x.shape[-2:])
+        hidden = run_block(block, i, hidden, modulation, constants, size, share=share)
         if i >= first:
             residuals.append(projections[i - first](hidden))
     return residuals

@@ -49,3 +49,7 @@ class VersionError(SanaError, RuntimeError):
 
 class ClusterError(SanaError, ConnectionError):
     """A cluster that cannot be reached, or that has lost what it drew with."""
+
+
+class TrainingError(SanaError, RuntimeError):
+    """A training run that has left the numbers: a loss or a gradient that is not finite."""

@@ -10,7 +10,7 @@ import torch
 
 from .batch.draw import Settings
 from .batch.local import draw_local
-from .batch.plan import batch_pictures
+from .batch.plan import Workload, batch_pictures
 
 
 def generate(
@@ -20,32 +20,43 @@ def generate(
     count: int = 1,
     devices: Sequence[str | torch.device] | None = None,
     cluster: str | None = None,
-    chunk: int | None = None,
+    split: bool = False,
     **settings: Any,
 ) -> torch.Tensor:
     """Return pictures [len(prompts) * count, 3, height, width] in [-1, 1], float32 on the CPU.
 
-    Picture i of each prompt uses seed + i, so it is the same alone and in a batch. All of `devices` draw, `chunk`
-    pictures at once each; None stands for every accelerator of this machine, or its CPU, and for as many pictures as
-    suit it. `cluster` is the address of a Ray cluster, or "auto", whose GPUs draw instead.
+    Picture i of each prompt uses seed + i, so it is the same alone and in a batch. All of `devices` draw; None stands
+    for every accelerator of this machine, or its CPU. `cluster` is the address of a Ray cluster, or "auto", whose GPUs
+    draw instead. With `split` all of them draw each picture together, the pictures one after another.
 
-    `settings` are the fields of `sana_core.batch.draw.Settings`: width, height, steps, guidance, negative_prompt,
-    sampler, pag_scale, pag_blocks, guidance_interval, dtype, compiled, reference. Raises InputError for a size that is
-    not a multiple of 32 and numbers out of range, CheckpointError, MissingFileError or ReadError for a checkpoint that
-    cannot be loaded. A prompt of more than 300 tokens is cut, with a warning in the log.
+    `settings` are `chunk`, the pictures that a device draws at once, without it as many as suit it, and the fields of
+    `sana_core.batch.draw.Settings`: width, height, steps, guidance, negative_prompt, sampler, pag_scale, pag_blocks,
+    guidance_interval, dtype, compiled, reference. Raises InputError for a size that is not a multiple of 32 and numbers
+    out of range, CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded. A prompt of
+    more than 300 tokens is cut, with a warning in the log.
     """
+    chunk = settings.pop("chunk", None)
     how = Settings(**settings)
-    pictures = batch_pictures(len(prompts), count, seed)
-    if cluster is not None:
-        from .batch.cluster import draw_on_cluster
+    workload = Workload(prompts, batch_pictures(len(prompts), count, seed), chunk)
+    if split and cluster is not None:
+        from .batch.cluster import ClusterSettings
+        from .split.cluster import draw_split_on_cluster
 
-        drawn = draw_on_cluster(prompts, checkpoint, how, pictures, cluster, chunk)
+        drawn = draw_split_on_cluster(workload, checkpoint, how, ClusterSettings(cluster))
+    elif split:
+        from .split.draw import draw_split
+
+        drawn = draw_split(workload, checkpoint, how, devices)
+    elif cluster is not None:
+        from .batch.cluster import ClusterSettings, draw_on_cluster
+
+        drawn = draw_on_cluster(workload, checkpoint, how, ClusterSettings(cluster))
     else:
-        drawn = draw_local(prompts, checkpoint, how, pictures, devices, chunk)
+        drawn = draw_local(workload, checkpoint, how, devices)
     # made when the first picture is there, for mistakes in sizes are found before
     out = torch.empty(0)
     for picture, pixels in drawn:
         if not len(out):
-            out = torch.empty(len(pictures), *pixels.shape)
+            out = torch.empty(len(workload.pictures), *pixels.shape)
         out[picture.number] = pixels
     return out

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .checks import check_number
+from .control import Control, control_residuals
 from .errors import InputError
 from .forward import Constants, Perturbation, prepare, velocity
-from .reference import model_timestep, perturbed_block, reference_of
+from .reference import model_timestep, reference_of
+from .released import perturbed_block
+from .split.rows import Shard, Span, part_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from diffusers import SanaTransformer2DModel
 
     from .sampling import Denoiser
@@ -25,6 +30,21 @@ class PerturbedAttention(NamedTuple):
 
     scale: float
     blocks: frozenset[int]
+
+
+class Steered(NamedTuple):
+    """A transformer with a ControlNet, which acts in all passes of a step."""
+
+    transformer: SanaTransformer2DModel
+    control: Control | None
+
+
+class Prepared(NamedTuple):
+    """What the prompts of a step's passes and the size of its pictures fix for all steps."""
+
+    constants: Constants
+    perturbation: Perturbation | None
+    steering: Constants | None  # the ControlNet's
 
 
 def perturbed_attention(config: Any, scale: float, blocks: str) -> PerturbedAttention:
@@ -46,8 +66,25 @@ def perturbed_attention(config: Any, scale: float, blocks: str) -> PerturbedAtte
     return PerturbedAttention(scale, frozenset(map(int, parts)))
 
 
+class Shared(NamedTuple):
+    """What computes a picture's rows on several devices.
+
+    `run(x, work)` returns the velocity at the latents `x` from what `work` makes of each shard, and `members` are the
+    models by their number in a shard. `span` are the rows of a process that samples only those.
+    """
+
+    run: Callable[[torch.Tensor, Callable[[Shard], torch.Tensor]], torch.Tensor]
+    members: Sequence[Steered]
+    span: Span | None = None
+
+
+def compute_whole(x: torch.Tensor, work: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
+    """Return what `work` makes of the latents `x` as one shard."""
+    return work(Shard(0, x, Span(0, x.shape[2]), x.shape[2], None))
+
+
 def denoiser(
-    transformer: SanaTransformer2DModel,
+    transformer: SanaTransformer2DModel | Steered | Shared,
     cond: tuple[torch.Tensor, torch.Tensor],
     uncond: tuple[torch.Tensor, torch.Tensor],
     guidance: float,
@@ -59,54 +96,138 @@ def denoiser(
     """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one for each picture.
 
     It computes what the reference of `transformer` computes; NVIDIA's wants the embeddings of `uncond` whole, behind
-    its own tokens too. `whole_timesteps` are those of the sampler.
+    its own tokens too. `whole_timesteps` are those of the sampler. Several devices compute it together if `transformer`
+    is Shared.
 
     Classifier-free guidance counts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
     1, outside the interval and in a distilled model, which gets it as an embedding, there is no uncond pass. All passes
     of a step are one batch. `compiled` runs the forward through torch.compile, with CUDA graphs where there is CUDA.
     """
+    if not isinstance(transformer, Shared):
+        steered = transformer if isinstance(transformer, Steered) else Steered(transformer, None)
+        transformer = Shared(compute_whole, [steered])
+    run, members = transformer.run, transformer.members
     # diffusers finds the dtype by looking through all modules
-    config, dtype, rules = transformer.config, transformer.dtype, reference_of(transformer)
+    first = members[0].transformer
+    config, dtype = first.config, first.dtype
     forward = torch.compile(velocity, mode="reduce-overhead") if compiled else velocity
-    prepared: dict[tuple, tuple[Constants, Perturbation | None]] = {}
-
-    def constants(guided: bool, x: torch.Tensor) -> tuple[Constants, Perturbation | None]:
-        key = (guided, x.shape)
-        if key not in prepared:
-            passes = [uncond] if guided else []
-            passes += [cond, cond] if perturbed else [cond]
-            rows = max(len(embeds) for embeds, _ in passes)
-            if guided and rules.shared_mask:
-                passes[0] = (uncond[0], cond[1])
-            # one mask width for prompts that were encoded together or apart
-            embeds, mask = (
-                torch.cat([part[k].expand(rows, *part[k].shape[1:]) for part in passes]).to(x.device) for k in (0, 1)
-            )
-            perturbation = None
-            if perturbed:
-                pictures = torch.zeros(len(passes) * len(x), 1, 1, dtype=torch.bool, device=x.device)
-                pictures[-len(x) :] = True
-                perturbation = Perturbation(pictures, perturbed.blocks)
-            prepared[key] = prepare(transformer, embeds.to(dtype), mask, *x.shape[-2:]), perturbation
-        return prepared[key]
+    steps = Steps(members, cond, uncond, perturbed)
 
     def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         high, low = interval
         inside = interval == (1.0, 0.0) or low <= float(sigma) <= high
         guided = guidance != 1 and not config.guidance_embeds and inside
-        fixed, perturbation = constants(guided, x)
-        count = 1 + guided + (perturbation is not None)
-        batch = x.repeat(count, 1, 1, 1).to(dtype)
-        timestep = model_timestep(transformer, sigma * 1000, whole_timesteps).to(x.device).expand(len(batch))
-        embedded = None
-        if config.guidance_embeds:
-            embedded = torch.full((len(batch),), guidance * config.guidance_embeds_scale, device=x.device)
-        parts = list(forward(transformer, batch, timestep, fixed, embedded, perturbation).float().chunk(count))
+        count = 1 + guided + (perturbed is not None)
+
+        def work(shard: Shard) -> torch.Tensor:
+            steered, batch = members[shard.member], shard.x
+            fixed, perturbation, steering = steps.prepare(guided, shard, len(x))
+            timestep = model_timestep(steered.transformer, sigma * 1000, whole_timesteps)
+            timestep = on_device(timestep, batch).expand(len(batch))
+            embedded = None
+            if config.guidance_embeds:
+                # multiplied in float32, as in diffusers and in ComfyUI: the same bits
+                embedded = torch.full((len(batch),), guidance, device=batch.device) * config.guidance_embeds_scale
+            residuals = steer(steered.control, shard, sigma, whole_timesteps, steering)
+            fixed = part_of(fixed, shard.span, shard.height)
+            return forward(steered.transformer, batch, timestep, fixed, embedded, perturbation, residuals, shard.share)
+
+        velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work).float()
+        # guided in x0 and in this order, as ComfyUI does it: the same bits with and without the host
+        parts = list(x - sigma * velocities.unflatten(0, (count, len(x))))
         without = parts.pop(0) if guided else None
         with_prompt = parts[0]
-        v = with_prompt if without is None else without + guidance * (with_prompt - without)
+        x0 = with_prompt if without is None else without + (with_prompt - without) * guidance
         if perturbed:
-            v = v + perturbed.scale * (with_prompt - parts[1])
-        return x - sigma * v
+            x0 = x0 + (with_prompt - parts[1]) * perturbed.scale
+        return x0
 
     return model
+
+
+class Steps:
+    """What the prompts fix for all steps, computed for each member in its first one."""
+
+    def __init__(
+        self,
+        members: Sequence[Steered],
+        cond: tuple[torch.Tensor, torch.Tensor],
+        uncond: tuple[torch.Tensor, torch.Tensor],
+        perturbed: PerturbedAttention | None,
+    ) -> None:
+        self.members, self.cond, self.uncond, self.perturbed = members, cond, uncond, perturbed
+        self.prepared: dict[tuple, Prepared] = {}
+
+    def prepare(self, guided: bool, shard: Shard, pictures: int) -> Prepared:
+        """Return what a step of so many `pictures` needs for `shard`, with the uncond pass if it is `guided`."""
+        member, size = self.members[shard.member], (shard.height, shard.x.shape[3])
+        key = (guided, shard.member, pictures, size)
+        if key not in self.prepared:
+            passes = [self.uncond] if guided else []
+            passes += [self.cond, self.cond] if self.perturbed else [self.cond]
+            if guided and reference_of(member.transformer).shared_mask:
+                passes[0] = (self.uncond[0], self.cond[1])
+            place = Place(shard.x.device, pictures, size)
+            self.prepared[key] = prepare_passes(member, passes, place, self.perturbed)
+        return self.prepared[key]
+
+
+class Place(NamedTuple):
+    """A device, and how many pictures of which rows and columns a step computes there or has a part of."""
+
+    device: torch.device
+    pictures: int
+    size: tuple[int, int]
+
+
+def prepare_passes(
+    models: Steered,
+    passes: list[tuple[torch.Tensor, torch.Tensor]],
+    place: Place,
+    perturbed: PerturbedAttention | None,
+) -> Prepared:
+    """Return what (embeds, mask) of the `passes` of a step fix for all steps."""
+    embeds, mask = batch_passes(passes)
+    embeds, mask = embeds.to(place.device, models.transformer.dtype), mask.to(place.device)
+    perturbation = perturb_last(len(passes), place, perturbed.blocks) if perturbed else None
+    constants, steering = (
+        None if model is None else prepare(model, embeds, mask, *place.size)
+        for model in (models.transformer, models.control and models.control.controlnet)
+    )
+    assert constants is not None
+    return Prepared(constants, perturbation, steering)
+
+
+def steer(
+    control: Control | None, shard: Shard, sigma: torch.Tensor, whole: bool, prompts: Constants | None
+) -> list[torch.Tensor | None]:
+    """Return the residuals of `control` for all passes in `shard` at `sigma`, none without it."""
+    if control is None or prompts is None:
+        return []
+    batch = shard.x
+    latents = control.latents[:, :, slice(*shard.span)].to(batch)
+    latents = latents.repeat(len(batch) // len(latents), 1, 1, 1)
+    timestep = on_device(model_timestep(control.controlnet, sigma * 1000, whole), batch).expand(len(batch))
+    prompts = part_of(prompts, shard.span, shard.height)
+    return control_residuals(control.controlnet, batch, timestep, prompts, latents, shard.share)
+
+
+def on_device(number: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the scalar `number` on the device of `x`, by its value: that travels with the launch, where a copy from
+    the CPU would be waited for."""
+    return number if number.device == x.device else torch.full((), float(number), dtype=number.dtype, device=x.device)
+
+
+def batch_passes(passes: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return embeds and mask of all passes of a step; where one has a prompt for each picture, the others repeat."""
+    rows = max(len(embeds) for embeds, _ in passes)
+    # one mask width for prompts that were encoded together or apart
+    embeds, mask = (torch.cat([part[k].expand(rows, *part[k].shape[1:]) for part in passes]) for k in (0, 1))
+    return embeds, mask
+
+
+def perturb_last(passes: int, place: Place, blocks: frozenset[int]) -> Perturbation:
+    """Return the perturbation of the last of so many passes."""
+    pictures = torch.zeros(passes * place.pictures, 1, 1, dtype=torch.bool, device=place.device)
+    pictures[-place.pictures :] = True
+    return Perturbation(pictures, blocks)

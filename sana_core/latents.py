@@ -27,7 +27,10 @@ def check_side(field: str, pixels: int) -> None:
 
 
 def picture_shape(width: int, height: int, count: int) -> tuple[int, int, int, int]:
-    """Return the latent shape [count, 32, height / 32, width / 32]. Raises InputError as `check_side` does."""
+    """Return the latent shape [count, 32, height / 32, width / 32].
+
+    Raises InputError for sides that are not multiples of 32 from 32 to 16384, and for a count not from 1 to 4096.
+    """
     check_side("width", width)
     check_side("height", height)
     check_whole("batch_size", count, 1, LARGEST_BATCH)

@@ -6,68 +6,131 @@ of the model's width, as measured on a CPU; benchmarks/memory.json holds measure
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from .checkpoints.released import VARIANTS, Architecture
 from .decode.plan import Planner
+from .decode.run import TILES
 from .decode.stages import Stages
 from .errors import InputError
-from .latents import DOWNSCALE, picture_shape
+from .latents import CHANNELS, DOWNSCALE, picture_shape
+from .released import (
+    DECODERS,
+    ENCODER_LAYERS,
+    ENCODER_PARAMETERS,
+    HEAD_DIM,
+    MAX_TOKENS,
+    TEXT_HIDDEN,
+    TEXT_PARAMETERS,
+    TEXT_WIDTH,
+    VARIANTS,
+    WIDTHS,
+    Architecture,
+    Decoder,
+)
 
+# names of weights to their shapes
+Shapes = Mapping[str, tuple[int, ...]]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARDS = (4, 6, 8, 12, 16, 24)  # GiB
 # what the driver and the kernels take of a card
 CONTEXT = 600 * 10**6
-WIDTHS = (128, 256, 512, 512, 1024, 1024)
-ENCODER, GEMMA = 153_027_104, 2_614_341_888
-# stages and parameters of the decoder; the encoder is the same
-DECODERS = {
-    "dc-ae-f32c32": (Stages(WIDTHS, (3,) * 6, 3, 32, 32, 2, False), 159_223_171),
-    "dc-ae-lite-f32c32": (Stages(WIDTHS, (0, 3, 5, 4, 4, 4), 6, 32, 32, 1, True), 268_154_124),
-}
-TEXT_WIDTH, TEXT_HIDDEN, TEXT_TOKENS, INSTRUCTION_TOKENS = 2304, 9216, 300, 280
-# maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them; on an accelerator in 16
-# bits the linear attention's fp32 copies besides
-MAPS, ACCELERATOR_MAPS = 12.0, {torch.float32: 12.0, torch.bfloat16: 13.7, torch.float16: 13.7}
+INSTRUCTION_TOKENS = 280
+# maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them: on the CPU, and on an
+# accelerator with the fused kernels and without
+MAPS, FUSED_MAPS, ACCELERATOR_MAPS = 12.0, 10.5, 13.2
 # on the CPU in bf16, a reordered copy of a block's largest weight beside fewer maps
 MAPS_BESIDE_WEIGHT = 7.3
 FIXED = 4_500_000
+EMBEDDED = 4096 // DOWNSCALE  # from this many latents on a model surely has a position embedding, in fp32
 
 
 def transformer_parameters(model: Architecture) -> int:
     """Return how many parameters a SANA transformer has."""
+    return count(released_shapes(model).values())
+
+
+def count(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def released_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a SANA transformer's weights, by diffusers' names."""
     width, hidden = model.width, 5 * model.width // 2
-    attention = 4 * width**2 + width + 4 * width**2 + 4 * width
-    feed_forward = width * 2 * hidden + 2 * hidden + 2 * hidden * 9 + 2 * hidden + hidden * width
-    block = attention + feed_forward + 6 * width + (4 * width if model.qk_norm else 0)
-    embeds = 32 * width + width + TEXT_WIDTH * width + width + width**2 + width + width
-    time = 256 * width + width + width**2 + width + width * 6 * width + 6 * width
-    guidance = 256 * width + width + width**2 + width if model.guidance_embeds else 0
-    return model.layers * block + embeds + time + guidance + width * 32 + 32 + 2 * width
+    found: dict[str, tuple[int, ...]] = {"scale_shift_table": (2, width), "caption_norm.weight": (width,)}
+
+    def linear(name: str, out: int, inner: int, *kernel: int, bias: bool = True) -> None:
+        found[f"{name}.weight"] = (out, inner, *kernel)
+        if bias:
+            found[f"{name}.bias"] = (out,)
+
+    linear("patch_embed.proj", width, CHANNELS, 1, 1)
+    linear("caption_projection.linear_1", width, TEXT_WIDTH)
+    linear("caption_projection.linear_2", width, width)
+    # where there is guidance, the embedder of the time is not one of "emb"
+    times = ("timestep_embedder", "guidance_embedder") if model.guidance_embeds else ("emb.timestep_embedder",)
+    for name in times:
+        linear(f"time_embed.{name}.linear_1", width, 256)
+        linear(f"time_embed.{name}.linear_2", width, width)
+    linear("time_embed.linear", 6 * width, width)
+    linear("proj_out", CHANNELS, width)
+    for number in range(model.layers):
+        block = f"transformer_blocks.{number}"
+        found[f"{block}.scale_shift_table"] = (6, width)
+        for attention in ("attn1", "attn2"):
+            for layer in ("to_q", "to_k", "to_v"):
+                linear(f"{block}.{attention}.{layer}", width, width, bias=attention == "attn2")
+            linear(f"{block}.{attention}.to_out.0", width, width)
+            for norm in ("norm_q", "norm_k") if model.qk_norm else ():
+                found[f"{block}.{attention}.{norm}.weight"] = (width,)
+        linear(f"{block}.ff.conv_inverted", 2 * hidden, width, 1, 1)
+        linear(f"{block}.ff.conv_depth", 2 * hidden, 1, 3, 3)
+        linear(f"{block}.ff.conv_point", width, hidden, 1, 1, bias=False)
+    return found
+
+
+def stages_of(decoder: Decoder) -> Stages:
+    """Return the stages of a released decoder."""
+    shapes = decoder.widths, decoder.layers, decoder.local
+    return Stages(*shapes, HEAD_DIM, CHANNELS, decoder.scales, decoder.shuffles)
+
+
+def released_encoder() -> Stages:
+    """Return the stages of the encoder of the released autoencoders."""
+    return Stages(WIDTHS, ENCODER_LAYERS, 3, HEAD_DIM, CHANNELS, 2, False)
 
 
 def text_bytes(batch: int, item: int) -> int:
     """Return what encoding `batch` prompts behind the instruction takes beyond Gemma's weights."""
-    tokens = TEXT_TOKENS + INSTRUCTION_TOKENS
+    tokens = MAX_TOKENS + INSTRUCTION_TOKENS
     return batch * tokens * (6 * TEXT_WIDTH + 3 * TEXT_HIDDEN + 8 * tokens) * item
 
 
 def transformer_bytes(
-    model: Architecture, height: int, width: int, batch: int, dtype: torch.dtype, accelerator: bool
+    model: Architecture,
+    height: int,
+    width: int,
+    batch: int,
+    dtype: torch.dtype,
+    accelerator: bool,
+    fused: bool = True,
 ) -> int:
     """Return what a step takes beyond the weights, prompt and negative prompt together; sides in latents.
 
-    The keys and values of both are kept for all steps and blocks.
+    The keys and values of both are kept for all steps and blocks, and so is the position embedding of a large picture.
+    `fused` says whether an accelerator runs the kernels of sana_core.kernels, as one with Triton does.
     """
     passes = 1 if model.guidance_embeds else 2
-    prompts = 2 * model.layers * passes * TEXT_TOKENS * model.width * dtype.itemsize
+    prompts = 2 * model.layers * passes * MAX_TOKENS * model.width * dtype.itemsize
     unit = batch * passes * height * width * model.width * dtype.itemsize
-    block = (ACCELERATOR_MAPS[dtype] if accelerator else MAPS) * unit
+    block = ((FUSED_MAPS if fused else ACCELERATOR_MAPS) if accelerator else MAPS) * unit
     if dtype == torch.bfloat16 and not accelerator:
         block = max(block, MAPS_BESIDE_WEIGHT * unit + 5 * model.width**2 * dtype.itemsize)
-    return int(prompts + block) + FIXED
+    position = height * width * model.width * torch.float32.itemsize if max(height, width) >= EMBEDDED else 0
+    return int(prompts + block) + position + FIXED
 
 
 def plan_memory(
@@ -88,24 +151,24 @@ def plan_memory(
     not.
     """
     if variant not in VARIANTS:
-        raise InputError(f"variant: got {variant!r}, expected one of {', '.join(VARIANTS)}")
+        raise InputError(f"variant: got {variant!r:.40}, expected one of {', '.join(VARIANTS)}")
     if dtype not in DTYPES:
-        raise InputError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype: got {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
     if vae not in DECODERS:
-        raise InputError(f"vae: got {vae!r}, expected one of {', '.join(DECODERS)}")
+        raise InputError(f"vae: got {vae!r:.40}, expected one of {', '.join(DECODERS)}")
     model, kind = VARIANTS[variant], DTYPES[dtype]
-    decoder_stages, decoder = DECODERS[vae]
+    decoder = DECODERS[vae]
     _, _, rows, columns = picture_shape(width, height, batch)
     stages: dict[str, dict[str, Any]] = {
-        "text": {"weights": GEMMA * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)},
+        "text": {"weights": TEXT_PARAMETERS * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)},
         "transformer": {
             "weights": transformer_parameters(model) * kind.itemsize,
             "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator),
         },
     }
-    methods = decode_methods(Planner(decoder_stages, rows, columns, kind, accelerator))
+    methods = decode_methods(Planner(stages_of(decoder), rows, columns, kind, accelerator))
     stages["decode"] = {
-        "weights": (decoder + ENCODER) * kind.itemsize,
+        "weights": (decoder.parameters + ENCODER_PARAMETERS) * kind.itemsize,
         "activations": methods["strips"],
         "methods": methods,
     }
@@ -135,7 +198,7 @@ def decode_methods(planner: Planner) -> dict[str, int | None]:
     assert strips is not None  # anything fits infinity
     return {
         "whole": whole,
-        "tiles": planner.tiles(1024 // DOWNSCALE, 128 // DOWNSCALE).peak_bytes,
+        "tiles": planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes,
         "strips": strips.peak_bytes,
         "smallest": planner.floor().peak_bytes,
     }

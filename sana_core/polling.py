@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -31,3 +34,25 @@ class Polled(TorchFunctionMode):
     ) -> Any:
         self.poll()
         return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noting_interrupts() -> Iterator[Poll]:
+    """A context that gives a poll, which raises KeyboardInterrupt after a Ctrl+C that was swallowed: Python ignores
+    what it raises in a callback of a library, or where an object is deleted. In the main thread alone.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    def poll() -> None:
+        if noted:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield poll
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -10,8 +10,8 @@ import torch
 from .control import check_width, control_residuals
 from .errors import InputError
 from .forward import prepare, velocity
-from .model_rules import GUIDANCE
 from .reference import model_timestep
+from .released import GUIDANCE
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel

@@ -40,27 +40,6 @@ RULES = {
 }
 
 
-# by the number of blocks: the one whose attention NVIDIA perturbs (pag_applied_layers in configs/sana_app_config, and
-# its default in diffusion/utils/config.py for SANA-1.5 4.8B)
-PERTURBED_BLOCKS = {20: 8, 28: 14, 60: 8}
-# pixels that a model was trained at: the schedule's shift; other sizes have 3
-SHIFT, SHIFTS = 3.0, {4096: 6.0}
-# of NVIDIA's SANA 0.6B at 1024 px, whose ControlNet steers it (configs/sana_app_config/Sana_600M_app.yaml,
-# configs/sana_config/1024ms/Sana_600M_img1024.yaml); diffusers' folders of it say 3
-NVIDIA_SHIFTS = {("0.6B", 1024): 4.0}
-
-
-def released_shift(variant: str, resolution: int, reference: str) -> float:
-    """Return the shift of the schedule that a model of that variant was released with, for `resolution` pixels."""
-    own = NVIDIA_SHIFTS.get((variant, resolution)) if reference == NVIDIA else None
-    return own or SHIFTS.get(resolution, SHIFT)
-
-
-def perturbed_block(layers: int) -> int:
-    """Return the block whose self-attention PAG perturbs in a model of so many blocks."""
-    return PERTURBED_BLOCKS.get(layers, round(0.4 * layers))
-
-
 def check_reference(name: str) -> None:
     """Raise InputError unless `name` is one of REFERENCES."""
     if name not in REFERENCES:

@@ -15,6 +15,7 @@ import torch
 
 from .errors import InputError
 from .reference import Reference
+from .released import DEFAULTS, SPRINT
 from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas, shift_sigmas
 
 __all__ = [
@@ -44,7 +45,10 @@ FEW_STEPS = 15
 def sample_flow_euler(
     model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
 ) -> torch.Tensor:
-    """Euler steps along the velocity (x - x0) / sigma. Returns x at the last sigma. Raises as `descending` does."""
+    """Euler steps along the velocity (x - x0) / sigma.
+
+    Returns x at the last sigma. Raises InputError for sigmas that do not descend.
+    """
     sigma = descending(sigmas)
     for i in range(len(sigma) - 1):
         denoised = model(x, sigmas[i])
@@ -57,7 +61,10 @@ def sample_flow_euler(
 def sample_flow_dpmpp_1(
     model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
 ) -> torch.Tensor:
-    """DPM-Solver++ of order 1, which is DDIM (Lu et al. 2022). Returns and raises as `sample_flow_dpmpp_2m` does."""
+    """DPM-Solver++ of order 1, which is DDIM (Lu et al. 2022).
+
+    Returns x at the last sigma. Raises InputError for sigmas that do not descend.
+    """
     return sample_dpmpp_multistep(model, x, sigmas, callback, 1)
 
 
@@ -102,7 +109,8 @@ def sample_dpmpp_multistep(
     """
     sigma = descending(sigmas)
     steps = len(sigma) - 1
-    sigmas64 = sigmas.double().cpu()
+    # on the host first: some accelerators have no float64
+    sigmas64 = sigmas.cpu().double()
     lambdas = torch.log((1 - sigmas64) / sigmas64).tolist()
     x0s: list[torch.Tensor] = []
     for i in range(steps):
@@ -154,7 +162,8 @@ def sample_scm(
 
     Each x0 is noised again to the next sigma, with the next of `noise` (of torch's own generator without it). This is
     the TrigFlow step of Lu and Song 2025 in flow's variables: with sigma = sin t / (sin t + cos t), TrigFlow's
-    cos(t) x - sin(t) F is x - sigma velocity. Returns x at the last sigma. Raises as `descending` does.
+    cos(t) x - sin(t) F is x - sigma velocity. Returns x at the last sigma. Raises InputError for sigmas that do not
+    descend.
     """
     sigma = descending(sigmas)
     for i in range(len(sigma) - 1):
@@ -199,8 +208,18 @@ def own_arguments(flow: FlowSampler, reference: Reference, noise: Iterator[torch
     return {}
 
 
+def check_sampler(config: Any, name: str) -> None:
+    """Raise InputError if the model with `config` and the sampler `name` are not made for each other."""
+    if config.guidance_embeds and name != SPRINT:
+        raise InputError(f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; use SANA Sprint")
+    if name == SPRINT and not config.guidance_embeds:
+        raise InputError(
+            f"sampler: got {name} for a model that is not SANA-Sprint; use SANA Sampler with {DEFAULTS.sampler}"
+        )
+
+
 def find_sampler(name: str) -> FlowSampler:
     """Return the sampler of that name. Raises InputError for a name that is not in SAMPLERS."""
     if name not in SAMPLERS:
-        raise InputError(f"sampler: got {name!r}, expected one of {', '.join(SAMPLERS)}")
+        raise InputError(f"sampler: got {name!r:.40}, expected one of {', '.join(SAMPLERS)}")
     return SAMPLERS[name]

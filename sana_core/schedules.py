@@ -11,12 +11,10 @@ import torch
 
 from .checks import check_number, check_whole
 from .errors import InputError
+from .released import INTERMEDIATE_TIMESTEP, MAX_TIMESTEP
 
 # the timesteps of SANA's training
 LARGEST_STEPS = 1000
-# pi / 2 rounded up: pure noise in TrigFlow's angles, which SANA-Sprint begins with
-MAX_TIMESTEP = 1.57080
-INTERMEDIATE_TIMESTEP = 1.3
 
 
 def check_steps(steps: int) -> None:
@@ -32,7 +30,8 @@ def shift_sigmas(sigmas: torch.Tensor, shift: float) -> torch.Tensor:
 def flow_euler_sigmas(steps: int, shift: float) -> torch.Tensor:
     """Return [steps + 1] sigmas from 1 to 0: those of diffusers' FlowMatchEulerDiscreteScheduler.
 
-    It shifts twice: the smallest sigma of training, then the whole line between 1 and that. Raises as `check_steps`.
+    It shifts twice: the smallest sigma of training, then the whole line between 1 and that. Raises InputError unless
+    `steps` is a whole number from 1 to 1000.
     """
     check_steps(steps)
     smallest = shift_sigmas(torch.tensor(1 / 1000, dtype=torch.float64), shift)
@@ -43,7 +42,7 @@ def flow_euler_sigmas(steps: int, shift: float) -> torch.Tensor:
 def flow_dpm_sigmas(steps: int, shift: float) -> torch.Tensor:
     """Return [steps + 1] sigmas from just below 1 to 0: the flow sigmas of DPM-Solver in SANA and in diffusers.
 
-    Raises as `check_steps` does.
+    Raises InputError unless `steps` is a whole number from 1 to 1000.
     """
     check_steps(steps)
     line = torch.linspace(0.999, 0, int(steps) + 1, dtype=torch.float64)
@@ -56,7 +55,7 @@ def scm_timesteps(
     """Return [steps + 1] float64 angles of TrigFlow from `max_timestep` to 0 (SANA-Sprint, section 4).
 
     The intermediate angle is that of the second of two steps and has no meaning for other numbers of steps; those are
-    evenly spaced. Raises InputError as `check_steps` does, and for angles that are not
+    evenly spaced. Raises InputError for steps that are not a whole number from 1 to 1000, and for angles that are not
     0 < intermediate < max <= 1.5708.
     """
     check_steps(steps)
@@ -75,7 +74,11 @@ def scm_timesteps(
 def scm_sigmas(
     steps: int, max_timestep: float = MAX_TIMESTEP, intermediate_timestep: float = INTERMEDIATE_TIMESTEP
 ) -> torch.Tensor:
-    """Return the angles of `scm_timesteps` as [steps + 1] flow sigmas, sin t / (sin t + cos t). Raises as that does."""
+    """Return the angles of `scm_timesteps` as [steps + 1] flow sigmas, sin t / (sin t + cos t).
+
+    Raises InputError for steps that are not a whole number from 1 to 1000, and for angles that are not
+    0 < intermediate < max <= 1.5708.
+    """
     angles = scm_timesteps(steps, max_timestep, intermediate_timestep)
     sigmas = torch.sin(angles) / (torch.sin(angles) + torch.cos(angles))
     # 1.57080 lies 4e-6 beyond pi / 2
@@ -85,7 +88,8 @@ def scm_sigmas(
 def start_later(schedule: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
     """Return the last `steps` steps of a schedule of `steps` / `denoise`: as much noise as a half-drawn picture has.
 
-    No sigma at all for `denoise` 0. Raises InputError unless 0 <= `denoise` <= 1, and as the schedule does.
+    No sigma at all for `denoise` 0. Raises InputError unless 0 <= `denoise` <= 1 and `steps` is a whole number from 1
+    to 1000.
     """
     check_steps(steps)
     check_number("denoise", denoise, 0, 1)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .errors import InputError
+from .released import MAX_TOKENS
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS = 300
 # far more characters than MAX_TOKENS tokens can have; what is behind them takes time to split, and is cut anyway
 LONGEST_TEXT = 100_000
 # what SANA was trained to read before the prompt: section 3.1 of its paper, chi_prompt in NVIDIA's configurations
@@ -92,7 +92,7 @@ def read_prompt(
 
     `encode` turns text into token ids, BOS first. With the instruction the prompt is stripped, and cut at a mark like
     --ar 16:9. Without, as a negative prompt, it stays as it is. What is longer than `max_tokens`, BOS included, is cut
-    off. Raises as `check_characters` does.
+    off. Raises InputError for characters that cannot be encoded.
     """
     check_characters(prompt)
     notes = []
@@ -121,7 +121,7 @@ def tokenize(
     """Return token ids and mask, both int64 [B, L], padded on the right; a warning says what was cut.
 
     L is `max_tokens`, or with the instruction that many less 2 after the instruction's own tokens (BOS included).
-    Raises as `read_prompt` does.
+    Raises InputError for characters that cannot be encoded.
     """
     readings = [read_prompt(tokenizer.encode, prompt, instruction, max_tokens) for prompt in prompts]
     for prompt, reading in zip(prompts, readings, strict=True):
@@ -143,7 +143,8 @@ def encode_prompts(
     """Return embeddings [B, max_tokens, C] in the model's dtype and their mask [B, max_tokens].
 
     SANA wants the positive prompt with the instruction, the empty one too, and the negative prompt without. What is
-    longer than `max_tokens` is cut off, with a warning in the log. Raises as `check_characters` does.
+    longer than `max_tokens` is cut off, with a warning in the log. Raises InputError for characters that cannot be
+    encoded.
     """
     ids, mask = (t.to(encoder.model.device) for t in tokenize(encoder.tokenizer, prompts, instruction, max_tokens))
     with torch.no_grad():

@@ -53,7 +53,10 @@ def appear(part: Path, path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, parts: Path | None = None, replace: bool = False) -> None:
-    """Write `data` to `path` as `unfinished` does."""
+    """Write `data` to `path`, which has it whole or not at all, by way of the folder `parts`, or its own.
+
+    Raises FileExistsError for a file that is there, unless it is to `replace` it, and OSError.
+    """
     with unfinished(path, parts, replace) as part:
         part.write_bytes(data)
 

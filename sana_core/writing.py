@@ -25,7 +25,7 @@ def read_request(tokenizer: Tokenizer, text: str, template: bool = True) -> list
     """Return the token ids, BOS first, behind which Gemma 2 writes its answer to `text`.
 
     With `template`, the text stands where the user speaks, unless it has the marks of a conversation already. Raises
-    as `check_characters` does.
+    InputError for characters that cannot be encoded.
     """
     check_characters(text)
     if template and not text.startswith(START):
@@ -60,12 +60,15 @@ def write_tokens(
     stop: Collection[int],
     choose: Callable[[torch.Tensor, Sequence[int]], int] = most_likely,
     report: Poll = no_poll,
+    device: torch.device | None = None,
+    head: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> list[int]:
     """Return at most `length` token ids that `model` writes behind `ids`, without the one of `stop` that ends them.
 
     `choose` picks each from its logits [V], float32 on the CPU, and the ids written so far. `report` is called for
-    each and cancels by raising. Raises InputError for more `ids` than the model has positions; it ends with these.
-    Raises VersionError for transformers before 4.56.
+    each and cancels by raising. A model whose weights are not all where it computes has that `device`, and a `head`
+    that makes logits of its last state. Raises InputError for more `ids` than the model has positions; it ends with
+    these. Raises VersionError for transformers before 4.56.
     """
     from transformers import DynamicCache, __version__
 
@@ -81,10 +84,10 @@ def write_tokens(
             f"transformers: got {__version__}, expected 4.56 or newer for Generate Text; update it"
         ) from None
     written: list[int] = []
-    tokens = torch.tensor([list(ids)], device=weight.device)
+    tokens = torch.tensor([list(ids)], device=device or weight.device)
     for _ in range(min(length, room)):
         states = model(tokens, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        logits = torch.nn.functional.linear(states, weight)
+        logits = head(states) if head else torch.nn.functional.linear(states, weight)
         cap = model.config.final_logit_softcapping
         logits = torch.tanh(logits / cap) * cap
         token = choose(logits[0].float().cpu(), written)

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 
-from host import ROOT, GraphError, base_directory, images_of, run_graph, server_command, start_server
+from host import ROOT, GraphError, base_directory, free_port, images_of, run_graph, server_command, start_server
 
 GRAPH = ROOT / "tests" / "graphs" / "demo.json"
 OUTPUT = ROOT / "output"
+PORT = 8188
 
 
 def draw(prompt: str | None) -> None:
@@ -39,16 +40,18 @@ def draw(prompt: str | None) -> None:
 
 
 def serve() -> None:
-    sys.stdout.write("The canvas: http://127.0.0.1:8188  (Ctrl+C ends it)\n")
+    port = free_port(PORT)
+    taken = "" if port == PORT else f"; {PORT} is taken"
+    sys.stdout.write(f"The canvas: http://127.0.0.1:{port}  (Ctrl+C ends it{taken})\n")
     sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
-        subprocess.run(server_command(base_directory("serve"), OUTPUT, 8188), check=True)
+        sys.exit(subprocess.run(server_command(base_directory("serve"), OUTPUT, port)).returncode)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", help='for example "a blue square on a white background"')
-    parser.add_argument("--serve", action="store_true", help="leave the canvas open on 127.0.0.1:8188")
+    parser.add_argument("--serve", action="store_true", help="leave the canvas open, until Ctrl+C")
     arguments = parser.parse_args()
     if arguments.serve:
         serve()

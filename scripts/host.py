@@ -41,14 +41,22 @@ def server_command(base: Path, output: Path, port: int) -> list[str]:
 
     command = [sys.executable, str(comfyui_path() / "main.py"), "--listen", "127.0.0.1", "--port", str(port)]
     command += ["--base-directory", str(base), "--output-directory", str(output)]
+    # its own place for the database is in ComfyUI's folder, and two servers cannot share one
+    command += ["--database-url", "sqlite:///:memory:"]
     command += ["--preview-method", "auto", "--disable-auto-launch", "--disable-api-nodes"]
     has_accelerator = torch.cuda.is_available() or torch.backends.mps.is_available()
     return command if has_accelerator else [*command, "--cpu"]
 
 
-def free_port() -> int:
+def free_port(wanted: int = 0) -> int:
+    """Return `wanted` if nobody listens there, else a port that is free."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        # as the server does, or a port that was just left would count as taken
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name == "posix")
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError:
+            return free_port()
         return probe.getsockname()[1]
 
 

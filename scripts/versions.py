@@ -22,7 +22,7 @@ from setup import CACHE, ROOT, run
 ENVIRONMENTS = CACHE / "envs"
 NEWEST_PYTHON = "3.13"
 # what the unit tests import besides
-TOOLS = ("matplotlib", "pytest", "pytest-timeout", "scipy", "tifffile")
+TOOLS = ("hypothesis", "matplotlib", "pytest", "pytest-timeout", "scipy", "tifffile", "tomli")
 PROMPTS = (
     "a red circle on a blue background",
     "a blue square on a white background",
@@ -37,8 +37,8 @@ TABLE = (
 
 
 def lowest_versions() -> dict[str, str]:
-    """Return the lowest version of each requirement and of torch, as requirements.txt and pyproject.toml say."""
-    extra = re.findall(r'^standalone = \["(torch>=.+)"\]$', (ROOT / "pyproject.toml").read_text(), re.M)
+    """Return the lowest version of each requirement, of torch and of peft, as the files that declare them say."""
+    extra = re.findall(r'^(?:standalone|train) = \["(\w+>=[\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
     lines = (ROOT / "requirements.txt").read_text().split()
     return dict(line.split(">=") for line in [*lines, *extra])
 

@@ -62,6 +62,8 @@ class Host:
 
         args.cpu = not torch.cuda.is_available()
         args.base_directory = str(base)
+        # no canvas is served
+        args.front_end_root = str(base)
         args.preview_method = type(args.preview_method).Auto
         (base / "custom_nodes").mkdir()
         (base / "models" / "diffusers").mkdir(parents=True)

@@ -45,7 +45,7 @@ def fitting_patches(
             misfits[name] = ""
             continue
         try:
-            found = comfy.lora.load_lora(tensors, {name: keys[name]}, log_missing=False)
+            found = comfy.lora.load_lora(as_wide(tensors, shapes[keys[name]]), {name: keys[name]}, log_missing=False)
         except (KeyError, RuntimeError):  # a part is missing, or alpha is no number
             found = {}
         fits = all(key in shapes and can_apply(patch, shapes[key]) for key, patch in found.items())
@@ -59,6 +59,19 @@ def fitting_patches(
         else:
             patches.update(found)
     return patches, misfits
+
+
+def as_wide(tensors: dict[str, torch.Tensor], shape: torch.Size) -> dict[str, torch.Tensor]:
+    """Return `tensors` with the difference of a 1x1 convolution as a Linear layer has it, or the other way round."""
+    return {
+        key: tensor.reshape(shape) if key.endswith(".diff") and squeezed(tensor.shape) == squeezed(shape) else tensor
+        for key, tensor in tensors.items()
+    }
+
+
+def squeezed(shape: torch.Size) -> tuple[int, ...]:
+    """Return the shape of a weight, of a 1x1 convolution that of the same product of matrices."""
+    return tuple(shape[:2] if shape[2:] == (1, 1) else shape)
 
 
 def can_apply(patch: Any, shape: torch.Size) -> bool:

@@ -14,8 +14,6 @@ import comfy.sd
 import comfy.supported_models_base
 import comfy.utils
 import torch
-from comfy.text_encoders.llama import BaseGenerate
-from comfy.text_encoders.pixeldit import PixelDiTGemma2Tokenizer
 from tqdm.auto import tqdm
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
@@ -23,6 +21,9 @@ from ...sana_core.checkpoints.tokenizer import load_tokenizer
 from ...sana_core.errors import InputError
 from ...sana_core.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
 from ...sana_core.writing import most_likely, read_request, stop_tokens, write_tokens
+from .compat import pixeldit_tokenizer, remember_loader
+from .layers import keep_on_device
+from .saving import config_tensor
 from .stamps import reloader
 from .weights import load_component, wide_dtype
 
@@ -37,8 +38,10 @@ KEY = "gemma2_2b"
 class SanaTokenizer:
     """Text to (token, weight) pairs. Weights are always 1: SANA reads brackets as brackets."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: dict) -> None:
+        """`config` is Gemma 2's."""
         self.tokenizer = tokenizer
+        self.config = config
 
     def tokenize_with_weights(
         self,
@@ -48,7 +51,7 @@ class SanaTokenizer:
         skip_template: bool | None = None,
         **kwargs,
     ) -> dict[str, list[list[tuple]]]:
-        """Without `instruction` from the caller, a prompt has it and the empty text, which stands for none, has not.
+        """Without `instruction` from the caller, a prompt has it, and the empty text, which stands for none, does not.
 
         `skip_template` is what only nodes that let the model write say. Raises InputError if they bring a picture.
         """
@@ -66,8 +69,10 @@ class SanaTokenizer:
         return self.tokenizer.decode(token_ids)
 
     def state_dict(self) -> dict:
-        """What ComfyUI writes into a checkpoint, so that the file has its tokenizer inside."""
-        return {self.tokenizer.kind: torch.tensor(list(self.tokenizer.content), dtype=torch.uint8)}
+        """What ComfyUI writes into a file beside the weights, with the prefix by which CLIPSave puts it to them."""
+        content = torch.frombuffer(bytearray(self.tokenizer.content), dtype=torch.uint8)
+        own = {self.tokenizer.kind: content, **config_tensor("text_encoder", self.config)}
+        return {f"{KEY}.{name}": value for name, value in own.items()}
 
 
 def token_pairs(reading: Reading, pad_token: int, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
@@ -126,7 +131,8 @@ class SanaTextModel(torch.nn.Module):
                 line.update()
 
             ids = [pair[0] for pair in pairs[KEY][0]]
-            return write_tokens(self.gemma, ids, max_length, self.stop_tokens, choose, report)
+            where = self.execution_device, self.gemma.embed_tokens.logits
+            return write_tokens(self.gemma, ids, max_length, self.stop_tokens, choose, report, *where)
 
 
 def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor, Sequence[int]], int]:
@@ -134,6 +140,8 @@ def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor,
 
     It draws on the CPU, so that a seed draws the same everywhere.
     """
+    from comfy.text_encoders.llama import BaseGenerate
+
     generator = torch.Generator().manual_seed(seed or 0)
 
     def choose(logits: torch.Tensor, written: Sequence[int]) -> int:
@@ -152,21 +160,33 @@ def load_clip(path: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
     info = find_part(inspect_checkpoint(path), "text_encoder")
     tokenizer = load_tokenizer(info)
     device = comfy.model_management.text_encoder_device()
-    dtype = wide_dtype(device)
-    operations = comfy.ops.disable_weight_init
+    dtype, compute = text_dtypes(device)
+    operations = comfy.ops.disable_weight_init if dtype == compute else comfy.ops.manual_cast
     if info.quantised:
-        operations = comfy.ops.mixed_precision_ops({}, dtype, full_precision_mm=True)
-    gemma = load_component(info, dtype, None, operations)
+        operations = comfy.ops.mixed_precision_ops({}, compute, full_precision_mm=True)
+    gemma = load_component(info, dtype, compute, operations)
     target = comfy.supported_models_base.ClipTarget(
-        lambda **_: SanaTokenizer(tokenizer), lambda **_: SanaTextModel(gemma, tokenizer)
+        lambda **_: SanaTokenizer(tokenizer, gemma.config.to_dict()), lambda **_: SanaTextModel(gemma, tokenizer)
     )
     clip = comfy.sd.CLIP(
         target,
         model_options={"dtype": dtype, "initial_device": torch.device("cpu")},
         disable_dynamic=disable_dynamic,
     )
-    clip.patcher.cached_patcher_init = (reload, (path,))
+    remember_loader(clip.patcher, reload, path)
+    keep_on_device(clip.patcher)
     return clip
+
+
+def text_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes in which Gemma 2 is stored for `device`, and in which it computes.
+
+    A card without bf16 computes in fp32, one layer after another: fp32 weights would take 10.5 GB of it.
+    """
+    compute = wide_dtype(device)
+    is_card = not comfy.model_management.is_device_cpu(device)
+    half = is_card and comfy.model_management.supports_cast(device, torch.bfloat16)
+    return torch.bfloat16 if half else compute, compute
 
 
 def load_clip_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_patcher.ModelPatcher:
@@ -182,10 +202,9 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Rea
     """
     if isinstance(clip.tokenizer, SanaTokenizer):
         split, pad_token = clip.tokenizer.tokenizer.encode, clip.tokenizer.tokenizer.pad_token
-    elif isinstance(clip.tokenizer, PixelDiTGemma2Tokenizer):
+    elif theirs := pixeldit_tokenizer(clip.tokenizer):
         # pixeldit's own tokenization puts the instruction before negative prompts too
-        theirs = clip.tokenizer.gemma2_2b
-        split, pad_token = lambda text: theirs.tokenizer(text)["input_ids"], theirs.pad_token
+        split, pad_token = theirs
     else:
         raise InputError(
             f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "

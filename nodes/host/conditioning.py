@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def encode_list(clip: comfy.sd.CLIP, prompts: list[str], instruction: bool) -> tuple[list, list[str]]:
     """Return the CONDITIONING of `prompts`, one row of embeddings each, and what was cut, a line for each cut prompt.
 
-    A prompt has the same row in any list. Raises as `encode` does.
+    A prompt has the same row in any list. Raises InputError for a CLIP that is not Gemma 2, and for characters that
+    cannot be encoded.
     """
     rows, notes = [], []
     for number, prompt in enumerate(prompts, 1):

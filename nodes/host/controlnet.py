@@ -16,6 +16,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.forward import prepare
 from ...sana_core.reference import AUTO, model_timestep
 from .latents import latent_format
+from .layers import keep_on_device
 from .model import WHOLE_TIMESTEPS, timestep_scale
 from .weights import load_component
 
@@ -83,4 +84,5 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
         manual_cast_dtype=compute,
         extra_conds=["attention_mask"],
     )
+    keep_on_device(control.control_model_wrapped)
     return control, f"SANA ControlNet {info.variant}, {info.layout} layout, as {info.reference} does"

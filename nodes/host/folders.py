@@ -1,4 +1,4 @@
-"""Where models are, which of them a name means, and what this server can draw on."""
+"""Where models, data sets and runs are, which of them a name means, and what this server can draw on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import folder_paths
 
 from ...sana_core.checkpoints.files import brief, parse_json, read_bytes
 from ...sana_core.checkpoints.headers import SUFFIXES
+from ...sana_core.downloads import file_names, where_to_get
 from ...sana_core.errors import InputError, MissingFileError, SanaError
 
 logger = logging.getLogger(__name__)
@@ -18,8 +19,15 @@ logger = logging.getLogger(__name__)
 TWO_WORKERS = "cpu x 2"
 CLUSTER = "cluster"
 LARGEST_CLUSTER_FILE = 10_000
+CLUSTER_ADDRESS = re.compile(r"ray://\S+:\d{1,5}")
 BUNDLED = "sana-tiny (bundled)"
 BUNDLED_FOLDER = Path(__file__).parents[2] / "demo" / "sana-tiny"
+BUNDLED_PICTURES = "red stars (bundled)"
+BUNDLED_DATASET = Path(__file__).parents[2] / "recipes" / "stars"
+# in ComfyUI's output folder, where SANA Train writes
+RUNS = "sana_training"
+# one name of a folder: no separators, nothing that means another folder, and short enough for a file's name in UTF-8
+RUN_NAME = re.compile(r"\w([\w .-]{0,48}\w)?")
 # the folders whose part the bundled checkpoint has
 PARTS = ("diffusion_models", "text_encoders", "vae")
 # of a sharded model, the first file stands for all
@@ -40,12 +48,16 @@ def find_file(kind: str, name: str) -> Path:
     """Return the file that `name` of `list_files` means. Raises InputError or MissingFileError for any other name."""
     if name == BUNDLED and kind in PARTS:
         return BUNDLED_FOLDER
-    if not isinstance(name, str) or not name.lower().endswith(SUFFIXES):
-        raise InputError(f"{kind}: got {name!r}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
-    path = folder_paths.get_full_path(kind, name)
+    names = file_names(name) if isinstance(name, str) else []
+    if not names or not names[0].lower().endswith(SUFFIXES):
+        raise InputError(f"{kind}: got {name!r:.40}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
+    # ComfyUI_ExtraModels kept transformers in checkpoints
+    folders = [kind, "checkpoints"] if kind == "diffusion_models" else [kind]
+    paths = [folder_paths.get_full_path(folder, each) for folder in folders for each in names]
+    path = next(filter(None, paths), None)
     if path is None:
         raise MissingFileError(
-            f"{kind}: no file {name!r} in models/{kind}; put it there and refresh, or choose another"
+            f"{kind}: no file {names[0]!r} in models/{kind}; {where_to_get(names[0])}, or choose another"
         )
     return Path(path)
 
@@ -63,7 +75,7 @@ def model_path(name: str) -> Path:
     """Return the folder or file that `name` of `list_models` means. Raises InputError for any other name."""
     if name not in list_models():
         raise InputError(
-            f"model: got {name!r}, expected one of {', '.join(list_models())}; "
+            f"model: got {name!r:.40}, expected one of {', '.join(list_models())}; "
             "put diffusers folders into models/diffusers and all-in-one files into models/checkpoints"
         )
     if name == BUNDLED:
@@ -71,6 +83,31 @@ def model_path(name: str) -> Path:
     roots = map(Path, folder_paths.get_folder_paths("diffusers"))
     folders = (root / name for root in roots if (root / name / "model_index.json").is_file())
     return next(folders, None) or find_file("checkpoints", name)
+
+
+def list_datasets() -> list[str]:
+    """Return what SANA Dataset offers: the folders that ComfyUI's own nodes for it list, the bundled pictures last."""
+    return [*folder_paths.get_input_subfolders(), BUNDLED_PICTURES]
+
+
+def dataset_path(name: str) -> Path:
+    """Return the folder that `name` of `list_datasets` means. Raises InputError for any other name."""
+    if name == BUNDLED_PICTURES:
+        return BUNDLED_DATASET
+    if name not in folder_paths.get_input_subfolders():
+        raise InputError(
+            f"folder: got {name!r:.40}, expected one in ComfyUI's input folder; put your pictures into one there"
+        )
+    return Path(folder_paths.get_input_directory()) / name
+
+
+def run_path(name: str) -> Path:
+    """Return the folder of the training run `name`. Raises InputError for what is no plain name of a folder."""
+    if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
+        raise InputError(
+            f"name: got {name!r:.60}, expected a folder's name of at most 50 characters; use letters, digits, - and _"
+        )
+    return Path(folder_paths.get_output_directory()) / RUNS / name
 
 
 def list_devices() -> list[str]:
@@ -81,15 +118,22 @@ def list_devices() -> list[str]:
     """
     devices = comfy.model_management.get_all_torch_devices()
     own = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu:{i}" for i in range(len(devices))]
+    return ["all", "default", *own, *list_cluster()]
+
+
+def list_cluster() -> list[str]:
+    """Return the cluster as a choice of devices, if the operator has configured it."""
     try:
-        more = [CLUSTER] if cluster_address() is not None else []
+        return [CLUSTER] if cluster_address() is not None else []
     except InputError:  # it is in the log
-        more = []
-    return ["all", "default", *own, *more]
+        return []
 
 
 def cluster_address() -> str | None:
-    """Return the address of the Ray cluster in cluster.json of the system user "sana", None where no such file is.
+    """Return the address, like ray://HOST:10001, of the Ray cluster in cluster.json of the system user "sana", None
+    where no such file is.
+
+    Only Ray Client's addresses: Ray ends a process that is connected in another way together with the cluster.
 
     HTTP does not reach that folder, and what is in it is the operator's alone: of a file that is broken only the log
     says where it is and why, and InputError that it is.
@@ -104,8 +148,16 @@ def cluster_address() -> str | None:
         reason = str(error).rpartition("; ")[0]
     else:
         match found:
-            case {"address": str(address)} if address and len(found) == 1:
+            case {"address": str(address)} if CLUSTER_ADDRESS.fullmatch(address) and len(found) == 1:
                 return address
         reason = f"got {brief(found)}"
-    logger.error('SANA Batch Sampler: %s: %s; expected {"address": "auto"}, or an address like HOST:6379', file, reason)
+    logger.error('SANA Batch Sampler: %s: %s; expected {"address": "ray://HOST:10001"}', file, reason)
     raise InputError("devices: the server's cluster.json is broken; its operator finds why in the log")
+
+
+def list_splits() -> list[str]:
+    """Return what SANA Split Picture offers: all, so many of the accelerators, or the CPU's cores in two halves, and
+    the cluster."""
+    devices = comfy.model_management.get_all_torch_devices()
+    own = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu x {count}" for count in range(2, len(devices))]
+    return ["all", *own, *list_cluster()]

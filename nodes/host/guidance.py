@@ -40,7 +40,8 @@ def is_perturbed(conds: list[dict] | None) -> bool:
 def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> ModelPatcher:
     """Return a copy of `model` with perturbed-attention guidance in place of any before.
 
-    Raises as `perturbed_attention` and `require_sana` do.
+    Raises InputError for a MODEL that is not SANA's or is SANA-Sprint, a scale that is not from 0 to 100, and blocks
+    that the model does not have.
     """
     attention = perturbed_attention(require_sana(model.model).diffusion_model.config, scale, blocks)
     patched = model.clone()
@@ -77,7 +78,8 @@ def perturb(conds: list[dict], attention: PerturbedAttention) -> list[dict]:
 def limit_guidance(model: ModelPatcher, start: float, end: float) -> ModelPatcher:
     """Return a copy of `model` that is guided only from the share `start` of the sampling to `end`.
 
-    Outside, the negative prompt is not computed, and each step takes half the time. Raises as `require_sana` does.
+    Outside, the negative prompt is not computed, and each step takes half the time. Raises InputError for a
+    MODEL that is not SANA's.
     """
     require_sana(model.model)
     patched = model.clone()

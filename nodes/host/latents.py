@@ -9,7 +9,7 @@ import comfy.model_management
 import torch
 
 from ...sana_core.checkpoints import CheckpointInfo
-from ...sana_core.checkpoints.load import latent_scale
+from ...sana_core.checkpoints.load import latent_scale, recorded
 from ...sana_core.checkpoints.schemas import read_preview
 from ...sana_core.latents import CHANNELS, DOWNSCALE, picture_shape
 from .preview import find_taesana, taesana_previewer
@@ -59,14 +59,15 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
     latent_channels = CHANNELS
     spacial_downscale_ratio = DOWNSCALE
 
-    def __init__(
-        self, scale_factor: float, rgb_factors: list[list[float]], rgb_bias: list[float], taesana: bool
-    ) -> None:
+    def __init__(self, scale_factor: float, preview: dict | None) -> None:
+        """`preview` has the colours of latents other than the released models', which TAESANA cannot read."""
         self.scale_factor = scale_factor
+        self.preview = preview
+        rgb_factors = preview["rgb_factors"] if preview else RGB_FACTORS
+        rgb_bias = preview["rgb_bias"] if preview else RGB_BIAS
         # previews expect [-1, 1]
         self.linear_factors = [[2 * factor for factor in row] for row in rgb_factors]
         self.linear_bias = [2 * bias - 1 for bias in rgb_bias]
-        self.taesana = taesana
 
     # ComfyUI reads these three when a sampling begins: reshape(latents), then a linear map of channels to RGB. With
     # TAESANA the first gives RGB already.
@@ -84,20 +85,18 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
         return taesana_previewer(path) if path else None
 
     def taesana_file(self) -> str | None:
-        return find_taesana() if self.taesana else None
+        return find_taesana() if self.preview is None else None
 
 
 def latent_format(info: CheckpointInfo) -> SanaLatents:
     """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any.
 
-    A checkpoint with colours of its own has latents of its own, which TAESANA cannot read. Raises CheckpointError for
-    colours that are none.
+    Raises CheckpointError for colours that are none.
     """
-    scale_factor = latent_scale(info)
-    preview = info.path / "preview.json"
-    if preview.exists():
-        return SanaLatents(scale_factor, *read_preview(preview), taesana=False)
-    return SanaLatents(scale_factor, RGB_FACTORS, RGB_BIAS, taesana=True)
+    file = info.path / "preview.json"
+    if file.exists():
+        return SanaLatents(latent_scale(info), dict(zip(("rgb_factors", "rgb_bias"), read_preview(file), strict=True)))
+    return SanaLatents(latent_scale(info), recorded(info, "preview"))
 
 
 def empty_latent(width: int, height: int, batch_size: int) -> dict:

@@ -16,9 +16,12 @@ from ...sana_core.checkpoints import CheckpointInfo, find_part, follow, inspect_
 from ...sana_core.checkpoints.load import shift_of
 from ...sana_core.errors import InputError
 from ...sana_core.reference import AUTO
+from .compat import add_lora_names, remember_loader
 from .latents import latent_format
-from .lora import register_lora_names
+from .layers import keep_on_device
+from .lora import model_keys
 from .model import SanaDiffusionModel, SanaModel
+from .quantise import OFF, check_choice
 from .reference import follow_reference
 from .sampler_guard import refuse_unfit_samplers
 from .stamps import reloader
@@ -34,8 +37,8 @@ class SanaConfig(comfy.supported_models_base.BASE):
     text_encoder_key_prefix = ["text_encoders."]
     vae_key_prefix = ["vae."]
 
-    def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None) -> None:
-        """`info` is the transformer in `checkpoint`."""
+    def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None, form: str) -> None:
+        """`info` is the transformer in `checkpoint`, `form` the format that its blocks are quantised to."""
         super().__init__(self.unet_config)
         self.sampling_settings = {"shift": shift_of(checkpoint, resolution, info.reference)}
         self.latent_format = latent_format(checkpoint)
@@ -43,11 +46,12 @@ class SanaConfig(comfy.supported_models_base.BASE):
         half = [torch.float16] if info.dtype == torch.float16 else []
         self.supported_inference_dtypes = [*half, torch.bfloat16, torch.float32]
         # ComfyUI finds the formats by the layers; it only wants to know that there are any
-        self.quant_config = {"mixed_ops": True} if info.quantised else None
+        self.quant_config = {"mixed_ops": True} if info.quantised or form != OFF else None
         pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
         dtype = str(info.dtype).removeprefix("torch.")
         origin = f"{info.layout} layout, {dtype}, as {info.reference} does"
-        self.text = f"SANA {info.variant}, {pixels} px ({source}), {origin}"
+        quantised = "" if form == OFF else f", quantised to {form}"
+        self.text = f"SANA {info.variant}, {pixels} px ({source}), {origin}{quantised}"
         # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
         inner = info.headers["patch_embed.proj.weight"].shape[0]
         hidden = 2 * info.headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
@@ -72,42 +76,46 @@ def load_model(
     weight_dtype: str = "default",
     resolution: int | None = None,
     reference: str = AUTO,
+    quantise: str = OFF,
     disable_dynamic: bool = False,
 ) -> comfy.model_patcher.ModelPatcher:
     """Return the MODEL of the checkpoint at `path`.
 
     `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader; `resolution` in pixels and `reference` override
-    what the checkpoint says. Raises CheckpointError or MissingFileError, with the file's name, for what is no SANA
-    transformer.
+    what the checkpoint says. `quantise` is one of quantise.choices(). Raises CheckpointError or MissingFileError, with
+    the file's name, for what is no SANA transformer, InputError for another choice.
     """
     if weight_dtype not in WEIGHT_DTYPES:
-        raise InputError(f"weight_dtype: got {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
+        raise InputError(f"weight_dtype: got {weight_dtype!r:.40}, expected one of {', '.join(WEIGHT_DTYPES)}")
     reload = reloader(load_model, path)
     checkpoint = inspect_checkpoint(path)
     info = follow(find_part(checkpoint, "transformer"), reference)
-    config = SanaConfig(checkpoint, info, resolution)
+    check_choice(quantise, weight_dtype, info.quantised)
+    config = SanaConfig(checkpoint, info, resolution, quantise)
+    is_quantised = config.quant_config is not None
     load_device = comfy.model_management.get_torch_device()
     supported = config.supported_inference_dtypes
     stored = WEIGHT_DTYPES[weight_dtype]
     if stored is None:
         parameters = sum(math.prod(header.shape) for header in info.headers.values())
         stored = comfy.model_management.unet_dtype(
-            load_device, parameters, supported, weight_dtype=None if info.quantised else info.dtype
+            load_device, parameters, supported, weight_dtype=None if is_quantised else info.dtype
         )
-    compute = comfy.model_management.unet_manual_cast(None if info.quantised else stored, load_device, supported)
+    compute = comfy.model_management.unet_manual_cast(None if is_quantised else stored, load_device, supported)
     config.set_inference_dtype(stored, compute, device=load_device)
     operations = comfy.ops.pick_operations(
         stored, compute, load_device, fp8_optimizations=weight_dtype.endswith("fast"), model_config=config
     )
-    register_lora_names()
-    transformer = load_component(info, stored, compute, operations, resolution)
+    add_lora_names(model_keys)
+    transformer = load_component(info, stored, compute, operations, resolution, quantise)
     transformer.__class__ = SanaDiffusionModel
 
     model = SanaModel(config, comfy.model_base.ModelType.FLOW)
     model.diffusion_model = transformer
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
-    patcher.cached_patcher_init = (reload, (path, weight_dtype, resolution, reference))
+    remember_loader(patcher, reload, path, weight_dtype, resolution, reference, quantise)
+    keep_on_device(patcher)
     refuse_unfit_samplers(patcher)
     follow_reference(patcher)
     return patcher

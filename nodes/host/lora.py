@@ -28,12 +28,14 @@ PEFT_SETTINGS = "lora_adapter_metadata"
 SHOWN, LONGEST = 3, 240
 
 
-def model_keys(model: SanaModel) -> dict[str, str]:
-    """Return {name in a LoRA: weight} in the dialects that ComfyUI does not know of SANA by itself.
+def model_keys(model: torch.nn.Module) -> dict[str, str]:
+    """Return {name in a LoRA: weight} in the dialects that ComfyUI does not know of SANA by itself; else nothing.
 
     diffusers and PEFT write transformer. or base_model.model. before the module's name, or nothing; OneTrainer and
     SimpleTuner's LyCORIS write it with underscores.
     """
+    if not isinstance(model, SanaModel):
+        return {}
     prefix, suffix = "diffusion_model.", ".weight"
     keys = {}
     for weight in model.state_dict():
@@ -56,26 +58,6 @@ def clip_keys(text_model) -> dict[str, str]:
     return keys
 
 
-def register_lora_names() -> None:
-    """Make ComfyUI's own LoRA loaders find SANA's weights by all of `model_keys`.
-
-    ComfyUI knows a model's dialects by its class, from a list in one function with no way to join it; so that function
-    is wrapped, once, and answers for other models as before.
-    """
-    core = comfy.lora.model_lora_keys_unet
-    if getattr(core, "knows_sana", False):
-        return
-
-    def model_lora_keys_unet(model, key_map={}):
-        key_map = core(model, key_map)
-        if isinstance(model, SanaModel):
-            key_map.update(model_keys(model))
-        return key_map
-
-    model_lora_keys_unet.knows_sana = True
-    comfy.lora.model_lora_keys_unet = model_lora_keys_unet
-
-
 def apply_lora(
     model: ModelPatcher, clip: comfy.sd.CLIP | None, path: Path, strength_model: float, strength_clip: float
 ) -> tuple[ModelPatcher, comfy.sd.CLIP | None, str]:
@@ -87,7 +69,21 @@ def apply_lora(
     if not isinstance(model.model, SanaModel):
         raise InputError(f"model: got {type(model.model).__name__}, expected a SANA model; use SANA Loader")
     info = find_part(inspect_checkpoint(path), "lora")
-    lora = with_alpha(read(path), info)
+    return add_lora(model, clip, with_alpha(read(path), info), info.name, strength_model, strength_clip)
+
+
+def add_lora(
+    model: ModelPatcher,
+    clip: comfy.sd.CLIP | None,
+    lora: dict[str, torch.Tensor],
+    name: str,
+    strength_model: float = 1.0,
+    strength_clip: float = 1.0,
+) -> tuple[ModelPatcher, comfy.sd.CLIP | None, str]:
+    """Return `model` and `clip` with the tensors `lora` of the file `name` on them, and how much of it fits.
+
+    Raises CheckpointError for a LoRA of which nothing fits.
+    """
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     shapes = shapes_of(model.model)
     if clip is not None:
@@ -98,10 +94,10 @@ def apply_lora(
     total = len(split_layers(lora))
     if not patches:
         raise CheckpointError(
-            f"{info.name}: none of its {total} layers fit this model, among them {listed(misfits)}; "
+            f"{name}: none of its {total} layers fit this model, among them {listed(misfits)}; "
             "choose a LoRA trained on this SANA"
         )
-    report = f"{info.name}: {total - len(misfits)} of {total} layers fit"
+    report = f"{name}: {total - len(misfits)} of {total} layers fit"
     if misfits:
         report += f", not {listed(misfits)}" + (" and others" if len(misfits) > SHOWN else "")
         logger.warning(report)

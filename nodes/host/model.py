@@ -12,13 +12,17 @@ from diffusers import SanaControlNetModel, SanaTransformer2DModel
 from ...sana_core.control import check_width as check_control_width
 from ...sana_core.errors import InputError
 from ...sana_core.forward import velocity
-from ...sana_core.latents import check_channels
-from ...sana_core.model_rules import GUIDANCE
+from ...sana_core.latents import DOWNSCALE, check_channels
 from ...sana_core.reference import model_timestep
+from ...sana_core.released import GUIDANCE, size_note
 from .prompts import Prompt, PromptBatch, PromptCondition
+from .report import show_under_running_node
+from .saving import config_tensor
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
+# Who shares the model's calls, by the device of a call: see split.py.
+SPLIT = "sana_split"
 # what the transformer reads at sigma 1
 TIMESTEPS = 1000
 
@@ -66,6 +70,9 @@ class SanaDiffusionModel(SanaTransformer2DModel):
                 controlnet_block_samples=residuals[1:] or None,
                 return_dict=False,
             )[0]
+        group = transformer_options.get(SPLIT, {}).get(x.device)
+        if group is not None:
+            return group.velocity(self, x, timesteps, prompt, guidance, residuals)
         constants, perturbation = prompt.constants(self, x)
         return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
 
@@ -73,8 +80,21 @@ class SanaDiffusionModel(SanaTransformer2DModel):
 class SanaModel(comfy.model_base.BaseModel):
     """What ComfyUI's samplers drive: flow matching, text with its mask."""
 
+    @property
+    def resolution(self) -> int:
+        """Pixels of the square pictures that it was trained with."""
+        return self.diffusion_model.config.sample_size * DOWNSCALE
+
     def process_timestep(self, timestep, **kwargs):
         return timestep * timestep_scale(self.model_sampling)
+
+    def state_dict_for_saving(self, unet_state_dict, *others, **parts):
+        latents = self.latent_format
+        own = {"flow_shift": self.model_config.sampling_settings["shift"], "latent_scale": latents.scale_factor}
+        if latents.preview is not None:
+            own["preview"] = latents.preview
+        config = config_tensor("transformer", {**self.diffusion_model.config, **own})
+        return super().state_dict_for_saving({**unet_state_dict, **config}, *others, **parts)
 
     def extra_conds(self, **kwargs):
         out = super().extra_conds(**kwargs)
@@ -84,6 +104,9 @@ class SanaModel(comfy.model_base.BaseModel):
         check_count(field, context, kwargs["noise"])
         check_width(field, context, self.diffusion_model)
         check_controlnets(kwargs.get("control"), self.diffusion_model)
+        # every sampler comes by here, core's too
+        if field == "positive" and (note := size_note(*picture_pixels(kwargs["noise"]), self.resolution)):
+            show_under_running_node(note)
         mask = kwargs.get("attention_mask")
         out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
         # for ControlNets, training and what others hang into the call
@@ -94,6 +117,11 @@ class SanaModel(comfy.model_base.BaseModel):
             guidance = float(kwargs.get("guidance", GUIDANCE))
             out["guidance"] = comfy.conds.CONDRegular(torch.tensor([guidance], device=context.device))
         return out
+
+
+def picture_pixels(latents: torch.Tensor) -> tuple[int, int]:
+    """Return (width, height) of the pictures that latents [B, 32, h, w] stand for."""
+    return latents.shape[3] * DOWNSCALE, latents.shape[2] * DOWNSCALE
 
 
 def timestep_scale(sampling) -> float:

@@ -77,12 +77,14 @@ class PromptBatch:
         known = self.prompts[0].constants
         if key in known:
             return known[key]
-        found = self.prepare(transformer, x)
+        embeds, mask, perturbation = self.inputs(x)
+        found = prepare(transformer, embeds, mask, *x.shape[-2:]), perturbation
         if all(prompt.keep for prompt in self.prompts):
             known[key] = found
         return found
 
-    def prepare(self, transformer: torch.nn.Module, x: torch.Tensor) -> tuple[Constants, Perturbation | None]:
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Perturbation | None]:
+        """Return embeddings [P, T, C] and mask [P, T] for `x` [B, 32, h, w], and where attention is perturbed."""
         pictures = len(x) // len(self.prompts)
         # one row of keys and values serves all pictures of a prompt, unless some prompt has one for each
         count = 1 if all(len(prompt.embeds) == 1 for prompt in self.prompts) else pictures
@@ -98,7 +100,7 @@ class PromptBatch:
         if attention:
             flags = torch.tensor([prompt.perturbed is not None for prompt in self.prompts], device=x.device)
             perturbation = Perturbation(flags.repeat_interleave(pictures)[:, None, None], attention.blocks)
-        return prepare(transformer, embeds, mask, *x.shape[-2:]), perturbation
+        return embeds, mask, perturbation
 
 
 class PromptCondition(comfy.conds.CONDRegular):

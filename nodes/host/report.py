@@ -1,7 +1,12 @@
-"""Words under a node: what it found out that its widgets do not show."""
+"""Words under a node, and a chart on it: what it found out that its widgets do not show."""
 
 import logging
+import time
+from collections.abc import Callable
 
+import comfy.utils
+from comfy_execution.utils import get_executing_context
+from PIL import Image
 from server import PromptServer
 
 logger = logging.getLogger(__name__)
@@ -11,3 +16,35 @@ def show_under_node(text: str, node_id: str) -> None:
     """Write `text` under the node and into the log."""
     logger.info(text)
     PromptServer.instance.send_progress_text(text, node_id)
+
+
+def show_under_running_node(text: str) -> None:
+    """Write `text` under the node that runs, whosever it is, and into the log; from its threads into the log alone."""
+    context = get_executing_context()
+    if context is None:
+        logger.warning(text)
+    else:
+        show_under_node(text, context.node_id)
+
+
+def show_on_running_node(picture: Image.Image, bar_total: int) -> None:
+    """Show `picture` on the node that runs, where its previews are; its bar of `bar_total` is full by then."""
+    comfy.utils.ProgressBar(bar_total).update_absolute(bar_total, bar_total, ("JPEG", picture, None))
+
+
+def words_under_running_node() -> Callable[[str], None]:
+    """Return what writes a text under the node that runs now, and into the log, from any thread."""
+    node_id = get_executing_context().node_id
+    return lambda text: show_under_node(f"SANA: {text}", node_id)
+
+
+def progress_under_running_node() -> Callable[[str], None]:
+    """Return what writes a text under the node that runs now, once a second at most; not into the log."""
+    node_id, shown = get_executing_context().node_id, [0.0]
+
+    def show(text: str) -> None:
+        if time.monotonic() - shown[0] > 1:
+            shown[0] = time.monotonic()
+            PromptServer.instance.send_progress_text(text, node_id)
+
+    return show

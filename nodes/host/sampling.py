@@ -1,10 +1,10 @@
-"""sana_core's samplers inside ComfyUI: guidance, previews, cancel and memory are the host's."""
+"""The samplers of sana_core inside ComfyUI: guidance, previews, cancel and memory are the host's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import comfy.model_management
 import comfy.sample
@@ -17,9 +17,9 @@ from comfy.model_sampling import ModelSamplingFlux
 from tqdm.auto import tqdm
 
 from ...sana_core.latents import check_channels, noise_stream
-from ...sana_core.model_rules import SPRINT, Defaults, check_sampler, model_defaults
 from ...sana_core.reference import reference_of
-from ...sana_core.sampling import find_sampler, own_arguments
+from ...sana_core.released import SPRINT, Defaults, model_defaults
+from ...sana_core.sampling import check_sampler, find_sampler, own_arguments
 from ...sana_core.schedules import start_later
 from .guidance import SIGMA, require_sana
 from .model import WHOLE_TIMESTEPS, check_flow
@@ -76,15 +76,20 @@ def later_noise(x: torch.Tensor, seed: int | None) -> Iterator[torch.Tensor]:
 
 
 def defaults_of(model: ModelPatcher) -> Defaults:
-    """Return how the authors sample the model. Raises as `require_sana` does."""
+    """Return how the authors sample the model. Raises InputError for a MODEL that is not SANA's."""
     return model_defaults(require_sana(model.model).diffusion_model.config)
+
+
+def resolution_of(model: ModelPatcher) -> int:
+    """Return the size in pixels that the model was trained at. Raises InputError for a MODEL that is not SANA's."""
+    return require_sana(model.model).resolution
 
 
 def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:
     """Return the sigmas of the sampler `name` with the model's shift, none for `denoise` 0.
 
-    Raises InputError for numbers out of range, for a sampler that is not in SAMPLERS or not for the model, and as
-    `check_flow` does.
+    Raises InputError for numbers out of range, for a sampler that is not in SAMPLERS or not for the model, and for a
+    MODEL that is not SANA's or has a ModelSampling of another kind than flow matching.
     """
     flow = find_sampler(name)
     check_sampler(require_sana(model.model).diffusion_model.config, name)
@@ -93,10 +98,19 @@ def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -
 
 
 def shift_of(sampling) -> float:
-    """Return the shift of a ModelSampling. Raises as `check_flow` does."""
+    """Return the shift of a ModelSampling. Raises InputError for one of another kind than flow matching."""
     check_flow(sampling)
     # ModelSamplingFlux has its logarithm
     return math.exp(sampling.shift) if isinstance(sampling, ModelSamplingFlux) else sampling.shift
+
+
+class Sampling(NamedTuple):
+    """How pictures are sampled: the sampler's name in SAMPLERS, its sigmas, the guidance, and the first seed."""
+
+    sampler: str
+    sigmas: torch.Tensor
+    guidance: float
+    seed: int = 0
 
 
 def sample(
@@ -104,10 +118,7 @@ def sample(
     positive: list,
     negative: list,
     latent: dict,
-    seed: int,
-    guidance: float,
-    name: str,
-    sigmas: torch.Tensor,
+    sampling: Sampling,
     callback: Callable | None = None,
 ) -> dict:
     """Return a LATENT of pictures sampled from `latent`; picture k uses seed + k, or seed + its batch_index.
@@ -118,35 +129,32 @@ def sample(
     require_sana(model.model)
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"))
     check_channels("latent_image", samples.shape)
-    noise = noise_stream(samples, seed, latent.get("batch_index"))
+    noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
     out = {k: v for k, v in latent.items() if k != "downscale_ratio_spacial"}
     out["samples"] = comfy.sample.sample_custom(
         model,
         next(noise),
-        guidance,
-        FlowSampler(name, noise),
-        sigmas,
+        sampling.guidance,
+        FlowSampler(sampling.sampler, noise),
+        sampling.sigmas,
         positive,
         negative,
         samples,
         noise_mask=latent.get("noise_mask"),
-        callback=callback or latent_preview.prepare_callback(model, len(sigmas) - 1),
+        callback=callback or latent_preview.prepare_callback(model, len(sampling.sigmas) - 1),
         disable_pbar=callback is not None or not comfy.utils.PROGRESS_BAR_ENABLED,
-        seed=seed,
+        seed=sampling.seed,
     )
     return out
 
 
 def sample_sprint(
-    model: ModelPatcher,
-    positive: list,
-    latent: dict,
-    seed: int,
-    guidance: float,
-    sigmas: torch.Tensor,
-    callback: Callable | None = None,
+    model: ModelPatcher, positive: list, latent: dict, sampling: Sampling, callback: Callable | None = None
 ) -> dict:
-    """Return a LATENT of a SANA-Sprint model, which gets its guidance as an embedding. Raises as `sample` does."""
+    """Return a LATENT of a SANA-Sprint model, which gets its guidance as an embedding; the sampler has to be scm.
+
+    Raises InputError for another MODEL, and for a LATENT or embeddings that are not SANA's.
+    """
     check_sampler(require_sana(model.model).diffusion_model.config, SPRINT)
-    positive = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
-    return sample(model, positive, positive, latent, seed, 1.0, SPRINT, sigmas, callback)
+    positive = node_helpers.conditioning_set_values(positive, {"guidance": sampling.guidance})
+    return sample(model, positive, positive, latent, sampling._replace(guidance=1.0), callback)

@@ -1,8 +1,9 @@
-"""What a model's files are like now, to notice that they are others: sizes and times of change."""
+"""What a model's files, or a data set's, are like now, to notice that they are others: sizes and times of change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from ...sana_core.checkpoints.detect import SHARD
 from ...sana_core.checkpoints.files import shown
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.errors import CheckpointError
+from ...sana_core.training.scan import list_folder
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -28,6 +30,16 @@ def file_stamp(find: Callable[[], Path]) -> str:
     except (OSError, ValueError):
         return "missing"
     return "; ".join(f"{file.name} {size_and_time(file)}" for file in files)
+
+
+def dataset_stamp(find: Callable[[], Path]) -> str:
+    """Return what changes with any file of the data set's folder that `find` gives. Never raises, as `file_stamp`."""
+    try:
+        files, _ = list_folder(find())
+    except (OSError, ValueError):
+        return "missing"
+    stamps = "; ".join(f"{name} {size_and_time(file)}" for name, file in sorted(files.items()))
+    return sha256(stamps.encode(errors="surrogateescape")).hexdigest()
 
 
 def size_and_time(file: Path) -> str:

@@ -11,15 +11,21 @@ import comfy.model_patcher
 import comfy.sd
 import comfy.utils
 import torch
+from comfy.patcher_extension import CallbacksMP
 from diffusers import AutoencoderDC
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
 from ...sana_core.checkpoints.load import load_part
-from ...sana_core.decode import decode_latents, encode_images
+from ...sana_core.decode import DecodeOptions, decode_into, encode_images
 from ...sana_core.decode.plan import Planner
 from ...sana_core.decode.stages import decoder_stages, encoder_stages
 from ...sana_core.errors import InputError
 from ...sana_core.latents import CHANNELS, DOWNSCALE
+from ...sana_core.polling import Poll
+from ...sana_core.weight_layout import arrange_convolutions
+from .compat import empty_vae, free_memory, remember_loader
+from .layers import keep_on_device
+from .saving import config_tensor
 from .stamps import reloader
 from .weights import read, wide_dtype
 
@@ -41,20 +47,17 @@ class SanaAutoencoder(AutoencoderDC):
     def decode(self, z: torch.Tensor, output_buffer: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         weights = next(self.parameters())
         if options.get("max_bytes") is None:
-            planner = planner_of(self, z.shape, weights.dtype)
-            options["max_bytes"] = min(budget(planner, device) for device in options.get("devices") or [weights.device])
+            devices = options.get("devices") or [weights.device]
+            planner = planner_of(self, z.shape, weights.dtype, len(devices))
+            options["max_bytes"] = min(budget(planner, device) for device in devices)
         if output_buffer is None:
             device = comfy.model_management.intermediate_device()
             output_buffer = torch.empty(self.decode_output_shape(z.shape), device=device, dtype=weights.dtype)
         if "progress" not in options:
             options["progress"] = comfy.utils.ProgressBar(len(z) * z.shape[2] * DOWNSCALE).update_absolute
-        return decode_latents(
-            self,
-            z,
-            out=output_buffer,
-            poll=comfy.model_management.throw_exception_if_processing_interrupted,
-            **options,
-        )
+        options.setdefault("poll", comfy.model_management.throw_exception_if_processing_interrupted)
+        report = options.pop("report", None)
+        return decode_into(output_buffer, self, z, DecodeOptions(**options), report)
 
     def decode_tiled(
         self, z: torch.Tensor, tile_x: int = 16, tile_y: int = 16, overlap: int = 0, **ignored: Any
@@ -73,13 +76,12 @@ class SanaAutoencoder(AutoencoderDC):
 
 def budget(planner: Planner, device: torch.device) -> int:
     """Return what work may take of `device`: of its free memory, but never less than it can do with."""
-    free = comfy.model_management.get_free_memory(device)
-    return max(int(free * BUDGET), planner.floor().peak_bytes)
+    return max(int(free_memory(device) * BUDGET), planner.floor().peak_bytes)
 
 
-def planner_of(autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype) -> Planner:
-    device = comfy.model_management.vae_device()
-    return Planner(decoder_stages(autoencoder), latent_shape[2], latent_shape[3], dtype, device.type != "cpu")
+def planner_of(autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype, devices: int = 1) -> Planner:
+    accelerator, stages = comfy.model_management.vae_device().type != "cpu", decoder_stages(autoencoder)
+    return Planner(stages, latent_shape[2], latent_shape[3], dtype, accelerator, devices=devices)
 
 
 def encoder_planner_of(autoencoder: AutoencoderDC, image_shape: torch.Size, dtype: torch.dtype) -> Planner:
@@ -95,20 +97,19 @@ def reserved_bytes(planner: Planner) -> int:
     return (planner.fitting(max(total * SHARE, floor.peak_bytes)) or floor).peak_bytes
 
 
-def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
+def load_vae(path: Path) -> comfy.sd.VAE:
     """Return the VAE of the checkpoint at `path`.
 
     Raises CheckpointError or MissingFileError, with the file's name, for what is no DC-AE.
     """
     reload = reloader(load_vae_patcher, path)
     info = find_part(inspect_checkpoint(path), "autoencoder")
-    # ComfyUI's VAE has no constructor for a module of ours; the pixel-space one, which has no weights, sets up all
-    # else, and its module is then exchanged.
     device = comfy.model_management.vae_device()
     dtype = wide_dtype(device)
-    vae = comfy.sd.VAE(sd={"pixel_space_vae": torch.ones(())}, device=device, dtype=dtype)
+    vae = empty_vae(device, dtype)
 
-    # not adopted: strips use the weights many times, so they stay on the device whole, as layers of torch's own do
+    # not adopted, nor under dynamic VRAM: strips use the weights many times, so all 0.6 GB stay on the device, and
+    # ComfyUI does not bring them over again for each picture
     autoencoder = load_part(info, dtype, read)
     autoencoder.__class__ = SanaAutoencoder
     comfy.model_management.archive_model_dtypes(autoencoder)
@@ -116,7 +117,7 @@ def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
     vae.first_stage_model = autoencoder
     vae.downscale_ratio = vae.upscale_ratio = DOWNSCALE
     vae.latent_channels = CHANNELS
-    vae.disable_offload = False
+    vae.disable_offload = True
     vae.handles_tiling = True
     vae.memory_used_decode = lambda shape, dtype: reserved_bytes(planner_of(autoencoder, shape, dtype))
     vae.memory_used_encode = lambda shape, dtype: reserved_bytes(encoder_planner_of(autoencoder, shape, dtype))
@@ -124,32 +125,64 @@ def load_vae(path: Path, disable_dynamic: bool = False) -> comfy.sd.VAE:
     vae.encode_tiled_ = lambda pixels, **ignored: autoencoder.encode(vae.process_input(pixels).to(dtype)).to(
         device=vae.output_device, dtype=vae.vae_output_dtype()
     )
-    patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
-    vae.patcher = patcher_class(autoencoder, device, comfy.model_management.vae_offload_device())
-    vae.patcher.cached_patcher_init = (reload, (path,))
+    vae.patcher = comfy.model_patcher.ModelPatcher(autoencoder, device, comfy.model_management.vae_offload_device())
+    remember_loader(vae.patcher, reload, path)
+    keep_on_device(vae.patcher)
+    vae.patcher.add_callback_with_key(CallbacksMP.ON_LOAD, "sana_arrange", arrange)
     vae.size = comfy.model_management.module_size(autoencoder)
+    vae.get_sd = lambda: {**autoencoder.state_dict(), **config_tensor("autoencoder", autoencoder.config)}
     return vae
 
 
+def arrange(patcher: comfy.model_patcher.ModelPatcher, *load: Any) -> None:
+    """Lay the weights out for the device that they are on; ComfyUI calls this when it has loaded them."""
+    arrange_convolutions(patcher.model)
+
+
 def load_vae_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_patcher.ModelPatcher:
-    """What ComfyUI calls for another copy of the weights."""
-    return load_vae(path, disable_dynamic).patcher
+    """What ComfyUI calls for another copy of the weights, which are never under dynamic VRAM."""
+    return load_vae(path).patcher
 
 
 def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: float, devices: str) -> tuple:
     """Return the IMAGE of `samples`, and a report of how it was made."""
     report: dict[str, Any] = {}
     options: dict[str, Any] = {"method": method, "report": report}
+    every = comfy.model_management.get_all_torch_devices() if devices == "all" else []
     if budget_gb:
-        planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype)
+        planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype, max(1, len(every)))
         floor = math.ceil(planner.floor().peak_bytes / 1e6) / 1e3
         if budget_gb < floor:
             size = f"{samples.shape[3] * DOWNSCALE} x {samples.shape[2] * DOWNSCALE}"
             raise InputError(f"budget_gb: got {budget_gb}, expected at least {floor} for a picture of {size}, or 0")
         options["max_bytes"] = int(budget_gb * 1e9)
-    if devices == "all":
-        options["devices"] = comfy.model_management.get_all_torch_devices()
+    if every:
+        options["devices"] = every
+        # the others get a copy of the decoder for as long as it decodes
+        memory = vae.patcher.model_size() + vae.memory_used_decode(samples.shape, vae.vae_dtype)
+        for device in every:
+            if device != vae.device:
+                comfy.model_management.free_memory(memory, device)
     return vae.decode(samples, options), report_text(report)
+
+
+def load_for_decode(vae: comfy.sd.VAE, shape: torch.Size) -> None:
+    """Load SANA's `vae` and clear memory for a decode of latents of that shape, as ComfyUI's VAE Decode does."""
+    memory = vae.memory_used_decode(shape, vae.vae_dtype)
+    comfy.model_management.load_models_gpu([vae.patcher], memory, force_full_load=vae.disable_offload)
+
+
+def decode_loaded(vae: comfy.sd.VAE, samples: torch.Tensor, poll: Poll) -> torch.Tensor:
+    """Return the IMAGE of `samples` by SANA's `vae`, which is loaded, in a thread that must not touch ComfyUI's lists.
+
+    The bar is the caller's. Raises what means that memory ran out where ComfyUI would try again in tiles.
+    """
+    autoencoder = vae.first_stage_model
+    shape = autoencoder.decode_output_shape(samples.shape)
+    pixels = torch.empty(shape, device=vae.output_device, dtype=vae.vae_output_dtype())
+    samples = samples.to(device=vae.device, dtype=vae.vae_dtype)
+    autoencoder.decode(samples, output_buffer=pixels, progress=None, poll=poll)
+    return vae.process_output(pixels).movedim(1, -1)
 
 
 def report_text(report: dict[str, Any]) -> str:

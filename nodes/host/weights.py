@@ -17,12 +17,13 @@ from ...sana_core.checkpoints.files import brief, parse_json
 from ...sana_core.checkpoints.headers import SAFETENSORS, read_file
 from ...sana_core.checkpoints.load import build_module, component_tensors, fill
 from ...sana_core.errors import CheckpointError
+from .layers import adopt, is_mixed, is_stored
+from .quantise import OFF, fill_quantised, is_product, linear_like, quantise
 
 if TYPE_CHECKING:
     from ...sana_core.checkpoints import CheckpointInfo
 
 QUANTISATION = "_quantization_metadata"  # ComfyUI's key
-ADOPTED = (torch.nn.Linear, torch.nn.Conv2d)
 
 
 def read(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -42,12 +43,14 @@ def load_component(
     compute_dtype: torch.dtype | None,
     operations: type,
     resolution: int | None = None,
+    form: str = OFF,
 ) -> torch.nn.Module:
-    """Return the module of `info`: its Linear and Conv2d layers those of `operations`, with weights of `weight_dtype`.
+    """Return the module of `info`, its layers those of `operations`, which ComfyUI casts as it runs them.
 
-    ComfyUI casts those layers as it runs them; all other parameters get `compute_dtype` (None: the same). Raises
-    CheckpointError for quantised weights in the original layout, whose fused weights cannot be parted under their
-    scales, or of a component that runs in other operations; and as sana_core's loaders do.
+    Linear, Conv2d and Embedding have weights of `weight_dtype`, all else has `compute_dtype` (None: the same). The
+    blocks of a transformer are quantised to `form`, one of quantise.FORMATS. Raises CheckpointError for quantised
+    weights in the original layout, whose fused weights cannot be parted under their scales, or of a component that runs
+    in other operations; and as sana_core's loaders do.
     """
     if info.quantised and (info.layout == "original" or not is_mixed(operations)):
         raise CheckpointError(
@@ -56,12 +59,14 @@ def load_component(
         )
     module = build_module(info, resolution)
     tensors = component_tensors(info, read)
-    adopted = {name for name, child in module.named_modules() if type(child) in ADOPTED}
+    stored = {name for name, child in module.named_modules() if is_stored(child)}
     if info.quantised:
         tensors = load_quantised(module, tensors, info, operations)
     wide = compute_dtype or weight_dtype
-    fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in adopted else wide)
-    adopt(module, operations)
+    fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide)
+    if form != OFF:
+        quantise(module, form, operations, comfy.model_management.get_torch_device())
+    adopt(module, operations, wide)
     comfy.model_management.archive_model_dtypes(module)
     return module
 
@@ -78,16 +83,16 @@ def load_quantised(
         own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
         try:
             plain = module.get_submodule(name)
-            if not isinstance(plain, torch.nn.Linear):
+            if not is_product(plain):
                 raise ValueError(f"a {type(plain).__name__}")
-            layer = operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, device="cpu")
-            layer.load_state_dict({key.removeprefix(f"{name}."): value for key, value in own.items()}, assign=True)
+            layer = linear_like(plain, operations)
+            fill_quantised(layer, {key.removeprefix(f"{name}."): value for key, value in own.items()})
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{info.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "
                 "use the plain file"
             ) from None
-        module.set_submodule(name, layer.requires_grad_(False))
+        module.set_submodule(name, layer)
     return tensors
 
 
@@ -109,24 +114,6 @@ def renamed_layers(info: CheckpointInfo) -> dict[str, str]:
         }
         metadata[QUANTISATION] = json.dumps({**table, "layers": layers})
     return metadata
-
-
-def adopt(module: torch.nn.Module, operations: type) -> None:
-    """Turn every exact Linear and Conv2d below `module` into that of `operations`, a namespace of comfy.ops.
-
-    Casting, offloading and LoRA patches reach only those. Under dynamic VRAM, ComfyUI ignores patches on plain torch
-    layers without a word.
-    """
-    for child in module.modules():
-        if type(child) is torch.nn.Linear:
-            child.__class__ = comfy.ops.manual_cast.Linear if is_mixed(operations) else operations.Linear
-        elif type(child) is torch.nn.Conv2d:
-            child.__class__ = operations.Conv2d
-
-
-def is_mixed(operations: type) -> bool:
-    """Whether `operations` are those for quantised files, whose Linear is no torch.nn.Linear."""
-    return not issubclass(operations.Linear, torch.nn.Linear)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError
+from ..released import RESOLUTIONS
 from ..whole_files import unfinished
 from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
 from .files import brief
 from .headers import SAFETENSORS, map_file
 from .load import load_part
-from .released import RESOLUTIONS
 from .tokenizer import load_tokenizer
 
 # an all-in-one file: what stands before the names of each component
@@ -29,7 +29,8 @@ def convert_checkpoint(
     One component keeps diffusers' names as they are, with its configuration in the metadata; a pipeline becomes an
     all-in-one file. The file appears under its name only when it is whole. Raises InputError for a target that is
     no .safetensors file, ExistingFileError for one that is there, OutputError for one that cannot be written,
-    CheckpointError for a source that is not SANA's, and as `inspect_checkpoint` does.
+    CheckpointError for a source that is broken or not SANA's, MissingFileError for one that is not there, ReadError
+    where the disk refuses.
     """
     if target.suffix.lower() not in SAFETENSORS:
         raise InputError(

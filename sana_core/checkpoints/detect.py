@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, MissingFileError
+from ..latents import DOWNSCALE
 from ..reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
-from .files import brief, parse_json, read_json, shown
+from ..released import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, controlnet_name, variant_name
+from .configs import Headers, architecture, autoencoder_name, resolution_config
+from .files import REDOWNLOAD, brief, parse_json, read_json, shown
 from .foreign_models import foreign_model
-from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded
+from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, read_tensors
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
-from .released import GEMMA_WIDTHS, Headers, architecture, autoencoder_name, resolution_config, variant_name
 from .schemas import MOST_CELLS, check_config, check_tensors
 
 # in an all-in-one file: what stands before the names of each component
@@ -29,6 +31,10 @@ PREFIXES = (
 )
 # beside the weights in a text encoder's file: sentencepiece's model, or the tokenizers library's JSON, as bytes
 TOKENIZERS = ("spiece_model", "tokenizer_json")
+# beside the weights in what ComfyUI's own nodes have saved: the component's configuration as bytes of JSON, for those
+# nodes write no metadata of a pack
+SAVED_CONFIG = "sana_config"
+LARGEST_CONFIG = 1_000_000
 # beside quantised weights, as ComfyUI's operations read them
 SCALES = (
     ".comfy_quant",
@@ -42,8 +48,8 @@ SCALES = (
 )
 LORA = re.compile(r"[._](lora_[AB]|lora_(down|up)|lokr_w[12].*|hada_w[12]_[ab]|dora_scale|diff|diff_b)(\.|$)")
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}$")
-NAMED_RESOLUTION = re.compile(r"(?<![0-9a-z])(512|1024|2048|4096|1k|2k|4k)(?=px|[^0-9a-z]|$)", re.IGNORECASE)
-THOUSANDS = {"1k": 1024, "2k": 2048, "4k": 4096}
+NAMED = {str(pixels): pixels for pixels in RESOLUTIONS} | {f"{pixels // 1024}k": pixels for pixels in RESOLUTIONS[1:]}
+NAMED_RESOLUTION = re.compile(rf"(?<![0-9a-z])({'|'.join(NAMED)})(?=px|[^0-9a-z]|$)", re.IGNORECASE)
 CLASSES = {
     "transformer": ("SanaTransformer2DModel",),
     "controlnet": ("SanaControlNetModel",),
@@ -176,7 +182,10 @@ def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointIn
 
 
 def own_config(file: Path, weights: Weights) -> dict[str, Any] | None:
-    """Return the configuration in the file's metadata or beside it, None if there is none. Raises as `read_json`."""
+    """Return the configuration in the file's metadata or beside it, None if there is none.
+
+    Raises CheckpointError for one that is no JSON object, MissingFileError for a link to nowhere, and ReadError.
+    """
     if "config" in weights.metadata:
         return parse_json(weights.metadata["config"], f"{shown(file)}: its config")
     beside = file.with_name("config.json")
@@ -184,10 +193,18 @@ def own_config(file: Path, weights: Weights) -> dict[str, Any] | None:
     return read_json(beside) if beside.exists() or beside.is_symlink() else None
 
 
+def saved_config(file: Path, weights: Weights, name: str) -> dict[str, Any]:
+    """Return the configuration in a tensor of the file. Raises CheckpointError for a tensor that holds none."""
+    header = weights.headers[name]
+    if header.dtype != torch.uint8 or len(header.shape) != 1 or header.size > LARGEST_CONFIG:
+        raise CheckpointError(f"{shown(file)}: {brief(name)} is no tensor of a configuration's bytes; {REDOWNLOAD}")
+    return parse_json(read_tensors(weights, [name])[name].numpy().tobytes(), f"{shown(file)}: {brief(name)}")
+
+
 def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[str, Any] | None) -> CheckpointInfo:
     """Return what the tensors are that `names` {name without prefix: name in the file} holds."""
-    stored = {name: weights.headers[full] for name, full in names.items()}
-    kind, layout, origins = classify(set(names))
+    stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
+    kind, layout, origins = classify(set(stored))
     origins = {target: Origin(names[o.name], o.part, o.parts) for target, o in origins.items()}
     headers = {target: part_header(o.name, weights.headers[o.name], o) for target, o in origins.items()}
     if kind in KINDS and kind != "lora":
@@ -196,16 +213,17 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
     for header in stored.values():
         sizes[header.dtype] += header.size
     # an all-in-one file has a configuration for each component
-    config = next((each for each in ((config or {}).get(kind), config) if is_config_of(each, kind)), None)
+    saved = saved_config(file, weights, names[SAVED_CONFIG]) if SAVED_CONFIG in names else None
+    config = next((each for each in (saved, (config or {}).get(kind), config) if is_config_of(each, kind)), None)
     if config is not None:
         config = check_config(shown(file), kind, config)
     variant, resolution, source, reference = "", None, "", ""
     if kind in ("transformer", "controlnet"):
         reference = NVIDIA if layout == "original" else DIFFUSERS
         if config is not None and config.get("reference") in RULES:
-            # written by convert
+            # written by convert, and by ComfyUI's nodes that save
             reference = config["reference"]
-        variant = variant_name(architecture(headers)) if kind == "transformer" else controlnet_name(headers)
+        variant = (variant_name if kind == "transformer" else controlnet_name)(architecture(headers))
         resolution, source = find_resolution(file, config, stored.get("pos_embed"))
         if config is not None and "sample_size" in config and "interpolation_scale" not in config:
             # configurations older than the argument
@@ -306,18 +324,13 @@ def part_header(name: str, header: Header, origin: Origin) -> Header:
     return header._replace(shape=(first // origin.parts, *rest))
 
 
-def controlnet_name(headers: Headers) -> str:
-    base = {1152: "0.6B", 2240: "1.6B"}.get(architecture(headers).width, "custom")
-    return f"{base}-controlnet"
-
-
 def find_resolution(file: Path, config: dict[str, Any] | None, positions: Header | None) -> tuple[int, str]:
     """Return the size in pixels that the model was trained at, and what told it. Raises CheckpointError.
 
     NVIDIA's files carry a position embedding of that many latent cells, read or not; diffusers' carry none.
     """
     if config is not None and "sample_size" in config:
-        return 32 * config["sample_size"], "config"
+        return DOWNSCALE * config["sample_size"], "config"
     if positions is not None:
         side = isqrt(positions.shape[1]) if len(positions.shape) == 3 else 0
         if not 0 < side <= MOST_CELLS:
@@ -325,12 +338,12 @@ def find_resolution(file: Path, config: dict[str, Any] | None, positions: Header
                 f"{shown(file)}: pos_embed is {brief(list(positions.shape))}, expected the cells of a square picture; "
                 "use another file"
             )
-        return 32 * side, "position embedding"
+        return DOWNSCALE * side, "position embedding"
     for name in (file.stem, file.parent.name, file.parent.parent.name):
         found = NAMED_RESOLUTION.search(name)
         if found:
-            return THOUSANDS.get(found[1].lower()) or int(found[1]), "file name"
-    return 1024, "assumed"
+            return NAMED[found[1].lower()], "file name"
+    return DEFAULT_RESOLUTION, "assumed"
 
 
 def find_part(info: CheckpointInfo, kind: str) -> CheckpointInfo:

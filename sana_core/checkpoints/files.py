@@ -57,7 +57,11 @@ def opened(file: Path) -> Iterator[tuple[BufferedReader, int]]:
 
 
 def read_bytes(file: Path, largest: int) -> bytes:
-    """Return what is in `file`. Raises as `opened` and `check_start` do, and CheckpointError above `largest` bytes."""
+    """Return what is in `file`.
+
+    Raises MissingFileError, ReadError, and CheckpointError for what is no regular file, for more than `largest` bytes,
+    and for what a browser or git puts in a file's place.
+    """
     with opened(file) as (stream, size):
         if size > largest:
             raise CheckpointError(f"{shown(file)}: got {size} bytes, expected at most {largest}; {REDOWNLOAD}")
@@ -90,7 +94,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> dict[str, Any]:
     """Return the JSON object that `text` is; `name` is how errors call it, `make` a dict of its pairs.
 
-    Raises CheckpointError for anything else, and as `make` does for a key that stands twice.
+    Raises CheckpointError for anything else, with `unique` also for a key that stands twice.
     """
     try:
         content = json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=make)
@@ -104,5 +108,8 @@ def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> 
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`. Raises as `read_bytes` and `parse_json` do."""
+    """Return the JSON object in `file`.
+
+    Raises CheckpointError for anything else and for more than 16 MB, MissingFileError, and ReadError.
+    """
     return parse_json(read_bytes(file, LARGEST_TEXT), shown(file))

@@ -1,4 +1,10 @@
-"""What a weights file holds, read from its header alone: names, shapes, dtypes, and where the bytes are."""
+"""What a weights file holds, read from its header alone: names, shapes, dtypes, and where the bytes are.
+
+safetensors' own reader, safe_open, is not used here, although it takes 3 ms where this takes 16 for 1,000 tensors: it
+maps the file, which ends the process by SIGBUS when somebody shortens the file meanwhile, and it does not say at which
+byte a tensor begins, which `read_file` needs to read it into memory of its own. It also builds a header of up to 100
+MB, with any number of tensors and dimensions and names of any length, before anything can be refused.
+"""
 
 from __future__ import annotations
 
@@ -174,8 +180,8 @@ def read_file(file: Path, names: Collection[str] | None = None) -> dict[str, tor
     """Return tensors of a file whose header was read, in memory of their own: those of `names`, or all.
 
     Whoever shortens a file that is mapped ends the process with its next look at the lost pages, by SIGBUS, and whoever
-    writes into it changes the model. Raises as `read_header` does, and CheckpointError for a file that is shortened
-    meanwhile.
+    writes into it changes the model. Raises CheckpointError for a broken file and one that is shortened meanwhile,
+    MissingFileError for one that is gone, ReadError where the disk refuses.
     """
     if file.suffix.lower() in PICKLED:
         return read_pickled(file, mapped=False)

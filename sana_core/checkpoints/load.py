@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
-from ..reference import AUTO, NVIDIA, released_shift, set_reference
+from ..reference import AUTO, NVIDIA, set_reference
+from ..released import CROSS_HEADS, DC_AE_SCALE, DEFAULT_RESOLUTION, released_shift
 from ..text import TextEncoder
-from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
-from .files import INCOMPLETE, brief
-from .headers import Reader, read_file, read_tensors
-from .released import (
-    CROSS_HEADS,
-    DC_AE_SCALE,
+from ..weight_layout import arrange_convolutions
+from .configs import (
     architecture,
     autoencoder_config,
     controlnet_config,
@@ -26,6 +23,9 @@ from .released import (
     resolution_config,
     transformer_config,
 )
+from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
+from .files import INCOMPLETE, brief
+from .headers import Reader, read_file, read_tensors
 from .schemas import read_shift
 from .tokenizer import load_tokenizer
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 SHOWN = 3
+# in a transformer's configuration, what is not the library's
+OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview")
 
 
 def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
@@ -58,7 +60,7 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
 
 
 def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
-    """Do what `build_module` says, and raise as the libraries do."""
+    """Return what `build_module` does. Raises CheckpointError for an unknown width, and the libraries' own errors."""
     from accelerate import init_empty_weights
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
     from transformers import Gemma2Config, Gemma2Model
@@ -81,7 +83,7 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
         config = dict(info.config or from_shapes(info.headers, info.resolution))
         if resolution is not None:
             config.update(resolution_config(resolution))
-        config.pop("reference", None)
+        config = {key: value for key, value in config.items() if key not in OWN_FIELDS}
         module = (SanaControlNetModel if is_controlnet else SanaTransformer2DModel).from_config(config)
         if is_controlnet and info.reference == NVIDIA:
             module.base_block = copy.deepcopy(module.transformer_blocks[0])
@@ -90,24 +92,32 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
 
 
 def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str = AUTO) -> float:
-    """Return the schedule's shift: that of a diffusers folder's scheduler, else that of the released model.
+    """Return the schedule's shift: that of a diffusers folder's scheduler or a saved MODEL, else the released model's.
 
     `resolution` in pixels or `reference`, where they are chosen, decide instead of what `info` says.
     """
     file = info.path / "scheduler" / "scheduler_config.json"
-    if resolution is None and reference in (AUTO, info.reference) and file.exists():
-        shift = read_shift(file)
+    if resolution is None and reference in (AUTO, info.reference):
+        shift = read_shift(file) if file.exists() else recorded(info, "flow_shift")
         if shift is not None:
             return float(shift)
     name = info.reference if reference == AUTO else reference
-    return released_shift(info.variant, resolution or info.resolution or 1024, name)
+    return released_shift(info.variant, resolution or info.resolution or DEFAULT_RESOLUTION, name)
 
 
 def latent_scale(info: CheckpointInfo) -> float:
     """Return what latents of `info`'s autoencoder are multiplied by; that of DC-AE f32c32 where it has none."""
     parts = [part for part in info.parts or (info,) if part.kind == "autoencoder" and part.config is not None]
+    if not parts or not parts[0].config:
+        return recorded(info, "latent_scale") or DC_AE_SCALE
     # AutoencoderDC's default is 1
-    return parts[0].config.get("scaling_factor", 1.0) if parts and parts[0].config else DC_AE_SCALE
+    return parts[0].config.get("scaling_factor", 1.0)
+
+
+def recorded(info: CheckpointInfo, field: str) -> Any:
+    """Return what a MODEL that ComfyUI has saved recorded of one of OWN_FIELDS, None where it did not."""
+    part = next((part for part in info.parts or (info,) if part.kind == "transformer"), None)
+    return part.config.get(field) if part and part.config else None
 
 
 def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[str, torch.Tensor]:
@@ -170,13 +180,14 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
 def load_part(
     info: CheckpointInfo, dtype: torch.dtype, read: Reader = read_file, resolution: int | None = None
 ) -> torch.nn.Module:
-    """Return the library's module of `info` in `dtype`, its files read by `read`; `resolution` as in `build_module`.
+    """Return the library's module of `info` in `dtype`, its files read by `read`.
 
-    Raises CheckpointError for quantised weights, and as `fill` does.
+    `resolution` in pixels overrides what `info` says. Raises CheckpointError for quantised weights, an
+    architecture that nothing tells, and for missing, unexpected, misshapen and non-finite tensors.
     """
     if info.quantised:
         raise CheckpointError(
-            f"{info.name}: got quantised weights, which only ComfyUI reads, not of a VAE; use the plain file"
+            f"{info.name}: got quantised weights, which only ComfyUI reads, and not for a VAE; use the plain file"
         )
     module = build_module(info, resolution)
     fill(module, component_tensors(info, read), info.name, lambda key: dtype)
@@ -199,10 +210,15 @@ def load_transformer(
 
     `resolution` in pixels, if given, decides on the position embedding instead of what the checkpoint says. `reference`
     is whose arithmetic it follows where the two codebases differ: "nvidia", "diffusers", or with "auto" that of the
-    file's layout. Raises CheckpointError, MissingFileError or ReadError, with the file's name, for what is no whole
-    SANA transformer.
+    file's layout. On the device "meta" its parameters have no numbers, and none are read. Raises CheckpointError,
+    MissingFileError or ReadError, with the file's name, for what is no whole SANA transformer.
     """
     info = follow(find_part(inspect_checkpoint(path), "transformer"), reference)
+    if torch.device(device).type == "meta":
+        module = build_module(info, resolution).requires_grad_(False).train(False)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return module  # type: ignore[return-value]
     return load_part(info, dtype, resolution=resolution).to(device)  # type: ignore[return-value]
 
 
@@ -214,9 +230,9 @@ def load_controlnet(
 ) -> SanaControlNetModel:
     """Return a SANA ControlNet in evaluation mode, from diffusers' or NVIDIA's layout.
 
-    `reference` is as in `load_transformer`; with "nvidia" it has the base model's first block as `base_block`. Raises
-    CheckpointError or MissingFileError, with the file's name, for what is no whole SANA ControlNet, and for "nvidia"
-    where the file lacks that block.
+    `reference` is whose arithmetic it follows: "nvidia", with the base model's first block as `base_block`,
+    "diffusers", or with "auto" that of the file's layout. Raises CheckpointError or MissingFileError, with the file's
+    name, for what is no whole SANA ControlNet, and for "nvidia" where the file lacks that block.
     """
     info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
     return load_part(info, dtype).to(device)  # type: ignore[return-value]
@@ -225,13 +241,22 @@ def load_controlnet(
 def load_autoencoder(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> AutoencoderDC:
-    """Return DC-AE; it raises as `load_transformer` does."""
-    return load_module(path, "autoencoder", device, dtype)  # type: ignore[return-value]
+    """Return SANA's DC-AE from any layout that `inspect_checkpoint` recognises, in evaluation mode.
+
+    Raises CheckpointError, MissingFileError or ReadError, with the file's name, for what is no whole DC-AE of SANA's.
+    """
+    autoencoder = load_module(path, "autoencoder", device, dtype)
+    arrange_convolutions(autoencoder)
+    return autoencoder  # type: ignore[return-value]
 
 
 def load_text_encoder(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> TextEncoder:
-    """Return tokenizer and Gemma 2; it raises as `load_transformer` does, and for a tokenizer that is not there."""
+    """Return tokenizer and Gemma 2 from any layout that `inspect_checkpoint` recognises, in evaluation mode.
+
+    Raises CheckpointError, MissingFileError or ReadError, with the file's name, for what is no whole Gemma 2, and for a
+    tokenizer that is not there.
+    """
     tokenizer = load_tokenizer(find_part(inspect_checkpoint(path), "text_encoder"))
     return TextEncoder(tokenizer, load_module(path, "text_encoder", device, dtype))  # type: ignore[arg-type]

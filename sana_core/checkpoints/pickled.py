@@ -40,7 +40,7 @@ def read_pickled(file: Path, mapped: bool = True) -> dict[str, torch.Tensor]:
     They are mapped into memory, or in memory of their own.
 
     Raises CheckpointError where the archive holds anything but a state_dict, or where torch is older than 2.6, whose
-    safe unpickler was not; otherwise as `opened` does.
+    safe unpickler was not; MissingFileError for a file that is gone, ReadError where the disk refuses.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
         raise CheckpointError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..latents import CHANNELS
 from .files import INCOMPLETE, REDOWNLOAD, brief, read_json, shown
 from .headers import Header
 
@@ -22,7 +23,6 @@ LARGEST_WIDTH = 65536
 MOST_CELLS = 256
 # of NVIDIA's "flow_shift", 3 or 6 in the released models
 SHIFTS = (0.01, 100.0)
-LATENT_CHANNELS = 32
 
 
 def whole(low: int, high: int) -> Check:
@@ -39,6 +39,12 @@ def optional(check: Check) -> Check:
 
 def each(check: Check, most: int = MOST_BLOCKS) -> Check:
     return lambda value: type(value) is list and len(value) <= most and all(map(check, value))
+
+
+def are_colours(factors: Any, bias: Any) -> bool:
+    finite = each(lambda value: type(value) in (int, float) and math.isfinite(value), 3)
+    rows = each(finite, CHANNELS)(factors) and [len(row) for row in factors] == [3] * CHANNELS
+    return rows and finite(bias) and len(bias) == 3
 
 
 def flag(value: Any) -> bool:
@@ -79,6 +85,10 @@ TRANSFORMER = {
     "guidance_embeds_scale": FACTOR,
     "qk_norm": optional(word),
     "timestep_scale": FACTOR,
+    # what a saved MODEL adds to the library's
+    "flow_shift": number(*SHIFTS),
+    "latent_scale": FACTOR,
+    "preview": lambda value: type(value) is dict and are_colours(value.get("rgb_factors"), value.get("rgb_bias")),
 }
 SIDE = {
     "block_types": lambda value: word(value) or each(word)(value),
@@ -197,7 +207,11 @@ def largest_number(names: Iterable[str]) -> int:
 
 
 def read_shift(file: Path) -> float | None:
-    """Return the shift in a scheduler's configuration, None where it has none. Raises as `read_json`."""
+    """Return the shift in a scheduler's configuration, None where it has none.
+
+    Raises CheckpointError for a file that is no JSON object or has a shift out of bounds, ReadError where the disk
+    refuses.
+    """
     config = read_json(file)
     shift = config.get("flow_shift", config.get("shift"))
     if shift is not None and not number(*SHIFTS)(shift):
@@ -213,15 +227,9 @@ def read_preview(file: Path) -> tuple[list[list[float]], list[float]]:
     content = read_json(file)
     factors: Any = content.get("rgb_factors")
     bias: Any = content.get("rgb_bias")
-    finite = each(lambda value: type(value) in (int, float) and math.isfinite(value), 3)
-    if not (
-        each(finite, LATENT_CHANNELS)(factors)
-        and finite(bias)
-        and [len(row) for row in factors] == [3] * LATENT_CHANNELS
-        and len(bias) == 3
-    ):
+    if not are_colours(factors, bias):
         raise CheckpointError(
-            f"{shown(file)}: expected rgb_factors of {LATENT_CHANNELS} x 3 numbers and rgb_bias of 3; remove the file"
+            f"{shown(file)}: expected rgb_factors of {CHANNELS} x 3 numbers and rgb_bias of 3; remove the file"
         )
     return factors, bias
 

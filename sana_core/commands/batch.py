@@ -18,9 +18,11 @@ from ..batch.fingerprint import KEPT, describe_settings
 from ..batch.folder import OutputFolder, read_manifest
 from ..batch.hold import Hold, hold
 from ..batch.local import draw_local
-from ..batch.plan import Picture, batch_pictures
+from ..batch.plan import Picture, Workload, batch_pictures
 from ..batch.png import encode_png
+from ..batch.progress import Progress
 from ..errors import InputError, OutputError, SanaError
+from ..polling import noting_interrupts
 from ..whole_files import make_folder
 from .options import add_drawing, settings_of
 
@@ -56,32 +58,33 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.out_shared and arguments.cluster is None:
         raise InputError("out-shared: it is for machines of a cluster; add --cluster, or leave it out")
     prompts = read_prompts(arguments.prompts)
-    pictures = batch_pictures(len(prompts), arguments.count, arguments.seed)
+    workload = Workload(prompts, batch_pictures(len(prompts), arguments.count, arguments.seed), arguments.chunk)
     settings = resolve_settings(settings_of(arguments), arguments.checkpoint)
     make_folder(arguments.out)
     # a folder of another program is left as it is
     read_manifest(arguments.out)
     with hold(arguments.out) as held:
-        carry_on(arguments, prompts, settings, pictures, held)
+        carry_on(arguments, workload, settings, held)
 
 
-def carry_on(
-    arguments: argparse.Namespace, prompts: list[str], settings: Settings, pictures: list[Picture], held: Hold
-) -> None:
+def carry_on(arguments: argparse.Namespace, workload: Workload, settings: Settings, held: Hold) -> None:
     """Draw what is not in the folder yet."""
     described = describe_settings(settings, arguments.checkpoint, show_reading)
-    folder = OutputFolder(held, prompts, described)
-    done = folder.find_done(pictures)
-    if done:
-        sys.stdout.write(f"{len(done)} of {len(pictures)} pictures are there already\n")
+    folder, total = OutputFolder(held, workload.prompts, described), len(workload.pictures)
+    workload = workload._replace(done=folder.find_done(workload.pictures))
+    if workload.done:
+        sys.stdout.write(f"{len(workload.done)} of {total} pictures are there already\n")
     started = time.monotonic()
     report: dict[str, Any] = {"drawn": {}}
-    drawn = draw(arguments, prompts, settings, described, pictures, done, report, held)
+    progress = Progress(total, len(workload.done))
+    drawn = draw(arguments, workload, settings, described, report, held)
     try:
-        with closing(drawn):
-            for number, (picture, png) in enumerate(drawn, len(done) + 1):
-                path = folder.note(picture, png) if isinstance(png, str) else save(folder, picture, png, len(pictures))
-                sys.stdout.write(f"{path} ({number} of {len(pictures)})\n")
+        with noting_interrupts() as poll, closing(drawn):
+            for picture, png in drawn:
+                poll()
+                path = folder.note(picture, png) if isinstance(png, str) else save(folder, picture, png, total)
+                progress.step()
+                sys.stdout.write(f"{path} ({progress.describe(len(report['ready']))})\n")
                 sys.stdout.flush()
     except BaseException:
         # what ended the run is what is said; the pictures say themselves what they are
@@ -90,10 +93,16 @@ def carry_on(
         raise
     folder.write_manifest()
     if arguments.report:
-        seconds, count = time.monotonic() - started, len(pictures) - len(done)
+        seconds, count = time.monotonic() - started, workload.left
         sys.stdout.write(f"{count} pictures in {seconds:.1f} s, {count / seconds:.2f} a second\n")
         for worker, number in report["drawn"].items():
             sys.stdout.write(f"  {worker}: {number}\n")
+
+
+def say(text: str) -> None:
+    """Say how the run stands."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def show_reading(done: int, total: int) -> None:
@@ -106,28 +115,32 @@ def show_reading(done: int, total: int) -> None:
 
 def draw(
     arguments: argparse.Namespace,
-    prompts: list[str],
+    workload: Workload,
     settings: Settings,
     described: dict[str, Any],
-    pictures: list[Picture],
-    done: frozenset[int],
     report: dict[str, Any],
     held: Hold,
 ) -> Generator[tuple[Picture, bytes | str], None, None]:
     """Yield each picture that is not done as a PNG file, or its digest where a machine has written it itself."""
-    options = (prompts, arguments.checkpoint, settings, pictures)
+    options = (workload, arguments.checkpoint, settings)
     if arguments.cluster is not None:
-        from ..batch.cluster import draw_on_cluster
+        from ..batch.cluster import ClusterSettings, draw_on_cluster
 
-        address, chunk = arguments.cluster, arguments.chunk
         shared = held if arguments.out_shared else None
-        drawing = draw_on_cluster(*options, address, chunk, done, described, report=report, shared=shared)
-        with closing(drawing) as files:
-            yield from files
+        cluster = ClusterSettings(arguments.cluster)
+        with closing(draw_on_cluster(*options, cluster, described, report, shared, say)) as files:
+            try:
+                yield from files
+            except SanaError:
+                there = len(workload.done) + sum(report["drawn"].values())
+                # of a chunk that a machine could not end, some may be
+                say(f"at least {there} of {len(workload.pictures)} pictures are there; the same command draws the rest")
+                raise
         return
-    with closing(draw_local(*options, arguments.devices, arguments.chunk, done, report=report)) as drawn:
+    with closing(draw_local(*options, arguments.devices, report=report)) as drawn:
         for picture, pixels in drawn:
-            yield picture, encode_png(pixels, prompts[picture.prompt], picture.seed, described)
+            prompt = workload.prompts[picture.prompt]
+            yield picture, encode_png(pixels, prompt, picture.seed, described, arguments.checkpoint)
 
 
 def save(folder: OutputFolder, picture: Picture, png: bytes, total: int) -> Path:

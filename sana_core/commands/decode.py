@@ -34,27 +34,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     import torch
 
+    from ..accelerator import find_device
     from ..checkpoints import load_autoencoder
     from ..checks import check_number
-    from ..decode import decode_rows
+    from ..decode import DecodeOptions, decode_rows
     from ..latents import DOWNSCALE
     from ..picture_files import WRITERS, levels
     from ..whole_files import make_folder
 
     if arguments.max_gb is not None:
         check_number("max-gb", arguments.max_gb, 0, 1e6)
+    device = find_device("device", arguments.device)
     latents = read_latents(arguments.latents)
     count, _, height, width = latents.shape
     names = paths(arguments.out, arguments.latents.stem, count, WRITERS)
     if not arguments.overwrite:
         check_free(names)
     make_folder(names[0].parent)
-    autoencoder = load_autoencoder(arguments.checkpoint, arguments.device, getattr(torch, arguments.dtype))
+    autoencoder = load_autoencoder(arguments.checkpoint, device, getattr(torch, arguments.dtype))
     budget = None if arguments.max_gb is None else int(arguments.max_gb * 1e9)
+    options = DecodeOptions(arguments.method, budget, progress=show_progress)
     report: dict = {}
     for index, path in enumerate(names):
         one = latents[index : index + 1]
-        rows = decode_rows(autoencoder, one, arguments.method, budget, report=report, progress=show_progress)
+        rows = decode_rows(autoencoder, one, options, report)
         write = WRITERS[path.suffix.lower()]
         with unfinished(path, replace=arguments.overwrite) as part, part.open("wb") as file:
             write(file, width * DOWNSCALE, height * DOWNSCALE, (levels(pixels) for _, _, pixels in rows))
@@ -82,7 +85,8 @@ def read_latents(path: Path):  # type: ignore[no-untyped-def]
     except SafetensorError as error:
         raise InputError(f"latents: {path} is no safetensors file ({error}); save them with SaveLatent") from None
     except OSError as error:
-        raise ReadError(f"latents: {path} cannot be read ({error.strerror}); see its name and its rights") from None
+        reason = f"cannot be read ({error.strerror})"
+        raise ReadError(f"latents: {str(path):.240} {reason}; see its name and its rights") from None
     found = tensors.get("latents", tensors.get("latent_tensor"))
     if found is None:
         names = ", ".join(list(tensors)[:3]) or "nothing"

@@ -18,6 +18,7 @@ EXAMPLE = """example:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="+", help="one or more prompts")
     parser.add_argument("--overwrite", action="store_true", help="replace pictures that are in the folder")
+    parser.add_argument("--split", action="store_true", help="all devices draw each picture together")
     add_drawing(parser)
 
 
@@ -32,7 +33,12 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.overwrite:
         check_free(paths)
     make_folder(arguments.out)
-    where = {"devices": arguments.devices, "cluster": arguments.cluster, "chunk": arguments.chunk}
+    where = {
+        "devices": arguments.devices,
+        "cluster": arguments.cluster,
+        "chunk": arguments.chunk,
+        "split": arguments.split,
+    }
     settings = settings_of(arguments)._asdict()
     seed, count = arguments.seed, arguments.count
     images = generate(arguments.prompts, arguments.checkpoint, seed, count, **where, **settings)

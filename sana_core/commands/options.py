@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..batch.draw import DTYPES, Settings
 from ..reference import AUTO, REFERENCE_HELP, REFERENCES
+from ..released import DEFAULT_RESOLUTION
 
 
 def add_drawing(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +17,8 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("output"), help="folder for the PNG files")
     add("--seed", type=int, default=0, help="picture i of each prompt uses seed + i")
     add("--count", type=int, default=1, help="pictures of each prompt")
-    add("--width", type=int, default=1024, help="pixels, a multiple of 32")
-    add("--height", type=int, default=1024, help="pixels, a multiple of 32")
+    add("--width", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
+    add("--height", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
     add("--steps", type=int, help="default: the model's own, 20, or 2 for SANA-Sprint")
     add("--guidance", type=float, help="default: the model's own, 4.5")
     add("--sampler", help="default: the model's own, flow_dpmpp_2m, or scm for SANA-Sprint")

@@ -5,20 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..split.cost import Cost
 
 EXAMPLE = """example:
-  python -m sana_core plan 1.6B --width 4096 --height 4096"""
+  python -m sana_core plan 1.6B --width 4096 --height 4096
+  python -m sana_core plan 1.6B --width 4096 --height 4096 --split 4 --link pcie"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from ..memory import DECODERS, DTYPES, VARIANTS
+    from ..memory import DTYPES
+    from ..released import DECODERS, DEFAULT_RESOLUTION, VARIANTS
+    from ..split.cost import LINKS
 
     parser.add_argument("variant", choices=VARIANTS)
-    parser.add_argument("--width", type=int, default=1024, help="pixels, a multiple of 32")
-    parser.add_argument("--height", type=int, default=1024, help="pixels, a multiple of 32")
+    parser.add_argument("--width", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
+    parser.add_argument("--height", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
     parser.add_argument("--batch", type=int, default=1, help="pictures drawn together")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--vae", choices=DECODERS, default="dc-ae-f32c32")
+    parser.add_argument("--split", type=int, metavar="N", help="what N devices take and gain that share a picture")
+    parser.add_argument("--link", choices=LINKS, help="for --split, as published; default: this machine's, measured")
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes")
 
 
@@ -27,6 +36,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     picture = arguments.width, arguments.height, arguments.batch
     plan = plan_memory(arguments.variant, *picture, arguments.dtype, vae=arguments.vae)
+    cost = None if arguments.split is None else find_cost(arguments)
+    if cost is not None:
+        plan["split"] = {**cost._asdict(), "gain": cost.gain}
     if arguments.json:
         sys.stdout.write(json.dumps(plan, indent=2) + "\n")
         return
@@ -36,7 +48,48 @@ def run(arguments: argparse.Namespace) -> None:
     for method, size in plan["decode"]["methods"].items():
         lines.append(row(f"decode, {method}", plan["decode"]["weights"], size))
     lines.append(fitting_cards(plan) + ", one stage at a time")
+    if cost is not None:
+        lines += describe(cost)
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def find_cost(arguments: argparse.Namespace) -> Cost:
+    """Return what sharing takes and gains. Raises InputError without a link where this machine has no two devices."""
+    import torch
+
+    from ..batch.local import local_devices
+    from ..errors import InputError
+    from ..memory import DTYPES
+    from ..split.cost import LINKS, TFLOPS, split_cost
+    from ..split.probe import probe
+
+    dtype = DTYPES[arguments.dtype]
+    if arguments.link is not None:
+        tflops, link = TFLOPS[arguments.link], LINKS[arguments.link]
+    else:
+        devices = local_devices(None)
+        if len(devices) < 2:
+            raise InputError(
+                f"link: got none, and this machine has no two devices to measure; give {' or '.join(LINKS)}"
+            )
+        tflops, link = probe(devices, dtype)
+    size, element = (arguments.width, arguments.height), torch.empty(0, dtype=dtype).element_size()
+    return split_cost(arguments.variant, size, arguments.split, tflops, link, element=element)
+
+
+def describe(cost: Cost) -> list[str]:
+    """Return lines about a picture that several devices share."""
+    from ..split.cost import LEAST_GAIN
+
+    together = cost.computing + cost.exchanging
+    lines = [
+        f"{cost.devices} devices share a picture: a guided step takes {together * 1e3:.1f} ms, on one "
+        f"{cost.alone * 1e3:.1f} ms, {cost.gain:.2f} times as fast",
+        f"{cost.exchanges} exchanges a step; in a block {cost.sum_bytes / 1e6:.2f} MB of sums from each device, and "
+        f"{cost.row_bytes / 1e6:.2f} MB for a neighbour",
+        "each device holds all the weights",
+    ]
+    return [*lines, "it does not pay at this size"] if cost.gain < LEAST_GAIN else lines
 
 
 def row(name: str, weights: int, activations: int | None) -> str:

@@ -23,6 +23,6 @@ stride   pixels for one row of the boundary map
 """
 
 from .encode import encode_images
-from .run import decode_latents, decode_rows
+from .run import DecodeOptions, Tiles, decode_into, decode_latents, decode_rows
 
-__all__ = ["decode_latents", "decode_rows", "encode_images"]
+__all__ = ["DecodeOptions", "Tiles", "decode_into", "decode_latents", "decode_rows", "encode_images"]

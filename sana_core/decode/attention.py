@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from ..polling import Poll
+from .fused import fuses, gated_depthwise
 from .row_partition import RowPartition
 from .streaming import Block, Carry, Layer, chunks, in_place, norm_, run
 
@@ -49,7 +50,8 @@ def projection(attn: Block, parts: tuple[int, ...]) -> Projection:
     d = attn.attention_head_dim
 
     def pick(weight: torch.Tensor) -> torch.Tensor:
-        return weight.unflatten(0, (-1, 3, d))[:, parts].flatten(0, 2)
+        # a slice, since a tuple of numbers would be copied to the device
+        return weight.unflatten(0, (-1, 3, d))[:, parts[0] : parts[-1] + 1].flatten(0, 2)
 
     scales = [
         Scale(pick(scale.proj_in.weight), pick(scale.proj_out.weight.flatten(1)).unflatten(0, (-1, d)))
@@ -123,13 +125,30 @@ def score_pieces(
     project = StreamedProjection(attn, KEY_VALUE, read)
     for begin, end in strips(read.low, read.high, start, rows, reach):
         poll()
-        maps = [one.float() for one in project(x.rows(begin, end), end == read.high)]
+        maps = project(x.rows(begin, end), end == read.high)
+        if x.parts[0].device.type != "cpu":
+            yield from together(maps, piece * width, d)
+            continue
+        maps = [one.float() for one in maps]
         for left, right in chunks(maps[0].shape[-1], piece * width):
             yield torch.cat([piece_scores(one[..., left:right], d) for one in maps], dim=1)
 
 
+def together(maps: list[torch.Tensor], size: int, d: int) -> Iterator[torch.Tensor]:
+    """Yield the scores of each `size` positions of `maps`, all computed at once: few launches for an accelerator."""
+    count = maps[0].shape[-1]
+    whole = count // size * size
+    if whole:
+        # in fp32, the pieces first, so that their products are one
+        stacked = [one[..., :whole].unflatten(-1, (-1, size)).movedim(-2, 0) for one in maps]
+        fp32 = [one.to(torch.float32, memory_format=torch.contiguous_format) for one in stacked]
+        yield from torch.cat([piece_scores(one, d) for one in fp32], dim=2)
+    if whole < count:
+        yield torch.cat([piece_scores(one[..., whole:].float(), d) for one in maps], dim=1)
+
+
 def piece_scores(key_value: torch.Tensor, d: int) -> torch.Tensor:
-    key, value = key_value.split(d, dim=2)
+    key, value = key_value.split(d, dim=-2)
     # a row of ones sums the keys, which the result is divided by
     return functional.pad(value, (0, 0, 0, 1), value=1.0) @ functional.relu(key).mT
 
@@ -146,9 +165,12 @@ class StreamedAttention:
         self.residual.push(rows)
         width = rows.shape[3]
         maps = self.project(rows, last)
+        if rows.device.type != "cpu":
+            # one map, for half the launches
+            maps = [torch.cat(maps, dim=1)]
         scores = self.scores.chunk(len(maps), dim=1)
         hidden = [self.attend(s, q).to(rows.dtype).flatten(1, 2) for s, q in zip(scores, maps, strict=True)]
-        return torch.cat(hidden, dim=1).unflatten(2, (-1, width))
+        return (hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)).unflatten(2, (-1, width))
 
     def attend(self, scores: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         out = scores @ functional.relu(query.float())
@@ -169,10 +191,15 @@ class StreamedGlu:
 
     def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
         self.residual.push(rows)
-        return self.carry.join(in_place(self.glu.nonlinearity, pointwise(self.glu.conv_inverted, rows)), last)
+        hidden = pointwise(self.glu.conv_inverted, rows)
+        # the kernel activates what it reads
+        return self.carry.join(hidden if fuses(hidden) else in_place(self.glu.nonlinearity, hidden), last)
 
     def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
         depth = self.glu.conv_depth
+        if fuses(window):
+            out = pointwise(self.glu.conv_point, gated_depthwise(window, depth))
+            return norm_(out, self.glu.norm, self.residual.pop(out.shape[2]))
         hidden = functional.conv2d(window, depth.weight, depth.bias, padding=(0, 1), groups=depth.groups)
         value, gate = hidden.chunk(2, dim=1)
         value.mul_(in_place(self.glu.nonlinearity, gate))

@@ -42,7 +42,9 @@ class PeakMemory:
             return memory_functions(self.device).memory_allocated(self.device)
         import psutil
 
-        return psutil.Process().memory_info().rss
+        memory = psutil.Process().memory_info()
+        # pages of mapped files come and go as the system likes; only Linux tells them apart
+        return memory.rss - getattr(memory, "shared", 0)
 
     def watch(self) -> None:
         while not self.ended.wait(SECONDS):

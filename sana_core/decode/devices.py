@@ -23,14 +23,15 @@ import torch
 from ..accelerator import is_out_of_memory, release_memory_of
 from ..errors import InputError
 from ..polling import Poll, no_poll
+from ..weight_layout import arrange_convolutions
 from .attention import GLU_HALO, attend_rows, halo, score_pieces
 from .oom import OomRetry
-from .plan import Plan
 from .row_partition import LARGEST_TENSOR, RowPartition
 from .stages import Stages
 from .streaming import chunks, run
 from .strips import (
     PIECE,
+    StripSize,
     global_block,
     global_blocks,
     is_attention,
@@ -69,7 +70,7 @@ class Workers:
         own = next(decoder.parameters()).device
         # a device with and without its index is one device
         placed = [torch.empty(0, device=device).device for device in devices]
-        copies = {device: decoder if device == own else copy.deepcopy(decoder).to(device) for device in set(placed)}
+        copies = {device: decoder if device == own else copy_to(device, decoder) for device in set(placed)}
         self.devices = placed
         self.decoders = [copies[device] for device in placed]
 
@@ -81,6 +82,12 @@ class Workers:
         if not self.devices:
             raise error
         note(f"{device} failed ({type(error).__name__}), its rows went to the others")
+
+
+def copy_to(device: torch.device, decoder: Decoder) -> Decoder:
+    twin = copy.deepcopy(decoder).to(device)
+    arrange_convolutions(twin)
+    return twin
 
 
 def shared_rows(
@@ -97,19 +104,19 @@ def shared_rows(
             recover(workers, [failure], retry)
     waiting = list(chunks(boundary.height, -(-boundary.height // len(workers.devices))))
     while waiting:
-        failures: list[Failure] = []
-        yield from shared_local_stage(workers, stages, boundary, retry.plan, waiting, failures, poll)
-        recover(workers, failures, retry)
+        local = SharedLocalStage(workers, stages, boundary, retry.plan.strip, waiting)
+        yield from local.rows(poll)
+        recover(workers, local.failures, retry)
 
 
 def recover(workers: Workers, failures: list[Failure], retry: OomRetry) -> None:
     """Take half the budget where memory ran out and strips can be smaller; leave out the workers of other failures."""
     short = [failure for failure in failures if is_out_of_memory(failure.error)]
     if short and retry.can_shrink():
-        retry.shrink(short[0].error)
+        retry.shrink([short[0].error])
         failures = [failure for failure in failures if failure not in short]
     for failure in sorted(failures, key=lambda one: -one.worker):
-        workers.drop(failure, retry.notes.add)
+        workers.drop(failure, retry.report.add)
 
 
 class WorkerFailed(Exception):
@@ -204,77 +211,86 @@ def all_of(pool: ThreadPoolExecutor, bands: int, workers: int, work: Callable[[i
     return [future.result() for future in futures]
 
 
-def shared_local_stage(
-    workers: Workers,
-    stages: Stages,
-    boundary: RowPartition,
-    plan: Plan,
-    waiting: list[tuple[int, int]],
-    failures: list[Failure],
-    poll: Poll,
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Take row ranges out of `waiting` to pixels and yield those; put back what a failing worker leaves."""
-    stop, lock = threading.Event(), threading.Lock()
-    done: queue.Queue[tuple[int, torch.Tensor] | None] = queue.Queue(2 * len(workers.devices))
+class SharedLocalStage:
+    """The local stage on several devices: a thread for each takes row ranges out of `waiting` to pixels.
 
-    def check() -> None:
-        if stop.is_set():
-            raise Stopped
+    What a failing worker leaves goes back into `waiting`, and its error into `failures`.
+    """
 
-    def hand(item: tuple[int, torch.Tensor] | None) -> None:
-        while not stop.is_set():
-            try:
-                return done.put(item, timeout=SECONDS)
-            except queue.Full:
-                continue
+    def __init__(
+        self, workers: Workers, stages: Stages, boundary: RowPartition, strip: StripSize, waiting: list[tuple[int, int]]
+    ) -> None:
+        self.workers, self.stages, self.boundary, self.strip = workers, stages, boundary, strip
+        self.waiting = waiting
+        self.failures: list[Failure] = []
+        self.stop, self.lock = threading.Event(), threading.Lock()
+        # None from each thread at its end
+        self.done: queue.Queue[tuple[int, torch.Tensor] | None] = queue.Queue(2 * len(workers.devices))
 
-    def work(index: int) -> None:
+    def rows(self, poll: Poll) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first row, pixels [1, 3, n, W]), in the order in which they are done."""
+        running = len(self.workers.devices)
+        threads = [threading.Thread(target=self.work, args=(index,), daemon=True) for index in range(running)]
+        for thread in threads:
+            thread.start()
+        try:
+            while running:
+                poll()
+                try:
+                    item = self.done.get(timeout=SECONDS)
+                except queue.Empty:
+                    continue
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            self.stop.set()
+            for thread in threads:
+                thread.join()
+
+    def work(self, index: int) -> None:
+        """What a thread does: one row range after another."""
         try:
             with torch.no_grad():
-                while (span := next_span()) is not None:
-                    take(index, *span)
+                while (span := self.next_span()) is not None:
+                    self.take(index, *span)
         except Stopped:
             return
         except Exception as error:
-            failures.append(Failure(index, error))
+            self.failures.append(Failure(index, error))
         finally:
-            hand(None)
+            self.hand(None)
 
-    def next_span() -> tuple[int, int] | None:
-        with lock:
-            return waiting.pop(0) if waiting else None
+    def next_span(self) -> tuple[int, int] | None:
+        with self.lock:
+            return self.waiting.pop(0) if self.waiting else None
 
-    def take(index: int, top: int, bottom: int) -> None:
-        low, high = max(0, top - stages.halo), min(boundary.height, bottom + stages.halo)
-        row = top * stages.stride
+    def take(self, index: int, top: int, bottom: int) -> None:
+        """Take rows `top` to `bottom` of the boundary map to pixels."""
+        halo, stride, height = self.stages.halo, self.stages.stride, self.boundary.height
+        low, high = max(0, top - halo), min(height, bottom + halo)
+        row, decoder = top * stride, self.workers.decoders[index]
         try:
-            part, decoder = boundary.moved(low, high, workers.devices[index]), workers.decoders[index]
+            part = self.boundary.moved(low, high, self.workers.devices[index])
             for pixels in pixel_rows(
-                decoder, stages, part, top - low, bottom - low, plan.rows, plan.columns, check, boundary.height
+                decoder, self.stages, part, top - low, bottom - low, self.strip, self.check, height
             ):
-                hand((row, pixels))
+                self.hand((row, pixels))
                 row += pixels.shape[2]
         except Exception:
             # from the last whole row of the boundary map; a few rows of pixels are made twice
-            waiting.append((row // stages.stride, bottom))
+            self.waiting.append((row // stride, bottom))
             raise
 
-    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(len(workers.devices))]
-    for thread in threads:
-        thread.start()
-    running = len(threads)
-    try:
-        while running:
-            poll()
+    def hand(self, item: tuple[int, torch.Tensor] | None) -> None:
+        while not self.stop.is_set():
             try:
-                item = done.get(timeout=SECONDS)
-            except queue.Empty:
+                return self.done.put(item, timeout=SECONDS)
+            except queue.Full:
                 continue
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+
+    def check(self) -> None:
+        """Raise Stopped once nobody waits for pixels any more."""
+        if self.stop.is_set():
+            raise Stopped

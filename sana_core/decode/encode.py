@@ -44,10 +44,10 @@ def encode_images(
     stages = encoder_stages(autoencoder)
     check_images(images, stages)
     if method not in METHODS:
-        raise InputError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
+        raise InputError(f"method: got {method!r:.40}, expected one of {', '.join(METHODS)}")
     like = next(autoencoder.parameters())
     height, width = (side // stages.downscale for side in images.shape[2:])
-    planner = Planner(stages, height, width, like.dtype, like.device.type != "cpu")
+    planner = Planner(stages, height, width, like.dtype, like.device.type != "cpu", method == "strips")
     plan = (
         planner.whole()
         if method == "whole"
@@ -79,9 +79,9 @@ def encode_one(
         try:
             return last_layers(encoder, boundary_map(encoder, stages, plan, image, like, poll), stages, plan, poll)
         except Exception as error:
-            failure = error
+            failures: list[BaseException] = [error]
         # outside the handler, which would keep the failed work's tensors alive
-        plan = plan_after_oom(planner, plan, failure)
+        plan = plan_after_oom(planner, plan, failures)
 
 
 def channels_last(pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -20,83 +20,99 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """What `report` says in the end."""
+    """What a decode did, written into `entries`, the dict that the caller reads in the end."""
 
-    def __init__(self, report: dict[str, Any] | None, stages: Stages, plan: Plan) -> None:
-        self.report = {} if report is None else report
+    def __init__(self, entries: dict[str, Any] | None, stages: Stages, plan: Plan) -> None:
+        self.entries = {} if entries is None else entries
         self.stages = stages
         self.started = time.perf_counter()
-        self.report.update(events=[], strips=0)
+        self.entries.update(events=[], strips=0)
         self.planned(plan)
 
     def planned(self, plan: Plan) -> None:
-        self.report.update(method=plan.method, plan=plan.words(self.stages), predicted_bytes=plan.peak_bytes)
+        self.entries.update(method=plan.method, plan=plan.words(self.stages), predicted_bytes=plan.peak_bytes)
 
     def add(self, event: str) -> None:
-        self.report["events"].append(event)
+        self.entries["events"].append(event)
+
+    def count_strip(self) -> None:
+        self.entries["strips"] += 1
 
     def finish(self, peak_bytes: int) -> None:
-        self.report.update(seconds=time.perf_counter() - self.started, peak_bytes=peak_bytes)
+        self.entries.update(seconds=time.perf_counter() - self.started, peak_bytes=peak_bytes)
 
 
-def plan_after_oom(planner: Planner, plan: Plan, error: BaseException) -> Plan:
-    """Return the plan in strips to go on with after `error`: with half the budget.
+def plan_after_oom(planner: Planner, plan: Plan, failures: list[BaseException]) -> Plan:
+    """Return the plan in strips to go on with after the one error in `failures`, with half the budget; empty the list.
 
-    Raises `error` if it is another one than memory, or if there is no smaller plan.
+    Raises the error if it is another one than memory, or if there is no smaller plan. In a list, because a frame that
+    holds what it raises is a cycle, and keeps all its tensors until the garbage collector comes.
     """
-    if not is_out_of_memory(error):
-        raise error
-    release_memory_of(error)
+    if not is_out_of_memory(failures[0]):
+        raise failures.pop()
+    release_memory_of(failures[0])
     following = smaller(planner, plan)
     if following is None:
-        raise error
+        raise failures.pop()
+    failures.clear()
     return following
 
 
 class OomRetry:
     """Strips that go on with half the budget when memory runs out: from the last whole block, or the last row."""
 
-    def __init__(self, planner: Planner, plan: Plan, notes: Report) -> None:
-        self.planner, self.plan, self.notes = planner, plan, notes
+    def __init__(self, planner: Planner, plan: Plan, report: Report) -> None:
+        self.planner, self.plan, self.report = planner, plan, report
 
     def can_shrink(self) -> bool:
         return smaller(self.planner, self.plan) is not None
 
-    def shrink(self, error: BaseException) -> None:
-        """Take half the budget. Raises as `plan_after_oom` does."""
-        self.plan = plan_after_oom(self.planner, self.plan, error)
-        self.notes.planned(self.plan)
-        self.notes.add(f"out of memory, went on with {self.plan.words(self.planner.stages)}")
+    def shrink(self, failures: list[BaseException]) -> None:
+        """Take half the budget after the one error in `failures`, or raise it, as `plan_after_oom` does."""
+        self.plan = plan_after_oom(self.planner, self.plan, failures)
+        self.report.planned(self.plan)
+        self.report.add(f"out of memory, went on with {self.plan.words(self.planner.stages)}")
 
     def global_stage(self, decoder: Decoder, stages: Stages, latents: torch.Tensor, poll: Poll) -> RowPartition:
         x = project_latents(decoder, latents)
         for block, scale in global_blocks(decoder, stages):
             following = None
             while following is None:
-                failure: BaseException | None = None
+                failures: list[BaseException] = []
                 try:
                     following = global_block(block, x, self.plan.attention_rows, scale, poll)
                 except Exception as error:
-                    failure = error
+                    failures.append(error)
                 # outside the handler, which would keep the failed work's tensors alive
-                if failure is not None:
-                    self.shrink(failure)
+                if failures:
+                    self.shrink(failures)
             x = following
         return x
 
     def local_stage(
-        self, decoder: Decoder, stages: Stages, boundary: RowPartition, poll: Poll
+        self,
+        decoder: Decoder,
+        stages: Stages,
+        boundary: RowPartition,
+        poll: Poll,
+        span: tuple[int, int] | None = None,
+        whole: int | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        height, row = boundary.height, 0
+        """Yield (first row, pixels [1, 3, n, W]) of the rows `span` of `boundary`, of all without it.
+
+        `whole` is the map's height if `boundary` is only a part of it.
+        """
+        start, height = (0, boundary.height) if span is None else span
+        row = start * stages.stride
         while row < height * stages.stride:
-            failure: BaseException | None = None
+            failures: list[BaseException] = []
             first, repeated = divmod(row, stages.stride)
-            strips = pixel_rows(decoder, stages, boundary, first, height, self.plan.rows, self.plan.columns, poll)
+            strips = pixel_rows(decoder, stages, boundary, first, height, self.plan.strip, poll, whole)
             while True:
                 try:
                     pixels = next(strips, None)
                 except Exception as error:
-                    failure = error
+                    failures.append(error)
                     break
                 if pixels is None:
                     return
@@ -107,4 +123,4 @@ class OomRetry:
                 row += pixels.shape[2]
                 del pixels
             del strips
-            self.shrink(failure)
+            self.shrink(failures)

@@ -1,6 +1,8 @@
 """How a picture is decoded, and the bytes that takes: counted from the shapes, before anything is allocated.
 
-Bytes are those beyond weights, latents and output. Measured against real decodes in benchmarks/decode.json.
+Bytes are those beyond weights, latents and output. Measured against real decodes in benchmarks/decode.json, and counted
+on accelerators in benchmarks/accelerator_counts.json. The workspace of an accelerator's convolutions is not in them:
+cuDNN does with less where there is none, and whoever gives the budget leaves a part of the free memory.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import torch
 from ..errors import InputError
 from .row_partition import LARGEST_TENSOR
 from .stages import Stages
-from .strips import PIECE
+from .streaming import chunks
+from .strips import PIECE, StripSize
 
 METHODS = ("auto", "strips", "tiles", "whole")
 # rows of pixels in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator kernels
@@ -21,11 +24,11 @@ METHODS = ("auto", "strips", "tiles", "whole")
 CPU_ROWS = (64, 32, 16, 8)
 ACCELERATOR_ROWS = (256, 128, 64, 32, 16, 8)
 # rows of latents that the attention stages take at a time, None for all of them at once: bit for bit the library's
-# attention on the CPU, where that can be had; more rows than 4 take more memory there and as long
+# attention on the CPU; more rows than 4 take more memory there and as long
 CPU_ATTENTION_ROWS = (None, 4, PIECE)
+# of latents, up to which all rows at once are the fastest on a CPU: at 512 px, but not at 1024 px (decode.json)
+WHOLE_ATTENTION_CELLS = 512
 ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
-# workspace of an accelerator's convolution, as a share of its input and output
-WORKSPACE = 0.5
 # what oneDNN keeps of reordered weights on the CPU beside a convolution: its own twice, and of smaller ones what the
 # layers before have left, so many times its own
 COPIES, REORDERED, SMALL_CONV = 2, 6.5, 512 * 512
@@ -49,6 +52,10 @@ class Plan:
     tile: int = 0  # rows and columns of latents
     overlap: int = 0
     peak_bytes: int = 0
+
+    @property
+    def strip(self) -> StripSize:
+        return StripSize(self.rows, self.columns)
 
     def words(self, stages: Stages) -> str:
         """Return the plan as a person reads it."""
@@ -78,14 +85,22 @@ def weights_demand(inner: int, outer: int, accelerator: bool) -> float:
 
 
 def local_demand(
-    stages: Stages, width: int, rows: int, item: int, accelerator: bool, panels: int = 1, height: int | None = None
+    stages: Stages,
+    width: int,
+    rows: int,
+    item: int,
+    accelerator: bool,
+    panels: int = 1,
+    height: int | None = None,
+    above: int = 0,
 ) -> Demand:
     """Return what the local layers need for strips of `rows` rows of a boundary map of `height` rows, None for many.
 
-    Each of `panels` beside each other is `width` columns wide, and carries rows of its own.
+    Each of `panels` beside each other is `width` columns wide, and carries rows of its own. `above` are rows of the
+    map that are read for those below them alone.
     """
     # the first strip reads the halo too
-    first = rows + stages.halo
+    first = above + rows + stages.halo
     if height is not None and height <= first:
         demands = [strip_demand(stages, width, height, 0, item, accelerator, panels)]
     else:
@@ -104,46 +119,59 @@ def strip_demand(
     Every convolution makes a row less than it gets of the first strip, whose `edge` is -1, a row more of the last one,
     1, which goes on in pieces of `piece` rows as in strips.flow, and as many of one that is the whole picture, 0.
     """
-    most, largest, carried, waiting = 0.0, 0.0, 0.0, 0.0
-    extra = 1 + WORKSPACE if accelerator else 1
-    columns = width
-    for stage in reversed(range(stages.local)):
+    layers = [
+        (stage, upsamples)
+        for stage in reversed(range(stages.local))
+        for upsamples in [True] * (stage < stages.boundary_stage) + [False] * stages.layers[stage]
+    ]
+
+    def largest_need(done: int, rows: int, columns: int, edge: int, piece: int) -> Demand:
+        """Return what the layers behind the first `done` need, without what all of them carry, in elements."""
+        if done == len(layers):
+            return Demand(0, 0)
+        stage, upsamples = layers[done]
         # an empty stage has only what makes RGB of the coarser one
         channels = stages.widths[stage] if stages.layers[stage] else 3
-        behind = edge
-        if stage < stages.boundary_stage:
+        if not upsamples:
+            rows += 2 * edge
+            # the window of each convolution, and what the second makes of its own
+            need = 3 * channels * (rows + 3) * columns + weights_demand(channels, channels, accelerator)
+            largest = 0
+        else:
             above = stages.widths[stage + 1]
             if stages.shuffles:
+                rows += edge
                 window, out = above * (rows + 2) * columns, 4 * channels * rows * columns
                 # the convolution beside the shortcut's rows, then what it makes beside what is shuffled out of that
                 weights = weights_demand(above, 4 * channels, accelerator)
-                need = max(window + (window + out) * extra + weights, 2 * window + 2 * out)
-                carried += 3 * above * columns
-                rows, behind = rows + edge, 0
+                need = max(window + window + out + weights, 2 * window + 2 * out)
+                rows *= 2
             else:
-                window, out = above * (2 * rows + 1) * 2 * columns, channels * 2 * rows * 2 * columns
-                need = above * rows * columns + (window + out) * extra + weights_demand(above, channels, accelerator)
-                carried += 4 * above * columns
-            rows, columns, piece = 2 * rows, 2 * columns, 2 * piece
-            most, largest = max(most, waiting + need), max(largest, window, out)
-        for _ in range(stages.layers[stage]):
-            if piece and 2 * rows > 3 * piece:
-                waiting += channels * rows * columns
-                rows = piece
-            rows += 2 * edge
-            block = channels * (rows + 3) * columns
-            # the window of each convolution, and what the second makes of its own
-            need = block + 2 * block * extra + weights_demand(channels, channels, accelerator)
-            most = max(most, waiting + need)
-            carried += 4 * channels * columns
-        rows += behind
-    return Demand((most + panels * carried) * item, largest)
+                source, rows = above * rows * columns, 2 * rows + edge
+                window, out = above * (rows + 2) * 2 * columns, channels * rows * 2 * columns
+                need = source + window + out + weights_demand(above, channels, accelerator)
+            largest = max(window, out)
+            columns, piece = 2 * columns, 2 * piece
+        parts, waiting = {(rows, edge)}, 0
+        if edge == 1 and 2 * rows > 3 * piece:
+            parts, waiting = {(piece, 0), ((rows - 1) % piece + 1, 1)}, channels * rows * columns
+        rest = [largest_need(done + 1, part, columns, side, piece) for part, side in parts]
+        return Demand(max(need, waiting + max(one.size for one in rest)), max(largest, *(one.largest for one in rest)))
+
+    carried, columns = 0, width
+    for stage, upsamples in layers:
+        if upsamples:
+            carried += (3 if stages.shuffles else 4) * stages.widths[stage + 1] * columns
+            columns *= 2
+        else:
+            carried += 4 * stages.widths[stage] * columns
+    found = largest_need(0, rows, width, edge, piece)
+    return Demand((found.size + panels * carried) * item, found.largest)
 
 
 def global_demand(stages: Stages, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
     """Return what the attention stages need for a boundary map of `height` x `width`, `rows` rows at a time."""
     most, largest = 0.0, 0.0
-    extra = 1 + WORKSPACE if accelerator else 1
     if not stages.attends:
         elements = stages.boundary_width * height * width
         return Demand(FIRST_MAPS * elements * item, elements)
@@ -157,7 +185,7 @@ def global_demand(stages: Stages, height: int, width: int, rows: int | None, ite
             continue
         # the map before and after a block, and the feed-forward's 8 times as many channels twice
         strip = channels * min(h, rows * stages.downscale // 2**stage + 4) * w
-        feed_forward = (2 * whole + (16 * extra + 3) * strip) * item
+        feed_forward = (2 * whole + 19 * strip) * item
         # keys and values in two scales, projected and in fp32
         sums = whole * item + strip * (6 * item + 4 * stages.scales * 4)
         # the coarser map, upsampled
@@ -181,10 +209,24 @@ def whole_demand(stages: Stages, height: int, width: int, dtype: torch.dtype, ac
 
 
 class Planner:
-    """Plans for one picture of `height` x `width` rows and columns of latents."""
+    """Plans for one picture of `height` x `width` rows and columns of latents, the fastest first.
 
-    def __init__(self, stages: Stages, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> None:
-        self.stages, self.dtype, self.accelerator = stages, dtype, accelerator
+    With `same_bits` a plan that gives the library's bits goes before a faster one. Of several `devices` each decodes a
+    band of the picture, and the bytes are those of one of them.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        height: int,
+        width: int,
+        dtype: torch.dtype,
+        accelerator: bool,
+        same_bits: bool = False,
+        devices: int = 1,
+    ) -> None:
+        self.stages, self.dtype, self.accelerator, self.devices = stages, dtype, accelerator, devices
+        self.whole_attention = same_bits or height * width <= WHOLE_ATTENTION_CELLS
         self.height, self.width = height * stages.scale, width * stages.scale
 
     @property
@@ -192,14 +234,23 @@ class Planner:
         """Bytes of the map that stays while the strips are made."""
         return self.stages.boundary_width * self.height * self.width * self.dtype.itemsize
 
+    @property
+    def bands(self) -> set[tuple[int, int]]:
+        """Of the devices' bands of the boundary map: rows of the halo above, and rows with both halos."""
+        halo, share = self.stages.halo, -(-self.height // self.devices)
+        return {
+            (min(top, halo), min(self.height, bottom + halo) - max(0, top - halo))
+            for top, bottom in chunks(self.height, share)
+        }
+
     def strips(self, max_bytes: float) -> Plan:
-        """Return the plan in strips that is fastest within `max_bytes`. Raises InputError if none is."""
+        """Return the best plan in strips within `max_bytes`. Raises InputError if none is."""
         plan = self.fitting(max_bytes)
         if plan is None:
             floor = self.floor().peak_bytes
             megabytes = -(-floor // MEBIBYTE)
             raise InputError(
-                f"max_bytes: got {int(max_bytes)}, expected at least {floor} for a picture of "
+                f"max_bytes: got {max_bytes:.0f}, expected at least {floor} for a picture of "
                 f"{self.width * self.stages.stride} x {self.height * self.stages.stride}; use {megabytes} MiB or more"
             )
         return plan
@@ -219,8 +270,9 @@ class Planner:
         return plan
 
     def global_options(self) -> Iterator[tuple[int | None, float]]:
-        """Yield rows of latents for the attention stages, and the bytes they need, the fastest first."""
-        for rows in ACCELERATOR_ATTENTION_ROWS if self.accelerator else CPU_ATTENTION_ROWS:
+        """Yield rows of latents for the attention stages, and the bytes they need, the best first."""
+        own = CPU_ATTENTION_ROWS if self.whole_attention else CPU_ATTENTION_ROWS[1:]
+        for rows in ACCELERATOR_ATTENTION_ROWS if self.accelerator else own:
             demand = global_demand(self.stages, self.height, self.width, rows, self.dtype.itemsize, self.accelerator)
             if demand.largest < LARGEST_TENSOR:
                 yield rows, demand.size
@@ -235,11 +287,10 @@ class Planner:
             width = self.width if columns is None else min(self.width, columns + 2 * self.stages.halo)
             panels = 1 if columns is None else -(-self.width // columns)
             for rows in options if columns is None else options[-4:]:
-                demand = local_demand(
-                    self.stages, width, rows, self.dtype.itemsize, self.accelerator, panels, self.height
-                )
-                if demand.largest < LARGEST_TENSOR:
-                    yield rows, columns, self.boundary_bytes + demand.size
+                shape = self.stages, width, rows, self.dtype.itemsize, self.accelerator, panels
+                demands = [local_demand(*shape, height, above) for above, height in self.bands]
+                if max(demand.largest for demand in demands) < LARGEST_TENSOR:
+                    yield rows, columns, self.boundary_bytes + max(demand.size for demand in demands)
             columns = (columns or self.width) // 2
             if columns < 2 * self.stages.halo:
                 return

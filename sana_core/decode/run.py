@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,31 @@ if TYPE_CHECKING:
 
 # of the free memory, since other programs take some too
 BUDGET = 0.9
-TILE, OVERLAP = 1024, 128  # pixels
 Progress = Callable[[int, int], None]
+
+
+class Tiles(NamedTuple):
+    """The size of blended tiles and how far they overlap, in pixels."""
+
+    size: int
+    overlap: int
+
+
+TILES = Tiles(1024, 128)
+
+
+class DecodeOptions(NamedTuple):
+    """How latents are decoded; the first five fields are the arguments of `decode_latents`.
+
+    `progress` gets the pixel rows that are done, and those in all.
+    """
+
+    method: str = "auto"
+    max_bytes: int | None = None
+    devices: Sequence[str | torch.device] | None = None
+    tiles: Tiles = TILES
+    poll: Poll = no_poll
+    progress: Progress | None = None
 
 
 @torch.no_grad()
@@ -36,40 +59,40 @@ def decode_latents(
     devices: Sequence[str | torch.device] | None = None,
     report: dict[str, Any] | None = None,
     *,
-    out: torch.Tensor | None = None,
-    tile: int = TILE,
-    overlap: int = OVERLAP,
+    tiles: Tiles = TILES,
     poll: Poll = no_poll,
-    progress: Progress | None = None,
 ) -> torch.Tensor:
     """Return pictures [B, 3, 32 h, 32 w], about [-1, 1], of `latents` [B, 32, h, w] in the autoencoder's own scale.
 
-    "strips" and "whole" give the same pixels, "tiles" blends tiles of `tile` pixels, each with statistics of its own.
-    "auto" is the fastest exact plan within `max_bytes` of memory beyond weights, latents and pictures; without it,
-    within what is free. `devices` share the rows of each picture out. The pictures are written into `out` if it is
-    given, on any device. `poll` is called many times a strip and cancels by raising; `progress` gets pixel rows done
-    and in all. `report` is filled with what was done. Raises InputError for latents of other channels or with NaN, an
-    unknown method, or a budget that no plan fits.
+    "strips" and "whole" give the same pixels, "tiles" blends `tiles`, each with statistics of its own. "auto" is the
+    fastest exact plan within `max_bytes` of memory beyond weights, latents and pictures; without it, within what is
+    free. On a CPU "strips" gives the bits of "whole" in float32 where memory allows it, "auto" of up to 512 cells of
+    latents. `devices` share the rows of each picture out. `poll` is called many times a strip and cancels by raising.
+    `report` is filled with what was done. Raises InputError for latents of other channels or with NaN, an unknown
+    method, or a budget that no plan fits.
     """
     check_channels("samples", latents.shape)
     scale = decoder_stages(autoencoder).downscale
     count, _, h, w = latents.shape
-    if out is None:
-        like = next(autoencoder.parameters())
-        out = torch.empty(count, 3, h * scale, w * scale, device=like.device, dtype=like.dtype)
-    rows = decode_rows(
-        autoencoder,
-        latents,
-        method,
-        max_bytes,
-        devices,
-        report,
-        tile=tile,
-        overlap=overlap,
-        poll=poll,
-        progress=progress,
-    )
-    for picture, top, pixels in rows:
+    like = next(autoencoder.parameters())
+    out = torch.empty(count, 3, h * scale, w * scale, device=like.device, dtype=like.dtype)
+    return decode_into(out, autoencoder, latents, DecodeOptions(method, max_bytes, devices, tiles, poll), report)
+
+
+@torch.no_grad()
+def decode_into(
+    out: torch.Tensor,
+    autoencoder: AutoencoderDC,
+    latents: torch.Tensor,
+    options: DecodeOptions,
+    report: dict[str, Any] | None = None,
+) -> torch.Tensor:
+    """Write the pictures of `latents` [B, 32, h, w] into `out` [B, 3, 32 h, 32 w], on any device, and return it.
+
+    `report` is filled with what was done. Raises InputError for latents of other channels or with NaN, an unknown
+    method, or a budget that no plan fits.
+    """
+    for picture, top, pixels in decode_rows(autoencoder, latents, options, report):
         out[picture, :, top : top + pixels.shape[1]] = pixels
     return out
 
@@ -78,88 +101,92 @@ def decode_latents(
 def decode_rows(
     autoencoder: AutoencoderDC,
     latents: torch.Tensor,
-    method: str = "auto",
-    max_bytes: int | None = None,
-    devices: Sequence[str | torch.device] | None = None,
+    options: DecodeOptions,
     report: dict[str, Any] | None = None,
-    *,
-    tile: int = TILE,
-    overlap: int = OVERLAP,
-    poll: Poll = no_poll,
-    progress: Progress | None = None,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield (picture, first row, pixels [3, n, W]) as they are done, as `decode_latents` has them.
+    """Yield (picture, first row, pixels [3, n, W]) of `latents` [B, 32, h, w] as they are done.
 
-    One picture after the other; with one device its rows come from top to bottom.
+    One picture after the other; with one device its rows come from top to bottom. `report` is filled with what was
+    done. Raises InputError for latents of other channels or with NaN, an unknown method, or a budget that no plan fits.
     """
     check_channels("samples", latents.shape)
     check_finite("samples", latents)
+    method, max_bytes, devices = options.method, options.max_bytes, options.devices
     if method not in METHODS:
-        raise InputError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
-    like = next(autoencoder.parameters())
-    if method in ("whole", "tiles") and [torch.device(name) for name in devices or [like.device]] != [like.device]:
+        raise InputError(f"method: got {method!r:.40}, expected one of {', '.join(METHODS)}")
+    own = next(autoencoder.parameters()).device
+    if method in ("whole", "tiles") and [torch.device(name) for name in devices or [own]] != [own]:
         raise InputError(
             f"devices: got {len(devices or ())} for method {method}, which runs on the autoencoder's; choose method "
             "auto or strips, or no devices"
         )
-    stages = decoder_stages(autoencoder)
-    planner = planner_for(autoencoder, latents.shape)
+    planner = planner_for(autoencoder, latents.shape, method == "strips", len(devices or [own]))
     workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
     if max_bytes is None:
-        max_bytes = int(BUDGET * min(free_bytes(device) for device in (workers.devices if workers else [like.device])))
-    plan = choose(planner, method, max_bytes, tile, overlap)
+        max_bytes = int(BUDGET * min(free_bytes(device) for device in (workers.devices if workers else [own])))
+    plan = choose(planner, method, max_bytes, options.tiles)
+    yield from planned_rows(autoencoder, latents, planner, plan, workers, options, Report(report, planner.stages, plan))
+
+
+def planned_rows(
+    autoencoder: AutoencoderDC,
+    latents: torch.Tensor,
+    planner: Planner,
+    plan: Plan,
+    workers: Workers | None,
+    options: DecodeOptions,
+    report: Report,
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield what `decode_rows` does; each picture begins with `plan`, also where one before ran out of memory."""
+    like, stages, poll = next(autoencoder.parameters()), planner.stages, options.poll
     total, done = len(latents) * latents.shape[2] * stages.downscale, 0
-    notes = Report(report, stages, plan)
     with PeakMemory(like.device) as peak:
         for picture in range(len(latents)):
             one = latents[picture : picture + 1].to(device=like.device, dtype=like.dtype)
             if not stages.attends:
                 # as attention leaves its maps, and rows of strips are one piece of memory
                 one = one.contiguous(memory_format=torch.channels_last)
+            retry = OomRetry(planner, plan, report)
             if workers is not None and plan.method == "strips":
-                parts = shared_rows(workers, stages, one, OomRetry(planner, plan, notes), poll)
+                parts = shared_rows(workers, stages, one, retry, poll)
             else:
-                parts = picture_rows(autoencoder, stages, planner, plan, one, notes, poll)
+                parts = picture_rows(autoencoder, stages, one, retry, poll)
             for top, pixels in parts:
                 poll()
-                notes.report["strips"] += plan.method == "strips"
+                if plan.method == "strips":
+                    report.count_strip()
                 yield picture, top, pixels[0]
                 done += pixels.shape[2]
-                if progress is not None:
-                    progress(done, total)
+                if options.progress is not None:
+                    options.progress(done, total)
                 del pixels
-    notes.finish(peak.bytes)
+    report.finish(peak.bytes)
 
 
-def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int]) -> Planner:
-    """Return what plans the decode of latents [B, 32, h, w] where the autoencoder is."""
+def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int], same_bits: bool, devices: int) -> Planner:
+    """Return what plans the decode of latents [B, 32, h, w] where the autoencoder is, or over so many `devices`."""
     like = next(autoencoder.parameters())
-    return Planner(decoder_stages(autoencoder), latent_shape[2], latent_shape[3], like.dtype, like.device.type != "cpu")
+    stages, accelerator = decoder_stages(autoencoder), like.device.type != "cpu"
+    return Planner(stages, latent_shape[2], latent_shape[3], like.dtype, accelerator, same_bits, devices)
 
 
-def choose(planner: Planner, method: str, budget: float, tile: int, overlap: int) -> Plan:
+def choose(planner: Planner, method: str, budget: float, tiles: Tiles) -> Plan:
     """Return the plan for `method` within `budget` bytes. Raises InputError for sizes that make no tiles."""
     if method == "whole":
         return planner.whole()
     if method == "tiles":
         scale = planner.stages.downscale
-        check_number("tile", tile, scale, 2**20)
-        check_number("overlap", overlap, 0, tile - scale)
-        return planner.tiles(int(tile // scale), int(overlap // scale))
+        check_number("tile", tiles.size, scale, 2**20)
+        check_number("overlap", tiles.overlap, 0, tiles.size - scale)
+        return planner.tiles(int(tiles.size // scale), int(tiles.overlap // scale))
     return planner.strips(budget)
 
 
 def picture_rows(
-    autoencoder: AutoencoderDC,
-    stages: Stages,
-    planner: Planner,
-    plan: Plan,
-    latents: torch.Tensor,
-    notes: Report,
-    poll: Poll,
+    autoencoder: AutoencoderDC, stages: Stages, latents: torch.Tensor, retry: OomRetry, poll: Poll
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, pixels [1, 3, n, W]) of one picture, from top to bottom."""
-    decoder = autoencoder.decoder
+    decoder, plan = autoencoder.decoder, retry.plan
     if plan.method == "whole":
         with Polled(poll):
             pixels = decoder(latents)
@@ -171,6 +198,5 @@ def picture_rows(
             yield top, pixels
             top += pixels.shape[2]
         return
-    retry = OomRetry(planner, plan, notes)
     boundary = retry.global_stage(decoder, stages, latents, poll)
     yield from retry.local_stage(decoder, stages, boundary, poll)

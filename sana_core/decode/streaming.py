@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from ..polling import Poll
+from . import fused
 
 Block = Any  # a module of diffusers, whose types say nothing of its layers
 
@@ -64,6 +65,17 @@ class Carry:
         # a clone, since a view would keep all of the window
         self.kept = window[:, :, window.shape[2] - self.overlap :].clone()
 
+    def room(self, like: torch.Tensor, count: int, width: int, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a window like `join`'s for `count` rows that are not there yet, and the view that takes them."""
+        above = self.above(empty(like, like.shape[1], 0, width))
+        top = above.shape[2]
+        below = self.zeros_below if last else 0
+        window = empty(like, like.shape[1], top + count + below, width)
+        window[:, :, :top] = above
+        if below:
+            window[:, :, top + count :] = 0
+        return window, window[:, :, top : top + count]
+
     def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
         parts = [self.above(rows), rows]
         if last:
@@ -100,17 +112,26 @@ def convolve(conv: torch.nn.Conv2d, window: torch.Tensor, whole: int) -> torch.T
     return functional.conv2d(window, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
 
 
-def norm_(x: torch.Tensor, norm: Any, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Normalise `x` [B, C, n, W] over its channels in place, add `residual`, and return it.
+def norm_(
+    x: torch.Tensor, norm: Any, residual: torch.Tensor | None = None, activation: torch.nn.Module | None = None
+) -> torch.Tensor:
+    """Normalise `x` [B, C, n, W] over its channels in place, add `residual`, activate, and return it.
 
-    The operations of diffusers' RMSNorm in their order, block by block while the block is in the cache.
+    On the CPU the operations of diffusers' RMSNorm in their order, block by block while the block is in the cache.
     """
     if isinstance(norm, torch.nn.BatchNorm2d):
         x.copy_(norm(x))
-        return x if residual is None else x.add_(residual)
+        x = x if residual is None else x.add_(residual)
+    elif x.device.type != "cpu":
+        return fused.norm_(x, norm, residual, activation)
+    else:
+        norm_in_cache_(x, norm, residual)
+    return x if activation is None else in_place(activation, x)
+
+
+def norm_in_cache_(x: torch.Tensor, norm: Any, residual: torch.Tensor | None) -> None:
     channels, positions = x.shape[1], x.shape[2] * x.shape[3]
-    # an accelerator is faster with one kernel over all of it
-    step = max(1, CACHE_ELEMENTS // channels) if x.device.type == "cpu" else positions
+    step = max(1, CACHE_ELEMENTS // channels)
     for picture in range(len(x)):
         flat = x[picture].movedim(0, -1).view(positions, channels)
         added = None if residual is None else residual[picture].movedim(0, -1).view(positions, channels)
@@ -122,7 +143,6 @@ def norm_(x: torch.Tensor, norm: Any, residual: torch.Tensor | None = None) -> t
                 block.add_(norm.bias)
             if added is not None:
                 block.add_(added[start:stop])
-    return x
 
 
 class StreamedNorm:
@@ -135,7 +155,7 @@ class StreamedNorm:
         return rows
 
     def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        return in_place(self.activation, norm_(window, self.norm))
+        return norm_(window, self.norm, None, self.activation)
 
 
 class StreamedConv:
@@ -167,11 +187,22 @@ class StreamedResBlock:
         return self.carry.join(rows, last)
 
     def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        hidden = in_place(self.block.nonlinearity, convolve(self.block.conv1, window, self.whole))
-        hidden = self.inner.join(hidden, last)
+        hidden = self.first(window, last)
         out = convolve(self.block.conv2, hidden, self.whole)
         del hidden
         return norm_(out, self.block.norm, window[:, :, self.edge : self.edge + out.shape[2]])
+
+    def first(self, window: torch.Tensor, last: bool) -> torch.Tensor:
+        """Return the window of the second convolution."""
+        conv, activation = self.block.conv1, self.block.nonlinearity
+        if conv.bias is None or not fused.fuses(window, activation):
+            return self.inner.join(in_place(activation, convolve(conv, window, self.whole)), last)
+        hidden = functional.conv2d(window, conv.weight, None, conv.stride, (0, int(conv.padding[1])))
+        # the bias, the activation and the way into the window are one pass
+        inner, rows = self.inner.room(hidden, hidden.shape[2], hidden.shape[3], last)
+        fused.bias_into(hidden, conv.bias, activation, rows)
+        self.inner.keep(inner)
+        return inner
 
 
 class StreamedUpsample:
@@ -192,16 +223,10 @@ class StreamedUpsample:
             self.source = rows if first else torch.cat([self.source, rows], dim=2)
         if not self.block.interpolate:
             return self.carry.join(rows, last)
-        channels, count, width = rows.shape[1:]
-        above = self.carry.above(empty(rows, channels, 0, 2 * width))
-        top = above.shape[2]
-        window = empty(rows, channels, top + 2 * count + last, 2 * width)
-        window[:, :, :top] = above
+        count, width = rows.shape[2:]
+        window, inner = self.carry.room(rows, 2 * count, 2 * width, last)
         # the nearest of each pixel, written where the convolution reads it
-        inner = window[:, :, top : top + 2 * count].unflatten(3, (width, 2)).unflatten(2, (count, 2))
-        inner.copy_(rows[:, :, :, None, :, None])
-        if last:
-            window[:, :, -1:] = 0
+        inner.unflatten(3, (width, 2)).unflatten(2, (count, 2)).copy_(rows[:, :, :, None, :, None])
         self.carry.keep(window)
         return window
 
@@ -213,7 +238,7 @@ class StreamedUpsample:
     def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
         out = convolve(self.block.conv, window, self.whole)
         if not self.block.interpolate:
-            out = functional.pixel_shuffle(out, 2).contiguous(memory_format=torch.channels_last)
+            out = shuffle(out)
         if self.block.shortcut:
             self.add_shortcut(out)
             # a clone, since a view would keep all of it
@@ -231,6 +256,13 @@ class StreamedUpsample:
                 # channel c of the shuffle is channel (4 c + 2 row + column) // repeats of the source
                 picked = self.source[:, (2 * row + column) // repeats :: 4 // repeats]
                 target[..., column::2] += picked[:, :, begin : begin + target.shape[2]]
+
+
+def shuffle(x: torch.Tensor) -> torch.Tensor:
+    """Return pixel_shuffle of `x` [B, 4 C, n, W] by 2, channels-last; torch's own copies twice on accelerators."""
+    count, channels, height, width = x.shape
+    parts = x.permute(0, 2, 3, 1).view(count, height, width, channels // 4, 2, 2)
+    return parts.permute(0, 1, 4, 2, 5, 3).reshape(count, 2 * height, 2 * width, channels // 4).permute(0, 3, 1, 2)
 
 
 class StreamedDownsample:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -122,23 +122,30 @@ def local_layers(decoder: Decoder, stages: Stages, height: int, width: int) -> l
     return [*layers, StreamedNorm(decoder.norm_out, decoder.conv_act), last]
 
 
+class StripSize(NamedTuple):
+    """Rows of the boundary map that one strip completes, and columns of it in one panel, None for all."""
+
+    rows: int
+    columns: int | None = None
+
+
 def pixel_rows(
     decoder: Decoder,
     stages: Stages,
     boundary: RowPartition,
     start: int,
     stop: int,
-    rows: int,
-    columns: int | None,
+    strip: StripSize,
     poll: Poll,
     whole: int | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Yield the pixels [B, 3, n, W] of rows `start` to `stop` of the map `kept`, top to bottom.
+    """Yield the pixels [B, 3, n, W] of rows `start` to `stop` of the map `boundary`, top to bottom, strip by strip.
 
-    `rows` of the map at a time, and at most `columns` of its columns: panels beside each other need a halo, whole rows
-    of the map need none. `whole` is the map's height if `kept` is only a part of it.
+    Panels beside each other need a halo, whole rows of the map need none. `whole` is the map's height if `boundary` is
+    only a part of it.
     """
     height, width = boundary.height, boundary.width
+    rows, columns = strip
     halo, stride = stages.halo, stages.stride
     # rows beyond the halo cannot reach these pixels; what the zeros there spoil is cut off
     low, high = max(0, start - halo), min(height, stop + halo)
@@ -171,7 +178,10 @@ def flow(layers: list[Layer], rows: torch.Tensor, last: bool, piece: int, poll: 
     more than a piece and a half goes on in pieces, of as many pixels as `piece` rows of `rows` have.
     """
     for index, layer in enumerate(layers):
-        rows = run([layer], rows, last, poll)
+        poll()
+        # not in a function, whose caller would hold the rows that the window has replaced
+        rows = layer.join(rows, last)
+        rows = layer.compute(rows, last)
         if isinstance(layer, StreamedUpsample):
             piece *= 2
         height = rows.shape[2]

@@ -200,6 +200,11 @@ def contents(folder):
 # the name of a file is in the line that says that it is not there
 @example(["decode", "\n", "--checkpoint", "model"])
 @example(["inspect", "\x1b[2J"])
+# a device that torch does not know
+@example(["decode", "latents.safetensors", "--checkpoint", "model", "--device=model"])
+@example(["batch", "prompts.txt", "--checkpoint", "model", "--devices", "2" * 2000])
+# a name that no disk takes
+@example(["decode", "2" * 2000, "--checkpoint", "model"])
 @given(line=command_lines())
 def test_command_lines(survives, source, raised, tmp_path_factory, monkeypatch, capfd, line):
     outside = tmp_path_factory.getbasetemp() / "lines"

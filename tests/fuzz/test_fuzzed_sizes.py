@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from noise import noise_like
 
 import sana_core
-from sana_core import resolutions, sampling, schedules
+from sana_core import released, sampling, schedules
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.plan import batch_pictures, default_chunk_size, split_into_chunks
+from sana_core.decode import Tiles
 from sana_core.guidance import perturbed_attention
 from sana_core.latents import picture_shape
-from sana_core.memory import DECODERS, DTYPES, VARIANTS
+from sana_core.memory import DTYPES
+from sana_core.released import DECODERS, VARIANTS
 
 SPECIAL = [0, 1, 2, 31, 32, 33, 64, 4096, 16384, 16416, 2**31, 2**63, 2**64 - 1, 2**64, 10**30, 10**400]
 SPECIAL += [-n for n in SPECIAL] + [0.5, 32.0, 64.5, 1e308, 5e-324, -0.0, math.inf, -math.inf, math.nan, True]
@@ -89,7 +91,7 @@ def test_batches(survives, prompts, count, seed, size):
 
 @given(TEXTS, TEXTS)
 def test_resolutions(survives, size, ratio):
-    survives(lambda: resolutions.picture_size(size, ratio))
+    survives(lambda: released.picture_size(size, ratio))
 
 
 OPTIONS = {
@@ -148,7 +150,7 @@ def test_generate(survives, small, options):
 def test_decode(survives, models, shape, method, budget, tile, overlap, value):
     latents = torch.full(tuple(shape), value)
     survives(
-        lambda: sana_core.decode_latents(models[1](), latents, method, budget, tile=tile, overlap=overlap),
+        lambda: sana_core.decode_latents(models[1](), latents, method, budget, tiles=Tiles(tile, overlap)),
     )
 
 
@@ -159,6 +161,7 @@ def test_decode(survives, models, shape, method, budget, tile, overlap, value):
     st.none() | NUMBERS,
     st.sampled_from([0.0, 1e30, math.inf, math.nan]),
 )
+@example((1, 3, 32, 32), "auto", -math.inf, 0.0)
 def test_encode(survives, models, shape, method, budget, value):
     survives(lambda: sana_core.encode_images(models[1](), torch.full(tuple(shape), value), method, budget))
 

@@ -1,8 +1,11 @@
-"""The graph that most tests begin with, and models of other kinds."""
+"""The graph that most tests begin with, models of other kinds, and files in ComfyUI's folders."""
 
 import shutil
 
+import layouts
 import pytest
+import torch
+from loading import component
 from variants import SANA_1_5, SPRINT, make_variant
 
 
@@ -66,3 +69,39 @@ def custom_graph(base_graph):
         }
 
     return build
+
+
+@pytest.fixture
+def put(host):
+    """A function that saves tensors into one of ComfyUI's folders and takes them away after the test."""
+    made = []
+
+    def save(kind, name, tensors, **metadata):
+        made.append(layouts.save(tensors, host.models / kind / name, **metadata))
+        return name
+
+    yield save
+    for path in made:
+        path.unlink()
+
+
+@pytest.fixture
+def tokenizer(checkpoint):
+    content = (checkpoint / "tokenizer" / "tokenizer.json").read_bytes()
+    return {"tokenizer_json": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+
+
+@pytest.fixture
+def single_files(put, checkpoint, tokenizer):
+    """Loader nodes over single files that hold the bundled checkpoint's components."""
+    transformer, config = component(checkpoint, "transformer")
+    put("diffusion_models", "sana.safetensors", transformer, config=config)
+    gemma, config = component(checkpoint, "text_encoder")
+    put("text_encoders", "gemma.safetensors", {**gemma, **tokenizer}, config=config)
+    vae, config = component(checkpoint, "vae")
+    put("vae", "dc-ae.safetensors", vae, config=config)
+    return {
+        "model": ("SanaNodesModelLoader", {"model_name": "sana.safetensors"}),
+        "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma.safetensors"}),
+        "vae": ("SanaNodesVAELoader", {"vae_name": "dc-ae.safetensors"}),
+    }

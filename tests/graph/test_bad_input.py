@@ -249,11 +249,12 @@ def test_quantised_weights_without_their_table(host, fails, checkpoint, table, p
 
 @pytest.mark.parametrize("name", ["gone", "", "..", "../../..", "/etc", "a\0b"])
 def test_names_that_are_not_on_the_list(host, fails, name):
-    with pytest.raises(NodeError, match="value_not_in_list"):
-        host.run(load(name))
+    # the loader answers itself, for the widget as for a link
     graph = load("")
     graph["name"] = linked(name)
     graph["load"][1]["model"] = ["name", 0]
-    fails(
-        graph, r"^model: got .*, expected one of .*sana-tiny \(bundled\); put diffusers folders into models/diffusers"
-    )
+    for each in (load(name), graph):
+        fails(
+            each,
+            r"^model: got .*, expected one of .*sana-tiny \(bundled\); put diffusers folders into models/diffusers",
+        )

@@ -172,3 +172,41 @@ def test_a_batch_of_latents_is_refused(host, batch_graph):
     graph["empty"][1]["batch_size"] = 2
     with pytest.raises(NodeError, match="latent_image: got a batch of 2, expected 1; set count"):
         host.run(graph)
+
+
+def test_each_worker_has_a_previewer_of_its_own(host, batch_graph, monkeypatch):
+    """ComfyUI's moves its factors to the device of what it is shown, and another thread is in the midst of them."""
+    import threading
+
+    import latent_preview
+
+    seen, real = {}, latent_preview.Latent2RGBPreviewer.decode_latent_to_preview
+
+    def decode(previewer, x0):
+        seen.setdefault(threading.current_thread().name, set()).add(id(previewer))
+        return real(previewer, x0)
+
+    monkeypatch.setattr(latent_preview.Latent2RGBPreviewer, "decode_latent_to_preview", decode)
+    host.run(batch_graph(devices=TWO, chunk=1))
+    used = list(seen.values())
+    assert len(used) == 2 and all(len(each) == 1 for each in used) and used[0] != used[1]
+
+
+def test_workers_decode_side_by_side(host, batch_graph, monkeypatch):
+    import threading
+
+    from fake_cuda import pack
+
+    expected = host.run(batch_graph(chunk=1))["image"]
+    autoencoder = pack("nodes.host.vae").SanaAutoencoder
+    real, together, first = autoencoder.decode, threading.Barrier(2, timeout=60), set()
+
+    def decode(self, z, **options):
+        if threading.current_thread().name not in first:
+            first.add(threading.current_thread().name)
+            together.wait()
+        return real(self, z, **options)
+
+    monkeypatch.setattr(autoencoder, "decode", decode)
+    assert torch.equal(host.run(batch_graph(devices=TWO, chunk=1))["image"], expected)
+    assert len(first) == 2

@@ -130,3 +130,12 @@ def test_a_controlnet_of_another_size_is_named(host, base_graph, edges):
     with pytest.raises(NodeError, match="not a SANA ControlNet: found a SANA transformer .*; get Sana_1600M"):
         host.run(controlled(base_graph(steps=2), edges))
     path.unlink()
+
+
+def test_devices_that_share_a_picture_share_its_residuals(host, base_graph, file, edges):
+    graph = controlled(base_graph(steps=4), edges)
+    expected = host.run(graph)["latent"]["samples"]
+    graph["split"] = ("SanaNodesSplitPicture", {"model": ["load", 0], "devices": "cpu x 2"})
+    graph["sample"][1]["model"] = ["split", 0]
+    got = host.run(graph, keep_cache=True)["latent"]["samples"]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

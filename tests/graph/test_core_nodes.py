@@ -297,6 +297,7 @@ def test_taesana_previews_where_its_file_is(host, base_graph, checkpoint):
         folder_paths.filename_list_cache.clear()
 
 
+@pytest.mark.slow
 def test_the_compile_node_of_core_draws_the_same(host, base_graph, checkpoint, request):
     # one block: a compilation takes seconds a block
     folder = make_variant(checkpoint, host.models / "diffusers" / "shallow", num_layers=1)

@@ -8,6 +8,7 @@ from in_process import Catch, NodeError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_anywhere_in_a_graph_harms_nothing_after_it(host, base_graph):
     loaded = host.run({**base_graph(), "catch load": ("Catch", {"value": ["load", 0], "name": "model"})})
     assert loaded["model"]

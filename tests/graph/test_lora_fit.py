@@ -63,7 +63,7 @@ MISFITS = {
     "oft": blocks(0.0, 10, 15, 15),
     "boft without alpha": made(NAME, oft_blocks=(2, 10, 16, 16)),
     "difference": made(NAME, diff=(160, 161)),
-    "difference of a convolution": made(CONV_NAME, diff=(800, 160)),
+    "difference of a convolution": made(CONV_NAME, diff=(160, 800)),
     "weight": made(NAME, set_weight=(161, 160)),
     "larger": {**pair((4, 160), (160, 4)), f"{NAME}.reshape_weight": torch.tensor([160, 320])},
 }

@@ -5,6 +5,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
 from noise import noise_like
 
+import sana_core
 from sana_core.text import instruction_text
 
 PROMPT = "a red circle on a blue background"
@@ -147,3 +148,10 @@ def test_an_encoded_picture_is_sampled_further(host, base_graph):
     got = host.run(graph)
     difference = (got["again"] - got["image"]).abs().mean()
     assert 0 < difference < 0.1
+
+
+@pytest.mark.parametrize("guidance", [4.5, 1.0])
+def test_the_command_line_draws_the_bits_of_the_canvas(host, base_graph, checkpoint, guidance):
+    canvas = host.run(base_graph(seed=3, steps=6, guidance=guidance))["image"]
+    drawn = sana_core.generate([PROMPT], checkpoint, seed=3, steps=6, guidance=guidance, width=128, height=128)
+    assert torch.equal((drawn.movedim(1, -1) + 1) / 2, canvas)

@@ -9,11 +9,10 @@ import layouts
 import pytest
 import torch
 from in_process import Catch, NodeError
+from loading import component
 from setup import ROOT
-from test_loaders import component, put, single_files, tokenizer
 from test_lora import ours, with_lora, written
 
-__all__ = ["put", "single_files", "tokenizer"]  # fixtures
 LOADERS = {
     "SanaNodesModelLoader": ("diffusion_models", "model_name"),
     "SanaNodesTextEncoderLoader": ("text_encoders", "text_encoder_name"),

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from lay_out import api_graph, notes
 from setup import ROOT
+from templates import SHOWING, templates
 
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 BUNDLED = "sana-tiny (bundled)"
@@ -33,14 +35,15 @@ def to_graph(host, workflow):
             continue
         types = host.nodes.NODE_CLASS_MAPPINGS[node["type"]].INPUT_TYPES()
         fields = {**types.get("required", {}), **types.get("optional", {})}
-        names = [entry["name"] for entry in node["inputs"]]
+        # the button of LoadImage is an input on the canvas alone
+        names = [entry["name"] for entry in node["inputs"] if entry["name"] != "upload"]
         if any(kind == DYNAMIC for kind, *_ in fields.values()):
-            # the canvas writes such a node's sockets first
             fields = unfold(fields)
-            assert sorted(names) == sorted(fields), node["type"]
-        else:
-            # a node may have learnt optional inputs since; the canvas gives them their defaults
-            assert names == list(fields)[: len(names)] and set(types["required"]) <= set(names), node["type"]
+        # a node may have learnt optional inputs since; the canvas gives them their defaults
+        assert set(types.get("required", {})) <= set(names) <= set(fields), node["type"]
+        # the canvas writes sockets first, and widgets in the order of the schema
+        widgets = [name for name in names if isinstance(fields[name][0], list | tuple) or fields[name][0] in WIDGETS]
+        assert widgets == [name for name in fields if name in widgets], node["type"]
         linked = {entry["name"]: sources[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
         values = iter(node["widgets_values"])
         inputs = {}
@@ -58,11 +61,29 @@ def to_graph(host, workflow):
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_is_its_template(host, path):
+    template, workflow = templates()[path.stem], json.loads(path.read_text(encoding="utf-8"))
+    sent, ids = api_graph(template)
+    graph = to_graph(host, workflow)
+    assert list(graph) == list(sent)
+    for key, node in sent.items():
+        kind, inputs = graph[key]
+        assert (kind, {**inputs, **node["inputs"]}) == (node["class_type"], inputs)
+    texts = [node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote"]
+    assert texts == [text for _, text in notes(template)]
+    shown = {node["id"] for node in workflow["nodes"] if node["type"] in SHOWING}
+    assert set(workflow["extra"]["linearData"]["outputs"]) == shown
+    assert [tuple(each) for each in workflow["extra"]["linearData"]["inputs"]] == [
+        (ids[name], widget) for name, widget in template.app
+    ]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_fits_the_nodes_and_draws(host, path):
     graph = to_graph(host, json.loads(path.read_text()))
-    (save,) = (key for key, (kind, _) in graph.items() if kind == "SaveImage")
-    image = graph.pop(save)[1]["images"]
     loaders = [inputs["model"] for kind, inputs in graph.values() if kind == "SanaNodesLoader"]
     if loaders == [BUNDLED] and not any(kind == "LoadImage" for kind, _ in graph.values()):
+        (save, *_) = (key for key, (kind, _) in graph.items() if kind in ("SaveImage", "PreviewImage"))
+        image = graph.pop(save)[1]["images"]
         picture = host.run({**graph, "catch": ("Catch", {"value": image, "name": "image"})})["image"]
         assert picture.isfinite().all() and picture.std() > 0.1

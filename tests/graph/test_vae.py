@@ -243,5 +243,22 @@ def test_the_plan_is_a_chart_and_text(host):
             "catch figures": ("Catch", {"value": ["plan", 1], "name": "figures"}),
         }
     )
-    assert got["chart"].shape == (1, 430, 900, 3) and got["chart"].std() > 0.05
+    assert got["chart"].shape == (1, 450, 900, 3) and got["chart"].std() > 0.05
     assert "decode, whole: not possible" in got["figures"] and "decode, strips: " in got["figures"]
+
+
+def test_comfyui_clears_the_other_cards_for_their_decoders(host, latent, whole, monkeypatch):
+    import comfy.model_management as management
+
+    cpu, second = torch.device("cpu"), torch.device("cpu", 0)
+    cleared, real = [], management.free_memory
+    monkeypatch.setattr(management, "get_all_torch_devices", lambda exclude_current=False: [cpu, second])
+    monkeypatch.setattr(
+        management, "free_memory", lambda size, device, *a, **k: cleared.append((size, device)) or real(size, device)
+    )
+    samples, graph = latent(1, 32, 16, 12)
+    got = decoded(host, graph, devices="all")
+    assert_same(got["image"], whole(samples))
+    ((size, device),) = [each for each in cleared if each[1] == second]
+    vae = host.run({**LOAD, "catch": ("Catch", {"value": ["load", 2], "name": "vae"})})["vae"]
+    assert size == vae.model_size() + vae.memory_used_decode(samples.shape, torch.float32)

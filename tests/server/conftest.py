@@ -15,15 +15,17 @@ def audit_log(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory, audit_log):
+def server(tmp_path_factory, audit_log, worker_id):
+    # each of xdist's workers has its own server, and a server its own log and base directory
+    name = f"test-server-{worker_id}"
     output = tmp_path_factory.mktemp("output")
     environment = {
         "PYTHONPATH": str(ROOT / "tests" / "server" / "audited"),
         "AUDIT_LOG": str(audit_log),
         "AUDIT_ROOT": str(ROOT),
-        "AUDIT_WRITABLE": os.pathsep.join([str(output), str(base_directory("test-server"))]),
+        "AUDIT_WRITABLE": os.pathsep.join([str(output), str(base_directory(name))]),
     }
-    with start_server("test-server", output, environment=environment) as running:
+    with start_server(name, output, environment=environment) as running:
         yield running
 
 

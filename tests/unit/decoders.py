@@ -40,7 +40,9 @@ def lite(divisor, **changes):
 
 
 def noise(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    """The same numbers on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def relative(got, expected):

@@ -1,10 +1,17 @@
 """Every torch that the pack takes counts memory and tells a driver's error, by whatever name."""
 
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
 
-from sana_core import accelerator
+from sana_core import accelerator, errors
+from sana_core.decode import device_memory
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "reset_peak_memory_stats", "empty_cache")
 
 
@@ -22,6 +29,13 @@ def test_free_memory_before_torch_2_10_is_what_the_devices_module_says(monkeypat
     monkeypatch.delattr(torch.accelerator, "get_memory_info", raising=False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3_000, 8_000))
     assert accelerator.free_memory(torch.device("cuda:0")) == 3_000
+
+
+@pytest.mark.parametrize("name", ["model", "", "cuda:7", "meta", "cpu:x", "xpu"])
+def test_a_device_that_is_not_here_is_named_with_those_that_are(name):
+    assert accelerator.find_device("device", "cpu") == torch.device("cpu")
+    with pytest.raises(errors.InputError, match="^device: got .*, expected cpu"):
+        accelerator.find_device("device", name)
 
 
 def test_emptying_the_cache_of_no_accelerator_does_nothing():
@@ -74,3 +88,84 @@ def test_memory_that_runs_out_is_no_drivers_error(error, expected):
 def test_an_accelerators_error_can_mean_that_memory_ran_out():
     error = torch.AcceleratorError("CUDA error: out of memory")
     assert accelerator.is_out_of_memory(error) and not accelerator.is_driver_error(error)
+
+
+class Counted:
+    """torch's counters of a device's memory (torch.cuda's documentation), of one that has 1000 bytes."""
+
+    def __init__(self, allocated, reserved):
+        self.allocated, self.peak, self.reserved, self.devices = allocated, allocated, reserved, set()
+
+    def allocate(self, size):
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+    def memory_allocated(self, device):
+        self.devices.add(device)
+        return self.allocated
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def memory_reserved(self, device):
+        return self.reserved
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = self.allocated
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    memory = Counted(allocated=300, reserved=400)
+    memory.allocate(500)
+    memory.allocate(-500)
+    monkeypatch.setattr(device_memory, "memory_functions", lambda device: memory)
+    monkeypatch.setattr(device_memory, "free_memory", lambda device: 1000 - memory.reserved)
+    return memory
+
+
+def test_what_is_free_on_a_device_is_what_torch_has_reserved_and_does_not_use_too(counted):
+    assert device_memory.free_bytes(torch.device("cuda")) == 700
+
+
+def test_the_peak_on_a_device_is_what_was_allocated_at_once_since_the_start(counted):
+    with device_memory.PeakMemory(torch.device("cuda:1")) as peak:
+        counted.allocate(150)
+        counted.allocate(-100)
+        counted.allocate(20)
+    assert peak.bytes == 150 and counted.devices == {torch.device("cuda:1")}
+    with device_memory.PeakMemory(torch.device("cuda:1")) as peak:
+        counted.allocate(-50)
+    assert peak.bytes == 0
+
+
+# in a process of its own, where no other test's freed memory is used again
+PEAK = """
+import time
+import torch
+from sana_core.decode.device_memory import PeakMemory
+size = 400_000_000
+with PeakMemory(torch.device("cpu")) as peak:
+    held = torch.ones(size, dtype=torch.uint8)
+    time.sleep(0.2)
+    del held
+    time.sleep(0.05)
+with PeakMemory(torch.device("cpu")) as nothing:
+    pass
+watched = peak.bytes
+held = torch.ones(2 * size, dtype=torch.uint8)
+time.sleep(0.1)
+print(watched / size, nothing.bytes, peak.bytes - watched)
+"""
+
+
+def test_the_peak_on_the_cpu_is_what_the_process_holds_more_than_at_the_start():
+    done = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, check=True)
+    share, nothing, later = map(float, done.stdout.split())
+    assert 0.9 < share < 1.5 and nothing == 0
+    assert later == 0, "what comes after its end is not its"
+
+
+def test_what_is_free_without_a_device_is_the_machines():
+    available = psutil.virtual_memory().available
+    assert device_memory.free_bytes(torch.device("cpu")) == pytest.approx(available, rel=0.2)

@@ -125,6 +125,7 @@ def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn
     assert {name: (made / name).read_bytes() for name in foreign} == foreign
 
 
+@pytest.mark.slow
 def test_twenty_kills_at_random_moments_lose_double_and_mix_nothing(tmp_path):
     script = [sys.executable, ROOT / "tests" / "soak" / "kill_batch.py", "--kills", "20", "--part", "20"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -11,7 +11,7 @@ import sana_core
 from sana_core.batch import local, windows
 from sana_core.batch.draw import Settings, encode_text, load_encoder
 from sana_core.batch.local import draw_local, local_devices
-from sana_core.batch.plan import batch_pictures, split_into_chunks
+from sana_core.batch.plan import Workload, batch_pictures, split_into_chunks
 from sana_core.latents import noise_stream
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
@@ -60,7 +60,7 @@ def test_pictures_do_not_depend_on_workers_and_chunks(checkpoint, alone, workers
 
 def test_pictures_come_as_they_finish_and_say_which_they_are(checkpoint, alone):
     pictures = batch_pictures(2, 4, 5)
-    for picture, pixels in draw_local(PROMPTS, checkpoint, SETTINGS, pictures, CPUS, 1, done=frozenset({0, 5})):
+    for picture, pixels in draw_local(Workload(PROMPTS, pictures, 1, frozenset({0, 5})), checkpoint, SETTINGS, CPUS):
         assert picture.number not in (0, 5)
         assert torch.equal(pixels, alone[picture.number])
 
@@ -99,6 +99,7 @@ def test_a_device_that_fails_is_left_out(checkpoint, alone, slow_draw):
     assert torch.equal(draw(checkpoint, chunk=1, devices=CPUS), alone)
 
 
+@pytest.mark.slow
 def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
     woken = threading.Event()
 
@@ -108,7 +109,7 @@ def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
 
     slow_draw(hang)
     pictures = batch_pictures(2, 4, 5)
-    arrived = [p.number for p, _ in draw_local(PROMPTS, checkpoint, SETTINGS, pictures, CPUS, 1, grace=0.1)]
+    arrived = [p.number for p, _ in draw_local(Workload(PROMPTS, pictures, 1), checkpoint, SETTINGS, CPUS, grace=0.1)]
     woken.set()
     assert sorted(arrived) == list(range(8))
 
@@ -187,7 +188,7 @@ def loads(monkeypatch):
 
 def draw_many(checkpoint, devices=("cpu",), chunk=1):
     pictures = batch_pictures(len(MANY), 2, 5)
-    return {p.number: pixels for p, pixels in draw_local(MANY, checkpoint, SMALL, pictures, devices, chunk)}
+    return {p.number: pixels for p, pixels in draw_local(Workload(MANY, pictures, chunk), checkpoint, SMALL, devices)}
 
 
 @pytest.mark.parametrize("chunk, devices", [(1, ["cpu"]), (3, ["cpu"]), (1, CPUS)])
@@ -239,7 +240,7 @@ def test_windows_grow_and_keep_chunks_whole():
 
 
 def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
-    drawing = draw_local([*MANY, "half \ud83d"], checkpoint, SMALL, batch_pictures(11, 1, 5))
+    drawing = draw_local(Workload([*MANY, "half \ud83d"], batch_pictures(11, 1, 5)), checkpoint, SMALL)
     with pytest.raises(ValueError, match=r"^prompt 11: .*half a character .* at position 5; write the text again$"):
         next(drawing)
     assert not loads

@@ -23,11 +23,6 @@ KIND = {"transformer": "a SANA transformer", "vae": "SANA's VAE, DC-AE f32c32", 
 
 
 @pytest.fixture
-def copy(checkpoint, tmp_path):
-    return shutil.copytree(checkpoint, tmp_path / "model")
-
-
-@pytest.fixture
 def weights(checkpoint):
     return checkpoint / "transformer" / "diffusion_pytorch_model.safetensors"
 
@@ -173,6 +168,19 @@ OTHERS = {
         "model.layers.0.pre_feedforward_layernorm.weight",
     ],
     "an upscaler": ["body.0.rdb1.conv1.weight"],
+    "a Stable Diffusion XL checkpoint": ["conditioner.embedders.1.model.ln_final.weight"],
+    "a video transformer": ["patch_embedding.weight", "blocks.0.ffn.0.weight"],
+    "a PixelDiT transformer": ["pixel_embedder.proj.weight"],
+    "a language model other than Gemma 2": ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"],
+    "a CLIP text encoder": ["text_model.encoder.layers.0.self_attn.k_proj.weight"],
+    "another model's ControlNet": ["controlnet_cond_embedding.conv_in.weight", "zero_convs.0.0.weight"],
+    # SANA's own, of which a part was lost
+    "a SANA transformer without caption_projection.linear_1.weight": ["transformer_blocks.0.ff.conv_point.weight"],
+    "a SANA transformer without blocks.0.cross_attn.q_linear.weight": ["blocks.0.mlp.point_conv.conv.weight"],
+    "a DC-AE without decoder.conv_in.weight": ["encoder.down_blocks.3.0.attn.to_qkv_multiscale.0.proj_in.weight"],
+    "a Gemma 2 text encoder without layers.0.pre_feedforward_layernorm.weight": [
+        "model.layers.1.pre_feedforward_layernorm.weight",
+    ],
     "tensors named a, b, c": ["d", "c", "b", "a"],
 }
 
@@ -191,6 +199,11 @@ def test_a_vae_with_16_channels_says_so(tmp_path):
     tensors = {"decoder.conv_in.weight": torch.zeros(8, 16, 3, 3), "decoder.mid.block_1.norm1.weight": torch.zeros(8)}
     with pytest.raises(ValueError, match="found a VAE with 16 channels; get dc-ae-f32c32-sana-1.1-diffusers from mit"):
         sana_core.load_autoencoder(layouts.save(tensors, tmp_path / "ae.safetensors"))
+
+
+def test_a_name_alone_makes_no_vae(tmp_path):
+    file = layouts.save({"decoder.conv_in.weight": torch.zeros(8)}, tmp_path / "ae.safetensors")
+    assert sana_core.inspect_checkpoint(file).variant == "tensors named decoder.conv_in.weight"
 
 
 def test_the_wrong_component_says_which_it_is(weights):
@@ -261,6 +274,26 @@ def test_an_index_that_is_none_is_named(sharded, content):
         ValueError, match="^sana/diffusion.*index.json: (not JSON|got JSON|got no index of saf).*; download it again$"
     ):
         sana_core.load_transformer(sharded)
+
+
+def test_an_index_of_more_files_than_a_model_has_is_refused(sharded):
+    index = next(sharded.glob("*.index.json"))
+    for count, error, what in ((1000, FileNotFoundError, "no such file"), (1001, ValueError, "names 1001 files, exp")):
+        names = {f"layer{number}.weight": f"part-{number}.safetensors" for number in range(count)}
+        index.write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(error, match=what):
+            sana_core.load_transformer(sharded)
+
+
+def test_a_file_that_changes_between_its_header_and_its_tensors_is_named(weights, tmp_path):
+    """Another program may write a checkpoint anew while it is chosen on the canvas and not loaded yet."""
+    file = altered(weights, tmp_path, lambda tensors: tensors)
+    seen = sana_core.inspect_checkpoint(file)
+    tensors = sana_core.checkpoints.headers.read_file(file)
+    lost = next(iter(tensors))
+    layouts.save({name: tensor for name, tensor in tensors.items() if name != lost}, file)
+    with pytest.raises(ValueError, match=f"/sana.safetensors: no tensor {lost} any more, the file has changed; load"):
+        sana_core.checkpoints.load.load_part(seen, torch.float32)
 
 
 def test_a_shard_without_its_tensor_is_named(sharded):

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -131,6 +132,7 @@ def test_generate_on_a_full_disk_leaves_no_file(checkpoint, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_a_console_of_few_characters_stops_nothing(checkpoint, tmp_path):
     (tmp_path / "prompts.txt").write_text("\u7ea2\u8272 \U0001f534\na red circle", encoding="utf-8")
     options = ["prompts.txt", "--checkpoint", checkpoint, *TINY[:-1], "out \u7ea2"]
@@ -142,6 +144,7 @@ def test_a_console_of_few_characters_stops_nothing(checkpoint, tmp_path):
     assert len(list((tmp_path / "out \u7ea2").glob("*.png"))) == 2
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_ends_the_batch_quietly_and_the_next_goes_on(checkpoint, tmp_path):
     (tmp_path / "prompts.txt").write_text("a red circle")
     options = ["prompts.txt", "--checkpoint", checkpoint, *TINY, "--count", 300]
@@ -317,6 +320,19 @@ def test_decode_names_a_file_without_latents(command, checkpoint, tmp_path):
     for name, wanted in (("none", "holds other, expected a tensor 'latents'"), ("text", "is no safetensors file")):
         done = command("decode", f"{name}.safetensors", "--checkpoint", checkpoint)
         assert done.returncode == 1 and wanted in done.stderr.splitlines()[-1]
+
+
+def test_convert_on_a_full_disk_says_so_and_leaves_no_file(command, checkpoint, tmp_path):
+    """safetensors has an error of its own for it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # no file may grow beyond so many bytes, as little as a full disk takes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+    try:
+        done = command("convert", checkpoint / "transformer", "out.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.returncode == 1 and not list(tmp_path.iterdir())
+    assert re.fullmatch(r"target: cannot write out.safetensors \(.*\); see the folder, its rights .*\n", done.stderr)
 
 
 def test_convert_refuses_quantised_weights_whose_scales_it_would_lose(command, tmp_path):

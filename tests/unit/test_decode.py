@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import attention, decode_rows, devices, plan, row_partition
+from sana_core.decode import DecodeOptions, Tiles, attention, decode_into, decode_rows, devices, plan, row_partition
 from sana_core.decode.plan import Planner
 from sana_core.decode.row_partition import RowPartition
 from sana_core.decode.stages import decoder_stages, encoder_stages
-from sana_core.decode.strips import global_block, global_blocks, pixel_rows, project_latents
+from sana_core.decode.strips import StripSize, global_block, global_blocks, pixel_rows, project_latents
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,7 +24,7 @@ def decode_in_strips(model, latents, strip, columns=None, attention_rows=None):
     x = project_latents(model.decoder, latents)
     for block, scale in global_blocks(model.decoder, stages):
         x = global_block(block, x, attention_rows, scale, lambda: None)
-    parts = pixel_rows(model.decoder, stages, x, 0, x.height, strip, columns, lambda: None)
+    parts = pixel_rows(model.decoder, stages, x, 0, x.height, StripSize(strip, columns), lambda: None)
     return torch.cat(list(parts), dim=2)
 
 
@@ -138,6 +138,22 @@ def test_a_picture_does_not_depend_on_its_batch(bundled):
         assert torch.equal(batch[index : index + 1], decode_latents(bundled, latents[index : index + 1]))
 
 
+@pytest.mark.parametrize("height, width, whole", [(16, 32, True), (16, 33, False), (64, 8, True), (32, 32, False)])
+def test_the_method_strips_prefers_the_librarys_bits_and_auto_what_is_faster_on_a_cpu(bundled, height, width, whole):
+    latents, reports = noise(1, 32, height, width), {"auto": {}, "strips": {}}
+    got = {name: decode_latents(bundled, latents, name, 2**40, report=report) for name, report in reports.items()}
+    expected = bundled.decode(latents).sample
+    assert torch.equal(got["strips"], expected) and "attention whole" in reports["strips"]["plan"]
+    assert torch.equal(got["auto"], expected) == ("attention whole" in reports["auto"]["plan"]) == whole
+    assert relative(got["auto"], expected) <= 1e-5
+    for device in (False, True):
+        by_speed, by_bits = (
+            Planner(decoder_stages(bundled), height, width, torch.float32, device, bits) for bits in (False, True)
+        )
+        assert by_speed.floor() == by_bits.floor()
+        assert (by_speed.fitting(2**40) == by_bits.fitting(2**40)) == (whole or device)
+
+
 @pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 4.0])
 def test_every_budget_from_the_floor_up_gives_the_pixels(bundled, share):
     latents = noise(1, 32, 9, 7)
@@ -147,6 +163,21 @@ def test_every_budget_from_the_floor_up_gives_the_pixels(bundled, share):
     got = decode_latents(bundled, latents, max_bytes=budget, report=report)
     assert relative(got, bundled.decode(latents).sample) <= 1e-5
     assert report["predicted_bytes"] <= budget and report["method"] == "strips" and report["strips"] >= 1
+
+
+def test_convolutions_between_attention_stages_are_exact_in_the_smallest_strips():
+    """In the coarsest stage two rows of latents are two rows of the map, and a residual block looks at three."""
+    attention_at = (3, 4)
+    model = f32c32(
+        8,
+        decoder_block_types=tuple("EfficientViTBlock" if i in attention_at else "ResBlock" for i in range(6)),
+        decoder_qkv_multiscales=tuple((5,) if i in attention_at else () for i in range(6)),
+    )
+    latents, report = noise(1, 32, 9, 7), {}
+    floor = Planner(decoder_stages(model), 9, 7, torch.float32, False).floor().peak_bytes
+    got = decode_latents(model, latents, max_bytes=floor, report=report)
+    assert "2 latent rows at a time" in report["plan"]
+    assert relative(got, model.decode(latents).sample) <= 1e-5
 
 
 def test_a_budget_below_the_floor_says_the_smallest_that_works(bundled):
@@ -194,7 +225,7 @@ def test_a_boundary_map_that_is_too_large_for_one_tensor_is_kept_in_bands(monkey
     make = RowPartition.__init__
     monkeypatch.setattr(RowPartition, "__init__", lambda self, maps: make(self, maps) or parts.extend(maps))
     with Largest() as largest:
-        for _, top, pixels in decode_rows(model, latents, devices=workers and ["cpu"] * workers):
+        for _, top, pixels in decode_rows(model, latents, DecodeOptions(devices=workers and ["cpu"] * workers)):
             got.narrow(1, top, pixels.shape[1]).copy_(pixels)
     assert largest.elements < limit and limit / 3 < max(part.numel() for part in parts) < limit
     assert relative(got[None], expected) <= 1e-5
@@ -225,7 +256,7 @@ def test_4k_in_bf16_fits_2_and_a_half_gigabytes_and_8k_an_8_gb_card():
 @pytest.mark.parametrize("height, width", [(1, 1), (2, 7), (8, 8), (9, 5)])
 def test_tiles_have_the_right_size_everywhere(bundled, tile, overlap, height, width):
     latents = noise(1, 32, height, width)
-    got = decode_latents(bundled, latents, method="tiles", tile=tile, overlap=overlap)
+    got = decode_latents(bundled, latents, method="tiles", tiles=Tiles(tile, overlap))
     assert got.shape == (1, 3, 32 * height, 32 * width) and got.isfinite().all()
     if tile >= 32 * max(height, width):
         torch.testing.assert_close(got, bundled.decode(latents).sample, **CLOSE)
@@ -263,7 +294,7 @@ def test_an_unknown_method_is_named(bundled):
     with pytest.raises(ValueError, match="^method: got 'tiles', expected one of auto, strips, whole$"):
         encode_images(bundled, torch.zeros(1, 3, 32, 32), method="tiles")
     with pytest.raises(ValueError, match="^overlap: got 64, expected a number from 0 to 32$"):
-        decode_latents(bundled, noise(1, 32, 4, 4), method="tiles", tile=64, overlap=64)
+        decode_latents(bundled, noise(1, 32, 4, 4), method="tiles", tiles=Tiles(64, 64))
 
 
 def test_nan_says_how_many_and_where(bundled):
@@ -278,15 +309,23 @@ def test_inputs_stay_as_they_were_and_out_is_filled_in_place(bundled):
     latents, pictures = noise(1, 32, 3, 4), noise(1, 3, 96, 128)
     before = latents.clone(), pictures.clone()
     out = torch.zeros(1, 3, 96, 128, dtype=torch.float64)
-    assert decode_latents(bundled, latents, out=out) is out
+    assert decode_into(out, bundled, latents, DecodeOptions()) is out
     assert torch.equal(out.float(), decode_latents(bundled, latents))
     encode_images(bundled, pictures)
     assert torch.equal(latents, before[0]) and torch.equal(pictures, before[1])
 
 
+def test_the_report_counts_the_strips_that_came(bundled):
+    for method, counted in (("strips", True), ("whole", False)):
+        report = {}
+        parts = list(decode_rows(bundled, noise(2, 32, 4, 3), DecodeOptions(method), report))
+        assert report["strips"] == (len(parts) if counted else 0) and len(parts) >= 2
+
+
 def test_progress_counts_rows_of_all_pictures(bundled):
     seen = []
-    decode_latents(bundled, noise(2, 32, 4, 2), progress=lambda done, total: seen.append((done, total)))
+    options = DecodeOptions(progress=lambda done, total: seen.append((done, total)))
+    decode_into(torch.empty(2, 3, 128, 96), bundled, noise(2, 32, 4, 3), options)
     assert seen[-1] == (256, 256) and [done for done, _ in seen] == sorted({done for done, _ in seen})
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sana_core import decode_latents, encode_images
+from sana_core.decode import Tiles
 from sana_core.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +23,7 @@ def noise(*shape):
 def run(bundled, method, poll):
     if method == "encode":
         return encode_images(bundled, noise(1, 3, 128, 128).clamp(-1, 1), "whole", poll=poll)
-    return decode_latents(bundled, noise(1, 32, 4, 4), method, tile=128, overlap=32, poll=poll)
+    return decode_latents(bundled, noise(1, 32, 4, 4), method, tiles=Tiles(128, 32), poll=poll)
 
 
 @pytest.mark.parametrize("method", ["whole", "tiles", "encode"])

@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 import torch
-from decoders import noise, relative
+from decoders import f32c32_layout, noise, relative
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import decode_rows, devices, streaming
-from sana_core.decode.plan import Planner
+from sana_core.decode import DecodeOptions, decode_into, decode_rows, devices, streaming
+from sana_core.decode.plan import Planner, smaller
 from sana_core.decode.stages import decoder_stages, encoder_stages
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -41,12 +41,27 @@ def test_memory_that_runs_out_in_a_convolution_costs_no_finished_row(bundled, mo
     monkeypatch.setattr(streaming, "convolve", Fails(streaming.convolve, calls))
     report, tops = {}, []
     got = torch.zeros_like(expected)
-    for _, top, pixels in decode_rows(bundled, latents, max_bytes=roomy(bundled), report=report):
+    for _, top, pixels in decode_rows(bundled, latents, DecodeOptions(max_bytes=roomy(bundled)), report):
         tops.append((top, pixels.shape[1]))
         got[0, :, top : top + pixels.shape[1]] = pixels
     assert relative(got, expected) <= 1e-5
     assert [top for top, _ in tops[1:]] == [top + count for top, count in tops[:-1]]
     assert len(report["events"]) == 1 and report["events"][0].startswith("out of memory, went on with strips")
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_after_memory_ran_out_comes_the_fastest_plan_of_half_as_much(accelerator):
+    """Down to the least that works, and no further."""
+    planner = Planner(decoder_stages(f32c32_layout()), 128, 128, torch.bfloat16, accelerator)
+    plan, peaks = planner.fitting(2**40), []
+    while plan is not None:
+        peaks.append(plan.peak_bytes)
+        following = smaller(planner, plan)
+        half = planner.fitting(plan.peak_bytes / 2)
+        assert following in (half, None) if half else following in (planner.floor(), None)
+        plan = following
+    assert len(peaks) >= 2 and peaks == sorted(set(peaks), reverse=True)
+    assert peaks[-1] == planner.floor().peak_bytes
 
 
 @pytest.mark.parametrize("name", ["score_pieces", "attend_rows"])
@@ -125,7 +140,7 @@ def test_a_cancel_at_any_point_leaves_nothing_behind(bundled):
                 raise Cancelled
 
         with pytest.raises(Cancelled):
-            decode_latents(bundled, latents, max_bytes=budget, poll=cancel, out=out)
+            decode_into(out, bundled, latents, DecodeOptions(max_bytes=budget, poll=cancel))
         del out
         gc.collect()
         assert alive() is None
@@ -144,10 +159,11 @@ def test_devices_give_the_pixels_of_one(bundled, workers):
     assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * workers), one)
 
 
+@pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("height, width", [(1, 1), (2, 9), (7, 2), (9, 5)])
-def test_small_pictures_on_more_devices_than_they_have_rows_for(bundled, height, width):
+def test_small_pictures_on_more_devices_than_they_have_rows_for(bundled, height, width, workers):
     latents = noise(1, 32, height, width)
-    got = decode_latents(bundled, latents, devices=["cpu"] * 4)
+    got = decode_latents(bundled, latents, devices=["cpu"] * workers)
     assert relative(got, bundled.decode(latents).sample) <= 1e-5
 
 

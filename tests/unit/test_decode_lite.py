@@ -14,10 +14,10 @@ from decoders import lite, noise, relative
 from setup import ROOT
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import decode_rows, devices, streaming
+from sana_core.decode import DecodeOptions, Tiles, decode_rows, devices, streaming
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
-from sana_core.decode.strips import pixel_rows, project_latents
+from sana_core.decode.strips import StripSize, pixel_rows, project_latents
 
 CLOSE = 2e-6
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +52,8 @@ def undivided(model, latents):
 def decode_in_strips(model, latents, strip, columns=None):
     kept = project_latents(model.decoder, latents).channels_last()
     stages = decoder_stages(model)
-    return torch.cat(list(pixel_rows(model.decoder, stages, kept, 0, kept.height, strip, columns, lambda: None)), dim=2)
+    size = StripSize(strip, columns)
+    return torch.cat(list(pixel_rows(model.decoder, stages, kept, 0, kept.height, size, lambda: None)), dim=2)
 
 
 @pytest.mark.parametrize("height, width", SIZES)
@@ -88,13 +89,33 @@ def test_a_row_of_pixels_depends_on_18_rows_of_latents_and_on_no_more(model):
     assert 32 * (22 + reach) <= rows.max() < 32 * (22 + reach + 1)
 
 
+@torch.no_grad()
+def test_a_row_before_the_encoders_attention_depends_on_5_rows_of_8_pixels_and_on_no_more(model):
+    stages, pixels = encoder_stages(model), noise(1, 3, 360, 32)
+    assert (stages.halo, stages.stride, stages.attends) == (5, 8, True)
+
+    def boundary_map(x):
+        x = model.encoder.conv_in(x)
+        for blocks in model.encoder.down_blocks[:3]:
+            x = blocks(x)
+        return x
+
+    distances = []
+    for row in range(176, 184):
+        changed = pixels.clone()
+        changed[:, :, row] += 100
+        rows = (boundary_map(pixels) != boundary_map(changed)).any(dim=(0, 1, 3)).nonzero()
+        distances += [22 - rows.min(), rows.max() - 22]
+    assert max(distances) == 5
+
+
 @pytest.mark.parametrize("height", [20, 21, 27, 45])
 @torch.no_grad()
 def test_the_rows_that_all_layers_are_behind_come_in_pieces(model, height):
     latents = noise(1, 32, height, 2)
     kept, stages = project_latents(model.decoder, latents), decoder_stages(model)
     for strip in (1, 2, 5):
-        parts = list(pixel_rows(model.decoder, stages, kept, 0, height, strip, None, lambda: None))
+        parts = list(pixel_rows(model.decoder, stages, kept, 0, height, StripSize(strip), lambda: None))
         assert relative(torch.cat(parts, dim=2), undivided(model, latents)) <= CLOSE
         one_strip = height <= strip + stages.halo
         assert len(parts) == 1 if one_strip else max(part.shape[2] for part in parts) <= 1.5 * 32 * strip
@@ -116,7 +137,7 @@ def test_every_budget_from_the_floor_up_gives_the_pixels(model, share):
 def test_devices_share_the_rows_out(model, count):
     latents = noise(2, 32, 41, 3)
     got, tops = torch.zeros(2, 3, 41 * 32, 96), []
-    for picture, top, pixels in decode_rows(model, latents, devices=["cpu"] * count):
+    for picture, top, pixels in decode_rows(model, latents, DecodeOptions(devices=["cpu"] * count)):
         got[picture, :, top : top + pixels.shape[1]] = pixels
         tops.append((picture, top))
     assert len(set(tops)) == len(tops) > 2 * count
@@ -159,7 +180,7 @@ def test_memory_that_runs_out_costs_no_finished_row(model, monkeypatch, calls):
 
 @pytest.mark.parametrize("height, width", [(1, 1), (2, 7), (9, 5)])
 def test_tiles_have_the_right_size(model, height, width):
-    got = decode_latents(model, noise(1, 32, height, width), method="tiles", tile=96, overlap=32)
+    got = decode_latents(model, noise(1, 32, height, width), method="tiles", tiles=Tiles(96, 32))
     assert got.shape == (1, 3, 32 * height, 32 * width) and got.isfinite().all()
 
 

@@ -169,3 +169,41 @@ def write_on_a_read_only_disk():
 
 def test_a_read_only_disk_is_named_before_anything_is_drawn(apart):
     apart(write_on_a_read_only_disk)
+
+
+def cache_on_disks_of_all_sizes():
+    import test_training_cache
+    import torch
+
+    from sana_core import OutputError
+    from sana_core.training.entries import DIGESTS, read_entry
+
+    torch.set_num_threads(1)
+    models = test_training_cache.Models()
+    data, made = test_training_cache.make_data(Path("data")), set()
+    mount("cache", "size=600k")
+    cache = Path("cache")
+    # room for no embeddings of 75 KB; for some of the small entries; for all
+    for pages in (0, 10, 22, 25, 60):
+        leave_pages(cache, pages)
+        models.calls.clear()
+        try:
+            test_training_cache.build(cache, data, models)
+        except OutputError as error:
+            assert str(error).startswith("cache: cannot write ") and "(No space left on device)" in str(error)
+        else:
+            assert pages == 60
+        (cache / "ballast").unlink()
+        left = content("cache").keys() - {DIGESTS}
+        assert all(len(read_entry(cache / name)) in (1, 2) for name in left)
+        made.add(len(left))
+        test_training_cache.build(cache, data, models)
+        # the one that found no room is encoded again, the others are not
+        assert len(models.calls) == 8 + (pages < 60) and len(content("cache")) == 9
+        for path in [path for path in cache.rglob("*") if path.is_file()]:
+            path.unlink()
+    assert 0 in made and 8 in made and len(made) == 4, made
+
+
+def test_a_cache_on_a_full_disk_keeps_what_is_whole_and_goes_on_later(apart):
+    apart(cache_on_disks_of_all_sizes)

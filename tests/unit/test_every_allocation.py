@@ -8,7 +8,7 @@ from decoders import noise, relative
 from sana_core import decode_latents, encode_images
 from sana_core.batch import local
 from sana_core.batch.draw import Settings
-from sana_core.batch.plan import batch_pictures
+from sana_core.batch.plan import Workload, batch_pictures
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
 
@@ -26,6 +26,7 @@ def attempt(work, wanted):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["decode", "encode"])
 def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
     if direction == "decode":
@@ -49,6 +50,7 @@ def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
     assert survived / len(tried) > 0.85, (survived, len(tried))
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(checkpoint, monkeypatch):
     real, wanted = local.draw, 0
 
@@ -61,8 +63,8 @@ def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(chec
         return pictures
 
     def run():
-        settings = Settings(64, 64, steps=1)
-        drawn = local.draw_local(["a red circle"], checkpoint, settings, batch_pictures(1, 2, 0), ["cpu"], chunk=2)
+        settings, workload = Settings(64, 64, steps=1), Workload(["a red circle"], batch_pictures(1, 2, 0), chunk=2)
+        drawn = local.draw_local(workload, checkpoint, settings, ["cpu"])
         return {picture.number: pixels for picture, pixels in drawn}
 
     counts = []

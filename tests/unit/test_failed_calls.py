@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 
+import pytest
 from setup import ROOT
 
 
+@pytest.mark.slow
 def test_calls_that_fail_lose_mix_and_leave_nothing(tmp_path):
     script = [sys.executable, ROOT / "tests" / "soak" / "fail_batch.py", "--every", "15"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -131,3 +131,17 @@ def test_half_precision_stays_near():
     library = theirs(half, x.bfloat16(), timestep, embeds.bfloat16(), mask)
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).abs().mean() < 1.5 * (library - exact).abs().mean()
+
+
+def test_float16_clips_the_attention_where_the_library_does():
+    """Sums beyond 65504 are infinite in float16, and infinity less infinity in the next norm is NaN."""
+    transformer = tiny_transformer().to(torch.float16)
+    attention = transformer.transformer_blocks[0].attn1
+    attention.to_out[0].weight.fill_(0)
+    attention.to_out[0].bias.copy_(torch.tensor([float("inf"), -float("inf"), 65504.0, 1.0]).repeat(8))
+    states = torch.randn(2, 16, 32).half()
+    out = self_attention(attention, states)
+    torch.testing.assert_close(out, attention(states), atol=0, rtol=0)
+    assert out[0, 0, :4].tolist() == [65504.0, -65504.0, 65504.0, 1.0]
+    wide = attention.to(torch.bfloat16)
+    assert self_attention(wide, states.bfloat16()).isinf().any(), "other precisions hold larger numbers"

@@ -47,5 +47,5 @@ def test_captions_name_colour_shape_and_background():
 
 
 def test_an_unknown_shape_is_named():
-    with pytest.raises(ValueError, match="shape: got 'star', expected one of circle"):
-        draw_scene(Scene("red", "star", "blue", 0.3, 0.5, 0.5))
+    with pytest.raises(ValueError, match="shape: got 'heart', expected one of circle"):
+        draw_scene(Scene("red", "heart", "blue", 0.3, 0.5, 0.5))

@@ -1,5 +1,7 @@
 """Every layout of every model is recognised, and loads into the module that it was written from."""
 
+import shutil
+
 import layouts
 import pytest
 import torch
@@ -7,8 +9,8 @@ from accelerate import init_empty_weights
 from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 import sana_core
-from sana_core.checkpoints.load import build_module, shift_of
-from sana_core.checkpoints.released import VARIANTS, Architecture, variant_name
+from sana_core.checkpoints.load import build_module, latent_scale, shift_of
+from sana_core.released import VARIANTS, Architecture, variant_name
 
 COUNTS = {
     "0.6B": 591_747_872,
@@ -227,6 +229,16 @@ def test_an_all_in_one_file_gives_each_component(tmp_path, prefixed):
     check_same_pictures(sana_core.load_autoencoder(info.path), models[1])
 
 
+def test_without_a_transformer_the_first_component_speaks_for_a_file(tmp_path):
+    parts = {"vae.": layouts.autoencoder(), "text_encoders.": layouts.gemma().float()}
+    tensors = {prefix + key: value for prefix, model in parts.items() for key, value in model.state_dict().items()}
+    info = sana_core.inspect_checkpoint(layouts.save(tensors, tmp_path / "both.safetensors"))
+    assert len(info.parts) == 2 and info.size == sum(part.size for part in info.parts)
+    assert (info.variant, info.dtype) == (info.parts[0].variant, info.parts[0].dtype)
+    with pytest.raises(ValueError, match="both.safetensors: not a SANA transformer: found .* Gemma 2 text encoder"):
+        sana_core.load_transformer(info.path)
+
+
 def test_nvidias_repository_folder_stands_for_its_checkpoint(tmp_path):
     model = layouts.transformer()
     (tmp_path / "Sana_600M_1024px" / "checkpoints").mkdir(parents=True)
@@ -245,6 +257,10 @@ def test_nvidias_repository_folder_stands_for_its_checkpoint(tmp_path):
         ("Sana_1600M_4Kpx/transformer.safetensors", 4096),
         ("my_4k_finetune.safetensors", 4096),
         ("run10240.safetensors", 1024),
+        # a component of a diffusers folder that was copied without its configurations
+        ("Sana_1600M_4Kpx_BF16_diffusers/transformer/diffusion_pytorch_model.safetensors", 4096),
+        ("Sana_1600M_4Kpx/fine_2k/model_1k.safetensors", 1024),
+        ("Sana_1600M_4Kpx/fine_2k/model.safetensors", 2048),
     ],
 )
 def test_the_file_name_tells_the_resolution_where_nothing_else_does(tmp_path, name, resolution):
@@ -263,6 +279,65 @@ def test_configurations_older_than_the_position_embedding_get_it(tmp_path):
     (tmp_path / "sana" / "config.json").write_text(text)
     loaded = sana_core.load_transformer(tmp_path / "sana")
     assert torch.equal(run_transformer(loaded), run_transformer(model))
+
+
+@pytest.mark.parametrize("make", [layouts.transformer, layouts.controlnet])
+def test_the_headers_of_nvidias_files_are_those_of_the_modules_parameters(tmp_path, make):
+    """Fused queries, keys and values are told apart before a tensor is read."""
+    model = make()
+    info = sana_core.inspect_checkpoint(layouts.save(layouts.nvidia(model), tmp_path / "sana.safetensors"))
+    shapes = {name: [side for side in header.shape if side != 1] for name, header in info.headers.items()}
+    assert shapes == {name: [s for s in tensor.shape if s != 1] for name, tensor in model.state_dict().items()}
+
+
+def test_latents_are_scaled_as_the_autoencoder_says(tmp_path, checkpoint):
+    """A configuration without the number means the library's default, and a file without one SANA's DC-AE."""
+    model = layouts.autoencoder()
+    bare = layouts.save(model.state_dict(), tmp_path / "bare.safetensors")
+    assert latent_scale(sana_core.inspect_checkpoint(bare)) == 0.41407
+    model.register_to_config(scaling_factor=0.25)
+    model.save_pretrained(tmp_path / "vae")
+    assert latent_scale(sana_core.inspect_checkpoint(tmp_path / "vae")) == 0.25
+    config = tmp_path / "vae" / "config.json"
+    config.write_text(layouts.json.dumps({k: v for k, v in model.config.items() if k != "scaling_factor"}))
+    content = layouts.json.loads(config.read_text()) | {"_class_name": "AutoencoderDC"}
+    config.write_text(layouts.json.dumps(content))
+    assert latent_scale(sana_core.inspect_checkpoint(tmp_path / "vae")) == AutoencoderDC().config.scaling_factor
+    whole = sana_core.inspect_checkpoint(checkpoint)
+    assert latent_scale(whole) == sana_core.load_autoencoder(checkpoint).config.scaling_factor
+    transformer = layouts.save(layouts.transformer().state_dict(), tmp_path / "sana.safetensors")
+    assert latent_scale(sana_core.inspect_checkpoint(transformer)) == 0.41407
+
+
+@pytest.mark.parametrize("value, shift", [(3.0, 3.0), (0.01, 0.01), (100, 100), (0.009, None), (100.1, None)])
+def test_the_shift_of_a_folder_is_its_schedulers(tmp_path, checkpoint, value, shift):
+    folder = tmp_path / "sana"
+    shutil.copytree(checkpoint, folder)
+    for name in ("flow_shift", "shift"):
+        (folder / "scheduler" / "scheduler_config.json").write_text(layouts.json.dumps({name: value}))
+        if shift is None:
+            with pytest.raises(ValueError, match="^scheduler/scheduler_config.json: its shift is .*from 0.01 to 100"):
+                shift_of(sana_core.inspect_checkpoint(folder))
+        else:
+            assert shift_of(sana_core.inspect_checkpoint(folder)) == shift
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    info = sana_core.inspect_checkpoint(folder)
+    assert shift_of(info) == 3.0
+    # a chosen size or reference has the shift of the released models, whatever the folder says
+    assert shift_of(info, 4096) == 6.0
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer_blocks.0.attn1.to_q.lora_A.weight", "lora_unet_x_embedder.lora_down.weight"]
+)
+def test_a_lora_is_recognised_whatever_its_names_begin_with(tmp_path, name):
+    file = layouts.save(
+        {name: torch.zeros(4, 8), "transformer.proj_out.lora_B.weight": torch.zeros(8, 4)}, tmp_path / "l.sft"
+    )
+    info = sana_core.inspect_checkpoint(file)
+    assert (info.kind, set(info.headers)) == ("lora", {name, "transformer.proj_out.lora_B.weight"})
+    with pytest.raises(ValueError, match="l.sft: not a SANA transformer: found a LoRA; get one from"):
+        sana_core.load_transformer(file)
 
 
 def test_a_model_between_the_sizes_has_a_name_that_says_how(tmp_path):

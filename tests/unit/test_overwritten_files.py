@@ -54,6 +54,7 @@ def in_fp32(checkpoint, tmp_path):
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["shortened", "written anew"])
 def test_a_loaded_model_outlives_its_file(in_fp32, fault):
     files = [(kind, str(in_fp32(kind, "safetensors"))) for kind in PARTS]

@@ -1,5 +1,7 @@
 """Whole samplings against diffusers' pipelines: the same tiny random weights, embeddings and noise."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers import (
@@ -14,7 +16,7 @@ from diffusers import (
 from tiny import random_prompt, tiny_transformer
 
 from sana_core.checkpoints import load_autoencoder
-from sana_core.guidance import PerturbedAttention, denoiser
+from sana_core.guidance import PerturbedAttention, denoiser, perturbed_attention
 from sana_core.latents import noise_stream
 from sana_core.sampling import SAMPLERS, flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
 from sana_core.schedules import last_steps, scm_sigmas
@@ -145,6 +147,68 @@ def test_guidance_outside_its_interval_is_off():
         torch.testing.assert_close(limited(x, sigma), same(x, sigma), atol=1e-6, rtol=0)
 
 
+def test_the_ends_of_the_interval_belong_to_it():
+    """Schedules are made so that a step begins where it does; eighths are the same in any precision."""
+    transformer = tiny_transformer()
+    x = torch.randn(1, 32, 4, 4)
+    guided = denoiser(transformer, COND, UNCOND, 4.5)
+    limited = denoiser(transformer, COND, UNCOND, 4.5, interval=(0.875, 0.25))
+    for sigma in (torch.tensor(0.875), torch.tensor(0.25)):
+        torch.testing.assert_close(limited(x, sigma), guided(x, sigma), atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_timesteps_are_whole_only_where_the_sampler_wants_them():
+    """DPM-Solver's timesteps in diffusers are whole numbers, those of Euler are not."""
+    transformer = tiny_transformer()
+    x, sigma = torch.randn(1, 32, 4, 4), 0.5009
+    for options, timestep in (({}, 500.9), ({"whole_timesteps": False}, 500.9), ({"whole_timesteps": True}, 500.0)):
+        model = denoiser(transformer, COND, UNCOND, 1.0, **options)
+        v = transformer(x, COND[0], torch.tensor([timestep]), encoder_attention_mask=COND[1]).sample
+        torch.testing.assert_close(model(x, torch.tensor(sigma)), x - sigma * v, atol=1e-5, rtol=0)
+
+
+def test_half_of_the_whole_interval_is_half_of_it():
+    transformer = tiny_transformer()
+    x = torch.randn(1, 32, 4, 4)
+    guided, plain = (denoiser(transformer, COND, UNCOND, guidance) for guidance in (4.5, 1.0))
+    for interval, sigma, same in (((1.0, 0.5), 0.4, plain), ((1.0, 0.5), 1.0, guided), ((0.5, 0.0), 0.6, plain)):
+        sigma = torch.tensor(sigma)
+        limited = denoiser(transformer, COND, UNCOND, 4.5, interval=interval)
+        torch.testing.assert_close(limited(x, sigma), same(x, sigma), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("scale, blocks", [(0, "0"), (100, "2"), (3.5, " 0, 2 ")])
+def test_perturbed_attention_takes_the_blocks_that_the_model_has(scale, blocks):
+    config = tiny_transformer().config
+    assert perturbed_attention(config, scale, blocks) == (scale, {int(block) for block in blocks.split(",")})
+
+
+@pytest.mark.parametrize("layers, block", [(20, 8), (28, 14), (60, 8), (5, 2), (7, 3), (9, 4)])
+def test_without_blocks_those_of_nvidia_are_perturbed(layers, block):
+    """pag_applied_layers in NVIDIA's app/sana_pipeline.py and configurations."""
+    config = SimpleNamespace(num_layers=layers, guidance_embeds=False)
+    assert perturbed_attention(config, 3.0, " ") == (3.0, {block})
+
+
+@pytest.mark.parametrize("blocks", ["3", "-1", "1.5", "0,,1", "0 1", "00001"])
+def test_blocks_that_the_model_does_not_have_are_named(blocks):
+    with pytest.raises(ValueError, match="^blocks: got .*expected numbers from 0 to 2, like 8 or 7, 8$"):
+        perturbed_attention(tiny_transformer().config, 3.0, blocks)
+
+
+@pytest.mark.parametrize("scale", [-0.1, 100.1, float("nan")])
+def test_a_scale_of_perturbed_attention_out_of_range_is_named(scale):
+    with pytest.raises(ValueError, match="^scale: got .*from 0 to 100"):
+        perturbed_attention(tiny_transformer().config, scale, "1")
+
+
+def test_perturbed_attention_of_sprint_is_refused():
+    with pytest.raises(ValueError, match="SANA-Sprint model, which has its guidance built in; remove SANA PAG"):
+        perturbed_attention(tiny_transformer("sprint").config, 3.0, "1")
+
+
+@pytest.mark.slow
 def test_the_compiled_forward_draws_the_same():
     # two blocks: a compilation takes seconds a block
     transformer = tiny_transformer(layers=2)

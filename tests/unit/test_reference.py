@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 import sana_core
 from sana_core.guidance import denoiser
-from sana_core.reference import DIFFUSERS, NVIDIA, perturbed_block, reference_of, released_shift
+from sana_core.reference import DIFFUSERS, NVIDIA, reference_of
+from sana_core.released import perturbed_block, released_shift
 from sana_core.sampling import SAMPLERS, own_arguments
 
 CAPTION = 64

@@ -4,11 +4,13 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, SCMScheduler
 
+from sana_core.reference import DIFFUSERS, NVIDIA, RULES
 from sana_core.sampling import (
     SAMPLERS,
     find_sampler,
     flow_dpm_sigmas,
     flow_euler_sigmas,
+    own_arguments,
     sample_flow_dpmpp_1,
     sample_flow_dpmpp_2m,
     sample_flow_dpmpp_3m,
@@ -118,6 +120,28 @@ def test_scm_is_that_of_diffusers(steps, options):
     torch.testing.assert_close(x0, denoised / data, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_each_sampler_gets_what_is_its_own(name):
+    """scm draws its noise from the batch's streams, and NVIDIA's third order falls at the end of long schedules too."""
+    noise, x = iter(()), torch.randn(1, 4, 2, 2, generator=torch.Generator().manual_seed(4))
+    flow, sigmas = SAMPLERS[name], SAMPLERS[name].sigmas(20, 3.0)
+    own = {reference: own_arguments(flow, RULES[reference], noise) for reference in (NVIDIA, DIFFUSERS)}
+    if name == "scm":
+        assert all(more == {"noise": noise} for more in own.values())
+        return
+    nvidia, diffusers = (flow.sample(x0_model, x, sigmas, **own[reference]) for reference in (NVIDIA, DIFFUSERS))
+    assert torch.equal(nvidia, diffusers) == (name != "flow_dpmpp_3m")
+
+
+@pytest.mark.parametrize("sample", [sample_flow_euler, sample_flow_dpmpp_2m, sample_flow_dpmpp_3m])
+@pytest.mark.parametrize("steps, cut", [(20, 1), (20, 5), (20, 18), (10, 6)])
+def test_the_first_part_of_a_schedule_draws_what_all_of_it_draws_there(sample, steps, cut):
+    """As SplitSigmas has it: only a schedule that ends at 0 lowers the order at its end."""
+    x, sigmas, seen = torch.randn(1, 4, 2, 2), flow_dpm_sigmas(steps, 3.0), []
+    sample(x0_model, x, sigmas, lambda state: seen.append(state["x"]))
+    assert torch.equal(sample(x0_model, x, sigmas[: cut + 1]), seen[cut])
+
+
 def test_scm_without_noise_of_its_own_takes_torch_s():
     torch.manual_seed(3)
     start = torch.randn(1, 4, 2, 2)
@@ -219,12 +243,41 @@ def test_angles_out_of_range_are_named(angles, field):
         scm_timesteps(2, *angles)
 
 
+def test_the_most_steps_and_the_ends_of_every_range_are_taken():
+    """1000 timesteps were trained; a schedule of all of them, from pure noise or from none, is one."""
+    assert len(flow_dpm_sigmas(1000, 3.0)) == 1001
+    assert len(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 1000, 1)) == 1001
+    assert len(last_steps(scm_sigmas(4), 1)) == 5
+    # any angle up to pure noise may begin, and any before the first follow
+    torch.testing.assert_close(scm_timesteps(3, 0.3), torch.linspace(0.3, 0, 4, dtype=torch.float64))
+    assert scm_timesteps(2, 0.9, 0.1).tolist() == [0.9, 0.1, 0]
+    for steps in (1, 3, 4):
+        # no meaning but for two steps, so not looked at
+        assert len(scm_timesteps(steps, 1.0, 1.3)) == steps + 1
+    x = torch.randn(1, 4, 2, 2)
+    for flow in SAMPLERS.values():
+        assert flow.sample(x0_model, x, torch.tensor([1.0, 0.0])).isfinite().all()
+
+
+def test_scm_begins_with_pure_noise_and_no_more():
+    """1.57080 lies beyond pi / 2, where sin t / (sin t + cos t) exceeds 1."""
+    assert scm_sigmas(2)[0] == 1 and scm_sigmas(4, 1.5)[0] < 1
+
+
 def test_denoise_and_strength_out_of_range_are_named():
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="^denoise: got "):
             start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, value)
         with pytest.raises(ValueError, match="^strength: got "):
             last_steps(scm_sigmas(2), value)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_sampler_has_whole_timesteps_where_its_scheduler_in_diffusers_has(name):
+    schedulers = {"flow_euler": FlowMatchEulerDiscreteScheduler(shift=3.0), "scm": SCMScheduler()}
+    scheduler = schedulers.get(name, dpm_scheduler(3.0))
+    scheduler.set_timesteps(4, **({"intermediate_timesteps": None} if name == "scm" else {}))
+    assert SAMPLERS[name].whole_timesteps != scheduler.timesteps.is_floating_point()
 
 
 def test_an_unknown_sampler_is_named():

@@ -13,8 +13,9 @@ from versions import lowest_python, lowest_versions
 SHIPPED = [ROOT / "__init__.py", *sorted(ROOT.glob("nodes/**/*.py")), *sorted(ROOT.glob("sana_core/**/*.py"))]
 BANNED_CALLS = {"print", "eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"pickle", "subprocess", "socket", "os", "ctypes", "urllib", "requests", "aiohttp"}
-# nothing else makes a file safe from a power cut, or names the process that holds a folder
-ALLOWED_NAMES = {"os": {"O_RDONLY", "O_WRONLY", "close", "devnull", "dup2", "fstat", "fsync", "getpid", "open"}}
+# nothing else makes a file safe from a power cut, names the process that holds a folder, or ends one that waits in vain
+DESCRIPTORS = {"O_RDONLY", "O_WRONLY", "close", "devnull", "dup2", "fstat", "fsync", "open"}
+ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "getpid"}}
 BANNED_ATTRIBUTES = {("sys", "path"), ("os", "environ"), ("os", "system")}
 
 
@@ -71,7 +72,7 @@ def test_the_documents_name_the_lowest_versions_that_are_declared():
     named = dict(re.findall(r"([\w-]+) (\d[\d.]*)", sentence))
     assert named == {**lowest_versions(), "Python": lowest_python()}
     assert f'requires-comfyui = ">={".".join(map(str, oldest_host()))}.0"' in (ROOT / "pyproject.toml").read_text()
-    assert "ComfyUI {}.{}\nor newer".format(*oldest_host()) in (ROOT / "README.md").read_text()
+    assert "ComfyUI {}.{} or newer".format(*oldest_host()) in (ROOT / "README.md").read_text()
 
 
 def oldest_host():
@@ -93,4 +94,6 @@ def test_every_node_has_a_help_page_and_a_translation():
     ids = re.findall(r'node_id="(\w+)"', "".join(path.read_text() for path in ROOT.glob("nodes/*.py")))
     assert len(ids) == len(set(ids)) and all(name.startswith("Sana") for name in ids)
     assert {path.stem for path in ROOT.glob("web/docs/*.md")} == set(ids)
-    assert set(json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))) == set(ids)
+    for file in ROOT.glob("locales/*/nodeDefs.json"):
+        assert set(json.loads(file.read_text(encoding="utf-8"))) == set(ids)
+    assert {path.parent.name for path in ROOT.glob("web/docs/*/zh.md")} == set(ids)

@@ -68,7 +68,7 @@ def test_a_tokenizer_model_beside_the_file_is_read(single_file, spiece, tmp_path
     assert encoder.tokenizer.encode("a red circle")[0] == 2
 
 
-@pytest.mark.parametrize("name, width", [("gemma-2-2b", 2304), ("gemma-2-9b", 3584)])
+@pytest.mark.parametrize("name, width", [("gemma-2-2b", 2304), ("gemma-2-9b", 3584), ("gemma-2-27b", 4608)])
 def test_the_size_of_gemma_is_named(tmp_path, name, width):
     tensors = {
         "layers.0.pre_feedforward_layernorm.weight": torch.zeros(width),
@@ -78,3 +78,36 @@ def test_the_size_of_gemma_is_named(tmp_path, name, width):
         "layers.0.self_attn.k_proj.weight": torch.zeros(2, width),
     }
     assert sana_core.inspect_checkpoint(layouts.save(tensors, tmp_path / "g.safetensors")).variant == name
+
+
+def test_a_sentencepiece_model_that_is_none_is_named(single_file, spiece, tmp_path):
+    tensors = sana_core.checkpoints.headers.read_file(single_file)
+    tensors["spiece_model"] = as_tensor(spiece[: len(spiece) // 2 + 1])
+    file = layouts.save(tensors, tmp_path / "broken.safetensors")
+    with pytest.raises(
+        ValueError, match="/broken.safetensors: spiece_model: sentencepiece cannot read it .*; download"
+    ):
+        sana_core.load_text_encoder(file)
+
+
+def test_a_token_is_found_by_its_whole_name(single_file, checkpoint, spiece):
+    """What a chat's template needs: the id of <bos>, and that another is not there."""
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=spiece)
+    ours = sana_core.load_text_encoder(single_file).tokenizer
+    name = theirs.id_to_piece(theirs.bos_id())
+    assert ours.find(name) == theirs.bos_id() == 2
+    assert ours.find("<no such token>") is None and ours.pad_token == 0
+    assert sana_core.load_text_encoder(checkpoint).tokenizer.find("<no such token>") is None
+
+
+def test_a_tokenizer_may_have_fewer_tokens_than_the_model_and_none_more(single_file, tmp_path):
+    """Gemma's own embedding has a few rows that no token uses."""
+    tensors = sana_core.checkpoints.headers.read_file(single_file)
+    name = "model.embed_tokens.weight"
+    for rows, works in ((600, True), (599, False)):
+        file = layouts.save({**tensors, name: tensors[name][:rows].clone()}, tmp_path / f"{rows}.safetensors")
+        if works:
+            assert sana_core.load_text_encoder(file).model.config.vocab_size == rows
+        else:
+            with pytest.raises(ValueError, match="got 600 tokens, expected at most the text encoder's 599; use that"):
+                sana_core.load_text_encoder(file)

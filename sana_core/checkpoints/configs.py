@@ -1,44 +1,19 @@
-"""The released models, and the configurations that tensors' shapes stand for."""
+"""The configurations that tensors' shapes stand for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ..latents import DOWNSCALE
+from ..released import CROSS_HEADS, DC_AE_SCALE, GEMMA_HEAD_DIM, HEAD_DIM, POSITIONED, Architecture
 from .headers import Header
 
 Headers = Mapping[str, Header]
 
-
-class Architecture(NamedTuple):
-    """What tells SANA's transformers apart: inner width, blocks, and the two later additions."""
-
-    width: int
-    layers: int
-    qk_norm: bool = False
-    guidance_embeds: bool = False
-
-
-VARIANTS = {
-    "0.6B": Architecture(1152, 28),
-    "1.6B": Architecture(2240, 20),
-    "1.5-1.6B": Architecture(2240, 20, qk_norm=True),
-    "1.5-4.8B": Architecture(2240, 60, qk_norm=True),
-    "sprint-0.6B": Architecture(1152, 28, qk_norm=True, guidance_embeds=True),
-    "sprint-1.6B": Architecture(2240, 20, qk_norm=True, guidance_embeds=True),
-}
-# inner width: heads of the cross-attention
-CROSS_HEADS = {1152: 16, 2240: 20}
-HEAD_DIM = 32
-RESOLUTIONS = (512, 1024, 2048, 4096)
-# pixels: from here on models have a position embedding, with that many at interpolation scale 1
-POSITIONED = 2048
-GEMMA_HEAD_DIM = 256
-GEMMA_WIDTHS = {2304: "gemma-2-2b", 3584: "gemma-2-9b", 4608: "gemma-2-27b"}
-DC_AE_SCALE = 0.41407
 # the finest stage of DC-AE-Lite's decoder in its configuration, which has no blocks
 EMPTY_WIDTH = 128
 # the convolution that begins a stage of the decoder, in all but the coarsest
@@ -61,12 +36,6 @@ def architecture(headers: Headers) -> Architecture:
         "transformer_blocks.0.attn1.norm_q.weight" in headers,
         "time_embed.guidance_embedder.linear_1.weight" in headers,
     )
-
-
-def variant_name(found: Architecture) -> str:
-    """Return the name in VARIANTS, or one that says how the model differs."""
-    names = [name for name, known in VARIANTS.items() if known == found]
-    return names[0] if names else f"custom-{found.width}x{found.layers}"
 
 
 def transformer_config(headers: Headers, resolution: int) -> dict[str, Any]:
@@ -104,7 +73,7 @@ def controlnet_config(headers: Headers, resolution: int) -> dict[str, Any]:
 def resolution_config(resolution: int) -> dict[str, Any]:
     """Return what a configuration says of the size that a model was trained at."""
     return {
-        "sample_size": resolution // 32,
+        "sample_size": resolution // DOWNSCALE,
         "interpolation_scale": resolution / POSITIONED if resolution >= POSITIONED else None,
     }
 

@@ -1,0 +1,38 @@
+"""What comes over the links of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_patcher
+import comfy.sd
+import torch
+
+from ...sana_core.errors import InputError
+from .datasets import Dataset
+
+SOCKETS: dict[str, tuple[str, type]] = {
+    "model": ("MODEL", comfy.model_patcher.ModelPatcher),
+    "clip": ("CLIP", comfy.sd.CLIP),
+    "vae": ("VAE", comfy.sd.VAE),
+    "positive": ("CONDITIONING", list),
+    "negative": ("CONDITIONING", list),
+    "latent_image": ("LATENT", dict),
+    "samples": ("LATENT", dict),
+    "dataset": ("SANA_DATASET", Dataset),
+}
+
+
+def check_links(**inputs: Any) -> None:
+    """Raise InputError for the first of `inputs`, by a socket's name, that is not of the socket's type.
+
+    ComfyUI checks the types of links, but lets a plain value stand in the place of a link, and a link of type *.
+    """
+    for field, value in inputs.items():
+        name, expected = SOCKETS[field]
+        fits = isinstance(value, expected)
+        if fits and name == "LATENT":
+            fits = isinstance(value.get("samples"), torch.Tensor)
+        if not fits:
+            got = repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+            raise InputError(f"{field}: got {got:.40}, expected a {name}; connect an output of that type")

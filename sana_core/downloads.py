@@ -1,0 +1,78 @@
+"""The released files that templates and errors name: what they are called here, how large they are, where they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+HOST = "https://huggingface.co"
+
+
+class Download(NamedTuple):
+    """A file of `gigabytes` (None: not known) for `folder` in models, at `url`, under another name there."""
+
+    folder: str
+    gigabytes: float | None
+    url: str
+
+
+def transformer(repository: str, gigabytes: float, variant: str = "") -> Download:
+    path = f"transformer/diffusion_pytorch_model{variant}.safetensors"
+    return Download("diffusion_models", gigabytes, f"{HOST}/Efficient-Large-Model/{repository}/resolve/main/{path}")
+
+
+# sizes from the repositories' listings; diffusers writes bf16 and fp16 variants beside fp32
+DOWNLOADS = {
+    "Sana_600M_1024px.safetensors": transformer("Sana_600M_1024px_diffusers", 1.2, ".fp16"),
+    "Sana_1600M_1024px_BF16.safetensors": transformer("Sana_1600M_1024px_BF16_diffusers", 3.2, ".bf16"),
+    "Sana_1600M_2Kpx_BF16.safetensors": transformer("Sana_1600M_2Kpx_BF16_diffusers", 3.2, ".bf16"),
+    "Sana_1600M_4Kpx_BF16.safetensors": transformer("Sana_1600M_4Kpx_BF16_diffusers", 3.2, ".bf16"),
+    "Sana_Sprint_1.6B_1024px.safetensors": transformer("Sana_Sprint_1.6B_1024px_diffusers", 3.2),
+    "gemma_2_2b_it_elm_bf16.safetensors": Download(
+        "text_encoders",
+        5.2,
+        f"{HOST}/Comfy-Org/PixelDiT/resolve/main/text_encoders/gemma_2_2b_it_elm_bf16.safetensors",
+    ),
+    "dc-ae-f32c32-sana-1.1.safetensors": Download(
+        "vae",
+        1.25,
+        f"{HOST}/mit-han-lab/dc-ae-f32c32-sana-1.1-diffusers/resolve/main/diffusion_pytorch_model.safetensors",
+    ),
+    "Sana_600M_1024px_ControlNet_HED.pth": Download(
+        "controlnet",
+        None,
+        f"{HOST}/Efficient-Large-Model/Sana_600M_1024px_ControlNet_HED/resolve/main/checkpoints/"
+        "Sana_600M_1024px_ControlNet_HED.pth",
+    ),
+}
+
+
+GEMMA = "gemma_2_2b_it_elm_bf16.safetensors"
+# how ComfyUI_ExtraModels and its fork name files that they download themselves, where it is not the file's own name
+REPOSITORIES = {
+    "Efficient-Large-Model/gemma-2-2b-it": GEMMA,
+    "google/gemma-2-2b-it": GEMMA,
+    "unsloth/gemma-2-2b-it-bnb-4bit": GEMMA,
+    "mit-han-lab/dc-ae-f32c32-sana-1.1-diffusers": "dc-ae-f32c32-sana-1.1.safetensors",
+    "mit-han-lab/dc-ae-f32c32-sana-1.0-diffusers": "dc-ae-f32c32-sana-1.0.safetensors",
+    "Efficient-Large-Model/Sana_1600M_1024px": "Sana_1600M_1024px_BF16.safetensors",
+}
+
+
+def file_names(name: str) -> list[str]:
+    """Return the names that the file may have which a workflow calls `name`: a file's own, or those of a repository's.
+
+    The repositories are those that ComfyUI_ExtraModels downloads from; each has one .pth of its own name.
+    """
+    owner, _, repository = name.partition("/")
+    if name not in REPOSITORIES and owner != "Efficient-Large-Model":
+        return [name]
+    return [REPOSITORIES.get(name, f"{repository}.safetensors"), f"{repository}.pth", f"{repository}.safetensors"]
+
+
+def where_to_get(name: str) -> str:
+    """Return the remedy for a file of that name that is missing: its size and link where it is a released one."""
+    if name not in DOWNLOADS:
+        return "put it there and refresh"
+    found = DOWNLOADS[name]
+    size = "" if found.gigabytes is None else f" ({found.gigabytes} GB)"
+    return f"get it{size} from {found.url}, save it there under this name and refresh"

@@ -1,0 +1,205 @@
+"""The released models: every fact about them that a file does not say, which all other modules read here."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any, NamedTuple
+
+from .errors import InputError
+from .latents import DOWNSCALE
+from .reference import NVIDIA
+
+
+class Architecture(NamedTuple):
+    """What tells SANA's transformers apart: inner width, blocks, and the two later additions."""
+
+    width: int
+    layers: int
+    qk_norm: bool = False
+    guidance_embeds: bool = False
+
+
+VARIANTS = {
+    "0.6B": Architecture(1152, 28),
+    "1.6B": Architecture(2240, 20),
+    "1.5-1.6B": Architecture(2240, 20, qk_norm=True),
+    "1.5-4.8B": Architecture(2240, 60, qk_norm=True),
+    "sprint-0.6B": Architecture(1152, 28, qk_norm=True, guidance_embeds=True),
+    "sprint-1.6B": Architecture(2240, 20, qk_norm=True, guidance_embeds=True),
+}
+HEAD_DIM = 32
+# inner width: heads of the cross-attention
+CROSS_HEADS = {1152: 16, 2240: 20}
+# by the number of blocks: the one whose attention NVIDIA perturbs (pag_applied_layers in configs/sana_app_config, and
+# its default in diffusion/utils/config.py for SANA-1.5 4.8B)
+PERTURBED_BLOCKS = {20: 8, 28: 14, 60: 8}
+
+# times as many or as few pixels as a model learnt, from which on its pictures fall apart
+FAR = 2.5
+# pixels of the square pictures that models were trained at; where nothing tells it, it is DEFAULT_RESOLUTION
+RESOLUTIONS = (512, 1024, 2048, 4096)
+DEFAULT_RESOLUTION = 1024
+# from here on models have a position embedding, with that many pixels at interpolation scale 1
+POSITIONED = 2048
+# the schedule's shift, and that of other resolutions
+SHIFT, SHIFTS = 3.0, {4096: 6.0}
+# of NVIDIA's SANA 0.6B at 1024 px, whose ControlNet steers it (configs/sana_app_config/Sana_600M_app.yaml,
+# configs/sana_config/1024ms/Sana_600M_img1024.yaml); diffusers' folders of it say 3
+NVIDIA_SHIFTS = {("0.6B", 1024): 4.0}
+
+# SANA-Sprint's angles of TrigFlow: pi / 2 rounded up, which is pure noise, and the second of two steps
+MAX_TIMESTEP = 1.57080
+INTERMEDIATE_TIMESTEP = 1.3
+
+
+class Defaults(NamedTuple):
+    """What SANA's authors sample a model with, besides its shift; `sampler` is a name in SAMPLERS."""
+
+    sampler: str
+    steps: int
+    guidance: float
+
+
+# of SANA's demo and of diffusers' pipelines
+GUIDANCE = 4.5
+# the sampler of SANA-Sprint, which was distilled for it
+SPRINT = "scm"
+DEFAULTS, SPRINT_DEFAULTS = Defaults("flow_dpmpp_2m", 20, GUIDANCE), Defaults(SPRINT, 2, GUIDANCE)
+
+
+class Decoder(NamedTuple):
+    """A DC-AE's decoder, the finest stage first: `local` stages are without attention, `scales` are the attention's.
+
+    `shuffles` where upsampling convolves first and shuffles channels to pixels.
+    """
+
+    widths: tuple[int, ...]
+    layers: tuple[int, ...]
+    local: int
+    scales: int
+    shuffles: bool
+    parameters: int
+
+
+WIDTHS = (128, 256, 512, 512, 1024, 1024)
+DECODERS = {
+    "dc-ae-f32c32": Decoder(WIDTHS, (3, 3, 3, 3, 3, 3), 3, 2, False, 159_223_171),
+    "dc-ae-lite-f32c32": Decoder(WIDTHS, (0, 3, 5, 4, 4, 4), 6, 1, True, 268_154_124),
+}
+ENCODER_PARAMETERS = 153_027_104  # of either, and the blocks in its stages, of which 3 are local
+ENCODER_LAYERS = (2, 2, 2, 3, 3, 3)
+DC_AE_SCALE = 0.41407  # what latents are multiplied by
+
+GEMMA_WIDTHS = {2304: "gemma-2-2b", 3584: "gemma-2-9b", 4608: "gemma-2-27b"}
+GEMMA_HEAD_DIM = 256  # of 2B and 9B
+# of gemma-2-2b, without the layer over its tokens
+TEXT_WIDTH, TEXT_HIDDEN, TEXT_PARAMETERS = 2304, 9216, 2_614_341_888
+MAX_TOKENS = 300  # of a prompt
+
+# height / width to (width, height) at 1024 pixels, 40 shapes of about one area; the other resolutions are multiples
+# (SANA's training buckets, diffusion/data/datasets/utils.py)
+SHAPES = {
+    "0.25": (2048, 512),
+    "0.26": (1984, 512),
+    "0.27": (1920, 512),
+    "0.28": (1856, 512),
+    "0.32": (1792, 576),
+    "0.33": (1728, 576),
+    "0.35": (1664, 576),
+    "0.4": (1600, 640),
+    "0.42": (1536, 640),
+    "0.48": (1472, 704),
+    "0.5": (1408, 704),
+    "0.52": (1344, 704),
+    "0.57": (1344, 768),
+    "0.6": (1280, 768),
+    "0.68": (1216, 832),
+    "0.72": (1152, 832),
+    "0.78": (1152, 896),
+    "0.82": (1088, 896),
+    "0.88": (1088, 960),
+    "0.94": (1024, 960),
+    "1.0": (1024, 1024),
+    "1.07": (960, 1024),
+    "1.13": (960, 1088),
+    "1.21": (896, 1088),
+    "1.29": (896, 1152),
+    "1.38": (832, 1152),
+    "1.46": (832, 1216),
+    "1.67": (768, 1280),
+    "1.75": (768, 1344),
+    "2.0": (704, 1408),
+    "2.09": (704, 1472),
+    "2.4": (640, 1536),
+    "2.5": (640, 1600),
+    "2.89": (576, 1664),
+    "3.0": (576, 1728),
+    "3.11": (576, 1792),
+    "3.62": (512, 1856),
+    "3.75": (512, 1920),
+    "3.88": (512, 1984),
+    "4.0": (512, 2048),
+}
+SIZES = tuple(map(str, RESOLUTIONS))
+OTHER_SIZES = {f"{size}px": size for size in SIZES} | {"2K": "2048", "4K": "4096", "2Kpx": "2048", "4Kpx": "4096"}
+OTHER_RATIOS = {f"{float(ratio):.2f}": ratio for ratio in SHAPES}
+
+
+def variant_name(found: Architecture) -> str:
+    """Return the name in VARIANTS, or one that says how the model differs."""
+    names = [name for name, known in VARIANTS.items() if known == found]
+    return names[0] if names else f"custom-{found.width}x{found.layers}"
+
+
+def controlnet_name(found: Architecture) -> str:
+    """Return the name of a ControlNet by the first model of its width."""
+    return f"{next((name for name, known in VARIANTS.items() if known.width == found.width), 'custom')}-controlnet"
+
+
+def released_shift(variant: str, resolution: int, reference: str) -> float:
+    """Return the shift of the schedule that a model of that variant was released with, for `resolution` pixels."""
+    own = NVIDIA_SHIFTS.get((variant, resolution)) if reference == NVIDIA else None
+    return own or SHIFTS.get(resolution, SHIFT)
+
+
+def perturbed_block(layers: int) -> int:
+    """Return the block whose self-attention PAG perturbs in a model of so many blocks."""
+    return PERTURBED_BLOCKS.get(layers, round(0.4 * layers))
+
+
+def model_defaults(config: Any) -> Defaults:
+    """Return the defaults of the transformer with `config`: SANA-Sprint's or SANA's."""
+    return SPRINT_DEFAULTS if config.guidance_embeds else DEFAULTS
+
+
+def picture_size(size: str, ratio: str) -> tuple[int, int]:
+    """Return (width, height) of the shape `ratio`, height / width, at `size` pixels.
+
+    Raises InputError for a size or a ratio that is not in SIZES or SHAPES.
+    """
+    # as ComfyUI_ExtraModels writes them: 1024px, 2K and 1.00
+    size = OTHER_SIZES.get(size, size)
+    if size not in SIZES:
+        raise InputError(f"size: got {size!r:.40}, expected one of {', '.join(SIZES)}")
+    ratio = OTHER_RATIOS.get(ratio, ratio)
+    if ratio not in SHAPES:
+        raise InputError(f"ratio: got {ratio!r:.40}, expected one of {', '.join(SHAPES)}")
+    width, height = SHAPES[ratio]
+    return width * int(size) // DEFAULT_RESOLUTION, height * int(size) // DEFAULT_RESOLUTION
+
+
+def own_size(width: int, height: int, resolution: int) -> tuple[int, int]:
+    """Return (width, height) of the shape nearest to `width` x `height` that a model of `resolution` pixels learnt."""
+    ratio = log(width / height)
+    shape = min(SHAPES.values(), key=lambda shape: abs(log(shape[0] / shape[1]) - ratio))
+    # other resolutions are multiples; a model of 128 px is smaller than any released one
+    cells = [max(1, round(side * resolution / DEFAULT_RESOLUTION / DOWNSCALE)) for side in shape]
+    return cells[0] * DOWNSCALE, cells[1] * DOWNSCALE
+
+
+def size_note(width: int, height: int, resolution: int) -> str:
+    """Return a line for the user where a picture's size is far from what a model of `resolution` pixels learnt."""
+    if 1 / FAR < width * height / resolution**2 < FAR:
+        return ""
+    right = " x ".join(map(str, own_size(width, height, resolution)))
+    return f"{width} x {height}: this model learnt pictures of {resolution} px, and draws best at {right}"

@@ -1,0 +1,84 @@
+"""Try the pack in each ComfyUI of requirements/host*.txt, or in those named: `.venv/bin/python scripts/hosts.py 0.27`.
+
+They run with the packages of .venv, so the frontend is that of the pinned one. Where the pack supports the host, the
+graph and server tests run; an older one must start without the pack, and say why in one line of its log. Prints the
+table of docs/development.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from host import get, start_server
+from setup import CACHE, REQUIREMENTS, ROOT, unpack_host
+
+PINNED = "0.30"
+PREFIX = "SanaNodes"
+REFUSED = "SANA: got ComfyUI {}"
+
+
+def pins() -> dict[str, Path]:
+    """Return {version: the file that pins it}, the oldest first."""
+    older = {path.stem.removeprefix("host-"): path for path in sorted(REQUIREMENTS.glob("host-*.txt"))}
+    return {**older, PINNED: REQUIREMENTS / "host.txt"}
+
+
+def oldest() -> tuple[int, ...]:
+    """Return the oldest version that the pack says it supports."""
+    (found,) = re.findall(r'^requires-comfyui = ">=([\d.]+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    return numbers(found)[:2]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def place_of(version: str) -> Path:
+    return CACHE / ("ComfyUI" if version == PINNED else f"ComfyUI-{version}")
+
+
+def full_version(host: Path) -> str:
+    (found,) = re.findall(r'^__version__ = "([\d.]+)"$', (host / "comfyui_version.py").read_text(), re.M)
+    return found
+
+
+def run_tests() -> str:
+    """Run the graph and server tests in the host that COMFYUI_PATH names; return what the table says of them."""
+    command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "-p", "no:cacheprovider", "-q"]
+    passed = subprocess.run([*command, "-m", "not slow", "tests/graph", "tests/server"], cwd=ROOT).returncode == 0
+    return "graph and server tests pass" if passed else "FAIL"
+
+
+def check_refusal(version: str) -> str:
+    """Start the host that COMFYUI_PATH names, and return what the table says of its refusal."""
+    with start_server(f"host-{version}") as server:
+        ours = [name for name in json.loads(get(server, "/object_info")) if name.startswith(PREFIX)]
+        said = [line for line in server.log.read_text().splitlines() if REFUSED.format(version) in line]
+    return "refused in one line" if not ours and len(said) == 1 else "FAIL"
+
+
+def main() -> None:
+    known = pins()
+    wanted = sys.argv[1:] or list(known)
+    if unknown := set(wanted) - known.keys():
+        sys.exit(f"hosts: got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
+    rows = []
+    for version in wanted:
+        host = place_of(version)
+        unpack_host(known[version], host)
+        os.environ["COMFYUI_PATH"] = str(host)
+        full = full_version(host)
+        outcome = run_tests() if numbers(full)[:2] >= oldest() else check_refusal(full)
+        rows.append(f"| {full} | {outcome} |")
+    sys.stdout.write("\n".join(["| ComfyUI | |", "|---|---|", *rows, ""]))
+    if any("FAIL" in row for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

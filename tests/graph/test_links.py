@@ -1,0 +1,57 @@
+"""A value in the place of a link, which ComfyUI lets through, is refused by every node by name."""
+
+import pytest
+from in_process import NodeError
+
+# what a link of type * or the HTTP API may bring
+WRONG = [0, None, "load", True, {}, {"samples": 3}, ["text"], object()]
+
+
+@pytest.fixture(scope="module")
+def linked(host):
+    """One good object of each type of socket."""
+    graph = {
+        "load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"}),
+        "text": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "a red circle", "instruction": False}),
+        "empty": ("SanaNodesEmptyLatent", {"width": 64, "height": 64, "batch_size": 1}),
+        "data": ("SanaNodesDataset", {"folder": "red stars (bundled)", "resolution": 64}),
+    }
+    links = {"MODEL": ["load", 0], "CLIP": ["load", 1], "VAE": ["load", 2], "CONDITIONING": ["text", 0]}
+    links |= {"LATENT": ["empty", 0], "SANA_DATASET": ["data", 0]}
+    catches = {f"catch {kind}": ("Catch", {"value": link, "name": kind}) for kind, link in links.items()}
+    return host.run(graph | catches)
+
+
+def sockets(host):
+    """Yield each of our nodes, its schema and an input of it that wants a link."""
+    for name, node in host.nodes.NODE_CLASS_MAPPINGS.items():
+        if name.startswith("SanaNodes"):
+            schema = node.GET_SCHEMA()
+            for socket in schema.inputs:
+                if not hasattr(socket, "default"):
+                    yield node, schema, socket
+
+
+def test_every_socket_refuses_what_is_not_of_its_type(host, linked):
+    seen = set()
+    for node, schema, socket in sockets(host):
+        good = {each.id: linked.get(each.io_type, getattr(each, "default", None)) for each in schema.inputs}
+        for wrong in WRONG:
+            fits = (socket.io_type == "CONDITIONING" and isinstance(wrong, list)) or (wrong is None and socket.optional)
+            if fits:
+                continue
+            inputs = {**good, socket.id: wrong}
+            if schema.is_input_list:
+                inputs = {field: [value] for field, value in inputs.items()}
+            with pytest.raises(ValueError, match=f"^{socket.id}: got .*, expected a {socket.io_type}; connect"):
+                node.execute(**inputs)
+            seen.add((schema.node_id, socket.id))
+    assert len(seen) > 15
+    assert {("SanaNodesLoraLoader", "clip"), ("SanaNodesTrain", "dataset"), ("SanaNodesTrain", "vae")} <= seen
+
+
+def test_the_error_reaches_whoever_queued_the_graph(host, base_graph):
+    graph = base_graph()
+    graph["sample"][1]["model"] = 0
+    with pytest.raises(NodeError, match="^model: got 0, expected a MODEL; connect an output of that type$"):
+        host.run(graph)

@@ -1,0 +1,96 @@
+"""Graphs of ComfyUI_ExtraModels and its fork, by the schemas of their nodes, run where that pack is absent."""
+
+import copy
+
+import pytest
+import torch
+
+LATENTS = ("EmptySanaLatentImage", "EmptyDCAELatentImage")
+
+
+def node(kind, **inputs):
+    return {"class_type": kind, "inputs": inputs, "_meta": {"title": kind}}
+
+
+def old_graph(
+    latent="EmptySanaLatentImage", name="sana.safetensors", gemma="gemma.safetensors", vae="dc-ae.safetensors"
+):
+    """Their text to image, up to core's KSampler and VAE Decode, with a file of each kind."""
+    return {
+        "model": node("SanaCheckpointLoader", ckpt_name=name, model="SanaMS_1600M_P1_D20", dtype="BF16"),
+        "gemma": node("GemmaLoader", model_name=gemma, device="cpu", dtype="default"),
+        "vae": node("ExtraVAELoader", vae_name="dc-ae.safetensors", vae_type="dcae-f32c32-sana-1.0", dtype="auto"),
+        "positive": node("SanaTextEncode", text="a red circle on a blue background", GEMMA=["gemma", 0]),
+        "negative": node("GemmaTextEncode", text="", GEMMA=["gemma", 0]),
+        "noted": node("SanaResolutionCond", cond=["positive", 0], width=1024, height=1024),
+        "empty": node(latent, width=128, height=96, batch_size=1),
+        "sample": node(
+            "KSampler",
+            model=["model", 0],
+            positive=["noted", 0],
+            negative=["negative", 0],
+            latent_image=["empty", 0],
+            seed=3,
+            steps=2,
+            cfg=4.5,
+            sampler_name="euler",
+            scheduler="normal",
+            denoise=1.0,
+        ),
+        "decode": node("VAEDecode", samples=["sample", 0], vae=["vae", 0]),
+        "catch": node("Catch", value=["decode", 0], name="image"),
+    }
+
+
+def run(host, graph):
+    graph = copy.deepcopy(graph)
+    host.server.node_replace_manager.apply_replacements(graph)
+    return host.run({key: (each["class_type"], each["inputs"]) for key, each in graph.items()})
+
+
+@pytest.mark.parametrize("latent", LATENTS)
+def test_their_text_to_image_draws_what_our_nodes_draw(host, single_files, latent, one_thread):
+    ours = old_graph()
+    for key, (kind, inputs) in {**single_files, "gemma": single_files["clip"]}.items():
+        if key != "clip":
+            ours[key] = node(kind, **inputs)
+    ours["positive"] = node(
+        "SanaNodesTextEncode", text=ours["positive"]["inputs"]["text"], clip=["gemma", 0], instruction=True
+    )
+    ours["negative"] = node("SanaNodesTextEncode", text="", clip=["gemma", 0], instruction=False)
+    del ours["noted"]
+    ours["sample"]["inputs"]["positive"] = ["positive", 0]
+    ours["empty"] = node("SanaNodesEmptyLatent", width=128, height=96, batch_size=1)
+    theirs = run(host, old_graph(latent))["image"]
+    assert theirs.shape == (1, 96, 128, 3)
+    assert torch.equal(theirs, run(host, ours)["image"])
+
+
+def test_their_transformer_in_checkpoints_and_names_of_repositories_are_found(host, put, single_files, checkpoint):
+    from loading import component
+
+    transformer, config = component(checkpoint, "transformer")
+    put("checkpoints", "Sana_600M_512px.safetensors", transformer, config=config)
+    assert run(host, old_graph(name="Efficient-Large-Model/Sana_600M_512px"))["image"].isfinite().all()
+    with pytest.raises(Exception, match=r"no file 'Sana_1600M_4Kpx_BF16.safetensors' .*3\.2 GB.*https://"):
+        run(host, old_graph(name="Efficient-Large-Model/Sana_1600M_4Kpx_BF16"))
+    with pytest.raises(Exception, match=r"no file 'gemma_2_2b_it_elm_bf16.safetensors' .*5\.2 GB.*https://"):
+        run(host, old_graph(gemma="unsloth/gemma-2-2b-it-bnb-4bit"))
+
+
+@pytest.mark.parametrize("size, ratio, expected", [("1024px", "1.00", (1024, 1024)), ("2K", "0.50", (2816, 1408))])
+def test_their_sizes_are_read(host, size, ratio, expected):
+    graph = {
+        "size": node("SanaResolutionSelect", model=size, ratio=ratio),
+        "width": node("Catch", value=["size", 0], name="width"),
+        "height": node("Catch", value=["size", 1], name="height"),
+    }
+    assert run(host, graph) == dict(zip(("width", "height"), expected, strict=True))
+
+
+def test_an_installed_pack_keeps_its_own_nodes(host, monkeypatch):
+    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "SanaTextEncode", object)
+    graph = old_graph()
+    host.server.node_replace_manager.apply_replacements(graph)
+    assert graph["positive"]["class_type"] == "SanaTextEncode"
+    assert graph["negative"]["class_type"] == "SanaNodesTextEncode"

@@ -1,0 +1,92 @@
+"""What ComfyUI's nodes save loads again as it was: configuration, size, schedule, reference, tokenizer, preview."""
+
+import pytest
+import torch
+
+from sana_core import inspect_checkpoint
+from sana_core.checkpoints.headers import read_file
+
+BUNDLED = "sana-tiny (bundled)"
+DRAWN = {"sampler": "flow_dpmpp_2m", "steps": 3}
+
+
+@pytest.fixture
+def saved(host, put):
+    """A function: the file in that folder of models/ that a saving node has written for `inputs`."""
+
+    def save(node, kind, loader, **inputs):
+        save_as = {**inputs, "filename_prefix": f"{kind}/{node}"}
+        host.run({"load": loader, "save": (node, save_as)})
+        # of CLIPSave the prefix goes on with the encoder's name
+        (file,) = host.output.glob(f"{kind}/{node}*.safetensors")
+        tensors = read_file(file)
+        file.unlink()
+        return put(kind, f"{node}.safetensors", tensors)
+
+    return save
+
+
+def with_loaders(graph, **loaders):
+    """`graph` with MODEL, CLIP and VAE of other nodes; each is (node, its output)."""
+    nodes, links = {}, {}
+    for number, (name, (node, output)) in enumerate(loaders.items()):
+        nodes[f"load {name}"] = node
+        links["load", number] = [f"load {name}", output]
+    out = {}
+    for key, (kind, inputs) in graph.items():
+        out[key] = (kind, {f: links.get(tuple(v), v) if isinstance(v, list) else v for f, v in inputs.items()})
+    return {**out, **nodes}
+
+
+def test_the_bundled_model_saved_part_by_part_draws_the_same_bits(host, saved, base_graph, one_thread):
+    graph = base_graph(**DRAWN)
+    whole = host.run(graph)
+    load = ("SanaNodesLoader", {"model": BUNDLED})
+    model = saved("ModelSave", "diffusion_models", load, model=["load", 0])
+    clip = saved("CLIPSave", "text_encoders", load, clip=["load", 1])
+    vae = saved("VAESave", "vae", load, vae=["load", 2])
+    parts = with_loaders(
+        graph,
+        model=(("SanaNodesModelLoader", {"model_name": model}), 0),
+        clip=(("SanaNodesTextEncoderLoader", {"text_encoder_name": clip}), 0),
+        vae=(("SanaNodesVAELoader", {"vae_name": vae}), 0),
+    )
+    again = host.run({**parts, "catch model": ("Catch", {"value": ["load model", 0], "name": "model"})})
+    assert torch.equal(again["latent"]["samples"], whole["latent"]["samples"])
+    assert torch.equal(again["image"], whole["image"])
+    assert again["model"].model.latent_format.preview is not None
+
+
+def test_the_bundled_model_saved_as_one_checkpoint_draws_the_same_bits(host, saved, base_graph, one_thread):
+    graph = base_graph(**DRAWN)
+    load = graph["load"]
+    name = saved("CheckpointSave", "checkpoints", load, model=["load", 0], clip=["load", 1], vae=["load", 2])
+    again = host.run({**graph, "load": ("SanaNodesLoader", {"model": name})})
+    assert torch.equal(again["image"], host.run(graph)["image"])
+
+
+@pytest.mark.parametrize("resolution, reference, shift", [("4096", "nvidia", 6.0), ("512", "diffusers", 3.0)])
+def test_resolution_reference_and_schedule_are_kept(host, saved, single_files, resolution, reference, shift):
+    loader, inputs = single_files["model"]
+    load = (loader, {**inputs, "resolution": resolution, "reference": reference})
+    name = saved("ModelSave", "diffusion_models", load, model=["load", 0])
+    info = inspect_checkpoint(host.models / "diffusion_models" / name)
+    assert (info.resolution, info.resolution_from, info.reference) == (int(resolution), "config", reference)
+    graph = {"load": (loader, {"model_name": name}), "catch": ("Catch", {"value": ["load", 0], "name": "model"})}
+    model = host.run(graph)["model"].model
+    assert model.model_sampling.shift == shift
+    assert model.diffusion_model.config.sample_size == int(resolution) // 32
+
+
+def test_a_configuration_of_other_bytes_is_refused(host, put, saved):
+    load = ("SanaNodesLoader", {"model": BUNDLED})
+    name = saved("ModelSave", "diffusion_models", load, model=["load", 0])
+    tensors = read_file(host.models / "diffusion_models" / name)
+    (key,) = (key for key in tensors if key.endswith("sana_config"))
+    for value, reason in (
+        (torch.zeros(4), "is no tensor of a configuration's bytes"),
+        (torch.tensor(list(b"[1]"), dtype=torch.uint8), "got JSON that is a list"),
+    ):
+        broken = put("diffusion_models", f"broken-{len(value)}.safetensors", {**tensors, key: value})
+        with pytest.raises(ValueError, match=reason):
+            inspect_checkpoint(host.models / "diffusion_models" / broken)

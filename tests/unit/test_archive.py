@@ -1,0 +1,69 @@
+"""What `comfy node pack` puts into the archive: the tracked files less those of .comfyignore; nothing is banned."""
+
+import ast
+import re
+import subprocess
+
+import pytest
+from setup import ROOT
+
+TOP = {
+    ".comfyignore",
+    ".gitignore",
+    "CHANGELOG.md",
+    "LICENSE",
+    "README.md",
+    "README.zh.md",
+    "SECURITY.md",
+    "__init__.py",
+    "demo",
+    "docs",
+    "locales",
+    "nodes",
+    "pyproject.toml",
+    "recipes",
+    "requirements.txt",
+    "sana_core",
+    "subgraphs",
+    "web",
+    "workflows",
+}
+LARGEST = 12_000_000
+# what the registry's scanner marks, wherever it stands
+MARKED = re.compile(rb"\b(exec|eval)\(|os\.system|subprocess\.|os\.environ|aiohttp\.ClientSession|\.sendall\(")
+
+
+def listed(*options):
+    command = ["git", "ls-files", "-z", "--cached", *options]
+    return set(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")) - {""}
+
+
+@pytest.fixture(scope="module")
+def archive():
+    """Paths of the archive's files; .comfyignore is written like .gitignore."""
+    return sorted(listed() - listed("--ignored", "--exclude-from=.comfyignore"))
+
+
+def test_the_archive_holds_what_users_need_and_no_more(archive):
+    assert {name.split("/")[0] for name in archive} <= TOP
+    assert {"__init__.py", "requirements.txt", "demo/sana-tiny/model_index.json", "recipes/stars/00.png"} <= set(
+        archive
+    )
+    assert {f"subgraphs/{path.name}" for path in ROOT.glob("subgraphs/*.json")} <= set(archive)
+    assert {f"workflows/{path.name}" for path in ROOT.glob("workflows/*")} <= set(archive)
+    assert sum((ROOT / name).stat().st_size for name in archive) < LARGEST
+
+
+def test_nothing_in_the_archive_is_marked_by_the_scanner(archive):
+    texts = [name for name in archive if name.endswith((".py", ".js", ".json", ".toml"))]
+    assert not [name for name in texts if MARKED.search((ROOT / name).read_bytes())]
+    modules = [name for name in archive if name.endswith(".py")]
+    assert {name.split("/")[0] for name in modules} <= {"__init__.py", "nodes", "sana_core"}
+    for name in modules:
+        ast.parse((ROOT / name).read_text(encoding="ascii"))
+
+
+def test_requirements_are_the_projects():
+    declared = re.search(r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
+    wanted = re.findall(r'"([^"]+)"', declared)
+    assert (ROOT / "requirements.txt").read_text().split() == wanted

@@ -1,0 +1,208 @@
+"""Configurations, tokenizers and code beside the weights. Cases 13b, 19 and 20 of docs/robustness.md."""
+
+import json
+import os
+import subprocess
+import sys
+
+import layouts
+import pytest
+import torch
+from hostile import TENSORS, refused
+from setup import ROOT
+from transformers import Gemma2Config
+
+import sana_core
+from sana_core.checkpoints import headers, schemas
+from sana_core.checkpoints.load import shift_of
+
+# older transformers leave layer types unread
+NEWER = pytest.mark.skipif(not hasattr(Gemma2Config(), "layer_types"), reason="has no layer types")
+
+
+# -- code in the folder
+
+
+CODE = """
+open({marker!r}, "w").close()
+from transformers import PreTrainedTokenizer
+class Mine(PreTrainedTokenizer): pass
+"""
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import sana_core
+try:
+    sana_core.load_text_encoder(sys.argv[2])
+except sana_core.SanaError as error:
+    print(error)
+"""
+THEIRS = (
+    "import sys; from transformers import AutoTokenizer; AutoTokenizer.from_pretrained(sys.argv[2] + '/tokenizer', {})"
+)
+
+
+def with_code(copy, place, marker):
+    (copy / place).with_name("mine.py").write_text(CODE.format(marker=str(marker)))
+    settings = json.loads((copy / place).read_text())
+    settings.update(auto_map={"AutoTokenizer": ["mine.Mine", None], "AutoModel": "mine.Mine"}, tokenizer_class="Mine")
+    (copy / place).write_text(json.dumps(settings))
+
+
+def run_in_a_process(code, copy, cache, answer):
+    return subprocess.run(
+        [sys.executable, "-c", code, str(ROOT), str(copy)],
+        input=answer,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HOME": str(cache)},
+    )
+
+
+@pytest.mark.parametrize("place", ["tokenizer/tokenizer_config.json", "text_encoder/config.json"])
+@pytest.mark.parametrize("answer", ["", "y\n"])
+def test_code_of_a_folder_is_neither_run_nor_asked_about(copy, tmp_path, place, answer):
+    with_code(copy, place, tmp_path / "ran")
+    done = run_in_a_process(RUN, copy, tmp_path / "cache", answer)
+    assert "got auto_map, code that comes with the model, which is never run; use the" in done.stdout, done.stderr
+    assert "y/N" not in done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_code_above_would_run_where_it_is_trusted(copy, tmp_path):
+    with_code(copy, "tokenizer/tokenizer_config.json", tmp_path / "ran")
+    run_in_a_process(THEIRS.format("trust_remote_code=True"), copy, tmp_path / "cache", "")
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_configuration_names_no_kernel_to_download(copy):
+    file = copy / "text_encoder" / "config.json"
+    content = json.loads(file.read_text())
+    names = {"attn_implementation": "somebody/kernel", "_attn_implementation": "somebody/kernel"}
+    file.write_text(json.dumps({**content, **names}))
+    assert sana_core.load_text_encoder(copy).model.config._attn_implementation in ("sdpa", "eager")
+
+
+# -- configurations
+
+
+@pytest.mark.parametrize(
+    "part, field, value",
+    [
+        ("transformer", "num_layers", 10**7),
+        ("transformer", "sample_size", 10**6),
+        ("transformer", "sample_size", 32.5),
+        ("transformer", "sample_size", None),
+        ("transformer", "num_attention_heads", 0),
+        ("transformer", "patch_size", -1),
+        ("transformer", "dropout", -0.5),
+        ("transformer", "norm_eps", 1.5),
+        ("transformer", "mlp_ratio", float("nan")),
+        ("transformer", "mlp_ratio", float("inf")),
+        ("transformer", "qk_norm", [[[]]]),
+        ("transformer", "attention_bias", "false"),
+        ("vae", "decoder_layers_per_block", [10**7] * 6),
+        ("vae", "decoder_block_out_channels", 5),
+        ("vae", "scaling_factor", 0),
+        ("vae", "scaling_factor", "0.4"),
+        ("text_encoder", "num_hidden_layers", 10**7),
+        ("text_encoder", "rope_parameters", {"rope_theta": float("nan")}),
+        ("text_encoder", "layer_types", ["full_attention"] * 10**4),
+    ],
+)
+def test_a_field_out_of_bounds_is_named(copy, part, field, value):
+    file = copy / part / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    pattern = (
+        rf"^{part}/\w+.safetensors: its config has {field}: .*, which no SANA model has; use the model's own config"
+    )
+    refused(copy, pattern, load=TENSORS[part][1])
+
+
+@pytest.mark.parametrize(
+    "part, field, value",
+    [
+        ("transformer", "qk_norm", "none such"),
+        ("vae", "decoder_block_types", "none such"),
+        ("vae", "decoder_block_out_channels", [16]),
+        ("text_encoder", "hidden_activation", "none such"),
+        ("text_encoder", "num_key_value_heads", 3),
+        pytest.param("text_encoder", "layer_types", ["none such"] * 2, marks=NEWER),
+    ],
+)
+def test_a_configuration_that_the_library_cannot_build_is_named(copy, part, field, value):
+    file = copy / part / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    refused(
+        copy, rf"^{part}/\w+.safetensors: (its config or its tensors|\S+ is \[|no |unexpected )", load=TENSORS[part][1]
+    )
+
+
+@pytest.mark.parametrize("pixels, cells", [(256, 8), (768, 24), (1280, 40)])
+def test_sizes_between_the_released_ones_load(copy, pixels, cells):
+    file = copy / "transformer" / "config.json"
+    config = json.loads(file.read_text())
+    del config["interpolation_scale"]
+    file.write_text(json.dumps({**config, "sample_size": cells}))
+    assert sana_core.inspect_checkpoint(copy).resolution == pixels
+    assert sana_core.load_transformer(copy).config.sample_size == cells
+
+
+@pytest.mark.parametrize("content", ['{"flow_shift": NaN}', '{"flow_shift": 1e9}', '{"shift": "3"}', "[]", "{", ""])
+def test_a_scheduler_without_a_shift_that_works_is_named(copy, content):
+    (copy / "scheduler" / "scheduler_config.json").write_text(content)
+    refused(copy, "^scheduler/scheduler_config.json: ", load=lambda path: shift_of(sana_core.inspect_checkpoint(path)))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"rgb_factors": [[1, 2]], "rgb_bias": [1, 2, 3]}', "[]"])
+def test_preview_colours_that_are_none_are_named(tmp_path, content):
+    (tmp_path / "preview.json").write_text(content)
+    refused(tmp_path / "preview.json", "/preview.json: ", load=schemas.read_preview)
+
+
+# -- tokenizers
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b'{"version": "1.0"}', b"\xff\xfe"])
+def test_a_broken_tokenizer_is_named(copy, content):
+    (copy / "tokenizer" / "tokenizer.json").write_bytes(content)
+    refused(copy, "^tokenizer/tokenizer.json: tokenizers cannot read it", load=sana_core.load_text_encoder)
+
+
+def test_a_tokenizer_over_which_the_library_panics_is_named(copy):
+    file = copy / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["post_processor"]["special_tokens"] = {}
+    file.write_text(json.dumps(content))
+    refused(copy, "^tokenizer/tokenizer.json: tokenizers cannot read it", load=sana_core.load_text_encoder)
+
+
+def test_another_models_tokenizer_is_refused(copy):
+    file = copy / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "post_processor": None}))
+    refused(copy, r"got tokens \[\] for an empty text, expected Gemma's \[2\]", load=sana_core.load_text_encoder)
+    content["added_tokens"] += [
+        {**content["added_tokens"][0], "id": 10**4 + n, "content": f"<{n}>"} for n in range(900)
+    ]
+    file.write_text(json.dumps(content))
+    refused(copy, r"got \d+ tokens, expected at most the text encoder's 750;", load=sana_core.load_text_encoder)
+
+
+def test_a_tokenizer_tensor_that_is_not_bytes_is_refused(checkpoint, tmp_path):
+    tensors = headers.read_file(checkpoint / "text_encoder" / "model.safetensors")
+    tensors["tokenizer_json"] = torch.zeros(4)
+    config = (checkpoint / "text_encoder" / "config.json").read_text()
+    file = layouts.save(tensors, tmp_path / "gemma.safetensors", config=config)
+    refused(file, "tokenizer_json is no tensor of a tokenizer's bytes; download", load=sana_core.load_text_encoder)
+
+
+@pytest.mark.parametrize("field", ["transformer.r", "transformer.lora_alpha"])
+def test_a_loras_rank_and_alpha_are_numbers_above_zero(field):
+    """PEFT divides one by the other."""
+    for value in (0, -1, "8", [8], float("nan"), True):
+        with pytest.raises(ValueError, match=f"^lora.safetensors: {field} is .*, expected a number above 0; use"):
+            schemas.check_ranks("lora.safetensors", {field: value})
+    for value in (1, 128, 0.5):
+        schemas.check_ranks("lora.safetensors", {field: value})
+    schemas.check_ranks("lora.safetensors", {})

@@ -1,0 +1,31 @@
+"""Ctrl+C where Python ignores what it raises."""
+
+import signal
+
+import pytest
+
+from sana_core.polling import noting_interrupts
+
+
+class Deleted:
+    """The signal comes while this is deleted, where no error leaves."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_swallowed_interrupt_is_raised_by_the_next_poll():
+    before = signal.getsignal(signal.SIGINT)
+    with noting_interrupts() as poll:
+        poll()
+        Deleted()
+        with pytest.raises(KeyboardInterrupt):
+            poll()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_others_are_raised_at_once():
+    with pytest.raises(KeyboardInterrupt), noting_interrupts():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,93 @@
+"""The Chinese README says what the English one says, in its order: headings, commands, links, tables, names in code."""
+
+import json
+import re
+
+import pytest
+from setup import ROOT
+
+ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+
+
+def headings(text):
+    return [line.split()[0] for line in prose(text).splitlines() if line.startswith("#")]
+
+
+def blocks(text):
+    return re.findall(r"^```.*?^```", text, re.M | re.S)
+
+
+def prose(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def links(text):
+    """Where its links lead, but for those from one language to the other and within the page."""
+    found = re.findall(r"\]\(([^)]+)\)", text)
+    return [link for link in found if not link.startswith("#") and not link.startswith("README")]
+
+
+def rows(text):
+    """Columns of each line of each table."""
+    return [line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")]
+
+
+def code(text):
+    return sorted(re.findall(r"`([^`\n]+)`", prose(text)))
+
+
+@pytest.mark.parametrize("part", [headings, blocks, links, rows, code], ids=lambda part: part.__name__)
+def test_both_readmes_have_the_same(part):
+    assert part(CHINESE) == part(ENGLISH) and len(part(ENGLISH)) > 3
+
+
+def test_each_leads_to_the_other_and_to_headings_that_it_has():
+    assert "](README.zh.md)" in ENGLISH and "](README.md)" in CHINESE
+    for text in (ENGLISH, CHINESE):
+        titles = [line.lstrip("# ").lower().replace(" ", "-") for line in text.splitlines() if line.startswith("#")]
+        assert {link for link in re.findall(r"\]\(#([^)]+)\)", text)} <= set(titles)
+
+
+def test_the_nodes_of_the_chinese_table_have_their_names_on_the_canvas():
+    names = [node["display_name"] for node in json.loads((ROOT / "locales/zh/nodeDefs.json").read_text()).values()]
+    first = [line.split("|")[1].strip() for line in CHINESE.splitlines() if line.startswith("| SANA ")]
+    assert set(names) == {name for name in first if name not in ("SANA 0.6B", "SANA 1.6B")}
+    english = {line.split("|")[1].strip() for line in ENGLISH.splitlines() if line.startswith("| SANA ")}
+    assert len(english) == len(set(first))
+
+
+def test_titles_of_templates_in_the_chinese_readme_are_those_of_the_template_browser():
+    titles = json.loads((ROOT / "locales/zh/main.json").read_text())["templateWorkflows"]["template"]["sana-nodes"]
+    named = set(re.findall(r"\*(SANA [^*]+)\*", CHINESE))
+    assert named and named <= set(titles.values())
+
+
+LANGUAGES = sorted(folder.name for folder in (ROOT / "locales").iterdir())
+# those that the canvas has besides English
+CANVAS = ["ar", "es", "fa", "fr", "he", "ja", "ko", "pt-BR", "ru", "tr", "zh", "zh-TW"]
+
+
+def texts(language):
+    """What is said of each node, by the path to it."""
+
+    def walk(value, path):
+        if isinstance(value, str):
+            return {path: value}
+        return {key: text for name, inner in value.items() for key, text in walk(inner, (*path, name)).items()}
+
+    return walk(json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8")), ())
+
+
+def test_the_canvas_s_languages_are_there():
+    assert LANGUAGES == CANVAS
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_language_says_all_of_every_node(language):
+    own, chinese = texts(language), texts("zh")
+    assert own.keys() == chinese.keys() and all(text.strip() for text in own.values())
+    names = [text for path, text in own.items() if path[1] == "display_name"]
+    assert len(set(names)) == len(names) and all(name.startswith("SANA") for name in names)
+    # folders have no translation
+    for path, text in own.items():
+        assert sorted(re.findall(r"models/[a-z_]+", text)) == sorted(re.findall(r"models/[a-z_]+", chinese[path]))

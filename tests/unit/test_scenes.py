@@ -1,0 +1,99 @@
+"""The scenes of the bundled model: what training never shows, what captions say, and who judges."""
+
+import importlib
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from demo.autoencoder import build
+from demo.scenes import beside, world
+from demo.scenes.autoencoder import CHANNELS, LAYERS
+from demo.scenes.captions import SAID, prompt, random_caption
+from demo.scenes.dataset import write_dataset
+from demo.scenes.painting import paint
+from sana_core.training.settings import read_settings
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return world.training_scenes(random.Random(0), 300)
+
+
+def test_training_never_shows_a_held_out_combination(scenes):
+    train, held_out = world.combinations()
+    assert len(held_out) == 288 and not set(train) & set(held_out)
+    assert not set(held_out) & {each for scene in scenes for each in world.combinations_of(scene)}
+    # each word of each kind is among what is shown, and among what is held out
+    for part in (train, held_out):
+        assert [len(set(words)) for words in zip(*part, strict=True)] == [4, 5, 3, 7, 8]
+
+
+def test_a_caption_names_every_subject_with_its_colour(scenes):
+    rng = random.Random(1)
+    for scene in scenes:
+        caption = random_caption(rng, scene)
+        for what in scene.subjects:
+            assert any(f"{what.colour} {noun}" in caption for noun in SAID[what.kind]), (caption, what)
+        others = [kind for kind in world.KINDS if kind not in {what.kind for what in scene.subjects}]
+        assert not any(f" {kind}" in caption for kind in others if kind != "house"), caption
+
+
+def test_the_prompt_of_a_combination():
+    combination = world.Combination("dusk", "sea", "watercolour", "boat", "orange")
+    assert prompt(combination) == "a watercolour of an orange boat on the sea at dusk"
+
+
+def test_a_scene_is_painted_the_same_each_time_and_another_seed_moves_it(scenes):
+    scene = scenes[0]
+    assert np.array_equal(paint(scene), paint(scene))
+    assert not np.array_equal(paint(scene), paint(scene._replace(seed=scene.seed + 1)))
+    assert paint(scene, 128).shape == (128, 128, 3)
+
+
+def test_the_data_set_has_two_captions_of_each_picture_and_goes_on(tmp_path):
+    def write():
+        rng = random.Random(1)
+        write_dataset(tmp_path, world.training_scenes(rng, 3), rng)
+
+    write()
+    listed = (tmp_path / "metadata.jsonl").read_bytes()
+    lines = [json.loads(line) for line in listed.splitlines()]
+    assert Counter(line["file_name"] for line in lines) == {f"00000{i}.png": 2 for i in range(3)}
+    kept = (tmp_path / "000001.png").read_bytes()
+    for name in ("000001.png", "metadata.jsonl"):
+        (tmp_path / name).unlink()
+    write()
+    assert (tmp_path / "000001.png").read_bytes() == kept and (tmp_path / "metadata.jsonl").read_bytes() == listed
+
+
+def test_beside_the_model_stand_edges_and_a_style(tmp_path):
+    beside.write_edges(tmp_path / "edges", 2)
+    (line, *_) = map(json.loads, (tmp_path / "edges/metadata.jsonl").read_text().splitlines())
+    edges = np.asarray(Image.open(tmp_path / "edges" / line["control"]))
+    assert edges.shape == (256, 256, 3) and set(np.unique(edges)) == {0, 255} and 0.01 < (edges > 0).mean() < 0.5
+    beside.write_style(tmp_path / "style")
+    lines = [json.loads(line) for line in (tmp_path / "style/metadata.jsonl").read_text().splitlines()]
+    assert len(lines) == 20 and all(line["text"].startswith("a blueprint of a") for line in lines)
+    coloured = {f"{colour} {SAID[kind][0]}" for colour in world.COLOURS for kind in world.KINDS}
+    assert not any(words in line["text"] for line in lines for words in coloured)
+    red, _, blue = np.asarray(Image.open(tmp_path / "style" / lines[0]["file_name"])).reshape(-1, 3).mean(0)
+    assert blue > red + 40
+    for name, kind in (("edges.toml", "controlnet"), ("style.toml", "lora")):
+        settings = read_settings(beside.HERE / name)
+        assert settings.method.kind == kind and settings.phase[0].resolution == world.PIXELS
+
+
+def test_the_recipes_find_all_that_they_build_on():
+    recipe, older = importlib.import_module("demo.scenes.recipe"), importlib.import_module("demo.recipe")
+    assert recipe.read_settings(recipe.HERE / "train.toml").phase[0].resolution == world.PIXELS
+    assert older.CHECKPOINT.is_dir()
+    # 25 MB in bfloat16 in all
+    parts = (
+        recipe.build(recipe.SIZE.hidden, heads=recipe.HEADS, layers=recipe.LAYERS, pixels=world.PIXELS),
+        build(CHANNELS, LAYERS),
+    )
+    assert sum(each.numel() for part in parts for each in part.parameters()) < 12e6
