@@ -8,6 +8,9 @@ GRAPHS ?= 300
 KILLS ?= 1000
 WORKERS ?= 2
 PYTEST = $(VENV) -m pytest -c tests/pytest.ini -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# what failed beside other tests is tried once more by itself: its machine may have been busy. Both runs print their failures
+ALONE = echo "once more, one at a time, what failed:"; \
+	OMP_NUM_THREADS=1 $(VENV) -m pytest -c tests/pytest.ini --last-failed --last-failed-no-failures none -x tests
 GPU_PYTHON ?= python3
 GPU_MINUTES ?= 8
 EACH ?= 30
@@ -51,12 +54,12 @@ test: lint
 else
 test: lint
 	@$(PYTHON) scripts/setup.py --browser
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" tests
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" tests || { $(ALONE); }
 endif
 
 test-all: lint
 	@$(PYTHON) scripts/setup.py --browser
-	OMP_NUM_THREADS=1 $(PYTEST) tests
+	OMP_NUM_THREADS=1 $(PYTEST) tests || { $(ALONE); }
 	OMP_NUM_THREADS=1 $(VENV) scripts/hosts.py
 	$(VENV) scripts/versions.py
 

@@ -10,6 +10,11 @@ ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
 
+def pytest_collection_modifyitems(items):
+    """Unit tests first: some fork, and a fork dies where a test of a cluster has left threads of gRPC."""
+    items.sort(key=lambda item: ROOT / "tests" / "unit" not in item.path.parents)
+
+
 @pytest.fixture(scope="session")
 def checkpoint() -> Path:
     """The bundled checkpoint: real classes, really trained."""
