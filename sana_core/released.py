@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from math import log
 from typing import Any, NamedTuple
 
@@ -178,14 +179,18 @@ def picture_size(size: str, ratio: str) -> tuple[int, int]:
     Raises InputError for a size or a ratio that is not in SIZES or SHAPES.
     """
     # as ComfyUI_ExtraModels writes them: 1024px, 2K and 1.00
-    size = OTHER_SIZES.get(size, size)
-    if size not in SIZES:
-        raise InputError(f"size: got {size!r:.40}, expected one of {', '.join(SIZES)}")
-    ratio = OTHER_RATIOS.get(ratio, ratio)
-    if ratio not in SHAPES:
-        raise InputError(f"ratio: got {ratio!r:.40}, expected one of {', '.join(SHAPES)}")
-    width, height = SHAPES[ratio]
+    size = known_word("size", size, SIZES, OTHER_SIZES)
+    width, height = SHAPES[known_word("ratio", ratio, SHAPES, OTHER_RATIOS)]
     return width * int(size) // DEFAULT_RESOLUTION, height * int(size) // DEFAULT_RESOLUTION
+
+
+def known_word(field: str, word: object, known: Collection[str], others: Mapping[str, str]) -> str:
+    """Return `word`, or what it means in `others`. Raises InputError that names `field` for what is in neither."""
+    if isinstance(word, str):
+        word = others.get(word, word)
+        if word in known:
+            return word
+    raise InputError(f"{field}: got {word!r:.40}, expected one of {', '.join(known)}")
 
 
 def own_size(width: int, height: int, resolution: int) -> tuple[int, int]:

@@ -44,6 +44,9 @@ def fitting_patches(
         if name not in keys:
             misfits[name] = ""
             continue
+        if not all(tensor.numel() for tensor in tensors.values()):
+            misfits[name] = UNREADABLE
+            continue
         try:
             found = comfy.lora.load_lora(as_wide(tensors, shapes[keys[name]]), {name: keys[name]}, log_missing=False)
         except (KeyError, RuntimeError):  # a part is missing, or alpha is no number

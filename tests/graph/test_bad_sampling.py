@@ -138,7 +138,7 @@ def test_sigmas_that_do_not_descend(host, custom_graph, sigmas):
     assert re.search(r"^sigmas: got \[.*expected at least two numbers that fall", error(host, graph))
 
 
-@pytest.mark.parametrize("field, value", [("size", "768"), ("ratio", "1.5"), ("size", None)])
+@pytest.mark.parametrize("field, value", [("size", "768"), ("ratio", "1.5"), ("size", None), ("ratio", {})])
 def test_a_resolution_that_is_not_on_the_list(host, base_graph, field, value):
     graph = base_graph()
     inputs = {"size": "1024", "ratio": "1.0", field: ["value", 0]}

@@ -61,6 +61,7 @@ MISFITS = {
     "loha's half": made(NAME, hada_w1_a=(160, 4)),
     "glora": made(NAME, a1__weight=(150, 4), a2__weight=(4, 160), b1__weight=(160, 4), b2__weight=(4, 160)),
     "oft": blocks(0.0, 10, 15, 15),
+    "boft without blocks": blocks(1e-3, 0, 10, 16, 16),
     "boft without alpha": made(NAME, oft_blocks=(2, 10, 16, 16)),
     "difference": made(NAME, diff=(160, 161)),
     "difference of a convolution": made(CONV_NAME, diff=(160, 800)),
