@@ -350,6 +350,8 @@ def peak(process):
 
 # a value of any type, as the node takes devices of other machines
 @example(changed(GRAPHS[2], "batch", devices=0))
+# no word in a choice that takes the words of another pack
+@example(changed(GRAPHS[4], "shape", ratio={}))
 @given(graph=graphs())
 def test_workflows(count, client, graph):
     count()
