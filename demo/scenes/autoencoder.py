@@ -64,7 +64,8 @@ def train(file: Path, device: torch.device, report: Callable[[int, float], None]
     for step in range(first, steps):
         phase, rng = order[step], random.Random(step)
         pixels = paint_batch(rng, phase.crop, phase.batch).to(device, memory_format=torch.channels_last)
-        error = model.decode(model.encode(pixels).latent).sample - pixels
+        with torch.autocast(device.type, torch.bfloat16):
+            error = model.decode(model.encode(pixels).latent).sample.float() - pixels
         loss = error.abs().mean() + error.square().mean()
         take_step(model, optimizer, schedule, loss)
         if (step + 1) % NOTE_EVERY == 0:

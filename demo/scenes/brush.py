@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from PIL import ImageDraw
 
-INK, PAPER = (40, 40, 46), (250, 248, 242)
+# a soft pencil: black lines would be most of what an autoencoder of this size gets wrong
+INK, PAPER = (92, 86, 92), (250, 248, 242)
 # of the colours of sky and land, so much gives way to paper in a line drawing
 WASHED = 0.6
 OUTLINE = 1 / 110
@@ -55,9 +56,9 @@ class Brush(NamedTuple):
         box = (across - rx, down - ry, across + rx, down + ry)
         self.draw.ellipse(box, fill=self._fill(colour, True), outline=ink, width=round(self.side * OUTLINE))
 
-    def line(self, points: list[Point], colour: Colour, width: float) -> None:
+    def line(self, points: list[Point], colour: Colour, width: float, outlined: bool = True) -> None:
         """Draw a line as wide as that fraction of the picture's side, whatever the size of the thing."""
-        shown = INK if self.inked else self._fill(colour, True)
+        shown = INK if self.inked and outlined else self._fill(colour, True)
         self.draw.line([self._pixel(point) for point in points], fill=shown, width=max(1, round(width * self.side)))
 
     def _pixel(self, point: Point) -> Point:

@@ -74,9 +74,10 @@ def subject(brush: Brush, scene: Scene, what: Subject, rng: random.Random) -> No
 
 
 def rain(brush: Brush, rng: random.Random) -> None:
-    for _ in range(60):
+    drop = (150, 156, 168) if brush.inked else (182, 192, 206)
+    for _ in range(40):
         x, y = rng.uniform(0, 1.1), rng.uniform(0, 1)
-        brush.line([(x, y), (x - 0.02, y + 0.06)], (196, 208, 222), 0.005)
+        brush.line([(x, y), (x - 0.02, y + 0.06)], drop, 0.005, outlined=False)
 
 
 def smooth_noise(rng: np.random.Generator, side: int, cells: int) -> np.ndarray:
