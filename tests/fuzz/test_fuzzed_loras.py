@@ -172,8 +172,16 @@ LAYER = "caption_projection.linear_1"
 # a weight that fits and a bias that does not: none of the layers fits, and yet the weight was another
 @example({**pair(LAYER), f"{LAYER}.diff_b": ((32, 1), "float32", 0.1)}, None, False)
 @example({**pair(LAYER), f"{LAYER}.reshape_weight": ((), "float32", 0.1)}, None, False)
-# no block at all, which ComfyUI would read at the first step
-@example({f"{LAYER}.oft_blocks": ((0, 2, 16, 16), "float32", 0.1), f"{LAYER}.alpha": ((), "float32", 0.1)}, None, False)
+# no block at all: ComfyUI applies it, and the weight stays as it was
+@example(
+    {
+        **pair(LAYER),
+        "proj_out.oft_blocks": ((0, 2, 16, 16), "float32", 0.1),
+        "proj_out.alpha": ((), "float32", 0.1),
+    },
+    None,
+    False,
+)
 # a line of 600 characters
 @example(
     {
