@@ -21,6 +21,8 @@ CHANNELS = (16, 16, 32, 128, 128, 256)
 LAYERS = (0, 1, 1, 1, 1, 1)
 LEARNING_RATE = 1.5e-3
 NOTE_EVERY = 20
+# scenes that are painted once, 0.2 MB each: a batch of as many scenes as windows has a quieter gradient
+POOL = 8000
 
 
 class Phase(NamedTuple):
@@ -35,15 +37,18 @@ class Phase(NamedTuple):
 PHASES = (Phase(8_000, PIXELS // 2, 8), Phase(1_500, PIXELS, 3))
 
 
-def paint_batch(rng: random.Random, crop: int, count: int) -> torch.Tensor:
-    """Return windows of training scenes, [count, 3, crop, crop] in [-1, 1]: four of each scene."""
-    windows = []
-    while len(windows) < count:
-        picture = paint(training_scenes(rng, 1)[0])
-        for _ in range(1 if crop == PIXELS else 4):
-            y, x = (rng.randint(0, PIXELS - crop) for _ in range(2))
-            windows.append(picture[y : y + crop, x : x + crop])
-    return to_pixels(np.stack(windows[:count]))
+def paint_scenes(seed: str, count: int) -> np.ndarray:
+    """Return training scenes, uint8 [count, 256, 256, 3]."""
+    return np.stack([paint(scene) for scene in training_scenes(random.Random(seed), count)])
+
+
+def windows(pictures: np.ndarray, rng: random.Random, phase: Phase) -> torch.Tensor:
+    """Return a batch [batch, 3, crop, crop] in [-1, 1], each cut from another of `pictures`."""
+    cut = []
+    for index in rng.sample(range(len(pictures)), phase.batch):
+        y, x = (rng.randint(0, PIXELS - phase.crop) for _ in range(2))
+        cut.append(pictures[index, y : y + phase.crop, x : x + phase.crop])
+    return to_pixels(np.stack(cut))
 
 
 def train(file: Path, device: torch.device, report: Callable[[int, float], None]) -> AutoencoderDC:
@@ -60,10 +65,10 @@ def train(file: Path, device: torch.device, report: Callable[[int, float], None]
         first = state.pop("step")
         for name, part in parts.items():
             part.load_state_dict(state[name])
+    pictures = paint_scenes("training", POOL)
     order = [phase for phase in PHASES for _ in range(phase.steps)]
     for step in range(first, steps):
-        phase, rng = order[step], random.Random(step)
-        pixels = paint_batch(rng, phase.crop, phase.batch).to(device, memory_format=torch.channels_last)
+        pixels = windows(pictures, random.Random(step), order[step]).to(device, memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16):
             error = model.decode(model.encode(pixels).latent).sample.float() - pixels
         loss = error.abs().mean() + error.square().mean()
@@ -79,5 +84,5 @@ def train(file: Path, device: torch.device, report: Callable[[int, float], None]
 @torch.no_grad()
 def latent_scale(model: AutoencoderDC, count: int = 128) -> float:
     """Return 1 / standard deviation of the latents of training scenes, rounded as SANA's 0.41407 is."""
-    pixels = paint_batch(random.Random("scale"), PIXELS, count)
+    pixels = to_pixels(paint_scenes("scale", count))
     return round(1 / torch.cat([model.encode(part).latent for part in pixels.split(8)]).std().item(), 5)

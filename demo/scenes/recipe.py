@@ -24,11 +24,12 @@ from sana_core.training.settings import read_settings
 from sana_core.training.train import train
 
 from .. import text
-from ..autoencoder import psnr
+from ..autoencoder import psnr, to_pixels
 from ..checkpoint import save_checkpoint
 from ..preview import fit_colours
 from ..transformer import build
 from . import autoencoder
+from .autoencoder import paint_scenes
 from .dataset import write_dataset
 from .evaluate import evaluate
 from .text import SIZE, documents
@@ -79,10 +80,8 @@ def main() -> None:
     trained = train(read_settings(HERE / "train.toml"), report=lambda line: sys.stderr.write(f"{line}\n"))
     transformer = SanaTransformer2DModel.from_pretrained(trained)
     pipeline = SanaPipeline(tokenizer, encoder.model, vae, transformer, scheduler)
-    save_checkpoint(
-        pipeline, fit_colours(vae, autoencoder.paint_batch(random.Random("colours"), PIXELS, 256)), CHECKPOINT
-    )
-    evaluate(CHECKPOINT, REPORT, psnr(vae, autoencoder.paint_batch(random.Random("psnr"), PIXELS, 64)))
+    save_checkpoint(pipeline, fit_colours(vae, to_pixels(paint_scenes("colours", 256))), CHECKPOINT)
+    evaluate(CHECKPOINT, REPORT, psnr(vae, to_pixels(paint_scenes("psnr", 64))))
 
 
 if __name__ == "__main__":
