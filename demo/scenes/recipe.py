@@ -1,8 +1,8 @@
 """Make the model of scenes: `python -m demo.scenes.recipe`. Hours on two cores, minutes on a GPU.
 
-Each stage goes on where it was left; what they keep is under demo/build/scenes/. The judge comes first, and stays. The
-transformer is trained by this pack's own trainer, with train.toml of this folder. The result is demo/sana-scenes/ and
-demo/scenes/report/.
+Each stage goes on where it was left. The judge comes first, and stays; autoencoder and text encoder are kept in
+demo/scenes/trained/, all else that training needs in demo/build/scenes/. The transformer is trained by this pack's own
+trainer, with train.toml of this folder. The result is demo/sana-scenes/ and demo/scenes/report/.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from .text import SIZE, documents
 from .world import PIXELS, training_scenes
 
 HERE = Path(__file__).parent
-BUILD, CHECKPOINT, REPORT = HERE.parent / "build" / "scenes", HERE.parent / "sana-scenes", HERE / "report"
+BUILD, TRAINED = HERE.parent / "build" / "scenes", HERE / "trained"
+CHECKPOINT, REPORT = HERE.parent / "sana-scenes", HERE / "report"
 PICTURES = 24_000
 # of the transformer
 HEADS, LAYERS = 6, 6
@@ -59,17 +60,18 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     device = chosen_device("")
     base = BUILD / "base"
-    if not (BUILD / "vae/config.json").is_file():
+    if not (TRAINED / "vae/config.json").is_file():
         vae = autoencoder.train(BUILD / "vae.pt", device, log_losses("vae")).cpu()
         vae.register_to_config(scaling_factor=autoencoder.latent_scale(vae))
-        vae.save_pretrained(BUILD / "vae")
-    vae = AutoencoderDC.from_pretrained(BUILD / "vae")
-    if not (BUILD / "text_encoder/config.json").is_file():
+        vae.to(torch.bfloat16).save_pretrained(TRAINED / "vae")
+    # as the result has them, so that the transformer learns the latents that are drawn from
+    vae = AutoencoderDC.from_pretrained(TRAINED / "vae", torch_dtype=torch.float32)
+    if not (TRAINED / "text_encoder/config.json").is_file():
         tokenizer, language_model = text.train(log_losses("text_encoder"), documents, SIZE)
-        tokenizer.save_pretrained(BUILD / "tokenizer")
-        language_model.save_pretrained(BUILD / "text_encoder")
-    encoder = load_text_encoder(BUILD)
-    tokenizer = AutoTokenizer.from_pretrained(BUILD / "tokenizer", local_files_only=True)
+        tokenizer.save_pretrained(TRAINED / "tokenizer")
+        language_model.to(torch.bfloat16).save_pretrained(TRAINED / "text_encoder")
+    encoder = load_text_encoder(TRAINED)
+    tokenizer = AutoTokenizer.from_pretrained(TRAINED / "tokenizer", local_files_only=True)
     scheduler = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
     if not (base / "model_index.json").is_file():
         torch.manual_seed(5)
