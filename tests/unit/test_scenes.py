@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from demo.autoencoder import build
-from demo.scenes import beside, world
+from demo.scenes import beside, judge, world
 from demo.scenes.autoencoder import CHANNELS, LAYERS
 from demo.scenes.captions import SAID, prompt, random_caption
 from demo.scenes.dataset import write_dataset
@@ -85,6 +85,16 @@ def test_beside_the_model_stand_edges_and_a_style(tmp_path):
     for name, kind in (("edges.toml", "controlnet"), ("style.toml", "lora")):
         settings = read_settings(beside.HERE / name)
         assert settings.method.kind == kind and settings.phase[0].resolution == world.PIXELS
+
+
+def test_the_judge_knows_paintings_that_training_never_shows():
+    rng = random.Random(4)
+    wanted = rng.sample(world.combinations()[1], 60)
+    pictures = np.stack([paint(world.scene_of(rng, each)) for each in wanted])
+    model = judge.load()
+    assert min(judge.score(model, pictures, wanted).values()) >= 0.95
+    others = wanted[1:] + wanted[:1]
+    assert judge.score(model, pictures, others)["all"] <= 0.05
 
 
 def test_the_recipes_find_all_that_they_build_on():
