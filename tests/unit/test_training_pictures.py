@@ -1,0 +1,168 @@
+"""Pictures of a data set as people have them: of every kind, turned, transparent, cut and broken."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from data_sets import PICTURE, encoded, exif_of, only, pixels, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from sana_core import InputError, ReadError, SanaError
+from sana_core.training.dataset import open_mask, open_picture, read_dataset
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_pictures_and_masks_are_upright_in_all_orientations_of_exif(tmp_path, turn, kind):
+    """Pillow's own exif_transpose says what upright is."""
+    file = save(tmp_path / f"p.{kind.lower()}", exif=exif_of(turn))
+    save(tmp_path / f"p-mask.{kind.lower()}", PICTURE.convert("L"), caption=None, exif=exif_of(turn))
+    sample = only(tmp_path)
+    expected = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
+    assert sample.size == expected.size == ((24, 40) if turn > 4 else (40, 24))
+    picture = open_picture(sample)
+    assert picture.mode == "RGB" and (pixels(picture) == pixels(expected)).all()
+    mask = open_mask(sample)
+    assert mask.mode == "L" and mask.size == picture.size
+    assert np.abs(pixels(mask) - pixels(picture.convert("L"))).max() < 25
+
+
+def test_orientations_of_no_meaning_turn_nothing(tmp_path):
+    for turn in (0, 9, 65535):
+        save(tmp_path / f"{turn}.jpg", exif=exif_of(turn))
+    assert {sample.size for sample in read_dataset(tmp_path)} == {(40, 24)}
+
+
+def test_only_headers_are_read(tmp_path, monkeypatch):
+    save(tmp_path / "a.png")
+    save(tmp_path / "b.jpg", exif=exif_of(6))
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    assert [sample.size for sample in read_dataset(tmp_path)] == [(40, 24), (24, 40)]
+
+
+def transparent_palette():
+    picture = Image.new("P", (2, 1))
+    picture.putpalette([255, 0, 0, 0, 0, 255])
+    picture.putdata([0, 1])
+    return encoded(picture, transparency=1)
+
+
+MODES = {
+    "cmyk.jpg": (encoded(Image.new("CMYK", (2, 1), (0, 255, 255, 0)), "JPEG", quality=100), [255, 0, 0], [255, 0, 0]),
+    "palette-alpha.png": (transparent_palette(), [255, 0, 0], [255, 255, 255]),
+    "rgba.png": (encoded(Image.new("RGBA", (2, 1), (0, 0, 0, 51))), [204, 204, 204], [204, 204, 204]),
+    "grey-alpha.png": (encoded(Image.new("LA", (2, 1), (0, 0))), [255] * 3, [255] * 3),
+    "tRNS.png": (encoded(Image.new("RGB", (2, 1), (1, 2, 3)), transparency=(1, 2, 3)), [255] * 3, [255] * 3),
+    "16-bit.png": (encoded(Image.fromarray(np.array([[0, 32896]], np.uint16))), [0] * 3, [128] * 3),
+    "16-bit.tif": (encoded(Image.fromarray(np.array([[257, 65535]], np.uint16)), "TIFF"), [1] * 3, [255] * 3),
+    "black-white.png": (encoded(Image.new("1", (2, 1), 1)), [255] * 3, [255] * 3),
+    "grey.gif": (encoded(Image.new("L", (2, 1), 7), "GIF"), [7] * 3, [7] * 3),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_pixels_of_any_kind_become_rgb_on_white(tmp_path, name):
+    data, left, right = MODES[name]
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / name).with_suffix(".txt").write_text("x")
+    picture = open_picture(only(tmp_path))
+    assert picture.mode == "RGB" and np.abs(pixels(picture) - [[left, right]]).max() <= 1
+
+
+def test_48_bit_colour_keeps_its_upper_bits(tmp_path):
+    """A PNG of 16 bits a channel, made by hand, for Pillow writes none."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"\0" + struct.pack(">3H", 0x1234, 0x80FF, 0xFFFF)
+    header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    (tmp_path / "a.png").write_bytes(data)
+    (tmp_path / "a.txt").write_text("x")
+    assert np.abs(pixels(open_picture(only(tmp_path))) - [[[0x12, 0x80, 0xFF]]]).max() <= 1
+
+
+def test_numbers_that_are_no_colours_are_refused(tmp_path):
+    save(tmp_path / "a.tif", Image.fromarray(np.array([[0.5, 1e9]], np.float32)))
+    with pytest.raises(InputError, match="^a.tif: got pixels of mode F, expected 8 or 16 bits"):
+        open_picture(only(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_films_are_refused_and_their_first_frame_is_not_guessed(tmp_path, kind):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green")]
+    save(tmp_path / f"a.{kind.lower()}", frames[0], save_all=True, append_images=frames[1:])
+    with pytest.raises(InputError, match="got an animated picture, expected a single one"):
+        read_dataset(tmp_path)
+
+
+def test_what_phones_put_behind_a_jpeg_is_left_out(tmp_path):
+    file = save(tmp_path / "a.jpg", PICTURE, format="MPO", save_all=True, append_images=[Image.new("RGB", (9, 9))])
+    assert Image.open(file).format == "MPO" and Image.open(file).n_frames == 2
+    assert only(tmp_path).size == open_picture(only(tmp_path)).size == (40, 24)
+
+
+BROKEN = {
+    "no bytes": b"",
+    "text": b"this is no picture",
+    "a web page": b"<!doctype html><html>",
+    "half a header": encoded()[:20],
+    # for which Pillow would start a program
+    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n",
+    "noise": np.random.default_rng(0).bytes(4000),
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("ending", ["png", "jpg", "webp", "gif", "tiff", "bmp"])
+def test_what_is_no_picture_is_named(tmp_path, data, ending):
+    (tmp_path / f"bad.{ending}").write_bytes(data)
+    (tmp_path / "bad.txt").write_text("x")
+    with pytest.raises(ReadError, match=f"^bad.{ending}: .*; "):
+        read_dataset(tmp_path)
+
+
+@settings(database=None, deadline=None, max_examples=150)
+@given(st.sampled_from(["PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP"]), st.data())
+def test_damaged_pictures_are_ours_to_name(tmp_path_factory, kind, data):
+    """Cut anywhere, or with bytes changed: a picture or an error with its name."""
+    good = bytearray(encoded(kind=kind))
+    good = good[: data.draw(st.integers(1, len(good)))]
+    for _ in range(data.draw(st.integers(0, 3))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    folder = tmp_path_factory.mktemp("d")
+    (folder / "p.png").write_bytes(bytes(good))
+    (folder / "p.txt").write_text("x")
+    try:
+        assert open_picture(only(folder)).mode == "RGB"
+    except SanaError as error:
+        assert str(error).startswith("p.png: ") and "; " in str(error)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_truncated_picture_is_named_when_it_is_decoded(tmp_path, kind):
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
+    data = encoded(picture, kind)
+    (tmp_path / "p.png").write_bytes(data[: len(data) // 2])
+    (tmp_path / "p.txt").write_text("x")
+    with pytest.raises(ReadError, match=r"^p.png: broken or incomplete \(.+\); save it again, or remove it"):
+        open_picture(only(tmp_path))
+
+
+def test_a_decompression_bomb_is_refused_by_pillows_limit(tmp_path, monkeypatch):
+    header = b"IHDR" + struct.pack(">IIBBBBB", 20000, 20000, 8, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    (tmp_path / "p.png").write_bytes(data + struct.pack(">I", 0) + b"IDAT")
+    (tmp_path / "p.txt").write_text("x")
+    with pytest.raises(InputError, match="^p.png: got more pixels than Pillow's limit .*, expected at most 178956970"):
+        read_dataset(tmp_path)
+
+
+def test_one_pixel_is_a_picture(tmp_path):
+    save(tmp_path / "p.png", Image.new("RGB", (1, 1), (1, 2, 3)))
+    assert only(tmp_path).size == (1, 1) and open_picture(only(tmp_path)).getpixel((0, 0)) == (1, 2, 3)
