@@ -90,7 +90,7 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
 
     Raises as `read_base` and `check_base` do, and InputError for a card that is none and too many of them.
     """
-    from ..accelerator import current_accelerator, memory_info
+    from ..accelerator import chosen_device, current_accelerator, memory_info
     from ..checks import check_number, check_whole
     from ..training.arrangements import arrangement_lines
     from ..training.plan import plan_training, read_base
@@ -102,10 +102,10 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
         check_number("card", card, 1, 10_000)
     check_base(settings)
     base = read_base(settings)
-    device = current_accelerator()
     room = None if card is None else card * 2**30
-    if room is None and device is not None and settings.device != "cpu":
-        room = memory_info(device)[1]
+    # a plan may be made where there is no card
+    if room is None and current_accelerator() is not None and settings.device != "cpu":
+        room = memory_info(chosen_device(settings.device))[1]
     plan = plan_training(settings, base)
     check_whole("cards", cards, 1, 4096)
     if cards > 1:

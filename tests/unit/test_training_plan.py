@@ -334,6 +334,16 @@ def test_a_card_that_is_none_is_refused():
         command.plan_lines(settings, 0)
 
 
+def test_without_a_card_it_is_the_one_that_trains(monkeypatch):
+    settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
+    rooms = {torch.device("cuda:0"): 80 * 2**30, torch.device("cuda:1"): 2**28}
+    monkeypatch.setattr("sana_core.accelerator.current_accelerator", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: len(rooms))
+    monkeypatch.setattr("sana_core.accelerator.memory_info", lambda device: (0, rooms[device]))
+    assert command.plan_lines(settings, None)[-1].endswith("fits a card of 80 GB")
+    assert "does not fit a card of 0.25 GB" in command.plan_lines(replace(settings, device="cuda:1"), None)[-2]
+
+
 def test_a_card_that_is_too_small_is_warned_of(monkeypatch, capsys):
     settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
     if current_accelerator() is None:
