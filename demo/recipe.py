@@ -51,7 +51,7 @@ def main() -> None:
         tokenizer, language_model = text.train(log_losses("text_encoder"))
         tokenizer.save_pretrained(BUILD / "tokenizer")
         language_model.save_pretrained(BUILD / "text_encoder")
-    encoder = load_text_encoder(BUILD)
+    encoder = load_text_encoder(BUILD / "text_encoder")
     if not (BUILD / "transformer/config.json").is_file():
         transformer.train(vae, encoder, log_losses("transformer")).save_pretrained(BUILD / "transformer")
     dit = SanaTransformer2DModel.from_pretrained(BUILD / "transformer")

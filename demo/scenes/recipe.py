@@ -70,7 +70,7 @@ def main() -> None:
         tokenizer, language_model = text.train(log_losses("text_encoder"), documents, SIZE)
         tokenizer.save_pretrained(TRAINED / "tokenizer")
         language_model.to(torch.bfloat16).save_pretrained(TRAINED / "text_encoder")
-    encoder = load_text_encoder(TRAINED)
+    encoder = load_text_encoder(TRAINED / "text_encoder")
     tokenizer = AutoTokenizer.from_pretrained(TRAINED / "tokenizer", local_files_only=True)
     scheduler = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
     if not (base / "model_index.json").is_file():

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from demo.autoencoder import build
@@ -15,6 +16,8 @@ from demo.scenes.autoencoder import CHANNELS, LAYERS
 from demo.scenes.captions import SAID, prompt, random_caption
 from demo.scenes.dataset import write_dataset
 from demo.scenes.painting import paint
+from sana_core.checkpoints import load_text_encoder
+from sana_core.text import encode_prompts
 from sana_core.training.settings import read_settings
 
 
@@ -95,6 +98,22 @@ def test_the_judge_knows_paintings_that_training_never_shows():
     assert min(judge.score(model, pictures, wanted).values()) >= 0.95
     others = wanted[1:] + wanted[:1]
     assert judge.score(model, pictures, others)["all"] <= 0.05
+
+
+def test_the_text_encoder_tells_facts_of_captions_that_training_never_saw():
+    encoder = load_text_encoder(importlib.import_module("demo.scenes.recipe").TRAINED / "text_encoder")
+
+    def states(combinations):
+        embeds, mask = encode_prompts(encoder, [prompt(each) for each in combinations], False, 40)
+        return (embeds * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+    known, held_out = world.combinations()
+    seen, unseen = random.Random(5).sample(known, 600), held_out[:100]
+    found, asked = states(seen), states(unseen)
+    for index, words in enumerate((world.TIMES, world.PLACES, world.STYLES, world.KINDS, tuple(world.COLOURS))):
+        answers = torch.eye(len(words))[[words.index(each[index]) for each in seen]]
+        guessed = (asked @ torch.linalg.lstsq(found, answers).solution).argmax(1).tolist()
+        assert np.mean([words[guess] == each[index] for guess, each in zip(guessed, unseen, strict=True)]) >= 0.97
 
 
 def test_the_recipes_find_all_that_they_build_on():
