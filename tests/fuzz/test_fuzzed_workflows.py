@@ -249,8 +249,9 @@ def affordable(graph):
     """The same, without pictures that take long, which are as right as small ones, and without what core fails on.
 
     It lets values through where links belong, also to its own nodes, and a link of an input that the node has not may
-    end its only worker, as a name does that its log cannot write.
+    end its only worker, there or behind the node that it names, as a name does that its log cannot write.
     """
+    whole = graph.get("load") == api(COMMON)["load"]
     for key, node in graph.items():
         if not isinstance(node["inputs"], dict):
             continue
@@ -260,7 +261,7 @@ def affordable(graph):
                 del node["inputs"][name]
             elif is_link(value) and name not in (known or ()):
                 node["inputs"][name] = ["load", 0]
-                if key == "load" or "load" not in graph or not name.isprintable():
+                if key == "load" or not whole or not name.isprintable():
                     del node["inputs"][name]
             elif name in LARGEST:
                 node["inputs"][name] = smaller(value, LARGEST[name])
