@@ -90,11 +90,12 @@ def channels_last(pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def local_layers(encoder: Encoder, stages: Stages, size: tuple[int, int]) -> list[Layer]:
     """Return the layers from pixels to the map before the first attention stage."""
-    layers: list[Layer] = [StreamedConv(encoder.conv_in, size)]
-    for stage in range(stages.local):
-        for block in encoder.down_blocks[stage]:
-            layers.append(local_layer(block, size))
-            size = (output_size(block, size[0]), output_size(block, size[1]))
+    layers: list[Layer] = []
+    # where nothing runs at the size of the picture, what halves it comes first
+    for block in (encoder.conv_in, *(block for stage in range(stages.local) for block in encoder.down_blocks[stage])):
+        plain = isinstance(block, torch.nn.Conv2d)
+        layers.append(StreamedConv(block, size) if plain else local_layer(block, size))
+        size = (output_size(block, size[0]), output_size(block, size[1]))
     return layers
 
 

@@ -282,6 +282,23 @@ def test_encoding_in_strips_equals_the_library(bundled, height, width):
         assert relative(encode_images(bundled, pictures, **options), expected) <= 1e-5, options
 
 
+@pytest.mark.parametrize("up, down", [("interpolate", "Conv"), ("pixel_shuffle", "pixel_unshuffle")])
+@torch.no_grad()
+def test_where_nothing_runs_at_the_size_of_the_picture(up, down):
+    """mit-han-lab's dc-ae-f32c32-in-1.0: its first stage is empty, and what halves the picture comes first."""
+    layers = {f"{side}_layers_per_block": (0, 1, 2, 1, 1, 1) for side in ("encoder", "decoder")}
+    model = f32c32(8, attention_head_dim=16, upsample_block_type=up, downsample_block_type=down, **layers)
+    latents = noise(1, 32, 9, 4)
+    expected = model.decode(latents).sample
+    for columns in (None, 6):
+        assert relative(decode_in_strips(model, latents, 6, columns), expected) <= 1e-5
+    pictures = expected.clamp(-1, 1).contiguous(memory_format=torch.channels_last)
+    expected = model.encode(pictures).latent
+    floor = Planner(encoder_stages(model), 9, 4, torch.float32, False).floor().peak_bytes
+    for options in ({}, {"method": "strips"}, {"method": "whole"}, {"max_bytes": floor}):
+        assert relative(encode_images(model, pictures, **options), expected) <= 1e-5, options
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 32, 32), (1, 4, 32, 32), (1, 3, 33, 32), (1, 3, 0, 32), (3, 32, 32)])
 def test_pictures_that_cannot_be_encoded_are_named(bundled, shape):
     with pytest.raises(ValueError, match=r"^pixels: got pictures of shape .*multiples of 32; crop or scale them$"):
