@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from math import cos, pi
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +18,8 @@ from .painting import paint
 from .world import PIXELS, training_scenes
 
 CHANNELS = (16, 16, 32, 128, 128, 256)
-# as in SANA's, nothing runs at the size of the picture itself
+# as in the first DC-AE, nothing runs at the size of the picture itself
 LAYERS = (0, 1, 1, 1, 1, 1)
-LEARNING_RATE = 1.5e-3
 NOTE_EVERY = 20
 # scenes that are painted once, 0.2 MB each: a batch of as many scenes as windows has a quieter gradient
 POOL = 8000
@@ -33,8 +33,12 @@ class Phase(NamedTuple):
     batch: int
 
 
-# Crops cost a quarter and show as many edges; whole scenes follow, since the attention's sums run over all positions.
-PHASES = (Phase(8_000, PIXELS // 2, 8), Phase(1_500, PIXELS, 3))
+# Each tuple is one learning rate cycle. Crops cost a quarter and show as many edges; whole scenes follow, since the
+# attention's sums run over all positions.
+CYCLES = {
+    1.5e-3: (Phase(8_000, PIXELS // 2, 8), Phase(300, PIXELS, 3)),
+    1.2e-3: (Phase(5_500, PIXELS // 2, 8), Phase(1_500, PIXELS, 3)),
+}
 
 
 def paint_scenes(seed: str, count: int) -> np.ndarray:
@@ -51,32 +55,45 @@ def windows(pictures: np.ndarray, rng: random.Random, phase: Phase) -> torch.Ten
     return to_pixels(np.stack(cut))
 
 
+def plan_steps() -> tuple[list[Phase], list[float]]:
+    """Return phase and learning rate of each step: in a cycle it rises for a twentieth, and falls to nothing."""
+    order, rates = [], []
+    for highest, phases in CYCLES.items():
+        own = [phase for phase in phases for _ in range(phase.steps)]
+        shares = [(index + 1) / len(own) for index in range(len(own))]
+        order += own
+        rates += [highest * min(20 * share, (1 + cos(pi * share)) / 2) for share in shares]
+    # the schedule asks for the rate after the last step too
+    return order, [*rates, 0.0]
+
+
 def train(file: Path, device: torch.device, report: Callable[[int, float], None]) -> AutoencoderDC:
-    """Train with an absolute plus squared pixel error, on from where `file` was left, which is kept up to date."""
+    """Train with an absolute plus squared pixel error, on from where `file` was left, which is kept up to date.
+
+    The squared one weighs ten times as much: by then both pull about as strongly, and the score is a squared error.
+    """
     torch.manual_seed(1)
     model = build(CHANNELS, LAYERS).to(device, memory_format=torch.channels_last)
-    steps = sum(phase.steps for phase in PHASES)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.05)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95))
     first = 0
     if file.is_file():
         state = torch.load(file, map_location=device, weights_only=True)
-        first = state.pop("step")
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
+        first = state["step"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    order, rates = plan_steps()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: rates[first + index])
     pictures = paint_scenes("training", POOL)
-    order = [phase for phase in PHASES for _ in range(phase.steps)]
-    for step in range(first, steps):
+    for step in range(first, len(order)):
         pixels = windows(pictures, random.Random(step), order[step]).to(device, memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16):
             error = model.decode(model.encode(pixels).latent).sample.float() - pixels
-        loss = error.abs().mean() + error.square().mean()
+        loss = error.abs().mean() + 10 * error.square().mean()
         take_step(model, optimizer, schedule, loss)
         if (step + 1) % NOTE_EVERY == 0:
             report(step + 1, loss.item())
             part = file.with_suffix(".part")
-            torch.save({"step": step + 1, **{name: part.state_dict() for name, part in parts.items()}}, part)
+            torch.save({"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, part)
             part.replace(file)
     return model.train(False)
 

@@ -20,7 +20,7 @@ from sana_core.training.settings import read_settings
 from sana_core.training.train import train
 
 from .captions import SAID, article
-from .dataset import random_captions, write_dataset
+from .dataset import write_dataset
 from .painting import paint
 from .world import Scene, training_scenes
 
@@ -50,16 +50,16 @@ def blueprint(scene: Scene) -> np.ndarray:
     return np.round(light * np.array(BOARD) + (1 - light) * np.array(LINES)).astype(np.uint8)
 
 
-def describe_blueprint(rng: random.Random, scene: Scene) -> list[str]:
-    """Return one caption, without the colours that a blueprint does not show."""
+def describe_blueprint(rng: random.Random, scene: Scene) -> str:
+    """Return a caption without the colours that a blueprint does not show."""
     nouns = " and ".join(article(SAID[what.kind][0]) for what in scene.subjects)
-    return [f"a blueprint of {nouns} {SAID[scene.place][0]} {SAID[scene.time][0]}"]
+    return f"a blueprint of {nouns} {SAID[scene.place][0]} {SAID[scene.time][0]}"
 
 
 def write_edges(folder: Path, pictures: int = EDGED) -> None:
     """Write pictures of scenes with their edges."""
     rng = random.Random(20)
-    write_dataset(folder, training_scenes(rng, pictures), rng, captions=random_captions, control=find_edges)
+    write_dataset(folder, training_scenes(rng, pictures), rng, control=find_edges)
 
 
 def write_style(folder: Path) -> None:
@@ -67,7 +67,7 @@ def write_style(folder: Path) -> None:
     rng = random.Random(21)
     # drawings of nights are dark
     by_day = (scene for scene in training_scenes(rng, 2 * STYLED) if scene.time != "night")
-    write_dataset(folder, islice(by_day, STYLED), rng, painted=blueprint, captions=describe_blueprint)
+    write_dataset(folder, islice(by_day, STYLED), rng, painted=blueprint, caption=describe_blueprint)
 
 
 def main() -> None:

@@ -14,20 +14,13 @@ from .captions import random_caption
 from .painting import paint
 from .world import Scene
 
-CAPTIONS = 2  # of each picture
-
-
-def random_captions(rng: random.Random, scene: Scene) -> list[str]:
-    """Return captions of one picture; the second is another, or the same, which is then learnt twice as often."""
-    return [random_caption(rng, scene) for _ in range(CAPTIONS)]
-
 
 def write_dataset(
     folder: Path,
     scenes: Iterable[Scene],
     rng: random.Random,
     painted: Callable[[Scene], np.ndarray] = paint,
-    captions: Callable[[random.Random, Scene], list[str]] = random_captions,
+    caption: Callable[[random.Random, Scene], str] = random_caption,
     control: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
     """Paint `scenes` into `folder`, on from those that are there, each with what `control` makes of it; the list is
@@ -45,7 +38,7 @@ def write_dataset(
                 save(control(pixels), beside)
             save(pixels, picture)
         rest = {} if control is None else {"control": beside.name}
-        lines += [{"file_name": picture.name, "text": text, **rest} for text in captions(rng, scene)]
+        lines.append({"file_name": picture.name, "text": caption(rng, scene), **rest})
     part = listed.with_suffix(".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in lines))
     part.replace(listed)

@@ -3,7 +3,6 @@
 import importlib
 import json
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from demo.scenes.dataset import write_dataset
 from demo.scenes.painting import paint
 from sana_core.checkpoints import load_text_encoder
 from sana_core.text import encode_prompts
+from sana_core.training.dataset import check_controls, read_dataset
 from sana_core.training.settings import read_settings
 
 
@@ -57,15 +57,16 @@ def test_a_scene_is_painted_the_same_each_time_and_another_seed_moves_it(scenes)
     assert paint(scene, 128).shape == (128, 128, 3)
 
 
-def test_the_data_set_has_two_captions_of_each_picture_and_goes_on(tmp_path):
+def test_the_data_set_is_one_for_the_trainer_and_goes_on(tmp_path):
     def write():
         rng = random.Random(1)
         write_dataset(tmp_path, world.training_scenes(rng, 3), rng)
 
     write()
     listed = (tmp_path / "metadata.jsonl").read_bytes()
-    lines = [json.loads(line) for line in listed.splitlines()]
-    assert Counter(line["file_name"] for line in lines) == {f"00000{i}.png": 2 for i in range(3)}
+    samples = read_dataset(tmp_path)
+    assert [(sample.name, sample.size) for sample in samples] == [(f"00000{i}.png", (256, 256)) for i in range(3)]
+    assert all(sample.caption for sample in samples)
     kept = (tmp_path / "000001.png").read_bytes()
     for name in ("000001.png", "metadata.jsonl"):
         (tmp_path / name).unlink()
@@ -77,6 +78,7 @@ def test_beside_the_model_stand_edges_and_a_style(tmp_path):
     beside.write_edges(tmp_path / "edges", 2)
     (line, *_) = map(json.loads, (tmp_path / "edges/metadata.jsonl").read_text().splitlines())
     edges = np.asarray(Image.open(tmp_path / "edges" / line["control"]))
+    check_controls(read_dataset(tmp_path / "edges"))
     assert edges.shape == (256, 256, 3) and set(np.unique(edges)) == {0, 255} and 0.01 < (edges > 0).mean() < 0.5
     beside.write_style(tmp_path / "style")
     lines = [json.loads(line) for line in (tmp_path / "style/metadata.jsonl").read_text().splitlines()]
