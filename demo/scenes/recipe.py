@@ -82,8 +82,10 @@ def main() -> None:
     trained = train(read_settings(HERE / "train.toml"), report=lambda line: sys.stderr.write(f"{line}\n"))
     transformer = SanaTransformer2DModel.from_pretrained(trained)
     pipeline = SanaPipeline(tokenizer, encoder.model, vae, transformer, scheduler)
+    # before the pipeline is made bfloat16
+    decibels = psnr(vae, to_pixels(paint_scenes("psnr", 64)))
     save_checkpoint(pipeline, fit_colours(vae, to_pixels(paint_scenes("colours", 256))), CHECKPOINT)
-    evaluate(CHECKPOINT, REPORT, psnr(vae, to_pixels(paint_scenes("psnr", 64))))
+    evaluate(CHECKPOINT, REPORT, decibels)
 
 
 if __name__ == "__main__":
