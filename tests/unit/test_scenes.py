@@ -87,9 +87,10 @@ def test_beside_the_model_stand_edges_and_a_style(tmp_path):
     assert not any(words in line["text"] for line in lines for words in coloured)
     red, _, blue = np.asarray(Image.open(tmp_path / "style" / lines[0]["file_name"])).reshape(-1, 3).mean(0)
     assert blue > red + 40
-    for name, kind in (("edges.toml", "controlnet"), ("style.toml", "lora")):
-        settings = read_settings(beside.HERE / name)
-        assert settings.method.kind == kind and settings.phase[0].resolution == world.PIXELS
+    files = {"edges.toml": "controlnet", "style.toml": "lora", "train.toml": "full"}
+    runs = [read_settings(beside.HERE / name) for name in files]
+    assert [run.method.kind for run in runs] == list(files.values()) and len({run.out for run in runs}) == 3
+    assert all(run.phase[0].resolution == world.PIXELS for run in runs)
 
 
 def test_the_judge_knows_paintings_that_training_never_shows():
