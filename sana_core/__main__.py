@@ -41,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         command.configure(own)
     arguments = parser.parse_args(argv)
+    for name, value in vars(arguments).items():
+        # argparse of Python 3.11 takes the end of "--seed=--" for the end of the options
+        if value == []:
+            parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
     try:
         COMMANDS[arguments.command].run(arguments)
     except BrokenPipeError:

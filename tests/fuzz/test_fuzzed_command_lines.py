@@ -205,6 +205,8 @@ def contents(folder):
 @example(["batch", "prompts.txt", "--checkpoint", "model", "--devices", "2" * 2000])
 # a name that no disk takes
 @example(["decode", "2" * 2000, "--checkpoint", "model"])
+# a value that argparse drops
+@example(["generate", "--negative-prompt=--", "a red circle", "--checkpoint", "model"])
 @given(line=command_lines())
 def test_command_lines(survives, source, raised, tmp_path_factory, monkeypatch, capfd, line):
     outside = tmp_path_factory.getbasetemp() / "lines"
