@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from math import cos, pi
@@ -103,3 +104,11 @@ def latent_scale(model: AutoencoderDC, count: int = 128) -> float:
     """Return 1 / standard deviation of the latents of training scenes, rounded as SANA's 0.41407 is."""
     pixels = to_pixels(paint_scenes("scale", count))
     return round(1 / torch.cat([model.encode(part).latent for part in pixels.split(8)]).std().item(), 5)
+
+
+@torch.no_grad()
+def fits_half(model: AutoencoderDC) -> bool:
+    """Whether `model` gives scenes back in float16: maps that grew beyond 65504 would be black pictures there."""
+    half = copy.deepcopy(model).half()
+    pixels = to_pixels(paint_scenes("half", 4)).half()
+    return bool(half.decode(half.encode(pixels).latent).sample.isfinite().all())

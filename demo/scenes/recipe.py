@@ -62,6 +62,8 @@ def main() -> None:
     base = BUILD / "base"
     if not (TRAINED / "vae/config.json").is_file():
         vae = autoencoder.train(BUILD / "vae.pt", device, log_losses("vae")).cpu()
+        if not autoencoder.fits_half(vae):
+            raise SystemExit("the autoencoder's maps leave the range of float16; train it with lower learning rates")
         vae.register_to_config(scaling_factor=autoencoder.latent_scale(vae))
         vae.to(torch.bfloat16).save_pretrained(TRAINED / "vae")
     # as the result has them, so that the transformer learns the latents that are drawn from
