@@ -34,12 +34,10 @@ class Phase(NamedTuple):
     batch: int
 
 
-# Each tuple is one learning rate cycle. Crops cost a quarter and show as many edges; whole scenes follow, since the
-# attention's sums run over all positions.
-CYCLES = {
-    1.5e-3: (Phase(8_000, PIXELS // 2, 8), Phase(300, PIXELS, 3)),
-    1.2e-3: (Phase(5_500, PIXELS // 2, 8), Phase(1_500, PIXELS, 3)),
-}
+# Crops cost a quarter and show as many edges; whole scenes follow, since the attention's sums run over all positions.
+PHASES = (Phase(7_000, PIXELS // 2, 8), Phase(600, PIXELS, 3))
+# Highest change in a step, as a share of a weight matrix' entries (root mean square), and of vectors at once.
+CHANGE, VECTOR_RATE = 0.02, 0.006
 
 
 def paint_scenes(seed: str, count: int) -> np.ndarray:
@@ -57,25 +55,33 @@ def windows(pictures: np.ndarray, rng: random.Random, phase: Phase) -> torch.Ten
 
 
 def plan_steps() -> tuple[list[Phase], list[float]]:
-    """Return phase and learning rate of each step: in a cycle it rises for a twentieth, and falls to nothing."""
-    order, rates = [], []
-    for highest, phases in CYCLES.items():
-        own = [phase for phase in phases for _ in range(phase.steps)]
-        shares = [(index + 1) / len(own) for index in range(len(own))]
-        order += own
-        rates += [highest * min(20 * share, (1 + cos(pi * share)) / 2) for share in shares]
+    """Return phase and share of the learning rate of each step: it rises for a twentieth, and falls to nothing."""
+    order = [phase for phase in PHASES for _ in range(phase.steps)]
+    shares = [(index + 1) / len(order) for index in range(len(order))]
     # the schedule asks for the rate after the last step too
-    return order, [*rates, 0.0]
+    return order, [min(20 * share, (1 + cos(pi * share)) / 2) for share in shares] + [0.0]
 
 
 def train(file: Path, device: torch.device, report: Callable[[int, float], None]) -> AutoencoderDC:
     """Train with an absolute plus squared pixel error, on from where `file` was left, which is kept up to date.
 
     The squared one weighs ten times as much: by then both pull about as strongly, and the score is a squared error.
+
+    Weight matrices keep the norms that they began with, and their learning rates are shares of them (Karras et al.,
+    "Analyzing and Improving the Training Dynamics of Diffusion Models", 2024, section 2.3). The decoder's last norm
+    makes its output free of the scale of all maps before it; left alone they grow from stage to stage, beyond float16
+    and until the blocks, whose own norms bound what they add, add nothing.
     """
     torch.manual_seed(1)
     model = build(CHANNELS, LAYERS).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95))
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    norms = [matrix.detach().norm() for matrix in matrices]
+    groups = [
+        {"params": [matrix], "lr": CHANGE * norm.item() / matrix.numel() ** 0.5}
+        for matrix, norm in zip(matrices, norms, strict=True)
+    ]
+    groups.append({"params": [vector for vector in model.parameters() if vector.ndim == 1], "lr": VECTOR_RATE})
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     first = 0
     if file.is_file():
         state = torch.load(file, map_location=device, weights_only=True)
@@ -91,6 +97,9 @@ def train(file: Path, device: torch.device, report: Callable[[int, float], None]
             error = model.decode(model.encode(pixels).latent).sample.float() - pixels
         loss = error.abs().mean() + 10 * error.square().mean()
         take_step(model, optimizer, schedule, loss)
+        with torch.no_grad():
+            for matrix, norm in zip(matrices, norms, strict=True):
+                matrix.mul_(norm / matrix.norm())
         if (step + 1) % NOTE_EVERY == 0:
             report(step + 1, loss.item())
             part = file.with_suffix(".part")
