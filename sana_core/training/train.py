@@ -175,14 +175,21 @@ def as_saved(learner: Learner) -> Iterator[Learner]:
         with merged(learner.transformer, tensors):
             yield learner
         return
-    kept = {name: parameter.data for name, parameter in learner.parameters.items()}
+    model = learner.controlnet or learner.transformer
+    places = [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
     try:
-        for parameter in learner.parameters.values():
-            parameter.data = parameter.data.to(dtype)
+        # others in their places: of a parameter whose own data change their dtype, DDP hears of no gradient again
+        for parameters, name, parameter in places:
+            parameters[name] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
         yield learner
     finally:
-        for name, parameter in learner.parameters.items():
-            parameter.data = kept[name]
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
 
 
 def export(learner: Learner, folder: Path) -> None:

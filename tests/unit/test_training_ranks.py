@@ -1,5 +1,6 @@
 """Several ranks learn what one process learns on the joined batch, however they hold the model."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from sana_core.training.runs import Place
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, Settings, check_settings
 from sana_core.training.sharding import describe_shares
 from sana_core.training.share import check_shares, share_step
+from sana_core.training.train import as_saved
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 PICTURES = 8
@@ -81,6 +83,24 @@ def test_a_step_of_several_ranks_is_that_of_one_process_on_the_joined_batch(kind
         assert difference(found[0][2], weights) < 1e-6 < difference(weights, started)
         for own_steps, own_held_out, _ in found:
             assert own_steps[0] == pytest.approx(steps[0], abs=2e-6) and own_held_out == pytest.approx(held_out, 1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_go_on_together_after_the_first_has_saved_in_another_precision(method):
+    own = replace(settings(method=method), dtype="bfloat16")
+
+    def learn_and_save(ranks):
+        base = tiny_transformer(layers=2).requires_grad_(True).to(torch.bfloat16 if method == "lora" else torch.float32)
+        learner = make_learner(base, 3.0, own, ranks=ranks)
+        for step in range(3):
+            take_step(learner, numbers(), ((0, 1), (2, 3)), Place(step), 1e-2)
+            with as_saved(learner) if ranks.first and ranks.launched else nullcontext():
+                pass
+        return {name: each.detach().clone() for name, each in learner.parameters.items()}
+
+    alone, (first, second) = learn_and_save(ALONE), results_of(2, learn_and_save)
+    assert difference(first, second) == 0 and difference(first, alone) < 1e-2
+    assert all(each.dtype == torch.float32 for each in first.values())
 
 
 @pytest.mark.slow
