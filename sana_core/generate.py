@@ -31,9 +31,9 @@ def generate(
 
     `settings` are `chunk`, the pictures that a device draws at once, without it as many as suit it, and the fields of
     `sana_core.batch.draw.Settings`: width, height, steps, guidance, negative_prompt, sampler, pag_scale, pag_blocks,
-    guidance_interval, dtype, compiled, reference. Raises InputError for a size that is not a multiple of 32 and numbers
-    out of range, CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded. A prompt of
-    more than 300 tokens is cut, with a warning in the log.
+    guidance_interval, dtype, compiled, reference, loras. Raises InputError for a size that is not a multiple of 32,
+    numbers out of range and a LoRA that does not fit, CheckpointError, MissingFileError or ReadError for a file that
+    cannot be loaded. A prompt of more than 300 tokens is cut, with a warning in the log.
     """
     chunk = settings.pop("chunk", None)
     how = Settings(**settings)

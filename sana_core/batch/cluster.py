@@ -46,7 +46,9 @@ def draw_on_cluster(
     """
     check_prompts(workload.prompts)
     path = str(Path(checkpoint).absolute())
-    job = Job(resolve_settings(settings, path), {path: fingerprint(path)}, path, path, path, described=described)
+    settings = resolve_settings(settings, path)
+    weights = {each: fingerprint(each) for each in (path, *(lora for lora, _ in settings.loras))}
+    job = Job(settings, weights, path, path, path, described=described)
     if shared is not None:
         job = job._replace(shared=(str(shared.folder.absolute()), shared.run.name))
     found = {} if report is None else report

@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..forward import longest_prompt
 from ..guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
 from ..latents import noise_stream, picture_shape
+from ..lora import merge_loras
 from ..polling import Poll, no_poll
 from ..reference import AUTO, reference_of
 from ..released import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaTransformer2DModel
 
 DTYPES = ("float32", "bfloat16", "float16")
+# as in ComfyUI's LoRA loaders
+LARGEST_STRENGTH = 100.0
 
 # embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
 Embedding = tuple[torch.Tensor, torch.Tensor]
@@ -41,7 +44,8 @@ class Settings(NamedTuple):
 
     Perturbed attention of `pag_scale` acts in `pag_blocks`, like "8"; guidance acts from the first share of
     `guidance_interval` of the sampling to the second. `reference` is whose arithmetic is followed where NVIDIA's code
-    and diffusers' differ: "nvidia", "diffusers", or with "auto" that of the checkpoint's layout.
+    and diffusers' differ: "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. `loras` are added to
+    the transformer's weights, each a file, on a cluster of each machine, and its strength.
     """
 
     width: int = DEFAULT_RESOLUTION
@@ -56,22 +60,25 @@ class Settings(NamedTuple):
     dtype: str = "float32"
     compiled: bool = False
     reference: str = AUTO
+    loras: tuple[tuple[str, float], ...] = ()
 
 
 def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
     """Return the settings with the defaults of the checkpoint's model in place of None; only headers are read.
 
     Raises InputError for a size that is not a multiple of 32, numbers out of range, a sampler that is not for the
-    model, an unknown reference, and what is no SANA.
+    model, an unknown reference, a LoRA that does not fit, and what is no SANA.
     """
     info = follow(find_part(inspect_checkpoint(checkpoint), "transformer"), settings.reference)
-    config: Any = build_module(info).config
+    module = build_module(info)
+    config: Any = module.config
     defaults = model_defaults(config)
     settings = settings._replace(
         sampler=settings.sampler or defaults.sampler,
         steps=defaults.steps if settings.steps is None else settings.steps,
         guidance=defaults.guidance if settings.guidance is None else settings.guidance,
         reference=info.reference,
+        loras=tuple((str(Path(file).absolute()), strength) for file, strength in settings.loras),
     )
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     picture_shape(settings.width, settings.height, 1)
@@ -83,6 +90,9 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
     if settings.pag_scale:
         perturbed_attention(config, settings.pag_scale, settings.pag_blocks)
+    for _, strength in settings.loras:
+        check_number("lora", strength, -LARGEST_STRENGTH, LARGEST_STRENGTH)
+    merge_loras(module, settings.loras)
     if settings.dtype not in DTYPES:
         raise InputError(f"dtype: got {settings.dtype!r:.40}, expected one of {', '.join(DTYPES)}")
     return settings
@@ -139,13 +149,16 @@ def load_models(
     autoencoder: str | Path | None,
     resolution: int | None = None,
     reference: str = AUTO,
+    loras: Sequence[tuple[str, float]] = (),
 ) -> Models:
-    """Return the transformer of `checkpoint` and the autoencoder of that checkpoint, if any, on `device`.
+    """Return the transformer of `checkpoint` with `loras`, and the autoencoder of that checkpoint, if any, on `device`.
 
     DC-AE overflows in float16, so it is bfloat16 there. `resolution` in pixels and `reference` override what the
-    checkpoint says. Raises CheckpointError, MissingFileError or ReadError for what cannot be loaded.
+    checkpoint says. Raises CheckpointError, MissingFileError or ReadError for what cannot be loaded, and as
+    `merge_loras` does.
     """
     transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution, reference)
+    merge_loras(transformer, loras)
     wide = torch.float32 if dtype == "float32" else torch.bfloat16
     decoder = None if autoencoder is None else load_autoencoder(autoencoder, device, wide)
     return Models(transformer, decoder, shift_of(inspect_checkpoint(checkpoint), resolution, reference))

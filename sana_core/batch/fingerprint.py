@@ -44,7 +44,11 @@ def describe_settings(
     CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete.
     """
     described = settings._asdict()
-    del described["compiled"]
+    del described["compiled"], described["loras"]
+    if settings.loras:
+        described["loras"] = [
+            {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras
+        ]
     described["guidance_interval"] = list(settings.guidance_interval)
     return {"version": VERSION, **described, **fingerprint(checkpoint, progress)}
 
@@ -63,6 +67,8 @@ def fingerprint(checkpoint: str | Path, progress: Progress = lambda done, total:
     for part in info.parts or (info,):
         files = {header.file for header in part.weights.headers.values()}
         found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in files))
+        if part.kind == "lora":  # its configuration is in the file
+            continue
         found[f"{part.kind}_config"] = digest_json(resolved_config(part))
         if part.kind == "transformer":
             found["shift"] = shift_of(info)

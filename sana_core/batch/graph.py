@@ -28,10 +28,16 @@ def graph_of(prompt: str, seed: int, settings: Mapping[str, Any], checkpoint: st
     }
     nodes: dict[str, tuple[str, str, dict[str, Any]]] = {"1": ("SanaNodesLoader", "SANA Loader", loader)}
     model: Link = ["1", 0]
+    clip: Link = ["1", 1]
     if settings["pag_scale"]:
         own = {"model": model, "scale": settings["pag_scale"], "blocks": settings["pag_blocks"]}
         nodes["2"] = ("SanaNodesPAG", "SANA PAG", own)
         model = ["2", 0]
+    for number, lora in enumerate(settings.get("loras", ()), 10):
+        strengths = {"strength_model": lora["strength"], "strength_clip": lora["strength"]}
+        own = {"model": model, "clip": clip, "lora_name": lora["file"], **strengths}
+        nodes[str(number)] = ("SanaNodesLoraLoader", "SANA Load LoRA", own)
+        model, clip = [str(number), 0], [str(number), 1]
     start, end = settings["guidance_interval"]
     if (start, end) != (0, 1):
         own = {"model": model, "start": start, "end": end}
@@ -42,8 +48,8 @@ def graph_of(prompt: str, seed: int, settings: Mapping[str, Any], checkpoint: st
     sampling = {name: settings[name] for name in ("steps", "guidance", "sampler")}
     links = {"model": model, "positive": ["4", 0], "negative": ["5", 0], "latent_image": ["6", 0]}
     nodes |= {
-        "4": ("SanaNodesTextEncode", "Prompt", {"clip": ["1", 1], "text": prompt, "instruction": True}),
-        "5": ("SanaNodesTextEncode", "Negative prompt", {"clip": ["1", 1], "text": negative, "instruction": False}),
+        "4": ("SanaNodesTextEncode", "Prompt", {"clip": clip, "text": prompt, "instruction": True}),
+        "5": ("SanaNodesTextEncode", "Negative prompt", {"clip": clip, "text": negative, "instruction": False}),
         "6": ("SanaNodesEmptyLatent", "SANA Empty Latent", size),
         "7": ("SanaNodesSampler", "SANA Sampler", {**links, "seed": seed, **sampling, "denoise": 1.0}),
         "8": ("SanaNodesDecode", "SANA Decode", {"samples": ["7", 0], "vae": ["1", 2], "method": "auto"}),

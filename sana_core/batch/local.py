@@ -212,8 +212,14 @@ class LocalDrawing:
         """Return the models on `device`, loaded where they are not; threads on one device share its weights."""
         with self.loading:
             if device not in self.models:
+                settings = self.settings
                 self.models[device] = load_models(
-                    self.checkpoint, device, self.settings.dtype, self.checkpoint, reference=self.settings.reference
+                    self.checkpoint,
+                    device,
+                    settings.dtype,
+                    self.checkpoint,
+                    reference=settings.reference,
+                    loras=settings.loras,
                 )
             return self.models[device]
 

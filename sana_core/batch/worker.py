@@ -82,7 +82,13 @@ class Worker:
         device = current_accelerator() or torch.device("cpu")
         settings = job.settings
         self.models = load_models(
-            job.transformer, device, settings.dtype, job.autoencoder, job.resolution, settings.reference
+            job.transformer,
+            device,
+            settings.dtype,
+            job.autoencoder,
+            job.resolution,
+            settings.reference,
+            settings.loras,
         )
         with torch.no_grad():
             for name, weight in changed.items():

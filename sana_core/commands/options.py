@@ -33,12 +33,28 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
         metavar=("START", "END"),
         help="shares of the sampling between which guidance acts",
     )
+    add(
+        "--lora",
+        type=lora_of,
+        action="append",
+        metavar="FILE[=STRENGTH]",
+        help="of this model; several are added one after another",
+    )
     add("--reference", choices=REFERENCES, default=AUTO, help=REFERENCE_HELP)
     add("--dtype", choices=DTYPES, default="float32", help="float16 is for models made for it")
     add("--compile", action="store_true", help="torch.compile, with CUDA graphs where there is CUDA")
     add("--chunk", type=int, help="pictures that a device draws at once; default: what suits it")
     add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all accelerators, or the CPU")
     add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: draw on all its GPUs")
+
+
+def lora_of(text: str) -> tuple[str, float]:
+    """Return file and strength of "file.safetensors=0.8", the strength 1 where none is said."""
+    file, said, strength = text.rpartition("=")
+    try:
+        return (file, float(strength)) if said else (text, 1.0)
+    except ValueError:
+        return text, 1.0
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -56,4 +72,5 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         arguments.dtype,
         arguments.compile,
         arguments.reference,
+        tuple(arguments.lora or ()),
     )

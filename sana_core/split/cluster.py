@@ -57,7 +57,8 @@ def draw_split_on_cluster(
     check_workload(workload, settings)
     path = str(Path(checkpoint).absolute())
     settings = resolve_settings(settings, path)
-    job = Job(settings, {path: fingerprint(path)}, path, path, path)
+    weights = {each: fingerprint(each) for each in (path, *(lora for lora, _ in settings.loras))}
+    job = Job(settings, weights, path, path, path)
     rows = settings.height // DOWNSCALE
 
     def work(ray: Any, crew: Crew, beat: Poll) -> Generator[tuple[Picture, torch.Tensor], None, None]:

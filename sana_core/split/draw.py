@@ -91,5 +91,7 @@ def load_on(devices: Sequence[torch.device], checkpoint: str | Path, settings: S
     for device in devices:
         if device not in loaded:
             decoder = None if loaded else checkpoint
-            loaded[device] = load_models(checkpoint, device, settings.dtype, decoder, reference=settings.reference)
+            loaded[device] = load_models(
+                checkpoint, device, settings.dtype, decoder, reference=settings.reference, loras=settings.loras
+            )
     return [loaded[device] for device in devices]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import VersionError
+from ..lora import MAGNITUDE
 from ..whole_files import unfinished
 from .settings import Method
 
@@ -30,7 +31,6 @@ LAYERS = {
 }
 # of each kind, the matrix that the scale is folded into
 SCALED = ("lora_B", "lokr_w1", "lokr_w1_a")
-MAGNITUDE = "lora_magnitude_vector"
 
 
 def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) -> None:

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoints import CheckpointInfo, find_part, inspect_checkpoint
-from ..checkpoints.files import brief, parse_json, read_json
+from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.headers import read_file
-from ..checkpoints.schemas import check_ranks
 from ..errors import InputError
-from .adapters import MAGNITUDE, SCALED, adapter_layers, layer_names, parts_of
+from ..lora import MAGNITUDE, Tensors, by_layer, file_scale, peft_settings, squeezed
+from .adapters import SCALED, adapter_layers, layer_names, parts_of
 from .settings import TARGETS, Method
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
-Tensors = dict[str, torch.Tensor]
-
 BOTH = Method(targets="both")
-# what stands before a module's name: diffusers', PEFT's, nothing, ComfyUI's; and before one with underscores for its
-# dots: kohya's, OneTrainer's, SimpleTuner's
-DOTTED = ("transformer.", "base_model.model.", "transformer.base_model.model.", "", "diffusion_model.")
-FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
-# of a tensor's name, the part of an adapter, without the name that PEFT gives to an adapter in memory
-PART = re.compile(
-    rf"\.(lora_A|lora_B|lora_down|lora_up|{MAGNITUDE}|lokr_w[12](?:_[ab])?|alpha|dora_scale)(?:\.default)?(?:\.weight)?$"
-)
-SAME = {"lora_down": "lora_A", "lora_up": "lora_B"}
-# diffusers' name of PEFT's settings in the file's metadata, and PEFT's own file of them beside its weights
-IN_FILE, BESIDE = "lora_adapter_metadata", ("adapter_model.safetensors", "adapter_config.json")
 
 
 def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
@@ -58,27 +43,6 @@ def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
         for part, parameter in own.items():
             factor = scale if part in SCALED else 1.0
             parameter.data.copy_((found[name][part].float() * factor).reshape(parameter.shape))
-
-
-def by_layer(tensors: Mapping[str, torch.Tensor], names: Collection[str], file: str) -> dict[str, Tensors]:
-    """Return {layer: {part: tensor}} of a LoRA's `tensors`, `names` being the layers that it may have.
-
-    Raises InputError for a tensor that belongs to no layer, or is of no kind that is trained.
-    """
-    known = {prefix + name: name for name in names for prefix in DOTTED}
-    known |= {prefix + name.replace(".", "_"): name for name in names for prefix in FLAT}
-    found: dict[str, Tensors] = {}
-    for key, tensor in tensors.items():
-        match = PART.search(key)
-        layer = known.get(key[: match.start()]) if match else None
-        if match is None or layer is None:
-            raise InputError(f"{file}: got {brief(key)}, which no adapter here has; begin without start")
-        found.setdefault(layer, {})[SAME.get(match[1], match[1])] = tensor
-    for parts in found.values():
-        if MAGNITUDE in parts:
-            # the same for ComfyUI, see `core_magnitudes`
-            parts.pop("dora_scale", None)
-    return found
 
 
 def check_kind(found: Mapping[str, Tensors], kind: str, file: str) -> None:
@@ -122,41 +86,3 @@ def check_parts(found: Tensors, own: Mapping[str, torch.Tensor], name: str) -> N
                 f"{name}: got rank {got[rank]}, but method.rank is {expected[rank]}; set rank to {got[rank]}"
             )
         raise InputError(f"{name}: got {part} of {got}, expected {expected}; choose a LoRA of this model")
-
-
-def squeezed(shape: list[int]) -> list[int]:
-    """Return a shape without the ones at its end: 1x1 convolutions are linear layers elsewhere."""
-    while shape and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
-
-
-def peft_settings(info: CheckpointInfo) -> dict[str, Any]:
-    """Return r, lora_alpha and use_rslora as PEFT wrote them into the file or beside it, as far as it did.
-
-    Raises CheckpointError for settings that are not PEFT's.
-    """
-    beside = info.path.with_name(BESIDE[1])
-    if info.path.name == BESIDE[0] and beside.is_file():
-        settings = {f"transformer.{key}": value for key, value in read_json(beside).items()}
-    else:
-        settings = parse_json(info.weights.metadata.get(IN_FILE, "{}"), f"{info.name}: {IN_FILE}")
-    check_ranks(info.name, settings)
-    for pattern in ("alpha_pattern", "rank_pattern"):
-        if settings.get(f"transformer.{pattern}"):
-            raise InputError(
-                f"{info.name}: got a LoRA with {pattern}, expected one rank and alpha; begin without start"
-            )
-    return {key: settings.get(f"transformer.{key}") for key in ("r", "lora_alpha", "use_rslora")}
-
-
-def file_scale(found: Tensors, settings: Mapping[str, Any]) -> float:
-    """Return what the file's programs multiply a layer's adapter by."""
-    if "lora_A" not in found:
-        return 1.0
-    rank = len(found["lora_A"])
-    if "alpha" in found:
-        return float(found["alpha"]) / rank
-    if settings["lora_alpha"] is None:
-        return 1.0
-    return float(settings["lora_alpha"]) / (math.sqrt(rank) if settings["use_rslora"] else rank)

@@ -12,12 +12,34 @@ import sana_core
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.fingerprint import describe_settings
 from sana_core.batch.png import encode_png, read_entry
+from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
+from sana_core.training.settings import Method
 
 OTHERS = {"negative_prompt": "a blue circle", "pag_scale": 1.5, "pag_blocks": "2", "guidance_interval": (0.1, 0.9)}
 
 
-@pytest.mark.parametrize("more", [{}, OTHERS], ids=["plain", "with PAG, an interval and a negative prompt"])
-def test_the_graph_of_a_picture_draws_it_again(host, checkpoint, more, one_thread):
+@pytest.fixture
+def loras(host, checkpoint):
+    """Two LoRAs in ComfyUI's folder, with their strengths."""
+    files = [host.models / "loras" / name for name in ("first.safetensors", "second.safetensors")]
+    for seed, file in enumerate(files):
+        transformer = sana_core.load_transformer(checkpoint)
+        add_adapter(transformer, Method(rank=4), seed)
+        for number, parameter in enumerate(transformer.parameters()):
+            if parameter.requires_grad:
+                parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {})
+    yield tuple(zip(map(str, files), (1.0, -0.5), strict=True))
+    for file in files:
+        file.unlink()
+
+
+CASES = {"plain": {}, "with PAG, an interval and a negative prompt": OTHERS, "with LoRAs": None}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_graph_of_a_picture_draws_it_again(host, checkpoint, case, loras, one_thread):
+    more = CASES[case] if CASES[case] is not None else {"loras": loras}
     prompt, settings = "a red circle on a blue background", Settings(128, 160, steps=3, guidance=4.0, **more)
     options = {**settings._asdict(), "seed": 7}
     picture = sana_core.generate([prompt], checkpoint, **{key: options[key] for key in options if key != "compiled"})[0]

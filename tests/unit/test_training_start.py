@@ -141,12 +141,17 @@ WRONG = {
     "other layers": (
         {},
         lambda tensors: tensors.update({"transformer.proj_out.lora_A.weight": torch.ones(4, 160)}),
-        "got transformer.proj_out.lora_A.weight, which no adapter here has",
+        "got transformer.proj_out.lora_A.weight, which is no part of a LoRA",
     ),
     "another kind": (
         {},
         lambda tensors: tensors.update({"transformer.proj_out.hada_w1_a": torch.ones(4, 160)}),
-        "got transformer.proj_out.hada_w1_a, which no adapter here has",
+        "got transformer.proj_out.hada_w1_a, which is no part of a LoRA",
+    ),
+    "two alphas": (
+        {},
+        lambda tensors: tensors.update({sorted(tensors)[0].partition(".lora_")[0] + ".alpha": torch.ones(2)}),
+        r"alpha \[2\], expected one number",
     ),
     "half a layer": ({}, lambda tensors: tensors.pop(sorted(tensors)[0]), "lora_A is missing"),
     "another width": ({}, changed("lora_A.weight", lambda each: each[:, :96]), r"got lora_A of \[4, 96\], expected"),

@@ -1,0 +1,152 @@
+"""The adapter in a LoRA's file: LoRA, DoRA or LoKr of this package or of another trainer, in the usual dialects."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .checkpoints import CheckpointInfo, find_part, inspect_checkpoint
+from .checkpoints.files import brief, parse_json, read_json
+from .checkpoints.headers import read_file
+from .checkpoints.schemas import check_ranks
+from .errors import InputError
+
+if TYPE_CHECKING:
+    from diffusers import SanaTransformer2DModel
+
+Tensors = dict[str, torch.Tensor]
+
+MAGNITUDE = "lora_magnitude_vector"
+# what stands before a module's name: diffusers', PEFT's, nothing, ComfyUI's; and before one with underscores for its
+# dots: kohya's, OneTrainer's, SimpleTuner's
+DOTTED = ("transformer.", "base_model.model.", "transformer.base_model.model.", "", "diffusion_model.")
+FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
+# of a tensor's name, the part of an adapter, without the name that PEFT gives to an adapter in memory
+PART = re.compile(
+    rf"\.(lora_A|lora_B|lora_down|lora_up|{MAGNITUDE}|lokr_w[12](?:_[ab])?|alpha|dora_scale)(?:\.default)?(?:\.weight)?$"
+)
+SAME = {"lora_down": "lora_A", "lora_up": "lora_B"}
+# diffusers' name of PEFT's settings in the file's metadata, and PEFT's own file of them beside its weights
+IN_FILE, BESIDE = "lora_adapter_metadata", ("adapter_model.safetensors", "adapter_config.json")
+
+
+@torch.no_grad()
+def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, float]]) -> None:
+    """Add the adapters of `loras`, pairs of a file and its strength, to the weights of `transformer`.
+
+    ComfyUI's arithmetic, in float32: W + strength * scale * BA for LoRA, the Kronecker product in the place of BA for
+    LoKr, and for DoRA (Liu et al., 2024) the rows of W + scale * BA brought to the file's magnitudes. On the meta
+    device only names and shapes are checked. Raises InputError for a tensor that belongs to no layer of the model or
+    does not fit it, CheckpointError, MissingFileError or ReadError for what is no LoRA.
+    """
+    layers = {
+        name: module
+        for name, module in transformer.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
+    }
+    for file, strength in loras:
+        info = find_part(inspect_checkpoint(file), "lora")
+        settings = peft_settings(info)
+        for name, parts in by_layer(read_file(info.path), layers, info.name).items():
+            weight = layers[name].weight
+            wide = weight.float()
+            change = adapted(wide, parts, settings, f"{info.name}: {name}") - wide
+            weight.copy_(wide + strength * change)
+
+
+def adapted(weight: torch.Tensor, parts: Tensors, settings: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Return `weight` with the adapter of its `parts` in full strength. Raises InputError where they do not fit it."""
+    try:
+        scale = file_scale(parts, settings)
+        parts = {part: tensor.to(weight.device, torch.float32) for part, tensor in parts.items()}
+        changed = weight + scale * product_of(parts).reshape(weight.shape)
+        magnitude = parts.get(MAGNITUDE, parts.get("dora_scale"))
+        if magnitude is None:
+            return changed
+        # PEFT's magnitudes are those of the result, kohya's and ComfyUI's factors of the weight's own
+        norms = (changed if MAGNITUDE in parts else weight).flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
+        factors = magnitude.reshape(norms.shape) / norms
+        return changed * factors.reshape(-1, *[1] * (weight.ndim - 1))
+    except (KeyError, RuntimeError, ZeroDivisionError):
+        got = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
+        raise InputError(
+            f"{name}: got {brief(got)}, expected parts for a weight {list(weight.shape)}; choose a LoRA of this model"
+        ) from None
+
+
+def product_of(parts: Tensors) -> torch.Tensor:
+    """Return the product of a LoRA's two matrices, or the Kronecker product of a LoKr's, each of which may come as the
+    product of two. Raises KeyError for one that is missing."""
+    if "lora_A" in parts:
+        return parts["lora_B"].flatten(1) @ parts["lora_A"].flatten(1)
+    first, second = (
+        parts[name] if name in parts else parts[f"{name}_a"].flatten(1) @ parts[f"{name}_b"].flatten(1)
+        for name in ("lokr_w1", "lokr_w2")
+    )
+    return torch.kron(first.flatten(1), second.flatten(1))
+
+
+def by_layer(tensors: Mapping[str, torch.Tensor], names: Collection[str], file: str) -> dict[str, Tensors]:
+    """Return {layer: {part: tensor}} of a LoRA's `tensors`, `names` being the layers that it may have.
+
+    Raises InputError for a tensor that belongs to no layer, or is of no kind that is trained.
+    """
+    known = {prefix + name: name for name in names for prefix in DOTTED}
+    known |= {prefix + name.replace(".", "_"): name for name in names for prefix in FLAT}
+    found: dict[str, Tensors] = {}
+    for key, tensor in tensors.items():
+        match = PART.search(key)
+        layer = known.get(key[: match.start()]) if match else None
+        if match is None or layer is None:
+            raise InputError(
+                f"{file}: got {brief(key)}, which is no part of a LoRA, DoRA or LoKr of a layer; choose another"
+            )
+        if match[1] == "alpha" and tensor.numel() != 1:
+            raise InputError(f"{file}: got {brief(key)} {list(tensor.shape)}, expected one number; choose another")
+        found.setdefault(layer, {})[SAME.get(match[1], match[1])] = tensor
+    for parts in found.values():
+        if MAGNITUDE in parts:
+            # the same for ComfyUI, see `core_magnitudes`
+            parts.pop("dora_scale", None)
+    return found
+
+
+def squeezed(shape: list[int]) -> list[int]:
+    """Return a shape without the ones at its end: 1x1 convolutions are linear layers elsewhere."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def peft_settings(info: CheckpointInfo) -> dict[str, Any]:
+    """Return r, lora_alpha and use_rslora as PEFT wrote them into the file or beside it, as far as it did.
+
+    Raises CheckpointError for settings that are not PEFT's.
+    """
+    beside = info.path.with_name(BESIDE[1])
+    if info.path.name == BESIDE[0] and beside.is_file():
+        settings = {f"transformer.{key}": value for key, value in read_json(beside).items()}
+    else:
+        settings = parse_json(info.weights.metadata.get(IN_FILE, "{}"), f"{info.name}: {IN_FILE}")
+    check_ranks(info.name, settings)
+    for pattern in ("alpha_pattern", "rank_pattern"):
+        if settings.get(f"transformer.{pattern}"):
+            raise InputError(f"{info.name}: got a LoRA with {pattern}, expected one rank and alpha; choose another")
+    return {key: settings.get(f"transformer.{key}") for key in ("r", "lora_alpha", "use_rslora")}
+
+
+def file_scale(found: Tensors, settings: Mapping[str, Any]) -> float:
+    """Return what the file's programs multiply a layer's adapter by; a LoKr of two whole matrices has no rank."""
+    factor = next((found[part] for part in ("lora_A", "lokr_w2_b", "lokr_w1_b") if part in found), None)
+    if factor is None:
+        return 1.0
+    rank = len(factor)
+    if "alpha" in found:
+        return float(found["alpha"]) / rank
+    if settings["lora_alpha"] is None:
+        return 1.0
+    return float(settings["lora_alpha"]) / (math.sqrt(rank) if settings["use_rslora"] else rank)

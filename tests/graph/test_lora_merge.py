@@ -1,0 +1,131 @@
+"""The commands add a LoRA to the weights as ComfyUI adds it to its own."""
+
+import layouts
+import pytest
+import torch
+from lora_dialects import DIALECTS
+
+import sana_core
+from sana_core.errors import InputError
+from sana_core.lora import merge_loras
+from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
+from sana_core.training.settings import Method
+
+LINEAR, CONV = "transformer_blocks.2.attn2.to_q", "transformer_blocks.1.ff.conv_inverted"
+SHAPES = {LINEAR: (160, 160), CONV: (800, 160, 1, 1)}
+WEIGHTS = "diffusion_model."
+NUMBERS = torch.Generator().manual_seed(1)
+
+
+def random(*shape):
+    return 0.3 * torch.randn(shape, generator=NUMBERS)
+
+
+def pairs(dialect, rank=4, **more):
+    """A LoRA of both layers, with `more` tensors for each."""
+    pattern, down, up = DIALECTS[dialect]
+    tensors = {}
+    for layer, (rows, columns, *kernel) in SHAPES.items():
+        name = pattern.format(name=layer, flat=layer.replace(".", "_"))
+        tensors[name + down] = random(rank, columns, *kernel)
+        tensors[name + up] = random(rows, rank, *[1] * len(kernel))
+        tensors |= {f"{name}.{part}": make(SHAPES[layer]) for part, make in more.items()}
+    return tensors
+
+
+def kronecker(**parts):
+    """A LoKr of a linear layer by LyCORIS, of parts of these shapes, and alpha."""
+    tensors = {f"lycoris_{LINEAR.replace('.', '_')}.{part}": random(*shape) for part, shape in parts.items()}
+    return {**tensors, f"lycoris_{LINEAR.replace('.', '_')}.alpha": torch.tensor(3.0)}
+
+
+def alpha(shape):
+    return torch.tensor(2.0)
+
+
+def magnitudes(shape):
+    return torch.rand((shape[0], *[1] * (len(shape) - 1)), generator=NUMBERS) + 0.5
+
+
+FILES = {
+    **{dialect: pairs(dialect, alpha=alpha) for dialect in DIALECTS},
+    "kohya's DoRA": pairs("kohya", alpha=alpha, dora_scale=magnitudes),
+    "LoKr of whole matrices": kronecker(lokr_w1=(10, 10), lokr_w2=(16, 16)),
+    "LoKr of a product": kronecker(lokr_w1=(8, 8), lokr_w2_a=(20, 4), lokr_w2_b=(4, 20)),
+    "LoKr of two products": kronecker(lokr_w1_a=(8, 2), lokr_w1_b=(2, 8), lokr_w2_a=(20, 4), lokr_w2_b=(4, 20)),
+}
+
+
+def trained(kind, targets):
+    """What a training of that kind writes."""
+
+    def write(checkpoint, file):
+        transformer, method = sana_core.load_transformer(checkpoint), Method(kind, 4, 6.0, targets)
+        add_adapter(transformer, method, seed=7)
+        for parameter in transformer.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.05 * torch.randn(parameter.shape, generator=NUMBERS)
+        write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), method, {})
+
+    return write
+
+
+TRAINED = {kind: trained(kind, "both") for kind in ("lora", "dora", "lokr")}
+
+
+def cores(host, name, strength):
+    """The transformer's weights as ComfyUI would sample with them, those that the LoRA changes."""
+    import comfy.lora
+
+    load = ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})
+    own = {"model": ["load", 0], "lora_name": name, "strength_model": strength}
+    graph = {"load": load, "lora": ("SanaNodesLoraLoader", own)}
+    patcher = host.run({**graph, "catch": ("Catch", {"value": ["lora", 0], "name": "model"})})["model"]
+    changed = {}
+    for key, ((weight, _), *patches) in patcher.get_key_patches(WEIGHTS).items():
+        if patches:
+            changed[key.removeprefix(WEIGHTS)] = comfy.lora.calculate_weight(patches, weight.float().clone(), key)
+    return changed
+
+
+@pytest.mark.parametrize("strength", [1.0, -0.6])
+@pytest.mark.parametrize("kind", [*FILES, *TRAINED])
+def test_the_weights_are_comfyuis(host, checkpoint, kind, strength):
+    file = host.models / "loras" / "merge.safetensors"
+    if kind in FILES:
+        layouts.save(FILES[kind], file)
+    else:
+        TRAINED[kind](checkpoint, file)
+    try:
+        wanted = cores(host, file.name, strength)
+        transformer = sana_core.load_transformer(checkpoint)
+        before = {name: weight.clone() for name, weight in transformer.state_dict().items()}
+        merge_loras(transformer, [(str(file), strength)])
+    finally:
+        file.unlink()
+    changed = {name for name, weight in transformer.state_dict().items() if not torch.equal(weight, before[name])}
+    assert changed == wanted.keys() and changed
+    for name, weight in wanted.items():
+        torch.testing.assert_close(transformer.get_parameter(name).reshape(weight.shape), weight, atol=3e-6, rtol=1e-5)
+
+
+WRONG = {
+    "LoHa": ({f"{LINEAR}.hada_w1_a": random(4, 160)}, "hada_w1_a, which is no part of a LoRA, DoRA or LoKr"),
+    "a text encoder": ({"text_encoder.layers.0.mlp.up_proj.lora_A.weight": random(4, 160)}, "which is no part of"),
+    "another width": ({**pairs("bare"), f"{LINEAR}.lora_A.weight": random(4, 96)}, r"lora_A \[4, 96\].*\[160, 160\]"),
+    "half": ({f"{LINEAR}.lora_A.weight": random(4, 160)}, r"got lora_A \[4, 160\], expected parts for a weight"),
+    "two alphas": ({**pairs("bare"), f"{LINEAR}.alpha": torch.ones(2)}, r"to_q.alpha \[2\], expected one number"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_does_not_fit_is_named_before_anything_is_drawn(checkpoint, tmp_path, fault):
+    tensors, said = WRONG[fault]
+    file = layouts.save(tensors, tmp_path / "it.safetensors")
+    with pytest.raises(InputError, match=f"it.safetensors: .*{said}"):
+        sana_core.generate(["a red circle"], checkpoint, width=64, height=64, loras=[(str(file), 1.0)])
+
+
+def test_a_strength_out_of_range_is_named(checkpoint):
+    with pytest.raises(InputError, match="lora: got 101.0"):
+        sana_core.generate(["a red circle"], checkpoint, width=64, height=64, loras=[("it.safetensors", 101.0)])

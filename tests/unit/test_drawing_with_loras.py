@@ -1,0 +1,85 @@
+"""`generate` and `batch` draw with LoRAs: in one process, divided, on workers; another strength is another picture."""
+
+import shutil
+
+import pytest
+import torch
+
+import sana_core
+from sana_core.__main__ import main
+from sana_core.batch.cluster import draw_on_cluster
+from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.fingerprint import fingerprint
+from sana_core.batch.worker import Job, Worker
+from sana_core.commands.options import lora_of
+from sana_core.errors import CheckpointError, MissingFileError
+from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
+from sana_core.training.settings import Method
+
+PROMPT = "a red circle on a blue background"
+SIZE = {"width": 128, "height": 96, "steps": 2, "seed": 3}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def lora(checkpoint, tmp_path_factory):
+    file = tmp_path_factory.mktemp("loras") / "it.safetensors"
+    transformer = sana_core.load_transformer(checkpoint)
+    add_adapter(transformer, Method(rank=4), seed=7)
+    numbers = torch.Generator().manual_seed(1)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=numbers)
+    write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {})
+    return str(file)
+
+
+def test_strengths_add_up_in_any_way_of_drawing(checkpoint, lora):
+    drawn = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 0.6)], **SIZE)
+    assert (drawn - sana_core.generate([PROMPT], checkpoint, **SIZE)).abs().mean() > 0.01
+    twice = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 1.0), (lora, -0.4)], **SIZE)
+    torch.testing.assert_close(twice, drawn, atol=1e-4, rtol=0)
+    divided = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 0.6)], split=True, devices=["cpu", "cpu"], **SIZE)
+    torch.testing.assert_close(divided, drawn, atol=1e-4, rtol=0)
+
+
+def test_a_worker_draws_with_it_and_refuses_another_file_of_that_name(checkpoint, lora, tmp_path):
+    path, file = str(checkpoint), shutil.copy(lora, tmp_path / "it.safetensors")
+    settings = resolve_settings(Settings(128, 96, steps=2, loras=((str(file), 0.6),)), path)
+    weights = {each: fingerprint(each) for each in (path, str(file))}
+    words = Job(settings, weights, path, path, path).pack()
+    worker = Worker(words)
+    worker.load(1, {})
+    drawn = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 0.6)], **SIZE)
+    assert torch.equal(torch.from_numpy(worker.draw([(0, 0, 3)], [PROMPT])[0]), drawn[0])
+    transformer = sana_core.load_transformer(checkpoint)
+    add_adapter(transformer, Method(rank=4), seed=8)
+    write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {}, replace=True)
+    with pytest.raises(CheckpointError, match=r"it.safetensors: not what the driver has \(lora_weights\)"):
+        Worker(words).load(1, {})
+
+
+def test_a_batch_goes_on_with_the_same_strength_alone(checkpoint, lora, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    command = ["batch", "prompts.txt", "--checkpoint", str(checkpoint), "--width", "32", "--height", "32"]
+    command += ["--steps", "1", "--out", "out", "--lora"]
+    assert main([*command, f"{lora}=0.5"]) == 0
+    assert main([*command, f"{lora}=0.5"]) == 0
+    assert "1 of 1 pictures are there already" in capsys.readouterr().out
+    assert main([*command, f"{lora}=0.7"]) == 1
+    assert "loras" in capsys.readouterr().err
+
+
+def test_how_the_option_is_read():
+    assert lora_of("a.safetensors") == ("a.safetensors", 1.0)
+    assert lora_of("a.safetensors=-0.5") == ("a.safetensors", -0.5)
+    assert lora_of("a=b.safetensors") == ("a=b.safetensors", 1.0)
+    assert lora_of("a=b.safetensors=2") == ("a=b.safetensors", 2.0)
+
+
+def test_a_file_that_is_not_there_is_named_before_a_cluster_is_asked(checkpoint, tmp_path):
+    settings = Settings(32, 32, loras=((str(tmp_path / "none.safetensors"), 1.0),))
+    with pytest.raises(MissingFileError, match="none.safetensors"):
+        list(draw_on_cluster(sana_core.batch.plan.Workload([PROMPT], (), None), checkpoint, settings, None))
