@@ -26,6 +26,8 @@ from sana_core.batch.plan import Workload, batch_pictures
 from sana_core.batch.ray_actor import Crew
 from sana_core.batch.ray_pool import RayPool
 from sana_core.batch.worker import Job
+from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
+from sana_core.training.settings import Method
 
 # an actor has one core
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,6 +64,21 @@ def test_every_picture_arrives_once_while_machines_die_and_join(cluster, checkpo
 
 def drew(report, node):
     return any(f"({node.node_id[:6]}" in name for name in report["drawn"])
+
+
+@pytest.mark.timeout(200)
+def test_a_cluster_draws_with_a_lora(cluster, checkpoint, tmp_path):
+    add_node(cluster)
+    transformer, file = sana_core.load_transformer(checkpoint), tmp_path / "it.safetensors"
+    add_adapter(transformer, Method(rank=4), seed=7)
+    for number, parameter in enumerate(transformer.parameters()):
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {})
+    options = {"width": 128, "height": 128, "steps": 2, "loras": [(str(file), 0.6)]}
+    there = sana_core.generate(PROMPTS, checkpoint, cluster=cluster.address, **options)
+    assert torch.equal(there, sana_core.generate(PROMPTS, checkpoint, **options))
+    assert not torch.equal(there, sana_core.generate(PROMPTS, checkpoint, **{**options, "loras": []}))
 
 
 @pytest.mark.timeout(200)
