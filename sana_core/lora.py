@@ -12,6 +12,7 @@ import torch
 from .checkpoints import CheckpointInfo, find_part, inspect_checkpoint
 from .checkpoints.files import brief, parse_json, read_json
 from .checkpoints.headers import read_file
+from .checkpoints.load import check_finite
 from .checkpoints.schemas import check_ranks
 from .errors import InputError
 
@@ -52,30 +53,34 @@ def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, 
         info = find_part(inspect_checkpoint(file), "lora")
         settings = peft_settings(info)
         for name, parts in by_layer(read_file(info.path), layers, info.name).items():
-            weight = layers[name].weight
+            weight, scale = layers[name].weight, file_scale(parts, settings)
+            check_fits(weight, parts, f"{info.name}: {name}")
             wide = weight.float()
-            change = adapted(wide, parts, settings, f"{info.name}: {name}") - wide
-            weight.copy_(wide + strength * change)
+            weight.copy_(wide + strength * (adapted(wide, parts, scale) - wide))
 
 
-def adapted(weight: torch.Tensor, parts: Tensors, settings: Mapping[str, Any], name: str) -> torch.Tensor:
-    """Return `weight` with the adapter of its `parts` in full strength. Raises InputError where they do not fit it."""
+def check_fits(weight: torch.Tensor, parts: Tensors, name: str) -> None:
+    """Raise InputError unless the `parts` of an adapter fit `weight`; without numbers, which take no memory."""
     try:
-        scale = file_scale(parts, settings)
-        parts = {part: tensor.to(weight.device, torch.float32) for part, tensor in parts.items()}
-        changed = weight + scale * product_of(parts).reshape(weight.shape)
-        magnitude = parts.get(MAGNITUDE, parts.get("dora_scale"))
-        if magnitude is None:
-            return changed
-        # PEFT's magnitudes are those of the result, kohya's and ComfyUI's factors of the weight's own
-        norms = (changed if MAGNITUDE in parts else weight).flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
-        factors = magnitude.reshape(norms.shape) / norms
-        return changed * factors.reshape(-1, *[1] * (weight.ndim - 1))
-    except (KeyError, RuntimeError, ZeroDivisionError):
+        adapted(weight.to("meta"), parts, 1.0)
+    except (KeyError, RuntimeError):
         got = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
         raise InputError(
             f"{name}: got {brief(got)}, expected parts for a weight {list(weight.shape)}; choose a LoRA of this model"
         ) from None
+
+
+def adapted(weight: torch.Tensor, parts: Tensors, scale: float) -> torch.Tensor:
+    """Return `weight` with the adapter of its `parts` in full strength."""
+    parts = {part: tensor.to(weight.device, torch.float32) for part, tensor in parts.items()}
+    changed = weight + scale * product_of(parts).reshape(weight.shape)
+    magnitude = parts.get(MAGNITUDE, parts.get("dora_scale"))
+    if magnitude is None:
+        return changed
+    # PEFT's magnitudes are those of the result, kohya's and ComfyUI's factors of the weight's own
+    norms = (changed if MAGNITUDE in parts else weight).flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
+    factors = magnitude.reshape(norms.shape) / norms
+    return changed * factors.reshape(-1, *[1] * (weight.ndim - 1))
 
 
 def product_of(parts: Tensors) -> torch.Tensor:
@@ -93,7 +98,8 @@ def product_of(parts: Tensors) -> torch.Tensor:
 def by_layer(tensors: Mapping[str, torch.Tensor], names: Collection[str], file: str) -> dict[str, Tensors]:
     """Return {layer: {part: tensor}} of a LoRA's `tensors`, `names` being the layers that it may have.
 
-    Raises InputError for a tensor that belongs to no layer, or is of no kind that is trained.
+    Raises InputError for a tensor that belongs to no layer, is of no kind that is trained, or empty, and
+    CheckpointError for one that is not finite.
     """
     known = {prefix + name: name for name in names for prefix in DOTTED}
     known |= {prefix + name.replace(".", "_"): name for name in names for prefix in FLAT}
@@ -105,8 +111,10 @@ def by_layer(tensors: Mapping[str, torch.Tensor], names: Collection[str], file: 
             raise InputError(
                 f"{file}: got {brief(key)}, which is no part of a LoRA, DoRA or LoKr of a layer; choose another"
             )
-        if match[1] == "alpha" and tensor.numel() != 1:
-            raise InputError(f"{file}: got {brief(key)} {list(tensor.shape)}, expected one number; choose another")
+        check_finite(file, key, tensor)
+        if not tensor.numel() or match[1] == "alpha" and tensor.numel() > 1:
+            wanted = "one number" if match[1] == "alpha" else "numbers"
+            raise InputError(f"{file}: got {brief(key)} {list(tensor.shape)}, expected {wanted}; choose another")
         found.setdefault(layer, {})[SAME.get(match[1], match[1])] = tensor
     for parts in found.values():
         if MAGNITUDE in parts:

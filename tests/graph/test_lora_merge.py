@@ -6,7 +6,7 @@ import torch
 from lora_dialects import DIALECTS
 
 import sana_core
-from sana_core.errors import InputError
+from sana_core.errors import CheckpointError, InputError
 from sana_core.lora import merge_loras
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
 from sana_core.training.settings import Method
@@ -114,6 +114,7 @@ WRONG = {
     "a text encoder": ({"text_encoder.layers.0.mlp.up_proj.lora_A.weight": random(4, 160)}, "which is no part of"),
     "another width": ({**pairs("bare"), f"{LINEAR}.lora_A.weight": random(4, 96)}, r"lora_A \[4, 96\].*\[160, 160\]"),
     "half": ({f"{LINEAR}.lora_A.weight": random(4, 160)}, r"got lora_A \[4, 160\], expected parts for a weight"),
+    "no rank": ({**pairs("bare"), f"{LINEAR}.lora_A.weight": random(0, 160)}, r"\[0, 160\], expected numbers"),
     "two alphas": ({**pairs("bare"), f"{LINEAR}.alpha": torch.ones(2)}, r"to_q.alpha \[2\], expected one number"),
 }
 
@@ -123,6 +124,14 @@ def test_what_does_not_fit_is_named_before_anything_is_drawn(checkpoint, tmp_pat
     tensors, said = WRONG[fault]
     file = layouts.save(tensors, tmp_path / "it.safetensors")
     with pytest.raises(InputError, match=f"it.safetensors: .*{said}"):
+        sana_core.generate(["a red circle"], checkpoint, width=64, height=64, loras=[(str(file), 1.0)])
+
+
+def test_numbers_that_are_not_finite_are_named(checkpoint, tmp_path):
+    tensors = pairs("bare")
+    tensors[f"{LINEAR}.lora_A.weight"][1, 2] = float("nan")
+    file = layouts.save(tensors, tmp_path / "it.safetensors")
+    with pytest.raises(CheckpointError, match="1 of 640 numbers in .*to_q.lora_A.weight are NaN or infinite"):
         sana_core.generate(["a red circle"], checkpoint, width=64, height=64, loras=[(str(file), 1.0)])
 
 
