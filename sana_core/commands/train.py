@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ..training.ranks import Ranks
     from ..training.settings import Settings
 
+# seconds in which signals are one wish to stop
+ONE_PRESS = 3.0
 EXAMPLE = """example:
   python -m sana_core train recipes/lora_bundled.toml
   python -m sana_core train recipes/lora_bundled.toml --plan --card 8
@@ -133,12 +136,21 @@ def warn_of_memory(settings: Settings) -> None:
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], None]]:
-    """Give a poll that cancels after the first Ctrl+C or SIGTERM, between two steps; a second one ends at once."""
+    """Give a poll that cancels after the first Ctrl+C or SIGTERM, between two steps; a second one ends at once.
+
+    What comes within ONE_PRESS seconds is the first one: a launcher passes on the Ctrl+C that the terminal has already
+    sent to all.
+    """
     asked: list[int] = []
+    since = 0.0
 
     def ask(number: int, frame: Any) -> None:
+        nonlocal since
         if asked:
-            before[number](number, frame)
+            if time.monotonic() - since > ONE_PRESS:
+                before[number](number, frame)
+            return
+        since = time.monotonic()
         asked.append(number)
         sys.stderr.write("\nstops after this step and saves; once more ends it at once\n")
 

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from sana_core.commands import train
 from sana_core.polling import noting_interrupts
 
 
@@ -29,4 +30,19 @@ def test_others_are_raised_at_once():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), noting_interrupts():
         signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_a_launcher_passes_on_is_no_second_wish_to_stop_a_training(monkeypatch):
+    now, before = [100.0], signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    with train.stopping() as poll:
+        poll()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            poll()
+        now[0] += train.ONE_PRESS + 1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
