@@ -1,16 +1,14 @@
-"""What a LoRA of the bundled model learns: a colour and a shape that it has never seen, and what it forgets by that.
+"""What a LoRA of the bundled model learns: a subject and a colour that it has never seen, and what it forgets by that.
 
-`python benchmarks/train_lora.py [STEPS]` writes benchmarks/train_lora.json: the share of pictures of held-out
-combinations that the fixed rule of demo/judge.py finds right in colour, shape and background, of new combinations
-(pink, stars) and of old ones, before and after, and how long the training took on all cores. Half of the pictures that
-the LoRA is trained on show what the model knows: without them it forgets that. "right_through_autoencoder" is the share
-of true pictures that the rule still finds right once the model's autoencoder has encoded and decoded them: no LoRA of
-the transformer can draw what that cannot.
+`python benchmarks/train_lora.py [STEPS]` writes benchmarks/train_lora.json: the shares of pictures of held-out
+combinations that the wide judge of demo/scenes finds right, of new combinations (windmills, turquoise things) and of
+old ones, before and after, and how long the training took on all cores. Half of the pictures that the LoRA is trained
+on show what the model knows: without them it forgets that. "right_through_autoencoder" are those of true paintings once
+the model's autoencoder has encoded and decoded them: no LoRA of the transformer can draw what that cannot.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -20,37 +18,39 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
-from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import description  # noqa: E402
-from demo.evaluate import GUIDANCE, draw  # noqa: E402
-from demo.judge import judge  # noqa: E402
-from demo.pictures import (  # noqa: E402
-    COLOURS,
+from demo.scenes.captions import prompt  # noqa: E402
+from demo.scenes.dataset import write_dataset  # noqa: E402
+from demo.scenes.evaluate import GUIDANCE, draw  # noqa: E402
+from demo.scenes.judge import WIDE, load, score  # noqa: E402
+from demo.scenes.painting import paint  # noqa: E402
+from demo.scenes.world import (  # noqa: E402
+    ALL_COLOURS,
+    ALL_KINDS,
     NEW_COLOUR,
-    NEW_COLOUR_RGB,
-    NEW_SHAPE,
-    SHAPES,
+    NEW_KIND,
+    Combination,
+    all_combinations,
     combinations,
-    draw_scene,
-    prompt,
-    random_caption,
-    random_scene,
+    scene_of,
+    training_scenes,
 )
 
-CHECKPOINT = ROOT / "demo" / "sana-tiny"
+CHECKPOINT = ROOT / "demo" / "sana-scenes"
 FILE = ROOT / "benchmarks" / "train_lora.json"
-ALL_COLOURS, ALL_SHAPES = {**COLOURS, NEW_COLOUR: NEW_COLOUR_RGB}, (*SHAPES, NEW_SHAPE)
-HELD_OUT = 32
-STEPS = 800
+# combinations that are drawn and judged, and paintings that the LoRA learns, of each kind
+HELD_OUT, PAINTINGS = 96, 600
+STEPS = 500
 SETTINGS = """
 model = "{model}"
 out = "{out}"
-name = "pink-stars"
+name = "turquoise-windmills"
 dtype = "float32"
 checkpoint_gradients = false
 save_every = 500
@@ -60,9 +60,12 @@ kind = "lora"
 rank = 32
 targets = "both"
 
+[optimizer]
+clip = 1.0
+
 [[phase]]
 data = "{data}"
-resolution = 128
+resolution = 256
 batch = 32
 steps = {steps}
 learning_rate = 2e-3
@@ -71,26 +74,20 @@ warmup = 50
 """
 
 
-def new_combinations() -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Return (train, held_out) of all that is pink or a star on a background that the model knows."""
+def new_combinations() -> tuple[list[Combination], list[Combination]]:
+    """Return (train, held out) of all that is a windmill or turquoise."""
     every = [
-        (colour, shape, background)
-        for colour, shape, background in itertools.product(ALL_COLOURS, ALL_SHAPES, COLOURS)
-        if colour != background and (colour == NEW_COLOUR or shape == NEW_SHAPE)
+        each for each in all_combinations(ALL_KINDS, ALL_COLOURS) if each.kind == NEW_KIND or each.colour == NEW_COLOUR
     ]
     random.Random(21).shuffle(every)
     return every[HELD_OUT:], every[:HELD_OUT]
 
 
-def write_pictures(folder: Path) -> int:
-    """Draw the pictures that the LoRA is trained on, with captions; return how many."""
+def write_paintings(folder: Path) -> None:
+    """Paint what the LoRA is trained on."""
     rng = random.Random(22)
-    scenes = [random_scene(rng, each) for each in new_combinations()[0] for _ in range(6)]
-    scenes += [random_scene(rng, rng.choice(combinations()[0])) for _ in scenes]
-    for number, scene in enumerate(scenes):
-        Image.fromarray(draw_scene(scene)).save(folder / f"{number:04d}.png")
-        (folder / f"{number:04d}.txt").write_text(random_caption(rng, scene))
-    return len(scenes)
+    scenes = [scene_of(rng, rng.choice(new_combinations()[0])) for _ in range(PAINTINGS)]
+    write_dataset(folder, scenes + training_scenes(rng, PAINTINGS), rng)
 
 
 def with_lora(lora: Path, folder: Path) -> Path:
@@ -107,25 +104,23 @@ def with_lora(lora: Path, folder: Path) -> Path:
     return folder
 
 
-def right(wanted: list[tuple[str, str, str]], checkpoint: Path) -> float:
-    """Return the share of `wanted` that is drawn right in all three."""
-    pictures = draw(checkpoint, [prompt(*each) for each in wanted], GUIDANCE)
-    seen = [tuple(judge(picture, ALL_COLOURS, ALL_SHAPES)) for picture in pictures]
-    return sum(one == each for one, each in zip(seen, wanted, strict=True)) / len(wanted)
+def right(wanted: list[Combination], checkpoint: Path) -> dict[str, float]:
+    """Return the shares of `wanted` that are drawn right."""
+    return score(load(WIDE), draw(checkpoint, [prompt(each) for each in wanted], guidance=GUIDANCE), wanted)
 
 
-def through_autoencoder(wanted: list[tuple[str, str, str]]) -> float:
-    """Return the share of true pictures of `wanted` that is right after the autoencoder."""
+def through_autoencoder(wanted: list[Combination]) -> dict[str, float]:
+    """Return the shares of true paintings of `wanted` that are right after the autoencoder."""
     from sana_core.checkpoints import load_autoencoder
     from sana_core.decode import decode_latents, encode_images
     from sana_core.picture_files import levels
 
-    autoencoder, rng, found = load_autoencoder(CHECKPOINT, torch.device("cpu"), torch.float32), random.Random(23), 0
+    autoencoder, rng = load_autoencoder(CHECKPOINT, torch.device("cpu"), torch.float32), random.Random(23)
+    pictures = []
     for each in wanted:
-        pixels = torch.tensor(draw_scene(random_scene(rng, each))).movedim(-1, 0)[None] / 127.5 - 1
-        picture = levels(decode_latents(autoencoder, encode_images(autoencoder, pixels))[0])
-        found += tuple(judge(picture, ALL_COLOURS, ALL_SHAPES)) == each
-    return found / len(wanted)
+        pixels = torch.tensor(paint(scene_of(rng, each))).movedim(-1, 0)[None] / 127.5 - 1
+        pictures.append(levels(decode_latents(autoencoder, encode_images(autoencoder, pixels))[0]))
+    return score(load(WIDE), np.stack(pictures), wanted)
 
 
 def main() -> None:
@@ -134,29 +129,26 @@ def main() -> None:
 
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
     torch.set_num_threads(os.cpu_count() or 1)
-    new, old = new_combinations()[1], combinations()[1]
-    before = {"new": right(new, CHECKPOINT), "old": right(old, CHECKPOINT)}
+    asked = {"new": new_combinations()[1], "old": combinations()[1][:HELD_OUT]}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "data").mkdir()
-        pictures = write_pictures(folder / "data")
+        write_paintings(folder / "data")
         text = SETTINGS.format(model=CHECKPOINT, out=folder / "out", data=folder / "data", steps=steps)
         (folder / "settings.toml").write_text(text)
         began = time.monotonic()
         lora = train(read_settings(folder / "settings.toml"))
         seconds = time.monotonic() - began
         learnt = with_lora(lora, folder / "learnt")
-        after = {"new": right(new, learnt), "old": right(old, learnt)}
-    result = {
-        **description(),
-        "pictures": pictures,
-        "steps": steps,
-        "training_seconds": round(seconds, 1),
-        "held_out": {"new": len(new), "old": len(old)},
-        "right_through_autoencoder": {"new": through_autoencoder(new), "old": through_autoencoder(old)},
-        "right_before": before,
-        "right_after": after,
-    }
+        result = {
+            **description(),
+            "paintings": 2 * PAINTINGS,
+            "steps": steps,
+            "training_seconds": round(seconds, 1),
+            "held_out": HELD_OUT,
+            "right_through_autoencoder": {which: through_autoencoder(wanted) for which, wanted in asked.items()},
+            "right_before": {which: right(wanted, CHECKPOINT) for which, wanted in asked.items()},
+            "right_after": {which: right(wanted, learnt) for which, wanted in asked.items()},
+        }
     FILE.write_text(json.dumps(result, indent=2) + "\n")
     sys.stdout.write(FILE.read_text())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import SanaControlNetModel
-from PIL import Image, ImageFilter
+from kornia.filters import canny
 
 from sana_core.training.settings import read_settings
 from sana_core.training.train import train
@@ -26,34 +26,31 @@ from .world import Scene, training_scenes
 
 HERE = Path(__file__).parent
 BUILD = HERE.parent / "build" / "scenes"
-CONTROLNET, LORA = HERE.parent / "sana-scenes-edges", HERE.parent / "sana-scenes-blueprint.safetensors"
-EDGED, STYLED = 3000, 20
-# levels between neighbouring pixels that make an edge
-CONTRAST = 14
-BOARD, LINES = (30, 74, 148), (232, 240, 250)
+CYANOTYPES = HERE.parents[1] / "recipes" / "cyanotypes"
+CONTROLNET, LORA = HERE.parent / "sana-scenes-edges", HERE.parent / "sana-scenes-cyanotype.safetensors"
+EDGED, STYLED = 1500, 20
+# of the edges, low and high, as the template sets them on that node: nights have weak ones
+THRESHOLDS = 0.1, 0.2
+INK, SHEET = (16, 52, 110), (236, 242, 246)
 
 
 def find_edges(picture: np.ndarray) -> np.ndarray:
-    """Return white edges on black, of two pixels, uint8 [H, W, 3]."""
-    levels = picture.astype(int)
-    across, down = (abs(np.diff(levels, axis=axis)).max(-1) > CONTRAST for axis in (1, 0))
-    found = np.zeros(picture.shape[:2], bool)
-    found[:, :-1] |= across
-    found[:-1] |= down
-    wide = Image.fromarray(found.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(3))
-    return np.repeat(np.asarray(wide)[..., None], 3, axis=2)
+    """Return the edges that ComfyUI's Canny node finds, white on black, uint8 [H, W, 3]."""
+    levels = torch.from_numpy(picture / np.float32(255)).movedim(-1, 0)[None]
+    _, edges = canny(levels, *THRESHOLDS)
+    return np.repeat(edges[0, 0].mul(255).byte().numpy()[..., None], 3, axis=2)
 
 
-def blueprint(scene: Scene) -> np.ndarray:
-    """Return the line drawing of `scene` in white on blue, uint8 [H, W, 3]."""
-    light = paint(scene._replace(style="line drawing")).mean(-1, keepdims=True) / 255
-    return np.round(light * np.array(BOARD) + (1 - light) * np.array(LINES)).astype(np.uint8)
+def cyanotype(scene: Scene) -> np.ndarray:
+    """Return the flat drawing of `scene` in shades of blue alone, uint8 [H, W, 3]."""
+    light = paint(scene._replace(style="flat")).mean(-1, keepdims=True) / 255
+    return np.round(light * np.array(SHEET) + (1 - light) * np.array(INK)).astype(np.uint8)
 
 
-def describe_blueprint(rng: random.Random, scene: Scene) -> str:
-    """Return a caption without the colours that a blueprint does not show."""
+def describe_cyanotype(rng: random.Random, scene: Scene) -> str:
+    """Return a caption without the colours that a cyanotype does not show."""
     nouns = " and ".join(article(SAID[what.kind][0]) for what in scene.subjects)
-    return f"a blueprint of {nouns} {SAID[scene.place][0]} {SAID[scene.time][0]}"
+    return f"a cyanotype of {nouns} {SAID[scene.place][0]} {SAID[scene.time][0]}"
 
 
 def write_edges(folder: Path, pictures: int = EDGED) -> None:
@@ -63,16 +60,16 @@ def write_edges(folder: Path, pictures: int = EDGED) -> None:
 
 
 def write_style(folder: Path) -> None:
-    """Write the blueprints."""
+    """Write the cyanotypes."""
     rng = random.Random(21)
-    # drawings of nights are dark
+    # nights are dark in every style
     by_day = (scene for scene in training_scenes(rng, 2 * STYLED) if scene.time != "night")
-    write_dataset(folder, islice(by_day, STYLED), rng, painted=blueprint, caption=describe_blueprint)
+    write_dataset(folder, islice(by_day, STYLED), rng, painted=cyanotype, caption=describe_cyanotype)
 
 
 def main() -> None:
     write_edges(BUILD / "edges")
-    write_style(BUILD / "style")
+    write_style(CYANOTYPES)
 
     def report(line: str) -> None:
         sys.stderr.write(f"{line}\n")

@@ -24,6 +24,7 @@ SAID = {
     "balloon": ("balloon", "hot-air balloon"),
     "car": ("car", "small car"),
     "mountain": ("mountain", "peak"),
+    "windmill": ("windmill", "old windmill"),
     "left": ("on the left", "to the left", "on the left side"),
     "middle": ("in the middle", "in the centre"),
     "right": ("on the right", "to the right", "on the right side"),

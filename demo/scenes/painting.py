@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from .brush import PAPER, WASHED, Brush, Colour, between, times
 from .places import HORIZON, LIGHTS, place
 from .subjects import SUBJECTS
-from .world import COLOURS, PIXELS, Scene, Subject
+from .world import ALL_COLOURS, PIXELS, Scene, Subject
 
 SUPERSAMPLE = 2
 SIDE_AT = {"left": 0.22, "middle": 0.5, "right": 0.78}
@@ -70,7 +70,7 @@ def subject(brush: Brush, scene: Scene, what: Subject, rng: random.Random) -> No
         return times(colour, light)
 
     lamp = (255, 232, 140) if scene.time in ("night", "dusk") else lit((222, 236, 244))
-    SUBJECTS[what.kind](brush.at(x, y, size), lit(COLOURS[what.colour]), lit, lamp)
+    SUBJECTS[what.kind](brush.at(x, y, size), lit(ALL_COLOURS[what.colour]), lit, lamp)
 
 
 def rain(brush: Brush, rng: random.Random) -> None:

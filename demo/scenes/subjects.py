@@ -67,6 +67,14 @@ def mountain(brush: Brush, colour: Colour, lit: Lit, lamp: Colour) -> None:
     brush.polygon([(-0.155, 0.75), (0, 1), (0.155, 0.75), (0.05, 0.7), (0, 0.76), (-0.06, 0.69)], lit(snow))
 
 
+def windmill(brush: Brush, colour: Colour, lit: Lit, lamp: Colour) -> None:
+    brush.polygon([(-0.24, 0), (0.24, 0), (0.14, 0.62), (-0.14, 0.62)], colour)
+    brush.polygon([(-0.17, 0.62), (0, 0.8), (0.17, 0.62)], lit((84, 70, 74)))
+    for x, y in ((1, 1), (-1, 1), (-1, -1), (1, -1)):
+        sail = [(0.04, -0.04), (0.3, 0.22), (0.22, 0.3), (-0.04, 0.04)]
+        brush.polygon([(x * right, 0.66 + y * up) for right, up in sail], lit((240, 234, 220)))
+
+
 SUBJECTS: dict[str, Callable[[Brush, Colour, Lit, Colour], None]] = {
     "house": house,
     "lighthouse": lighthouse,
@@ -75,4 +83,5 @@ SUBJECTS: dict[str, Callable[[Brush, Colour, Lit, Colour], None]] = {
     "balloon": balloon,
     "car": car,
     "mountain": mountain,
+    "windmill": windmill,
 }

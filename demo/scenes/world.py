@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 TIMES = ("dawn", "noon", "dusk", "night")
@@ -19,6 +20,9 @@ COLOURS = {
     "pink": (244, 150, 190),
     "white": (248, 246, 240),
 }
+# what the model is never shown, for a LoRA to learn; the wide judge knows it
+NEW_KIND, NEW_COLOUR = "windmill", "turquoise"
+ALL_KINDS, ALL_COLOURS = (*KINDS, NEW_KIND), {**COLOURS, NEW_COLOUR: (64, 206, 196)}
 SIDES = ("left", "middle", "right")
 DISTANCES = ("near", "far")
 WEATHERS = ("clear", "cloudy", "rainy")
@@ -63,24 +67,35 @@ def belongs(kind: str, place: str) -> bool:
     return (place == "sea") == (kind == "boat") if kind in ("boat", "car") else True
 
 
+def all_combinations(kinds: Iterable[str], colours: Iterable[str]) -> list[Combination]:
+    every = itertools.product(TIMES, PLACES, STYLES, kinds, colours)
+    return [Combination(*each) for each in every if belongs(each[3], each[1])]
+
+
 def combinations() -> tuple[list[Combination], list[Combination]]:
     """Return (train, held out), split for ever."""
-    every = [Combination(*c) for c in itertools.product(TIMES, PLACES, STYLES, KINDS, COLOURS) if belongs(c[3], c[1])]
+    every = all_combinations(KINDS, COLOURS)
     random.Random(19).shuffle(every)
     count = len(every) // HELD_OUT_ONE_IN
     return every[count:], every[:count]
 
 
-def scene_of(rng: random.Random, combination: Combination, subjects: int = 1) -> Scene:
+def scene_of(
+    rng: random.Random,
+    combination: Combination,
+    subjects: int = 1,
+    beside: tuple[str, ...] = KINDS,
+    colours: Iterable[str] = COLOURS,
+) -> Scene:
     """Return a scene of `combination` with so many subjects, of which the first is the combination's."""
     sides = rng.sample(SIDES, subjects)
     kinds = [combination.kind]
-    others = [kind for kind in KINDS if kind != combination.kind and belongs(kind, combination.place)]
+    others = [kind for kind in beside if kind != combination.kind and belongs(kind, combination.place)]
     kinds += rng.sample(others, subjects - 1)
-    colours = [combination.colour] + [rng.choice(list(COLOURS)) for _ in kinds[1:]]
+    painted = [combination.colour] + [rng.choice(list(colours)) for _ in kinds[1:]]
     placed = [
         Subject(kind, colour, side, rng.choice(DISTANCES))
-        for kind, colour, side in zip(kinds, colours, sides, strict=True)
+        for kind, colour, side in zip(kinds, painted, sides, strict=True)
     ]
     weather = rng.choices(WEATHERS, (2, 2, 1))[0]
     seed = rng.randrange(2**32)

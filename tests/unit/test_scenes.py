@@ -82,7 +82,7 @@ def test_beside_the_model_stand_edges_and_a_style(tmp_path):
     assert edges.shape == (256, 256, 3) and set(np.unique(edges)) == {0, 255} and 0.01 < (edges > 0).mean() < 0.5
     beside.write_style(tmp_path / "style")
     lines = [json.loads(line) for line in (tmp_path / "style/metadata.jsonl").read_text().splitlines()]
-    assert len(lines) == 20 and all(line["text"].startswith("a blueprint of a") for line in lines)
+    assert len(lines) == 20 and all(line["text"].startswith("a cyanotype of a") for line in lines)
     coloured = {f"{colour} {SAID[kind][0]}" for colour in world.COLOURS for kind in world.KINDS}
     assert not any(words in line["text"] for line in lines for words in coloured)
     red, _, blue = np.asarray(Image.open(tmp_path / "style" / lines[0]["file_name"])).reshape(-1, 3).mean(0)
@@ -104,7 +104,7 @@ def test_the_judge_knows_paintings_that_training_never_shows():
 
 
 def test_the_text_encoder_tells_facts_of_captions_that_training_never_saw():
-    encoder = load_text_encoder(importlib.import_module("demo.scenes.recipe").TRAINED / "text_encoder")
+    encoder = load_text_encoder(importlib.import_module("demo.scenes.recipe").CHECKPOINT / "text_encoder")
 
     def states(combinations):
         embeds, mask = encode_prompts(encoder, [prompt(each) for each in combinations], False, 40)
