@@ -18,7 +18,7 @@ EACH ?= 30
 .PHONY: help setup demo serve gallery test test-all coverage mutants fuzz soak lint bench gpu gpu-wheels checkpoint lock audit
 
 help:
-	@echo "make demo [PROMPT=\"a blue square on a white background\"]   draw a picture into output/"
+	@echo "make demo [PROMPT=\"a flat drawing of a blue house in the snow at night\"]   draw a picture into output/"
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188, or a free port"
 	@echo "make gallery      open every template in Chromium, run it, and write its screenshot into docs/gallery.md"
 	@echo "make test [WORKERS=2]   unit, graph, server and browser tests, so many at once, without the slow ones"
@@ -33,7 +33,7 @@ help:
 	@echo "make gpu [GPU_PYTHON=python3]   on a machine with a GPU: is it right, and how fast is it, in 8 minutes"
 	@echo "make gpu-wheels FOR=\"3.12 2.11\"   bring along what make gpu needs offline, for a Python and a torch"
 	@echo "make audit        for a release: its bill of materials, and known weaknesses of what it needs"
-	@echo "make checkpoint   train demo/sana-tiny again (about 80 minutes)"
+	@echo "make checkpoint   train demo/sana-scenes again (hours, going on where it was)"
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -121,7 +121,8 @@ gpu-wheels: setup
 	$(VENV) scripts/gpu_wheels.py $(FOR)
 
 checkpoint: setup
-	$(VENV) -m demo.recipe
+	$(VENV) -m demo.scenes.recipe
+	$(VENV) -m demo.scenes.beside
 
 # asks PyPI about weaknesses, so it needs the network
 audit: setup

@@ -21,7 +21,7 @@ SIDE = 4096
 
 
 def main() -> None:
-    graph = json.loads((ROOT / "tests" / "graphs" / "demo.json").read_text())
+    graph = json.loads((ROOT / "tests" / "graphs" / "tiny.json").read_text())
     names = {node["class_type"]: key for key, node in graph.items()}
     graph[names["SanaNodesEmptyLatent"]]["inputs"].update(width=SIDE, height=SIDE)
     seconds: dict[str, float] = {}

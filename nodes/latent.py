@@ -14,7 +14,7 @@ class SanaNodesEmptyLatent(io.ComfyNode):
     The empty latent that SANA draws into: 32 channels, one cell for 32 x 32 pixels.
 
     Connect the MODEL, and the size is the one that it was trained at, in the shape of width and height. Without it the
-    size is as set: models know about 512, 1024, 2048 or 4096, the bundled one 128.
+    size is as set: models know about 512, 1024, 2048 or 4096, the bundled one 256.
     """
 
     @classmethod

@@ -80,8 +80,8 @@ class SanaNodesLoader(io.ComfyNode):
     """
     Loads a whole SANA model: transformer, Gemma text encoder and DC-AE.
 
-    Put diffusers folders into models/diffusers, all-in-one files into models/checkpoints. "sana-tiny (bundled)" comes
-    with the pack: it draws coloured shapes at 128 x 128 on any computer.
+    Put diffusers folders into models/diffusers, all-in-one files into models/checkpoints. "sana-scenes (bundled)"
+    comes with the pack: it draws small scenes at 256 x 256 on any computer.
     """
 
     @classmethod

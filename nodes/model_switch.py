@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from .host.folders import BUNDLED
+from .host.folders import MODELS
 from .loader import load_whole
 
 CONNECTED = "the loaders' files"
@@ -14,7 +14,7 @@ class SanaNodesModelSwitch(io.ComfyNode):
     """
     Passes on the model of the loaders that are connected, or the small one that comes with the pack.
 
-    The bundled model needs no download and draws coloured shapes on any computer: with it a graph runs before its files
+    The bundled model needs no download and draws small scenes on any computer: with it a graph runs before its files
     are there. What is not chosen is not loaded.
     """
 
@@ -29,7 +29,7 @@ class SanaNodesModelSwitch(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "use",
-                    options=[CONNECTED, BUNDLED],
+                    options=[CONNECTED, *MODELS],
                     tooltip="The connected loaders, or the bundled model, which runs without any download.",
                 ),
                 io.Model.Input("model", lazy=True, tooltip="Of SANA Load Diffusion Model, or any SANA model."),
@@ -47,16 +47,16 @@ class SanaNodesModelSwitch(io.ComfyNode):
     @classmethod
     def check_lazy_status(cls, use: str, model=None, clip=None, vae=None) -> list[str]:
         links = {"model": model, "clip": clip, "vae": vae}
-        return [] if use == BUNDLED else [name for name, value in links.items() if value is None]
+        return [] if use in MODELS else [name for name, value in links.items() if value is None]
 
     @classmethod
     def execute(cls, use: str, model=None, clip=None, vae=None) -> io.NodeOutput:
-        if use != BUNDLED:
+        if use not in MODELS:
             from .host.links import check_links
 
             check_links(model=model, clip=clip, vae=vae)
             return io.NodeOutput(model, clip, vae)
-        return load_whole(BUNDLED, cls.hidden.unique_id)
+        return load_whole(use, cls.hidden.unique_id)
 
 
 NODES = [SanaNodesModelSwitch]

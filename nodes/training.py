@@ -22,7 +22,7 @@ class SanaNodesDataset(io.ComfyNode):
     Takes the pictures of a folder with their captions as what SANA Train learns, and shows them on a contact sheet.
 
     Put the pictures into a folder in ComfyUI's input folder, and beside each a text file of the same name with its
-    caption. "red stars (bundled)" comes with the pack.
+    caption. "cyanotypes (bundled)" comes with the pack.
     """
 
     @classmethod
@@ -42,7 +42,7 @@ class SanaNodesDataset(io.ComfyNode):
                     max=LARGEST_SIDE,
                     step=DOWNSCALE,
                     tooltip="The side of a square picture. Others are cropped to the nearest of SANA's shapes of that "
-                    "area. 128 for the bundled model.",
+                    "area. 256 for the bundled model.",
                 ),
             ],
             outputs=[

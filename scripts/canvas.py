@@ -36,8 +36,8 @@ QUICK = """steps => {
             const widget = node.widgets?.find(each => each.name === name);
             if (widget) widget.value = value;
         };
-        set("steps", steps);
-        if (node.type === "SanaNodesModelSwitch") set("use", "sana-tiny (bundled)");
+        set("steps", node.type === "SanaNodesTrain" ? 10 * steps : steps);
+        if (node.type === "SanaNodesModelSwitch") set("use", "sana-scenes (bundled)");
         if (node.type === "SanaNodesTrain") set("name", `run-of-${steps}-steps`);
     }
 }"""

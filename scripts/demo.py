@@ -11,7 +11,7 @@ import time
 
 from host import ROOT, GraphError, base_directory, free_port, images_of, run_graph, server_command, start_server
 
-GRAPH = ROOT / "tests" / "graphs" / "demo.json"
+GRAPH = ROOT / "demo" / "graph.json"
 OUTPUT = ROOT / "output"
 PORT = 8188
 
@@ -50,7 +50,7 @@ def serve() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt", help='for example "a blue square on a white background"')
+    parser.add_argument("--prompt", help='for example "a flat drawing of a blue house in the snow at night"')
     parser.add_argument("--serve", action="store_true", help="leave the canvas open, until Ctrl+C")
     arguments = parser.parse_args()
     if arguments.serve:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-BUNDLED = "sana-tiny (bundled)"
+BUNDLED = "sana-scenes (bundled)"
 OWN = "the loaders' files"
 GEMMA, DC_AE = "gemma_2_2b_it_elm_bf16.safetensors", "dc-ae-f32c32-sana-1.1.safetensors"
 # these need files that no switch replaces
-DOWNLOADED = {"SANA ControlNet", "SANA Sprint"}
+DOWNLOADED = {"SANA Sprint"}
 # nodes that end a graph with a picture on themselves
 SHOWING = ("SaveImage", "PreviewImage", "SanaNodesPlan")
 # one that the bundled model knows, and a released one draws as well
-PROMPT = "a red circle on a blue background"
-LIST = "\n".join((PROMPT, "a green square on a white background", "a yellow triangle on a purple background"))
+PROMPT = "a watercolour of a red lighthouse on the sea at dusk"
+SNOW = "a flat drawing of a blue house in the snow at night"
+LIST = "\n".join((PROMPT, SNOW, "a line drawing of a green tree among green hills at noon"))
 
 
 class Node(NamedTuple):
@@ -116,7 +117,7 @@ def plain(seed: int = 0, prompt: str = PROMPT) -> dict[str, Node]:
     return {**bundled(), **prompts(prompt), **empty(), "sampler": sampler(seed=seed)}
 
 
-TRY = "Without the files, choose *sana-tiny (bundled)* in SANA Model Switch: it draws at 128 px on any computer."
+TRY = "Without the files, choose *sana-scenes (bundled)* in SANA Model Switch: it draws at 256 px on any computer."
 
 
 def second_pass(note: str, scale: float, denoise: float, nodes: dict[str, Node], **decode: Any) -> Template:
@@ -131,8 +132,9 @@ def second_pass(note: str, scale: float, denoise: float, nodes: dict[str, Node],
 
 
 def image_to_image() -> Template:
-    nodes = plain(prompt="a blue square on a white background")
-    again = {"clip": ("model", 1), "text": "a green square on a white background", "instruction": True}
+    nodes = plain(prompt="a flat drawing of a red balloon among green hills at noon")
+    text = "a flat drawing of a red balloon among green hills at night"
+    again = {"clip": ("model", 1), "text": text, "instruction": True}
     nodes |= {
         "picture": Node("SanaNodesDecode", "Picture", {"samples": ("sampler", 0), "vae": ("model", 2)}, "The picture"),
         "encode": Node("VAEEncode", "Drawn anew", {"pixels": ("picture", 0), "vae": ("model", 2)}),
@@ -148,11 +150,12 @@ def image_to_image() -> Template:
 
 
 def inpaint() -> Template:
-    anew = {"clip": ("model", 1), "text": "a green square on a blue background", "instruction": True}
-    half = {"value": 1.0, "width": 64, "height": 128}
+    text = "a watercolour of a yellow boat on the left on the sea at dusk"
+    anew = {"clip": ("model", 1), "text": text, "instruction": True}
+    half = {"value": 1.0, "width": 128, "height": 256}
     join = {"destination": ("keep", 0), "source": ("half", 0), "x": 0, "y": 0, "operation": "add"}
     nodes = plain() | {
-        "keep": Node("SolidMask", "Mask", {"value": 0.0, "width": 128, "height": 128}, "Keep"),
+        "keep": Node("SolidMask", "Mask", {"value": 0.0, "width": 256, "height": 256}, "Keep"),
         "half": Node("SolidMask", "Mask", half, "Draw anew: the left half"),
         "mask": Node("MaskComposite", "Mask", join),
         "masked": Node("SetLatentNoiseMask", "Drawn anew", {"samples": ("sampler", 0), "mask": ("mask", 0)}),
@@ -207,7 +210,7 @@ def custom_sampling() -> Template:
     schedule = {"model": model, "sampler": "flow_dpmpp_2m", "steps": 20, "denoise": 1.0}
     nodes = {
         **bundled(),
-        **prompts("a yellow triangle on a purple background"),
+        **prompts("a line drawing of a yellow house in the desert at dawn"),
         **empty(),
         "pag": Node("SanaNodesPAG", "Guidance", {"model": ("model", 0), "scale": 1.0, "blocks": ""}),
         "interval": Node("SanaNodesGuidanceInterval", "Guidance", {"model": ("pag", 0), "start": 0.0, "end": 0.8}),
@@ -226,7 +229,7 @@ def custom_sampling() -> Template:
 
 
 def gemma() -> Template:
-    asked = {"clip": ("model", 1), "prompt": "a large", "max_length": 6, "sampling_mode": "on"}
+    asked = {"clip": ("model", 1), "prompt": "a watercolour of a", "max_length": 16, "sampling_mode": "on"}
     more = {"temperature": 0.7, "top_k": 64, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05, "seed": 4}
     asked |= {"thinking": False, "use_default_template": False}
     own = {**asked, **{f"sampling_mode.{name}": value for name, value in more.items()}}
@@ -247,91 +250,86 @@ def gemma() -> Template:
 
 
 def train() -> Template:
+    drawn = "a cyanotype of a lighthouse on the sea at noon"
     settings = {
-        "name": "red-star",
+        "name": "cyanotype",
         "method": "lora",
         "rank": 16,
         "steps": 200,
         "learning_rate": 0.0015,
         "batch_size": 4,
-        "validation_prompts": "a red star on a green background",
+        "validation_prompts": drawn,
         "checkpoint_gradients": False,
         "validate_every": 50,
     }
     links = {"model": ("model", 0), "dataset": ("data", 0)}
-    shape = "a red star on a green background"
     nodes = {
         **bundled(),
-        "data": Node("SanaNodesDataset", "Pictures", {"folder": "red stars (bundled)", "resolution": 128}),
+        "data": Node("SanaNodesDataset", "Pictures", {"folder": "cyanotypes (bundled)", "resolution": 256}),
         "sheet": Node("PreviewImage", "Pictures", {"images": ("data", 1)}, "Contact sheet"),
         "train": Node("SanaNodesTrain", "Training", {**links, **settings}),
         "loss": Node("LossGraphNode", "Training 2", {"loss": ("train", 1), "filename_prefix": "sana-loss"}, "Loss"),
-        **prompts(shape),
+        **prompts(drawn),
         **empty(model=("train", 2)),
-        "sampler": sampler(model=("train", 2), title="With the LoRA"),
+        "sampler": sampler(model=("train", 2), title="With the LoRA", guidance=3.0),
         **result("sana-trained"),
     }
     note = (
-        "A LoRA learns a shape that the bundled model does not know, in about two minutes on a CPU, and the last "
-        "nodes draw with it. For your own: pictures with captions (`cat.png`, `cat.txt`) in a folder in "
-        "ComfyUI's `input`, a name of its own, resolution 1024, 500 steps, learning rate 0.0001, batch size 1; "
-        "Cancel saves, and the same name goes on."
+        "A LoRA learns a style that the bundled model does not know, from twenty pictures, and the last nodes draw "
+        "with it. For your own: pictures with captions (`cat.png`, `cat.txt`) in a folder in ComfyUI's `input`, a name "
+        "of its own, resolution 1024, 500 steps, learning rate 0.0001, batch size 1; Cancel saves, and the same name "
+        "goes on."
     )
     return Template(nodes, note, (("train", "name"), ("train", "steps"), ("prompt", "text")))
 
 
 def lora() -> Template:
-    own = {"model": ("model", 0), "clip": ("model", 1), "lora_name": "your_lora.safetensors"}
-    style = Node("SanaNodesLoraLoader", "Model", {**own, "strength_model": 1.0, "strength_clip": 1.0}, None, True)
+    own = {"model": ("model", 0), "clip": ("model", 1), "lora_name": "sana-scenes-cyanotype (bundled)"}
     nodes = {
-        **switched("Sana_1600M_1024px_BF16.safetensors"),
-        "lora": style,
-        **prompts(clip=("lora", 1)),
+        **bundled(),
+        "lora": Node("SanaNodesLoraLoader", "Model", {**own, "strength_model": 1.0, "strength_clip": 1.0}),
+        **prompts("a cyanotype of a house among green hills at noon", ("lora", 1)),
         **empty(model=("lora", 0)),
-        "sampler": sampler(model=("lora", 0)),
+        "sampler": sampler(model=("lora", 0), guidance=3.0),
         **result("sana-lora"),
     }
     note = (
-        "The LoRA loader is bypassed: put a LoRA into models/loras, choose it there and press Ctrl+B on the "
-        f"node. A line under it says how much of the file fits the model. {TRY}"
+        "The bundled LoRA gives the bundled model a fourth style, the blue of cyanotypes. For your own, put a file into "
+        "models/loras and choose it there, with its model in SANA Loader. A line under the node says how much of the "
+        "file fits the model."
     )
     return Template(nodes, note, (("lora", "strength_model"), ("prompt", "text"), ("sampler", "seed")))
 
 
 def controlnet() -> Template:
     apply = {
-        "positive": ("prompt", 0),
+        "positive": ("wanted", 0),
         "negative": ("negative", 0),
         "control_net": ("control", 0),
         "image": ("edges", 0),
-        "vae": ("dc-ae", 0),
+        "vae": ("model", 2),
         "strength": 1.0,
         "start_percent": 0.0,
         "end_percent": 1.0,
     }
-    model = {"model_name": "Sana_600M_1024px.safetensors", "weight_dtype": "default", "resolution": "auto"}
-    name = "Sana_600M_1024px_ControlNet_HED.pth"
-    drawn = sampler(model=("model", 0), positive=("apply", 0), negative=("apply", 1))
-    nodes = {
-        "model": Node("SanaNodesModelLoader", "Files", model),
-        "gemma": Node("SanaNodesTextEncoderLoader", "Files", {"text_encoder_name": GEMMA}),
-        "dc-ae": Node("SanaNodesVAELoader", "Files", {"vae_name": DC_AE}),
-        "control": Node("SanaNodesControlNetLoader", "Files", {"control_net_name": name}),
-        **prompts("a cat", ("gemma", 0)),
-        **empty(),
-        "picture": Node("LoadImage", "Edges", {"image": "example.png"}, "A picture"),
-        "edges": Node("Canny", "Edges", {"image": ("picture", 0), "low_threshold": 0.2, "high_threshold": 0.5}),
-        "apply": Node("ControlNetApplyAdvanced", "Edges", apply),
-        "sampler": drawn,
-        **result("sana-controlnet"),
+    again = {"clip": ("model", 1), "text": "a watercolour of a purple car in the desert at dusk", "instruction": True}
+    nodes = plain(prompt="a flat drawing of a yellow car in the snow at noon") | {
+        "picture": Node("SanaNodesDecode", "Picture", {"samples": ("sampler", 0), "vae": ("model", 2)}, "The picture"),
+        "edges": Node("Canny", "Edges", {"image": ("picture", 0), "low_threshold": 0.1, "high_threshold": 0.2}),
+        "seen": Node("PreviewImage", "Edges", {"images": ("edges", 0)}, "Edges"),
+        "control": Node("SanaNodesControlNetLoader", "Edges", {"control_net_name": "sana-scenes-edges (bundled)"}),
+        "wanted": Node("SanaNodesTextEncode", "Drawn anew", again, "What it should become"),
+        "apply": Node("ControlNetApplyAdvanced", "Drawn anew", apply),
+        "anew": sampler(group="Drawn anew", positive=("apply", 0), negative=("apply", 1), seed=1),
+        **result("sana-controlnet", "anew"),
     }
-    nodes["decode"].inputs["vae"] = ("dc-ae", 0)
     note = (
-        "The edges of a picture decide where things stand, the prompt what they are. The released ControlNet "
-        "learnt soft HED edges: the HED preprocessor of a ControlNet pack in the place of **Canny** follows it "
-        "more closely."
+        "The edges of a picture decide where things stand, the prompt what they are. Put **Load Image** in the place "
+        "of the nodes that draw the first one. The released ControlNet, *Sana_600M_1024px_ControlNet_HED.pth* with the "
+        "0.6B model, learnt soft HED edges: the HED preprocessor of a ControlNet pack in the place of **Canny** "
+        "follows it more closely."
     )
-    return Template(nodes, note)
+    return Template(nodes, note, (("wanted", "text"), ("anew", "seed")))
 
 
 def sprint() -> Template:
@@ -379,7 +377,7 @@ def templates() -> dict[str, Template]:
     return {
         "SANA first picture": Template(
             first,
-            "Press Run: the model that comes with the pack draws coloured shapes, and needs no download. For "
+            "Press Run: the model that comes with the pack draws small scenes, and needs no download. For "
             "SANA itself open *SANA 1K*, which names its files, or choose your own folder in SANA Loader.",
         ),
         "SANA 1K": picture_of_size("Sana_1600M_1024px_BF16.safetensors", 1024, f"{lands} {TRY}"),
@@ -414,7 +412,7 @@ def templates() -> dict[str, Template]:
             "steps at the new size. Details become finer, and the picture stays what it is.",
             1.5,
             0.35,
-            plain(1, "a blue square on a white background"),
+            plain(1, SNOW),
         ),
         "SANA image to image": image_to_image(),
         "SANA inpaint": inpaint(),

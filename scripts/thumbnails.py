@@ -25,8 +25,6 @@ CARDS = [
     ("SANA 4K on 8 GB", "4096 x 4096 in strips", "1.6B", 4096, "same pixels as in one piece"),
     ("SANA 4K on all GPUs", "4096 x 4096, rows shared out", "1.6B", 4096, "each GPU holds the model"),
     ("SANA 8K", "8192 x 8192, two passes", "1.6B", 8192, "no GPU has timed it yet"),
-    ("SANA LoRA", "a style on SANA 1.6B", "1.6B", 1024, "1.2 s on an A100, says NVIDIA"),
-    ("SANA ControlNet", "edges decide where things are", "0.6B", 1024, "0.9 s on an A100, says NVIDIA"),
     ("SANA Sprint", "1024 x 1024, 2 steps", "sprint-1.6B", 1024, "0.24 s on an A100, says NVIDIA"),
     ("SANA best settings for this card", "a chart for this computer", "", 0, "no model needed"),
 ]

@@ -20,34 +20,43 @@ TWO_WORKERS = "cpu x 2"
 CLUSTER = "cluster"
 LARGEST_CLUSTER_FILE = 10_000
 CLUSTER_ADDRESS = re.compile(r"ray://\S+:\d{1,5}")
-BUNDLED = "sana-tiny (bundled)"
-BUNDLED_FOLDER = Path(__file__).parents[2] / "demo" / "sana-tiny"
-BUNDLED_PICTURES = "red stars (bundled)"
-BUNDLED_DATASET = Path(__file__).parents[2] / "recipes" / "stars"
+HERE = Path(__file__).parents[2]
+# what comes with the pack, the model that switches choose first
+MODELS = {"sana-scenes (bundled)": HERE / "demo" / "sana-scenes", "sana-tiny (bundled)": HERE / "demo" / "sana-tiny"}
+DATASETS = {
+    "cyanotypes (bundled)": HERE / "recipes" / "cyanotypes",
+    "red stars (bundled)": HERE / "recipes" / "stars",
+}
 # in ComfyUI's output folder, where SANA Train writes
 RUNS = "sana_training"
 # one name of a folder: no separators, nothing that means another folder, and short enough for a file's name in UTF-8
 RUN_NAME = re.compile(r"\w([\w .-]{0,48}\w)?")
-# the folders whose part the bundled checkpoint has
-PARTS = ("diffusion_models", "text_encoders", "vae")
+# by ComfyUI's folder that it would be in
+BUNDLED = {
+    "diffusion_models": MODELS,
+    "text_encoders": MODELS,
+    "vae": MODELS,
+    "controlnet": {"sana-scenes-edges (bundled)": HERE / "demo" / "sana-scenes-edges"},
+    "loras": {"sana-scenes-cyanotype (bundled)": HERE / "demo" / "sana-scenes-cyanotype.safetensors"},
+}
 # of a sharded model, the first file stands for all
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
 
 
 def list_files(kind: str) -> list[str]:
-    """Return the names of the weights files in ComfyUI's folders of that kind, the bundled one last where it fits."""
+    """Return the names of the weights files in ComfyUI's folders of that kind, and last what comes with the pack."""
     files = [
         name
         for name in folder_paths.get_filename_list(kind)
         if name.lower().endswith(SUFFIXES) and not LATER_SHARD.search(name)
     ]
-    return [*files, BUNDLED] if kind in PARTS else files
+    return [*files, *BUNDLED.get(kind, ())]
 
 
 def find_file(kind: str, name: str) -> Path:
     """Return the file that `name` of `list_files` means. Raises InputError or MissingFileError for any other name."""
-    if name == BUNDLED and kind in PARTS:
-        return BUNDLED_FOLDER
+    if isinstance(name, str) and name in BUNDLED.get(kind, ()):
+        return BUNDLED[kind][name]
     names = file_names(name) if isinstance(name, str) else []
     if not names or not names[0].lower().endswith(SUFFIXES):
         raise InputError(f"{kind}: got {name!r:.40}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
@@ -63,12 +72,12 @@ def find_file(kind: str, name: str) -> Path:
 
 
 def list_models() -> list[str]:
-    """Return what SANA Loader offers: diffusers folders, files in models/checkpoints, the bundled checkpoint last."""
+    """Return what SANA Loader offers: diffusers folders, files in models/checkpoints, the bundled ones last."""
     found = set()
     for root in map(Path, folder_paths.get_folder_paths("diffusers")):
         for pattern in ("*/model_index.json", "*/*/model_index.json"):
             found.update(file.parent.relative_to(root).as_posix() for file in root.glob(pattern))
-    return [*sorted(found), *list_files("checkpoints"), BUNDLED]
+    return [*sorted(found), *list_files("checkpoints"), *MODELS]
 
 
 def model_path(name: str) -> Path:
@@ -78,8 +87,8 @@ def model_path(name: str) -> Path:
             f"model: got {name!r:.40}, expected one of {', '.join(list_models())}; "
             "put diffusers folders into models/diffusers and all-in-one files into models/checkpoints"
         )
-    if name == BUNDLED:
-        return BUNDLED_FOLDER
+    if name in MODELS:
+        return MODELS[name]
     roots = map(Path, folder_paths.get_folder_paths("diffusers"))
     folders = (root / name for root in roots if (root / name / "model_index.json").is_file())
     return next(folders, None) or find_file("checkpoints", name)
@@ -87,13 +96,13 @@ def model_path(name: str) -> Path:
 
 def list_datasets() -> list[str]:
     """Return what SANA Dataset offers: the folders that ComfyUI's own nodes for it list, the bundled pictures last."""
-    return [*folder_paths.get_input_subfolders(), BUNDLED_PICTURES]
+    return [*folder_paths.get_input_subfolders(), *DATASETS]
 
 
 def dataset_path(name: str) -> Path:
     """Return the folder that `name` of `list_datasets` means. Raises InputError for any other name."""
-    if name == BUNDLED_PICTURES:
-        return BUNDLED_DATASET
+    if isinstance(name, str) and name in DATASETS:
+        return DATASETS[name]
     if name not in folder_paths.get_input_subfolders():
         raise InputError(
             f"folder: got {name!r:.40}, expected one in ComfyUI's input folder; put your pictures into one there"

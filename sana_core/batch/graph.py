@@ -8,8 +8,8 @@ from typing import Any
 
 # the PNG's text entry that ComfyUI reads
 ENTRY = "prompt"
-# the folder of the checkpoint that comes with the pack, which SANA Loader lists with a remark
-BUNDLED = "sana-tiny"
+# the folders of the checkpoints that come with the pack, which SANA Loader lists with a remark
+BUNDLED = ("sana-scenes", "sana-tiny")
 
 Link = list[Any]
 
@@ -21,7 +21,7 @@ def graph_of(prompt: str, seed: int, settings: Mapping[str, Any], checkpoint: st
     """
     name = Path(checkpoint).name
     loader = {
-        "model": f"{name} (bundled)" if name == BUNDLED else name,
+        "model": f"{name} (bundled)" if name in BUNDLED else name,
         "weight_dtype": "default",
         "resolution": "auto",
         "reference": settings["reference"],

@@ -28,7 +28,7 @@ from .options import add_drawing, settings_of
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
-      --checkpoint demo/sana-tiny --width 128 --height 128"""
+      --checkpoint demo/sana-scenes --width 256 --height 256"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,8 @@ from ..whole_files import check_free, make_folder, unfinished
 from .options import add_drawing, settings_of
 
 EXAMPLE = """example:
-  python -m sana_core generate "a red circle on a blue background" \\
-      --checkpoint demo/sana-tiny --width 128 --height 128 --out output"""
+  python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\
+      --checkpoint demo/sana-scenes --width 256 --height 256 --out output"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.detect import describe
 
 EXAMPLE = """example:
-  python -m sana_core inspect demo/sana-tiny"""
+  python -m sana_core inspect demo/sana-scenes"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
 
     # the canvas sends what the scripts and the other tests send, but for the size, which follows the model
     sent = json.loads(page.evaluate("async () => JSON.stringify((await window.app.graphToPrompt()).output)"))
-    demo = json.loads((ROOT / "tests" / "graphs" / "demo.json").read_text())
+    demo = json.loads((ROOT / "tests" / "graphs" / "tiny.json").read_text())
     assert sent["4"]["inputs"].pop("model") == ["1", 0]
     for graph in (sent, demo):
         graph["4"]["inputs"] |= {"width": 128, "height": 128}

@@ -45,7 +45,7 @@ def configure(name, address):
 
 def demo_nodes(*kept, **inputs):
     """Return the demo's nodes of those ids, and the inputs of its sampler for SANA Batch Sampler, with `inputs`."""
-    demo = json.loads((ROOT / "tests" / "graphs" / "demo.json").read_text())
+    demo = json.loads((ROOT / "tests" / "graphs" / "tiny.json").read_text())
     own = {key: value for key, value in demo["5"]["inputs"].items() if key not in ("denoise", "model_defaults")}
     return {key: demo[key] for key in kept}, {**own, "chunk": 1, "vae": ["1", 2], **inputs}
 

@@ -8,7 +8,7 @@ from setup import ROOT
 from templates import SHOWING, templates
 
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
-BUNDLED = "sana-tiny (bundled)"
+BUNDLED = "sana-scenes (bundled)"
 NOTES = {"Note", "MarkdownNote"}
 DYNAMIC = "COMFY_DYNAMICCOMBO_V3"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC}

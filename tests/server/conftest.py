@@ -32,4 +32,4 @@ def server(tmp_path_factory, audit_log, worker_id):
 @pytest.fixture
 def demo():
     """The shipped demo graph in API format."""
-    return json.loads((ROOT / "tests" / "graphs" / "demo.json").read_text())
+    return json.loads((ROOT / "tests" / "graphs" / "tiny.json").read_text())
