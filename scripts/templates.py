@@ -294,9 +294,9 @@ def lora() -> Template:
         **result("sana-lora"),
     }
     note = (
-        "The bundled LoRA gives the bundled model a fourth style, the blue of cyanotypes. For your own, put a file into "
-        "models/loras and choose it there, with its model in SANA Loader. A line under the node says how much of the "
-        "file fits the model."
+        "The bundled LoRA gives the bundled model a fourth style, the blue of cyanotypes. For your own, put a file "
+        "into models/loras and choose it there, with its model in SANA Loader. A line under the node says how much of "
+        "the file fits the model."
     )
     return Template(nodes, note, (("lora", "strength_model"), ("prompt", "text"), ("sampler", "seed")))
 
