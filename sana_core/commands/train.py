@@ -160,7 +160,9 @@ def stopping() -> Iterator[Callable[[], None]]:
 
     before: dict[int, Any] = {}
     for each in (signal.SIGINT, signal.SIGTERM):
-        before[each] = signal.signal(each, ask)
+        # what a shell starts in the background is not to hear of Ctrl+C
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            before[each] = signal.signal(each, ask)
     try:
         yield poll
     except RuntimeError:

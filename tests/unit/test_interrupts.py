@@ -33,8 +33,21 @@ def test_others_are_raised_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_what_a_launcher_passes_on_is_no_second_wish_to_stop_a_training(monkeypatch):
-    now, before = [100.0], signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def sigint():
+    """Set what Ctrl+C does, which is nothing where the tests run in the background."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def use(handler):
+        signal.signal(signal.SIGINT, handler)
+        return handler
+
+    yield use
+    signal.signal(signal.SIGINT, before)
+
+
+def test_what_a_launcher_passes_on_is_no_second_wish_to_stop_a_training(monkeypatch, sigint):
+    now, before = [100.0], sigint(signal.default_int_handler)
     monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
     with train.stopping() as poll:
         poll()
@@ -46,3 +59,11 @@ def test_what_a_launcher_passes_on_is_no_second_wish_to_stop_a_training(monkeypa
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_training_in_the_background_does_not_hear_of_ctrl_c(sigint):
+    sigint(signal.SIG_IGN)
+    with train.stopping() as poll:
+        signal.raise_signal(signal.SIGINT)
+        poll()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
