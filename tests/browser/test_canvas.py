@@ -10,7 +10,8 @@ from host import get, start_server
 from PIL import Image
 from setup import CACHE, ROOT
 
-from demo.judge import judge
+from demo.scenes.judge import load, score
+from demo.scenes.world import Combination
 
 ARTIFACTS = ROOT / "tests" / "artifacts"
 
@@ -40,10 +41,10 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
 
     # the canvas sends what the scripts and the other tests send, but for the size, which follows the model
     sent = json.loads(page.evaluate("async () => JSON.stringify((await window.app.graphToPrompt()).output)"))
-    demo = json.loads((ROOT / "tests" / "graphs" / "tiny.json").read_text())
+    demo = json.loads((ROOT / "demo" / "graph.json").read_text())
     assert sent["4"]["inputs"].pop("model") == ["1", 0]
     for graph in (sent, demo):
-        graph["4"]["inputs"] |= {"width": 128, "height": 128}
+        graph["4"]["inputs"] |= {"width": 256, "height": 256}
         graph["7"]["inputs"]["filename_prefix"] = "sana-demo"
     for key, node in demo.items():
         assert sent[key]["class_type"] == node["class_type"]
@@ -58,4 +59,6 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
 
     (image,) = page.evaluate("Object.values(window.app.nodeOutputs).flatMap(output => output.images ?? [])")
     picture = Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB")
-    assert judge(np.asarray(picture)) == ("red", "circle", "blue")
+    wanted = Combination("dusk", "sea", "watercolour", "lighthouse", "red")
+    found = score(load(), np.array(picture)[None], [wanted])
+    assert found["all"] == 1, found
