@@ -12,11 +12,16 @@ from diffusers import SanaPipeline
 def save_checkpoint(pipeline: SanaPipeline, colours: dict[str, list], folder: Path) -> float:
     """Write `pipeline` in bf16 and the `colours` of its latents into `folder`; return how many MB that is."""
     pipeline.to(torch.bfloat16).save_pretrained(folder)
-    for config in folder.glob("*/config.json"):  # diffusers notes where the module was loaded from
-        kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "_name_or_path"}
-        config.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
+    for config in folder.glob("*/config.json"):
+        forget_origin(config)
     # the only name that transformers 4 and 5 both know for a tokenizer without tokenizer.model
     for file in (folder / "model_index.json", folder / "tokenizer" / "tokenizer_config.json"):
         file.write_text(file.read_text().replace('"GemmaTokenizer"', '"GemmaTokenizerFast"'))
     (folder / "preview.json").write_text(json.dumps(colours) + "\n")
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
+
+
+def forget_origin(config: Path) -> None:
+    """Take the folder that a module was loaded from, which diffusers notes, out of its `config`."""
+    kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "_name_or_path"}
+    config.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")

@@ -19,6 +19,7 @@ from kornia.filters import canny
 from sana_core.training.settings import read_settings
 from sana_core.training.train import train
 
+from ..checkpoint import forget_origin
 from .captions import SAID, article
 from .dataset import write_dataset
 from .painting import paint
@@ -76,6 +77,7 @@ def main() -> None:
 
     controlnet = SanaControlNetModel.from_pretrained(train(read_settings(HERE / "edges.toml"), report=report))
     controlnet.to(torch.bfloat16).save_pretrained(CONTROLNET)
+    forget_origin(CONTROLNET / "config.json")
     shutil.copyfile(train(read_settings(HERE / "style.toml"), report=report), LORA)
 
 

@@ -57,6 +57,11 @@ def test_the_archive_holds_what_users_need_and_no_more(archive):
     assert sum((ROOT / name).stat().st_size for name in archive) < LARGEST
 
 
+def test_no_configuration_says_which_folder_it_came_from(archive):
+    configs = [ROOT / name for name in archive if name.endswith("config.json")]
+    assert configs and not [path for path in configs if "_name_or_path" in path.read_text(encoding="utf-8")]
+
+
 def test_nothing_in_the_archive_is_marked_by_the_scanner(archive):
     texts = [name for name in archive if name.endswith((".py", ".js", ".json", ".toml"))]
     assert not [name for name in texts if MARKED.search((ROOT / name).read_bytes())]
