@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,17 +24,15 @@ class Verdict(NamedTuple):
     background: str
 
 
-def judge(
-    image: np.ndarray, colours: Mapping[str, tuple[int, int, int]] = COLOURS, shapes: Sequence[str] = SHAPES
-) -> Verdict:
-    """Say what `image`, uint8 [H, W, 3], shows of these `colours` and `shapes`.
+def judge(image: np.ndarray) -> Verdict:
+    """Say what `image`, uint8 [H, W, 3], shows.
 
     Each pixel takes the nearest palette colour. The commonest one along the border is the background, the commonest
     of the others the colour, if it covers 1 % of the picture. The shape is the template with the largest
     intersection over union with the largest patch that lies nearer to the colour than to the background.
     """
-    palette = np.array(list(colours.values()), dtype=np.float32)
-    names = list(colours)
+    palette = np.array(list(COLOURS.values()), dtype=np.float32)
+    names = list(COLOURS)
     pixels = image.astype(np.float32)
     nearest = np.linalg.norm(pixels[:, :, None] - palette, axis=-1).argmin(-1)
 
@@ -55,7 +52,7 @@ def judge(
     sizes = np.bincount(patches.ravel())
     sizes[0] = 0
     mask = patches == sizes.argmax()
-    scores = {shape: overlap(mask, shape) for shape in shapes}
+    scores = {shape: overlap(mask, shape) for shape in SHAPES}
     best = max(scores, key=scores.__getitem__)
     return Verdict(names[colour], best if scores[best] >= SMALLEST_IOU else None, names[background])
 

@@ -21,8 +21,8 @@ COLOURS = {
     "black": (20, 20, 20),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
-# what the checkpoint has never seen, for LoRAs to learn
-NEW_COLOUR, NEW_COLOUR_RGB, NEW_SHAPE = "pink", (250, 150, 200), "star"
+# of recipes/stars, which the checkpoint has never seen
+NEW_SHAPE = "star"
 PIXELS = 128
 HELD_OUT = 64
 SUPERSAMPLE = 2
@@ -79,7 +79,7 @@ def draw_shape(draw: ImageDraw.ImageDraw, shape: str, box: tuple[float, float, f
         w, h = (right - left) / 3, (bottom - top) / 3
         draw.rectangle((left + w, top, right - w, bottom), fill=fill)
         draw.rectangle((left, top + h, right, bottom - h), fill=fill)
-    elif shape == "star":
+    elif shape == NEW_SHAPE:
         draw.polygon(star_points(box), fill=fill)
     else:
         raise ValueError(f"shape: got {shape!r}, expected one of {', '.join((*SHAPES, NEW_SHAPE))}")
@@ -103,10 +103,9 @@ def star_points(box: tuple[float, float, float, float]) -> list[tuple[float, flo
 def draw_scene(scene: Scene, pixels: int = PIXELS) -> np.ndarray:
     """Return the picture of `scene`, uint8 [pixels, pixels, 3], edges smoothed."""
     side = pixels * SUPERSAMPLE
-    colours = COLOURS | {NEW_COLOUR: NEW_COLOUR_RGB}
-    image = Image.new("RGB", (side, side), colours[scene.background])
+    image = Image.new("RGB", (side, side), COLOURS[scene.background])
     r, x, y = (v * side for v in (scene.radius, scene.x, scene.y))
-    draw_shape(ImageDraw.Draw(image), scene.shape, (x - r, y - r, x + r, y + r), colours[scene.colour])
+    draw_shape(ImageDraw.Draw(image), scene.shape, (x - r, y - r, x + r, y + r), COLOURS[scene.colour])
     return np.asarray(image.resize((pixels, pixels), Image.Resampling.BOX))
 
 
