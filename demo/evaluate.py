@@ -59,20 +59,3 @@ def evaluate(checkpoint: Path, report: Path, psnr: float) -> dict:
     result["chance"] = {"colour": 1 / len(COLOURS), "shape": 1 / 4, "background": 1 / len(COLOURS), "all": 1 / 224}
     (report / "score.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
-
-
-def plot_losses(build: Path, report: Path) -> None:
-    """Draw the loss curves of the three stages into losses.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    stages = ("vae", "text_encoder", "transformer")
-    figure, panels = pyplot.subplots(1, len(stages), figsize=(12, 3.2), layout="constrained")
-    for stage, panel in zip(stages, panels, strict=True):
-        steps, losses, seconds = zip(*json.loads((build / f"{stage}.json").read_text()), strict=True)
-        panel.semilogy(steps, losses, linewidth=1)
-        panel.set(title=f"{stage}, {seconds[-1] / 60:.0f} min", xlabel="step", ylabel="loss")
-        panel.grid(alpha=0.3)
-    figure.savefig(report / "losses.png", dpi=80)

@@ -44,27 +44,3 @@ def evaluate(checkpoint: Path, report: Path, psnr: float) -> dict:
     result |= {"mean": mean, "seeds": scores, "empty_prompt": score(judge, empty, held_out[:64])}
     (report / "score.json").write_text(json.dumps(result, indent=1) + "\n")
     return result
-
-
-def plot_losses(files: list[Path], report: Path) -> None:
-    """Draw the curve of each file of JSON lines into losses.png, of one with a loss at each step means over 20."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(files), figsize=(4 * len(files), 3.2), layout="constrained", squeeze=False)
-    for file, panel in zip(files, panels[0], strict=True):
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        steps, losses = zip(*((line["step"], line["loss"]) for line in lines if "loss" in line), strict=True)
-        width = 20 // (steps[1] - steps[0])
-        count = len(steps) // width * width
-        steps, losses = (np.array(each[:count]).reshape(-1, width).mean(1) for each in (steps, losses))
-        panel.semilogy(steps, losses, linewidth=1, label="training")
-        held = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
-        if held:
-            panel.semilogy(*zip(*held, strict=True), marker=".", label="held out")
-            panel.legend()
-        panel.set(title=f"{file.parent.name}/{file.stem}", xlabel="step", ylabel="loss")
-        panel.grid(alpha=0.3)
-    figure.savefig(report / "losses.png", dpi=80)

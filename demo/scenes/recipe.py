@@ -7,11 +7,8 @@ demo/build/scenes/. The transformer is trained by this pack's own trainer, with 
 
 from __future__ import annotations
 
-import json
 import random
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,12 +23,13 @@ from sana_core.training.train import train
 from .. import text
 from ..autoencoder import psnr, to_pixels
 from ..checkpoint import save_checkpoint
+from ..losses import log_losses, plot_losses
 from ..preview import fit_colours
 from ..transformer import build
 from . import autoencoder
 from .autoencoder import paint_scenes
 from .dataset import write_dataset
-from .evaluate import evaluate, plot_losses
+from .evaluate import evaluate
 from .text import SIZE, documents
 from .world import PIXELS, training_scenes
 
@@ -45,25 +43,12 @@ HEADS, LAYERS = 6, 6
 SHIFT = 1.0
 
 
-def log_losses(stage: str) -> Callable[[int, float], None]:
-    """Return report(step, loss), which adds to the curve of `stage` and shows it on standard error."""
-    started = time.monotonic()
-
-    def report(step: int, loss: float) -> None:
-        line = {"step": step, "loss": round(loss, 5), "seconds": round(time.monotonic() - started, 1)}
-        with (BUILD / f"{stage}.jsonl").open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
-        sys.stderr.write(f"{stage} {line}\n")
-
-    return report
-
-
 def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     device = chosen_device("")
     base = BUILD / "base"
     if not (CHECKPOINT / "vae/config.json").is_file():
-        vae = autoencoder.train(BUILD / "vae.pt", device, log_losses("vae")).cpu()
+        vae = autoencoder.train(BUILD / "vae.pt", device, log_losses(BUILD / "vae.jsonl")).cpu()
         if not autoencoder.fits_half(vae):
             raise SystemExit("the autoencoder's maps leave the range of float16; train it with lower learning rates")
         vae.register_to_config(scaling_factor=autoencoder.latent_scale(vae))
@@ -71,7 +56,7 @@ def main() -> None:
     # as the result has them, so that the transformer learns the latents that are drawn from
     vae = AutoencoderDC.from_pretrained(CHECKPOINT / "vae", torch_dtype=torch.float32)
     if not (CHECKPOINT / "text_encoder/config.json").is_file():
-        tokenizer, language_model = text.train(log_losses("text_encoder"), documents, SIZE)
+        tokenizer, language_model = text.train(log_losses(BUILD / "text_encoder.jsonl"), documents, SIZE)
         tokenizer.save_pretrained(CHECKPOINT / "tokenizer")
         language_model.to(torch.bfloat16).save_pretrained(CHECKPOINT / "text_encoder")
     encoder = load_text_encoder(CHECKPOINT / "text_encoder")
