@@ -53,12 +53,12 @@ class Batch(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The entries of a list of samples, by their indices, and the embeddings of the empty prompt."""
+    """The entries of a list of samples, by their indices, and the empty prompt."""
 
     names: list[str]
     latents: list[Path]
     texts: list[Path]
-    empty: torch.Tensor  # [T, C], without instruction, its padding included
+    empty: Tensors  # embeds [T, C] and mask [T], without instruction, the padding included
     controls: Sequence[Path] = ()  # of a ControlNet's training, as many as the others
 
     def load(self, indices: Sequence[int]) -> Batch:
@@ -137,7 +137,7 @@ def build_cache(
         controls = [find_latents(*each) for each in zip(steering, buckets, strict=False)]
     finally:
         digests.save()
-    return Cache([sample.name for sample in samples], latents, texts, read_entry(empty)["embeds"], controls)
+    return Cache([sample.name for sample in samples], latents, texts, read_entry(empty), controls)
 
 
 def control_sample(sample: Sample) -> Sample:

@@ -11,6 +11,7 @@ import torch
 from ..control import Control
 from ..errors import CheckpointError, TrainingError
 from ..polling import Poll
+from ..reference import reference_of
 from ..released import GUIDANCE
 from .adapters import add_adapter
 from .buckets import Bucket
@@ -235,7 +236,9 @@ def piece_loss(learner: Learner, data: Data, piece: Piece, place: Place) -> torc
     batch = data.cache.load(indices)
     keys = [(settings.seed, place.phase, place.epoch, index) for index in indices]
     draw = draw_training(batch.latents.shape[1:], keys, settings.caption_dropout)
-    batch = batch._replace(embeds=drop_captions(batch.embeds, draw.dropped, data.cache.empty))
+    shared = reference_of(learner.transformer).shared_mask
+    embeds, mask = drop_captions(batch.embeds, batch.mask, draw.dropped, data.cache.empty, shared)
+    batch = batch._replace(embeds=embeds, mask=mask)
     if settings.loss.kind == CONSISTENCY:
         guidance = training_guidance(draw.choices)
         point, prompt, weight = on_trajectory(learner, data, batch, draw.noise, draw.times, guidance)
@@ -284,7 +287,7 @@ def on_trajectory(
     angle = training_angles(times).float().to(device)
     point = data_point(batch.latents.to(device), noise.to(device), angle)
     if learner.teacher is not None:
-        point = taught(point, learner.teacher, prompt, data.cache.empty)
+        point = taught(point, learner.teacher, prompt, data.cache.empty["embeds"])
     return point, prompt, None if batch.weight is None else batch.weight.to(device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -58,13 +58,20 @@ def logit_normal(times: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(torch.special.ndtri(times.clamp(1e-6, 1 - 1e-6)))
 
 
-def drop_captions(embeds: torch.Tensor, dropped: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Return `embeds` [B, T, C] with those of the `empty` prompt [300, C] for the captions that are dropped.
+def drop_captions(
+    embeds: torch.Tensor, mask: torch.Tensor, dropped: torch.Tensor, empty: Mapping[str, torch.Tensor], shared: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `embeds` [B, T, C] and `mask` [B, T] with the `empty` prompt's for the captions that are dropped.
 
-    The mask stays the caption's, as in NVIDIA's training (CaptionEmbedder.token_drop in
-    diffusion/model/nets/sana_blocks.py replaces the embeddings alone), whose model is therefore sampled so too.
+    `empty` has embeds [300, C] and mask [300]. Guidance compares with what is learnt here, so the mask is the one that
+    the model is drawn with: the caption's if it is `shared`, as in NVIDIA's code (CaptionEmbedder.token_drop in
+    diffusion/model/nets/sana_blocks.py replaces the embeddings alone), else the empty prompt's own, as in diffusers'.
     """
-    return torch.where(dropped[:, None, None], empty[None, : embeds.shape[1]].to(embeds), embeds)
+    width = embeds.shape[1]
+    embeds = torch.where(dropped[:, None, None], empty["embeds"][None, :width].to(embeds), embeds)
+    if not shared:
+        mask = torch.where(dropped[:, None], empty["mask"][None, :width].to(mask), mask)
+    return embeds, mask
 
 
 def flow_loss(

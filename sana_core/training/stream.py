@@ -10,16 +10,17 @@ import torch
 from .buckets import Bucket
 from .cache import Batch, EncodeCaption, EncodePixels, control_sample, encode_picture, encode_tokens, join_batch
 from .dataset import Sample
+from .entries import Tensors
 
 
 class Stream(NamedTuple):
-    """Samples in their buckets, with the encoders for them, and the embeddings of the empty prompt as in a cache."""
+    """Samples in their buckets, with the encoders for them, and the empty prompt as in a cache."""
 
     samples: Sequence[Sample]
     buckets: Sequence[Bucket]
     encode_pixels: EncodePixels
     encode_caption: EncodeCaption
-    empty: torch.Tensor  # [T, C], without instruction, its padding included
+    empty: Tensors  # embeds [T, C] and mask [T], without instruction, the padding included
 
     @torch.no_grad()
     def load(self, indices: Sequence[int]) -> Batch:

@@ -114,7 +114,8 @@ def test_what_is_loaded_is_what_the_models_give_bit_for_bit(tmp_path, data, mode
             if batch.weight is not None:
                 assert torch.equal(batch.weight[row], torch.ones(1, 4, 4) if weight is None else weight)
         assert (batch.weight is None) == (0 not in indices)
-    assert torch.equal(cache.empty, sana_core.encode_prompts(models.encoder, [""], instruction=False)[0][0])
+    embeds, mask = sana_core.encode_prompts(models.encoder, [""], instruction=False)
+    assert torch.equal(cache.empty["embeds"], embeds[0]) and torch.equal(cache.empty["mask"], mask[0].to(torch.uint8))
 
 
 def test_the_padding_is_not_stored(tmp_path, data, models):
@@ -132,7 +133,7 @@ def test_embeddings_keep_the_encoders_dtype(tmp_path, data, models):
     cache = build_cache(samples, [(128, 128)], tmp_path / "cache", models.encode_pixels, half, IDS)
     batch = cache.load([0])
     expected = sana_core.encode_prompts(models.encoder, CAPTIONS[:1])[0].bfloat16()
-    assert batch.embeds.dtype == cache.empty.dtype == torch.bfloat16
+    assert batch.embeds.dtype == cache.empty["embeds"].dtype == torch.bfloat16
     assert torch.equal(batch.embeds, expected[:, : batch.embeds.shape[1]])
 
 

@@ -112,6 +112,23 @@ def test_gradients_kept_or_computed_again_are_the_same(settings, method, referen
     assert lines_of(kept) == lines_of(again) and same_state(kept, again)
 
 
+@pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
+def test_of_a_dropped_caption_no_more_is_left_than_of_the_negative_prompt_that_is_drawn_with(
+    settings, folder, tmp_path, reference
+):
+    longer = tmp_path / "longer"
+    shutil.copytree(folder / "pictures", longer)
+    for file in longer.glob("*.txt"):
+        file.write_text(f"{file.read_text()}, and much more than that")
+    losses = []
+    for out, data in (("short", folder / "pictures"), ("long", longer)):
+        own = settings(out, steps=1, data=data, caption_dropout=1.0, reference=reference)
+        train.train(own)
+        losses += [line["loss"] for line in lines_of(own) if "loss" in line]
+    # NVIDIA's code masks the negative prompt as the prompt, diffusers' by itself
+    assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) == (reference == "diffusers")
+
+
 def test_the_loss_falls_on_two_pictures(settings, folder):
     pair = folder / "two"
     write_pictures(pair, 2, seed=4)

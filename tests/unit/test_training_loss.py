@@ -128,6 +128,11 @@ def test_random_numbers_depend_on_the_picture_alone():
     assert float(many.times.mean()) == pytest.approx(0.5, abs=4 / math.sqrt(12 * 4000))
 
 
-def test_a_dropped_caption_has_the_empty_prompts_embeddings():
-    embeds, empty = torch.ones(2, 3, 4), torch.zeros(300, 4)
-    assert drop_captions(embeds, torch.tensor([True, False]), empty).mean(dim=(1, 2)).tolist() == [0.0, 1.0]
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_dropped_caption_gives_way_to_the_empty_prompt_as_it_is_drawn_with(shared):
+    embeds, mask = torch.ones(2, 3, 4), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    empty = {"embeds": torch.zeros(300, 4), "mask": torch.tensor([1] + [0] * 299, dtype=torch.uint8)}
+    learnt, masked = drop_captions(embeds, mask, torch.tensor([True, False]), empty, shared)
+    assert learnt.mean(dim=(1, 2)).tolist() == [0.0, 1.0]
+    assert masked.tolist() == [[1, 1, 0] if shared else [1, 0, 0], [1, 1, 1]] and masked.dtype == mask.dtype
+    assert mask.tolist() == [[1, 1, 0], [1, 1, 1]]
