@@ -1,4 +1,4 @@
-"""Shapes in fractions of the picture's side, filled, or inked and filled."""
+"""Shapes in fractions of the picture's height, filled, or inked and filled."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def between(a: Colour, b: Colour, share: float) -> Colour:
 
 
 class Brush(NamedTuple):
-    """Draws on a picture of `side` pixels, from `origin` on and `size` as large; `up` is -1 where y counts upwards.
+    """Draws on a picture `side` pixels high, from `origin` on and `size` as large; `up` is -1 where y counts upwards.
 
-    Shapes that are not `coloured` are washed out where the brush is inked.
+    Shapes that are not `coloured` are washed out where the brush is inked. Land is `wide` times as wide as high, things
+    keep their form.
     """
 
     draw: ImageDraw.ImageDraw
@@ -35,10 +36,11 @@ class Brush(NamedTuple):
     origin: Point = (0.0, 0.0)
     size: float = 1.0
     up: int = 1
+    wide: float = 1.0
 
     def at(self, x: float, y: float, size: float) -> Brush:
         """Return a brush for a thing of height 1 whose foot is at (x, y), and whose y counts upwards."""
-        return self._replace(origin=(x, y), size=size, up=-1)
+        return self._replace(origin=(x * self.wide, y), size=size, up=-1, wide=1.0)
 
     def polygon(self, points: list[Point], colour: Colour, coloured: bool = True) -> None:
         scaled = [self._pixel(point) for point in points]
@@ -57,12 +59,13 @@ class Brush(NamedTuple):
         self.draw.ellipse(box, fill=self._fill(colour, True), outline=ink, width=round(self.side * OUTLINE))
 
     def line(self, points: list[Point], colour: Colour, width: float, outlined: bool = True) -> None:
-        """Draw a line as wide as that fraction of the picture's side, whatever the size of the thing."""
+        """Draw a line as wide as that fraction of the picture's height, whatever the size of the thing."""
         shown = INK if self.inked and outlined else self._fill(colour, True)
         self.draw.line([self._pixel(point) for point in points], fill=shown, width=max(1, round(width * self.side)))
 
     def _pixel(self, point: Point) -> Point:
-        x, y = (at + by * self.size for at, by in zip(self.origin, (point[0], self.up * point[1]), strict=True))
+        steps = (point[0] * self.wide, self.up * point[1])
+        x, y = (at + by * self.size for at, by in zip(self.origin, steps, strict=True))
         return x * self.side, y * self.side
 
     def _fill(self, colour: Colour, coloured: bool) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 import sana_core
 from sana_core.picture_files import levels
@@ -16,11 +17,14 @@ from .judge import load, score
 from .world import PIXELS, combinations
 
 GUIDANCE, STEPS, SEEDS = 4.5, 20, 4
+# width, height besides the native one, and on how many of the held-out combinations they are tried
+SIZES, TRIED = ((384, 256), (512, 512)), 64
 
 
 def draw(checkpoint: Path, prompts: list[str], **options) -> np.ndarray:
     """Draw the prompts, uint8 [N, H, W, 3]."""
-    images = sana_core.generate(prompts, checkpoint, width=PIXELS, height=PIXELS, steps=STEPS, **options)
+    size = {"width": PIXELS, "height": PIXELS}
+    images = sana_core.generate(prompts, checkpoint, steps=STEPS, **size | options)
     return np.stack([levels(image) for image in images])
 
 
@@ -42,5 +46,13 @@ def evaluate(checkpoint: Path, report: Path, psnr: float) -> dict:
     contact_sheet(empty).save(report / "empty_prompt.jpg", quality=88)
     result = {"prompts": len(prompts), "psnr_db": round(psnr, 2), "guidance": GUIDANCE, "steps": STEPS}
     result |= {"mean": mean, "seeds": scores, "empty_prompt": score(judge, empty, held_out[:64])}
+    result["sizes"] = {}
+    for width, height in SIZES:
+        pictures = draw(checkpoint, prompts[:TRIED], guidance=GUIDANCE, width=width, height=height)
+        result["sizes"][f"{width}x{height}"] = score(judge, pictures, held_out[:TRIED])
+        row = np.concatenate(list(pictures[:4]), 1)
+        Image.fromarray(row).resize((256 * row.shape[1] // height, 256)).save(
+            report / f"{width}x{height}.jpg", quality=88
+        )
     (report / "score.json").write_text(json.dumps(result, indent=1) + "\n")
     return result

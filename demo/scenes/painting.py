@@ -14,11 +14,11 @@ from .world import ALL_COLOURS, PIXELS, Scene, Subject
 
 SUPERSAMPLE = 2
 SIDE_AT = {"left": 0.22, "middle": 0.5, "right": 0.78}
-# height of a subject, and where it stands; fractions of the picture's side
+# height of a subject, and where it stands; fractions of the picture's height
 NEAR_FAR = {"near": (0.4, 0.92), "far": (0.25, 0.73)}
 
 
-def sky(scene: Scene, side: int) -> Image.Image:
+def sky(scene: Scene, width: int, side: int) -> Image.Image:
     light = LIGHTS[scene.time]
     share = np.clip(np.linspace(0, 1 / HORIZON, side), 0, 1)[:, None]
     column = np.array(light.top) * (1 - share) + np.array(light.bottom) * share
@@ -27,7 +27,7 @@ def sky(scene: Scene, side: int) -> Image.Image:
     if scene.style == "line drawing":  # a thin wash on the paper
         column += WASHED * (np.array(PAPER) - column)
     rows = np.round(column).astype(np.uint8)[:, None]
-    return Image.fromarray(np.broadcast_to(rows, (side, side, 3)).copy())
+    return Image.fromarray(np.broadcast_to(rows, (side, width, 3)).copy())
 
 
 def heavens(brush: Brush, scene: Scene, rng: random.Random) -> None:
@@ -50,8 +50,9 @@ def heavens(brush: Brush, scene: Scene, rng: random.Random) -> None:
     cloud = between(times(white, light.land), light.bottom, 0.15)
     for index in range(3):
         x, y, s = (index + rng.uniform(0.2, 0.8)) / 3, rng.uniform(0.08, 0.3), rng.uniform(0.045, 0.065)
-        for dx, dy, r in ((-1.3, 0.25, 0.8), (1.3, 0.25, 0.8), (0, 0, 1.15)):
-            brush.ellipse(x + dx * s, y + dy * s, r * s * 1.25, r * s * 0.8, cloud)
+        puffs = brush.at(x, y, s)
+        for dx, dy, r in ((-1.3, -0.25, 0.8), (1.3, -0.25, 0.8), (0, 0, 1.15)):
+            puffs.ellipse(dx, dy, 1.25 * r, 0.8 * r, cloud)
 
 
 def subject(brush: Brush, scene: Scene, what: Subject, rng: random.Random) -> None:
@@ -80,31 +81,32 @@ def rain(brush: Brush, rng: random.Random) -> None:
         brush.line([(x, y), (x - 0.02, y + 0.06)], drop, 0.005, outlined=False)
 
 
-def smooth_noise(rng: np.random.Generator, side: int, cells: int) -> np.ndarray:
-    """Noise in [-1, 1] that changes over about 1 / `cells` of the side, [side, side]."""
-    coarse = Image.fromarray(rng.uniform(-1, 1, (cells, cells)).astype(np.float32))
-    return np.asarray(coarse.resize((side, side), Image.Resampling.BICUBIC))
+def smooth_noise(rng: np.random.Generator, size: tuple[int, int], cells: int) -> np.ndarray:
+    """Noise in [-1, 1] that changes over about 1 / `cells` of the height, [height, width] for `size`."""
+    width, height = size
+    coarse = Image.fromarray(rng.uniform(-1, 1, (cells, round(cells * width / height))).astype(np.float32))
+    return np.asarray(coarse.resize(size, Image.Resampling.BICUBIC))
 
 
 def watercolour(picture: np.ndarray, seed: int) -> np.ndarray:
     """Return `picture` with wavering soft edges, in thin paint that is darker in pools, on paper that shows through."""
-    side, rng = len(picture), np.random.default_rng(seed)
+    rng, (height, width) = np.random.default_rng(seed), picture.shape[:2]
     rows, columns = (
-        np.clip(axis + 0.009 * side * smooth_noise(rng, side, 18), 0, side - 1).round().astype(int)
-        for axis in np.mgrid[:side, :side]
+        np.clip(axis + 0.009 * height * smooth_noise(rng, (width, height), 18), 0, last - 1).round().astype(int)
+        for axis, last in zip(np.mgrid[:height, :width], (height, width), strict=True)
     )
     wavering = Image.fromarray(picture[rows, columns])
-    soft = wavering.resize((side // 2, side // 2), Image.Resampling.BOX).resize((side, side), Image.Resampling.BICUBIC)
-    pools = 1 + 0.13 * smooth_noise(rng, side, 8)[..., None]
+    soft = wavering.reduce(2).resize((width, height), Image.Resampling.BICUBIC)
+    pools = 1 + 0.13 * smooth_noise(rng, (width, height), 8)[..., None]
     return np.clip(np.asarray(soft) * 0.84 * pools + 0.16 * np.array(PAPER), 0, 255).astype(np.uint8)
 
 
-def paint(scene: Scene, pixels: int = PIXELS) -> np.ndarray:
-    """Return the picture of `scene`, uint8 [pixels, pixels, 3]."""
+def paint(scene: Scene, width: int = PIXELS, height: int = PIXELS) -> np.ndarray:
+    """Return the picture of `scene`, uint8 [height, width, 3]."""
     rng = random.Random(scene.seed)
-    side = pixels * SUPERSAMPLE
-    image = sky(scene, side)
-    brush = Brush(ImageDraw.Draw(image), side, scene.style == "line drawing")
+    side = height * SUPERSAMPLE
+    image = sky(scene, width * SUPERSAMPLE, side)
+    brush = Brush(ImageDraw.Draw(image), side, scene.style == "line drawing", wide=width / height)
     heavens(brush, scene, rng)
     behind = [s for s in scene.subjects if s.kind == "mountain"]
     for what in behind:
@@ -115,5 +117,5 @@ def paint(scene: Scene, pixels: int = PIXELS) -> np.ndarray:
         subject(brush, scene, what, rng)
     if scene.weather == "rainy":
         rain(brush, rng)
-    picture = np.asarray(image.resize((pixels, pixels), Image.Resampling.BOX))
+    picture = np.asarray(image.resize((width, height), Image.Resampling.BOX))
     return watercolour(picture, scene.seed) if scene.style == "watercolour" else picture

@@ -54,7 +54,21 @@ def test_a_scene_is_painted_the_same_each_time_and_another_seed_moves_it(scenes)
     scene = scenes[0]
     assert np.array_equal(paint(scene), paint(scene))
     assert not np.array_equal(paint(scene), paint(scene._replace(seed=scene.seed + 1)))
-    assert paint(scene, 128).shape == (128, 128, 3)
+    assert paint(scene, 128, 128).shape == (128, 128, 3)
+
+
+def test_a_wide_picture_has_things_of_their_own_form():
+    scene = world.Scene("noon", "sea", "clear", "flat", (world.Subject("balloon", "red", "right", "near"),), 1)
+    square, wide = paint(scene, 256, 256), paint(scene, 512, 256)
+    assert wide.shape == (256, 512, 3)
+
+    def extent(picture):
+        red = (picture[..., 0] > 180) & (picture[..., 1:] < 100).all(-1)
+        rows, columns = np.nonzero(red)
+        return np.ptp(columns), np.ptp(rows), columns.mean() / picture.shape[1]
+
+    assert np.allclose(extent(square), extent(wide), atol=2)
+    assert abs(extent(square)[2] - extent(wide)[2]) < 0.01
 
 
 def test_the_data_set_is_one_for_the_trainer_and_goes_on(tmp_path):
