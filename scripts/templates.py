@@ -271,7 +271,7 @@ def train() -> Template:
         "loss": Node("LossGraphNode", "Training 2", {"loss": ("train", 1), "filename_prefix": "sana-loss"}, "Loss"),
         **prompts(drawn),
         **empty(model=("train", 2)),
-        "sampler": sampler(model=("train", 2), title="With the LoRA", guidance=3.0),
+        "sampler": sampler(model=("train", 2), title="With the LoRA"),
         **result("sana-trained"),
     }
     note = (
@@ -290,7 +290,7 @@ def lora() -> Template:
         "lora": Node("SanaNodesLoraLoader", "Model", {**own, "strength_model": 1.0, "strength_clip": 1.0}),
         **prompts("a cyanotype of a house among green hills at noon", ("lora", 1)),
         **empty(model=("lora", 0)),
-        "sampler": sampler(model=("lora", 0), guidance=3.0),
+        "sampler": sampler(model=("lora", 0)),
         **result("sana-lora"),
     }
     note = (
