@@ -46,14 +46,14 @@ CHECKPOINT = ROOT / "demo" / "sana-scenes"
 FILE = ROOT / "benchmarks" / "train_lora.json"
 # combinations that are drawn and judged, and paintings that the LoRA learns, of each kind
 HELD_OUT, PAINTINGS = 96, 600
-STEPS = 500
+STEPS = 1000
 SETTINGS = """
 model = "{model}"
 out = "{out}"
 name = "turquoise-windmills"
-dtype = "float32"
+dtype = "bfloat16"
 checkpoint_gradients = false
-save_every = 500
+save_every = 1000
 
 [method]
 kind = "lora"
