@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -95,7 +96,12 @@ def main() -> None:
     # the README's is the first: nothing that it shows is known from an earlier run
     names = sorted((path.stem for path in (ROOT / "workflows").glob("*.json")), key=lambda name: (name != FIRST, name))
     GALLERY.mkdir(exist_ok=True)
-    with start_server("gallery") as server, open_canvas(server.address, *SIZE) as page:
+    # a run of the last time would go on, and not with another model
+    with (
+        tempfile.TemporaryDirectory() as output,
+        start_server("gallery", Path(output)) as server,
+        open_canvas(server.address, *SIZE) as page,
+    ):
         set_setting(page, "Comfy.Minimap.Visible", False)
         set_setting(page, "Comfy.Workflow.WorkflowTabsPosition", "Sidebar")
         use_renderer(page, True)
