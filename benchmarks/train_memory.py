@@ -139,6 +139,12 @@ def transformer(model: Architecture, dtype: torch.dtype, pixels: int) -> Any:
         )
 
 
+def empty_prompt(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What Cache.empty is, of zeros."""
+    mask = torch.tensor([1] + [0] * (MAX_TOKENS - 1), dtype=torch.uint8)
+    return {"embeds": torch.zeros(MAX_TOKENS, TEXT_WIDTH, dtype=dtype), "mask": mask}
+
+
 def count_step(model: Architecture, settings: Settings, fake: bool = True, steps: int = 2) -> Counted:
     """Return what the last of `steps` steps takes, each with the longest captions; of the first phase of `settings`."""
     phase = settings.phase[0]
@@ -165,8 +171,7 @@ def count_step(model: Architecture, settings: Settings, fake: bool = True, steps
         weights = settings.method.weights if settings.method.kind == "full" else settings.dtype
         made = transformer(model, getattr(torch, weights), phase.resolution)
         learner = make_learner(made, 3.0, settings)
-        empty = torch.zeros(MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
-        data: Any = SimpleNamespace(cache=SimpleNamespace(load=load, empty=empty), samples=[])
+        data: Any = SimpleNamespace(cache=SimpleNamespace(load=load, empty=empty_prompt(dtype)), samples=[])
         group = [list(range(phase.batch)) for _ in range(phase.accumulate)]
         for step in range(steps):
             live.restart()

@@ -105,7 +105,7 @@ def count_rank(model: Architecture, settings: Settings, steps: int = 2) -> int:
         made = train_memory.transformer(model, getattr(torch, weights), phase.resolution)
         learner = make_learner(made, 3.0, settings, ranks=Ranks(0, CARDS, True, torch.device("cpu")))
         del made
-        side, empty = phase.resolution // 32, torch.zeros(MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
+        side, empty = phase.resolution // 32, train_memory.empty_prompt(dtype)
         cache = SimpleNamespace(load=lambda indices: fake_batch(len(indices), side, dtype), empty=empty)
         data: Any = SimpleNamespace(cache=cache, samples=[])
         for step in range(steps):
@@ -150,8 +150,8 @@ def seconds(ranks: Ranks, kind: str, bare: bool) -> float:
     torch.manual_seed(0)
     settings = speed_settings(kind)
     learner = make_learner(small_model().requires_grad_(False), 3.0, settings, ranks=ranks)
-    batch = fake_batch(1, 16, torch.float32)
-    data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=batch.embeds[0]), samples=[])
+    batch, empty = fake_batch(1, 16, torch.float32), train_memory.empty_prompt(torch.float32)
+    data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=empty), samples=[])
     found = []
     for step in range(STEPS + 2):
         began = time.perf_counter()

@@ -40,7 +40,8 @@ def numbers():
         mask = torch.ones(len(indices), 10, dtype=torch.int64)
         return Batch(latents[indices], embeds[indices], mask, None, [str(i) for i in indices], controls[indices])
 
-    cache = SimpleNamespace(load=load, empty=torch.zeros(10, CAPTION))
+    empty = {"embeds": torch.zeros(10, CAPTION), "mask": torch.ones(10, dtype=torch.uint8)}
+    cache = SimpleNamespace(load=load, empty=empty)
     samples = [SimpleNamespace(name=str(index)) for index in range(PICTURES)]
     return SimpleNamespace(cache=cache, samples=samples, held_out=[5, 6, 7])
 
