@@ -113,9 +113,7 @@ def test_gradients_kept_or_computed_again_are_the_same(settings, method, referen
 
 
 @pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
-def test_of_a_dropped_caption_no_more_is_left_than_of_the_negative_prompt_that_is_drawn_with(
-    settings, folder, tmp_path, reference
-):
+def test_a_dropped_caption_is_masked_as_its_reference_masks_the_negative_prompt(settings, folder, tmp_path, reference):
     longer = tmp_path / "longer"
     shutil.copytree(folder / "pictures", longer)
     for file in longer.glob("*.txt"):
