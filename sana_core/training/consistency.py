@@ -12,14 +12,15 @@ adversarial loss (LADD) are not here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..reference import model_timestep
-from .loss import mean_error
+from ..reference import model_timestep, reference_of
+from .loss import drop_captions, mean_error
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
@@ -98,13 +99,14 @@ def trigflow_velocity(
 
 
 @torch.no_grad()
-def taught(point: Point, teacher: SanaTransformer2DModel, prompt: Prompt, empty: torch.Tensor) -> Point:
+def taught(point: Point, teacher: SanaTransformer2DModel, prompt: Prompt, empty: Mapping[str, torch.Tensor]) -> Point:
     """Return `point` with the velocity that `teacher` predicts there with the guidance of `prompt`.
 
-    `empty` [300, C] are the embeddings of the empty prompt, which has the caption's mask as in NVIDIA's training.
+    `empty` is the prompt to guide away from, as in `drop_captions`, masked as the teacher draws.
     """
-    without = empty[None, : prompt.embeds.shape[1]].to(prompt.embeds).expand_as(prompt.embeds)
-    both = Prompt(torch.cat([without, prompt.embeds]), prompt.mask.repeat(2, 1), prompt.guidance.repeat(2))
+    every = torch.ones_like(prompt.mask[:, 0], dtype=torch.bool)
+    embeds, mask = drop_captions(prompt.embeds, prompt.mask, every, empty, reference_of(teacher).shared_mask)
+    both = Prompt(torch.cat([embeds, prompt.embeds]), torch.cat([mask, prompt.mask]), prompt.guidance.repeat(2))
     found = trigflow_velocity(teacher, point.x.repeat(2, 1, 1, 1), point.angle.repeat(2), both)
     unguided, guided = found.chunk(2)
     return point._replace(velocity=unguided + prompt.guidance.view(-1, 1, 1, 1) * (guided - unguided))

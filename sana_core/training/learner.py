@@ -287,7 +287,7 @@ def on_trajectory(
     angle = training_angles(times).float().to(device)
     point = data_point(batch.latents.to(device), noise.to(device), angle)
     if learner.teacher is not None:
-        point = taught(point, learner.teacher, prompt, data.cache.empty["embeds"])
+        point = taught(point, learner.teacher, prompt, data.cache.empty)
     return point, prompt, None if batch.weight is None else batch.weight.to(device)
 
 

@@ -20,6 +20,7 @@ import sana_core
 from sana_core.commands.train import plan_lines
 from sana_core.errors import InputError
 from sana_core.guidance import denoiser
+from sana_core.reference import set_reference
 from sana_core.training import train
 from sana_core.training.adapters import add_adapter
 from sana_core.training.consistency import (
@@ -97,15 +98,19 @@ def test_the_model_s_output_becomes_what_diffusers_gives_its_scheduler():
         seen.clear()
 
 
-def test_a_teacher_guides_as_it_samples():
-    """Beside the sampler's own guidance, in flow's variables, with the empty prompt behind the caption's mask."""
+@pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
+def test_a_teacher_guides_as_it_samples(reference):
+    """Beside the sampler's own guidance, in flow's variables."""
     teacher, prompt = tiny_transformer("sana"), prompt_of()
-    empty = torch.randn(300, CAPTION, generator=torch.Generator().manual_seed(5))
+    set_reference(teacher, reference)
+    embeds = torch.randn(300, CAPTION, generator=torch.Generator().manual_seed(5))
+    empty = {"embeds": embeds, "mask": torch.tensor([1] + [0] * 299, dtype=torch.uint8)}
+    uncond = embeds[None, :7], empty["mask"][None, :7].to(prompt.mask)
     point = data_point(*latents(), ANGLE)
     found = taught(point, teacher, prompt, empty).velocity
     for k in range(2):
         cond = prompt.embeds[k : k + 1], prompt.mask[k : k + 1]
-        model = denoiser(teacher, cond, (empty[None, :7], cond[1]), float(GUIDANCE[k]))
+        model = denoiser(teacher, cond, uncond, float(GUIDANCE[k]))
         cos, sin = math.cos(ANGLE[k]), math.sin(ANGLE[k])
         x = point.x[k : k + 1]
         x0 = model(x / (cos + sin), torch.tensor(sin / (cos + sin)))
