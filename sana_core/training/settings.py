@@ -187,7 +187,11 @@ def read_settings(file: Path) -> Settings:
     validation = replace(settings.validation, control=control)
     method = replace(settings.method, start=absolute(settings.method.start))
     loss = replace(settings.loss, teacher=absolute(settings.loss.teacher))
-    return check_settings(replace(settings, phase=phases, validation=validation, method=method, loss=loss, **paths))
+    settings = replace(settings, phase=phases, validation=validation, method=method, loss=loss, **paths)
+    try:
+        return check_settings(settings)
+    except InputError as error:
+        raise InputError(f"{file.name}: {error}") from None
 
 
 def parse_toml(data: bytes, name: str) -> dict[str, Any]:

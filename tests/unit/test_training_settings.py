@@ -67,6 +67,7 @@ def test_what_is_wrong_is_named(tmp_path, fault):
     text, expected = WRONG[fault]
     with pytest.raises(InputError, match=expected) as caught:
         read_settings(write(tmp_path, text))
+    assert str(caught.value).startswith("run.toml: ")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
