@@ -191,7 +191,7 @@ def read_settings(file: Path) -> Settings:
     try:
         return check_settings(settings)
     except InputError as error:
-        raise InputError(f"{file.name}: {error}") from None
+        raise type(error)(f"{file.name}: {error}") from None
 
 
 def parse_toml(data: bytes, name: str) -> dict[str, Any]:
