@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.machine import description  # noqa: E402
 from demo.scenes.captions import prompt  # noqa: E402
 from demo.scenes.dataset import write_dataset  # noqa: E402
-from demo.scenes.evaluate import GUIDANCE, SEEDS, draw  # noqa: E402
+from demo.scenes.evaluate import SEEDS, draw_seeds, mean_score  # noqa: E402
 from demo.scenes.judge import WIDE, load, score  # noqa: E402
 from demo.scenes.painting import paint  # noqa: E402
 from demo.scenes.world import (  # noqa: E402
@@ -108,10 +108,7 @@ def with_lora(lora: Path, folder: Path) -> Path:
 def right(wanted: list[Combination], checkpoint: Path) -> dict[str, float]:
     """Return the shares of `wanted` that are drawn right, means of SEEDS seeds."""
     judge, prompts = load(WIDE), [prompt(each) for each in wanted]
-    # the picture of a prompt has the seed and the prompt's place
-    drawn = (draw(checkpoint, prompts, seed=1000 * seed, guidance=GUIDANCE) for seed in range(SEEDS))
-    scores = [score(judge, pictures, wanted) for pictures in drawn]
-    return {key: round(sum(each[key] for each in scores) / SEEDS, 4) for key in scores[0]}
+    return mean_score([score(judge, pictures, wanted) for pictures in draw_seeds(checkpoint, prompts)])
 
 
 def through_autoencoder(wanted: list[Combination]) -> dict[str, float]:

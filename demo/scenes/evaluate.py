@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,17 @@ def draw(checkpoint: Path, prompts: list[str], **options) -> np.ndarray:
     return np.stack([levels(image) for image in images])
 
 
+def draw_seeds(checkpoint: Path, prompts: list[str]) -> Iterator[np.ndarray]:
+    """Yield the prompts drawn with each of SEEDS seeds, as `draw` does; no noise comes twice."""
+    for seed in range(SEEDS):
+        # the picture of a prompt has the seed and the prompt's place
+        yield draw(checkpoint, prompts, guidance=GUIDANCE, seed=1000 * seed)
+
+
+def mean_score(scores: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(float(np.mean([each[name] for each in scores])), 4) for name in scores[0]}
+
+
 def evaluate(checkpoint: Path, report: Path, psnr: float) -> dict:
     """Score `checkpoint` on the held-out combinations with several seeds, and on the empty prompt; draw the contact
     sheets, write score.json; return the score."""
@@ -35,17 +47,15 @@ def evaluate(checkpoint: Path, report: Path, psnr: float) -> dict:
     _, held_out = combinations()
     prompts, judge = [prompt(each) for each in held_out], load()
     scores = []
-    for seed in range(SEEDS):
-        pictures = draw(checkpoint, prompts, guidance=GUIDANCE, seed=1000 * seed)
+    for seed, pictures in enumerate(draw_seeds(checkpoint, prompts)):
         scores.append(score(judge, pictures, held_out))
         if seed == 0:
             contact_sheet(pictures[:64]).save(report / "held_out.jpg", quality=88)
             contact_sheet(pictures[:16]).save(report / "first.jpg", quality=90)
-    mean = {name: round(float(np.mean([each[name] for each in scores])), 4) for name in scores[0]}
     empty = draw(checkpoint, [""], guidance=1.0, count=64)
     contact_sheet(empty).save(report / "empty_prompt.jpg", quality=88)
     result = {"prompts": len(prompts), "psnr_db": round(psnr, 2), "guidance": GUIDANCE, "steps": STEPS}
-    result |= {"mean": mean, "seeds": scores, "empty_prompt": score(judge, empty, held_out[:64])}
+    result |= {"mean": mean_score(scores), "seeds": scores, "empty_prompt": score(judge, empty, held_out[:64])}
     result["sizes"] = {}
     for width, height in SIZES:
         pictures = draw(checkpoint, prompts[:TRIED], guidance=GUIDANCE, width=width, height=height)
