@@ -57,6 +57,9 @@ REPLACEMENTS = {
 
 async def register() -> None:
     """Tell ComfyUI, which replaces a node only where its own pack is not installed."""
+    from .host.compat import complete_prompts
+
+    complete_prompts(REPLACEMENTS)
     api = ComfyAPI()
     for old, (new, widgets, inputs) in REPLACEMENTS.items():
         # without a mapping the outputs keep their places, which is right; with one ComfyUI 0.30 fails on a node whose
