@@ -23,7 +23,7 @@ from .configs import (
     resolution_config,
     transformer_config,
 )
-from .detect import SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
+from .detect import FOLDERS, SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
 from .files import INCOMPLETE, brief
 from .headers import Reader, read_file, read_tensors
 from .schemas import read_shift
@@ -92,17 +92,23 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
 
 
 def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str = AUTO) -> float:
-    """Return the schedule's shift: that of a diffusers folder's scheduler or a saved MODEL, else the released model's.
+    """Return the schedule's shift of the transformer in `info`, a whole checkpoint or that part of it: that of the
+    scheduler in its diffusers folder or of a saved MODEL, else the released model's.
 
-    `resolution` in pixels or `reference`, where they are chosen, decide instead of what `info` says.
+    `info` is as `inspect_checkpoint` returns it. A chosen `resolution` in pixels decides instead, and a chosen
+    `reference` where it draws the released model with another shift than the file's own.
     """
-    file = info.path / "scheduler" / "scheduler_config.json"
-    if resolution is None and reference in (AUTO, info.reference):
-        shift = read_shift(file) if file.exists() else recorded(info, "flow_shift")
-        if shift is not None:
-            return float(shift)
-    name = info.reference if reference == AUTO else reference
-    return released_shift(info.variant, resolution or info.resolution or DEFAULT_RESOLUTION, name)
+    part = find_part(info, "transformer")
+    pixels = resolution or part.resolution or DEFAULT_RESOLUTION
+    own = released_shift(part.variant, pixels, part.reference)
+    released = own if reference == AUTO else released_shift(part.variant, pixels, reference)
+    if resolution is not None or released != own:
+        return released
+    folder = part.path.absolute().parent
+    file = folder.parent / "scheduler" / "scheduler_config.json"
+    beside = folder.name == FOLDERS["transformer"] and file.exists()
+    stated = read_shift(file) if beside else recorded(part, "flow_shift")
+    return released if stated is None else float(stated)
 
 
 def latent_scale(info: CheckpointInfo) -> float:

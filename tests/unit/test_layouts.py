@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 import sana_core
+from sana_core.checkpoints import find_part
 from sana_core.checkpoints.load import build_module, latent_scale, shift_of
 from sana_core.released import VARIANTS, Architecture, variant_name
 
@@ -319,7 +320,10 @@ def test_the_shift_of_a_folder_is_its_schedulers(tmp_path, checkpoint, value, sh
             with pytest.raises(ValueError, match="^scheduler/scheduler_config.json: its shift is .*from 0.01 to 100"):
                 shift_of(sana_core.inspect_checkpoint(folder))
         else:
-            assert shift_of(sana_core.inspect_checkpoint(folder)) == shift
+            # also of the transformer alone, and whatever arithmetic it follows
+            for path in (folder, folder / "transformer", folder / "transformer/diffusion_pytorch_model.safetensors"):
+                info = sana_core.inspect_checkpoint(path)
+                assert shift_of(info) == shift_of(find_part(info, "transformer"), None, "nvidia") == shift
     (folder / "scheduler" / "scheduler_config.json").write_text("{}")
     info = sana_core.inspect_checkpoint(folder)
     assert shift_of(info) == 3.0

@@ -1,0 +1,67 @@
+"""What a run draws to look at is what the command and diffusers draw with the file that it publishes."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler
+from PIL import Image
+from tiny import library_pipeline
+
+import sana_core
+from sana_core.picture_files import levels
+from sana_core.text import instruction_text
+from sana_core.training.settings import Method, Phase, Settings, Validation
+from sana_core.training.train import check_base, train
+
+PROMPTS = ("a red circle on a blue background", "a watercolour of a red lighthouse on the sea at dusk")
+STEPS = 6
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(3):
+        pixels = np.random.default_rng(number).integers(0, 256, (4, 4, 3)).astype(np.uint8)
+        Image.fromarray(pixels).resize((128, 128)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"colours {number}")
+    return folder
+
+
+# of the second the shift is 1, which no released model has
+@pytest.mark.parametrize("name, shift", [("sana-tiny", 3.0), ("sana-scenes", 1.0)])
+@pytest.mark.parametrize("kind", ["lora"])
+def test_the_pictures_of_a_run_are_those_of_its_file(checkpoint, pictures, tmp_path, name, shift, kind):
+    model = checkpoint.with_name(name)
+    settings = Settings(
+        str(model),
+        str(tmp_path / "out"),
+        (Phase((str(pictures),), 128, batch=3, steps=4, learning_rate=1e-2),),
+        dtype="float32",
+        method=Method(kind, rank=4, alpha=3.0, targets="both"),
+        validation=Validation(every=4, prompts=PROMPTS, steps=STEPS),
+    )
+    assert check_base(settings) == shift
+    file = train(settings)
+    pipeline = library_pipeline(model)
+    assert isinstance(pipeline.scheduler, DPMSolverMultistepScheduler) and pipeline.scheduler.config.flow_shift == shift
+    pipeline.load_lora_weights(str(file))
+    pipeline.set_progress_bar_config(disable=True)
+    for number, prompt in enumerate(PROMPTS):
+        seen = np.asarray(Image.open(tmp_path / f"out/pictures/step-0000004-{number:02d}.png")).astype(int)
+        size = {"width": 128, "height": 128}
+        drawn = sana_core.generate([prompt], model, seed=number, steps=STEPS, loras=[(file, 1.0)], **size)
+        assert (levels(drawn[0]) == seen).all()
+        plain = sana_core.generate([prompt], model, seed=number, steps=STEPS, **size)
+        assert np.abs(levels(plain[0]) - seen).mean() > 1
+        theirs = pipeline(
+            prompt,
+            num_inference_steps=STEPS,
+            guidance_scale=4.5,
+            use_resolution_binning=False,
+            complex_human_instruction=instruction_text().split("\n"),
+            generator=torch.Generator().manual_seed(number),
+            output_type="pt",
+            **size,
+        ).images
+        assert np.abs(levels(theirs[0] * 2 - 1) - seen).max() <= 1
