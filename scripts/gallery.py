@@ -15,18 +15,16 @@ from pathlib import Path
 
 from canvas import QUICK, failure_of, open_canvas, queue, set_setting, settle, use_renderer
 from host import ROOT, Server, get, start_server
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from playwright.sync_api import Page
 from templates import DOWNLOADED, SHOWING
-from thumbnails import CARDS, FAINT, PAPER, SIDE
+from thumbnails import CARDS, draw_card
 from thumbnails import QUALITY as SHARP
 
 GALLERY, PAGE = ROOT / "docs" / "gallery", ROOT / "docs" / "gallery.md"
 SIZE, QUALITY = (1600, 900), 80
 # the one that the README shows
 FIRST = "SANA first picture"
-# pixels of the thumbnail's lowest part
-STRIP = 40
 SAVED = """ids => ids.flatMap(id => app.nodeOutputs[id].images)
     .map(({filename, subfolder, type}) => ({filename, subfolder, type}))"""
 HEAD = """# Templates
@@ -67,15 +65,8 @@ def draw_thumbnail(server: Server, page: Page, path: Path) -> Image.Image:
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
     saved = page.evaluate(SAVED, [node["id"] for node in nodes if node["type"] == "SaveImage"])
     pictures = [Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB") for image in saved]
-    across = min(len(pictures), 2)
-    side = SIDE // across
-    card = Image.new("RGB", (SIDE, side * -(-len(pictures) // across) + STRIP), PAPER)
-    for number, picture in enumerate(pictures):
-        scaled = picture.resize((side, side), Image.Resampling.LANCZOS)
-        card.paste(scaled, (number % across * side, number // across * side))
-    words = f"the included model, {pictures[0].width} x {pictures[0].height}, CPU"
-    ImageDraw.Draw(card).text((16, card.height - STRIP + 8), words, FAINT, ImageFont.load_default(22))
-    return card
+    width, height = pictures[0].size
+    return draw_card(pictures, f"{width} x {height} - demo model, CPU")
 
 
 def picture_of(name: str) -> Path:
@@ -108,7 +99,7 @@ def main() -> None:
         for name in sys.argv[1:] or names:
             picture = shoot(server, page, ROOT / "workflows" / f"{name}.json")
             picture.save(picture_of(name), quality=QUALITY)
-            if name not in {card for card, *_ in CARDS}:
+            if name not in CARDS:
                 draw_thumbnail(server, page, ROOT / "workflows" / f"{name}.json").save(
                     ROOT / "workflows" / f"{name}.jpg", quality=SHARP
                 )

@@ -1,66 +1,94 @@
-"""Cards for the templates whose picture the bundled model cannot draw, and the pack's icon and banner.
+"""The cards of the templates that need released files, and the pack's icon and banner.
 
-`python scripts/thumbnails.py` writes them beside the workflows and into docs/. A card has name, size, the memory of the
-graphics card that SANA Plan predicts, and the time where somebody has measured it.
+`python scripts/thumbnails.py` writes them beside the workflows and into docs/. What a released model would draw cannot
+be shown here, so the demo model draws each card, and frames say how large the template's image is beside smaller ones.
+scripts/gallery.py makes the other cards of what their templates save.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from setup import ROOT
 
 sys.path.append(str(ROOT))
+import sana_core  # noqa: E402
 from sana_core.memory import fitting_cards, plan_memory  # noqa: E402
+from sana_core.picture_files import levels  # noqa: E402
 
-SIDE, MARGIN, QUALITY = 512, 36, 90
+# pixels of a card, and of the line of words at its foot
+SIDE, FOOT, MARGIN, QUALITY = 512, 40, 14, 90
 PAPER, LINE, TEXT, FAINT = (24, 28, 36), (118, 185, 0), (240, 242, 245), (150, 158, 170)
-# (template, what it draws, variant, pixels, time); the times of 1K are NVIDIA's (README of NVlabs/Sana, A100)
-CARDS = [
-    ("SANA 1K", "1024 x 1024, 20 steps", "1.6B", 1024, "1.2 s on an A100, says NVIDIA"),
-    ("SANA 2K", "2048 x 2048, 20 steps", "1.6B", 2048, "no GPU has timed it yet"),
-    ("SANA 4K", "4096 x 4096, 20 steps", "1.6B", 4096, "no GPU has timed it yet"),
-    ("SANA 4K on 8 GB", "4096 x 4096 in strips", "1.6B", 4096, "same pixels as in one piece"),
-    ("SANA 4K on all GPUs", "4096 x 4096, rows shared out", "1.6B", 4096, "each GPU holds the model"),
-    ("SANA 8K", "8192 x 8192, two passes", "1.6B", 8192, "no GPU has timed it yet"),
-    ("SANA Sprint", "1024 x 1024, 2 steps", "sprint-1.6B", 1024, "0.24 s on an A100, says NVIDIA"),
-    ("SANA best settings for this card", "a chart for this computer", "", 0, "no model needed"),
-]
 
 
-def draw_card(name: str, what: str, variant: str, side: int, time: str) -> Image.Image:
-    picture = Image.new("RGB", (SIDE, SIDE), PAPER)
-    draw = ImageDraw.Draw(picture)
-    draw.rectangle((0, 0, SIDE, 12), LINE)
-    font = ImageFont.load_default(56)
-    y = 70
-    for line in lines(draw, name, font):
-        draw.text((MARGIN, y), line, TEXT, font)
-        y += 66
-    draw.text((MARGIN, y + 16), what, LINE, ImageFont.load_default(30))
-    plan = plan_memory(variant, side, side, 1, "bfloat16", True) if variant else None
-    memory = fitting_cards(plan) if plan else "any card"
-    draw.text((MARGIN, SIDE - 130), memory, TEXT, ImageFont.load_default(34))
-    draw.text((MARGIN, SIDE - 78), time, FAINT, ImageFont.load_default(26))
-    if side:
-        # how large the picture is beside one of 1024 px, on a scale of its own for each doubling
-        width = 40 + 30 * math.log2(side / 1024)
-        draw.rectangle((SIDE - MARGIN - width, SIDE - 60 - width, SIDE - MARGIN, SIDE - 60), outline=LINE, width=3)
-    return picture
+class Card(NamedTuple):
+    """A prompt and a seed that the demo model draws, and the variant, the size in pixels and words of the template."""
+
+    prompt: str
+    seed: int
+    variant: str
+    pixels: int
+    words: str = ""
+    rows: int = 1  # that the image is divided into
 
 
-def lines(draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont) -> list[str]:
-    """Return `text` in lines that fit the card."""
-    out = [""]
-    for word in text.split():
-        longer = f"{out[-1]} {word}".strip()
-        if out[-1] and draw.textlength(longer, font) > SIDE - 2 * MARGIN:
-            out.append(word)
-        else:
-            out[-1] = longer
-    return out
+CARDS = {
+    "SANA 1K": Card("a watercolour of a red lighthouse on the sea at dusk", 1, "1.6B", 1024),
+    "SANA 2K": Card("a watercolour of a pink mountain among green hills at noon", 1, "1.6B", 2048),
+    "SANA 4K": Card("a flat drawing of a yellow boat on the sea at dusk", 4, "1.6B", 4096),
+    "SANA 4K on 8 GB": Card(
+        "a flat drawing of a red balloon over the desert at dawn", 1, "1.6B", 4096, "decodes in 2 GB"
+    ),
+    "SANA 4K on all GPUs": Card(
+        "a flat drawing of a purple balloon among green hills at dawn", 0, "1.6B", 4096, rows=4
+    ),
+    "SANA 8K": Card("a flat drawing of a blue house in the snow at night", 1, "1.6B", 8192),
+    "SANA Sprint": Card("a flat drawing of an orange car in the desert at dusk", 4, "sprint-1.6B", 1024, "in 2 steps"),
+}
+
+
+def draw_card(images: Sequence[Image.Image], words: str) -> Image.Image:
+    """Return a square card of `images` in rows, which fill it, above `words`."""
+    card = Image.new("RGB", (SIDE, SIDE), PAPER)
+    across = math.ceil(math.sqrt(len(images)))
+    first = len(images) % across or across
+    rows = [images[:first], *(images[start : start + across] for start in range(first, len(images), across))]
+    height = (SIDE - FOOT) // len(rows)
+    for number, row in enumerate(rows):
+        for column, image in enumerate(row):
+            left, right = (SIDE * edge // len(row) for edge in (column, column + 1))
+            # subjects stand in the lower half
+            cell = ImageOps.fit(image, (right - left, height), Image.Resampling.LANCZOS, centering=(0.5, 0.7))
+            card.paste(cell, (left, number * height))
+    ImageDraw.Draw(card).text((MARGIN, SIDE - FOOT + 9), words, FAINT, ImageFont.load_default(20))
+    return card
+
+
+def draw_released(card: Card) -> Image.Image:
+    """Return the card of a template that needs released files."""
+    options = {"width": 256, "height": 256, "seed": card.seed}
+    (pixels,) = sana_core.generate([card.prompt], ROOT / "demo" / "sana-scenes", **options)
+    memory = fitting_cards(plan_memory(card.variant, card.pixels, card.pixels, 1, "bfloat16", True))
+    words = card.words or memory.replace("a card of ", "")
+    drawn = draw_card([Image.fromarray(levels(pixels))], f"{card.pixels} px - {words} - demo model's image")
+    draw, height = ImageDraw.Draw(drawn), SIDE - FOOT
+
+    def label(x: float, y: float, text: str) -> None:
+        draw.text((x + 8, y + 5), text, TEXT, ImageFont.load_default(18), stroke_width=1, stroke_fill=PAPER)
+
+    for row in range(card.rows):
+        top = height * row / card.rows
+        draw.line((0, top, SIDE, top), TEXT, 2)
+        label(0, top, f"GPU {row}" if card.rows > 1 else f"{card.pixels // 1024}K")
+    for inside in (2**power for power in range(10, int(math.log2(card.pixels))) if card.rows == 1):
+        width, top = SIDE * inside / card.pixels, height - height * inside / card.pixels
+        draw.rectangle((0, top, width, height), outline=TEXT, width=2)
+        label(0, top, f"{inside // 1024}K")
+    return drawn
 
 
 def draw_sign(width: int, height: int) -> Image.Image:
@@ -82,8 +110,8 @@ def draw_sign(width: int, height: int) -> Image.Image:
 
 
 def main() -> None:
-    for name, *words in CARDS:
-        draw_card(name, *words).save(ROOT / "workflows" / f"{name}.jpg", quality=QUALITY)
+    for name, card in CARDS.items():
+        draw_released(card).save(ROOT / "workflows" / f"{name}.jpg", quality=QUALITY)
     draw_sign(400, 400).save(ROOT / "docs" / "icon.png")
     draw_sign(1260, 540).save(ROOT / "docs" / "banner.png")
 
