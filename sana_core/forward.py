@@ -91,7 +91,8 @@ def prepare(
     if not bool((mask != 0).all()):
         # in memory for 8 tokens more, or accelerators would copy it to that in each attention
         bias = F.pad((1 - mask.to(embeds.dtype)) * DROPPED, (0, -length % 8))[:, None, None, :length]
-    tables = torch.stack([block.scale_shift_table for block in blocks])
+    # a host may compute in another dtype than that of parameters it does not cast itself
+    tables = torch.stack([block.scale_shift_table for block in blocks]).to(embeds.dtype)
     fused = transformer.config.attention_head_dim in FUSED_HEADS and runs(embeds.device, embeds.dtype)
     position, eps = position_embedding(transformer, embeds, height, width), reference_of(transformer).attention_eps
     return Constants(keys, values, bias, position, tables, fused, eps)
@@ -146,9 +147,9 @@ def velocity(
         hidden = run_block(block, i, hidden, modulation, constants, size, pictures, share)
         residual = control[i] if i < len(control) else None
         if residual is not None:
-            hidden = hidden + residual
+            hidden = hidden + residual.to(hidden.dtype)
 
-    hidden = transformer.norm_out(hidden, embedded, transformer.scale_shift_table)
+    hidden = transformer.norm_out(hidden, embedded, transformer.scale_shift_table.to(hidden.dtype))
     out = transformer.proj_out(hidden).unflatten(1, size).unflatten(-1, (patch, patch, -1))
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, height, width)
 

@@ -39,29 +39,31 @@ class LendingLayer:
 
 
 class CastLayer(comfy.ops.CastWeightBiasOp):
-    """A layer of a library that takes `weight` and perhaps `bias`, and computes in `compute_dtype`."""
-
-    compute_dtype: torch.dtype
+    """A layer of a library that takes `weight` and perhaps `bias`, and computes in the dtype of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_ready(x.device):
+        if self.is_ready(x):
             return super().forward(x)
         return self.with_weights(x, lambda weight, bias: self.run_with(weight, bias, x))
 
     def with_weights(self, like: torch.Tensor, use: WeightsUse) -> torch.Tensor:
-        """Return `use(weight, bias)` of the weights on the device of `like`, in `compute_dtype`, cast and patched."""
-        if self.is_ready(like.device):
+        """Return `use(weight, bias)` of the weights as the input `like` needs them, cast and patched."""
+        if self.is_ready(like):
             return use(self.weight, self.bias)
+        dtype = self.dtype_for(like)
         weight, bias, stream = comfy.ops.cast_bias_weight(
-            self, dtype=self.compute_dtype, device=like.device, bias_dtype=self.compute_dtype, offloadable=True
+            self, dtype=dtype, device=like.device, bias_dtype=dtype, offloadable=True
         )
         out = use(weight, bias)
         comfy.ops.uncast_bias_weight(self, weight, bias, stream)
         return out
 
-    def is_ready(self, device: torch.device) -> bool:
-        """Whether the weights are on `device`, as the layer computes with them."""
-        is_cast = self.weight.dtype == self.compute_dtype and self.weight.device == device
+    def dtype_for(self, like: torch.Tensor) -> torch.dtype:
+        return like.dtype
+
+    def is_ready(self, like: torch.Tensor) -> bool:
+        """Whether the weights are where `like` is, as the layer computes with them."""
+        is_cast = self.weight.dtype == self.dtype_for(like) and self.weight.device == like.device
         return is_cast and not self.weight_function and not self.bias_function
 
     def run_with(self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -75,11 +77,19 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
 
 
 class LookupLayer(CastLayer):
-    """An embedding that brings over the rows it looks up, instead of all: Gemma 2's has 1.2 GB in bf16."""
+    """An embedding that brings over the rows it looks up, instead of all: Gemma 2's has 1.2 GB in bf16.
+
+    It gives them in `compute_dtype`.
+    """
+
+    compute_dtype: torch.dtype
+
+    def dtype_for(self, like: torch.Tensor) -> torch.dtype:
+        return self.compute_dtype
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         patched = self.weight_function or getattr(self, "weight_lowvram_function", None)
-        if self.is_ready(ids.device) or patched:
+        if self.is_ready(ids) or patched:
             return super().forward(ids)
         rows = torch.nn.functional.embedding(ids.flatten().to(self.weight.device), self.weight)
         places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
@@ -124,8 +134,8 @@ def adopt(module: torch.nn.Module, operations: type, compute_dtype: torch.dtype)
             if base is LookupLayer:
                 # it is for gradients alone, and no row of a table that is looked up already
                 child.padding_idx = None
+                child.compute_dtype = compute_dtype
             child.__class__ = kinds.setdefault(kind, type(f"Cast{kind.__name__}", (base, kind), {}))
-            child.compute_dtype = compute_dtype
             if not hasattr(child, "bias"):
                 child.bias = None
 
