@@ -14,12 +14,15 @@ import time
 from pathlib import Path
 
 from canvas import QUICK, failure_of, open_canvas, queue, set_setting, settle, use_renderer
-from host import ROOT, Server, get, start_server
+from host import ROOT, Server, base_directory, get, start_server
 from PIL import Image
 from playwright.sync_api import Page
 from templates import DOWNLOADED, SHOWING
 from thumbnails import CARDS, draw_card
 from thumbnails import QUALITY as SHARP
+
+sys.path.append(str(ROOT))
+from sana_core.downloads import DOWNLOADS  # noqa: E402
 
 GALLERY, PAGE = ROOT / "docs" / "gallery", ROOT / "docs" / "gallery.md"
 SIZE, QUALITY = (1600, 900), 80
@@ -52,6 +55,13 @@ def shoot(server: Server, page: Page, path: Path) -> Image.Image:
     page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
     page.wait_for_timeout(1500)
     return Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+
+
+def name_released_files(models: Path) -> None:
+    """Make empty files of the names that the templates' loaders choose, which would be red without; none is read."""
+    for name, file in DOWNLOADS.items():
+        (models / file.folder).mkdir(parents=True, exist_ok=True)
+        (models / file.folder / name).touch()
 
 
 def wait_until_idle(server: Server) -> None:
@@ -87,6 +97,7 @@ def main() -> None:
     # the README's is the first: nothing that it shows is known from an earlier run
     names = sorted((path.stem for path in (ROOT / "workflows").glob("*.json")), key=lambda name: (name != FIRST, name))
     GALLERY.mkdir(exist_ok=True)
+    name_released_files(base_directory("gallery") / "models")
     # a run of the last time would go on, and not with another model
     with (
         tempfile.TemporaryDirectory() as output,
