@@ -1,0 +1,74 @@
+"""The posters that the next bundled model learns: what training never shows, what captions say, what is painted."""
+
+import itertools
+import random
+import re
+
+import numpy as np
+import pytest
+from scipy.ndimage import label
+
+from demo.posters import world
+from demo.posters.captions import NUMBERS, SAID, prompt, random_caption
+from demo.posters.layout import apart, lay_out
+from demo.posters.painting import paint
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return list(itertools.islice(world.training_scenes(random.Random(0)), 300))
+
+
+def test_training_never_shows_a_held_out_combination(scenes):
+    train, held_out = world.combinations()
+    assert len(held_out) == 288 and not set(train) & set(held_out)
+    assert not set(held_out) & {each for scene in scenes for each in world.combinations_of(scene)}
+    for part in (train, held_out):
+        assert [len(set(words)) for words in zip(*part, strict=True)] == [4, 5, 3, 7, 8]
+
+
+def test_a_caption_counts_every_group_and_names_its_colour(scenes):
+    rng = random.Random(1)
+    for scene in scenes:
+        caption = random_caption(rng, scene)
+        for group in scene.groups:
+            number, plural = (NUMBERS[group.count], "s") if group.count > 1 else ("an?", "")
+            nouns = "|".join(SAID[group.kind])
+            assert re.search(rf"\b{number} {group.colour} ({nouns}){plural}\b", caption), (caption, group)
+        assert sum(caption.count(f"{word} ") for word in NUMBERS.values()) == sum(g.count > 1 for g in scene.groups)
+
+
+def test_the_prompt_of_a_combination():
+    combination = world.Combination("dusk", "sea", "watercolour", "boat", "orange")
+    assert prompt(combination) == "a watercolour of an orange boat on the sea at dusk"
+    assert prompt(combination, 3) == "a watercolour of three orange boats on the sea at dusk"
+
+
+@pytest.mark.parametrize("size", world.SIZES)
+def test_every_subject_stands_apart_from_the_others_on_the_side_that_is_said(scenes, size):
+    wide = size[0] / size[1]
+    for scene in scenes:
+        things = lay_out(scene, wide, random.Random(scene.seed))
+        assert len(things) == sum(group.count for group in scene.groups)
+        assert all(apart(one, other) for one, other in itertools.combinations(things, 2))
+        sided = {group.side: group.kind for group in scene.groups if group.side}
+        across = {what.kind: what.x / wide for what in things}
+        assert "left" not in sided or across[sided["left"]] < 0.5
+        assert "right" not in sided or across[sided["right"]] > 0.5
+
+
+@pytest.mark.parametrize("style", world.STYLES)
+def test_a_scene_is_painted_the_same_each_time_and_another_seed_moves_it(scenes, style):
+    scene = scenes[0]._replace(style=style)
+    assert np.array_equal(paint(scene), paint(scene))
+    assert not np.array_equal(paint(scene), paint(scene._replace(seed=scene.seed + 1)))
+    assert [paint(scene, *size).shape for size in world.SIZES] == [(512, 512, 3), (384, 640, 3), (640, 384, 3)]
+
+
+@pytest.mark.parametrize("count", (1, 2, 3))
+def test_as_many_subjects_are_painted_as_are_counted(count):
+    alone = ("left", "near") if count == 1 else ()
+    scene = world.Scene("noon", "snow", "clear", "flat", (world.Group("balloon", "red", count, *alone),), count)
+    picture = paint(scene).astype(int)
+    _, found = label((picture[..., 0] > 120) & (picture[..., 1:] < 70).all(-1))
+    assert found == count
