@@ -6,9 +6,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
+from diffusers import AutoencoderDC
 from scipy.ndimage import label
 
-from demo.posters import world
+from demo.autoencoder import build
+from demo.posters import autoencoder, world
 from demo.posters.captions import NUMBERS, SAID, prompt, random_caption
 from demo.posters.layout import apart, lay_out
 from demo.posters.painting import paint
@@ -72,3 +75,28 @@ def test_as_many_subjects_are_painted_as_are_counted(count):
     picture = paint(scene).astype(int)
     _, found = label((picture[..., 0] > 120) & (picture[..., 1:] < 70).all(-1))
     assert found == count
+
+
+def test_the_autoencoder_trains_on_as_if_it_had_not_stopped(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    build().save_pretrained(tmp_path / "start")
+    monkeypatch.setattr(autoencoder, "START", tmp_path / "start")
+    monkeypatch.setattr(autoencoder, "MEASURED", 3)
+    monkeypatch.setattr(autoencoder, "CROPS", 1)
+    for folder, stops in (("once", (3,)), ("twice", (2, 3))):
+        for stop in stops:
+            autoencoder.train(tmp_path / folder, lambda step, stop=stop: step >= stop)
+    once, twice = (torch.load(tmp_path / folder / "state.pt", weights_only=True) for folder in ("once", "twice"))
+    assert once["step"] == twice["step"] == 3
+    start = AutoencoderDC.from_pretrained(tmp_path / "start").state_dict()
+    for part in ("model", "averaged"):
+        assert all(torch.equal(tensor, twice[part][name]) for name, tensor in once[part].items())
+        assert not all(torch.equal(tensor, start[name]) for name, tensor in once[part].items())
+
+
+def test_a_weave_is_measured_in_levels():
+    x = np.arange(autoencoder.SKY)
+    woven = np.broadcast_to(3 * np.sin(2 * np.pi * x / 16), (len(x), len(x)))
+    assert autoencoder.weave([woven]) == pytest.approx(3)
+    # neither a wrong brightness nor a slow drift is one
+    assert autoencoder.weave([np.full(woven.shape, 5.0) + np.sin(2 * np.pi * x / 128)]) == pytest.approx(0, abs=1e-9)

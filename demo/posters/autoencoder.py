@@ -1,0 +1,217 @@
+"""The autoencoder of posters: that of `demo/sana-scenes`, trained on with posters in all their sizes.
+
+`python -m demo.posters.autoencoder FOLDER --minutes 60` trains on from where FOLDER was left, and stops when the time
+is spent. FOLDER holds state.pt, log.jsonl with what is measured every now and then, and vae/, the averaged weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderDC
+
+from ..autoencoder import to_pixels
+from ..step import take_step
+from .painting import paint
+from .world import SIZES, STYLES, training_scenes
+
+START = Path(__file__).parents[1] / "sana-scenes" / "vae"
+# one step in four sees whole posters, since the attention's sums run over all positions; the others as many pixels
+CROP, CROPS, WHOLE_EVERY = 256, 4, 4
+# Highest change in a step, as a share of a weight matrix' entries (root mean square), and of vectors at once.
+CHANGE, VECTOR_RATE = 0.01, 0.003
+# the rate falls with the root of the steps after so many, so that no end has to be known
+WARM, STEADY = 100, 3000
+# the average covers about a tenth of the steps (Karras et al., 2024, "Analyzing and Improving the Training Dynamics of
+# Diffusion Models", section 3.1)
+EMA_POWER = 6.94
+SQUARED, EDGES = 20.0, 1.0
+SAVE_MINUTES, MEASURE_EVERY, MEASURED = 4.0, 500, 16
+SKY = 128
+
+
+def batch(step: int) -> torch.Tensor:
+    """Return what step `step` sees, [B, 3, H, W] in [-1, 1]."""
+    rng = random.Random(f"autoencoder {step}")
+    scenes = training_scenes(rng)
+    if step % WHOLE_EVERY == 0:
+        return to_pixels(paint(next(scenes), *rng.choice(SIZES))[None])
+    cut = []
+    for scene in islice(scenes, CROPS):
+        picture = paint(scene, *rng.choice(SIZES))
+        y, x = (rng.randint(0, side - CROP) for side in picture.shape[:2])
+        cut.append(picture[y : y + CROP, x : x + CROP])
+    return to_pixels(np.stack(cut))
+
+
+def reconstruction_loss(shown: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+    """Absolute and squared error of pixels, and the absolute one of the differences between neighbours: edges."""
+    error = shown - pixels
+    loss = error.abs().mean() + SQUARED * error.square().mean()
+    return loss + EDGES * (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean())
+
+
+class Norms:
+    """Keeps weight matrices at the norms that they began with, lest maps grow beyond float16 (`demo.scenes`)."""
+
+    def __init__(self, model: AutoencoderDC) -> None:
+        self.matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        self.vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+        self.norms = [matrix.detach().norm() for matrix in self.matrices]
+
+    def groups(self) -> list[dict]:
+        """Return the groups of an optimizer whose rates are shares of those norms."""
+        pairs = zip(self.matrices, self.norms, strict=True)
+        groups = [{"params": [m], "lr": CHANGE * norm.item() / m.numel() ** 0.5} for m, norm in pairs]
+        return [*groups, {"params": self.vectors, "lr": VECTOR_RATE}]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        for matrix, norm in zip(self.matrices, self.norms, strict=True):
+            matrix.mul_(norm / matrix.norm())
+
+
+@torch.no_grad()
+def measure(model: AutoencoderDC) -> dict[str, float]:
+    """Return what `model` gives back of posters that training does not show.
+
+    For each style: decibels, and `edges`, the steepness of the reconstruction as a share of the painting's where that
+    has edges. `weave`: the strongest wave of the error in a plain sky whose period is 32 pixels or a part of them, in
+    levels of 255. `largest`: the largest number in any map, which float16 holds up to 65504.
+    """
+    largest = [0.0]
+    hooks = [
+        module.register_forward_hook(lambda _, __, out: largest.append(out.abs().max().item()))
+        for module in model.modules()
+        if not list(module.children())
+    ]
+    scenes, result, skies = training_scenes(random.Random("measure the autoencoder")), {}, []
+    for style in STYLES:
+        squared, steep = [], []
+        for index, scene in enumerate(islice(scenes, MEASURED)):
+            scene = scene._replace(style=style)
+            pixels = to_pixels(paint(scene, *SIZES[index % len(SIZES)])[None])
+            shown = model.decode(model.encode(pixels).latent).sample.clamp(-1, 1)
+            squared.append((shown - pixels).square().mean().item())
+            wanted, got = steepness(pixels), steepness(shown)
+            edge = wanted > 0.1
+            steep.append((got[edge].sum() / wanted[edge].sum()).item())
+            if style == "flat":
+                skies += plain_patches(pixels, shown)
+        result[style] = round(-10 * float(np.log10(np.mean(squared) / 4)), 2)
+        result[f"{style} edges"] = round(float(np.mean(steep)), 3)
+    for hook in hooks:
+        hook.remove()
+    result["weave"] = round(weave(skies), 3)
+    return result | {"largest": round(max(largest), 1)}
+
+
+def steepness(pixels: torch.Tensor) -> torch.Tensor:
+    """Return the magnitude of the gradient of the lightness, [B, H - 1, W - 1]."""
+    grey = pixels.mean(1)
+    return torch.hypot(grey.diff(dim=-1)[:, :-1], grey.diff(dim=-2)[:, :, :-1])
+
+
+def plain_patches(pixels: torch.Tensor, shown: torch.Tensor) -> list[np.ndarray]:
+    """Return the error, in levels of lightness, where a patch of the painting is nothing but sky."""
+    found = []
+    for x in range(0, pixels.shape[-1] - SKY + 1, 32):
+        at = (..., slice(0, SKY), slice(x, x + SKY))
+        if pixels[at].diff(dim=-1).abs().max() == 0:
+            found.append(((shown[at] - pixels[at]).mean(1)[0] * 127.5).numpy())
+    return found
+
+
+def weave(errors: list[np.ndarray]) -> float:
+    """Return the amplitude of the strongest wave with a period of 32, 16, 8, 4 or 2 pixels, or slanting ones of those
+    periods, in the mean spectrum of patches [128, 128]."""
+    spectrum = np.sqrt(np.mean([np.abs(np.fft.fft2(error)) ** 2 for error in errors], 0)) * 2 / SKY**2
+    waves = spectrum[:: SKY // 32, :: SKY // 32]
+    waves[0, 0] = 0.0
+    return float(waves.max())
+
+
+def write(path: Path, save) -> None:
+    """Have `save` write a file beside `path`, and put it in its place at once."""
+    part = path.with_name(path.name + ".part")
+    save(part)
+    part.replace(path)
+
+
+def train(folder: Path, spent: Callable[[int], bool]) -> None:
+    """Train on from where `folder` was left, until `spent` says so of the number of steps that were taken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = AutoencoderDC.from_pretrained(START, torch_dtype=torch.float32).to(memory_format=torch.channels_last)
+    norms, first = Norms(model), 0
+    averaged = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(norms.groups(), betas=(0.9, 0.98), weight_decay=0.0)
+    if (folder / "state.pt").is_file():
+        state = torch.load(folder / "state.pt", weights_only=True)
+        first = state["step"]
+        model.load_state_dict(state["model"])
+        averaged.load_state_dict(state["averaged"])
+        optimizer.load_state_dict(state["optimizer"])
+        for group, fresh in zip(optimizer.param_groups, norms.groups(), strict=True):
+            group["lr"] = group["initial_lr"] = fresh["lr"]
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda index: min((first + index + 1) / WARM, 1.0, (STEADY / (first + index + 1)) ** 0.5)
+    )
+
+    def note(line: dict) -> None:
+        with (folder / "log.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        sys.stderr.write(f"{line}\n")
+
+    def save(step: int) -> None:
+        state = {"step": step, "model": model.state_dict(), "averaged": averaged.state_dict()}
+        state["optimizer"] = optimizer.state_dict()
+        write(folder / "state.pt", lambda part: torch.save(state, part))
+
+    step, saved, losses = first, time.monotonic(), []
+    while not spent(step):
+        if step % MEASURE_EVERY == 0:
+            note({"step": step, **measure(averaged)})
+        pixels = batch(step).to(memory_format=torch.channels_last)
+        loss = reconstruction_loss(model.decode(model.encode(pixels).latent).sample, pixels)
+        take_step(model, optimizer, schedule, loss)
+        norms.keep()
+        step += 1
+        with torch.no_grad():
+            share = 1 - (1 - 1 / step) ** (EMA_POWER + 1)
+            for mean, now in zip(averaged.parameters(), model.parameters(), strict=True):
+                mean.lerp_(now, share)
+        losses.append(loss.item())
+        if step % 50 == 0:
+            note({"step": step, "loss": round(float(np.mean(losses)), 5), "seconds": round(time.process_time())})
+            losses = []
+        if time.monotonic() > saved + 60 * SAVE_MINUTES:
+            save(step)
+            saved = time.monotonic()
+    save(step)
+    averaged.save_pretrained(folder / "vae")
+    note({"step": step, **measure(averaged), "stopped": True})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    until = time.monotonic() + 60 * arguments.minutes
+    train(arguments.folder, lambda _: time.monotonic() > until)
+
+
+if __name__ == "__main__":
+    main()
