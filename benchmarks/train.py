@@ -29,6 +29,7 @@ from benchmarks.train_lora import CHECKPOINT, write_pictures  # noqa: E402
 from sana_core.accelerator import current_accelerator  # noqa: E402
 from sana_core.training.cache import Cache, ModelIds, build_cache  # noqa: E402
 from sana_core.training.dataset import read_dataset  # noqa: E402
+from sana_core.training.entries import Store  # noqa: E402
 from sana_core.training.learner import Data, Learner, make_learner, take_step  # noqa: E402
 from sana_core.training.loop import learn  # noqa: E402
 from sana_core.training.runs import Place  # noqa: E402
@@ -54,7 +55,7 @@ def settings(batch: int, steps: int = 10**6) -> Settings:
 def read_data(folder: Path, cache_name: str, side: int, encode_pixels: Callable, encode_caption: Callable) -> Data:
     samples = read_dataset(folder / "data")[:PICTURES]
     buckets = [(side, side)] * len(samples)
-    cache = build_cache(samples, buckets, folder / cache_name, encode_pixels, encode_caption, ModelIds("a", "t"))
+    cache = build_cache(samples, buckets, Store(folder / cache_name), encode_pixels, encode_caption, ModelIds("a", "t"))
     return Data(samples, cache, list(range(len(samples))), [], buckets, "")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from os import O_RDONLY, close, fsync
 from os import open as open_descriptor
 from pathlib import Path
@@ -12,6 +14,9 @@ from tempfile import TemporaryFile
 from uuid import uuid4
 
 from .errors import ExistingFileError, OutputError
+
+# bytes read at a time
+BLOCK = 1 << 24
 
 
 @contextmanager
@@ -25,8 +30,7 @@ def unfinished(path: Path, parts: Path | None = None, replace: bool = False) -> 
     part = (parts or path.parent) / f".{uuid4().hex}.part"
     try:
         yield part
-        with part.open("r+b") as stream:
-            fsync(stream.fileno())
+        sync(part)
         if replace:
             part.replace(path)
         else:
@@ -78,8 +82,37 @@ def make_folder(path: Path) -> None:
     except OSError as error:
         raise OutputError(
             f"out: got {path.absolute()}, where nothing can be written ({error.strerror}), expected a folder of yours; "
-            "name one with --out"
+            "name another"
         ) from error
+
+
+def digest_file(path: Path, read: Callable[[int], None] = lambda count: None) -> str:
+    """Return the digest of what is in a file; `read` is told of the bytes as they are read. Raises OSError."""
+    digest = sha256()
+    with path.open("rb", buffering=0) as stream:
+        while block := stream.read(BLOCK):
+            digest.update(block)
+            read(len(block))
+    return digest.hexdigest()
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all in it, if it is there. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder with all in it, is on the disk. Raises OSError."""
+    if not path.is_dir():
+        with path.open("r+b") as stream:
+            fsync(stream.fileno())
+        return
+    for inner in path.iterdir():
+        sync(inner)
+    sync_folder(path)
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from ...sana_core.checks import check_whole
 from ...sana_core.errors import InputError
 from ...sana_core.released import SPRINT
 from ...sana_core.training.plan import plan_training, read_base
-from ...sana_core.training.runs import read_losses
+from ...sana_core.training.run_log import read_losses
 from ...sana_core.training.settings import (
     ADAPTERS,
     Method,

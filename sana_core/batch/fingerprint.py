@@ -16,7 +16,7 @@ from ..checkpoints.tokenizer import load_tokenizer
 from ..errors import ReadError
 from ..released import MAX_TOKENS
 from ..text import instruction_text
-from ..whole_files import write_whole
+from ..whole_files import digest_file
 from .draw import Settings
 from .png import digest_of
 
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 # of the description; a higher one where the same words mean other pictures
 VERSION = 2
-# bytes read at a time
-BLOCK = 1 << 24
 # bytes from which on a file's digest is kept beside it; a smaller one is read in no time
 KEPT = 1 << 26
 # of a configuration, what decides nothing: names, and the versions of the libraries that wrote it
@@ -53,16 +51,18 @@ def describe_settings(
     return {"version": VERSION, **described, **fingerprint(checkpoint, progress)}
 
 
-def fingerprint(checkpoint: str | Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+def fingerprint(
+    checkpoint: str | Path, progress: Progress = lambda done, total: None, kept: Path | None = None
+) -> dict[str, Any]:
     """Return what a checkpoint brings to its pictures: digests of weights, configurations, tokenizer, and the shift.
 
     The configurations are those of the library's modules, with the library's own defaults. The digest of a large file
-    of weights is kept beside it, so that it is read once; `progress` gets how many bytes of how many were read, and
-    cancels by raising. Raises CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or
-    incomplete.
+    of weights is kept beside it, or in the folder `kept`, so that it is read once; `progress` gets how many bytes of
+    how many were read, and cancels by raising. Raises CheckpointError, MissingFileError or ReadError for a checkpoint
+    that is broken or incomplete.
     """
     info = inspect_checkpoint(checkpoint)
-    digests = digest_files(weight_files(info), progress)
+    digests = digest_files(weight_files(info), progress, kept)
     found: dict[str, Any] = {}
     for part in info.parts or (info,):
         files = {header.file for header in part.weights.headers.values()}
@@ -102,28 +102,28 @@ def weight_files(info: CheckpointInfo) -> set[Path]:
     return {header.file for part in info.parts or (info,) for header in part.weights.headers.values()}
 
 
-def digest_files(files: set[Path], progress: Progress) -> dict[Path, str]:
-    """Return the digest of each file, read only where none is kept beside it."""
+def digest_files(files: set[Path], progress: Progress, kept: Path | None = None) -> dict[Path, str]:
+    """Return the digest of each file, read only where none is kept of it, beside it or in the folder `kept`."""
     digests: dict[Path, str] = {}
     for file in sorted(files):
-        kept = read_kept(file)
-        if kept is not None:
-            digests[file] = kept
+        found = read_kept(file, kept_path(file, kept)) or read_kept(file, kept_path(file))
+        if found is not None:
+            digests[file] = found
     missing = sorted(files - digests.keys())
     done, total = 0, sum(file.stat().st_size for file in missing)
     for file in missing:
         before = stamp(file)
-        digest = hashlib.sha256()
-        with file.open("rb", buffering=0) as stream:
-            while block := stream.read(BLOCK):
-                digest.update(block)
-                done += len(block)
-                progress(done, total)
+
+        def read(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, total)
+
+        digests[file] = digest_file(file, read)
         if stamp(file) != before:
             raise ReadError(f"{file}: was written while it was read; wait until it is whole")
-        digests[file] = digest.hexdigest()
         if before[0] >= KEPT:
-            keep(file, before, digests[file])
+            keep(kept_path(file, kept), before, digests[file])
     return digests
 
 
@@ -133,21 +133,29 @@ def stamp(file: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def kept_path(file: Path) -> Path:
-    return file.with_name(f".{file.name}.sana-digest.json")
+def kept_path(file: Path, folder: Path | None = None) -> Path:
+    """Return where the digest of `file` is kept: beside it, or in `folder`, by the file's whole path."""
+    if folder is None:
+        return file.with_name(f".{file.name}.sana-digest.json")
+    return folder / f"{digest_json(str(file.absolute()))}.json"
 
 
-def read_kept(file: Path) -> str | None:
-    """Return the digest that was kept of the file as it is now, None where there is none."""
+def read_kept(file: Path, path: Path) -> str | None:
+    """Return the digest of the file as it is now that is kept at `path`, None where there is none."""
     try:
-        document = json.loads(kept_path(file).read_bytes())
+        document = json.loads(path.read_bytes())
         return str(document["sha256"]) if document["stamp"] == stamp(file) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def keep(file: Path, stamped: list[int], digest: str) -> None:
-    """Keep the digest beside the file; a folder that cannot be written makes the next run read the file again."""
+def keep(path: Path, stamped: list[int], digest: str) -> None:
+    """Keep the digest at `path`; a folder that cannot be written makes the next run read the file again."""
     document = {"stamp": stamped, "sha256": digest}
-    with suppress(OSError):
-        write_whole(kept_path(file), json.dumps(document).encode(), replace=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # not by way of another file: a process that is killed here leaves half of this one, which is read as none
+        path.write_text(json.dumps(document))
+    except OSError:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)

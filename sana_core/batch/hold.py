@@ -21,7 +21,7 @@ from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 from ..errors import InUseError, MissingFileError, OutputError, ReadError
-from ..whole_files import write_whole
+from ..whole_files import remove, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Hold:
         if self.lost.is_set():
             raise InUseError(
                 f"out: another run has taken {self.folder}, for this one gave no sign of life for {WATCH:.0f} s; "
-                "the same command draws the rest later"
+                "the same command goes on later"
             )
 
     def write(self, replace: bool) -> None:
@@ -248,7 +248,7 @@ def check_run(folder: Path, run: str) -> None:
 
 
 def remove_run(run: Path) -> None:
-    """Remove the folder of a run with its unfinished files. What is not ours in it stays, and so does the folder then.
+    """Remove the folder of a run with what is not finished. What is not ours in it stays, and so does the folder then.
 
     A machine that is still at work for a run that is dead cannot write from then on.
     """
@@ -257,5 +257,5 @@ def remove_run(run: Path) -> None:
         if run != gone:
             run.rename(gone)
         for part in [*gone.glob(".*.part"), gone / MARK]:
-            part.unlink(missing_ok=True)
+            remove(part)
         gone.rmdir()

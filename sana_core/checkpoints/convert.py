@@ -14,6 +14,7 @@ from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
 from .files import brief
 from .headers import SAFETENSORS, map_file
 from .load import load_part
+from .tensor_files import write_tensors
 from .tokenizer import load_tokenizer
 
 # an all-in-one file: what stands before the names of each component
@@ -58,15 +59,12 @@ def convert_checkpoint(
 
 def write_file(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file that appears under its name when it is whole. Raises OutputError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
         with unfinished(target) as part:
-            save_file(tensors, part, metadata)
+            write_tensors(part, tensors, metadata)
     except ExistingFileError:
         raise
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise OutputError(
             f"target: cannot write {target} ({brief(error, 120)}); see the folder, its rights and its disk"
         ) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoints.tensor_files import write_tensors
 from ..errors import VersionError
 from ..lora import MAGNITUDE
 from ..whole_files import unfinished
@@ -128,8 +129,6 @@ def write_adapter(
 
     Raises OSError.
     """
-    from safetensors.torch import save_file
-
     metadata = {"format": "pt", **facts}
     if method.kind != "lokr":
         # what peft's LoraConfig is made of again; diffusers 0.35 asks for the patterns
@@ -138,7 +137,7 @@ def write_adapter(
         metadata["lora_adapter_metadata"] = json.dumps({f"{PREFIX}{key}": own for key, own in peft_settings.items()})
     everything = {**tensors, **core_magnitudes(transformer, tensors)}
     with unfinished(file, replace=replace) as part:
-        save_file(everything, part, metadata)
+        write_tensors(part, everything, metadata)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ..latents import CHANNELS, DOWNSCALE
 from ..polling import Poll, no_poll
 from .buckets import CROP_RULE, Bucket, fit_picture
 from .dataset import Sample
-from .entries import Digests, Tensors, digest_of, entry_path, find_entry, read_entry, write_entry
+from .entries import Digests, Store, Tensors, digest_of, entry_path, read_entry
 from .pictures import decode_mask, decode_picture, read_place
 
 # pixels [1, 3, H, W] in [-1, 1] to latents [1, 32, H / 32, W / 32], scaled by the autoencoder's scaling_factor
@@ -90,14 +90,14 @@ def join_batch(
 def build_cache(
     samples: Sequence[Sample],
     buckets: Sequence[Bucket],
-    folder: Path,
+    store: Store,
     encode_pixels: EncodePixels,
     encode_caption: EncodeCaption,
     ids: ModelIds,
     poll: Poll = no_poll,
     progress: Progress = lambda done, total: None,
 ) -> Cache:
-    """Return the cache of `samples`, cropped to their `buckets`, after encoding what `folder` does not hold yet.
+    """Return the cache of `samples`, cropped to their `buckets`, after encoding what `store` does not hold yet.
 
     Control pictures are cropped and encoded as pictures are, where all samples have one.
     The encoders are called for that alone: all captions first, then all pictures, so that the first call of each may
@@ -111,25 +111,24 @@ def build_cache(
 
     def find_or(path: Path, make: Callable[[], Tensors]) -> Path:
         nonlocal done
-        if not find_entry(path):
-            write_entry(path, make())
+        store.find_or(path, make)
         done += 1
         progress(done, total)
         poll()
         return path
 
     empty = find_or(
-        entry_path(folder, "texts", ["empty", ids.text_encoder]), partial(encode_text, encode_caption, "", False)
+        entry_path(store.folder, "texts", ["empty", ids.text_encoder]), partial(encode_text, encode_caption, "", False)
     )
     texts = []
     for sample in samples:
-        path = entry_path(folder, "texts", ["caption", sample.caption, ids.text_encoder])
+        path = entry_path(store.folder, "texts", ["caption", sample.caption, ids.text_encoder])
         texts.append(find_or(path, partial(encode_tokens, encode_caption, sample.caption)))
-    digests = Digests(folder)
+    digests = Digests(store)
 
     def find_latents(sample: Sample, bucket: Bucket) -> Path:
         parts = [digests.of(place, sample.name) for place in (sample.picture, sample.mask) if place]
-        path = entry_path(folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder])
+        path = entry_path(store.folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder])
         return find_or(path, partial(encode_picture, encode_pixels, sample, bucket, parts))
 
     try:

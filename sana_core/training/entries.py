@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,37 @@ DIGESTS = "digests.json"
 CHECK = "sha256"
 
 
+class Store(NamedTuple):
+    """A cache's folder, which several runs may share, and the one in it where a run's unfinished entries lie."""
+
+    folder: Path
+    parts: Path | None = None  # without one beside the entries
+
+    def find_or(self, path: Path, make: Callable[[], Tensors]) -> Path:
+        """Return the entry's `path` once it is there and whole. Raises OutputError."""
+        if not find_entry(path):
+            self.write_entry(path, make())
+        return path
+
+    def write_entry(self, path: Path, tensors: Tensors) -> None:
+        """Write an entry, over a damaged one too. Raises OutputError and leaves nothing half written then."""
+        from safetensors.torch import save
+
+        try:
+            self.write(path, save({**tensors, CHECK: check_sum(tensors)}))
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise OutputError(
+                f"cache: cannot write {path} ({reason}); make room and start again, what is in it stays"
+            ) from error
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a file of the cache, over an earlier one too. Raises OSError."""
+        for folder in filter(None, (path.parent, self.parts)):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data, self.parts, replace=True)
+
+
 def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -46,20 +77,6 @@ def check_sum(tensors: Tensors) -> torch.Tensor:
         digest.update(f"{name} {values.dtype} {list(values.shape)} ".encode())
         digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     return torch.tensor(list(digest.digest()), dtype=torch.uint8)
-
-
-def write_entry(path: Path, tensors: Tensors) -> None:
-    """Write an entry, over a damaged one too. Raises OutputError and leaves nothing half written then."""
-    from safetensors.torch import save
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, save({**tensors, CHECK: check_sum(tensors)}), replace=True)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise OutputError(
-            f"cache: cannot write {path} ({reason}); make room and start again, what is in it stays"
-        ) from error
 
 
 def read_entry(path: Path) -> Tensors:
@@ -92,8 +109,8 @@ def find_entry(path: Path) -> bool:
 class Digests:
     """The digests of pictures, kept in a cache's folder with the stamps of the files, so that each is read once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / DIGESTS
+    def __init__(self, store: Store) -> None:
+        self.store, self.file = store, store.folder / DIGESTS
         self.kept = self.read()
         self.changed = False
 
@@ -120,4 +137,4 @@ class Digests:
         pictures again."""
         if self.changed:
             with suppress(OSError):
-                write_whole(self.file, json.dumps({**self.read(), **self.kept}).encode(), replace=True)
+                self.store.write(self.file, json.dumps({**self.read(), **self.kept}).encode())

@@ -14,12 +14,13 @@ from ..polling import Poll
 from .buckets import plan_epoch
 from .learner import Data, Learner, arrange_sums, averaged, restore, take_step, tensors_of, validation_loss
 from .rates import learning_rate
+from .run_log import append_log
 from .runs import (
     Place,
     State,
-    append_log,
+    begin_run,
     check_facts,
-    cut_log,
+    check_finite,
     find_states,
     read_state,
     remove_older,
@@ -78,6 +79,7 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
         nonlocal saved
         if place.step != saved:
             tensors, values = tensors_of(learner)
+            ranks.each_does(lambda: check_finite(tensors, place.step))
             values, shares = whole_values(learner, values), shard_count(learner)
             state = State(place, tensors, values, dict(folder.facts), digests, best, validated, shares)
             save_tensors = chosen_save(learner)
@@ -172,16 +174,15 @@ def resume(
     """
     ranks = learner.ranks
     # what the first rank sees of a network's folder decides
+    ranks.first_does(lambda: begin_run(folder.out, folder.parts, folder.facts))
     steps = ranks.from_first([step for step, _ in find_states(folder.out)])
     if not steps:
-        ranks.first_does(lambda: cut_log(folder.out, -1))
         return Place(), None, None
     newest = step_folder(folder.out, steps[-1])
-    state = ranks.each_does(lambda: read_state(newest, partial(read_tensors, learner)))
+    state = ranks.each_does(lambda: read_state(newest, partial(read_tensors, learner), ranks))
     check_facts(folder.facts, state.facts, folder.out)
     tensors = unpacked(state.tensors, state.values)
     restore(learner, tensors, own_values(learner, state.values, tensors), newest.name)
-    ranks.first_does(lambda: cut_log(folder.out, state.place.step))
     place = state.place
     if place.position and state.data[place.phase] != data[place.phase].digest:
         logger.warning("the pictures of phase %d have changed, so its epoch begins again", place.phase + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,9 +16,11 @@ from ..checkpoints import load_autoencoder
 from ..decode import encode_images
 from ..polling import Poll
 from ..text import TextEncoder, encode_prompts
+from ..whole_files import remove
 from .buckets import choose_bucket
 from .cache import ModelIds, build_cache
 from .dataset import Sample, check_controls, read_dataset
+from .entries import Store
 from .learner import Data
 from .previews import Inputs, encode_validation
 from .ranks import Ranks
@@ -34,6 +36,8 @@ TEXT_MARKS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instr
 PICTURE_MARKS = ("autoencoder_weights", "autoencoder_config")
 # and beside them the digest of all that the teacher's has
 TEACHER = "teacher"
+# in the cache, the digests of models' files
+MODELS = "models"
 
 
 class Sources(NamedTuple):
@@ -44,17 +48,22 @@ class Sources(NamedTuple):
 
 
 def prepare(
-    settings: Settings, device: torch.device, ranks: Ranks, marks: dict[str, Any], progress: Progress, poll: Poll
+    settings: Settings,
+    samples: Sequence[list[Sample]],
+    device: torch.device,
+    ranks: Ranks,
+    marks: dict[str, Any],
+    progress: Progress,
+    poll: Poll,
 ) -> tuple[list[Data], Inputs | None]:
     """Return the data of each phase, and what the validation's pictures are drawn from, None where none are drawn.
 
-    Latents and embeddings that the cache does not have yet are encoded, by each of `ranks` the share of its pictures; a
-    run that streams encodes them later. `marks` are what `digest_models` returns; `progress` is told what is being
-    prepared and how much of it is done. Raises as `read_dataset`, `check_controls` and `build_cache` do, and
+    `samples` are those of each phase. Latents and embeddings that the cache does not have yet are encoded, by each of
+    `ranks` the share of its pictures; a run that streams encodes them later. `marks` are what `digest_models` returns;
+    `progress` is told what is being prepared and how much of it is done. Raises as `build_cache` does, and
     TrainingError where another rank has failed.
     """
-    samples = ranks.each_does(lambda: [read_samples(phase, settings, poll) for phase in settings.phase])
-    ids = model_ids(settings, marks)
+    ids, store = model_ids(settings, marks), cache_store(settings)
 
     def encode(sources: Sources, part: slice, progress: Progress) -> list[Data]:
         phases = zip(samples, settings.phase, strict=True)
@@ -67,12 +76,16 @@ def prepare(
     def encode_all(progress: Progress) -> tuple[list[Data], Inputs | None]:
         with encoders(settings, device) as sources:
             data = encode(sources, slice(None), progress)
-            return data, encode_validation(settings, cache_folder(settings), ids, *sources)
+            return data, encode_validation(settings, store, ids, *sources)
 
-    if ranks.size > 1 and not settings.stream:
-        ranks.each_does(encode_share)
-    # what all have encoded the first finds, and what it has completed the others
-    return ranks.first_does(lambda: encode_all(progress)) or encode_all(no_progress)
+    try:
+        if ranks.size > 1 and not settings.stream:
+            ranks.each_does(encode_share)
+        # what all have encoded the first finds, and what it has completed the others
+        return ranks.first_does(lambda: encode_all(progress)) or encode_all(no_progress)
+    finally:
+        if ranks.first:
+            clear(store)
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -83,7 +96,8 @@ def digest_models(settings: Settings, progress: Progress) -> dict[str, Any]:
     """Return what `fingerprint` does of the model, with the parts that have files of their own from there."""
 
     def marks_of(path: str) -> dict[str, Any]:
-        return fingerprint(path, lambda done, total: progress("digest of the model", done, total))
+        kept = cache_store(settings).folder / MODELS
+        return fingerprint(path, lambda done, total: progress("digest of the model", done, total), kept)
 
     marks = marks_of(settings.model)
     for path, names in ((settings.text_encoder, TEXT_MARKS), (settings.autoencoder, PICTURE_MARKS)):
@@ -95,13 +109,19 @@ def digest_models(settings: Settings, progress: Progress) -> dict[str, Any]:
     return marks
 
 
-def read_samples(phase: Phase, settings: Settings, poll: Poll) -> list[Sample]:
-    """Return the samples of `phase`, with control pictures where those are learnt."""
-    samples = [each for path in phase.data for each in read_dataset(Path(path), poll)]
-    if settings.method.kind == "controlnet":
-        check_controls(samples)
-        return samples
-    return [each._replace(control=None) for each in samples]
+def read_samples(settings: Settings, poll: Poll) -> list[list[Sample]]:
+    """Return the samples of each phase, with control pictures where those are learnt.
+
+    Raises as `read_dataset` and `check_controls` do.
+    """
+    steered = settings.method.kind == "controlnet"
+    found = []
+    for phase in settings.phase:
+        samples = [each for path in phase.data for each in read_dataset(Path(path), poll)]
+        if steered:
+            check_controls(samples)
+        found.append(samples if steered else [each._replace(control=None) for each in samples])
+    return found
 
 
 def prepare_phase(
@@ -127,7 +147,7 @@ def prepare_phase(
     cache = build_cache(
         samples[:cached],
         buckets[:cached],
-        cache_folder(settings),
+        cache_store(settings),
         encode_pixels,
         encode_caption,
         ids,
@@ -178,8 +198,18 @@ def encoders(settings: Settings, device: torch.device) -> Iterator[Sources]:
         make_room()
 
 
-def cache_folder(settings: Settings) -> Path:
-    return Path(settings.cache) if settings.cache else Path(settings.out) / "cache"
+def cache_store(settings: Settings) -> Store:
+    """Return the run's cache. Others may share it, so what is not whole lies apart for each run's folder."""
+    folder = Path(settings.cache) if settings.cache else Path(settings.out) / "cache"
+    return Store(folder, folder / f".{digest_json(str(Path(settings.out).absolute()))}.parts")
+
+
+def clear(store: Store) -> None:
+    """Remove what dead processes of a run that is held have left in its cache."""
+    if store.parts is not None:
+        # what cannot be removed is in nobody's way
+        with suppress(OSError):
+            remove(store.parts)
 
 
 def model_ids(settings: Settings, marks: dict[str, Any]) -> ModelIds:

@@ -22,9 +22,10 @@ from ..text import TextEncoder
 from ..whole_files import unfinished
 from .buckets import CROP_RULE, Bucket, crop_picture
 from .cache import ModelIds
-from .entries import Tensors, digest_of, entry_path, find_entry, read_entry, write_entry
+from .entries import Store, Tensors, digest_of, entry_path, read_entry
 from .learner import Learner
 from .pictures import Place, decode_picture, read_place
+from .runs import writing
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -47,12 +48,12 @@ def preview_size(settings: Settings) -> Bucket:
 
 def encode_validation(
     settings: Settings,
-    folder: Path,
+    store: Store,
     ids: ModelIds,
     encoder: Callable[[], TextEncoder],
     autoencoder: Callable[[], AutoencoderDC],
 ) -> Inputs | None:
-    """Return what the validation's pictures are drawn from, kept in the cache's `folder`; None where none are drawn.
+    """Return what the validation's pictures are drawn from, kept in the cache; None where none are drawn.
 
     Raises as `read_place` and `decode_picture` do for a control picture.
     """
@@ -61,10 +62,7 @@ def encode_validation(
         return None
 
     def find_or(kind: str, parts: list, make: Callable[[], Tensors]) -> Tensors:
-        path = entry_path(folder, kind, parts)
-        if not find_entry(path):
-            write_entry(path, make())
-        return read_entry(path)
+        return read_entry(store.find_or(entry_path(store.folder, kind, parts), make))
 
     def encoded(kind: str, prompt: str, encode: Callable[[], Embedding]) -> Embedding:
         def make() -> Tensors:
@@ -97,12 +95,13 @@ def encode_control(autoencoder: AutoencoderDC, data: bytes, name: str, size: Buc
     return {"latents": latents[0].cpu().contiguous()}
 
 
-def draw_validation(learner: Learner, inputs: Inputs | None, out: Path, step: int, poll: Poll) -> list[torch.Tensor]:
-    """Draw the validation's prompts, prompt i with seed i, into out/pictures as step-0000500-00.png and so on.
+def draw_validation(
+    learner: Learner, inputs: Inputs | None, folder: Path, parts: Path, step: int, poll: Poll
+) -> list[torch.Tensor]:
+    """Draw the validation's prompts, prompt i with seed i, into `folder` as step-0000500-00.png and so on.
 
-    Returns the pictures [3, H, W] in [-1, 1].
-
-    Raises OSError where they cannot be written.
+    Returns the pictures [3, H, W] in [-1, 1]. What is not whole lies in `parts`. Raises OutputError where nothing can
+    be written.
     """
     from PIL import Image
 
@@ -127,9 +126,10 @@ def draw_validation(learner: Learner, inputs: Inputs | None, out: Path, step: in
     dtype = getattr(torch, settings.dtype)
     autoencoder = load_autoencoder(settings.source("autoencoder"), transformer.device, dtype)
     pictures = decode(autoencoder, latents, poll)
-    folder = out / "pictures"
-    folder.mkdir(exist_ok=True)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
     for number, picture in enumerate(pictures):
-        with unfinished(folder / f"step-{step:07d}-{number:02d}.png", replace=True) as part:
+        file = folder / f"step-{step:07d}-{number:02d}.png"
+        with writing(file), unfinished(file, parts, replace=True) as part:
             Image.fromarray(levels(picture)).save(part, "PNG", compress_level=LEVEL)
     return pictures

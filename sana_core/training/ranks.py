@@ -122,17 +122,11 @@ def joined(device: str) -> Iterator[Ranks]:
     `device` is the setting of that name; of several accelerators each rank of a machine takes its own. Raises
     TrainingError that names what died when another rank does, and InputError as `chosen_device` does.
     """
-    from torch.distributed.rendezvous import rendezvous
-
-    if not torch.distributed.is_available():
+    found = launched()
+    if found is None:
         yield ALONE
         return
-    try:
-        store, rank, count = next(rendezvous("env://", timeout=MEETING))
-    except ValueError:
-        # a variable of the launcher is missing, so there was none
-        yield ALONE
-        return
+    store, rank, count = found
     ranks = Ranks(rank, count, True, own_device(device))
     attempt = meet(store, rank, count)
     begin_group(ranks, torch.distributed.PrefixStore(attempt, store))
@@ -157,6 +151,19 @@ def joined(device: str) -> Iterator[Ranks]:
     finally:
         heart.stop()
         torch.distributed.destroy_process_group()
+
+
+def launched() -> tuple[Any, int, int] | None:
+    """Return the launcher's store, the rank and the number of ranks, None where no launcher has started this."""
+    if not torch.distributed.is_available():
+        return None
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        return next(rendezvous("env://", timeout=MEETING))
+    except ValueError:
+        # a variable of the launcher is missing
+        return None
 
 
 def own_device(name: str) -> torch.device:

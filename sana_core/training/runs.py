@@ -1,10 +1,13 @@
 """A run's folder: its states, each whole or not there, from the newest of which a run goes on.
 
+out/run.json              what may not change in the run, and the digests of the LoRAs that it has put into `out`
 out/steps/step-0000500/   state.safetensors  what is trained, the optimizer's state, the moving average
-                          state.json         where in the data it stands, and what it was made with
+                          state.json         where in the data it stands, what it was made with, digests of all files
                           shards/            of several processes: in its place, what each of them has written
                           the LoRA, or the transformer's folder, to be loaded elsewhere
 out/log.jsonl             a line for each step
+
+Nothing else in `out` is ever replaced, emptied or removed.
 """
 
 from __future__ import annotations
@@ -12,21 +15,24 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from os import O_RDONLY, close, fsync
-from os import open as open_descriptor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..batch.fingerprint import digest_json
 from ..checkpoints.files import brief
-from ..errors import CheckpointError, InputError, SanaError
-from ..whole_files import sync_folder
+from ..checkpoints.tensor_files import write_tensors
+from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
+from ..whole_files import digest_file, remove, sync, sync_folder, unfinished, write_whole
 from .ranks import ALONE, Ranks
 
-STEPS, LOG = "steps", "log.jsonl"
+RUN, STEPS, LOG, PICTURES = "run.json", "steps", "log.jsonl", "pictures"
 STATE, TENSORS, SHARDS = "state.json", "state.safetensors", "shards"
+# of the facts, the digests of models
+MODELS = ("model", "teacher")
 NAME = re.compile(r"step-(\d{7,})")
 
 
@@ -67,11 +73,120 @@ def find_states(out: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def save_whole(tensors: Mapping[str, torch.Tensor], part: Path) -> None:
-    """Write `tensors` into one file in the folder `part`. Raises OSError."""
-    from safetensors.torch import save_file
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Let what the system refuses in this context be an OutputError that names a file, `path` where it names none."""
+    from safetensors import SafetensorError
 
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part / TENSORS)
+    try:
+        yield
+    except SanaError:
+        raise
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else brief(error)
+        raise OutputError(
+            f"out: cannot write into {getattr(error, 'filename', None) or path} ({reason}); see its rights and its "
+            "disk, then start again, which goes on from the last state"
+        ) from error
+
+
+def stranger(path: Path) -> ExistingFileError:
+    return ExistingFileError(
+        f"out: {path} is not of this run, which would write there; move it away, or choose another folder"
+    )
+
+
+def read_run(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the facts of the run in `out`, None where there is none, and the digests of the LoRAs it has put there.
+
+    Raises ExistingFileError for a run.json that no run has written, and CheckpointError for a broken state.
+    """
+    try:
+        found = json.loads((out / RUN).read_bytes())
+        return dict(found["facts"]), [*map(str, found["published"])]
+    except FileNotFoundError:
+        # somebody has removed it, and the states know as much
+        states = [read_document(folder) for _, folder in find_states(out)]
+        published = [digest for state in states for digest in adapters_in(state).values()]
+        return (states[-1]["facts"] if states else None), published
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise stranger(out / RUN) from None
+
+
+def begin_run(out: Path, parts: Path, facts: Mapping[str, Any]) -> None:
+    """Make `out` the folder of a run with these facts, or see that it is. Raises InputError where it is another's."""
+    found, published = read_run(out)
+    if found is not None:
+        check_facts(facts, found, out)
+    write_run(out, parts, facts, published)
+
+
+def write_run(out: Path, parts: Path, facts: Mapping[str, Any], published: Iterable[str]) -> None:
+    document = {"facts": dict(facts), "published": sorted({*published})}
+    with writing(out / RUN):
+        write_whole(out / RUN, json.dumps(document, indent=1).encode(), parts, replace=True)
+
+
+def check_folder(out: Path, names: Iterable[str], phases: int, own: Mapping[str, Any]) -> None:
+    """Raise ExistingFileError for what lies in `out` where a run writes, and this one has not written.
+
+    `names` are those of the files that it will end with. Raises InputError for fewer than the `phases` that the run
+    has been through, and for another run's facts, of which `own` are those that are known before a model is read; and
+    CheckpointError for a broken state.
+    """
+    facts, published = read_run(out)
+    if facts is not None:
+        check_facts(own, {name: value for name, value in facts.items() if name not in MODELS}, out)
+    folders, states = (out / STEPS, out / PICTURES), find_states(out)
+    taken = [folder for folder in folders if folder.exists() and not folder.is_dir()]
+    if folders[0].is_dir():
+        known = {folder for _, folder in states}
+        taken += [each for each in folders[0].iterdir() if NAME.fullmatch(each.name) and each not in known]
+    if facts is None:
+        taken += [file for file in (out / LOG, *folders[1].glob("step-*.png")) if file.exists()]
+    files = [out / name for name in names]
+    taken += [file for file in files if file.exists() and (file.is_dir() or digest_file(file) not in published)]
+    if taken:
+        raise stranger(min(taken))
+    reached = place_in(read_document(states[-1][1])).phase + 1 if states else 0
+    if reached > phases:
+        raise InputError(
+            f"phase: got {phases}, but the run in {out} has come to phase {reached}; put those back that are "
+            "behind it, which are not learnt again"
+        )
+
+
+def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
+    """Put the LoRA in the folder `state` into `out` as `name`, over an earlier one of this run; return its path.
+
+    Raises ExistingFileError for a file of others, CheckpointError for a LoRA that is broken, and OSError.
+    """
+    file = out / name
+    ((own, digest),) = adapters_in(read_document(state)).items()
+    facts, published = read_run(out)
+    there = digest_file(file) if file.exists() else None
+    if there == digest:
+        return file
+    if there is not None and there not in published:
+        raise stranger(file)
+    check_file(state, own, digest)
+    # known before it is there, for a process that is killed between the two
+    write_run(out, parts, facts or {}, [*published, digest])
+    with writing(file), unfinished(file, parts, replace=True) as part:
+        shutil.copyfile(state / own, part)
+    return file
+
+
+def adapters_in(document: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each LoRA of a state by its name: one, or none where weights themselves are trained."""
+    names = [name for name in document["files"] if name.endswith(".safetensors") and "/" not in name]
+    return {name: document["files"][name] for name in names if name != TENSORS}
+
+
+def save_whole(tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:
+    """Write `tensors` into one file in the folder `part`; return its digest by its name. Raises OSError."""
+    write_tensors(part / TENSORS, tensors)
+    return {TENSORS: digest_file(part / TENSORS)}
 
 
 def write_state(
@@ -79,85 +194,135 @@ def write_state(
     parts: Path,
     state: State,
     export: Callable[[Path], None],
-    save: Callable[[Mapping[str, torch.Tensor], Path], None] = save_whole,
+    save: Callable[[Mapping[str, torch.Tensor], Path], dict[str, str]] = save_whole,
     ranks: Ranks = ALONE,
 ) -> Path:
     """Write `state` and what `export` adds to its folder; return that. It appears whole and on the disk, or not at all.
 
-    Until then it lies in `parts`, a folder of the same disk. All `ranks` have to call this; `export` and `save` are
-    called on each, the rest is the first's. Raises OSError.
+    Until then it lies in `parts`, a folder of the same disk. All `ranks` have to call this; `export` and `save`, which
+    returns the digests of what it has written, are called on each, the rest is the first's. Raises OSError.
     """
-    folder, part = step_folder(out, state.place.step), parts / f"state-{state.place.step}"
+    folder, part = step_folder(out, state.place.step), parts / f".state-{state.place.step}.part"
 
     def begin() -> None:
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
         part.mkdir()
 
-    def finish() -> None:
-        document = {**state._asdict(), "place": state.place._asdict()}
-        del document["tensors"]
-        (part / STATE).write_text(json.dumps(document, indent=1))
+    def finish(digests: dict[str, str]) -> None:
         for path in part.rglob("*"):
-            if path.is_file():
-                sync_file(path)
-            else:
-                sync_folder(path)
-        sync_folder(part)
+            name = path.relative_to(part).as_posix()
+            if path.is_file() and name not in digests:
+                digests[name] = digest_file(path)
+        document = {**state._asdict(), "place": state.place._asdict(), "files": digests}
+        del document["tensors"]
+        # as it will be read
+        document = json.loads(json.dumps(document))
+        (part / STATE).write_text(json.dumps({**document, "digest": digest_json(document)}, indent=1))
+        sync(part)
         folder.parent.mkdir(exist_ok=True)
+        if folder.exists():
+            raise stranger(folder)
         part.rename(folder)
         sync_folder(folder.parent)
 
     try:
-        ranks.first_does(begin)
-        export(part)
-        ranks.each_does(lambda: save(state.tensors, part))
-        ranks.first_does(finish)
+        with writing(folder):
+            ranks.first_does(begin)
+            export(part)
+            own = ranks.each_does(lambda: save(state.tensors, part))
+            digests = {name: digest for found in ranks.of_all(own) for name, digest in found.items()}
+            ranks.first_does(lambda: finish(digests))
     finally:
         if ranks.first:
             shutil.rmtree(part, ignore_errors=True)
     return folder
 
 
-def sync_file(path: Path) -> None:
-    """Wait until what is in `path` is on the disk. Raises OSError."""
-    descriptor = open_descriptor(path, O_RDONLY)
-    try:
-        fsync(descriptor)
-    finally:
-        close(descriptor)
-
-
 def remove_older(out: Path, parts: Path, keep: int, best: int | None) -> None:
-    """Remove all states but the newest `keep` and that of the step `best`. Raises OSError."""
+    """Remove all states but the newest `keep`, that of the step `best`, and those that are not as they were written.
+
+    Raises OSError.
+    """
     for step, folder in find_states(out)[:-keep]:
-        if step != best:
+        if step != best and is_own(folder):
             # away at once, so that no half of it is found
-            gone = parts / f"gone-{step}"
-            folder.rename(gone)
-            shutil.rmtree(gone)
+            gone = parts / f".gone-{step}.part"
+            with writing(folder):
+                folder.rename(gone)
+                remove(gone)
 
 
-def read_state(folder: Path, read: Callable[[Path, int], dict[str, torch.Tensor]]) -> State:
+def is_own(folder: Path) -> bool:
+    """Whether there is nothing in the folder of a state but what was written into it."""
+    try:
+        own = {STATE, *read_document(folder)["files"]}
+    except CheckpointError:
+        return False
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()} <= own
+
+
+def broken(folder: Path, error: Exception | str) -> CheckpointError:
+    reason = brief(error.strerror if isinstance(error, OSError) and error.strerror else error)
+    return CheckpointError(
+        f"{folder.name}: broken state of a run ({reason}); remove that folder to go on from the one before"
+    )
+
+
+def check_file(folder: Path, name: str, digest: str) -> None:
+    """Raise CheckpointError for a file of a state that is not what was written."""
+    try:
+        found = digest_file(folder / name)
+    except OSError as error:
+        raise broken(folder, error) from error
+    if found != digest:
+        raise broken(folder, f"{name} is damaged, its digest is another")
+
+
+def read_document(folder: Path) -> dict[str, Any]:
+    """Return what a state says besides its tensors. Raises CheckpointError for one that is broken."""
+    try:
+        document = json.loads((folder / STATE).read_bytes())
+        digest = document.pop("digest")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise broken(folder, error) from error
+    if digest != digest_json(document) or step_folder(folder.parent.parent, place_in(document).step) != folder:
+        raise broken(folder, f"{STATE} is damaged, its digest is another")
+    return document
+
+
+def place_in(document: Mapping[str, Any]) -> Place:
+    return Place(**document["place"])
+
+
+def read_state(folder: Path, read: Callable[[Path, int], dict[str, torch.Tensor]], ranks: Ranks = ALONE) -> State:
     """Return the state in `folder`, whose tensors `read` returns from that and the shares that they were in.
 
-    Raises CheckpointError for one that is broken, and what `read` does.
+    Each of `ranks` sees to the digests of its share of the files. Raises CheckpointError for a state that is broken,
+    and what `read` does.
     """
     from safetensors import SafetensorError
 
+    document = read_document(folder)
+    files = sorted(name for name in document["files"] if name == TENSORS or name.startswith(f"{SHARDS}/"))
+    for name in files[ranks.rank :: ranks.size]:
+        check_file(folder, name, document["files"][name])
     try:
-        document = json.loads((folder / STATE).read_text())
-        place = Place(**document["place"])
-        if not all(type(number) is int and number >= 0 for number in place):
-            raise TypeError
-        tensors = read(folder, document.get("shares", 1))
-        values, facts, data, best = (document[name] for name in ("values", "facts", "data", "best"))
-        return State(place, tensors, values, facts, data, best and tuple(best), document["validated"])
+        tensors = read(folder, document["shares"])
     except SanaError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError, OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder.name}: broken state of a run ({brief(error)}); remove that folder to go on from the one before"
-        ) from error
+    except (ValueError, KeyError, OSError, SafetensorError) as error:
+        raise broken(folder, error) from error
+    values, facts, data, best = (document[name] for name in ("values", "facts", "data", "best"))
+    return State(place_in(document), tensors, values, facts, data, best and tuple(best), document["validated"])
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
+    """Raise TrainingError for what is never to be a state: numbers that are not finite after `step` steps."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise TrainingError(
+                f"training: after step {step} {name:.80} is not finite; lower learning_rate, the same command goes on"
+            )
 
 
 def check_facts(own: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None:
@@ -168,39 +333,3 @@ def check_facts(own: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> 
                 f"{name}: got {brief(own.get(name))}, but the run in {out} has {brief(found.get(name))}; "
                 "name another folder, or set it back"
             )
-
-
-def append_log(out: Path, line: Mapping[str, Any]) -> None:
-    """Add `line` to the run's log. Raises OSError."""
-    with (out / LOG).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
-
-
-def read_log(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line of the run's log, as text and as what it says, up to one that was not written whole.
-
-    Raises OSError.
-    """
-    file = out / LOG
-    for text in file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else ():
-        try:
-            line = json.loads(text)
-            known = text.endswith("\n") and type(line["step"]) is int
-        # half a line, of a process that was killed
-        except (ValueError, KeyError, TypeError):
-            return
-        if not known:
-            return
-        yield text, line
-
-
-def read_losses(out: Path) -> list[float]:
-    """Return the loss of each step in the run's log, none for a run that has not begun. Raises OSError."""
-    return [line["loss"] for _, line in read_log(out) if "loss" in line]
-
-
-def cut_log(out: Path, step: int) -> None:
-    """Take the lines after `step` off the run's log, which are written again when it goes on. Raises OSError."""
-    kept = [text for text, line in read_log(out) if line["step"] <= step]
-    if (out / LOG).exists():
-        (out / LOG).write_text("".join(kept), encoding="utf-8")

@@ -25,6 +25,8 @@ DTYPES = ("float32", "bfloat16")
 FLOW, CONSISTENCY = "flow", "consistency"
 DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
 LARGEST_FILE = 1_000_000
+# bytes in UTF-8; disks take 255 with the ending
+LONGEST_NAME = 240
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,12 @@ def check_settings(settings: Settings) -> Settings:
         raise InputError("phase: got none, expected one or more [[phase]] tables; see recipes/")
     if not settings.name or not settings.name.isprintable() or set(settings.name) & set('/\\:*?"<>|'):
         raise InputError(f"name: got {settings.name!r:.40}, expected the name of a file; use letters and digits")
+    if settings.name.casefold() == "state":
+        raise InputError(f"name: got {settings.name!r}, which is that of a state's own file; choose another")
+    if len(settings.name.encode()) > LONGEST_NAME:
+        raise InputError(
+            f"name: got {settings.name!r:.40}, expected at most {LONGEST_NAME} bytes; choose a shorter one"
+        )
     for number, phase in enumerate(settings.phase, 1):
         check_phase(f"phase {number}", phase)
     return settings

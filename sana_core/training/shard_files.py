@@ -18,8 +18,9 @@ import torch
 
 from ..checkpoints.files import brief
 from ..errors import CheckpointError, InputError, OutputError
+from ..whole_files import digest_file, sync
 from .learner import Learner
-from .runs import SHARDS, TENSORS, save_whole, sync_file
+from .runs import SHARDS, TENSORS, save_whole
 from .sharding import Shards
 
 OWN = "@"
@@ -52,7 +53,7 @@ def is_own(key: str) -> bool:
     return key.endswith(("_scales", "_codes")) or "." in key
 
 
-def chosen_save(learner: Learner) -> Callable[[Mapping[str, torch.Tensor], Path], None]:
+def chosen_save(learner: Learner) -> Callable[[Mapping[str, torch.Tensor], Path], dict[str, str]]:
     """Return what writes the tensors of a state: all ranks together, or where one has everything, and torch has no
     files for that yet (2.9 has), the first alone."""
     if learner.ranks.size == 1:
@@ -60,14 +61,14 @@ def chosen_save(learner: Learner) -> Callable[[Mapping[str, torch.Tensor], Path]
     import torch.distributed.checkpoint as checkpoint
 
     if learner.shards is None and not hasattr(checkpoint, "HuggingFaceStorageWriter"):
-        return save_whole if learner.ranks.first else lambda tensors, part: None
+        return save_whole if learner.ranks.first else lambda tensors, part: {}
     return partial(save_shards, learner)
 
 
-def save_shards(learner: Learner, tensors: Mapping[str, torch.Tensor], part: Path) -> None:
+def save_shards(learner: Learner, tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:
     """Write this rank's part of `tensors`, those of a state, into the folder `part`; all ranks have to.
 
-    Raises OutputError on all of them where one cannot write.
+    Returns the digests of its files by their names in `part`. Raises OutputError on all of them where one cannot write.
     """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
 
@@ -86,8 +87,11 @@ def save_shards(learner: Learner, tensors: Mapping[str, torch.Tensor], part: Pat
         raise OutputError(
             f"out: cannot write the state ({brief(reason(error))}); see its rights and its disk"
         ) from None
-    for file in sorted((part / SHARDS).glob(f"shard-{learner.ranks.rank + 1:05d}-*")):
-        sync_file(file)
+    files = sorted((part / SHARDS).glob(f"shard-{learner.ranks.rank + 1:05d}-*"))
+    for file in files:
+        # each rank waits for its own disk
+        sync(file)
+    return {f"{SHARDS}/{file.name}": digest_file(file) for file in files}
 
 
 def as_part(name: str, tensor: torch.Tensor, learner: Learner, shards: Shards) -> tuple[str, Any]:

@@ -15,6 +15,7 @@ from ..whole_files import make_folder
 from .learner import Learner, whole_learner
 from .loop import Export, Preview, Watch
 from .ranks import Ranks
+from .runs import writing
 
 
 @contextmanager
@@ -28,7 +29,8 @@ def held_together(out: Path, ranks: Ranks) -> Iterator[tuple[Path, Poll]]:
 
         def begin() -> Any:
             make_folder(out)
-            return stack.enter_context(hold(out))
+            with writing(out):
+                return stack.enter_context(hold(out))
 
         held = ranks.first_does(begin)
         name = ranks.from_first(None if held is None else held.run.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +16,16 @@ from ..checkpoints import find_part, inspect_checkpoint, load_transformer
 from ..checkpoints.load import build_module, shift_of
 from ..errors import InputError
 from ..polling import Poll, no_poll
-from ..whole_files import unfinished
 from .adapters import adapter_tensors, add_adapter, merged, write_adapter
 from .agreement import check_ranks, check_same
 from .entries import digest_of
 from .learner import Learner, make_learner
 from .loop import Folder, Report, Watch, run
 from .pictures import Place, read_place
-from .prepare import TEACHER, Progress, digest_models, no_progress, prepare
+from .prepare import TEACHER, Progress, digest_models, no_progress, prepare, read_samples
 from .previews import draw_validation
 from .ranks import ALONE, Ranks, say
-from .runs import step_folder
+from .runs import PICTURES, check_folder, publish, step_folder
 from .settings import DDP, FLOW, Settings
 from .sharding import describe_shares
 from .share import check_shares
@@ -74,10 +72,13 @@ def train(
             check_held()
             poll()
 
+        names = () if settings.method.whole else (lora_file(settings),)
+        ranks.first_does(lambda: check_folder(out, names, len(settings.phase), settings_facts(settings)))
+        samples = ranks.each_does(lambda: read_samples(settings, watched))
         device = ranks.device or chosen_device(settings.device)
         marks = digest_models(settings, progress if ranks.first else no_progress)
 
-        data, inputs = prepare(settings, device, ranks, marks, progress, watched)
+        data, inputs = prepare(settings, samples, device, ranks, marks, progress, watched)
         check_same(ranks, {"model": digest_json(marks), "pictures": [own.digest for own in data]}, "data")
         learner = make_learner(load_base(settings, device, ranks), shift, settings, device, ranks)
         learner = learner._replace(teacher=load_teacher(settings, device))
@@ -86,12 +87,15 @@ def train(
 
         def preview(learner: Learner, step: int) -> None:
             with as_saved(learner) as saved:
-                show(step, draw_validation(saved, inputs, out, step, watched))
+                show(step, draw_validation(saved, inputs, out / PICTURES, parts, step, watched))
 
-        folder = Folder(out, parts, facts_of(settings, marks))
+        folder = Folder(out, parts, settings_facts(settings) | model_facts(marks))
         watch = Watch(report, watched, export_together(ranks, export), preview_together(ranks, preview))
         place = run(learner, data, folder, watch_together(ranks, watch))
-        return ranks.from_first(ranks.first_does(lambda: publish(settings, out, step_folder(out, place.step))))
+        state = step_folder(out, place.step)
+        if settings.method.whole:
+            return state / whole_part(settings)
+        return ranks.from_first(ranks.first_does(lambda: publish(out, parts, lora_file(settings), state)))
 
 
 def check_launch(settings: Settings, ranks: Ranks) -> None:
@@ -124,22 +128,26 @@ def check_base(settings: Settings) -> float:
     return shift_of(info, None, settings.reference)
 
 
-def facts_of(settings: Settings, marks: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run's states depend on, besides its data and what a new phase may change.
+def model_facts(marks: dict[str, Any]) -> dict[str, Any]:
+    """Return which models a run's states depend on."""
+    model = {name: mark for name, mark in marks.items() if name != TEACHER}
+    teacher = {TEACHER: marks[TEACHER]} if TEACHER in marks else {}
+    return {"model": digest_json(model), **teacher}
+
+
+def settings_facts(settings: Settings) -> dict[str, Any]:
+    """Return what a run's states depend on, besides models and data, and what a new phase may change.
 
     Raises MissingFileError or ReadError for a file to start from that cannot be read.
     """
     method = settings.method
-    model = {name: mark for name, mark in marks.items() if name != TEACHER}
-    facts: dict[str, Any] = {"model": digest_json(model), "seed": settings.seed, "dtype": settings.dtype}
+    facts: dict[str, Any] = {"seed": settings.seed, "dtype": settings.dtype}
     facts |= {"reference": settings.reference, "optimizer": settings.optimizer.name}
     facts |= {"ema": bool(settings.optimizer.ema), "method": method.kind}
     if method.base != "full":
         facts["base"] = method.base
     if settings.loss.kind != FLOW:
         facts["loss"] = settings.loss.kind
-    if settings.loss.teacher:
-        facts["teacher"] = marks[TEACHER]
     if method.start:
         facts["start"] = digest_of(read_place(Place(Path(method.start)), method.start))
     own = {"controlnet": {"blocks": method.blocks}, "full": {}}
@@ -204,19 +212,13 @@ def export(learner: Learner, folder: Path) -> None:
     tensors = adapter_tensors(learner.transformer, dtype)
     facts = {"base": Path(settings.model).name, "trigger": settings.trigger, "reference": settings.reference}
     facts["settings"] = json.dumps({"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed})
-    write_adapter(folder / f"{settings.name}.safetensors", learner.transformer, tensors, settings.method, facts)
+    write_adapter(folder / lora_file(settings), learner.transformer, tensors, settings.method, facts)
+
+
+def lora_file(settings: Settings) -> str:
+    return f"{settings.name}.safetensors"
 
 
 def whole_part(settings: Settings) -> str:
     """Return the name of the folder that holds the weights, where no adapter is trained."""
     return "controlnet" if settings.method.kind == "controlnet" else "transformer"
-
-
-def publish(settings: Settings, out: Path, state: Path) -> Path:
-    """Put the result in `state` into `out` itself; return its path. Raises OSError."""
-    if settings.method.whole:
-        return state / whole_part(settings)
-    file = out / f"{settings.name}.safetensors"
-    with unfinished(file, replace=True) as part:
-        shutil.copyfile(state / file.name, part)
-    return file

@@ -55,6 +55,6 @@ def test_a_models_folder_that_cannot_be_written_is_read_again(own, monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(module, "write_whole", refuse)
+    monkeypatch.setattr(type(own), "write_text", refuse)
     assert fingerprint(own) == fingerprint(own)
     assert not list(own.rglob("*.sana-digest.json"))

@@ -407,5 +407,5 @@ def test_a_folder_where_nothing_can_be_written_is_named_before_anything_is_drawn
     assert done.returncode == 1
     assert done.stderr == (
         f"out: got {tmp_path / 'output'}, where nothing can be written (File exists), expected a folder of yours; "
-        "name one with --out\n"
+        "name another\n"
     )

@@ -18,6 +18,7 @@ from sana_core.training import entries
 from sana_core.training.buckets import choose_bucket, fit_picture
 from sana_core.training.cache import ModelIds, build_cache
 from sana_core.training.dataset import open_mask, open_picture, read_dataset
+from sana_core.training.entries import Store
 
 CHECKPOINT = ROOT / "demo" / "sana-tiny"
 IDS = ModelIds("tiny autoencoder", "tiny encoder")
@@ -79,7 +80,7 @@ def make_data(folder):
 def build(folder, data, models, ids=IDS, resolution=128, **options):
     samples = read_dataset(data)
     buckets = [choose_bucket(sample.size, resolution) for sample in samples]
-    return build_cache(samples, buckets, folder, models.encode_pixels, models.encode_caption, ids, **options)
+    return build_cache(samples, buckets, Store(folder), models.encode_pixels, models.encode_caption, ids, **options)
 
 
 def content(folder):
@@ -130,7 +131,7 @@ def test_embeddings_keep_the_encoders_dtype(tmp_path, data, models):
         return embeds.bfloat16(), mask
 
     samples = read_dataset(data)[:1]
-    cache = build_cache(samples, [(128, 128)], tmp_path / "cache", models.encode_pixels, half, IDS)
+    cache = build_cache(samples, [(128, 128)], Store(tmp_path / "cache"), models.encode_pixels, half, IDS)
     batch = cache.load([0])
     expected = sana_core.encode_prompts(models.encoder, CAPTIONS[:1])[0].bfloat16()
     assert batch.embeds.dtype == cache.empty["embeds"].dtype == torch.bfloat16
@@ -398,7 +399,7 @@ def test_latents_that_cannot_be_are_not_kept(tmp_path, data, models, spoil, said
     samples = read_dataset(data)[:1]
     with pytest.raises(InputError, match=said):
         build_cache(
-            samples, [(128, 128)], tmp_path / "cache", lambda pixels: spoil(models.encode_pixels(pixels)),
+            samples, [(128, 128)], Store(tmp_path / "cache"), lambda pixels: spoil(models.encode_pixels(pixels)),
             models.encode_caption, IDS,
         )  # fmt: skip
     assert not list((tmp_path / "cache").glob("latents/*/*"))
@@ -410,7 +411,7 @@ def test_embeddings_that_cannot_be_are_not_kept(tmp_path, data, models):
         return embeds * float("inf"), mask
 
     with pytest.raises(InputError, match=r"^caption: its embeddings hold NaN or infinity \(\)"):
-        build_cache(read_dataset(data), [(128, 128)] * 4, tmp_path / "cache", models.encode_pixels, spoiled, IDS)
+        build_cache(read_dataset(data), [(128, 128)] * 4, Store(tmp_path / "cache"), models.encode_pixels, spoiled, IDS)
     assert content(tmp_path / "cache") == {} if (tmp_path / "cache").exists() else True
 
 

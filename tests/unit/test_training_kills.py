@@ -12,6 +12,8 @@ from pictures import write_pictures
 from safetensors.torch import load_file
 from setup import ROOT
 
+from sana_core.training.run_log import read_log
+
 KILLS = 4
 SETTINGS = """
 model = {model}
@@ -66,7 +68,7 @@ def test_killed_and_gone_on(tmp_path, checkpoint):
     ]
     assert states[0].keys() == states[1].keys()
     assert all((states[0][name] == states[1][name]).all() for name in states[0])
-    logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").open()] for name in ("whole", "killed")]
+    logs = [read_log(tmp_path / name) for name in ("whole", "killed")]
     for line in [*logs[0], *logs[1]]:
         line.pop("seconds", None)
     assert logs[0] == logs[1]

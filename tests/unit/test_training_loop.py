@@ -13,7 +13,8 @@ from setup import ROOT
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
 from sana_core.training import learner, train
-from sana_core.training.runs import cut_log, find_states, read_losses
+from sana_core.training.run_log import read_log
+from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation, check_settings
 
 
@@ -55,7 +56,7 @@ def stopping_after(steps):
 
 
 def lines_of(settings):
-    lines = map(json.loads, Path(settings.out, "log.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = read_log(Path(settings.out))
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
@@ -242,17 +243,6 @@ def test_a_model_without_its_parts_is_refused_before_anything_is_made(settings, 
     whole = settings("whole")
     train.train(whole)
     assert lines_of(own) == lines_of(whole) and same_state(own, whole)
-
-
-def test_a_line_of_the_log_that_was_not_written_whole_counts_for_nothing(tmp_path):
-    assert read_losses(tmp_path) == []
-    lines = [{"step": 0, "validation_loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}]
-    log = tmp_path / "log.jsonl"
-    for rest in ('{"step": 3, "lo', "[1]\n", '{"loss": 1.0}\n'):
-        log.write_text("".join(json.dumps(line) + "\n" for line in lines) + rest)
-        assert read_losses(tmp_path) == [2.0, 1.5]
-        cut_log(tmp_path, 1)
-        assert read_losses(tmp_path) == [2.0] and log.read_text().count("\n") == 2
 
 
 def test_the_committed_figures_hold_what_is_promised():

@@ -15,7 +15,8 @@ from sana_core.errors import InputError
 from sana_core.training import train
 from sana_core.training.adapters import adapter_layers, add_adapter
 from sana_core.training.quantised_base import EightBitLinear, EightBitPointwise, quantise_base, quantise_rows
-from sana_core.training.runs import find_states, read_losses
+from sana_core.training.run_log import read_losses
+from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
 
 LAYERS = {

@@ -15,6 +15,8 @@ from pictures import write_pictures
 from safetensors.torch import load_file
 from setup import ROOT
 
+from sana_core.training.run_log import read_log
+
 pytestmark = pytest.mark.slow
 KILLS, STEPS = 2, 24
 SETTINGS = """
@@ -82,7 +84,7 @@ def test_the_launcher_goes_on_by_itself_after_a_kill_of_one_rank(tmp_path, check
     assert [whole.returncode, killed.returncode] == [0, 0], said[1][-3000:]
     one, other = (load_file(tmp_path / name / "sana.safetensors") for name in ("whole", "killed"))
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
-    logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").open()] for name in ("whole", "killed")]
+    logs = [read_log(tmp_path / name) for name in ("whole", "killed")]
     for line in [*logs[0], *logs[1]]:
         line.pop("seconds", None)
     assert logs[0] == logs[1]

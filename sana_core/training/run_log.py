@@ -1,0 +1,57 @@
+"""The log of a run, a line of JSON for each step and validation: only ever added to, and read whatever is in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .runs import LOG, find_states, writing
+
+
+def append_log(out: Path, line: Mapping[str, Any]) -> None:
+    """Add `line` to the run's log, whole or not at all. Raises OutputError."""
+    with writing(out / LOG), (out / LOG).open("ab+", buffering=0) as stream:
+        end = stream.seek(0, 2)
+        stream.seek(max(0, end - 1))
+        # a power cut may have left half a line
+        data = b"\n"[: stream.read(1) not in (b"", b"\n")] + json.dumps(line).encode() + b"\n"
+        try:
+            while data:
+                data = data[stream.write(data) :]
+        except OSError:
+            stream.truncate(end)
+            raise
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
+    """Return the lines of the run's log in the order of their steps, without broken ones.
+
+    A run that was killed goes on from its last state, and writes again what came after that; the later lines count.
+    Raises OSError.
+    """
+    file, lines = out / LOG, list[dict[str, Any]]()
+    for text in file.read_bytes().split(b"\n") if file.exists() else ():
+        try:
+            line = json.loads(text)
+            found = [line[name] for name in ("loss", "validation_loss") if name in line]
+            known = type(line["step"]) is int and [type(each) for each in found] == [float]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if known:
+            while lines and order(lines[-1]) >= order(line):
+                lines.pop()
+            lines.append(line)
+    return lines
+
+
+def order(line: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return what lines of a log ascend by: the step, whose validation stands behind its loss."""
+    return line["step"], "loss" not in line
+
+
+def read_losses(out: Path) -> list[float]:
+    """Return the loss of each step up to the newest state in `out`, where the run goes on. Raises OSError."""
+    newest = max((step for step, _ in find_states(out)), default=0)
+    return [line["loss"] for line in read_log(out) if "loss" in line and line["step"] <= newest]

@@ -1,0 +1,315 @@
+"""The files of a run: nothing that others have put there is touched, and what is damaged is found and named."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+from pictures import write_pictures
+from safetensors.torch import load_file, save_file
+from setup import ROOT
+
+from sana_core.errors import CheckpointError, ExistingFileError, InputError, OutputError, TrainingError
+from sana_core.training import loop, prepare, train
+from sana_core.training.run_log import append_log, read_log, read_losses
+from sana_core.training.runs import find_states
+from sana_core.training.settings import Method, Phase, Settings, check_settings
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Pictures, and a cache for all runs here."""
+    folder = tmp_path_factory.mktemp("training")
+    write_pictures(folder / "pictures", 3)
+    return folder
+
+
+@pytest.fixture(params=["sana-tiny", "sana-scenes"])
+def each_model(request):
+    return ROOT / "demo" / request.param
+
+
+@pytest.fixture
+def make(shared, tmp_path, checkpoint):
+    """A function of overrides that returns the settings of four steps on three pictures."""
+
+    def make(steps=4, phases=1, model=checkpoint, **others):
+        phase = Phase((str(shared / "pictures"),), 32, steps=steps, learning_rate=1e-3)
+        values = {"dtype": "float32", "save_every": 2, "method": Method(rank=2), "name": "x", **others}
+        cache, out = str(shared / "cache"), str(tmp_path / "out")
+        return check_settings(Settings(str(model), out, (phase,) * phases, cache=cache, **values))
+
+    return make
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def content(folder):
+    return {
+        path.relative_to(folder).as_posix(): sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_equal_runs_write_equal_loras(make, out, tmp_path, each_model):
+    own = make(model=each_model, trigger="red")
+    found = set()
+    for name in "ab":
+        file = train.train(replace(own, out=str(tmp_path / name)))
+        found.add(file.read_bytes())
+    assert len(found) == 1
+
+
+STRANGERS = ("x.safetensors", "log.jsonl", "run.json", "steps", "pictures", "pictures/step-0000000-00.png")
+
+
+@pytest.mark.parametrize("name", [*STRANGERS, "steps/step-0000002", "steps/step-0000003/notes.txt", "x.safetensors/a"])
+def test_what_others_have_put_where_a_run_writes_is_named_and_stays(make, out, name):
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("mine")
+    before = content(out)
+    place = (
+        out.joinpath(*Path(name).parts[:2]) if name.startswith(("steps/", "pictures/")) else out / Path(name).parts[0]
+    )
+    with pytest.raises(
+        ExistingFileError, match=f"^out: {place} is not of this run, .*; move it away, or choose another"
+    ):
+        train.train(make())
+    assert content(out) == before
+
+
+def test_the_lora_of_a_run_that_has_ended_is_not_replaced_by_another_run(make, out):
+    file = train.train(make())
+    first = file.read_bytes()
+    shutil.rmtree(out / "steps")
+    with pytest.raises(InputError, match="^rank: got 3, but the run in .*out has 2; name another folder"):
+        train.train(make(method=Method(rank=3)))
+    (out / "run.json").unlink()
+    with pytest.raises(ExistingFileError, match="log.jsonl is not of this run"):
+        train.train(make(method=Method(rank=3)))
+    (out / "log.jsonl").unlink()
+    with pytest.raises(ExistingFileError, match="x.safetensors is not of this run"):
+        train.train(make(method=Method(rank=3)))
+    assert file.read_bytes() == first
+
+
+def test_a_run_replaces_its_own_lora_and_no_file_that_was_put_in_its_place(make, out):
+    file = train.train(make())
+    before = file.read_bytes()
+    assert train.train(make(steps=6)) == file and file.read_bytes() != before
+    file.write_text("mine")
+    for steps in (6, 8):
+        with pytest.raises(ExistingFileError, match="x.safetensors is not of this run"):
+            train.train(make(steps=steps))
+    assert file.read_text() == "mine" and [step for step, _ in find_states(out)][-1] == 6
+
+
+def test_a_file_that_comes_while_it_trains_is_not_replaced_either(make, out):
+    def report(line):
+        (out / "x.safetensors").write_text("mine")
+
+    with pytest.raises(ExistingFileError, match="x.safetensors is not of this run"):
+        train.train(make(), report)
+    assert (out / "x.safetensors").read_text() == "mine" and find_states(out)[-1][0] == 4
+    (out / "x.safetensors").unlink()
+    assert train.train(make()) == out / "x.safetensors"
+
+
+def test_a_run_whose_run_json_is_gone_goes_on(make, out):
+    train.train(make())
+    (out / "run.json").unlink()
+    train.train(make(steps=6))
+    assert len(read_losses(out)) == 6
+
+
+def test_a_state_that_others_have_put_a_file_into_stays(make, out):
+    train.train(make(keep=1))
+    (out / "steps" / "step-0000004" / "notes.txt").write_text("mine")
+    train.train(make(steps=10, keep=1))
+    assert [step for step, _ in find_states(out)] == [4, 10]
+
+
+def test_a_name_that_a_state_needs_for_itself_is_refused(make):
+    for name in ("state", "STATE"):
+        with pytest.raises(InputError, match=f"^name: got '{name}', .*; choose another"):
+            make(name=name)
+
+
+def test_a_name_that_no_disk_takes_is_refused_before_anything_is_trained(make):
+    for name in ("x" * 241, "\u4e00" * 81):
+        with pytest.raises(InputError, match="^name: got .*, expected at most 240 bytes; choose a shorter one"):
+            make(name=name)
+
+
+def test_a_lora_that_is_named_anew_after_the_end_is_published_as_that(make, out):
+    first = train.train(make())
+    second = train.train(make(name="y"))
+    assert second == out / "y.safetensors" and second.read_bytes() == first.read_bytes()
+
+
+def test_a_phase_that_is_removed_is_asked_for_back(make):
+    train.train(make(steps=2, phases=2))
+    with pytest.raises(InputError, match="^phase: got 1, but the run in .*out has come to phase 2; put those back"):
+        train.train(make(steps=2))
+
+
+def test_what_is_wrong_with_settings_and_captions_is_told_before_models_are_read(make, tmp_path, monkeypatch):
+    train.train(make())
+
+    def never(*values):
+        raise AssertionError
+
+    monkeypatch.setattr(train, "digest_models", never)
+    monkeypatch.setattr(prepare, "fingerprint", never)
+    with pytest.raises(InputError, match="^rank: got 3, but the run"):
+        train.train(make(method=Method(rank=3)))
+    write_pictures(tmp_path / "bare", 1)
+    next((tmp_path / "bare").glob("*.txt")).unlink()
+    phase = Phase((str(tmp_path / "bare"),), 32, steps=1)
+    with pytest.raises(InputError, match="has no caption"):
+        train.train(replace(make(), phase=(phase,)))
+
+
+def files_of_a_state(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone"])
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors", "x.safetensors"])
+def test_a_flipped_bit_is_found_and_named(make, out, name, damage):
+    train.train(make())
+    os.remove(out / "x.safetensors")
+    file = find_states(out)[-1][1] / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes({"flip": bytes(data), "cut": bytes(data[:-1]), "empty": b""}[damage])
+    kind, said = CheckpointError, "^step-0000004: broken state of a run .*; remove that folder to go on from the one"
+    if (name, damage) == ("state.json", "gone"):
+        kind, said = ExistingFileError, "step-0000004 is not of this run"
+    with pytest.raises(kind, match=said) as caught:
+        train.train(make())
+    assert len(str(caught.value)) < 300 and not (out / "x.safetensors").exists()
+    shutil.rmtree(file.parent)
+    train.train(make())
+    assert (out / "x.safetensors").exists() and len(read_losses(out)) == 4
+
+
+@pytest.mark.parametrize("kind", ["parameter", "optimizer"])
+def test_numbers_that_are_none_are_neither_saved_nor_published(make, out, monkeypatch, kind):
+    real = loop.tensors_of
+
+    def spoiled(learner):
+        tensors, values = real(learner)
+        if len(read_log(out)) == 4:
+            name = next(name for name in tensors if name.startswith(kind) and tensors[name].ndim)
+            tensors[name] = torch.full_like(tensors[name], float("nan"))
+        return tensors, values
+
+    monkeypatch.setattr(loop, "tensors_of", spoiled)
+    with pytest.raises(TrainingError, match=rf"^training: after step 4 {kind}\..* is not finite; lower learning_rate"):
+        train.train(make())
+    assert [step for step, _ in find_states(out)] == [2] and not (out / "x.safetensors").exists()
+
+
+def test_a_log_is_added_to_and_read_whatever_is_in_it(tmp_path):
+    log = tmp_path / "log.jsonl"
+    assert read_log(tmp_path) == [] and read_losses(tmp_path) == []
+    for step in range(1, 6):
+        append_log(tmp_path, {"step": step, "loss": float(step)})
+    for broken in (
+        b"\n\n",
+        b"\xff\xfe{}\n",
+        b"[1]\n",
+        b'{"loss": 1.0}\n',
+        b'{"step": "1", "loss": 1.0}\n',
+        b"[" * 10**5,
+    ):
+        with log.open("ab") as stream:
+            stream.write(broken)
+        before = log.read_bytes()
+        # behind a line that is not whole too, and again from step 4
+        append_log(tmp_path, {"step": 4, "loss": 4.5})
+        append_log(tmp_path, {"step": 4, "validation_loss": 0.5})
+        assert log.read_bytes().startswith(before)
+        assert [line.get("loss", "-") for line in read_log(tmp_path)] == [1.0, 2.0, 3.0, 4.5, "-"]
+
+
+def test_a_run_that_goes_on_leaves_the_lines_of_its_log_as_they_are(make, out):
+    train.train(make())
+    log = out / "log.jsonl"
+    with log.open("ab") as stream:
+        # of a process that was killed after the last state
+        stream.write(b'{"step": 5, "loss": 9.0}\n{"step": 6, "lo')
+    before = log.read_bytes()
+    assert len(read_losses(out)) == 4
+    train.train(make(steps=6))
+    assert log.read_bytes().startswith(before)
+    assert [line["step"] for line in read_log(out)] == [1, 2, 3, 4, 5, 6] and 9.0 not in read_losses(out)
+
+
+def test_a_line_of_the_log_that_finds_no_room_leaves_none_of_it(tmp_path, monkeypatch):
+    append_log(tmp_path, {"step": 1, "loss": 1.0})
+    before = (tmp_path / "log.jsonl").read_bytes()
+    resource = pytest.importorskip("resource")
+    import signal
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=r"^out: cannot write into .*log.jsonl \(File too large\)"):
+            append_log(tmp_path, {"step": 2, "loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+def test_what_dead_runs_have_left_is_gone_after_the_next(make, out, shared):
+    own = make()
+    train.train(own)
+    left = [
+        out / ".sana-batch" / "run-0123" / ".state-6.part",
+        out / ".sana-batch" / "gone-4567" / ".gone-2.part",
+        prepare.cache_store(own).parts,
+    ]
+    for folder in left:
+        (folder / "transformer").mkdir(parents=True)
+        (folder / "transformer" / "half.safetensors").write_bytes(b"half")
+    (out / ".sana-batch" / "run-0123" / "mark").touch()
+    train.train(own)
+    assert {path.name for path in out.iterdir()} == {"log.jsonl", "run.json", "steps", "x.safetensors"}
+    assert not list(shared.joinpath("cache").glob(".*"))
+
+
+def test_tensors_are_written_as_the_library_writes_them(tmp_path):
+    from sana_core.checkpoints.tensor_files import write_tensors
+
+    tensors = {
+        "wide": torch.arange(6.0).reshape(2, 3).T,
+        "narrow": torch.ones(3, dtype=torch.bfloat16),
+        "number": torch.tensor(2.5),
+        "none": torch.zeros(0, 4),
+        "codes": torch.arange(5, dtype=torch.uint8),
+    }
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
+    write_tensors(tmp_path / "ours", tensors)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    metadata = {"z": "1", "a": '"\u00e9\n', "m": json.dumps({"b": 1})}
+    write_tensors(tmp_path / "ours", tensors, metadata)
+    assert load_file(tmp_path / "ours").keys() == tensors.keys()
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "ours", "pt") as file:
+        assert file.metadata() == metadata
