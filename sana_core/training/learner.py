@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..batch.fingerprint import digest_json
 from ..control import Control
 from ..errors import CheckpointError, TrainingError
 from ..polling import Poll
@@ -57,7 +58,19 @@ class Data(NamedTuple):
     training: list[int]
     held_out: list[int]
     buckets: list[Bucket]  # of each sample
-    digest: str  # changes with the pictures, their captions and buckets
+    digest: str  # of `digest_data`
+
+
+def digest_data(order: Any, contents: Any) -> str:
+    """Return a digest of the `order` in which samples are learnt, and of their `contents`, None where nobody looks."""
+    return "-".join(digest_json(each) if each is not None else "" for each in (order, contents))
+
+
+def same_epochs(first: str, second: str) -> bool:
+    """Whether digests of `digest_data` are of the same epochs, as far as both know their contents."""
+    return all(
+        one == other or not (one and other) for one, other in zip(first.split("-"), second.split("-"), strict=True)
+    )
 
 
 class Learner(NamedTuple):

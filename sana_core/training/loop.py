@@ -12,8 +12,18 @@ from typing import Any, NamedTuple
 
 from ..polling import Poll
 from .buckets import plan_epoch
-from .learner import Data, Learner, arrange_sums, averaged, restore, take_step, tensors_of, validation_loss
-from .rates import learning_rate
+from .learner import (
+    Data,
+    Learner,
+    arrange_sums,
+    averaged,
+    restore,
+    same_epochs,
+    take_step,
+    tensors_of,
+    validation_loss,
+)
+from .rates import after_step, learning_rate, steps_left
 from .run_log import append_log
 from .runs import (
     Place,
@@ -32,6 +42,8 @@ from .shard_files import chosen_save, own_values, read_tensors, shard_count, unp
 
 logger = logging.getLogger(__name__)
 
+# share of a phase by which more was done than its steps say, from which on somebody has added steps
+LONGER = 0.05
 # indices of samples, in the batches of one step
 Group = list[list[int]]
 # called with the line of the log of each step and validation
@@ -71,9 +83,10 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
     place, groups = advance(place, data, learner)
     saved = place.step
     if groups:
+        warn_of_rate(settings.phase[place.phase], place, len(groups))
         arrange_sums(learner, data[place.phase], groups[place.position], place)
     digests = [own.digest for own in data]
-    total = place.step + steps_left(learner, data, place)
+    total = place.step + all_steps_left(learner, data, place)
 
     def save() -> None:
         nonlocal saved
@@ -110,21 +123,32 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
             return place
         with saving():
             watch.poll()
-        line = learn(learner, data[place.phase], groups[place.position], place, len(groups))
+        line = learn(learner, data[place.phase], groups[place.position], place)
         if ranks.first:
             append_log(folder.out, line)
-        place = place._replace(step=place.step + 1, phase_step=place.phase_step + 1, position=place.position + 1)
+        place = after_step(settings.phase[place.phase], place, len(groups))
         if place.position == len(groups) or place.phase_step == settings.phase[place.phase].steps:
             place, groups = advance(place, data, learner)
         with saving():
             watch.report({**line, "steps": total})
 
 
-def learn(learner: Learner, data: Data, group: Group, place: Place, count: int) -> dict[str, Any]:
-    """Take the step at `place`, in an epoch of `count` steps, and return its line of the log."""
-    phase = learner.settings.phase[place.phase]
-    total = phase.steps or (phase.epochs or 0) * count
-    rate = learning_rate(phase, place.phase_step, total)
+def warn_of_rate(phase: Phase, place: Place, count: int) -> None:
+    """Log where the learning rate of a phase has fallen before it was made longer."""
+    behind = max(0, place.phase_step - phase.warmup)
+    share = behind / (behind + steps_left(phase, place, count))
+    if phase.schedule != "constant" and place.done - share > LONGER:
+        logger.warning(
+            "phase %d has more steps than it had, and goes on from its learning rate of %.2g; for a higher one set "
+            "schedule to constant, or add a [[phase]]",
+            place.phase + 1,
+            learning_rate(phase, place),
+        )
+
+
+def learn(learner: Learner, data: Data, group: Group, place: Place) -> dict[str, Any]:
+    """Take the step at `place`, and return its line of the log."""
+    rate = learning_rate(learner.settings.phase[place.phase], place)
     began = time.perf_counter()
     loss, norm = take_step(learner, data, group, place, rate)
     return {
@@ -170,7 +194,7 @@ def resume(
 ) -> tuple[Place, tuple[float, int] | None, int | None]:
     """Bring `learner` to the newest state in `folder`; return its place, the best validation, and the last one's step.
 
-    An epoch whose pictures are others by now begins again.
+    An epoch whose pictures or batches are others by now begins again.
     """
     ranks = learner.ranks
     # what the first rank sees of a network's folder decides
@@ -184,8 +208,8 @@ def resume(
     tensors = unpacked(state.tensors, state.values)
     restore(learner, tensors, own_values(learner, state.values, tensors), newest.name)
     place = state.place
-    if place.position and state.data[place.phase] != data[place.phase].digest:
-        logger.warning("the pictures of phase %d have changed, so its epoch begins again", place.phase + 1)
+    if place.position and not same_epochs(state.data[place.phase], data[place.phase].digest):
+        logger.warning("pictures or batches of phase %d have changed, so its epoch begins again", place.phase + 1)
         place = place._replace(position=0)
     return place, state.best, state.validated
 
@@ -214,12 +238,12 @@ def plan(phase: Phase, data: Data, seed: int, epoch: int) -> list[Group]:
     return [batches[start : start + phase.accumulate] for start in range(0, len(batches), phase.accumulate)]
 
 
-def steps_left(learner: Learner, data: Sequence[Data], place: Place) -> int:
+def all_steps_left(learner: Learner, data: Sequence[Data], place: Place) -> int:
     """Return how many steps there are from `place` to the end."""
     left = 0
-    for number, (phase, own) in enumerate(zip(learner.settings.phase, data, strict=True)):
+    for number in range(place.phase, len(data)):
+        phase = learner.settings.phase[number]
         # every epoch has as many, for the pictures are the same
-        count = len(plan(phase, own, learner.settings.seed, 0))
-        total = phase.steps or (phase.epochs or 0) * count
-        left += total if number > place.phase else max(0, total - place.phase_step) if number == place.phase else 0
+        count = len(plan(phase, data[number], learner.settings.seed, 0))
+        left += steps_left(phase, place if number == place.phase else Place(), count)
     return left

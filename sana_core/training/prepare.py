@@ -21,7 +21,7 @@ from .buckets import choose_bucket
 from .cache import ModelIds, build_cache
 from .dataset import Sample, check_controls, read_dataset
 from .entries import Store
-from .learner import Data
+from .learner import Data, digest_data
 from .previews import Inputs, encode_validation
 from .ranks import Ranks
 from .settings import Phase, Settings
@@ -157,13 +157,14 @@ def prepare_phase(
     names = [each.name for each in samples]
     held_out = hold_out(names, settings.validation.share)
     training = sorted(set(range(len(samples))) - set(held_out))
+    facts = [(each.name, each.caption, each.size, each.picture[1:]) for each in samples]
+    order = [facts, ids, training, phase.batch, phase.accumulate]
     if settings.stream:
         stream = Stream(samples, buckets, encode_pixels, encode_caption, cache.empty)
         # the bytes of the pictures are too many to look at all of them
-        facts: list[Any] = [(each.name, each.caption, each.size, each.picture[1:]) for each in samples]
-        return Data(samples, stream, training, held_out, buckets, digest_json([facts, ids, training]))
+        return Data(samples, stream, training, held_out, buckets, digest_data(order, None))
     entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
-    return Data(samples, cache, training, held_out, buckets, digest_json([*entries, training]))
+    return Data(samples, cache, training, held_out, buckets, digest_data(order, entries))
 
 
 @contextmanager
@@ -220,10 +221,11 @@ def model_ids(settings: Settings, marks: dict[str, Any]) -> ModelIds:
 
 def hold_out(names: Sequence[str], share: float) -> list[int]:
     """Return the indices of the `share` of pictures that are held out: by a digest of their names, so that a picture
-    that is added moves no other from one side to the other. At least one is on each side, if there are two."""
+    that is added moves no other from one side to the other. At least one is on each side if there are two; one alone
+    is learnt."""
     order = sorted(range(len(names)), key=lambda index: sha256(names[index].encode()).digest())
     bound = int(share * 2**64)
     chosen = [index for index in order if int.from_bytes(sha256(names[index].encode()).digest()[:8], "big") < bound]
-    if share and len(names) > 1:
-        chosen = chosen[: len(names) - 1] or order[:1]
+    if share:
+        chosen = (chosen or order[:1])[: len(names) - 1]
     return sorted(chosen)

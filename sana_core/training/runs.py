@@ -37,13 +37,15 @@ NAME = re.compile(r"step-(\d{7,})")
 
 
 class Place(NamedTuple):
-    """Where a run stands, after `step` steps: in its phases, `position` steps of that epoch done."""
+    """Where a run stands, after `step` steps: in its phases, `position` steps of that epoch done, and the share `done`
+    of what follows the phase's warmup."""
 
     step: int = 0
     phase: int = 0
     phase_step: int = 0
     epoch: int = 0
     position: int = 0
+    done: float = 0.0
 
 
 class State(NamedTuple):

@@ -169,6 +169,15 @@ def test_pictures_that_are_added_are_learnt_when_the_run_goes_on(settings, tmp_p
     assert [line["step"] for line in lines_of(own)] == list(range(1, 12))
 
 
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkpoint, tmp_path, name):
+    write_pictures(tmp_path / "one", 1)
+    own = settings(data=tmp_path / "one", steps=2, validation=Validation(every=1, share=0.5))
+    own = replace(own, model=str(checkpoint.with_name(name)), cache="")
+    assert train.train(own).is_file()
+    assert [("loss" in line, "validation_loss" in line) for line in lines_of(own)] == [(True, False)] * 2
+
+
 @pytest.mark.parametrize("change", [{"seed": 1}, {"method": Method(rank=3)}, {"optimizer": Optimizer("came")}])
 def test_a_folder_with_another_run_is_refused(settings, change):
     train.train(settings(steps=2))

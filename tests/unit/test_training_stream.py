@@ -62,12 +62,14 @@ def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settin
     assert kept[0] == 1 < kept[1]
 
 
-def test_a_streamed_run_goes_on(settings):
-    whole, broken = settings("whole"), settings("broken")
+@pytest.mark.parametrize("first, then", [(True, True), (True, False), (False, True)])
+def test_a_streamed_run_goes_on_streamed_or_not(settings, caplog, first, then):
+    whole, broken = settings("whole"), settings("broken", first)
     train.train(whole)
-    train.train(replace(broken, phase=(replace(broken.phase[0], steps=2),)))
-    train.train(broken)
+    train.train(replace(broken, phase=(replace(broken.phase[0], steps=1),)))
+    train.train(replace(broken, stream=then))
     assert lines_of(whole) == lines_of(broken)
+    assert "begins again" not in caplog.text
 
 
 @pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")

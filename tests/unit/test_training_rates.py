@@ -1,0 +1,123 @@
+"""The learning rate follows the share of the work that is done, through whatever is changed when a run goes on."""
+
+import itertools
+import json
+import logging
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pictures import write_pictures
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR
+
+from sana_core.training.buckets import plan_epoch
+from sana_core.training.rates import after_step, learning_rate, steps_left
+from sana_core.training.runs import Place
+from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
+from sana_core.training.train import train
+
+PEAK, START = 1e-3, Place()
+TORCHS = {
+    "constant": lambda optimizer: ConstantLR(optimizer, factor=1.0),
+    "linear": lambda optimizer: LinearLR(optimizer, 1.0, 0.0, total_iters=16),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 16),
+}
+
+
+def steps_of(phase, pictures):
+    batches = len(plan_epoch([(128, 128)] * pictures, phase.batch, 0, 0))
+    return -(-batches // phase.accumulate)
+
+
+def rates_of(phase, pictures, place=START, stop=10**9):
+    """The rates of a phase from `place` to its end or to the step `stop`, and where that is."""
+    count, rates = steps_of(phase, pictures), []
+    while place.phase_step < stop:
+        if place.position >= count:
+            place = place._replace(epoch=place.epoch + 1, position=0)
+        if not steps_left(phase, place, count):
+            break
+        rates.append(learning_rate(phase, place))
+        place = after_step(phase, place, count)
+    return rates, place
+
+
+def test_of_a_run_that_nobody_changes():
+    for schedule in TORCHS:
+        phase = Phase(("x",), steps=20, learning_rate=PEAK, schedule=schedule, warmup=4)
+        rates, place = rates_of(phase, 7)
+        assert len(rates) == place.phase_step == 20
+        assert rates[:4] == pytest.approx([PEAK * share for share in (0.25, 0.5, 0.75, 1)])
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
+        theirs = TORCHS[schedule](optimizer)
+        for rate in rates[4:]:
+            assert rate == pytest.approx(theirs.get_last_lr()[0])
+            optimizer.step()
+            theirs.step()
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_it_stays_in_its_range_and_never_jumps(seed):
+    """Runs that are broken off again and again, and go on with other batches, pictures, epochs or steps."""
+    numbers = random.Random(seed)
+    place, rates, bounds = START, [], []
+    schedule, warmup = numbers.choice(["linear", "cosine"]), numbers.choice([0, 0, 3, 20])
+    for _ in range(numbers.randint(2, 6)):
+        pictures, batch, accumulate = (numbers.randint(1, most) for most in (60, 8, 4))
+        length = (
+            {"epochs": place.epoch + numbers.randint(0, 12)}
+            if numbers.random() < 0.6
+            else {"steps": max(1, place.phase_step + numbers.randint(-5, 60))}
+        )
+        phase = Phase(("x",), 128, batch, accumulate, None, None, PEAK, schedule, warmup)
+        phase = replace(phase, **length)
+        count = steps_of(phase, pictures)
+        # an epoch that is under way begins again
+        place = place._replace(position=0)
+        left = steps_left(phase, place, count)
+        end = place.phase_step + numbers.randint(0, left) if numbers.random() < 0.8 else 10**9
+        found, place = rates_of(phase, pictures, place, end)
+        rates += found
+        # of the steps that are left, each takes its share; a cosine falls steepest with pi / 2 times that
+        bounds += [1.6 * PEAK / max(1, left - warmup)] * len(found)
+        assert 0 <= place.done <= 1
+    assert all(0 <= rate <= PEAK for rate in rates)
+    for index, (before, after) in enumerate(itertools.pairwise(rates)):
+        rising = index + 1 < warmup
+        assert after >= before if rising else after <= before * (1 + 1e-9)
+        if not rising:
+            assert before - after <= max(bounds[index : index + 2]) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkpoint, tmp_path, caplog, name):
+    data = tmp_path / "pictures"
+    write_pictures(data, 6, seed=2)
+    phase = Phase((str(data),), 128, batch=1, epochs=2, learning_rate=PEAK, schedule="cosine")
+    own = Settings(str(checkpoint.with_name(name)), str(tmp_path / "out"), (phase,), dtype="float32")
+    own = check_settings(replace(own, method=Method(rank=2), validation=Validation()))
+
+    class Stopped(Exception):
+        pass
+
+    lines = []
+
+    def poll():
+        if len(lines) == 9:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        train(own, lines.append, poll=poll)
+    # 9 of 12 steps are done; in batches of 3 the second epoch, which begins again, has 2
+    train(replace(own, phase=(replace(phase, batch=3),)))
+    assert "batches of phase 1 have changed, so its epoch begins again" in caplog.text
+    assert "more steps" not in caplog.text
+    write_pictures(data, 9, seed=3)
+    with caplog.at_level(logging.WARNING):
+        train(replace(own, phase=(replace(phase, batch=3, epochs=4),)))
+    assert "phase 1 has more steps than it had, and goes on from its learning rate of" in caplog.text
+    rates = [json.loads(line)["learning_rate"] for line in Path(own.out, "log.jsonl").read_text().splitlines()]
+    assert len(rates) == 9 + 2 + 2 * 5
+    assert all(0 < after <= before <= PEAK for before, after in itertools.pairwise(rates))
