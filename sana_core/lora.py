@@ -39,10 +39,8 @@ IN_FILE, BESIDE = "lora_adapter_metadata", ("adapter_model.safetensors", "adapte
 def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, float]]) -> None:
     """Add the adapters of `loras`, pairs of a file and its strength, to the weights of `transformer`.
 
-    ComfyUI's arithmetic, in float32: W + strength * scale * BA for LoRA, the Kronecker product in the place of BA for
-    LoKr, and for DoRA (Liu et al., 2024) the rows of W + scale * BA brought to the file's magnitudes. On the meta
-    device only names and shapes are checked. Raises InputError for a tensor that belongs to no layer of the model or
-    does not fit it, CheckpointError, MissingFileError or ReadError for what is no LoRA.
+    On the meta device only names and shapes are checked. Raises InputError for a tensor that belongs to no layer of the
+    model or does not fit it, CheckpointError, MissingFileError or ReadError for what is no LoRA.
     """
     layers = {
         name: module
@@ -55,14 +53,13 @@ def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, 
         for name, parts in by_layer(read_file(info.path), layers, info.name).items():
             weight, scale = layers[name].weight, file_scale(parts, settings)
             check_fits(weight, parts, f"{info.name}: {name}")
-            wide = weight.float()
-            weight.copy_(wide + strength * (adapted(wide, parts, scale) - wide))
+            weight.copy_(adapted(weight, parts, scale, strength))
 
 
 def check_fits(weight: torch.Tensor, parts: Tensors, name: str) -> None:
     """Raise InputError unless the `parts` of an adapter fit `weight`; without numbers, which take no memory."""
     try:
-        adapted(weight.to("meta"), parts, 1.0)
+        adapted(weight.to("meta"), parts)
     except (KeyError, RuntimeError):
         got = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
         raise InputError(
@@ -70,17 +67,25 @@ def check_fits(weight: torch.Tensor, parts: Tensors, name: str) -> None:
         ) from None
 
 
-def adapted(weight: torch.Tensor, parts: Tensors, scale: float) -> torch.Tensor:
-    """Return `weight` with the adapter of its `parts` in full strength."""
+def adapted(weight: torch.Tensor, parts: Tensors, scale: float = 1.0, strength: float = 1.0) -> torch.Tensor:
+    """Return `weight` with the adapter of its `parts`, in float32 and in the order of ComfyUI's operations, so that
+    weights in float32 are the same to the bit.
+
+    That is W + strength * scale * BA for LoRA, the Kronecker product in the place of BA for LoKr, and for DoRA (Liu et
+    al., 2024) the rows of W + scale * BA brought to the file's magnitudes (comfy/weight_adapter/base.py,
+    weight_decompose).
+    """
+    weight = weight.float()
     parts = {part: tensor.to(weight.device, torch.float32) for part, tensor in parts.items()}
-    changed = weight + scale * product_of(parts).reshape(weight.shape)
-    magnitude = parts.get(MAGNITUDE, parts.get("dora_scale"))
-    if magnitude is None:
-        return changed
-    # PEFT's magnitudes are those of the result, kohya's and ComfyUI's factors of the weight's own
-    norms = (changed if MAGNITUDE in parts else weight).flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
-    factors = magnitude.reshape(norms.shape) / norms
-    return changed * factors.reshape(-1, *[1] * (weight.ndim - 1))
+    delta = product_of(parts).reshape(weight.shape)
+    if not parts.keys() & {"dora_scale", MAGNITUDE}:
+        return weight + strength * scale * delta
+    changed = weight + delta * scale
+    # kohya's and ComfyUI's magnitudes are factors of the weight's own, PEFT's those of the result
+    of, magnitude = (weight, parts["dora_scale"]) if "dora_scale" in parts else (changed, parts[MAGNITUDE])
+    norms = of.flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
+    changed = changed * (magnitude.reshape(norms.shape) / norms).reshape(-1, *[1] * (weight.ndim - 1))
+    return changed if strength == 1.0 else weight + strength * (changed - weight)
 
 
 def product_of(parts: Tensors) -> torch.Tensor:
@@ -116,10 +121,6 @@ def by_layer(tensors: Mapping[str, torch.Tensor], names: Collection[str], file: 
             wanted = "one number" if match[1] == "alpha" else "numbers"
             raise InputError(f"{file}: got {brief(key)} {list(tensor.shape)}, expected {wanted}; choose another")
         found.setdefault(layer, {})[SAME.get(match[1], match[1])] = tensor
-    for parts in found.values():
-        if MAGNITUDE in parts:
-            # the same for ComfyUI, see `core_magnitudes`
-            parts.pop("dora_scale", None)
     return found
 
 

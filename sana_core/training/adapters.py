@@ -16,7 +16,7 @@ import torch
 
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import VersionError
-from ..lora import MAGNITUDE
+from ..lora import MAGNITUDE, adapted, by_layer
 from ..whole_files import unfinished
 from .settings import Method
 
@@ -147,44 +147,20 @@ def merged(transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tens
     Such a program adds the adapter to the weights once, in their precision, where training adds outputs. Afterwards
     the weights are what they were, to the bit.
     """
+    # of the file's tensors by layer, as those that open it find them
     layers = adapter_layers(transformer)
-    before = {
-        name: (layer.get_base_layer().weight.detach().to("cpu", copy=True), dict(layer.scaling), parts_of(layer))
-        for name, layer in layers.items()
-    }
-    scales = core_magnitudes(transformer, tensors)
+    weights = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
+    before = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
+    found = by_layer({**tensors, **core_magnitudes(transformer, tensors)}, layers, "adapter")
     try:
         for name, layer in layers.items():
-            for part, parameter in parts_of(layer, data=False).items():
-                saved = tensors.get(f"{PREFIX}{name}.{part}.weight", tensors.get(f"{PREFIX}{name}.{part}"))
-                assert saved is not None
-                parameter.data = saved.to(parameter.device, torch.float32)
-            layer.scaling[ADAPTER] = 1.0
-            scale = scales.get(f"{PREFIX}{name}.dora_scale")
-            if scale is None:
-                layer.merge(adapter_names=[ADAPTER])
-            else:
-                merge_magnitude(layer, scale)
+            weights[name].copy_(adapted(weights[name], found[name]))
+            layer.merged_adapters.append(ADAPTER)
         yield
     finally:
         for name, layer in layers.items():
-            weight, scaling, parts = before[name]
             layer.merged_adapters.clear()
-            layer.get_base_layer().weight.data.copy_(weight)
-            layer.scaling.update(scaling)
-            for part, parameter in parts_of(layer, data=False).items():
-                parameter.data = parts[part]
-
-
-@torch.no_grad()
-def merge_magnitude(layer: Any, scale: torch.Tensor) -> None:
-    """Merge a DoRA of `scale`, one of `core_magnitudes`, in the order of ComfyUI's operations, not of peft's."""
-    weight, parts = layer.get_base_layer().weight.data, parts_of(layer)
-    delta = (parts["lora_B"].flatten(1) @ parts["lora_A"].flatten(1)).reshape(weight.shape)
-    norm = weight.flatten(1).norm(dim=1).reshape(scale.shape) + torch.finfo(weight.dtype).eps
-    merged = (weight + delta.to(weight.dtype)) * (scale.to(weight.device) / norm).to(weight.dtype)
-    weight.copy_(merged)
-    layer.merged_adapters.append(ADAPTER)
+            weights[name].copy_(before[name])
 
 
 def parts_of(layer: Any, data: bool = True) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
 def check_kind(found: Mapping[str, Tensors], kind: str, file: str) -> None:
     """Raise InputError unless the file's adapter is of that `kind`."""
     parts = {part for tensors in found.values() for part in tensors}
-    if "dora_scale" in parts:
+    if "dora_scale" in parts and MAGNITUDE not in parts:
         raise InputError(
             f"{file}: got a DoRA with dora_scale alone, expected lora_magnitude_vector; begin without start"
         )
@@ -73,7 +73,8 @@ def check_targets(
 
 def check_parts(found: Tensors, own: Mapping[str, torch.Tensor], name: str) -> None:
     """Raise InputError unless the file's tensors of a layer have the shapes of its adapter."""
-    for part in sorted(own.keys() | found.keys() - {"alpha"}):
+    # beside magnitudes the scales are the same for ComfyUI, see `core_magnitudes`
+    for part in sorted(own.keys() | found.keys() - {"alpha", "dora_scale"}):
         if part not in found or part not in own:
             raise InputError(f"{name}: {part} is {'missing' if part in own else 'too much'}; begin without start")
         got, expected = (list(tensor.shape) for tensor in (found[part], own[part]))

@@ -30,13 +30,16 @@ def pictures(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
-def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, checkpoint, pictures, tmp_path, kind):
+# the shift of sana-scenes is its own
+@pytest.mark.parametrize(
+    "name, kind", [("sana-tiny", "lora"), ("sana-tiny", "dora"), ("sana-tiny", "lokr"), ("sana-scenes", "lora")]
+)
+def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, checkpoint, pictures, tmp_path, name, kind):
     settings = check_settings(
         Settings(
-            model=str(checkpoint),
+            model=str(checkpoint.with_name(name)),
             out=str(tmp_path / "out"),
-            name=f"trained-{kind}",
+            name=f"{name}-{kind}",
             dtype="float32",
             phase=(Phase((str(pictures),), 128, batch=4, steps=6, learning_rate=3e-2),),
             method=Method(kind, rank=4, alpha=3.0, targets="both"),
@@ -52,6 +55,7 @@ def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, checkpoi
         drawn = {}
         for loader in ("SanaNodesLoraLoader", "LoraLoaderModelOnly"):
             graph = base_graph(seed=number, steps=6, text=text)
+            graph["load"][1]["model"] = f"{name} (bundled)"
             graph["lora"] = (loader, {"model": ["load", 0], "lora_name": file.name, "strength_model": 1.0})
             graph["sample"][1]["model"] = ["lora", 0]
             drawn[loader] = host.run(graph)["image"][0]

@@ -8,6 +8,7 @@ from diffusers import SanaPipeline
 from safetensors import safe_open
 
 import sana_core
+from sana_core.lora import merge_loras
 from sana_core.training.adapters import adapter_layers, adapter_tensors, add_adapter, merged, write_adapter
 from sana_core.training.settings import Method
 
@@ -76,6 +77,21 @@ def test_merging_computes_the_same_and_is_undone(checkpoint, kind, dtype):
     assert float((together - apart).float().norm()) < bound * float(apart.float().norm())
     assert torch.equal(velocity(transformer), apart)
     assert all(torch.equal(value, before[name]) for name, value in transformer.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_are_those_that_are_drawn_with_the_file(checkpoint, tmp_path, kind, dtype, name):
+    checkpoint, file = checkpoint.with_name(name), tmp_path / "it.safetensors"
+    transformer, method = adapted(checkpoint, kind, alpha=3.0, dtype=dtype)
+    tensors = adapter_tensors(transformer, dtype)
+    write_adapter(file, transformer, tensors, method, {})
+    drawn = sana_core.load_transformer(checkpoint, dtype=dtype)
+    merge_loras(drawn, [(str(file), 1.0)])
+    with merged(transformer, tensors):
+        for layer, own in adapter_layers(transformer).items():
+            assert torch.equal(own.get_base_layer().weight, drawn.get_submodule(layer).weight), layer
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

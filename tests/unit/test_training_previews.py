@@ -30,7 +30,7 @@ def pictures(tmp_path):
 
 # of the second the shift is 1, which no released model has
 @pytest.mark.parametrize("name, shift", [("sana-tiny", 3.0), ("sana-scenes", 1.0)])
-@pytest.mark.parametrize("kind", ["lora"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_the_pictures_of_a_run_are_those_of_its_file(checkpoint, pictures, tmp_path, name, shift, kind):
     model = checkpoint.with_name(name)
     settings = Settings(
