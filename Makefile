@@ -81,7 +81,7 @@ mutants: setup
 fuzz: setup
 	OMP_NUM_THREADS=1 $(VENV) tests/fuzz/run.py --examples $(EXAMPLES) --minutes $(MINUTES)
 
-# the kills add to those of benchmarks/kills.json
+# the kills add to those of benchmarks/kills.json and train_kills.json
 soak: setup
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/mixed_graphs.py --graphs $(GRAPHS)
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/two_servers.py
@@ -89,6 +89,7 @@ soak: setup
 	ALLOCATIONS_EVERY=1 $(VENV) -m pytest -c tests/pytest.ini tests/unit/test_every_allocation.py \
 		tests/unit/test_accelerator_allocations.py tests/graph/test_graph_allocations.py -o timeout=0
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/kill_batch.py --kills $(KILLS)
+	OMP_NUM_THREADS=1 $(VENV) tests/soak/kill_train.py --kills $(KILLS)
 
 lint: setup
 	$(VENV) -m ruff check .

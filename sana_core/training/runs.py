@@ -219,7 +219,7 @@ def write_state(
         del document["tensors"]
         # as it will be read
         document = json.loads(json.dumps(document))
-        (part / STATE).write_text(json.dumps({**document, "digest": digest_json(document)}, indent=1))
+        (part / STATE).write_text(json.dumps({**document, "digest": digest_json(document)}, indent=1, sort_keys=True))
         sync(part)
         folder.parent.mkdir(exist_ok=True)
         if folder.exists():

@@ -1,0 +1,239 @@
+"""Kill `train` at random moments and in the midst of its saves, and look at what is left each time.
+
+`OMP_NUM_THREADS=1 python tests/soak/kill_train.py --kills 500` trains a LoRA in processes of their own, forked after
+the imports so that a kill takes a second, on both bundled models in turn. One in three is killed before a call that
+makes, opens, names or removes a file of a save, or when half of a state's tensors are written; the others at any
+moment. After each kill the states that are there are whole, the log has only grown, and files of others are as they
+were. When a run has come to its end, its losses, its LoRA, its states and its pictures are to the byte those of a run
+that nobody killed, and it has no file more. The results go to benchmarks/train_kills.json, and a run that is started
+again adds to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "unit")]
+
+from kill_batch import ROOT, wait  # noqa: E402
+from pictures import write_pictures  # noqa: E402
+
+from benchmarks.machine import description  # noqa: E402
+from sana_core.training import loop, runs, train  # noqa: E402
+from sana_core.training.run_log import read_losses  # noqa: E402
+from sana_core.training.settings import Method, Phase, Settings, Validation  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "train_kills.json"
+MODELS = ("sana-tiny", "sana-scenes")
+STEPS = 6
+# of all kills, how many are inside a save
+SAVES = 0.35
+# calls of a save that change something, about as many as there are
+CALLS = 30
+FOREIGN = {"x.safetensors.part": b"mine", "steps.txt": b"mine", ".sana": b"mine", "pictures/notes.txt": b"mine"}
+CHANGES = {"os.mkdir", "os.rmdir", "os.link", "os.rename", "os.remove", "shutil.rmtree", "shutil.copyfile"}
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+Prepare = Callable[[Path], None]
+
+
+def settings_of(model: str, folder: Path) -> Settings:
+    """Return a run in `folder`/out with several saves, of which older ones are removed, and pictures."""
+    phase = Phase((str(folder / "pictures"),), 32, steps=STEPS, learning_rate=1e-3)
+    drawn = Validation(every=3, share=0.3, prompts=("a red circle",), steps=1, width=32, height=32)
+    own = {"dtype": "float32", "save_every": 2, "keep": 1, "method": Method(rank=2), "name": "x", "validation": drawn}
+    return Settings(str(ROOT / "demo" / model), str(folder / "out"), (phase,), **own)
+
+
+def new_folder(base: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(dir=base))
+    write_pictures(folder / "pictures", 4)
+    for name, data in FOREIGN.items():
+        (folder / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "out" / name).write_bytes(data)
+    return folder
+
+
+def start(settings: Settings, prepare: Prepare = lambda out: None) -> int:
+    """Start the run in a process of its own, which first does `prepare`; return its id. What it says goes to a log."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        log = os.open(Path(settings.out).parent / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 2)
+        prepare(Path(settings.out))
+        try:
+            train.train(settings)
+            status = 0
+        except Exception:
+            import traceback
+
+            traceback.print_exc()
+            status = 1
+    finally:
+        os._exit(status)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_save(number: int) -> Prepare:
+    """Return what kills the process before the `number`-th call that changes something while a state is written, older
+    ones are removed, or the result is published."""
+
+    def prepare(out: Path) -> None:
+        count, inside = 0, 0
+
+        def watched(action: Callable) -> Callable:
+            def act(*values, **options):
+                nonlocal inside
+                inside += 1
+                try:
+                    return action(*values, **options)
+                finally:
+                    inside -= 1
+
+            return act
+
+        def hook(event: str, arguments: tuple) -> None:
+            nonlocal count
+            if inside and (event in CHANGES or (event == "open" and arguments[2] & WRITING)):
+                count += 1
+                if count == number:
+                    die()
+
+        loop.write_state, loop.remove_older = watched(loop.write_state), watched(loop.remove_older)
+        train.publish = watched(train.publish)
+        sys.addaudithook(hook)
+
+    return prepare
+
+
+def in_half(number: int) -> Prepare:
+    """Return what kills the process when half of the `number`-th state's tensors are written."""
+
+    def prepare(out: Path) -> None:
+        real, count = runs.write_tensors, 0
+
+        def half(path: Path, *values) -> None:
+            nonlocal count
+            real(path, *values)
+            count += 1
+            if count == number:
+                os.truncate(path, path.stat().st_size // 2)
+                die()
+
+        runs.write_tensors = half
+
+    return prepare
+
+
+def content(out: Path) -> dict[str, bytes]:
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def check(out: Path, log: bytes) -> bytes:
+    """Raise AssertionError for what no kill may leave; return the log, which had begun with `log`."""
+    assert {name: (out / name).read_bytes() for name in FOREIGN} == FOREIGN, "a file of others was touched"
+    for _, folder in runs.find_states(out):
+        for name, digest in runs.read_document(folder)["files"].items():
+            runs.check_file(folder, name, digest)
+    strange = [path for path in (out / "steps").glob("*") if not (path / runs.STATE).exists()]
+    assert not strange, f"{strange} is no state"
+    now = (out / runs.LOG).read_bytes() if (out / runs.LOG).exists() else b""
+    assert now.startswith(log), "the log was not only added to"
+    return now
+
+
+def check_end(settings: Settings, whole: dict[str, bytes], losses: list[float]) -> None:
+    """Raise AssertionError unless the run that has ended is the one that nobody killed."""
+    out = Path(settings.out)
+    found = content(out)
+    # these have times and paths in them
+    for name in ("log.jsonl", "cache/digests.json"):
+        assert found.pop(name) and name in whole
+    left = sorted(found.keys() - whole.keys())
+    assert not left, f"left over: {left}"
+    other = sorted(
+        name for name in whole.keys() - {"log.jsonl", "cache/digests.json"} if found.get(name) != whole[name]
+    )
+    assert not other, f"{other} differ"
+    assert read_losses(out) == losses and len(losses) == STEPS
+    folders = [path for path in out.rglob("*") if path.is_dir() and not any(path.iterdir())]
+    assert not folders, f"left over: {folders}"
+
+
+def soak(kills: int, seed: int, model: str, base: Path) -> Counter[str]:
+    """Return what happened in so many kills. Raises AssertionError for the first thing that did not hold."""
+    source, happened = random.Random(seed), Counter[str]()
+    folder = new_folder(base)
+    settings = settings_of(model, folder)
+    began = time.monotonic()
+    assert wait(start(settings)) == 0, (folder / "log").read_text()
+    seconds = time.monotonic() - began
+    whole, losses = content(folder / "out"), read_losses(folder / "out")
+    while happened["kills"] < kills:
+        # the same folder again, whose path is in the name of what lies in the cache unfinished
+        shutil.rmtree(folder / "out")
+        for name, data in FOREIGN.items():
+            (folder / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "out" / name).write_bytes(data)
+        log = b""
+        for _ in range(source.randint(1, 6)):
+            saving, half = source.random() < SAVES, source.random() < 0.3
+            number = source.randint(1, 3) if half else source.randint(1, CALLS)
+            process = start(settings, (in_half if half else in_save)(number) if saving else lambda out: None)
+            if not saving:
+                time.sleep(source.uniform(0, seconds))
+                os.kill(process, signal.SIGKILL)
+            ended = wait(process)
+            assert ended in (0, -signal.SIGKILL), (folder / "log").read_text()[-3000:]
+            happened["ended before" if ended == 0 else "kills"] += 1
+            happened["inside saves"] += saving and ended != 0
+            log = check(folder / "out", log)
+        assert wait(start(settings)) == 0, (folder / "log").read_text()[-3000:]
+        check(folder / "out", log)
+        check_end(settings, whole, losses)
+        happened["runs to their end"] += 1
+    assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()[-3000:]
+    return happened
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--part", type=int, default=20, help="kills between two notes of the results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    arguments = parser.parse_args()
+    results, end = arguments.results, time.monotonic() + 60 * arguments.minutes
+    total: Counter[str] = Counter(json.loads(results.read_text())["happened"] if results.exists() else {})
+    with tempfile.TemporaryDirectory() as base:
+        # imports all that a run does, which takes longer than the run
+        train.train(settings_of(MODELS[0], new_folder(Path(base))))
+    while total["kills"] < arguments.kills and time.monotonic() < end:
+        with tempfile.TemporaryDirectory() as base:
+            left, seed = min(arguments.part, arguments.kills - total["kills"]), total["kills"]
+            total += soak(left, seed, MODELS[seed // arguments.part % len(MODELS)], Path(base))
+        document = {"machine": description(), "steps": STEPS, "happened": dict(sorted(total.items()))}
+        results.write_text(json.dumps(document, indent=1) + "\n")
+        sys.stdout.write(f"{dict(sorted(total.items()))}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
