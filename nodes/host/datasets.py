@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ...sana_core.polling import Poll
-from ...sana_core.training.buckets import Bucket, choose_bucket, middle
+from ...sana_core.training.buckets import Bucket, choose_bucket, is_smaller, middle
 from ...sana_core.training.dataset import Sample, open_picture, read_dataset
 
 PAPER, TEXT, FAINT = (250, 250, 248), (40, 40, 40), (120, 120, 120)
@@ -52,13 +52,9 @@ def describe(members: dict[Bucket, list[Sample]]) -> str:
     """Return how many pictures there are in which shapes, and how many of them have to be enlarged."""
     total = sum(map(len, members.values()))
     shapes = ", ".join(f"{len(samples)} of {width} x {height}" for (width, height), samples in members.items())
-    enlarged = sum(is_smaller(sample, bucket) for bucket, samples in members.items() for sample in samples)
+    enlarged = sum(is_smaller(sample.size, bucket) for bucket, samples in members.items() for sample in samples)
     note = f"; {enlarged} are smaller than that and will be blurred" if enlarged else ""
     return f"{total} pictures: {shapes}{note}"
-
-
-def is_smaller(sample: Sample, bucket: Bucket) -> bool:
-    return any(side < other for side, other in zip(sample.size, bucket, strict=True))
 
 
 def draw_sheet(members: dict[Bucket, list[Sample]], poll: Poll) -> Image.Image:

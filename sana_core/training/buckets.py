@@ -94,6 +94,11 @@ def crop_picture(image: Image, bucket: Bucket) -> Image:
     return image.resize(bucket, Resampling.LANCZOS, box=middle(image.size, bucket))
 
 
+def is_smaller(size: tuple[int, int], bucket: Bucket) -> bool:
+    """Whether a picture of that (width, height) has to be enlarged to be learnt."""
+    return any(side < other for side, other in zip(size, bucket, strict=True))
+
+
 def middle(size: tuple[int, int], bucket: Bucket) -> tuple[float, float, float, float]:
     """Return (left, top, right, bottom) of the largest part in the middle of `size` that has the bucket's ratio.
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..checkpoints.files import brief
 from ..errors import InputError, MissingFileError, SanaError
@@ -53,6 +54,31 @@ class Sample(NamedTuple):
 Add = Callable[[Callable[[], Sample]], None]
 
 
+class Faults:
+    """What is wrong with a data set: the first faults, by their words alone, for a traceback keeps what was read; and
+    their number."""
+
+    def __init__(self) -> None:
+        self.first: list[SanaError] = []
+        self.count = 0
+
+    def add(self, fault: SanaError) -> None:
+        self.count += 1
+        if len(self.first) < NAMED:
+            self.first.append(type(fault)(str(fault)))
+
+    def check(self) -> None:
+        """Raise the first fault; where there are more, with their number, and the first of them in the log."""
+        if not self.count:
+            return
+        first = self.first[0]
+        if self.count == 1:
+            raise first
+        for fault in self.first:
+            logger.error("%s", fault)
+        raise type(first)(f"{first}; likewise {self.count - 1} more of the data set, see the log")
+
+
 def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
     """Return the samples of a folder with all in it, of a .jsonl, a .tar, or the tars that a wids-meta.json lists.
 
@@ -61,7 +87,7 @@ def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
     first fault, with the number of the others, which the log names; InputError for a data set without pictures.
     """
     path = Path(path)
-    faults: list[SanaError] = []
+    faults = Faults()
     samples: list[Sample] = []
 
     def add(make: Callable[[], Sample]) -> None:
@@ -69,11 +95,10 @@ def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
         try:
             samples.append(make())
         except SanaError as fault:
-            faults.append(fault)
+            faults.add(fault)
 
     read_any(path, add, faults)
-    if faults:
-        raise_faults(faults)
+    faults.check()
     if not samples:
         raise InputError(f"dataset: no picture in {path}, expected files that end with {', '.join(ENDINGS)}")
     empty = [sample.name for sample in samples if not sample.caption]
@@ -82,14 +107,15 @@ def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
     return samples
 
 
-def read_any(path: Path, add: Add, faults: list[SanaError]) -> None:
+def read_any(path: Path, add: Add, faults: Faults) -> None:
     """Give `add` the samples at `path`, by what it is."""
     if path.is_dir():
         for listed in LISTS:
             if (path / listed).is_file():
                 return read_any(path / listed, add, faults)
         files, found = list_folder(path)
-        faults += found
+        for fault in found:
+            faults.add(fault)
         read_files({name: Place(file) for name, file in files.items()}, "", add)
         shards = {name: file for name, file in files.items() if name.lower().endswith(tars.ENDINGS)}
         read_tars(shards, add, faults)
@@ -121,23 +147,13 @@ def open_mask(sample: Sample) -> Image | None:
     return None if sample.mask is None else decode_mask(read_place(sample.mask, name), name)
 
 
-def raise_faults(faults: list[SanaError]) -> NoReturn:
-    """Raise the first fault; where there are more, with their number, and the first of them in the log."""
-    first, others = faults[0], len(faults) - 1
-    if not others:
-        raise first
-    for fault in faults[:NAMED]:
-        logger.error("%s", fault)
-    raise type(first)(f"{first}; likewise {others} more of the data set, see the log")
-
-
-def read_tars(shards: Mapping[str, Path], add: Add, faults: list[SanaError]) -> None:
+def read_tars(shards: Mapping[str, Path], add: Add, faults: Faults) -> None:
     """Give `add` the samples of each tar, the faults of whole tars to `faults`."""
     for shard, file in sorted(shards.items()):
         try:
             read_files(tars.list_tar(file, shard), f"{shard}:", add)
         except SanaError as fault:
-            faults.append(fault)
+            faults.add(fault)
 
 
 def read_files(files: Mapping[str, Place], before: str, add: Add) -> None:
@@ -210,14 +226,13 @@ def make_sample(name: str, caption: str, picture: Place, mask: Place | None, con
 
 def check_controls(samples: Iterable[Sample]) -> None:
     """Raise InputError for the first sample without a control picture, with the number of the others."""
-    faults: list[SanaError] = []
+    faults = Faults()
     for name in [sample.name for sample in samples if sample.control is None]:
         stem = PurePosixPath(name).stem
-        faults.append(
+        faults.add(
             InputError(f"{name}: has no control picture, expected {stem}-control.png beside it, or choose method lora")
         )
-    if faults:
-        raise_faults(faults)
+    faults.check()
 
 
 def read_text(data: bytes, name: str) -> str:
@@ -263,7 +278,7 @@ def read_jsonl(path: Path, add: Add) -> None:
 
     Paths are relative to the file's folder and stay in it.
     """
-    lines: Iterable[bytes] = read_place(Place(path), path.name, LARGEST_LIST).split(b"\n")
+    lines = BytesIO(read_place(Place(path), path.name, LARGEST_LIST))
     first: dict[str, int] = {}
 
     def read_line(number: int, line: bytes) -> Sample:

@@ -22,6 +22,8 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 # bytes; a file is read into memory whole
 LARGEST_FILE = 1 << 30
+# of a picture with 16 bits, that are converted at once
+ROWS = 64
 # of EXIF, which says how the camera was held: CIPA DC-008, section 4.6.5
 ORIENTATION = 0x0112
 
@@ -170,7 +172,12 @@ def eight_bits(image: Image, name: str) -> Image:
 
     if not image.mode.startswith(("I", "F")):
         return image
-    grey = np.asarray(image).astype(np.float64)
-    if image.mode == "F" or not (grey.min() >= 0 and grey.max() <= 65535):
+    low, high = image.getextrema()
+    if image.mode == "F" or not 0 <= low <= high <= 65535:  # type: ignore[operator]
         raise InputError(f"{name}: got pixels of mode {image.mode}, expected 8 or 16 bits; save it as PNG or JPEG")
-    return Image.fromarray(np.rint(grey / 257).astype(np.uint8))
+    grey = np.rint(np.arange(65536) / 257).astype(np.uint8)
+    result = Image.new("L", image.size)
+    for top in range(0, image.height, ROWS):
+        rows = np.asarray(image.crop((0, top, image.width, min(top + ROWS, image.height))))
+        result.paste(Image.fromarray(grey[rows]), (0, top))
+    return result

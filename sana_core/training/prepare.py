@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -17,7 +18,7 @@ from ..decode import encode_images
 from ..polling import Poll
 from ..text import TextEncoder, encode_prompts
 from ..whole_files import remove
-from .buckets import choose_bucket
+from .buckets import choose_bucket, is_smaller
 from .cache import ModelIds, build_cache
 from .dataset import Sample, check_controls, read_dataset
 from .entries import Store
@@ -29,6 +30,8 @@ from .stream import Stream
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 # of `fingerprint`, what embeddings and latents depend on
@@ -120,6 +123,16 @@ def read_samples(settings: Settings, poll: Poll) -> list[list[Sample]]:
         samples = [each for path in phase.data for each in read_dataset(Path(path), poll)]
         if steered:
             check_controls(samples)
+        small = [each for each in samples if is_smaller(each.size, choose_bucket(each.size, phase.resolution))]
+        if small:
+            logger.warning(
+                "dataset: %d of %d pictures are smaller than they are learnt at and will be blurred, the first is %s "
+                "of %d x %d",
+                len(small),
+                len(samples),
+                small[0].name,
+                *small[0].size,
+            )
         found.append(samples if steered else [each._replace(control=None) for each in samples])
     return found
 

@@ -170,7 +170,8 @@ def read_settings(file: Path) -> Settings:
     are out of range.
     """
     try:
-        data = file.read_bytes()[: LARGEST_FILE + 1]
+        with file.open("rb") as stream:
+            data = stream.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         raise MissingFileError(f"{file}: no such file; write one, or copy one of recipes/") from None
     except OSError as error:
@@ -235,6 +236,8 @@ def parse_value(kind: Any, value: Any, name: str) -> Any:
         inner = get_args(kind)[0]
         # one word stands for a list of one
         values = [value] if inner is str and isinstance(value, str) else value
+        if is_dataclass(inner) and isinstance(value, Mapping):
+            raise InputError(f"{name}: got [phase], expected a list of tables; write [[phase]]")
         if not isinstance(values, list):
             raise InputError(f"{name}: got {value!r:.40}, expected a list; put it into brackets")
         return tuple(parse_value(inner, each, name) for each in values)

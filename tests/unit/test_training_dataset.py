@@ -267,3 +267,16 @@ def test_reading_polls_and_stops_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         read_dataset(tmp_path, poll)
     assert len(polled) == 3
+
+
+def test_broken_lines_of_a_list_keep_nothing_but_the_first_words(tmp_path):
+    import tracemalloc
+
+    count, calls = 5000, []
+    (tmp_path / "metadata.jsonl").write_bytes(b"[1]\n" * count + b"\n" * count)
+    tracemalloc.start()
+    with pytest.raises(InputError, match=f"line 1: got a list .* likewise {count - 1} more of the data set"):
+        read_dataset(tmp_path, lambda: calls.append(1))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(calls) == count and peak < 1_000_000

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pictures import write_pictures
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from setup import ROOT
 
@@ -178,8 +179,15 @@ def test_what_is_wrong_with_settings_and_captions_is_told_before_models_are_read
         train.train(replace(make(), phase=(phase,)))
 
 
-def files_of_a_state(folder):
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+def test_pictures_that_are_enlarged_are_mentioned(make, tmp_path, caplog):
+    (tmp_path / "small").mkdir()
+    Image.new("RGB", (1, 1)).save(tmp_path / "small" / "a.png")
+    (tmp_path / "small" / "a.txt").write_text("a dot")
+    phase = Phase((str(tmp_path / "small"),), 1024, steps=1)
+    prepare.read_samples(replace(make(), phase=(phase,)), lambda: None)
+    assert "1 of 1 pictures are smaller than they are learnt at and will be blurred, the first is a.png of 1 x 1" in (
+        caplog.text
+    )
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone"])

@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 
 from sana_core import InputError, ReadError, SanaError
 from sana_core.training.dataset import open_mask, open_picture, read_dataset
+from sana_core.training.pictures import decode_picture
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
@@ -166,3 +167,16 @@ def test_a_decompression_bomb_is_refused_by_pillows_limit(tmp_path, monkeypatch)
 def test_one_pixel_is_a_picture(tmp_path):
     save(tmp_path / "p.png", Image.new("RGB", (1, 1), (1, 2, 3)))
     assert only(tmp_path).size == (1, 1) and open_picture(only(tmp_path)).getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_grey_of_16_bits_takes_no_more_memory_than_its_picture():
+    import tracemalloc
+
+    side = 2000
+    data = encoded(Image.fromarray(np.zeros((side, side), np.uint16)))
+    tracemalloc.start()
+    decode_picture(data, "grey.png")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # numpy's arrays; Pillow's own memory is not traced
+    assert peak < 2 * side**2

@@ -56,7 +56,10 @@ WRONG = {
     ),
     "blocks": (WHOLE + "[method]\nblocks = 0", "method.blocks: got 0, expected a number from 1"),
     "no phase": ("model = 'm'\nout = 'o'\nphase = []", "phase: got none"),
-    "a table for a list": ("model = 'm'\nout = 'o'\n[phase]\nsteps = 1", "phase: got .*, expected a list"),
+    "a table for a list": (
+        "model = 'm'\nout = 'o'\n[phase]\nsteps = 1",
+        r"phase: got \[phase\], expected a list of tables; write \[\[phase\]\]$",
+    ),
     "a name with a folder": ("name = '../x'" + WHOLE, "name: got '../x', expected the name of a file"),
     "nested": ("a = " + "[" * 100_000, "got no TOML"),
 }
@@ -69,6 +72,14 @@ def test_what_is_wrong_is_named(tmp_path, fault):
         read_settings(write(tmp_path, text))
     assert str(caught.value).startswith("run.toml: ")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_of_a_file_that_is_no_settings_no_more_is_read_than_tells_so(tmp_path):
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as stream:
+        stream.truncate(2**40)
+    with pytest.raises(InputError, match="^model.safetensors: got more than 1000000 bytes, expected a TOML file"):
+        read_settings(file)
 
 
 def test_a_file_that_is_not_there(tmp_path):
