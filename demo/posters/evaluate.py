@@ -1,0 +1,78 @@
+"""The score of the model of posters on what training never showed, by the judge, and contact sheets of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+
+import sana_core
+from sana_core.picture_files import levels
+
+from ..evaluate import contact_sheet
+from ..scenes.evaluate import mean_score
+from .captions import prompt
+from .judge import Judge, distance, features, load, score
+from .painting import paint
+from .world import SIZES, Scene, combinations, combinations_of, scene_of
+
+GUIDANCE, STEPS, SEEDS = 4.5, 20, 4
+# on how many of the held-out combinations the sizes besides the native one are tried
+TRIED = 64
+
+
+def held_out_scenes(seed: int) -> list[Scene]:
+    """Return a scene of each held-out combination, with one, two and three subjects in turns."""
+    rng = random.Random(f"held out {seed}")
+    return [scene_of(rng, each, (1 + index % 3,)) for index, each in enumerate(combinations()[1])]
+
+
+def prompt_of(scene: Scene) -> str:
+    (combination,), (group,) = combinations_of(scene), scene.groups
+    return prompt(combination, group.count)
+
+
+def draw(checkpoint: Path, prompts: list[str], **options) -> np.ndarray:
+    """Draw the prompts, uint8 [N, H, W, 3]."""
+    size = dict(zip(("width", "height"), SIZES[0], strict=True))
+    images = sana_core.generate(prompts, checkpoint, steps=STEPS, **size | options)
+    return np.stack([levels(image) for image in images])
+
+
+def evaluate(checkpoint: Path, report: Path) -> dict:
+    """Score `checkpoint` on the held-out combinations with several seeds, in the other sizes, and on the empty prompt;
+    write score.json and the contact sheets; return the score."""
+    report.mkdir(parents=True, exist_ok=True)
+    scenes, judge = held_out_scenes(0), load()
+    prompts = [prompt_of(scene) for scene in scenes]
+    scores, found = [], []
+    for seed in range(SEEDS):
+        # the picture of a prompt has the seed and the prompt's place, so that no noise comes twice
+        pictures = draw(checkpoint, prompts, guidance=GUIDANCE, seed=1000 * seed)
+        scores.append(score(judge, pictures, scenes))
+        found.append(features(judge, pictures))
+        if seed == 0:
+            contact_sheet(pictures[:64], side=256).save(report / "held_out.jpg", quality=88)
+    result = {"prompts": len(prompts), "guidance": GUIDANCE, "steps": STEPS}
+    result |= {"mean": mean_score(scores), "seeds": scores}
+    empty = draw(checkpoint, [""], guidance=1.0, count=TRIED)
+    contact_sheet(empty, side=256).save(report / "empty_prompt.jpg", quality=88)
+    result["empty_prompt"] = score(judge, empty, scenes[:TRIED])
+    for width, height in SIZES[1:]:
+        pictures = draw(checkpoint, prompts[:TRIED], guidance=GUIDANCE, width=width, height=height)
+        result[f"{width}x{height}"] = score(judge, pictures, scenes[:TRIED])
+        contact_sheet(pictures[:16], columns=4, side=256).save(report / f"{width}x{height}.jpg", quality=88)
+    result["distance"] = distances(judge, np.concatenate(found))
+    (report / "score.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def distances(judge: Judge, drawn: np.ndarray) -> dict[str, float]:
+    """Return how far features of pictures of the held-out scenes lie from paintings of them, and two sets of these."""
+    one, other = (
+        np.concatenate([features(judge, np.stack([paint(s) for s in held_out_scenes(seed)])) for seed in seeds])
+        for seeds in (range(SEEDS), range(SEEDS, 2 * SEEDS))
+    )
+    return {"pictures": round(distance(one, drawn), 5), "paintings": round(distance(one, other), 5)}

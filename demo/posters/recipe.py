@@ -1,0 +1,146 @@
+"""Make the model of posters: `python -m demo.posters.recipe FOLDER --autoencoder VAE --minutes 600`.
+
+VAE is what `demo.posters.autoencoder` made; the judge is trained before. Each stage goes on where it was left in
+FOLDER, and the trainer stops when the time is spent. The result is FOLDER/sana-posters, and FOLDER/report on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+from transformers import AutoTokenizer
+
+from sana_core.checkpoints import load_text_encoder
+from sana_core.training.settings import Settings, read_settings
+from sana_core.training.train import train
+
+from .. import text
+from ..autoencoder import to_pixels
+from ..checkpoint import save_checkpoint
+from ..losses import log_losses
+from ..preview import fit_colours
+from ..scenes.dataset import write_dataset
+from .autoencoder import measure
+from .captions import random_caption
+from .evaluate import evaluate
+from .painting import paint
+from .text import SIZE, documents
+from .transformer import deepen
+from .world import SIZES, Scene, training_scenes
+
+HERE = Path(__file__).parent
+SCENES = HERE.parent / "sana-scenes"
+# by the side of a square: how many pictures, and the shift. SANA's 3 is for the 1024 tokens of 1024 px; the more
+# there are the less noise hides, by the root of their number (Esser et al., "Scaling Rectified Flow Transformers",
+# 2024, section 5.3.2), here of 64 and of 256 tokens.
+STAGES = {256: (24_000, 1.0), 512: (8_000, 1.5)}
+LARGEST_HALF = 65504.0
+# pictures by which the scale of the latents and their colours are found
+ENCODED = 64
+
+
+class Spent(Exception):
+    """The time is."""
+
+
+def settings_in(folder: Path, name: str) -> Settings:
+    """Return the settings of `name` with paths in `folder`, where a copy stays."""
+    shutil.copyfile(HERE / name, folder / name)
+    return read_settings(folder / name)
+
+
+def make_autoencoder(source: Path, target: Path) -> AutoencoderDC:
+    """Return the autoencoder as the result has it, in bfloat16 and with its scale, so that the transformer learns the
+    latents that are drawn from."""
+    if not (target / "config.json").is_file():
+        vae = AutoencoderDC.from_pretrained(source, torch_dtype=torch.float32)
+        if measure(vae)["largest"] > LARGEST_HALF:
+            raise SystemExit("the autoencoder's maps leave the range of float16; train it with lower learning rates")
+        with torch.no_grad():
+            latents = [vae.encode(pixels).latent for pixels in paintings("scale").split(4)]
+        vae.register_to_config(scaling_factor=round(1 / torch.cat(latents).std().item(), 5))
+        vae.to(torch.bfloat16).save_pretrained(target)
+    return AutoencoderDC.from_pretrained(target, torch_dtype=torch.float32)
+
+
+def paintings(seed: str) -> torch.Tensor:
+    """Return training pictures of the model's own size, [64, 3, 512, 512] in [-1, 1]."""
+    scenes = islice(training_scenes(random.Random(seed)), ENCODED)
+    return to_pixels(np.stack([paint(scene) for scene in scenes]))
+
+
+def write_pictures(folder: Path, resolution: int, count: int) -> None:
+    """Paint the data set of a stage, in all shapes."""
+
+    def painted(scene: Scene) -> np.ndarray:
+        width, height = SIZES[scene.seed % len(SIZES)]
+        return paint(scene, width * resolution // 512, height * resolution // 512)
+
+    rng = random.Random(f"pictures {resolution}")
+    write_dataset(folder, islice(training_scenes(rng), count), rng, painted, random_caption)
+
+
+def make(folder: Path, autoencoder: Path, until: float) -> None:
+    """Go on with the recipe in `folder`. Raises Spent when the clock passes `until`."""
+
+    def poll() -> None:
+        if time.monotonic() > until:
+            raise Spent
+
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = folder / "parts"
+    vae = make_autoencoder(autoencoder, parts / "vae")
+    if not (parts / "text_encoder" / "config.json").is_file():
+        tokenizer, language_model = text.train(log_losses(folder / "text_encoder.jsonl"), documents, SIZE)
+        tokenizer.save_pretrained(parts / "tokenizer")
+        language_model.to(torch.bfloat16).save_pretrained(parts / "text_encoder")
+    encoder = load_text_encoder(parts / "text_encoder")
+    tokenizer = AutoTokenizer.from_pretrained(parts / "tokenizer", local_files_only=True)
+
+    def pipeline(transformer: SanaTransformer2DModel, shift: float) -> SanaPipeline:
+        scheduler = DPMSolverMultistepScheduler(
+            flow_shift=shift, use_flow_sigmas=True, prediction_type="flow_prediction"
+        )
+        return SanaPipeline(tokenizer, encoder.model, vae, transformer, scheduler)
+
+    torch.manual_seed(5)
+    transformer = deepen(SanaTransformer2DModel.from_pretrained(SCENES / "transformer"))
+    for resolution, (count, shift) in STAGES.items():
+        poll()
+        write_pictures(folder / f"pictures-{resolution}", resolution, count)
+        start = folder / f"start-{resolution}"
+        if not (start / "model_index.json").is_file():
+            pipeline(transformer, shift).save_pretrained(start)
+        settings = settings_in(folder, f"train_{resolution}.toml")
+        trained = train(settings, report=lambda line: sys.stderr.write(f"{line}\n"), poll=poll)
+        transformer = SanaTransformer2DModel.from_pretrained(trained)
+    colours = fit_colours(vae, paintings("colours"))
+    save_checkpoint(pipeline(transformer, shift), colours, folder / "sana-posters")
+    evaluate(folder / "sana-posters", folder / "report")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--autoencoder", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    try:
+        make(arguments.folder, arguments.autoencoder, time.monotonic() + 60 * arguments.minutes)
+    except Spent:
+        sys.stderr.write("the time is spent; the same command goes on from here\n")
+
+
+if __name__ == "__main__":
+    main()
