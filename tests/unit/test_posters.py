@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ import torch
 from diffusers import AutoencoderDC
 from scipy.ndimage import label
 
+import sana_core
 from demo.autoencoder import build
-from demo.posters import autoencoder, world
+from demo.posters import autoencoder, judge, recipe, transformer, world
 from demo.posters.captions import NUMBERS, SAID, prompt, random_caption
 from demo.posters.layout import apart, lay_out
 from demo.posters.painting import paint
+from sana_core.checkpoints import find_part, inspect_checkpoint
+from sana_core.checkpoints.load import shift_of
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def test_the_autoencoder_trains_on_as_if_it_had_not_stopped(tmp_path, monkeypatc
     torch.manual_seed(0)
     build().save_pretrained(tmp_path / "start")
     monkeypatch.setattr(autoencoder, "START", tmp_path / "start")
-    monkeypatch.setattr(autoencoder, "MEASURED", 3)
+    monkeypatch.setattr(autoencoder, "MEASURED", 1)
     monkeypatch.setattr(autoencoder, "CROPS", 1)
     for folder, stops in (("once", (3,)), ("twice", (2, 3))):
         for stop in stops:
@@ -100,3 +104,63 @@ def test_a_weave_is_measured_in_levels():
     assert autoencoder.weave([woven]) == pytest.approx(3)
     # neither a wrong brightness nor a slow drift is one
     assert autoencoder.weave([np.full(woven.shape, 5.0) + np.sin(2 * np.pi * x / 128)]) == pytest.approx(0, abs=1e-9)
+
+
+def test_a_deeper_transformer_draws_what_it_was_made_from():
+    torch.manual_seed(0)
+    small = transformer.build(24, heads=2, layers=3, pixels=256)
+    deep = transformer.deepen(small, layers=8)
+    assert deep.config.sample_size == 16 and deep.config.num_layers == 8
+    text, time = torch.randn(2, 7, 24), torch.tensor([300.0, 700.0])
+    for size in ((8, 8), (6, 10), (16, 16)):
+        latents = torch.randn(2, 32, *size)
+        assert torch.equal(*(model(latents, text, time).sample for model in (small, deep)))
+    deep(latents, text, time).sample.square().mean().backward()
+    # the new blocks learn too
+    assert all(block.ff.conv_point.weight.grad.abs().max() > 0 for block in deep.transformer_blocks)
+
+
+def test_the_judge_counts_by_what_it_sees_where():
+    model = judge.Judge()
+    scenes = list(itertools.islice(judge.scenes_to_judge(random.Random(3)), 12))
+    pictures = np.stack([paint(scene, 384, 640) for scene in scenes])
+    whole, numbers, colours = judge.targets(scenes)
+    assert (numbers.sum(1) == torch.tensor([sum(g.count for g in s.groups) for s in scenes])).all()
+    assert ((colours >= 0) == (numbers > 0)).all() and whole.shape == (12, 3)
+    judge.judge_loss(model, judge.shrink(pictures), (whole, numbers, colours)).backward()
+    assert model.density.weight.grad.abs().max() > 0
+    assert set(judge.score(model, pictures, scenes)) >= {"number", "colour", "scene", "all"}
+
+
+def test_the_distance_of_features_is_that_of_normal_distributions():
+    rng = np.random.default_rng(0)
+    one, other, far = (rng.normal(shift, 1, (20_000, 4)) for shift in (0, 0, 2))
+    assert judge.distance(one, other) == pytest.approx(0, abs=1e-3)
+    # 4 dimensions with a difference of 2 each, over a variance of 4
+    assert judge.distance(one, far) == pytest.approx(4, rel=0.03)
+
+
+def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
+    def small_settings(folder, name):
+        settings = whole_settings(folder, name)
+        (phase,) = settings.phase
+        validation = replace(settings.validation, every=0, prompts=())
+        return replace(settings, phase=(replace(phase, batch=2, steps=2, warmup=1),), validation=validation)
+
+    whole_settings = recipe.settings_in
+    monkeypatch.setattr(recipe, "settings_in", small_settings)
+    monkeypatch.setattr(recipe, "STAGES", {side: (6, shift) for side, (_, shift) in recipe.STAGES.items()})
+    monkeypatch.setattr(recipe, "SIZE", recipe.SIZE._replace(steps=2))
+    evaluated = []
+    monkeypatch.setattr(recipe, "evaluate", lambda *paths: evaluated.append(paths))
+    monkeypatch.setattr(recipe, "ENCODED", 2)
+    monkeypatch.setattr(autoencoder, "MEASURED", 1)
+    start = recipe.HERE.parent / "sana-tiny" / "vae"
+    with pytest.raises(recipe.Spent):
+        recipe.make(tmp_path, start, until=0.0)
+    recipe.make(tmp_path, start, until=float("inf"))
+    assert evaluated == [(tmp_path / "sana-posters", tmp_path / "report")]
+    found = inspect_checkpoint(tmp_path / "sana-posters")
+    assert find_part(found, "transformer").resolution == 512 and shift_of(found) == 1.5
+    (image,) = sana_core.generate(["two red boats"], tmp_path / "sana-posters", steps=1, width=128, height=128)
+    assert image.isfinite().all()
