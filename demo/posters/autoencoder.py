@@ -10,7 +10,9 @@ import argparse
 import copy
 import json
 import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -49,9 +51,14 @@ def batch(step: int) -> torch.Tensor:
     cut = []
     for scene in islice(scenes, CROPS):
         picture = paint(scene, *rng.choice(SIZES))
-        y, x = (rng.randint(0, side - CROP) for side in picture.shape[:2])
-        cut.append(picture[y : y + CROP, x : x + CROP])
+        corners = [[rng.randint(0, side - CROP) for side in picture.shape[:2]] for _ in range(2)]
+        cut.append(max((picture[y : y + CROP, x : x + CROP] for y, x in corners), key=detail))
     return to_pixels(np.stack(cut))
+
+
+def detail(window: np.ndarray) -> float:
+    """Return how much is to be seen in `window`: of two the fuller one is learnt, for skies are soon known."""
+    return float(np.abs(np.diff(window.astype(np.int16), axis=1)).mean())
 
 
 def reconstruction_loss(shown: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
@@ -209,8 +216,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    until = time.monotonic() + 60 * arguments.minutes
-    train(arguments.folder, lambda _: time.monotonic() > until)
+    until, stopped = time.monotonic() + 60 * arguments.minutes, threading.Event()
+    # a kill ends it as the clock does: after the step, with everything saved
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    train(arguments.folder, lambda _: stopped.is_set() or time.monotonic() > until)
 
 
 if __name__ == "__main__":
