@@ -11,6 +11,9 @@ ENTRY = "prompt"
 # the folders of the checkpoints that come with the pack, which SANA Loader lists with a remark
 BUNDLED = ("sana-scenes", "sana-tiny")
 
+# no input, but a widget of the canvas: so the next Run draws the same image and not that of another seed
+FIXED = {"control_after_generate": "fixed"}
+
 Link = list[Any]
 
 
@@ -51,7 +54,7 @@ def graph_of(prompt: str, seed: int, settings: Mapping[str, Any], checkpoint: st
         "4": ("SanaNodesTextEncode", "Prompt", {"clip": clip, "text": prompt, "instruction": True}),
         "5": ("SanaNodesTextEncode", "Negative prompt", {"clip": clip, "text": negative, "instruction": False}),
         "6": ("SanaNodesEmptyLatent", "SANA Empty Latent", size),
-        "7": ("SanaNodesSampler", "SANA Sampler", {**links, "seed": seed, **sampling, "denoise": 1.0}),
+        "7": ("SanaNodesSampler", "SANA Sampler", {**links, "seed": seed, **sampling, "denoise": 1.0, **FIXED}),
         "8": ("SanaNodesDecode", "SANA Decode", {"samples": ["7", 0], "vae": ["1", 2], "method": "auto"}),
         "9": ("SaveImage", "Save Image", {"images": ["8", 0], "filename_prefix": "batch"}),
     }

@@ -89,9 +89,11 @@ def test_a_dropped_png_of_the_batch_command_brings_its_nodes_back(page):
     found = dict(page.evaluate(DROP, list(png)))
     assert found["SanaNodesLoader"][0] == "sana-tiny (bundled)"
     assert found["SanaNodesEmptyLatent"] == [160, 128, 1]
-    seed, _, *rest = found["SanaNodesSampler"]
-    assert (seed, rest[:3]) == (7, [11, 3, "flow_euler"])
+    assert found["SanaNodesSampler"][:5] == [7, "fixed", 11, 3, "flow_euler"]
     assert {"SanaNodesDecode", "SaveImage"} <= set(found)
+    queue(page)
+    again = page.evaluate("() => app.graph.nodes.find(node => node.type === 'SanaNodesSampler').widgets[0].value")
+    assert again == 7
 
 
 def test_nodes_and_their_inputs_are_in_chinese_once_it_is_chosen(page):
