@@ -29,6 +29,7 @@ from ...sana_core.polling import Poll
 from ...sana_core.released import MAX_TOKENS, SPRINT
 from .cluster import WEIGHTS, fingerprints, plain_file, require_cluster, run_for, session_at
 from .compat import loaded_from, patches_of
+from .core_nodes import CORE_NODES, ENCODED
 from .guidance import INTERVAL, PERTURBED
 from .layers import KEEP
 from .model import SPLIT, SanaDiffusionModel, check_width
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 REMEDY = "remove it, or choose all in devices"
 # what a CONDITIONING of SANA Text Encode has besides the embeddings
-PLAIN = {"pooled_output", "attention_mask"}
+PLAIN = {"pooled_output", "attention_mask", ENCODED}
 
 
 def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Counter[str]]:
@@ -145,6 +146,7 @@ def check_model(model: ModelPatcher) -> None:
         SPRINT,
         SHARED_MASK,
         KEEP,
+        CORE_NODES,
         SPLIT,
         "multigpu",
         "multigpu_options",

@@ -22,7 +22,9 @@ from ...sana_core.errors import InputError
 from ...sana_core.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
 from ...sana_core.writing import most_likely, read_request, stop_tokens, write_tokens
 from .compat import pixeldit_tokenizer, remember_loader
+from .core_nodes import ENCODED, no_effect
 from .layers import keep_on_device
+from .report import show_under_running_node
 from .saving import config_tensor
 from .stamps import reloader
 from .weights import load_component, wide_dtype
@@ -109,6 +111,8 @@ class SanaTextModel(torch.nn.Module):
 
     def set_clip_options(self, options: dict) -> None:
         self.execution_device = options.get("execution_device", self.execution_device)
+        if options.get("layer") is not None:
+            show_under_running_node(no_effect("CLIPSetLastLayer"))
 
     def encode_token_weights(self, pairs: dict[str, list[list[tuple]]]) -> tuple[torch.Tensor, None, dict]:
         """Return embeddings [B, 300, C], no pooled output, and the mask."""
@@ -117,7 +121,7 @@ class SanaTextModel(torch.nn.Module):
         states = self.gemma(ids, attention_mask=mask).last_hidden_state
         device = comfy.model_management.intermediate_device()
         cond = select_tokens(states, MAX_TOKENS).float().to(device)
-        return cond, None, {"attention_mask": select_tokens(mask, MAX_TOKENS).to(device)}
+        return cond, None, {"attention_mask": select_tokens(mask, MAX_TOKENS).to(device), ENCODED: cond}
 
     def generate(self, pairs: dict[str, list[list[tuple]]], do_sample: bool, max_length: int, **options) -> list[int]:
         """Return the token ids that Gemma 2 writes behind those of a text, at most `max_length`; cancel ends it."""

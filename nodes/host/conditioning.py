@@ -8,6 +8,7 @@ import comfy.model_management
 import torch
 
 from .clip import encode
+from .core_nodes import ENCODED
 
 if TYPE_CHECKING:
     import comfy.sd
@@ -27,4 +28,4 @@ def encode_list(clip: comfy.sd.CLIP, prompts: list[str], instruction: bool) -> t
             notes.append(f"prompt {number}: {reading.note}")
         rows.append((embeds, rest["attention_mask"]))
     embeds, mask = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    return [[embeds, {**rest, "attention_mask": mask}]], notes
+    return [[embeds, {**rest, "attention_mask": mask, ENCODED: None}]], notes

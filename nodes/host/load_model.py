@@ -17,6 +17,7 @@ from ...sana_core.checkpoints.load import shift_of
 from ...sana_core.errors import InputError
 from ...sana_core.reference import AUTO
 from .compat import add_lora_names, remember_loader
+from .core_nodes import fit_core_nodes
 from .latents import latent_format
 from .layers import keep_on_device
 from .lora import model_keys
@@ -39,7 +40,9 @@ class SanaConfig(comfy.supported_models_base.BASE):
 
     def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None, form: str) -> None:
         """`info` is the transformer in `checkpoint`, `form` the format that its blocks are quantised to."""
-        super().__init__(self.unet_config)
+        inner = info.headers["patch_embed.proj.weight"].shape[0]
+        # FreeU reads it
+        super().__init__({**self.unet_config, "model_channels": inner})
         self.sampling_settings = {"shift": shift_of(checkpoint, resolution, info.reference)}
         self.latent_format = latent_format(checkpoint)
         # fp16 overflows in SANA's weights but for the repositories made for it
@@ -53,7 +56,6 @@ class SanaConfig(comfy.supported_models_base.BASE):
         quantised = "" if form == OFF else f", quantised to {form}"
         self.text = f"SANA {info.variant}, {pixels} px ({source}), {origin}{quantised}"
         # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
-        inner = info.headers["patch_embed.proj.weight"].shape[0]
         hidden = 2 * info.headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
         self.memory_usage_factor = (3 * hidden + 10 * inner) / (0.01 * 1024 * 1024)
 
@@ -117,5 +119,6 @@ def load_model(
     remember_loader(patcher, reload, path, weight_dtype, resolution, reference, quantise)
     keep_on_device(patcher)
     refuse_unfit_samplers(patcher)
+    fit_core_nodes(patcher)
     follow_reference(patcher)
     return patcher

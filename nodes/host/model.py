@@ -14,9 +14,8 @@ from ...sana_core.errors import InputError
 from ...sana_core.forward import velocity
 from ...sana_core.latents import DOWNSCALE, check_channels
 from ...sana_core.reference import model_timestep
-from ...sana_core.released import GUIDANCE, size_note
+from ...sana_core.released import GUIDANCE
 from .prompts import Prompt, PromptBatch, PromptCondition
-from .report import show_under_running_node
 from .saving import config_tensor
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
@@ -104,9 +103,6 @@ class SanaModel(comfy.model_base.BaseModel):
         check_count(field, context, kwargs["noise"])
         check_width(field, context, self.diffusion_model)
         check_controlnets(kwargs.get("control"), self.diffusion_model)
-        # every sampler comes by here, core's too
-        if field == "positive" and (note := size_note(*picture_pixels(kwargs["noise"]), self.resolution)):
-            show_under_running_node(note)
         mask = kwargs.get("attention_mask")
         out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
         # for ControlNets, training and what others hang into the call

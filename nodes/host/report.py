@@ -27,6 +27,22 @@ def show_under_running_node(text: str) -> None:
         show_under_node(text, context.node_id)
 
 
+class Notes:
+    """What a sampling says under its node: a line for each thing, once, and into the log."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        if line in self.lines:
+            return
+        self.lines.append(line)
+        logger.warning(line)
+        context = get_executing_context()
+        if context is not None:
+            PromptServer.instance.send_progress_text("\n".join(self.lines), context.node_id)
+
+
 def show_on_running_node(picture: Image.Image, bar_total: int) -> None:
     """Show `picture` on the node that runs, where its previews are; its bar of `bar_total` is full by then."""
     comfy.utils.ProgressBar(bar_total).update_absolute(bar_total, bar_total, ("JPEG", picture, None))

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from in_process import NodeError
 from safetensors.torch import save_file
 from variants import make_variant
 
@@ -151,6 +152,25 @@ def test_areas_and_combined_prompts_sample(host, base_graph):
     graph["both"] = ("ConditioningCombine", {"conditioning_1": ["positive", 0], "conditioning_2": ["area", 0]})
     graph["sample"][1]["positive"] = ["both", 0]
     assert (latent(host, graph) - latent(host, base_graph())).abs().max() > 1e-2
+
+
+def test_an_area_in_pixels_is_that_in_percent_and_outside_the_image_it_is_refused(host, base_graph):
+    def draw(node, **area):
+        graph = base_graph(steps=4)
+        graph["other"] = ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "a green square", "instruction": True})
+        graph["area"] = (node, {"conditioning": ["other", 0], "strength": 1.0, **area})
+        graph["both"] = ("ConditioningCombine", {"conditioning_1": ["positive", 0], "conditioning_2": ["area", 0]})
+        graph["sample"][1]["positive"] = ["both", 0]
+        return latent(host, graph)
+
+    pixels = draw("ConditioningSetArea", width=64, height=96, x=64, y=32)
+    assert torch.equal(pixels, draw("ConditioningSetAreaPercentage", width=0.5, height=0.75, x=0.5, y=0.25))
+    # a width that leaves the image ends with it
+    assert torch.equal(pixels, draw("ConditioningSetArea", width=512, height=96, x=64, y=32))
+    with pytest.raises(
+        NodeError, match="^positive: got an area that begins at x 128, y 0 of an image of 128 x 128; move"
+    ):
+        draw("ConditioningSetArea", width=64, height=64, x=128, y=0)
 
 
 def test_a_lora_on_a_hook_acts_only_while_its_keyframes_say_so(host, base_graph):

@@ -85,7 +85,7 @@ NAMES = {
     "comfy.patcher_extension.WrappersMP.CALC_COND_BATCH": "guidance.py, reference.py",
     "comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL": "model.py",
     "comfy.patcher_extension.WrappersMP.APPLY_MODEL": "split.py",
-    "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE": "split.py",
+    "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE": "core_nodes.py, split.py",
     "comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING": "batch_devices.py",
     "comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE": "sampler_guard.py",
     "comfy.text_encoders.pixeldit.PixelDiTGemma2Tokenizer": "compat.py (pixeldit_tokenizer)",
@@ -179,12 +179,13 @@ def test_an_unknown_kind_of_patch_is_named_and_does_not_go_to_a_cluster(host, ch
 
     compat, layers = pack("nodes.host.compat"), pack("nodes.host.layers")
     model = pack("nodes.host.load_model").load_model(checkpoint)
-    assert compat.patches_of(model) == {layers.KEEP}
+    own = {layers.KEEP, pack("nodes.host.core_nodes").CORE_NODES}
+    assert compat.patches_of(model) == own
     model.frobnications = {}
-    assert compat.patches_of(model) == {layers.KEEP}
+    assert compat.patches_of(model) == own
     model.frobnications["a"] = [print]
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "theirs", print)
-    assert compat.patches_of(model) == {layers.KEEP, "frobnications", "theirs"}
+    assert compat.patches_of(model) == {*own, "frobnications", "theirs"}
     with pytest.raises(
         ValueError, match=r"^model: got a patch that a cluster cannot draw with \(frobnications, theirs\)"
     ):
