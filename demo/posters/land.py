@@ -215,7 +215,7 @@ def street(brush: Brush, rng: random.Random, lit: Lit, hour: Hour, sun: float, s
     wide, x = brush.canvas.wide, rng.uniform(-0.14, -0.04)
     walls = [(196, 164, 140), (172, 160, 156), (206, 190, 160), (164, 150, 140), (188, 172, 168)]
     number = rng.randrange(len(walls))
-    pane = hour.lamp if scene.time in ("dusk", "night") else lit((150, 176, 196))
+    evening = scene.time in ("dusk", "night")
     while x < wide:
         width, top = rng.uniform(0.2, 0.27), rng.uniform(0.33, 0.44)
         wall = lit(walls[number % len(walls)], 0.22)
@@ -224,10 +224,10 @@ def street(brush: Brush, rng: random.Random, lit: Lit, hour: Hour, sun: float, s
         for row in range(3):
             for column in range(2):
                 left, y = x + width * (0.2 + 0.4 * column), top + 0.05 + 0.1 * row
-                bright = scene.time in ("dusk", "night") and rng.random() < 0.6
-                shown = pane if bright else between(wall, hour.shadow, 0.35) if scene.time == "night" else pane
-                glass = between(wall, shown, 0.75)
-                brush.box(left, y, left + 0.2 * width, y + 0.055, glass, coloured=bright, outlined=False)
+                pane = between(wall, hour.lamp if evening else lit((150, 176, 196)), 0.75)
+                if scene.time == "night" and rng.random() < 0.4:  # nobody is at home
+                    pane = between(wall, hour.shadow, 0.25)
+                brush.box(left, y, left + 0.2 * width, y + 0.055, pane, coloured=evening, outlined=False)
         x, number = x + width, number + 1
     brush.box(-0.1, 0.7, wide + 0.1, 0.76, lit((204, 198, 190)), coloured=False)
     brush.box(-0.1, 0.76, wide + 0.1, 1.1, lit((118, 118, 130)), coloured=False)

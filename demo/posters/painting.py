@@ -11,7 +11,7 @@ from .brush import PAPER, Brush, Canvas, Colour, Hand, circle, curve, times
 from .hours import HOURS
 from .land import clouds, heavens, lens, place, rain, sky
 from .layout import Placed, lay_out
-from .subjects import SUBJECTS
+from .subjects import SUBJECTS, Lit
 from .world import ALL_COLOURS, SIZES, Scene
 
 # by style: how far the hand strays, and over what length, in fractions of the height
@@ -42,14 +42,13 @@ def subject(brush: Brush, scene: Scene, what: Placed, across: int) -> None:
     SUBJECTS[what.kind](brush.at(x, y, size, across), lit(ALL_COLOURS[what.colour]), lit, hour.lamp)
 
 
-def island(brush: Brush, x: float, y: float, half: float, lit) -> None:
+def island(brush: Brush, x: float, y: float, half: float, lit: Lit) -> None:
     outline = [(-1.25, 0.03), (-0.9, -0.015), (0.0, -0.03), (0.95, -0.015), (1.25, 0.03), (0.6, 0.055), (-0.6, 0.055)]
     lens(brush, x, y + 0.03, 1.45 * half, 0.05, (236, 246, 250), 0.4)
     brush.fill(curve([(x + dx * half, y + dy) for dx, dy in outline]), lit((232, 208, 154)), coloured=False)
     green = [(-1.0, 0.01), (-0.6, -0.025), (0.0, -0.035), (0.7, -0.025), (1.05, 0.01), (0.0, 0.03)]
-    brush.fill(
-        curve([(x + dx * half, y + dy) for dx, dy in green]), lit((120, 166, 90)), coloured=False, outlined=False
-    )
+    grass = curve([(x + dx * half, y + dy) for dx, dy in green])
+    brush.fill(grass, lit((120, 166, 90)), coloured=False, outlined=False)
 
 
 def smooth_noise(rng: np.random.Generator, width: int, height: int, cell: float) -> np.ndarray:
