@@ -15,7 +15,7 @@ import torch
 from ...sana_core.checkpoints import CheckpointInfo, find_part, follow, inspect_checkpoint
 from ...sana_core.checkpoints.load import shift_of
 from ...sana_core.errors import InputError
-from ...sana_core.reference import AUTO
+from ...sana_core.reference import AUTO, DIFFUSERS
 from .compat import add_lora_names, remember_loader
 from .core_nodes import fit_core_nodes
 from .latents import latent_format
@@ -50,14 +50,29 @@ class SanaConfig(comfy.supported_models_base.BASE):
         self.supported_inference_dtypes = [*half, torch.bfloat16, torch.float32]
         # ComfyUI finds the formats by the layers; it only wants to know that there are any
         self.quant_config = {"mixed_ops": True} if info.quantised or form != OFF else None
-        pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
-        dtype = str(info.dtype).removeprefix("torch.")
-        origin = f"{info.layout} layout, {dtype}, as {info.reference} does"
-        quantised = "" if form == OFF else f", quantised to {form}"
-        self.text = f"SANA {info.variant}, {pixels} px ({source}), {origin}{quantised}"
+        self.text = describe(info, resolution, form)
         # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
         hidden = 2 * info.headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
         self.memory_usage_factor = (3 * hidden + 10 * inner) / (0.01 * 1024 * 1024)
+
+
+def describe(info: CheckpointInfo, resolution: int | None, form: str) -> str:
+    """Return what the transformer `info` is, in a line; `resolution` is the chosen one, `form` as for SanaConfig.
+
+    It leaves out what is as expected: a size from the configuration, the reference of the layout.
+    """
+    size = f"{weight_count(info) / 1e6:.1f}M" if info.variant.startswith("custom") else info.variant
+    pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
+    parts = [f"SANA {size}", f"{pixels} px" if source == "config" else f"{pixels} px ({source})"]
+    parts += ["diffusers layout" if info.layout == DIFFUSERS else "NVIDIA's layout"]
+    if (info.reference == DIFFUSERS) != (info.layout == DIFFUSERS):
+        parts.append("drawn as by diffusers" if info.reference == DIFFUSERS else "drawn as by NVIDIA's code")
+    parts.append(str(info.dtype).removeprefix("torch.") if form == OFF else f"quantised to {form}")
+    return ", ".join(parts)
+
+
+def weight_count(info: CheckpointInfo) -> int:
+    return sum(math.prod(header.shape) for header in info.headers.values())
 
 
 WEIGHT_DTYPES = {
@@ -99,9 +114,8 @@ def load_model(
     supported = config.supported_inference_dtypes
     stored = WEIGHT_DTYPES[weight_dtype]
     if stored is None:
-        parameters = sum(math.prod(header.shape) for header in info.headers.values())
         stored = comfy.model_management.unet_dtype(
-            load_device, parameters, supported, weight_dtype=None if is_quantised else info.dtype
+            load_device, weight_count(info), supported, weight_dtype=None if is_quantised else info.dtype
         )
     compute = comfy.model_management.unet_manual_cast(None if is_quantised else stored, load_device, supported)
     config.set_inference_dtype(stored, compute, device=load_device)

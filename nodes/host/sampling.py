@@ -16,7 +16,7 @@ import torch
 from comfy.model_sampling import ModelSamplingFlux
 from tqdm.auto import tqdm
 
-from ...sana_core.latents import check_channels, noise_stream
+from ...sana_core.latents import DOWNSCALE, check_channels, noise_stream
 from ...sana_core.reference import reference_of
 from ...sana_core.released import SPRINT, Defaults, model_defaults
 from ...sana_core.sampling import check_sampler, find_sampler, own_arguments
@@ -141,11 +141,26 @@ def sample(
         negative,
         samples,
         noise_mask=latent.get("noise_mask"),
-        callback=callback or latent_preview.prepare_callback(model, len(sampling.sigmas) - 1),
+        callback=callback or preview_callback(model, samples, len(sampling.sigmas) - 1),
         disable_pbar=callback is not None or not comfy.utils.PROGRESS_BAR_ENABLED,
         seed=sampling.seed,
     )
     return out
+
+
+def preview_callback(model: ModelPatcher, latents: torch.Tensor, steps: int) -> Callable:
+    """Return what ComfyUI calls after each of `steps`: its own progress and preview, but this no larger than the image.
+
+    The canvas writes the preview's size below it, and the server would enlarge it to 512 pixels.
+    """
+    previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
+    bar, side = comfy.utils.ProgressBar(steps), DOWNSCALE * max(latents.shape[-2:])
+
+    def callback(step, x0, x, total):
+        preview = previewer and previewer.decode_latent_to_preview_image("JPEG", x0)
+        bar.update_absolute(step + 1, total, preview and (*preview[:2], min(side, preview[2])))
+
+    return callback
 
 
 def sample_sprint(

@@ -74,7 +74,7 @@ def test_an_all_in_one_checkpoint_gives_all_three(host, put, tokenizer, suffix):
     else:
         put("checkpoints", "all.safetensors", tensors)
     got = host.run({**catch_all("load"), "load": ("SanaNodesLoader", {"model": f"all.{suffix}"})})
-    text = "SANA custom-1152x1, 1024 px (position embedding), original layout, bfloat16, as nvidia does"
+    text = "SANA 31.7M, 1024 px (position embedding), NVIDIA's layout, bfloat16"
     assert got["0"].model.model_config.text == text
     check_all_three(got, models)
     (host.models / "checkpoints" / "all.pth").unlink(missing_ok=True)
@@ -92,8 +92,7 @@ def test_what_core_saves_as_one_checkpoint_loads_again(host, put, tokenizer):
     put("checkpoints", "again.safetensors", tensors)
     got = host.run({**catch_all("load"), "load": ("SanaNodesLoader", {"model": "again.safetensors"})})
     assert (
-        got["0"].model.model_config.text
-        == "SANA custom-1152x1, 1024 px (config), diffusers layout, float32, as nvidia does"
+        got["0"].model.model_config.text == "SANA 31.7M, 1024 px, diffusers layout, drawn as by NVIDIA's code, float32"
     )
     check_all_three(got, models)
     assert got["1"].tokenize("a red circle")["gemma2_2b"][0][0] == (2, 1.0)
@@ -117,7 +116,7 @@ def test_the_resolution_can_be_overridden(host, put, resolution, shift):
     assert config.sample_size == (1024 if resolution == "auto" else int(resolution)) // 32
     assert config.interpolation_scale == (2.0 if resolution == "4096" else None)
     shown = "1024 px (assumed)" if resolution == "auto" else f"{resolution} px (chosen)"
-    told = f"SANA custom-1152x1, {shown}, diffusers layout, bfloat16, as diffusers does"
+    told = f"SANA 31.7M, {shown}, diffusers layout, bfloat16"
     assert patcher.model.model_config.text == told
 
 
@@ -239,9 +238,9 @@ def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
     try:
         load_extra_path_config(str(config))
         got = host.run({"load": ("SanaNodesLoader", {"model": "mine"}), **catch_all("load")})
-        assert got["0"].model.model_config.text.startswith("SANA custom-160x5, 128 px (config)")
+        assert got["0"].model.model_config.text.startswith("SANA 2.3M, 128 px,")
         got = host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana.safetensors"}), **catch("load", 0)})
-        assert got["0"].model.model_config.text.startswith("SANA custom-1152x1")
+        assert got["0"].model.model_config.text.startswith("SANA 31.7M,")
     finally:
         folder_paths.folder_names_and_paths.update(kept)
         # the lists that core keeps name the folder, which pytest deletes

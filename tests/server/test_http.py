@@ -43,13 +43,15 @@ def test_the_demo_draws_what_the_prompt_says_with_progress_and_previews(server, 
     previews = [event for event in events if isinstance(event, bytes) and event[3] != TEXT]
     assert len(previews) == 20
     # 4 bytes of event, 4 of format, then the file
-    assert Image.open(io.BytesIO(previews[-1][8:])).format == "JPEG"
+    last = Image.open(io.BytesIO(previews[-1][8:]))
+    # as large as the image, which the canvas writes below it
+    assert (last.format, last.size) == ("JPEG", (128, 128))
 
 
 def test_the_loader_writes_under_itself_what_it_found(server, demo):
     demo["1"]["inputs"]["resolution"] = "512"
     texts = [event for event in run_graph(server, demo) if isinstance(event, bytes) and event[3] == TEXT]
-    told = b"SANA custom-160x5, 512 px (chosen), diffusers layout, bfloat16, as diffusers does"
+    told = b"SANA 2.3M, 512 px (chosen), diffusers layout, bfloat16"
     assert [text.endswith(told) for text in texts] == [True, False, False, False, False]
     assert all(b"of 300 tokens" in text for text in texts[1:3])
     assert b"128 x 128: this model learnt pictures of 512 px" in texts[3]
