@@ -15,7 +15,7 @@ TITLE = 30
 # sizes of the nodes as they are drawn, {id: [x, y, width, height]} with the title
 RECTANGLES = """() => {
     const scale = app.canvas.ds.scale, out = {};
-    for (const node of app.graph.nodes) {
+    for (const node of app.canvas.graph.nodes) {
         const element = document.querySelector(`[data-node-id="${node.id}"]`);
         if (LiteGraph.vueNodesMode && element) {
             const box = element.getBoundingClientRect();
@@ -37,7 +37,7 @@ QUICK = """steps => {
             if (widget) widget.value = value;
         };
         set("steps", node.type === "SanaNodesTrain" ? 10 * steps : steps);
-        if (node.type === "SanaNodesModelSwitch") set("use", "sana-scenes (bundled)");
+        set("use", "sana-scenes (bundled)");
         if (node.type === "SanaNodesTrain") set("name", `run-of-${steps}-steps`);
     }
 }"""

@@ -39,11 +39,20 @@ CONNECT = """([name, source]) => {
     node.connect(node.outputs.findIndex(each => each.type === "IMAGE"), preview, 0);
     return String(preview.id);
 }"""
+# what its nodes are sent for each of its widgets
+SENT = """async name => {
+    const node = app.graph.nodes.find(each => each.title === name), {output} = await app.graphToPrompt();
+    return Object.fromEntries(node.subgraph.inputs.flatMap((input, slot) => {
+        if (!node.inputs[slot].widget) return [];
+        const link = node.subgraph.links.get(input.linkIds[0]), inner = node.subgraph.getNodeById(link.target_id);
+        return [[input.name, output[`${node.id}:${inner.id}`].inputs[inner.inputs[link.target_slot].name]]];
+    }));
+}"""
 NEGATIVE = """() => app.graph.nodes.filter(node => node.type === "SanaNodesTextEncode")
     .find(node => node.title === "Negative prompt").connect(0, app.graph.nodes.at(-2), "negative")"""
 OF_TEMPLATE = [
     ("SanaNodesLoader", 0, "model"),
-    ("SanaNodesTextEncode", 0, "positive"),
+    ("SanaNodesPromptList", 0, "positive"),
     ("SanaNodesLoader", 2, "vae"),
     ("SanaNodesSampler", 0, "samples"),
 ]
@@ -86,12 +95,16 @@ def add_by_search(page, name):
 @pytest.mark.parametrize("name", BLUEPRINTS)
 def test_a_blueprint_is_found_put_down_and_draws(canvas, name):
     server, page = canvas
-    template = json.loads((ROOT / "workflows" / "SANA first picture.json").read_text(encoding="utf-8"))
-    page.evaluate("async graph => app.loadGraphData(graph, true, true, 'first')", template)
+    template = json.loads((ROOT / "workflows" / "SANA prompt list.json").read_text(encoding="utf-8"))
+    page.evaluate("async graph => app.loadGraphData(graph, true, true, 'list')", template)
     if name != "SANA second pass":
         page.evaluate("() => app.graph.clear()")
     settle(page)
     add_by_search(page, name)
+    sent = page.evaluate(SENT, name)
+    shown = json.loads((ROOT / "subgraphs" / f"{name}.json").read_text(encoding="utf-8"))["nodes"][0]
+    names = [entry["name"] for entry in shown["inputs"] if "widget" in entry]
+    assert sent == dict(zip(names, shown["widgets_values"], strict=True))
     page.evaluate(QUICK, 8)
     shown = page.evaluate(CONNECT, [name, OF_TEMPLATE if name == "SANA second pass" else []])
     if name == "SANA second pass":

@@ -42,4 +42,4 @@ def test_a_blueprint_has_nodes_of_this_server_and_whole_links(server, offered, n
         assert link["id"] in end.get("linkIds", [end.get("link")])
     for side in ("inputs", "outputs"):
         assert [each["name"] for each in node[side]] == [each["name"] for each in subgraph[side]]
-        assert all(len(each["linkIds"]) == 1 for each in subgraph[side])
+        assert all(each["linkIds"] for each in subgraph[side])

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+from expanded import expand
 from host import GraphError, get, images_of, run_graph
 from PIL import Image
 from setup import ROOT
@@ -100,7 +101,11 @@ def test_the_demo_is_a_template_with_a_thumbnail(server):
     templates = json.loads(get(server, "/workflow_templates"))
     assert sorted(templates["sana"]) == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
     workflow = json.loads(get(server, "/api/workflow_templates/sana/SANA%20first%20picture.json"))
-    assert {node["type"] for node in workflow["nodes"]} >= {"SanaNodesLoader", "SanaNodesSampler", "SanaNodesDecode"}
+    assert {node["type"] for _, node, _ in expand(workflow)} >= {
+        "SanaNodesLoader",
+        "SanaNodesSampler",
+        "SanaNodesDecode",
+    }
     thumbnail = Image.open(io.BytesIO(get(server, "/api/workflow_templates/sana/SANA%20first%20picture.jpg")))
     assert thumbnail.format == "JPEG"
 
@@ -118,11 +123,8 @@ TEMPLATES = {
 
 def api_graph(workflow, info):
     """What the canvas sends of a workflow: widget values in the order of the node's inputs."""
-    links = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
     graph = {}
-    for node in workflow["nodes"]:
-        if node["type"] == "MarkdownNote":
-            continue
+    for key, node, linked in expand(workflow):
         values = iter(node["widgets_values"])
         inputs = {}
         for slot in node["inputs"]:
@@ -130,11 +132,10 @@ def api_graph(workflow, info):
                 inputs[slot["name"]] = next(values)
                 if slot["name"] == "seed":
                     next(values)  # fixed or randomize
-            if slot["link"] is not None:
-                inputs[slot["name"]] = links[slot["link"]]
+        inputs |= linked
         known = info[node["type"]]["input"]
         assert set(inputs) <= {*known.get("required", {}), *known.get("optional", {})}, node["type"]
-        graph[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+        graph[key] = {"class_type": node["type"], "inputs": inputs}
     return graph
 
 
