@@ -35,8 +35,6 @@ class SanaNodesPromptList(io.ComfyNode):
                 io.Boolean.Input(
                     "instruction",
                     default=True,
-                    label_on="on (positive)",
-                    label_off="off (negative)",
                     tooltip="On for positive prompts, off for negative ones.",
                 ),
             ],

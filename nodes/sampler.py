@@ -79,8 +79,6 @@ class SanaNodesSampler(io.ComfyNode):
                     "model_defaults",
                     default=False,
                     optional=True,
-                    label_on="of the model",
-                    label_off="as set above",
                     tooltip="On: steps, guidance and sampler are those of the model's authors, whatever is set above.",
                 ),
             ],

@@ -35,8 +35,6 @@ class SanaNodesTextEncode(io.ComfyNode):
                 io.Boolean.Input(
                     "instruction",
                     default=True,
-                    label_on="on (positive)",
-                    label_off="off (negative)",
                     tooltip="On for the positive prompt, off for the negative one. An empty text never has it.",
                 ),
             ],
