@@ -54,16 +54,25 @@ REPLACEMENTS = {
     ),
 }
 
+# of the nodes that have more than one, all in the places of the old ones
+OUTPUTS = {"SanaResolutionSelect": 2}
+
 
 async def register() -> None:
     """Tell ComfyUI, which replaces a node only where its own pack is not installed."""
-    from .host.compat import complete_prompts
+    from .host.old_prompts import replace_in_prompts
 
-    complete_prompts(REPLACEMENTS)
+    replace_in_prompts({old: (new, inputs) for old, (new, _, inputs) in REPLACEMENTS.items()})
     api = ComfyAPI()
     for old, (new, widgets, inputs) in REPLACEMENTS.items():
-        # without a mapping the outputs keep their places, which is right; with one ComfyUI 0.30 fails on a node whose
-        # source is replaced as well, because it looks the link up by the old input's name
+        outputs = [{"old_idx": place, "new_idx": place} for place in range(OUTPUTS.get(old, 1))]
         await api.node_replacement.register(
-            io.NodeReplace(new_node_id=new, old_node_id=old, old_widget_ids=widgets, input_mapping=inputs)
+            io.NodeReplace(
+                new_node_id=new,
+                old_node_id=old,
+                old_widget_ids=widgets,
+                input_mapping=inputs,
+                # the canvas does not keep the links of others
+                output_mapping=outputs,
+            )
         )

@@ -5,7 +5,7 @@ Where it stands beside its use instead, tests/graph/test_host_contract.py names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.sd
 import torch
-from server import PromptServer
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -89,21 +88,6 @@ def add_lora_names(names_of: Callable[[torch.nn.Module], dict[str, str]]) -> Non
 
     model_lora_keys_unet.knows_sana = True
     comfy.lora.model_lora_keys_unet = model_lora_keys_unet
-
-
-def complete_prompts(kinds: Collection[str]) -> None:
-    """Give nodes of `kinds` the `_meta` that ComfyUI's replacing of nodes reads, and that clients of its API leave out.
-
-    Without it the answer to the whole prompt is HTTP 500.
-    """
-
-    def complete(request: dict) -> dict:
-        for node in request.get("prompt", {}).values():
-            if node.get("class_type") in kinds:
-                node.setdefault("_meta", {})
-        return request
-
-    PromptServer.instance.add_on_prompt_handler(complete)
 
 
 def pixeldit_tokenizer(tokenizer: object) -> tuple[Callable[[str], list[int]], int] | None:

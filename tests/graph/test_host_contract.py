@@ -71,7 +71,7 @@ CALLS = {
     "folder_paths.get_input_subfolders": ("", "folders.py"),
     "latent_preview.get_previewer": ("device latent_format", "batch_devices.py, batch_cluster.py"),
     "latent_preview.LatentPreviewer.decode_latent_to_preview_image": ("preview_format x0", "batch_devices.py"),
-    "server.PromptServer.add_on_prompt_handler": ("handler", "compat.py (complete_prompts)"),
+    "server.PromptServer.add_on_prompt_handler": ("handler", "old_prompts.py"),
 }
 # names that are no functions
 NAMES = {

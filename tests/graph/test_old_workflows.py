@@ -10,8 +10,7 @@ LATENTS = ("EmptySanaLatentImage", "EmptyDCAELatentImage")
 
 
 def run(host, graph):
-    graph = copy.deepcopy(graph)
-    host.server.node_replace_manager.apply_replacements(graph)
+    graph = host.server.trigger_on_prompt({"prompt": copy.deepcopy(graph)})["prompt"]
     return host.run({key: (each["class_type"], each["inputs"]) for key, each in graph.items()})
 
 
@@ -58,6 +57,6 @@ def test_their_sizes_are_read(host, size, ratio, expected):
 def test_an_installed_pack_keeps_its_own_nodes(host, monkeypatch):
     monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "SanaTextEncode", object)
     graph = old_graph()
-    host.server.node_replace_manager.apply_replacements(graph)
+    host.server.trigger_on_prompt({"prompt": graph})
     assert graph["positive"]["class_type"] == "SanaTextEncode"
     assert graph["negative"]["class_type"] == "SanaNodesTextEncode"

@@ -70,3 +70,10 @@ def test_a_node_of_theirs_that_none_replaces_is_named(server, files):
         del each["_meta"]
     with pytest.raises(GraphError, match="ScmModelSampling"):
         list(run_graph(server, graph))
+
+
+def test_an_input_that_is_left_out_is_named(server, files):
+    graph = graph_with("EmptySanaLatentImage")
+    del graph["empty"]["inputs"]["batch_size"]
+    with pytest.raises(GraphError, match="SanaNodesEmptyLatent: Required input is missing: batch_size"):
+        list(run_graph(server, graph))
