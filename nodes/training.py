@@ -9,7 +9,7 @@ from ..sana_core.released import DEFAULT_RESOLUTION
 from ..sana_core.training.buckets import LARGEST_SIDE
 from ..sana_core.training.optimizers import NAMES
 from ..sana_core.training.settings import ADAPTERS, SCHEDULES, TARGETS
-from .host.folders import dataset_path, list_datasets, run_path
+from .host.folders import dataset_path, list_datasets, run_path, without_places
 
 DATASET = io.Custom("SANA_DATASET")
 # core's, of its own nodes for training
@@ -65,7 +65,8 @@ class SanaNodesDataset(io.ComfyNode):
         from .host.datasets import look_at
         from .host.report import show_under_node
 
-        dataset, sheet, text = look_at(dataset_path(folder), resolution)
+        with without_places():
+            dataset, sheet, text = look_at(dataset_path(folder), resolution)
         show_under_node(text, cls.hidden.unique_id)
         return io.NodeOutput(dataset, sheet)
 
@@ -198,8 +199,9 @@ class SanaNodesTrain(io.ComfyNode):
                 check_links(**{field: own[field]})
         # of what the API leaves out
         defaults = {each.id: each.default for each in advanced_inputs()}
-        settings = make_settings(model, dataset, run_path(name), {"validation_prompts": "", **defaults, **own})
-        trained = train_lora(model, settings, cls.hidden.unique_id)
+        with without_places():
+            settings = make_settings(model, dataset, run_path(name), {"validation_prompts": "", **defaults, **own})
+            trained = train_lora(model, settings, cls.hidden.unique_id)
         show_under_node(trained.report, cls.hidden.unique_id)
         return io.NodeOutput(trained.lora, {"loss": trained.losses}, trained.model)
 

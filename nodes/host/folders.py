@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import comfy.model_management
@@ -12,7 +14,7 @@ import folder_paths
 from ...sana_core.checkpoints.files import brief, parse_json, read_bytes
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.downloads import file_names, where_to_get
-from ...sana_core.errors import InputError, MissingFileError, SanaError
+from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,29 @@ BUNDLED = {
 }
 # of a sharded model, the first file stands for all
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
+
+
+@contextmanager
+def without_places() -> Iterator[None]:
+    """Let errors of a data set or a run name files from ComfyUI's folders on, and no process: HTTP shows them. The log
+    has the whole."""
+    try:
+        yield
+    except SanaError as error:
+        text = str(error)
+        if isinstance(error, InUseError):
+            text = "name: another run is at work in that folder; wait for its end, or choose another name"
+        for root in (
+            folder_paths.get_output_directory(),
+            folder_paths.get_input_directory(),
+            folder_paths.base_path,
+            HERE,
+        ):
+            text = text.replace(str(Path(root).absolute() / "x")[:-1], "")
+        if text == str(error):
+            raise
+        logger.error("%s", error)
+        raise type(error)(text) from None
 
 
 def list_files(kind: str) -> list[str]:

@@ -161,6 +161,29 @@ def test_a_name_with_another_run_in_it(host, pictures):
     shutil.rmtree(host.output / "sana_training")
 
 
+def test_errors_name_no_place_outside_of_comfyuis_folders_and_no_process(host, pictures):
+    from sana_core.batch.hold import hold
+
+    graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})}
+    graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": 128})
+    inputs = {"name": "held", "method": "lora", "rank": 2, "steps": 1, "learning_rate": 1e-3, "batch_size": 1}
+    graph["train"] = ("SanaNodesTrain", {"model": ["load", 0], "dataset": ["data", 0], **inputs})
+    run = host.output / "sana_training" / "held"
+    with hold(run), pytest.raises(NodeError) as caught:
+        host.run(graph)
+    assert str(caught.value).startswith("name: another run is at work in that folder; wait for its end")
+    (run / "held.safetensors").write_text("mine")
+    with pytest.raises(NodeError, match="^out: sana_training.held.held.safetensors is not of this run"):
+        host.run(graph)
+    assert (run / "held.safetensors").read_text() == "mine"
+    shutil.rmtree(host.output / "sana_training")
+    graph["train"][1]["name"] = "State"
+    with pytest.raises(NodeError, match="^name: got 'State', which is that of a state's own file; choose another"):
+        host.run(graph)
+    with pytest.raises(NodeError, match="^dataset: no picture in bad empty, expected files"):
+        look(host, pictures("bad empty", {"a.txt": "a"}))
+
+
 def look(host, folder, resolution=128, keep_cache=False):
     graph = {"data": ("SanaNodesDataset", {"folder": folder, "resolution": resolution})}
     graph["catch sheet"] = ("Catch", {"value": ["data", 1], "name": "sheet"})

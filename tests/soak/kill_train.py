@@ -39,6 +39,8 @@ MODELS = ("sana-tiny", "sana-scenes")
 STEPS = 6
 # of all kills, how many are inside a save
 SAVES = 0.35
+# of the runs, how many have been encoded before the first kill
+CACHED = 0.8
 # calls of a save that change something, about as many as there are
 CALLS = 30
 FOREIGN = {"x.safetensors.part": b"mine", "steps.txt": b"mine", ".sana": b"mine", "pictures/notes.txt": b"mine"}
@@ -51,7 +53,7 @@ Prepare = Callable[[Path], None]
 def settings_of(model: str, folder: Path) -> Settings:
     """Return a run in `folder`/out with several saves, of which older ones are removed, and pictures."""
     phase = Phase((str(folder / "pictures"),), 32, steps=STEPS, learning_rate=1e-3)
-    drawn = Validation(every=3, share=0.3, prompts=("a red circle",), steps=1, width=32, height=32)
+    drawn = Validation(every=STEPS, share=0.3, prompts=("a red circle",), steps=1, width=32, height=32)
     own = {"dtype": "float32", "save_every": 2, "keep": 1, "method": Method(rank=2), "name": "x", "validation": drawn}
     return Settings(str(ROOT / "demo" / model), str(folder / "out"), (phase,), **own)
 
@@ -59,10 +61,14 @@ def settings_of(model: str, folder: Path) -> Settings:
 def new_folder(base: Path) -> Path:
     folder = Path(tempfile.mkdtemp(dir=base))
     write_pictures(folder / "pictures", 4)
+    put_foreign(folder)
+    return folder
+
+
+def put_foreign(folder: Path) -> None:
     for name, data in FOREIGN.items():
         (folder / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "out" / name).write_bytes(data)
-    return folder
 
 
 def start(settings: Settings, prepare: Prepare = lambda out: None) -> int:
@@ -186,12 +192,13 @@ def soak(kills: int, seed: int, model: str, base: Path) -> Counter[str]:
     assert wait(start(settings)) == 0, (folder / "log").read_text()
     seconds = time.monotonic() - began
     whole, losses = content(folder / "out"), read_losses(folder / "out")
+    cache = shutil.copytree(folder / "out" / "cache", folder / "cache")
     while happened["kills"] < kills:
         # the same folder again, whose path is in the name of what lies in the cache unfinished
         shutil.rmtree(folder / "out")
-        for name, data in FOREIGN.items():
-            (folder / "out" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "out" / name).write_bytes(data)
+        put_foreign(folder)
+        if source.random() < CACHED:
+            shutil.copytree(cache, folder / "out" / "cache")
         log = b""
         for _ in range(source.randint(1, 6)):
             saving, half = source.random() < SAVES, source.random() < 0.3

@@ -1,0 +1,52 @@
+"""Broken states of a training run: they are what was written, or one line names the state and what to do."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import changed_bytes, changed_json, with_file
+from safetensors.torch import load_file
+
+from sana_core.training.runs import Place, State, begin_run, check_folder, read_state, write_state
+
+FACTS = {"seed": 0, "rank": 2}
+TENSORS = {"parameter.a": torch.arange(6.0).reshape(2, 3), "optimizer.0.step": torch.tensor(2.0)}
+VALUES = {"optimizer": "adamw", "group": {}, "parameters": [{"shape": [2, 3], "values": {}}], "tensors": {}}
+STATE = State(Place(2, 0, 2, 0, 2), TENSORS, VALUES, FACTS, ["abc"], (0.5, 2), 2)
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """The folder of a state, in that of a run."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    parts = out / "parts"
+    parts.mkdir(parents=True)
+    begin_run(out, parts, FACTS)
+    return write_state(out, parts, STATE, lambda part: (part / "x.safetensors").write_bytes(b"lora"))
+
+
+def look(state):
+    found = read_state(state, lambda folder, count: load_file(folder / "state.safetensors"))
+    same = {name: torch.equal(found.tensors[name], tensor) for name, tensor in TENSORS.items()}
+    assert all(same.values()) and found._replace(tensors={}) == STATE._replace(tensors={})
+
+
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors"])
+@given(data=st.data())
+def test_states(survives, state, name, data):
+    file = state / name
+    content = file.read_bytes()
+    changed = changed_bytes(content)
+    if name == "state.json":
+        changed |= changed_json(json.loads(content))
+    with_file(file, data.draw(changed), survives, lambda: look(state), "step-0000002")
+
+
+@given(data=st.data())
+def test_records_of_what_a_run_has_written(survives, state, data):
+    out = state.parents[1]
+    file = out / "run.json"
+    changed = changed_json(json.loads(file.read_bytes())) | changed_bytes(file.read_bytes())
+    with_file(file, data.draw(changed), survives, lambda: check_folder(out, ["x.safetensors"], 1, FACTS), str(out))
