@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,73 @@ def cache_on_disks_of_all_sizes():
 
 def test_a_cache_on_a_full_disk_keeps_what_is_whole_and_goes_on_later(apart):
     apart(cache_on_disks_of_all_sizes)
+
+
+SETTINGS = """
+model = {model}
+out = "out"
+cache = "cache"
+name = "x"
+dtype = "float32"
+save_every = 2
+keep = 1
+method = {{ rank = 2 }}
+validation = {{ every = 2, prompts = "a red circle", width = 32, height = 32, steps = 1 }}
+[[phase]]
+data = "pictures"
+resolution = 32
+steps = 4
+learning_rate = 1e-3
+"""
+
+
+def train():
+    status, said = command("train", "settings.toml")
+    # what it says on its way is on lines of its own
+    return status, said.replace("\r", "\n").rstrip().splitlines()[-1:] if status else []
+
+
+def train_on_disks_of_all_sizes():
+    import json
+
+    from PIL import Image
+
+    Path("pictures").mkdir()
+    for colour in ("red", "blue"):
+        Image.new("RGB", (32, 32), colour).save(f"pictures/{colour}.png")
+        Path(f"pictures/{colour}.txt").write_text(colour)
+    Path("settings.toml").write_text(SETTINGS.format(model=json.dumps(str(CHECKPOINT))))
+    Path("out").mkdir()
+    assert train() == (0, [])
+    whole = {name: data for name, data in content("out").items() if name != "log.jsonl"}
+    shutil.rmtree("out")
+    mount("out", "size=4m,nr_inodes=60")
+    out, ended = Path("out"), Counter()
+    # a run takes about 300 pages and 15 names
+    sizes = [*((leave_pages, pages) for pages in (0, 1, 2, 3, 5, 20, 60, 100, 140, 180, 220, 260, 300))]
+    for fill, room in [*sizes, *((leave_files, files) for files in (0, 2, 3, 4, 6, 8, 10))]:
+        fill(out, room)
+        status, said = train()
+        if status:
+            assert len(said) == 1 and "No space left on device" in said[0] and "out" in said[0], (room, said)
+        ended[status] += 1
+        shutil.rmtree(out / "ballast") if fill is leave_files else (out / "ballast").unlink()
+        left = {name for name in content(out) if name.startswith(".") or ".part" in name}
+        assert not left, (room, left)
+        assert train() == (0, []), room
+        again = content(out)
+        assert again.pop("log.jsonl") and again == whole, (room, again.keys() ^ whole.keys())
+        for path in out.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert ended[1] >= 12, ended
+    assert train() == (0, [])
+    before = content(out)
+    subprocess.run(["mount", "-o", "remount,ro", "out"], check=True)
+    status, said = train()
+    assert status == 1 and "where nothing can be written (Read-only file system)" in said[0], said
+    assert content(out) == before
+
+
+@pytest.mark.slow
+def test_a_run_on_disks_of_20_sizes_loses_nothing_and_goes_on_later(apart):
+    apart(train_on_disks_of_all_sizes)
