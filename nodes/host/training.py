@@ -29,6 +29,7 @@ from ...sana_core.training.settings import (
 from ...sana_core.training.train import check_base, train
 from .clip import SanaTokenizer
 from .compat import loaded_from, patches_of
+from .core_nodes import CORE_NODES
 from .folders import RUNS
 from .guidance import require_sana
 from .layers import KEEP
@@ -73,8 +74,8 @@ class Trained(NamedTuple):
 def check_model(model: ModelPatcher) -> None:
     """Raise InputError unless MODEL is a SANA model as its file has it: training begins there, and not from patches."""
     require_sana(model.model)
-    # SPRINT is a guard of its sampler, and `check_base` says what is wrong with Sprint
-    patches = patches_of(model) - {SHARED_MASK, KEEP, SPRINT} | ({"LoRA"} if model.patches else set())
+    # what the loader itself adds; `check_base` says what is wrong with Sprint
+    patches = patches_of(model) - {SHARED_MASK, KEEP, SPRINT, CORE_NODES} | ({"LoRA"} if model.patches else set())
     if patches:
         found = ", ".join(sorted(patches))
         raise InputError(
