@@ -15,8 +15,13 @@ K1, K2, K4 = (f"Sana_1600M_{size}_BF16.safetensors" for size in ("1024px", "2Kpx
 SPRINT = "Sana_Sprint_1.6B_1024px.safetensors"
 # one that the bundled model knows, and a released one draws as well
 PROMPT = "a watercolour of a red lighthouse on the sea at dusk"
-SNOW = "a flat drawing of a blue house in the snow at night"
-PROMPTS = "\n".join((PROMPT, SNOW, "a line drawing of a green tree among green hills at noon"))
+PROMPTS = "\n".join(
+    (
+        PROMPT,
+        "a flat drawing of a blue house in the snow at night",
+        "a line drawing of a green tree among green hills at noon",
+    )
+)
 # where MODEL, CLIP and VAE come from: a node of the graph that is named model, or from outside of a subgraph
 INSIDE: tuple[Link, Link, Link] = ("model", 0), ("model", 1), ("model", 2)
 OUTSIDE: tuple[Link, Link, Link] = ("model", 0), ("clip", 0), ("vae", 0)
@@ -116,13 +121,13 @@ def on_all_gpus(name: str, file: str, side: int) -> Subgraph:
     return alone._replace(graph=Graph(nodes, columns))
 
 
-def second_pass(scale: float = 1.5, **own: Any) -> Subgraph:
+def second_pass(scale: float = 1.5, seed: int = 0, **own: Any) -> Subgraph:
     """The second pass alone, on a latent from outside; `own` are values of its decode."""
     upscale = {"samples": ("samples", 0), "upscale_method": "bislerp", "scale_by": scale}
     conditioning = {"positive": ("positive", 0), "negative": ("negative", 0)}
     nodes = {
         "upscale": Node("LatentUpscaleBy", upscale),
-        "sampler": sampler(("upscale", 0), OUTSIDE[0], denoise=0.35, **conditioning),
+        "sampler": sampler(("upscale", 0), OUTSIDE[0], seed=seed, denoise=0.35, **conditioning),
         "decode": decode("sampler", OUTSIDE[2], **own),
     }
     columns = ("Enlarged", "upscale"), ("Second pass", "sampler"), ("Result", "decode")
@@ -150,8 +155,8 @@ def large_8k() -> Subgraph:
 
 def two_passes() -> Subgraph:
     """Both passes on a model from outside, with the image of each."""
-    first = Subgraph("SANA two passes", Graph(image(SNOW, seed=1), DRAWING), {**TEXTS, **SETTINGS}, {})
-    made = with_second_pass(first, second_pass(), OUTSIDE[2])
+    first = Subgraph("SANA two passes", Graph(image(seed=3), DRAWING), {**TEXTS, **SETTINGS}, {})
+    made = with_second_pass(first, second_pass(seed=3), OUTSIDE[2])
     nodes = {**made.graph.nodes, "before": first.graph.nodes["decode"]}
     columns = *DRAWING[:2], ("Result", "before second")
     outputs = {"first pass": ("before", 0), "second pass": ("second", 0)}

@@ -97,7 +97,7 @@ def from_an_image(name: str, prompt: str, subgraph: Subgraph, prefix: str, **mor
 
 def image_to_image(name: str) -> Template:
     first = "a flat drawing of a red balloon among green hills at noon"
-    anew = parts.image_to_image("a flat drawing of a red balloon among green hills at night", 0.85, 1)
+    anew = parts.image_to_image("a watercolour of a red balloon on the sea at dusk", 0.85, 1)
     return from_an_image(name, first, anew, "sana-image")
 
 

@@ -28,7 +28,9 @@ WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC}
 # pixels of the canvas; the position of a node is below its title
 TITLE, BETWEEN, COLUMN, FRAME, GROUP_TITLE = 30, 20, 40, 15, 40
 WIDTH, SOCKET, WIDGET, LOW_WIDGET, TEXT, EDGE = 270, 22, 32, 24, 80, 32
-COLOURS = {"Model": "#3f789e", "Prompt": "#88aa88", "Result": "#b58b2a"}
+COLOURS = {"Files": "#3f789e", "Model": "#3f789e", "Prompt": "#88aa88"} | dict.fromkeys(
+    ("Result", "Before and after", "Compare"), "#b58b2a"
+)
 COLOUR, NOTE_COLOURS = "#a1309b", {"color": "#432", "bgcolor": "#653"}
 # of a node that is a subgraph: width, and the room for the preview while it runs
 HOST, ENTER = (WIDTH, 215), 40
@@ -288,8 +290,8 @@ def write_host(file: File, subgraph: Subgraph, node: Node, id_: int) -> Json:
             "name": subgraph.name,
             "description": subgraph.description,
             "category": "SANA",
-            "inputNode": {"id": -10, "bounding": [-240, 0, 128, 40 + 20 * len(inputs)]},
-            "outputNode": {"id": -20, "bounding": [right + 100, 0, 128, 40 + 20 * len(outputs)]},
+            "inputNode": {"id": -10, "bounding": [-180, 0, 128, 40 + 20 * len(inputs)]},
+            "outputNode": {"id": -20, "bounding": [right + 50, 0, 128, 40 + 20 * len(outputs)]},
             "inputs": inputs,
             "outputs": outputs,
             "widgets": [],
