@@ -33,6 +33,10 @@ def test_pictures(survives, tmp_path_factory, kind, data):
     content = data.draw(changed_bytes(encoded("PNG" if kind == "16 bits" else kind, KINDS[kind])))
     file = tmp_path_factory.getbasetemp() / "picture"
     file.write_bytes(content)
-    size = survives(lambda: upright_size(Place(file), "a.png"), "a.png")
-    image = survives(lambda: decode_picture(content, "a.png"), "a.png")
-    assert image is None or (image.mode == "RGB" and image.size == size)
+
+    def read():
+        size = upright_size(Place(file), "a.png")
+        image = decode_picture(content, "a.png")
+        assert image.mode == "RGB" and image.size == size
+
+    survives(read, "a.png")
