@@ -223,9 +223,9 @@ def run_block(
     return torch.addcmul(hidden, gate_forward, out)
 
 
-def attention_sums(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [B, heads, d, d] and [B, heads, d, 1], sums over the positions of `key` and `value` [B, heads, N, d]."""
-    return key.transpose(2, 3) @ value, key.sum(2, keepdim=True).transpose(2, 3)
+def attention_sums(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return [B, heads, d, d + 1], sums over the positions of `key` and `value` [B, heads, N, d]; the last of the key."""
+    return torch.cat([key.transpose(2, 3) @ value, key.sum(2, keepdim=True).transpose(2, 3)], dim=3)
 
 
 def self_attention(
@@ -233,7 +233,7 @@ def self_attention(
     states: torch.Tensor,
     perturbed: torch.Tensor | None = None,
     eps: float = 1e-15,
-    sums: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = attention_sums,
+    sums: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = attention_sums,
 ) -> torch.Tensor:
     """Linear attention with ReLU over `states` [B, N, D] (SANA paper, section 2.2), summed in float32 by `sums`.
 
@@ -245,11 +245,11 @@ def self_attention(
         query, key = attention.norm_q(query), attention.norm_k(key)
     query, key, value = (split_heads(part, attention.heads) for part in (query, key, value))
     key = F.relu(key).float()
-    summed, total = sums(key, value.float())
+    summed = sums(key, value.float())
     del key
-    query = F.relu(query).float()
-    out = (query @ summed) / (query @ total + eps)
-    out = out.to(states.dtype)
+    # in one product: CPUs add up that with the last column alone in an order that depends on how many positions there are
+    out = F.relu(query).float() @ summed
+    out = (out[..., :-1] / (out[..., -1:] + eps)).to(states.dtype)
     if perturbed is not None:
         out = torch.where(perturbed[..., None], value, out)
     out = attention.to_out[0](out.transpose(1, 2).flatten(2))

@@ -39,16 +39,15 @@ class Share:
         """
         return pointwise(layer, x.flatten(2).transpose(1, 2).contiguous(), (x.shape[2], x.shape[3]))
 
-    def sums(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums [B, heads, d, d] and [B, heads, d, 1] over the picture, of this shard's [B, heads, N, d].
+    def sums(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the sums [B, heads, d, d + 1] over the picture, of this shard's [B, heads, N, d].
 
         float64 holds 53 bits: it adds up the rows of a picture, of 24 bits each, without loss unless they differ by
         more than 2^20, and what it loses then is far below float32. So the order makes no difference.
         """
         key, value = (part.unflatten(2, (-1, self.columns)) for part in (key, F.pad(value, (0, 1), value=1.0)))
         rows = (key.transpose(-1, -2) @ value).sum(2, dtype=torch.float64)
-        sums = self.exchange.add(rows).float()
-        return sums[..., :-1], sums[..., -1:]
+        return self.exchange.add(rows).float()
 
     def feed_forward(self, block: GLUMBConv, states: torch.Tensor) -> torch.Tensor:
         """Return what `forward.feed_forward` makes of this shard's `states` [B, N, D], with its neighbours' rows."""

@@ -84,7 +84,8 @@ def test_the_forward_is_that_of_the_dequantised_weights(load, form):
     expected = velocity(plain)
     got = velocity(patcher)
     assert 0 < relative(got, expected) < ERROR[form]
-    torch.testing.assert_close(velocity(patcher, sampled=False), got, atol=1e-4, rtol=0)
+    # an input near the middle of two of int8's levels is rounded either way, by what the forwards differ in its last bit
+    assert relative(velocity(patcher, sampled=False), got) < (1e-2 if form.startswith("int8") else 1e-4)
     for name, weight in dequantised(patcher).items():
         own = plain.model.diffusion_model.get_parameter(f"{name}.weight")
         with torch.inference_mode():
