@@ -224,7 +224,7 @@ def run_block(
 
 
 def attention_sums(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return [B, heads, d, d + 1], sums over the positions of `key` and `value` [B, heads, N, d]; the last of the key."""
+    """Return the sums [B, heads, d, d + 1] over the positions of `key` and `value` [B, heads, N, d], last the key's."""
     return torch.cat([key.transpose(2, 3) @ value, key.sum(2, keepdim=True).transpose(2, 3)], dim=3)
 
 
@@ -247,7 +247,7 @@ def self_attention(
     key = F.relu(key).float()
     summed = sums(key, value.float())
     del key
-    # in one product: CPUs add up that with the last column alone in an order that depends on how many positions there are
+    # in one product: by the last column alone, CPUs add up in an order that depends on how many positions there are
     out = F.relu(query).float() @ summed
     out = (out[..., :-1] / (out[..., -1:] + eps)).to(states.dtype)
     if perturbed is not None:
