@@ -42,13 +42,17 @@ class FlowSampler(comfy.samplers.KSAMPLER):
 
     def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, *args, **kwargs):
         check_sampler(require_sana(model_wrap.inner_model).diffusion_model.config, self.name)
+        self.extra_options = {}
         if latent_image is not None and not latent_image.any():
-            # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1
+            # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1; what the host multiplies
+            # by that again is not always the same bits
+            self.extra_options = {"start": noise}
             noise = noise / sigmas[0]
         return super().sample(model_wrap, sigmas, extra_args, callback, noise, latent_image, *args, **kwargs)
 
-    def run(self, model, x, sigmas, extra_args, callback, disable):
-        """What KSAMPLER calls; cancel is polled every step."""
+    def run(self, model, x, sigmas, extra_args, callback, disable, start=None):
+        """What KSAMPLER calls, with `x` noised by the host, or `start` in its place; cancel is polled every step."""
+        x = x if start is None else start
         options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.flow.whole_timesteps}
         line = iter(sigmas.tolist())
 
