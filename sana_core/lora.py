@@ -15,6 +15,7 @@ from .checkpoints.headers import read_file
 from .checkpoints.load import check_finite
 from .checkpoints.schemas import check_ranks
 from .errors import InputError
+from .reference import RULES
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
@@ -54,6 +55,29 @@ def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, 
             weight, scale = layers[name].weight, file_scale(parts, settings)
             check_fits(weight, parts, f"{info.name}: {name}")
             weight.copy_(adapted(weight, parts, scale, strength))
+
+
+def reference_note(info: CheckpointInfo, reference: str) -> str:
+    """Return a line for the user where the LoRA `info` was trained by this package on a model of another reference."""
+    trained = info.weights.metadata.get("reference")
+    if trained not in RULES or trained == reference:
+        return ""
+    return (
+        f"{info.name}: trained with reference {trained}, but the model follows {reference}, which draws others; "
+        f"choose {trained}"
+    )
+
+
+def dora_scale(weight: torch.Tensor, parts: Tensors, scale: float = 1.0) -> torch.Tensor:
+    """Return what ComfyUI wants of a DoRA of PEFT's `parts` on `weight`, float32 on the CPU, shaped like its rows.
+
+    PEFT's weight is m (W + BA) / |W + BA|, by rows. ComfyUI computes s (W + BA) / |W| (comfy/weight_adapter/base.py,
+    weight_decompose), so its s is m |W| / |W + BA|.
+    """
+    flat = weight.detach().float().cpu().flatten(1)
+    up, down = (parts[part].float().cpu().flatten(1) for part in ("lora_B", "lora_A"))
+    found = parts[MAGNITUDE].float().cpu().flatten() * flat.norm(dim=1) / (flat + scale * (up @ down)).norm(dim=1)
+    return found.reshape(-1, *[1] * (weight.ndim - 1)).contiguous()
 
 
 def check_fits(weight: torch.Tensor, parts: Tensors, name: str) -> None:

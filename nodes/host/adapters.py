@@ -17,7 +17,7 @@ from comfy.weight_adapter import WeightAdapterBase
 LEAF = re.compile(
     r"(\.(lora_[AB](\.default)?(\.weight)?|lora_(up|down|mid)\.weight|lora(_linear_layer)?\.(up|down)\.weight"
     r"|lokr_\w+|hada_\w+|[ab][12]\.weight|oft_blocks|rescale|alpha|dora_scale|diff|diff_b|w_norm|b_norm"
-    r"|set_weight|reshape_weight)|_lora\.(up|down)\.weight)$"
+    r"|set_weight|reshape_weight|lora_magnitude_vector(\.default)?(\.weight)?)|_lora\.(up|down)\.weight)$"
 )
 UNREADABLE = "its tensors are not those of a LoRA that ComfyUI reads"
 TWICE = "its weight has another layer in the file"

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import comfy.lora
 import comfy.sd
+import comfy.utils
 import torch
 
 from ...sana_core.checkpoints import CheckpointInfo, find_part, inspect_checkpoint
 from ...sana_core.checkpoints.files import brief, parse_json
 from ...sana_core.checkpoints.schemas import check_ranks
 from ...sana_core.errors import CheckpointError, InputError
-from .adapters import fitting_patches, split_layers
+from ...sana_core.lora import MAGNITUDE, PART, dora_scale, file_scale, reference_note
+from .adapters import LEAF, fitting_patches, split_layers
 from .model import SanaModel
 from .weights import read
 
@@ -69,7 +71,12 @@ def apply_lora(
     if not isinstance(model.model, SanaModel):
         raise InputError(f"model: got {type(model.model).__name__}, expected a SANA model; use SANA Loader")
     info = find_part(inspect_checkpoint(path), "lora")
-    return add_lora(model, clip, with_alpha(read(path), info), info.name, strength_model, strength_clip)
+    lora = with_alpha(read(path), info)
+    model, clip, report = add_lora(model, clip, lora, info.name, strength_model, strength_clip)
+    if note := reference_note(info, model.model.diffusion_model.config.reference):
+        logger.warning(note)
+        report += f"; {note}"
+    return model, clip, report
 
 
 def add_lora(
@@ -90,8 +97,9 @@ def add_lora(
         keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, keys)
         keys.update(clip_keys(clip.cond_stage_model))
         shapes.update(shapes_of(clip.cond_stage_model))
-    patches, misfits = fitting_patches(split_layers(lora), keys, shapes)
-    total = len(split_layers(lora))
+    layers = {name: with_scale(tensors, model, keys.get(name)) for name, tensors in split_layers(lora).items()}
+    patches, misfits = fitting_patches(layers, keys, shapes)
+    total = len(layers)
     if not patches:
         raise CheckpointError(
             f"{name}: none of its {total} layers fit this model, among them {listed(misfits)}; "
@@ -107,6 +115,21 @@ def add_lora(
         clip = clip.clone()
         clip.add_patches(patches, strength_clip)
     return model, clip, report
+
+
+def with_scale(tensors: dict[str, torch.Tensor], model: ModelPatcher, key: str | None) -> dict[str, torch.Tensor]:
+    """Return the `tensors` of a layer with what ComfyUI reads of a DoRA, where PEFT alone has written them."""
+    matches = {name: match[1] for name in tensors if (match := PART.search(name))}
+    parts = {part: tensors[name] for name, part in matches.items()}
+    if key is None or "dora_scale" in parts or not {MAGNITUDE, "lora_A", "lora_B"} <= parts.keys():
+        return tensors
+    weight = comfy.utils.get_attr(model.model, key)
+    try:
+        scale = dora_scale(weight, parts, file_scale(parts, {"lora_alpha": None}))
+    except RuntimeError:  # of shapes that do not fit, as a scale neither
+        scale = parts[MAGNITUDE]
+    # all names have the same beginning
+    return {**tensors, LEAF.sub("", next(iter(tensors))) + ".dora_scale": scale}
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..errors import InputError
 from ..forward import longest_prompt
 from ..guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
 from ..latents import noise_stream, picture_shape
-from ..lora import merge_loras
+from ..lora import merge_loras, reference_note
 from ..polling import Poll, no_poll
 from ..reference import AUTO, reference_of
 from ..released import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
@@ -29,6 +30,8 @@ from .plan import Chunk, drawn_together
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaTransformer2DModel
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 # as in ComfyUI's LoRA loaders
@@ -93,6 +96,9 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
     for _, strength in settings.loras:
         check_number("lora", strength, -LARGEST_STRENGTH, LARGEST_STRENGTH)
     merge_loras(module, settings.loras)
+    for file, _ in settings.loras:
+        if note := reference_note(inspect_checkpoint(file), info.reference):
+            logger.warning(note)
     if settings.dtype not in DTYPES:
         raise InputError(f"dtype: got {settings.dtype!r:.40}, expected one of {', '.join(DTYPES)}")
     return settings

@@ -16,7 +16,7 @@ import torch
 
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import VersionError
-from ..lora import MAGNITUDE, adapted, by_layer
+from ..lora import MAGNITUDE, adapted, by_layer, dora_scale
 from ..whole_files import unfinished
 from .settings import Method
 
@@ -99,22 +99,13 @@ def split(name: str) -> tuple[str, str]:
 def core_magnitudes(
     transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return what ComfyUI's LoRA loader wants of a DoRA besides `tensors`, which are those of `adapter_tensors`.
-
-    PEFT's weight is m (W + BA) / |W + BA|, by rows. ComfyUI computes s (W + BA) / |W| (comfy/weight_adapter/base.py,
-    weight_decompose), so its s is m |W| / |W + BA|.
-    """
-    scales = {}
-    for name, layer in adapter_layers(transformer).items():
-        magnitude = tensors.get(f"{PREFIX}{name}.{MAGNITUDE}")
-        if magnitude is not None:
-            up, down = (tensors[f"{PREFIX}{name}.{part}.weight"].float().flatten(1) for part in ("lora_B", "lora_A"))
-            weight = layer.get_base_layer().weight.detach().float().cpu()
-            flat = weight.flatten(1)
-            scale = magnitude.float().flatten() * flat.norm(dim=1) / (flat + up @ down).norm(dim=1)
-            shape = (-1, *[1] * (weight.ndim - 1))
-            scales[f"{PREFIX}{name}.dora_scale"] = scale.reshape(shape).contiguous()
-    return scales
+    """Return what ComfyUI's LoRA loader wants of a DoRA besides `tensors`, which are those of `adapter_tensors`."""
+    layers = adapter_layers(transformer)
+    return {
+        f"{PREFIX}{name}.dora_scale": dora_scale(layers[name].get_base_layer().weight, parts)
+        for name, parts in by_layer(tensors, layers, "adapter").items()
+        if MAGNITUDE in parts
+    }
 
 
 def write_adapter(

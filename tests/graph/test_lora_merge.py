@@ -1,11 +1,16 @@
 """The commands add a LoRA to the weights as ComfyUI adds it to its own."""
 
+import logging
+
 import layouts
 import pytest
 import torch
+from in_process import NodeError
 from lora_dialects import DIALECTS
+from safetensors.torch import load_file
 
 import sana_core
+from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.errors import CheckpointError, InputError
 from sana_core.lora import merge_loras
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
@@ -107,6 +112,46 @@ def test_the_weights_are_comfyuis(host, checkpoint, kind, strength):
     assert changed == wanted.keys() and changed
     for name, weight in wanted.items():
         assert torch.equal(transformer.get_parameter(name).reshape(weight.shape), weight), name
+
+
+@pytest.mark.parametrize("kind", ["as it is", "PEFT's, without what ComfyUI reads", "of another shape"])
+def test_a_dora_fits_whole_on_the_canvas(host, checkpoint, caplog, kind):
+    file = host.models / "loras" / "merge.safetensors"
+    TRAINED["dora"](checkpoint, file)
+    tensors = load_file(file)
+    if kind != "as it is":
+        tensors = {name: tensor for name, tensor in tensors.items() if "dora_scale" not in name}
+    if kind == "of another shape":
+        tensors |= {name: tensor[1:] for name, tensor in tensors.items() if "magnitude" in name}
+    layouts.save(tensors, file)
+    try:
+        if kind == "of another shape":
+            with pytest.raises(NodeError, match="none of its 50 layers fit this model"):
+                cores(host, file.name, 1.0)
+            return
+        with caplog.at_level(logging.WARNING):
+            wanted = cores(host, file.name, 1.0)
+        transformer = sana_core.load_transformer(checkpoint)
+        merge_loras(transformer, [(str(file), 1.0)])
+    finally:
+        file.unlink()
+    assert "layers fit" not in caplog.text and len(wanted) == 50
+    for name, weight in wanted.items():
+        torch.testing.assert_close(transformer.get_parameter(name).reshape(weight.shape), weight, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reference", ["nvidia", "diffusers"])
+def test_a_lora_of_the_other_reference_is_named(host, checkpoint, caplog, reference):
+    file = host.models / "loras" / "merge.safetensors"
+    layouts.save(pairs("diffusers"), file, reference=reference)
+    try:
+        with caplog.at_level(logging.WARNING):
+            cores(host, file.name, 1.0)
+            resolve_settings(Settings(64, 64, loras=((str(file), 1.0),)), checkpoint)
+    finally:
+        file.unlink()
+    note = "merge.safetensors: trained with reference nvidia, but the model follows diffusers"
+    assert caplog.text.count(note) == (2 if reference == "nvidia" else 0)
 
 
 WRONG = {
