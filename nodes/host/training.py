@@ -16,6 +16,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.released import SPRINT
 from ...sana_core.training.plan import plan_training, read_base
 from ...sana_core.training.run_log import read_losses
+from ...sana_core.training.runs import find_states
 from ...sana_core.training.settings import (
     ADAPTERS,
     Method,
@@ -192,12 +193,15 @@ def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained
     # ComfyUI runs nodes in inference mode, whose tensors know no gradients; the run makes all of its own
     with torch.inference_mode(False), torch.enable_grad():
         poll = management.throw_exception_if_processing_interrupted
-        file = train(settings, view.report, view.progress, poll, view.show)
+        try:
+            file = train(settings, view.report, view.progress, poll, view.show)
+        except management.InterruptProcessingException:
+            view.stop(max((step for step, _ in find_states(Path(settings.out))), default=0))
+            raise
         # in memory of their own: the file is written again when the run goes on
         lora = read_file(file)
     losses = read_losses(Path(settings.out))
     management.soft_empty_cache()
     trained, _, fits = add_lora(model, None, lora, file.name)
-    return Trained(
-        lora, losses, trained, f"{fits}; {len(losses)} steps, in {RUNS}/{settings.name} of the output folder"
-    )
+    said = f"{fits}; {len(losses)} steps, {view.validation + ', ' if view.validation else ''}"
+    return Trained(lora, losses, trained, f"{said}in {RUNS}/{settings.name} of the output folder")

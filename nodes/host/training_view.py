@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from server import PromptServer
 
 from ...sana_core.picture_files import levels
-from ...sana_core.training.pace import Pace
+from ...sana_core.training.pace import Pace, describe_validation
 
 # seconds between two lines of words, and between two curves
 WORDS, CURVES = 0.5, 2.0
@@ -34,6 +34,7 @@ class View:
         self.pace = Pace()
         self.losses = list(losses)
         self.pictures: Image.Image | None = None
+        self.validation = ""
         self.said, self.drawn = 0.0, 0.0
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -45,7 +46,8 @@ class View:
     def report(self, line: Mapping[str, Any]) -> None:
         """Tell of a step or a validation, given as the line of the log."""
         if "validation_loss" in line:
-            self.say(f"step {line['step']}: validation loss {line['validation_loss']:.4f}", True)
+            self.validation = describe_validation(line)
+            self.say(self.validation, True)
             return
         # a run that was killed goes on some steps before the end of its log
         self.losses[line["step"] - 1 :] = [line["loss"]]
@@ -55,6 +57,10 @@ class View:
         due = last or now - self.drawn >= CURVES
         self.drawn = now if due else self.drawn
         self.bar.update_absolute(line["step"], line["steps"], self.preview() if due else None)
+
+    def stop(self, step: int) -> None:
+        """Tell that the run was cancelled and where it stands, which the host's own message of a cancel does not."""
+        self.say(f"stopped and saved at step {step}; Run goes on from there" if step else "stopped before a step", True)
 
     def show(self, step: int, pictures: Sequence[torch.Tensor]) -> None:
         """Show the pictures [3, H, W] in [-1, 1] of a validation, side by side."""

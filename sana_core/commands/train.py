@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_training(settings: Settings, ranks: Ranks, tensorboard: bool) -> None:
     """Train as one of `ranks`, of which the first says how it goes."""
-    from ..training.pace import Pace
+    from ..training.pace import Pace, describe_validation
     from ..training.prepare import no_progress
     from ..training.train import train
 
@@ -70,7 +70,7 @@ def run_training(settings: Settings, ranks: Ranks, tensorboard: bool) -> None:
             if board is not None and name in line:
                 board.add_scalar(name, line[name], line["step"])
         if "validation_loss" in line:
-            sys.stderr.write(f"\rstep {line['step']}: validation loss {line['validation_loss']:.4f}\n")
+            sys.stderr.write(f"\r{describe_validation(line)}\n")
             return
         sys.stderr.write(f"\r{pace.describe(line)} ")
         sys.stderr.flush()

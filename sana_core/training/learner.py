@@ -39,7 +39,7 @@ from .runs import Place
 from .settings import CONSISTENCY, DDP, Settings
 from .sharding import Shards, clip_sharded, gather, local_parameters, replicate, shard, take_gradients
 from .share import Piece, share_step
-from .start import begin_at
+from .start import begin_at, needs_start
 from .steering import begin_controlnet
 from .stream import Stream
 
@@ -117,7 +117,7 @@ def make_learner(
         controlnet = begin_controlnet(transformer, method.blocks, getattr(torch, method.weights))
     else:
         add_adapter(transformer, method, settings.seed)
-        if method.start:
+        if needs_start(settings):
             begin_at(transformer, method)
         if method.base != "full":
             quantise_base(transformer)
@@ -135,7 +135,7 @@ def make_learner(
     if shards is not None:
         parameters = local_parameters(shards)
     own = settings.optimizer
-    optimizer = make_optimizer(own.name, list(parameters.values()), 0.0, weight_decay=own.weight_decay)
+    optimizer = make_optimizer(own.name, list(parameters.values()), 0.0, own.weight_decay, d0=own.d0, d_coef=own.d_coef)
     if shards is not None and isinstance(optimizer, CAME):
         optimizer.total = ranks.sum_
     average = start_average(parameters) if own.ema else None

@@ -26,9 +26,11 @@ from .learner import (
 from .rates import after_step, learning_rate, steps_left
 from .run_log import append_log
 from .runs import (
+    Best,
     Place,
     State,
     begin_run,
+    better,
     check_facts,
     check_finite,
     find_states,
@@ -71,8 +73,9 @@ class Watch(NamedTuple):
     preview: Preview | None = None
 
 
-def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) -> Place:
-    """Train `learner` from the newest state in `folder` to the end of the last phase; return where it ended.
+def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) -> tuple[Place, Best | None]:
+    """Train `learner` from the newest state in `folder` to the end of the last phase; return where it ended, and the
+    best validation of that phase where there was one.
 
     `data` is that of each phase. States are written every `save_every` steps, for the best validation, at the end, and
     when `watch` cancels by raising. Raises InputError where the folder has another run, CheckpointError for a
@@ -97,7 +100,7 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
             state = State(place, tensors, values, dict(folder.facts), digests, best, validated, shares)
             save_tensors = chosen_save(learner)
             write_state(folder.out, folder.parts, state, lambda part: export(learner, watch, part), save_tensors, ranks)
-            kept = None if best is None else best[1]
+            kept = None if best is None else best.step
             ranks.first_does(lambda: remove_older(folder.out, folder.parts, settings.keep, kept))
             saved = place.step
 
@@ -115,12 +118,11 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
             with saving():
                 found = validate(learner, data[place.phase], folder, place, watch)
             validated = place.step
-            if found is not None and (best is None or found < best[0]):
-                best = (found, place.step)
-        if not groups or place.step % settings.save_every == 0 or (best is not None and best[1] == place.step):
+            best = best if found is None else better(best, found, place)
+        if not groups or place.step % settings.save_every == 0 or (best is not None and best.step == place.step):
             save()
         if not groups:
-            return place
+            return place, best if best is not None and best.phase == place.phase else None
         with saving():
             watch.poll()
         line = learn(learner, data[place.phase], groups[place.position], place)
@@ -189,9 +191,7 @@ def export(learner: Learner, watch: Watch, part: Path) -> None:
         watch.export(learner, part)
 
 
-def resume(
-    learner: Learner, data: Sequence[Data], folder: Folder
-) -> tuple[Place, tuple[float, int] | None, int | None]:
+def resume(learner: Learner, data: Sequence[Data], folder: Folder) -> tuple[Place, Best | None, int | None]:
     """Bring `learner` to the newest state in `folder`; return its place, the best validation, and the last one's step.
 
     An epoch whose pictures or batches are others by now begins again.
@@ -208,10 +208,12 @@ def resume(
     tensors = unpacked(state.tensors, state.values)
     restore(learner, tensors, own_values(learner, state.values, tensors), newest.name)
     place = state.place
-    if place.position and not same_epochs(state.data[place.phase], data[place.phase].digest):
+    if same_epochs(state.data[place.phase], data[place.phase].digest):
+        return place, state.best, state.validated
+    if place.position:
         logger.warning("pictures or batches of phase %d have changed, so its epoch begins again", place.phase + 1)
-        place = place._replace(position=0)
-    return place, state.best, state.validated
+    # the validation's may be others too
+    return place._replace(position=0), None, None
 
 
 def advance(place: Place, data: Sequence[Data], learner: Learner) -> tuple[Place, list[Group]]:

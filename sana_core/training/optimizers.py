@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -33,13 +34,16 @@ def make_optimizer(
     learning_rate: float,
     weight_decay: float = 0.0,
     betas: tuple[float, ...] | None = None,
+    d0: float = 1e-6,
+    d_coef: float = 1.0,
 ) -> torch.optim.Optimizer:
     """Return the optimizer `name` of NAMES, with one group that holds all of `parameters` and its name as "optimizer".
 
     `learning_rate` is used as it is; prodigy finds the rate itself and takes a factor for it, 1 as a rule.
     `weight_decay` is decoupled from the gradient in all of them. `betas` are the rates of the averages, two for most
-    and three for came; the authors' own without them. Raises InputError for an unknown name, a wrong number, or a dtype
-    that the optimizer cannot train, VersionError where the library of an optimizer is not installed.
+    and three for came; the authors' own without them. `d0` and `d_coef` are prodigy's first estimate of the distance
+    and the factor of what it finds. Raises InputError for an unknown name, a wrong number, or a dtype that the
+    optimizer cannot train, VersionError where the library of an optimizer is not installed.
     """
     if name not in NAMES:
         nearest = difflib.get_close_matches(name.lower(), NAMES, 1, cutoff=0.0)[0]
@@ -59,7 +63,8 @@ def make_optimizer(
                 "came8bit for weights in bf16"
             )
     groups = [{"params": parameters, "optimizer": name}]
-    return build(name, groups, {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas})
+    settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas}
+    return build(name, groups, settings | ({"d0": d0, "d_coef": d_coef} if name == "prodigy" else {}))
 
 
 def build(name: str, groups: list[dict], settings: dict) -> torch.optim.Optimizer:
@@ -83,8 +88,9 @@ def build(name: str, groups: list[dict], settings: dict) -> torch.optim.Optimize
             "pip install '.[optimizers]', or choose adamw, came or came8bit"
         ) from error
     if name == "prodigy":
-        # what diffusers' trainers set: the estimate of the distance is spoilt by warm-up without the second
-        return Prodigy(groups, bias_correction=True, safeguard_warmup=True, **settings)
+        # as its authors advise for diffusion, but for safeguard_warmup: with bias correction that divides what the
+        # first hundred steps find by up to ten, and a short run ends before the rate has grown
+        return Prodigy(groups, bias_correction=True, **settings)
     return ScheduleFreeAdamW(groups, **settings)
 
 

@@ -27,6 +27,16 @@ class Pace:
         return f"{text}, {speed:.2f} pictures a second, {clock(left)} left"
 
 
+def describe_validation(line: Mapping[str, Any]) -> str:
+    """Return a validation's line of the log as words; of the best one, which has the "first", how far it has come."""
+    found = f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
+    if "first" not in line:
+        return found
+    if line["validation_loss"] < line["first"]:
+        return f"the best is of {found}, from {line['first']:.4f}"
+    return f"the best is of {found}, which was {line['first']:.4f} at first: lower the learning rate"
+
+
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -48,6 +48,23 @@ class Place(NamedTuple):
     done: float = 0.0
 
 
+class Best(NamedTuple):
+    """The lowest validation loss of a phase, the step that it was measured at, 0 while only what is not trained has
+    been, and the phase's first one."""
+
+    loss: float
+    step: int
+    phase: int
+    first: float
+
+
+def better(best: Best | None, loss: float, place: Place) -> Best:
+    """Return the best validation after one at `place`; those of another phase are of other pictures."""
+    if best is None or best.phase != place.phase:
+        return Best(loss, place.step, place.phase, loss)
+    return best._replace(loss=loss, step=place.step) if not best.step or loss < best.loss else best
+
+
 class State(NamedTuple):
     """What a run goes on from."""
 
@@ -56,7 +73,7 @@ class State(NamedTuple):
     values: dict[str, Any]  # of the optimizer, as JSON
     facts: dict[str, Any]  # what may not change when it goes on
     data: list[str]  # a digest of each phase's samples
-    best: tuple[float, int] | None  # the lowest validation loss, and the step that it was measured at
+    best: Best | None
     validated: int | None  # the step of the last validation
     shares: int = 1  # in how many the weights lay on the ranks
 
@@ -315,7 +332,7 @@ def read_state(folder: Path, read: Callable[[Path, int], dict[str, torch.Tensor]
     except (ValueError, KeyError, OSError, SafetensorError) as error:
         raise broken(folder, error) from error
     values, facts, data, best = (document[name] for name in ("values", "facts", "data", "best"))
-    return State(place_in(document), tensors, values, facts, data, best and tuple(best), document["validated"])
+    return State(place_in(document), tensors, values, facts, data, best and Best(*best), document["validated"])
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:

@@ -71,12 +71,15 @@ class Loss:
 @dataclass(frozen=True)
 class Optimizer:
     """How gradients become steps. `clip` bounds the norm of all gradients together; `ema` is the decay of a moving
-    average of the weights, which is then what is saved and previewed, or 0 for none."""
+    average of the weights, which is then what is saved and previewed, or 0 for none. Prodigy begins with `d0` as its
+    estimate of the distance that the weights have to go, and makes its rate `d_coef` times what it has found."""
 
     name: str = "adamw"
     weight_decay: float = 0.01
     clip: float = 0.1
     ema: float = 0.0
+    d0: float = 1e-6
+    d_coef: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,8 @@ def check_settings(settings: Settings) -> Settings:
     check_number("optimizer.weight_decay", optimizer.weight_decay, 0, 1)
     check_number("optimizer.clip", optimizer.clip, 1e-6, 1e6)
     check_number("optimizer.ema", optimizer.ema, 0, 0.999999)
+    check_number("optimizer.d0", optimizer.d0, 1e-12, 1)
+    check_number("optimizer.d_coef", optimizer.d_coef, 1e-3, 1e3)
     check_number("caption_dropout", settings.caption_dropout, 0, 1)
     check_number("seed", settings.seed, 0, 2**63 - 1)
     check_number("save_every", settings.save_every, 1, 10**9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,10 @@ from ..checkpoints.headers import read_file
 from ..errors import InputError
 from ..lora import MAGNITUDE, Tensors, by_layer, file_scale, peft_settings, squeezed
 from .adapters import SCALED, adapter_layers, layer_names, parts_of
-from .settings import TARGETS, Method
+from .entries import digest_of
+from .pictures import Place, read_place
+from .runs import find_states, read_run
+from .settings import TARGETS, Method, Settings
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
@@ -43,6 +47,22 @@ def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
         for part, parameter in own.items():
             factor = scale if part in SCALED else 1.0
             parameter.data.copy_((found[name][part].float() * factor).reshape(parameter.shape))
+
+
+def needs_start(settings: Settings) -> bool:
+    """Whether a run begins at the file `method.start`; one that has a state goes on without it."""
+    return bool(settings.method.start) and not find_states(Path(settings.out))
+
+
+def start_fact(settings: Settings) -> str:
+    """Return the digest of the file `method.start`, or what the run has noted of one that is gone since.
+
+    Raises MissingFileError or ReadError for a file that cannot be read.
+    """
+    file, known = settings.method.start, read_run(Path(settings.out))[0] or {}
+    if not Path(file).exists() and "start" in known:
+        return known["start"]
+    return digest_of(read_place(Place(Path(file)), file))
 
 
 def check_kind(found: Mapping[str, Tensors], kind: str, file: str) -> None:

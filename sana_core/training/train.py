@@ -18,18 +18,16 @@ from ..errors import InputError
 from ..polling import Poll, no_poll
 from .adapters import adapter_tensors, add_adapter, merged, write_adapter
 from .agreement import check_ranks, check_same
-from .entries import digest_of
 from .learner import Learner, make_learner
 from .loop import Folder, Report, Watch, run
-from .pictures import Place, read_place
 from .prepare import TEACHER, Progress, digest_models, no_progress, prepare, read_samples
 from .previews import draw_validation
 from .ranks import ALONE, Ranks, say
-from .runs import PICTURES, check_folder, publish, step_folder
+from .runs import PICTURES, Best, check_folder, publish, step_folder
 from .settings import DDP, FLOW, Settings
 from .sharding import describe_shares
 from .share import check_shares
-from .start import begin_at
+from .start import begin_at, needs_start, start_fact
 from .steering import check_steerable
 from .teacher import check_loss_fits, load_teacher
 from .together import export_together, held_together, preview_together, watch_together
@@ -53,9 +51,11 @@ def train(
     show: Show = no_show,
     ranks: Ranks = ALONE,
 ) -> Path:
-    """Train as `settings` say, from where the run in `settings.out` stands; return the file or folder of the result.
+    """Train as `settings` say, from where the run in `settings.out` stands; return the file or folder of the result:
+    the best of the last phase's validations, without any where it ended.
 
-    `report` gets the line of the log of each step and validation, `progress` what is being prepared and how much of it
+    `report` gets the line of the log of each step and validation, and at the end again that of the best, with the
+    "first" validation loss of its phase; `progress` what is being prepared and how much of it
     is done, `show` each validation's pictures; `poll` is called at least once a step. Each of them cancels by raising,
     after which the same call goes on. `ranks` are the processes that train together, all of which call this. Raises
     InputError for data or settings that cannot be used, or that a rank has otherwise than the others, InUseError for a
@@ -72,7 +72,7 @@ def train(
             check_held()
             poll()
 
-        names = () if settings.method.whole else (lora_file(settings),)
+        names = () if settings.method.whole else (lora_file(settings), last_file(settings))
         ranks.first_does(lambda: check_folder(out, names, len(settings.phase), settings_facts(settings)))
         samples = ranks.each_does(lambda: read_samples(settings, watched))
         device = ranks.device or chosen_device(settings.device)
@@ -91,11 +91,22 @@ def train(
 
         folder = Folder(out, parts, settings_facts(settings) | model_facts(marks))
         watch = Watch(report, watched, export_together(ranks, export), preview_together(ranks, preview))
-        place = run(learner, data, folder, watch_together(ranks, watch))
-        state = step_folder(out, place.step)
-        if settings.method.whole:
-            return state / whole_part(settings)
-        return ranks.from_first(ranks.first_does(lambda: publish(out, parts, lora_file(settings), state)))
+        place, best = run(learner, data, folder, watch_together(ranks, watch))
+        if best is not None and ranks.first:
+            report({"step": best.step, "validation_loss": best.loss, "first": best.first})
+        return ranks.from_first(ranks.first_does(lambda: put_result(settings, parts, place.step, best)))
+
+
+def put_result(settings: Settings, parts: Path, last: int, best: Best | None) -> Path:
+    """Put the LoRAs of a run that has ended at the step `last` into its folder, the best as its result; return that, or
+    the folder of whole weights. Raises as `publish` does."""
+    out = Path(settings.out)
+    chosen = step_folder(out, last if best is None else best.step)
+    if settings.method.whole:
+        return chosen / whole_part(settings)
+    if best is not None:
+        publish(out, parts, last_file(settings), step_folder(out, last))
+    return publish(out, parts, lora_file(settings), chosen)
 
 
 def check_launch(settings: Settings, ranks: Ranks) -> None:
@@ -122,7 +133,7 @@ def check_base(settings: Settings) -> float:
     check_loss_fits(module.config, settings.loss)
     if settings.method.kind == "controlnet":
         check_steerable(module.config, settings.method.blocks)
-    if settings.method.start:
+    if needs_start(settings):
         add_adapter(module, settings.method, settings.seed)
         begin_at(module, settings.method)
     return shift_of(info, None, settings.reference)
@@ -144,14 +155,18 @@ def settings_facts(settings: Settings) -> dict[str, Any]:
     facts: dict[str, Any] = {"seed": settings.seed, "dtype": settings.dtype}
     facts |= {"reference": settings.reference, "optimizer": settings.optimizer.name}
     facts |= {"ema": bool(settings.optimizer.ema), "method": method.kind}
+    if settings.optimizer.name == "prodigy":
+        facts["d0"] = settings.optimizer.d0
     if method.base != "full":
         facts["base"] = method.base
     if settings.loss.kind != FLOW:
         facts["loss"] = settings.loss.kind
     if method.start:
-        facts["start"] = digest_of(read_place(Place(Path(method.start)), method.start))
+        facts["start"] = start_fact(settings)
     own = {"controlnet": {"blocks": method.blocks}, "full": {}}
-    return facts | own.get(method.kind, {"rank": method.rank, "targets": method.targets})
+    # a state has the weights before alpha scales them
+    adapter = {"rank": method.rank, "alpha": method.scale * method.rank, "targets": method.targets}
+    return facts | own.get(method.kind, adapter)
 
 
 def load_base(settings: Settings, device: torch.device, ranks: Ranks = ALONE) -> SanaTransformer2DModel:
@@ -210,13 +225,19 @@ def export(learner: Learner, folder: Path) -> None:
             (learner.controlnet or learner.transformer).save_pretrained(folder / whole_part(settings))
         return
     tensors = adapter_tensors(learner.transformer, dtype)
-    facts = {"base": Path(settings.model).name, "trigger": settings.trigger, "reference": settings.reference}
+    config: Any = learner.transformer.config
+    facts = {"base": Path(settings.model).name, "trigger": settings.trigger, "reference": config.reference}
     facts["settings"] = json.dumps({"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed})
     write_adapter(folder / lora_file(settings), learner.transformer, tensors, settings.method, facts)
 
 
 def lora_file(settings: Settings) -> str:
     return f"{settings.name}.safetensors"
+
+
+def last_file(settings: Settings) -> str:
+    """Return the name of the LoRA that a run ends with, beside the best of its validations."""
+    return f"{settings.name}-last.safetensors"
 
 
 def whole_part(settings: Settings) -> str:

@@ -13,6 +13,7 @@ from setup import ROOT
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
 from sana_core.training import learner, train
+from sana_core.training.pace import describe_validation
 from sana_core.training.run_log import read_log
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation, check_settings
@@ -139,12 +140,25 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
 
-def test_states_are_kept_as_many_as_asked_for_and_the_best(settings):
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+@pytest.mark.parametrize("rate", [1e-3, 0.05])
+def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoint, name, rate):
     own = settings(steps=12, keep=2, validation=Validation(every=2, share=0.3))
-    train.train(own)
-    steps = [step for step, _ in find_states(Path(own.out))]
-    best = min((line for line in lines_of(own) if "validation_loss" in line), key=lambda line: line["validation_loss"])
-    assert set(steps) == {10, 12, best["step"] or 12}
+    phase = replace(own.phase[0], learning_rate=rate)
+    own = replace(own, model=str(checkpoint.with_name(name)), phase=(phase,), cache="")
+    lines = []
+    file = train.train(own, lines.append)
+    first, *found = [line for line in lines_of(own) if "validation_loss" in line]
+    best = min(found, key=lambda line: line["validation_loss"])
+    # at a rate that only destroys, not the model as it was, which is no LoRA
+    assert 0 < best["step"] < 12 if rate == 0.05 else best["validation_loss"] < first["validation_loss"]
+    worse = best["validation_loss"] >= first["validation_loss"]
+    assert lines[-1] == {**best, "first": first["validation_loss"]}
+    assert ("lower the learning rate" in describe_validation(lines[-1])) == worse
+    states = dict(find_states(Path(own.out)))
+    assert set(states) == {10, 12, best["step"]}
+    for published, step in ((file, best["step"]), (file.with_name("sana-last.safetensors"), 12)):
+        assert published.read_bytes() == (states[step] / "sana.safetensors").read_bytes()
 
 
 def test_a_phase_that_is_added_goes_on_from_the_end(settings):
@@ -178,7 +192,10 @@ def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkp
     assert [("loss" in line, "validation_loss" in line) for line in lines_of(own)] == [(True, False)] * 2
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"method": Method(rank=3)}, {"optimizer": Optimizer("came")}])
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"method": Method(rank=3)}, {"method": Method(rank=2, alpha=8.0)}, {"optimizer": Optimizer("came")}],
+)
 def test_a_folder_with_another_run_is_refused(settings, change):
     train.train(settings(steps=2))
     with pytest.raises(InputError, match="but the run in .* has .*; name another folder"):

@@ -2,9 +2,11 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
+from pictures import write_pictures
 from safetensors.torch import load_file, save_file
 
 from sana_core import InputError, VersionError
@@ -24,6 +26,9 @@ from sana_core.training.optimizers import (
     validation_weights,
 )
 from sana_core.training.rounding import round_stochastically
+from sana_core.training.runs import find_states
+from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings
+from sana_core.training.train import train as train_run
 
 LIBRARIES = {"adamw8bit": "torchao.optim", "prodigy": "pytorch_optimizer", "schedulefree": "pytorch_optimizer"}
 # matrices, a 1x1 and a depthwise convolution, a bias; the first two have states in 8 bits
@@ -336,3 +341,20 @@ def test_an_average_is_restored_or_refused():
     for wrong in ({"a": saved["a"]}, {**saved, "e": saved["a"]}, {**saved, "a": torch.zeros(3)}):
         with pytest.raises(InputError, match="ema: got an average of other weights"):
             restore_average(average, wrong)
+
+
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+def test_prodigy_finds_a_rate_in_a_short_run(checkpoint, tmp_path, name):
+    pytest.importorskip("pytorch_optimizer")
+    write_pictures(tmp_path / "pictures", 4)
+    phase = Phase((str(tmp_path / "pictures"),), 128, batch=4, steps=50, learning_rate=1.0)
+    values = {"dtype": "float32", "save_every": 50, "method": Method(rank=4), "checkpoint_gradients": False}
+    found = {}
+    for d_coef in (1.0, 0.1):
+        own = Settings(str(checkpoint.with_name(name)), str(tmp_path / f"{d_coef}"), (phase,), **values)
+        own = replace(own, optimizer=Optimizer("prodigy", d_coef=d_coef), cache=str(tmp_path / "cache"))
+        train_run(check_settings(own))
+        ((_, state),) = find_states(tmp_path / f"{d_coef}")
+        found[d_coef] = json.loads((state / "state.json").read_text())["values"]["group"]["d"]
+    # adamw's is 1e-3 or less
+    assert 1e-4 < found[1.0] < 3e-2 and found[0.1] < found[1.0]

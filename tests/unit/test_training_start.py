@@ -186,7 +186,9 @@ def test_settings_that_cannot_be_followed_are_named(checkpoint, tmp_path, lora):
         check_settings(Settings("m", "o", (Phase(("d",), steps=1),), method=Method("full", start="a.safetensors")))
 
 
-def test_a_run_goes_on_from_the_file_and_resumes_without_it_counting_twice(checkpoint, tmp_path):
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+def test_a_run_goes_on_from_the_file_and_resumes_without_it(checkpoint, tmp_path, name):
+    checkpoint = checkpoint.with_name(name)
     write_pictures(tmp_path / "pictures", 2)
     phase = Phase((str(tmp_path / "pictures"),), 128, batch=2, steps=4, learning_rate=1e-3)
     first = check_settings(
@@ -206,8 +208,13 @@ def test_a_run_goes_on_from_the_file_and_resumes_without_it_counting_twice(check
     with pytest.raises(InputError, match="^start: got .*, but the run in .* has"):
         train.train(third)
     file.unlink()
+    longer = replace(third, phase=(replace(phase, steps=6),))
+    later = load_file(train.train(longer))
+    assert any(not torch.equal(moved[name], later[name]) for name in moved)
+    with pytest.raises(InputError, match="^start: got None, but the run in .* has"):
+        train.train(replace(longer, method=Method(rank=RANK)))
     with pytest.raises(MissingFileError, match="no such file"):
-        train.train(third)
+        train.train(replace(third, out=str(tmp_path / "fourth")))
 
 
 def test_a_file_that_does_not_fit_is_refused_before_anything_is_read_or_written(checkpoint, tmp_path, lora):
