@@ -276,3 +276,12 @@ def test_the_committed_figures_hold_what_is_promised():
     assert all(one["ratio"] <= 1.05 for one in found["step"].values())
     (epoch,) = found["epoch"].values()
     assert epoch["uncached_of_cached"] >= 5 and epoch["reading_share"] <= 0.05
+
+
+def test_every_recipe_ends_better_than_it_began():
+    recipes = json.loads((ROOT / "benchmarks" / "train_recipes.json").read_text())["recipes"]
+    bundled = {file.stem for file in (ROOT / "recipes").glob("*_bundled.toml")}
+    assert recipes.keys() == {*bundled, "style", "SANA train a LoRA"}
+    for each in recipes.values():
+        before, published, last = (each[name]["validation_loss"] for name in ("before", "published", "last"))
+        assert published <= last < 0.9 * before

@@ -1,0 +1,105 @@
+"""Whether each recipe that runs on a bundled model, and the canvas's template, ends better than it began.
+
+`python benchmarks/train_recipes.py [NAME ...]` writes benchmarks/train_recipes.json: for each of RECIPES the loss of
+its validation, over pictures that it never learns, before the first step, of the LoRA or ControlNet that it publishes,
+and after the last step, with the step of each. A recipe is run as it is, in a folder of its own, but draws no pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import description  # noqa: E402
+from sana_core.training.settings import (  # noqa: E402
+    Method,
+    Optimizer,
+    Phase,
+    Settings,
+    Validation,
+    check_settings,
+    read_settings,
+)
+from sana_core.training.train import train  # noqa: E402
+
+FILE = ROOT / "benchmarks" / "train_recipes.json"
+TEMPLATE = ROOT / "workflows" / "SANA train a LoRA.json"
+RECIPES = {
+    **{name: ROOT / "recipes" / f"{name}.toml" for name in ("lora_bundled", "controlnet_bundled")},
+    "style": ROOT / "demo" / "scenes" / "style.toml",
+    TEMPLATE.stem: TEMPLATE,
+}
+
+
+def settings_of(file: Path) -> Settings:
+    """Return the settings in a recipe, or those that the node of the template has."""
+    if file.suffix == ".toml":
+        return read_settings(file)
+    document = json.loads(file.read_text(encoding="utf-8"))
+    graphs = [document, *document.get("definitions", {}).get("subgraphs", [])]
+    (node,) = (node for graph in graphs for node in graph["nodes"] if node["type"] == "SanaNodesTrain")
+    names = [each["name"] for each in node["inputs"] if "widget" in each]
+    own: dict[str, Any] = dict(zip(names, node["widgets_values"], strict=True))
+    phase = Phase(
+        (str(ROOT / "recipes" / "cyanotypes"),),
+        256,
+        batch=own["batch_size"],
+        accumulate=own["accumulate"],
+        steps=own["steps"],
+        learning_rate=own["learning_rate"],
+        schedule=own["schedule"],
+        warmup=own["warmup"],
+    )
+    return Settings(
+        str(ROOT / "demo" / "sana-scenes"),
+        "",
+        (phase,),
+        seed=own["training_seed"],
+        dtype="float32",
+        caption_dropout=own["caption_dropout"],
+        checkpoint_gradients=own["checkpoint_gradients"],
+        method=Method(own["method"], own["rank"], own["alpha"] or None, own["targets"]),
+        optimizer=Optimizer(own["optimizer"], own["weight_decay"], own["gradient_clip"], own["ema"]),
+        validation=Validation(own["validate_every"], own["held_out"]),
+    )
+
+
+def figures_of(settings: Settings) -> dict[str, Any]:
+    """Train as `settings` say, and return the losses of the validations."""
+    lines: list[Any] = []
+
+    def report(line: Any) -> None:
+        lines.append(line)
+        if "validation_loss" in line:
+            sys.stderr.write(f"{line}\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(check_settings(replace(settings, out=folder, cache="", keep=1)), report)
+    *validations, published = (line for line in lines if "validation_loss" in line)
+
+    def found(line: Any) -> dict[str, Any]:
+        return {"step": line["step"], "validation_loss": round(line["validation_loss"], 4)}
+
+    return {"before": found(validations[0]), "published": found(published), "last": found(validations[-1])}
+
+
+def main() -> None:
+    document = json.loads(FILE.read_text()) if FILE.exists() else {}
+    names = sys.argv[1:] or [*RECIPES]
+    for name in names:
+        settings = settings_of(RECIPES[name])
+        settings = replace(settings, validation=replace(settings.validation, prompts=(), control=()))
+        recipes = {**document.get("recipes", {}), name: figures_of(settings)}
+        document = {**description(), "recipes": {each: recipes[each] for each in RECIPES if each in recipes}}
+        FILE.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
