@@ -71,12 +71,13 @@ def reference_note(info: CheckpointInfo, reference: str) -> str:
 def dora_scale(weight: torch.Tensor, parts: Tensors, scale: float = 1.0) -> torch.Tensor:
     """Return what ComfyUI wants of a DoRA of PEFT's `parts` on `weight`, float32 on the CPU, shaped like its rows.
 
-    PEFT's weight is m (W + BA) / |W + BA|, by rows. ComfyUI computes s (W + BA) / |W| (comfy/weight_adapter/base.py,
-    weight_decompose), so its s is m |W| / |W + BA|.
+    PEFT's weight is m (W + BA) / |W + BA|, by rows. ComfyUI computes s (W + BA) / (|W| + eps) (weight_decompose in
+    comfy/weight_adapter/base.py), so its s is m (|W| + eps) / |W + BA|.
     """
     flat = weight.detach().float().cpu().flatten(1)
     up, down = (parts[part].float().cpu().flatten(1) for part in ("lora_B", "lora_A"))
-    found = parts[MAGNITUDE].float().cpu().flatten() * flat.norm(dim=1) / (flat + scale * (up @ down)).norm(dim=1)
+    norms = flat.norm(dim=1) + torch.finfo(torch.float32).eps
+    found = parts[MAGNITUDE].float().cpu().flatten() * norms / (flat + scale * (up @ down)).norm(dim=1)
     return found.reshape(-1, *[1] * (weight.ndim - 1)).contiguous()
 
 

@@ -165,7 +165,8 @@ def settings_facts(settings: Settings) -> dict[str, Any]:
         facts["start"] = start_fact(settings)
     own = {"controlnet": {"blocks": method.blocks}, "full": {}}
     # a state has the weights before alpha scales them
-    adapter = {"rank": method.rank, "alpha": method.scale * method.rank, "targets": method.targets}
+    alpha = None if method.scale == 1.0 else method.alpha
+    adapter = {"rank": method.rank, "alpha": alpha, "targets": method.targets}
     return facts | own.get(method.kind, adapter)
 
 

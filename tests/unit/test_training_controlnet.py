@@ -20,7 +20,7 @@ from sana_core.reference import model_timestep
 from sana_core.training import train
 from sana_core.training.learner import make_learner, validation_loss
 from sana_core.training.loss import flow_loss
-from sana_core.training.prepare import digest_models, no_progress, prepare
+from sana_core.training.prepare import digest_models, no_progress, prepare, read_samples
 from sana_core.training.ranks import ALONE
 from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings, read_settings
 from sana_core.training.steering import begin_controlnet, check_steerable
@@ -190,10 +190,11 @@ def test_by_the_recipe_it_learns_to_follow(tmp_path, checkpoint, one_thread, mon
     export = train.export
     monkeypatch.setattr(train, "export", lambda learner, folder: (learners.append(learner), export(learner, folder)))
     train.train(own, reports.append)
-    first, last = (line["validation_loss"] for line in reports if "validation_loss" in line)
+    first, last, best = (line["validation_loss"] for line in reports if "validation_loss" in line)
+    assert best == last
     assert last < 0.75 * first
     learner, marks = learners[-1], digest_models(own, no_progress)
-    ((data,), _) = prepare(own, torch.device("cpu"), ALONE, marks, no_progress, no_poll)
+    ((data,), _) = prepare(own, read_samples(own, no_poll), torch.device("cpu"), ALONE, marks, no_progress, no_poll)
     assert validation_loss(learner, data, no_poll) == pytest.approx(last, abs=1e-4)
     controls = data.cache.controls
     others = data._replace(cache=data.cache._replace(controls=[*controls[1:], *controls[:1]]))

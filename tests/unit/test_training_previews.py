@@ -28,15 +28,16 @@ def pictures(tmp_path):
     return folder
 
 
-# of the second the shift is 1, which no released model has
+# of the second the shift is 1, which no released model has. A DoRA moves a model so far at the rate of a LoRA that it
+# makes levels of the last bits of the text's embeddings
 @pytest.mark.parametrize("name, shift", [("sana-tiny", 3.0), ("sana-scenes", 1.0)])
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_the_pictures_of_a_run_are_those_of_its_file(checkpoint, pictures, tmp_path, name, shift, kind):
+@pytest.mark.parametrize("kind, rate", [("lora", 1e-2), ("dora", 2e-3)])
+def test_the_pictures_of_a_run_are_those_of_its_file(checkpoint, pictures, tmp_path, name, shift, kind, rate):
     model = checkpoint.with_name(name)
     settings = Settings(
         str(model),
         str(tmp_path / "out"),
-        (Phase((str(pictures),), 128, batch=3, steps=4, learning_rate=1e-2),),
+        (Phase((str(pictures),), 128, batch=3, steps=4, learning_rate=rate),),
         dtype="float32",
         method=Method(kind, rank=4, alpha=3.0, targets="both"),
         validation=Validation(every=4, prompts=PROMPTS, steps=STEPS),
@@ -53,7 +54,7 @@ def test_the_pictures_of_a_run_are_those_of_its_file(checkpoint, pictures, tmp_p
         drawn = sana_core.generate([prompt], model, seed=number, steps=STEPS, loras=[(file, 1.0)], **size)
         assert (levels(drawn[0]) == seen).all()
         plain = sana_core.generate([prompt], model, seed=number, steps=STEPS, **size)
-        assert np.abs(levels(plain[0]) - seen).mean() > 1
+        assert np.abs(levels(plain[0]) - seen).mean() > 0.3
         theirs = pipeline(
             prompt,
             num_inference_steps=STEPS,

@@ -64,7 +64,8 @@ def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settin
 
 @pytest.mark.parametrize("first, then", [(True, True), (True, False), (False, True)])
 def test_a_streamed_run_goes_on_streamed_or_not(settings, caplog, first, then):
-    whole, broken = settings("whole"), settings("broken", first)
+    each = Validation(every=1, share=0.3)
+    whole, broken = settings("whole", validation=each), settings("broken", first, validation=each)
     train.train(whole)
     train.train(replace(broken, phase=(replace(broken.phase[0], steps=1),)))
     train.train(replace(broken, stream=then))
