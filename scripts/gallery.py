@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import tempfile
 import time
@@ -15,10 +16,10 @@ from pathlib import Path
 
 from canvas import QUICK, failure_of, open_canvas, queue, set_setting, settle, use_renderer
 from host import ROOT, Server, base_directory, get, start_server
-from PIL import Image
+from PIL import Image, ImageOps
 from playwright.sync_api import Page
 from templates import DOWNLOADED, SHOWING
-from thumbnails import CARDS, draw_card
+from thumbnails import CARDS, FOOT, SIDE, draw_card
 from thumbnails import QUALITY as SHARP
 
 sys.path.append(str(ROOT))
@@ -71,12 +72,15 @@ def wait_until_idle(server: Server) -> None:
 
 
 def draw_thumbnail(server: Server, page: Page, path: Path) -> Image.Image:
-    """Return what the template that is open has saved, side by side, and who drew it."""
+    """Return a card of what the template that is open has saved, else shows, and who drew it."""
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
-    saved = page.evaluate(SAVED, [node["id"] for node in nodes if node["type"] == "SaveImage"])
-    pictures = [Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB") for image in saved]
-    width, height = pictures[0].size
-    return draw_card(pictures, f"{width} x {height} - demo model, CPU")
+    savers = [node["id"] for node in nodes if node["type"] == "SaveImage"]
+    found = page.evaluate(SAVED, savers or [node["id"] for node in nodes if node["type"] in SHOWING][:1])
+    images = [Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB") for image in found]
+    if not savers:  # a chart, of which no edge may be cut
+        return draw_card([ImageOps.pad(images[0], (SIDE, SIDE - FOOT), color="white")], "figures for this computer")
+    width, height = images[0].size
+    return draw_card(images, f"{width} x {height} - demo model, CPU")
 
 
 def picture_of(name: str) -> Path:
@@ -89,7 +93,8 @@ def write_page(names: list[str]) -> None:
     for name in names:
         workflow = json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
         note = next(node for node in workflow["nodes"] if node["type"] == "MarkdownNote")
-        parts.append(f"## {name}\n\n{note['widgets_values'][0]}\n\n![{name}](gallery/{picture_of(name).name})\n")
+        text = re.sub("^## ", "### ", note["widgets_values"][0], flags=re.M)
+        parts.append(f"## {name}\n\n{text}\n\n![{name}](gallery/{picture_of(name).name})\n")
     PAGE.write_text("\n".join(parts), encoding="utf-8")
 
 
