@@ -46,7 +46,8 @@ class FlowSampler(comfy.samplers.KSAMPLER):
         if latent_image is not None and not latent_image.any():
             # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1; what the host multiplies
             # by that again is not always the same bits
-            self.extra_options = {"start": noise}
+            # ModelNoiseScale, which hosts before 0.30 may not have
+            self.extra_options = {"start": noise * getattr(model_wrap.inner_model.model_sampling, "noise_scale", 1.0)}
             noise = noise / sigmas[0]
         return super().sample(model_wrap, sigmas, extra_args, callback, noise, latent_image, *args, **kwargs)
 
