@@ -20,14 +20,20 @@ Replacement = tuple[str, list[dict[str, Any]]]
 def replace_in_prompts(replacements: Mapping[str, Replacement]) -> None:
     """Let the server put `replacements`, by the old node's id, into each prompt; not for nodes that are installed."""
 
+    def is_old(node: Any) -> bool:
+        # clients send anything, which the server refuses afterwards
+        if not isinstance(node, dict) or not isinstance(node.get("inputs"), dict):
+            return False
+        kind = node.get("class_type")
+        return isinstance(kind, str) and kind in replacements and kind not in nodes.NODE_CLASS_MAPPINGS
+
     def replace(request: dict) -> dict:
-        for node in request.get("prompt", {}).values():
-            kind = node.get("class_type")
-            if kind in replacements and kind not in nodes.NODE_CLASS_MAPPINGS:
-                node["class_type"], mapping = replacements[kind]
-                old = node["inputs"]
-                node["inputs"] = {each["new_id"]: old[each["old_id"]] for each in mapping if each.get("old_id") in old}
-                node["inputs"] |= {each["new_id"]: each["set_value"] for each in mapping if "set_value" in each}
+        prompt = request.get("prompt")
+        for node in filter(is_old, prompt.values()) if isinstance(prompt, dict) else ():
+            node["class_type"], mapping = replacements[node["class_type"]]
+            old = node["inputs"]
+            node["inputs"] = {each["new_id"]: old[each["old_id"]] for each in mapping if each.get("old_id") in old}
+            node["inputs"] |= {each["new_id"]: each["set_value"] for each in mapping if "set_value" in each}
         return request
 
     PromptServer.instance.add_on_prompt_handler(replace)
