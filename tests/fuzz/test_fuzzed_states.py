@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
 from safetensors.torch import load_file
 
-from sana_core.training.runs import Place, State, begin_run, check_folder, read_state, write_state
+from sana_core.training.runs import Best, Place, State, begin_run, check_folder, read_state, write_state
 
 FACTS = {"seed": 0, "rank": 2}
 TENSORS = {"parameter.a": torch.arange(6.0).reshape(2, 3), "optimizer.0.step": torch.tensor(2.0)}
 VALUES = {"optimizer": "adamw", "group": {}, "parameters": [{"shape": [2, 3], "values": {}}], "tensors": {}}
-STATE = State(Place(2, 0, 2, 0, 2), TENSORS, VALUES, FACTS, ["abc"], (0.5, 2), 2)
+STATE = State(Place(2, 0, 2, 0, 2), TENSORS, VALUES, FACTS, ["abc"], Best(0.5, 2, 0, 0.9), 2)
 
 
 @pytest.fixture(scope="module")

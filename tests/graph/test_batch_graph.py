@@ -22,6 +22,7 @@ OTHERS = {"negative_prompt": "a blue circle", "pag_scale": 1.5, "pag_blocks": "2
 def loras(host, checkpoint):
     """Two LoRAs in ComfyUI's folder, with their strengths."""
     files = [host.models / "loras" / name for name in ("first.safetensors", "second.safetensors")]
+    files[0].parent.mkdir(exist_ok=True)
     for seed, file in enumerate(files):
         transformer = sana_core.load_transformer(checkpoint)
         add_adapter(transformer, Method(rank=4), seed)
