@@ -1,35 +1,35 @@
 """Accelerators of any torch: their memory, and which errors mean that it ran out or that the driver failed.
 
-torch.accelerator counts memory since 2.10, and has a class for errors of drivers since 2.8.
+Memory is asked of a device's own module: torch.accelerator counts it since 2.10 only, and not on Apple's.
 """
 
 from __future__ import annotations
 
 import gc
 import re
-from typing import Any
 
 import torch
 
 from .errors import InputError
 
 
-def memory_functions(device: torch.device) -> Any:
-    """Return the module of torch that counts the memory of `device`: memory_allocated and the like."""
-    own = torch.accelerator
-    return own if hasattr(own, "get_memory_info") else torch.get_device_module(device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes of an accelerator's memory that nobody has reserved."""
-    free, _ = memory_info(device)
-    return free
-
-
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Return the free bytes of an accelerator's memory, and all of them."""
-    memory = memory_functions(device)
-    return memory.get_memory_info(device) if hasattr(memory, "get_memory_info") else memory.mem_get_info(device)
+    """Return the bytes that can still be allocated on `device`, and all that it has."""
+    if device.type in ("cpu", "mps"):
+        # Apple's GPU has the machine's
+        import psutil
+
+        machine = psutil.virtual_memory()
+        return machine.available, machine.total
+    own = torch.get_device_module(device)
+    free, total = own.mem_get_info(device)
+    # what torch has reserved and does not use
+    return free + own.memory_reserved(device) - own.memory_allocated(device), total
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on `device`."""
+    return memory_info(device)[0]
 
 
 def current_accelerator() -> torch.device | None:
@@ -54,7 +54,7 @@ def empty_cache() -> None:
     """Give what torch has reserved and does not use back to the accelerators, if there are any."""
     device = current_accelerator()
     if device is not None:
-        memory_functions(device).empty_cache()
+        torch.get_device_module(device).empty_cache()
 
 
 def is_driver_error(error: BaseException | None) -> bool:

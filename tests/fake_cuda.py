@@ -108,8 +108,7 @@ def fake_card(monkeypatch, free=80 * GB, total=None, state="NORMAL_VRAM", dynami
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: card)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: major >= 8)
         for name in ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"):
-            for module in (torch.accelerator, torch.cuda):
-                patch.setattr(module, name, lambda device=None: 0, raising=False)
+            patch.setattr(torch.cuda, name, lambda device=None: 0)
         if dynamic:
             patch.setattr(comfy.memory_management, "aimdo_enabled", True)
             patch.setattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcherDynamic)

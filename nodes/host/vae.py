@@ -189,9 +189,11 @@ def report_text(report: dict[str, Any]) -> str:
     """Return what `decode_latents` reports; it does not where ComfyUI saw memory run out and called `decode_tiled`."""
     if "seconds" not in report:
         return "memory ran out; decoded again, in strips that need no more of it than ComfyUI's tiles"
+    peak = report["peak_bytes"]
+    measured = "" if peak is None else f", {peak / 1e6:.0f} MB measured"
     lines = [
         report["plan"],
         f"{report['strips']} strips, {report['seconds']:.2f} s",
-        f"peak {report['predicted_bytes'] / 1e6:.0f} MB predicted, {report['peak_bytes'] / 1e6:.0f} MB measured",
+        f"peak {report['predicted_bytes'] / 1e6:.0f} MB predicted{measured}",
     ]
     return "\n".join([*lines, *report["events"]])

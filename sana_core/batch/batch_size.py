@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from ..accelerator import free_bytes
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.configs import architecture
-from ..decode.device_memory import free_bytes
 from ..latents import picture_shape
 from ..memory import transformer_bytes
 from ..released import Architecture

@@ -7,56 +7,54 @@ from types import TracebackType
 
 import torch
 
-from ..accelerator import free_memory, memory_functions
+SECONDS = 0.01  # between two looks at what is used
 
-SECONDS = 0.01  # between two looks at the process
+
+def process_bytes() -> int:
+    """Return what this process holds."""
+    import psutil
+
+    memory = psutil.Process().memory_info()
+    # pages of mapped files come and go as the system likes; only Linux tells them apart
+    return memory.rss - getattr(memory, "shared", 0)
+
+
+# where torch keeps no peak, what is used is looked at again and again
+LOOKS = {"cpu": process_bytes, "mps": torch.mps.current_allocated_memory}
 
 
 class PeakMemory:
-    """A context that measures the most bytes beyond those at its start: of the device, on the CPU of the process."""
+    """A context that measures the most bytes beyond those at its start: of the device, on the CPU of the process.
+
+    They stay None for a device that nothing counts, for a measurement ends no work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.bytes = 0
+        self.bytes: int | None = None
+        own = getattr(torch, device.type, None)
+        self.counter = own if hasattr(own, "max_memory_allocated") else None
+        self.look = LOOKS.get(device.type)
         self.ended = threading.Event()
 
     def __enter__(self) -> PeakMemory:
-        self.start = self.used()
-        if self.device.type == "cpu":
+        if self.counter is not None:
+            self.start = self.counter.memory_allocated(self.device)
+            self.counter.reset_peak_memory_stats(self.device)
+        elif self.look is not None:
+            self.start, self.bytes = self.look(), 0
             self.watcher = threading.Thread(target=self.watch, daemon=True)
             self.watcher.start()
-        else:
-            memory_functions(self.device).reset_peak_memory_stats(self.device)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.device.type == "cpu":
+        if self.counter is not None:
+            self.bytes = max(0, self.counter.max_memory_allocated(self.device) - self.start)
+        elif self.look is not None:
             self.ended.set()
             self.watcher.join()
-        else:
-            peak = memory_functions(self.device).max_memory_allocated(self.device)
-            self.bytes = max(0, peak - self.start)
-
-    def used(self) -> int:
-        if self.device.type != "cpu":
-            return memory_functions(self.device).memory_allocated(self.device)
-        import psutil
-
-        memory = psutil.Process().memory_info()
-        # pages of mapped files come and go as the system likes; only Linux tells them apart
-        return memory.rss - getattr(memory, "shared", 0)
 
     def watch(self) -> None:
+        assert self.look is not None and self.bytes is not None
         while not self.ended.wait(SECONDS):
-            self.bytes = max(self.bytes, self.used() - self.start)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on `device`."""
-    if device.type == "cpu":
-        import psutil
-
-        return psutil.virtual_memory().available
-    memory = memory_functions(device)
-    # what torch has reserved and does not use
-    return free_memory(device) + memory.memory_reserved(device) - memory.memory_allocated(device)
+            self.bytes = max(self.bytes, self.look() - self.start)

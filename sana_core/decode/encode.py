@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..accelerator import free_bytes
 from ..checks import check_finite
 from ..errors import InputError
 from ..polling import Poll, Polled, no_poll
 from .attention import strips
-from .device_memory import free_bytes
 from .oom import plan_after_oom
 from .plan import Plan, Planner
 from .row_partition import RowPartition, empty_partition

@@ -38,7 +38,7 @@ class Report:
     def count_strip(self) -> None:
         self.entries["strips"] += 1
 
-    def finish(self, peak_bytes: int) -> None:
+    def finish(self, peak_bytes: int | None) -> None:
         self.entries.update(seconds=time.perf_counter() - self.started, peak_bytes=peak_bytes)
 
 

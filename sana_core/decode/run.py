@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..accelerator import free_bytes
 from ..checks import check_finite, check_number
 from ..errors import InputError
 from ..latents import check_channels
 from ..polling import Poll, Polled, no_poll
 from .blended_tiles import decode_tiles
-from .device_memory import PeakMemory, free_bytes
+from .device_memory import PeakMemory
 from .devices import Workers, shared_rows
 from .oom import OomRetry, Report
 from .plan import METHODS, Plan, Planner

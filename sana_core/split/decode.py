@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..accelerator import free_bytes
 from ..decode.attention import GLU_HALO, attend_rows, halo, score_pieces
-from ..decode.device_memory import free_bytes
 from ..decode.devices import ATTENTION_ROWS
 from ..decode.oom import OomRetry, Report
 from ..decode.row_partition import RowPartition

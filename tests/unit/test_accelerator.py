@@ -2,33 +2,32 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from decoders import f32c32
 
 from sana_core import accelerator, errors
-from sana_core.decode import device_memory
+from sana_core.decode import decode_latents, device_memory, run
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "reset_peak_memory_stats", "empty_cache")
+NAMES = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "reset_peak_memory_stats",
+    "mem_get_info",
+    "empty_cache",
+)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-@pytest.mark.parametrize("older", [False, True])
-def test_memory_is_counted_by_functions_that_this_torch_has(monkeypatch, kind, older):
-    if older:
-        monkeypatch.delattr(torch.accelerator, "get_memory_info", raising=False)
-    memory = accelerator.memory_functions(torch.device(kind))
+def test_memory_is_counted_by_functions_that_this_torch_has(kind):
+    memory = torch.get_device_module(torch.device(kind))
     assert all(callable(getattr(memory, name)) for name in NAMES)
-    assert hasattr(memory, "get_memory_info") or memory is getattr(torch, kind)
-
-
-def test_free_memory_before_torch_2_10_is_what_the_devices_module_says(monkeypatch):
-    monkeypatch.delattr(torch.accelerator, "get_memory_info", raising=False)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3_000, 8_000))
-    assert accelerator.free_memory(torch.device("cuda:0")) == 3_000
 
 
 @pytest.mark.parametrize("name", ["model", "", "cuda:7", "meta", "cpu:x", "xpu"])
@@ -104,6 +103,9 @@ class Counted:
         self.devices.add(device)
         return self.allocated
 
+    def mem_get_info(self, device):
+        return 1000 - self.reserved, 1000
+
     def max_memory_allocated(self, device):
         return self.peak
 
@@ -119,13 +121,42 @@ def counted(monkeypatch):
     memory = Counted(allocated=300, reserved=400)
     memory.allocate(500)
     memory.allocate(-500)
-    monkeypatch.setattr(device_memory, "memory_functions", lambda device: memory)
-    monkeypatch.setattr(device_memory, "free_memory", lambda device: 1000 - memory.reserved)
+    for name in set(NAMES) & set(dir(memory)):
+        monkeypatch.setattr(torch.cuda, name, getattr(memory, name))
     return memory
 
 
+@pytest.fixture
+def apple(monkeypatch):
+    """torch.mps as it is on Apple's machines, where it counts by these alone; returns what is allocated."""
+    allocated = [100]
+    monkeypatch.setattr(torch._C, "_mps_currentAllocatedMemory", lambda: allocated[0], raising=False)
+    assert not [name for name in NAMES if name != "empty_cache" and hasattr(torch.mps, name)]
+    return allocated
+
+
+def test_the_peak_on_apples_gpu_is_what_was_seen_of_it(apple):
+    with device_memory.PeakMemory(torch.device("mps")) as peak:
+        apple[0] = 400
+        time.sleep(0.1)
+        apple[0] = 200
+        time.sleep(0.1)
+    assert peak.bytes == 300
+    assert accelerator.free_bytes(torch.device("mps")) > 2**20
+
+
+@pytest.mark.parametrize("kind, measured", [("mps", True), ("privateuseone", False)])
+def test_a_decode_ends_on_accelerators_that_count_less(apple, kind, measured, monkeypatch):
+    """Decoded on the CPU, and measured as there; torch knows nothing of the second."""
+    monkeypatch.setattr(run, "PeakMemory", lambda device: device_memory.PeakMemory(torch.device(kind)))
+    report = {}
+    pixels = decode_latents(f32c32(8), torch.zeros(1, 32, 4, 4), report=report)
+    assert pixels.shape == (1, 3, 128, 128)
+    assert report["strips"] and (report["peak_bytes"] == 0 if measured else report["peak_bytes"] is None)
+
+
 def test_what_is_free_on_a_device_is_what_torch_has_reserved_and_does_not_use_too(counted):
-    assert device_memory.free_bytes(torch.device("cuda")) == 700
+    assert accelerator.free_bytes(torch.device("cuda")) == 700
 
 
 def test_the_peak_on_a_device_is_what_was_allocated_at_once_since_the_start(counted):
@@ -168,4 +199,4 @@ def test_the_peak_on_the_cpu_is_what_the_process_holds_more_than_at_the_start():
 
 def test_what_is_free_without_a_device_is_the_machines():
     available = psutil.virtual_memory().available
-    assert device_memory.free_bytes(torch.device("cpu")) == pytest.approx(available, rel=0.2)
+    assert accelerator.free_bytes(torch.device("cpu")) == pytest.approx(available, rel=0.2)
