@@ -48,14 +48,6 @@ def test_each_leads_to_the_other_and_to_headings_that_it_has():
         assert {link for link in re.findall(r"\]\(#([^)]+)\)", text)} <= set(titles)
 
 
-def test_the_nodes_of_the_chinese_table_have_their_names_on_the_canvas():
-    names = [node["display_name"] for node in json.loads((ROOT / "locales/zh/nodeDefs.json").read_text()).values()]
-    first = [line.split("|")[1].strip() for line in CHINESE.splitlines() if line.startswith("| SANA ")]
-    assert set(names) == {name for name in first if name not in ("SANA 0.6B", "SANA 1.6B")}
-    english = {line.split("|")[1].strip() for line in ENGLISH.splitlines() if line.startswith("| SANA ")}
-    assert len(english) == len(set(first))
-
-
 def test_titles_of_templates_in_the_chinese_readme_are_those_of_the_template_browser():
     titles = json.loads((ROOT / "locales/zh/main.json").read_text())["templateWorkflows"]["template"]["sana-nodes"]
     named = set(re.findall(r"\*(SANA [^*]+)\*", CHINESE))
