@@ -18,7 +18,7 @@ from ..reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
 from ..released import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, controlnet_name, variant_name
 from .configs import Headers, architecture, autoencoder_name, resolution_config
 from .files import REDOWNLOAD, brief, parse_json, read_json, shown
-from .foreign_models import foreign_model
+from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, read_tensors
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
 from .schemas import MOST_CELLS, check_config, check_tensors
@@ -288,6 +288,8 @@ def is_config_of(config: Any, kind: str) -> bool:
 def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
     """Return kind, layout, and where each of the module's parameters is among `names`."""
     same = {name: Origin(name) for name in names}
+    if relative(names):
+        return "other", "", same
     if any(LORA.search(name) for name in names):
         return "lora", "", same
     if {"controlnet_blocks.0.weight", "input_block.weight", "patch_embed.proj.weight"} <= names:
