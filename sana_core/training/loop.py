@@ -100,9 +100,10 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
             state = State(place, tensors, values, dict(folder.facts), digests, best, validated, shares)
             save_tensors = chosen_save(learner)
             write_state(folder.out, folder.parts, state, lambda part: export(learner, watch, part), save_tensors, ranks)
-            kept = None if best is None else best.step
-            ranks.first_does(lambda: remove_older(folder.out, folder.parts, settings.keep, kept))
             saved = place.step
+        # a run that was killed behind its last state has not removed them
+        kept = None if best is None else best.step
+        ranks.first_does(lambda: remove_older(folder.out, folder.parts, settings.keep, kept))
 
     @contextmanager
     def saving() -> Iterator[None]:
