@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,11 +17,12 @@ from ..batch.plan import batch_pictures
 from ..checkpoints import load_autoencoder
 from ..control import Control
 from ..decode import encode_images
+from ..errors import ExistingFileError
 from ..picture_files import LEVEL, levels
 from ..polling import Poll
 from ..released import model_defaults
 from ..text import TextEncoder
-from ..whole_files import unfinished
+from ..whole_files import write_whole
 from .buckets import CROP_RULE, Bucket, crop_picture
 from .cache import ModelIds
 from .entries import Store, Tensors, digest_of, entry_path, read_entry
@@ -100,8 +103,8 @@ def draw_validation(
 ) -> list[torch.Tensor]:
     """Draw the validation's prompts, prompt i with seed i, into `folder` as step-0000500-00.png and so on.
 
-    Returns the pictures [3, H, W] in [-1, 1]. What is not whole lies in `parts`. Raises OutputError where nothing can
-    be written.
+    Returns the pictures [3, H, W] in [-1, 1]. What is not whole lies in `parts`, and no file is replaced. Raises
+    OutputError where nothing can be written.
     """
     from PIL import Image
 
@@ -129,7 +132,23 @@ def draw_validation(
     with writing(folder):
         folder.mkdir(exist_ok=True)
     for number, picture in enumerate(pictures):
-        file = folder / f"step-{step:07d}-{number:02d}.png"
-        with writing(file), unfinished(file, parts, replace=True) as part:
-            Image.fromarray(levels(picture)).save(part, "PNG", compress_level=LEVEL)
+        stream = io.BytesIO()
+        Image.fromarray(levels(picture)).save(stream, "PNG", compress_level=LEVEL)
+        write_beside(folder / f"step-{step:07d}-{number:02d}.png", stream.getvalue(), parts)
     return pictures
+
+
+def write_beside(file: Path, data: bytes, parts: Path) -> None:
+    """Write `data` to `file`, or where that is another file, to the first free of NAME-2, NAME-3 and so on.
+
+    Raises OutputError where nothing can be written.
+    """
+    for number in itertools.count(1):
+        path = file if number == 1 else file.with_stem(f"{file.stem}-{number}")
+        try:
+            with writing(path):
+                return write_whole(path, data, parts)
+        except ExistingFileError:
+            # a run that goes on from an earlier state draws the same again
+            if path.is_file() and path.read_bytes() == data:
+                return None

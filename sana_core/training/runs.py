@@ -156,11 +156,9 @@ def check_folder(out: Path, names: Iterable[str], phases: int, own: Mapping[str,
     facts, published = read_run(out)
     if facts is not None:
         check_facts(own, {name: value for name, value in facts.items() if name not in MODELS}, out)
+    check_places(out)
     folders, states = (out / STEPS, out / PICTURES), find_states(out)
     taken = [folder for folder in folders if folder.exists() and not folder.is_dir()]
-    if folders[0].is_dir():
-        known = {folder for _, folder in states}
-        taken += [each for each in folders[0].iterdir() if NAME.fullmatch(each.name) and each not in known]
     if facts is None:
         taken += [file for file in (out / LOG, *folders[1].glob("step-*.png")) if file.exists()]
     files = [out / name for name in names]
@@ -173,6 +171,14 @@ def check_folder(out: Path, names: Iterable[str], phases: int, own: Mapping[str,
             f"phase: got {phases}, but the run in {out} has come to phase {reached}; put those back that are "
             "behind it, which are not learnt again"
         )
+
+
+def check_places(out: Path) -> None:
+    """Raise ExistingFileError for what others have put where a state is to be written, now or later."""
+    known = {folder for _, folder in find_states(out)}
+    taken = [each for each in (out / STEPS).glob("step-*") if NAME.fullmatch(each.name) and each not in known]
+    if taken:
+        raise stranger(min(taken))
 
 
 def publish(out: Path, parts: Path, name: str, state: Path) -> Path:

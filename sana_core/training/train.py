@@ -23,7 +23,7 @@ from .loop import Folder, Report, Watch, run
 from .prepare import TEACHER, Progress, digest_models, no_progress, prepare, read_samples
 from .previews import draw_validation
 from .ranks import ALONE, Ranks, say
-from .runs import PICTURES, Best, check_folder, publish, step_folder
+from .runs import PICTURES, Best, check_folder, check_places, publish, step_folder
 from .settings import DDP, FLOW, Settings
 from .sharding import describe_shares
 from .share import check_shares
@@ -70,6 +70,9 @@ def train(
 
         def watched() -> None:
             check_held()
+            if ranks.first:
+                # now, while what is learnt can still be saved
+                check_places(out)
             poll()
 
         names = () if settings.method.whole else (lora_file(settings), last_file(settings))

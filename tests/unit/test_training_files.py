@@ -18,7 +18,7 @@ from sana_core.errors import CheckpointError, ExistingFileError, InputError, Out
 from sana_core.training import loop, prepare, train
 from sana_core.training.run_log import append_log, read_log, read_losses
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Method, Phase, Settings, check_settings
+from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,52 @@ def test_a_file_that_comes_while_it_trains_is_not_replaced_either(make, out):
     assert (out / "x.safetensors").read_text() == "mine" and find_states(out)[-1][0] == 4
     (out / "x.safetensors").unlink()
     assert train.train(make()) == out / "x.safetensors"
+
+
+@pytest.mark.parametrize("name", ["step-0000004", "step-0000001/notes.txt"])
+def test_what_comes_where_a_state_will_be_ends_the_run_with_what_it_has_learnt(make, out, shared, tmp_path, name):
+    whole = train.train(make()).read_bytes()
+    shutil.rmtree(out)
+    theirs = out / "steps" / name
+
+    def report(line):
+        if line["step"] == 3 and not theirs.exists():
+            theirs.parent.mkdir(parents=True, exist_ok=True)
+            theirs.write_text("mine")
+
+    place = out / "steps" / Path(name).parts[0]
+    with pytest.raises(ExistingFileError, match=f"^out: {place} is not of this run"):
+        train.train(make(save_every=500), report)
+    assert theirs.read_text() == "mine" and [step for step, _ in find_states(out)] == [3]
+    theirs.rename(tmp_path / "mine")
+    if place.exists():
+        place.rmdir()
+    assert train.train(make(save_every=500)).read_bytes() == whole
+
+
+def test_a_preview_is_written_beside_what_has_its_name(make, out):
+    own = make(validation=Validation(every=2, prompts=("a red circle",), steps=1, width=32, height=32))
+    theirs, folder = out / "pictures" / "step-0000002-00.png", out / "pictures" / "step-0000004-00.png"
+
+    def report(line):
+        if line["step"] == 1:
+            theirs.write_text("mine")
+            folder.mkdir()
+
+    train.train(own, report)
+    names = {"step-0000000-00.png", theirs.name, "step-0000002-00-2.png", folder.name, "step-0000004-00-2.png"}
+    assert theirs.read_text() == "mine" and {path.name for path in theirs.parent.iterdir()} == names
+    # the same again is no other
+    before = content(out / "pictures")
+    shutil.rmtree(out / "steps")
+    train.train(own)
+    assert content(out / "pictures") == before
+
+
+def test_older_states_that_a_killed_run_has_not_removed_go_with_the_next_one(make, out):
+    train.train(make(keep=2))
+    train.train(make(keep=1))
+    assert [step for step, _ in find_states(out)] == [4]
 
 
 def test_a_run_whose_run_json_is_gone_goes_on(make, out):
