@@ -121,9 +121,9 @@ def advanced_inputs() -> list:
     def whole(name: str, default: int, least: int, tooltip: str, most: int = LARGEST_STEPS) -> io.Int.Input:
         return io.Int.Input(name, default=default, min=least, max=most, optional=True, advanced=True, tooltip=tooltip)
 
-    def number(name: str, default: float, most: float, step: float, tooltip: str) -> io.Float.Input:
+    def number(name: str, default: float, most: float, step: float, tooltip: str, least: float = 0.0) -> io.Float.Input:
         return io.Float.Input(
-            name, default=default, min=0.0, max=most, step=step, optional=True, advanced=True, tooltip=tooltip
+            name, default=default, min=least, max=most, step=step, optional=True, advanced=True, tooltip=tooltip
         )
 
     def choice(name: str, options: tuple[str, ...], tooltip: str) -> io.Combo.Input:
@@ -158,6 +158,8 @@ def advanced_inputs() -> list:
         io.String.Input(
             "trigger", default="", optional=True, advanced=True, tooltip="Words to note in the LoRA's file."
         ),
+        number("d0", 1e-6, 1.0, 1e-7, "Of prodigy: its first estimate of how far the weights have to go.", 1e-7),
+        number("d_coef", 1.0, 1e3, 1e-3, "Of prodigy: a factor of the rate that it finds.", 1e-3),
     ]
 
 

@@ -166,7 +166,9 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, own: Mapping
             save_every=int(own["save_every"]),
             keep=int(own["keep"]),
             method=Method(own["method"], int(own["rank"]), own["alpha"] or None, own["targets"]),
-            optimizer=Optimizer(own["optimizer"], own["weight_decay"], own["gradient_clip"], own["ema"]),
+            optimizer=Optimizer(
+                own["optimizer"], own["weight_decay"], own["gradient_clip"], own["ema"], own["d0"], own["d_coef"]
+            ),
             validation=Validation(int(own["validate_every"]), own["held_out"], prompts),
         )
     )

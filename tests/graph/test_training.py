@@ -178,6 +178,15 @@ def test_a_finished_run_is_not_trained_again_and_with_more_steps_goes_on(host, t
     assert log.read_text().startswith(stamp)
 
 
+def test_prodigy_has_its_first_estimate_and_its_factor_from_the_node(host, training_graph, runs):
+    pytest.importorskip("pytorch_optimizer")
+    own, learnt = {"optimizer": "prodigy", "learning_rate": 1.0, "gradient_clip": 1.0, "steps": 4, "draw": 1}, {}
+    for name, values in {"as set": {}, "farther": {"d0": 1e-3}, "faster": {"d_coef": 100.0}}.items():
+        lora = host.run(training_graph(name=name, **own, **values))["lora"]
+        learnt[name] = sum(float(lora[key].abs().sum()) for key in lora if "lora_B" in key)
+    assert 2 * learnt["as set"] < min(learnt["farther"], learnt["faster"]), learnt
+
+
 def test_the_node_shows_step_and_pictures(host, training_graph, watched, monkeypatch):
     seen, texts = [], []
     monkeypatch.setattr(host.server, "send_progress_text", lambda text, node_id: texts.append((node_id, text)))
