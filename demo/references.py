@@ -1,6 +1,6 @@
 """The same prompts and seeds drawn as NVIDIA's code draws them and as diffusers does.
 
-`python -m demo.references` writes report/references.json, and the picture of the help page, web/docs/references.jpg.
+`python -m demo.references` writes report/references.json, and the image of docs/reference.md, docs/references.jpg.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     }
     (ROOT / "demo" / "report" / "references.json").write_text(json.dumps(report, indent=2) + "\n")
     rows = [np.concatenate(drawn[name][0][:SHOWN], 1) for name in (NVIDIA, DIFFUSERS)]
-    Image.fromarray(np.concatenate(rows)).save(ROOT / "web" / "docs" / "references.jpg", quality=88)
+    Image.fromarray(np.concatenate(rows)).save(ROOT / "docs" / "references.jpg", quality=88)
 
 
 if __name__ == "__main__":
