@@ -31,7 +31,7 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("settings", type=Path, help="a TOML file; recipes/ has some, docs/training.md all keys")
+    parser.add_argument("settings", type=Path, help="a TOML file; recipes/ has some, docs/training-command.md all keys")
     parser.add_argument(
         "--tensorboard", action="store_true", help="also write what tensorboard shows into the run's folder"
     )

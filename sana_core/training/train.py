@@ -118,7 +118,7 @@ def check_launch(settings: Settings, ranks: Ranks) -> None:
     if settings.parallel.kind != DDP and not ranks.launched:
         raise InputError(
             f"parallel: got {settings.parallel.kind} in a process that no launcher has started, expected several; "
-            "start with torchrun, see docs/training.md, or choose ddp"
+            "start with torchrun, see docs/training-command.md, or choose ddp"
         )
 
 

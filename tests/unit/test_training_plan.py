@@ -218,7 +218,7 @@ TRAINED = {
 
 
 def test_the_table_of_the_guide_is_what_is_predicted():
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "training-command.md").read_text()
     rows = re.findall(r"^\| ([\d.]+B) \| (.+?) \| (\d+) \| ([\d.]+) GB \| (\d+ GB|more) \|$", text, re.M)
     assert len(rows) == 17
     for variant, trained, pixels, step, card in rows:
@@ -233,7 +233,7 @@ def test_the_table_of_the_guide_is_what_is_predicted():
 def test_the_range_of_the_guide_is_that_of_the_figures():
     ratios = [figures["predicted_of_counted"] for cases in committed().values() for figures in cases.values()]
     (named,) = re.findall(
-        r"([\d.]+) to ([\d.]+) times of what was counted", (ROOT / "docs" / "training.md").read_text()
+        r"([\d.]+) to ([\d.]+) times of what was counted", (ROOT / "docs" / "training-command.md").read_text()
     )
     assert list(map(float, named)) == [min(ratios), max(ratios)]
 
