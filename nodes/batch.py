@@ -1,4 +1,4 @@
-"""MODEL and CONDITIONING to many pictures, on every device of this machine or of a cluster."""
+"""MODEL and CONDITIONING to many images, on every device of this machine or of a cluster."""
 
 from inspect import cleandoc
 
@@ -16,11 +16,10 @@ from .sampler import guidance_input, seed_input
 
 class SanaNodesBatchSampler(io.ComfyNode):
     """
-    Draws many pictures of one prompt or of a list of prompts, on all devices of this machine together.
+    Generates many images of one prompt or of a list of prompts, on all GPUs of this computer.
 
-    Picture i of each prompt uses seed + i and is the same whichever device draws it. The work is handed out in small
-    parts, so that a slow card gets fewer and memory that runs out only makes the parts smaller. With a VAE the pictures
-    are decoded too.
+    Image i of each prompt uses seed + i and is the same whichever GPU makes it. A slow GPU gets fewer images; if memory
+    runs out, it makes fewer at once. With a VAE the images are decoded too.
     """
 
     @classmethod
@@ -30,28 +29,26 @@ class SanaNodesBatchSampler(io.ComfyNode):
             display_name="SANA Batch Sampler",
             category="SANA",
             description=cleandoc(cls.__doc__),
-            search_aliases=["multi gpu", "many pictures", "all gpus", "batch count", "parallel"],
+            search_aliases=["multi gpu", "many images", "many pictures", "all gpus", "batch count", "parallel"],
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL of SANA Loader."),
                 io.Conditioning.Input("positive", tooltip="One prompt, or the prompts of SANA Prompt List."),
-                io.Conditioning.Input(
-                    "negative", tooltip="What the pictures should not show; usually the empty prompt."
-                ),
-                io.Latent.Input("latent_image", tooltip="One empty latent, for the size, or one picture's."),
-                io.Int.Input("count", default=4, min=1, max=LARGEST_BATCH, tooltip="Pictures of each prompt."),
+                io.Conditioning.Input("negative", tooltip="What the images should not show; usually the empty prompt."),
+                io.Latent.Input("latent_image", tooltip="One empty latent, for the size, or the latent of one image."),
+                io.Int.Input("count", default=4, min=1, max=LARGEST_BATCH, tooltip="Images of each prompt."),
                 seed_input(),
                 io.Int.Input("steps", default=20, min=1, max=LARGEST_STEPS, tooltip="20 for flow_dpmpp_2m."),
                 guidance_input("How closely to follow the prompt; 2 to 7 is usual."),
                 io.Combo.Input(
                     "sampler",
                     options=list(SAMPLERS),
-                    tooltip="flow_dpmpp_2m is SANA's own. scm is for SANA-Sprint alone.",
+                    tooltip="flow_dpmpp_2m is SANA's own. scm is only for SANA-Sprint.",
                 ),
                 io.Combo.Input(
                     "devices",
                     options=list_devices(),
-                    tooltip="all: every accelerator of this machine. default: the one that the model is on. "
-                    "cluster: every GPU of the cluster that this server's operator has configured.",
+                    tooltip="all: every GPU of this computer. default: the one of the model. cluster: every GPU of the "
+                    "Ray cluster, if the server has one.",
                 ),
                 io.Int.Input(
                     "chunk",
@@ -59,13 +56,13 @@ class SanaNodesBatchSampler(io.ComfyNode):
                     min=0,
                     max=LARGEST_CHUNK,
                     advanced=True,
-                    tooltip="Pictures that a device is handed at once; 0 finds a number that fits.",
+                    tooltip="Images that a device works on at once; 0 finds a number that fits.",
                 ),
-                io.Vae.Input("vae", optional=True, tooltip="The VAE of SANA Loader, to get pictures too."),
+                io.Vae.Input("vae", optional=True, tooltip="The VAE of SANA Loader, to get images too."),
             ],
             outputs=[
                 io.Latent.Output(),
-                io.Image.Output(tooltip="The pictures, in the order of the prompts; nothing without a VAE."),
+                io.Image.Output(tooltip="The images, in the order of the prompts; nothing without a VAE."),
             ],
             hidden=[io.Hidden.unique_id],
         )

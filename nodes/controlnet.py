@@ -12,8 +12,8 @@ class SanaNodesControlNetLoader(io.ComfyNode):
     """
     Loads a SANA ControlNet, in diffusers' or NVIDIA's layout, for ComfyUI's Apply ControlNet.
 
-    Connect SANA's VAE to Apply ControlNet: the control picture is encoded with it. The released one reads HED edges,
-    which ControlNet preprocessor packs draw.
+    Connect SANA's VAE to Apply ControlNet too. The released ControlNet reads HED edges, which packs of ControlNet
+    preprocessors make.
     """
 
     @classmethod

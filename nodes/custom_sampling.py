@@ -12,7 +12,7 @@ NAMES = list(SAMPLERS)
 
 class SanaNodesScheduler(io.ComfyNode):
     """
-    The sigmas of SANA's schedules, with the shift that is set on the model.
+    The sigmas of SANA's schedules for SamplerCustomAdvanced, with the shift of the model.
     """
 
     @classmethod
@@ -24,9 +24,13 @@ class SanaNodesScheduler(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["flow sigmas", "sana sigmas", "basic scheduler sana"],
             inputs=[
-                io.Model.Input("model", tooltip="For its shift: 3, or 6 of the 4K model, or that of ModelSamplingSD3."),
+                io.Model.Input(
+                    "model", tooltip="The schedule uses its shift. Put ModelSamplingSD3 before this node to change it."
+                ),
                 io.Combo.Input(
-                    "sampler", options=NAMES, tooltip="The sampler that the schedule is for; scm is for SANA-Sprint."
+                    "sampler",
+                    options=NAMES,
+                    tooltip="Choose the same as in SANA Sampler Select; scm is for SANA-Sprint.",
                 ),
                 io.Int.Input("steps", default=20, min=1, max=LARGEST_STEPS, tooltip="Steps of the sampling."),
                 io.Float.Input(
@@ -36,7 +40,7 @@ class SanaNodesScheduler(io.ComfyNode):
                     min=0.0,
                     max=1.0,
                     step=0.01,
-                    tooltip="1 from pure noise; below 1 the end of a longer schedule, to draw a picture anew.",
+                    tooltip="1 for a new image; below 1 the end of a longer schedule, for image to image.",
                 ),
             ],
             outputs=[io.Sigmas.Output()],
@@ -66,7 +70,7 @@ class SanaNodesSamplerSelect(io.ComfyNode):
             search_aliases=["flow dpm solver", "ksampler select sana", "scm"],
             inputs=[
                 io.Combo.Input(
-                    "sampler", options=NAMES, tooltip="flow_dpmpp_2m is SANA's own; scm is for SANA-Sprint alone."
+                    "sampler", options=NAMES, tooltip="flow_dpmpp_2m is SANA's own; scm is only for SANA-Sprint."
                 )
             ],
             outputs=[io.Sampler.Output()],

@@ -15,9 +15,9 @@ LARGEST_BUDGET = 1024.0
 
 class SanaNodesDecode(io.ComfyNode):
     """
-    Turns SANA's latents into pictures: in strips, with the pixels of the undivided decode, within the free memory.
+    Decodes SANA latents to images, in horizontal strips that fit into the free memory, without seams.
 
-    VAE Decode does the same with the defaults. The report says how it was done and what it took.
+    VAE Decode does the same without the settings. The report shows the method, the time and the memory.
     """
 
     @classmethod
@@ -36,7 +36,8 @@ class SanaNodesDecode(io.ComfyNode):
                     options=list(METHODS),
                     default="auto",
                     optional=True,
-                    tooltip="auto and strips give the pixels of whole. tiles blends tiles of 1024 px, which shows.",
+                    tooltip="Leave at auto, the fastest without seams. whole decodes all at once, tiles shows tone "
+                    "shifts.",
                 ),
                 io.Float.Input(
                     "budget_gb",
@@ -46,14 +47,15 @@ class SanaNodesDecode(io.ComfyNode):
                     step=0.1,
                     round=0.001,
                     optional=True,
-                    tooltip="Memory that the decode may take beyond the weights, in GB; 0 for what is free.",
+                    tooltip="Memory that decoding may use beyond the weights, in GB; 0 is what is free. The image "
+                    "stays the same.",
                 ),
                 io.Combo.Input(
                     "devices",
                     options=DEVICES,
                     default="one",
                     optional=True,
-                    tooltip="all shares the rows of each picture out over all GPUs.",
+                    tooltip="all shares the rows of each image among all GPUs.",
                 ),
             ],
             outputs=[io.Image.Output(), io.String.Output("report", display_name="report")],

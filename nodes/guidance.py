@@ -10,10 +10,9 @@ from ..sana_core.guidance import LARGEST_GUIDANCE
 
 class SanaNodesPAG(io.ComfyNode):
     """
-    Adds perturbed-attention guidance: each step also leads away from a picture drawn with one self-attention cut.
+    Makes shapes firmer and details cleaner by perturbed-attention guidance; each step takes half as long again.
 
-    Shapes become firmer and details cleaner. A step takes half as long again. It works with SANA Sampler, KSampler and
-    the guiders of one or two prompts, and a second SANA PAG replaces the first.
+    It works with SANA Sampler, KSampler and the guiders of one or two prompts. A second SANA PAG replaces the first.
     """
 
     @classmethod
@@ -25,7 +24,7 @@ class SanaNodesPAG(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["perturbed attention guidance", "pag"],
             inputs=[
-                io.Model.Input("model", tooltip="The MODEL of SANA Loader; SANA-Sprint has no place for it."),
+                io.Model.Input("model", tooltip="The MODEL of SANA Loader; not for SANA-Sprint."),
                 io.Float.Input(
                     "scale",
                     default=2.0,
@@ -33,14 +32,14 @@ class SanaNodesPAG(io.ComfyNode):
                     max=LARGEST_GUIDANCE,
                     step=0.1,
                     round=0.01,
-                    tooltip="How strongly; 1 to 3 is usual, 0 is off. Lower the guidance a little with it.",
+                    tooltip="1 to 3 is usual, 0 is off. When high, lower the guidance a little.",
                 ),
                 io.String.Input(
                     "blocks",
                     optional=True,
                     default="",
-                    tooltip="Blocks of the model to perturb, like 8 or 7, 8. Empty: one at two fifths of the depth, "
-                    "block 8 of the 20 of SANA 1.6B, as NVIDIA does.",
+                    tooltip="Leave empty for NVIDIA's choice, block 8 of SANA 1.6B. Or the blocks to perturb, like 8 "
+                    "or 7, 8.",
                 ),
             ],
             outputs=[io.Model.Output()],
@@ -57,10 +56,9 @@ class SanaNodesPAG(io.ComfyNode):
 
 class SanaNodesGuidanceInterval(io.ComfyNode):
     """
-    Switches classifier-free guidance off at the beginning and the end of sampling.
+    Applies guidance only during part of the sampling.
 
-    Outside the interval the negative prompt is not computed, so a step takes half the time; colours stay calmer at high
-    guidance.
+    The other steps take half the time, and colours stay calmer at high guidance.
     """
 
     @classmethod
@@ -75,9 +73,9 @@ class SanaNodesGuidanceInterval(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL of SANA Loader."),
                 io.Float.Input(
-                    "start", default=0.0, **share, tooltip="Share of the sampling after which guidance begins."
+                    "start", default=0.0, **share, tooltip="Guidance is on from here, as a fraction of the sampling."
                 ),
-                io.Float.Input("end", default=1.0, **share, tooltip="Share of the sampling after which it ends."),
+                io.Float.Input("end", default=1.0, **share, tooltip="Guidance is on until here; 0.7 is a good start."),
             ],
             outputs=[io.Model.Output()],
         )

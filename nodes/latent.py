@@ -11,10 +11,10 @@ from .host.latents import empty_latent
 
 class SanaNodesEmptyLatent(io.ComfyNode):
     """
-    The empty latent that SANA draws into: 32 channels, one cell for 32 x 32 pixels.
+    Sets the size of the image, as an empty latent.
 
-    Connect the MODEL, and the size is the one that it was trained at, in the shape of width and height. Without it the
-    size is as set: models know about 512, 1024, 2048 or 4096, the bundled one 256.
+    Connect the MODEL to get its training size; width and height then set only the aspect ratio. Without it stay near
+    the training size: 512, 1024, 2048 or 4096, and 256 for the demo model.
     """
 
     @classmethod
@@ -34,12 +34,13 @@ class SanaNodesEmptyLatent(io.ComfyNode):
                     default=1,
                     min=1,
                     max=LARGEST_BATCH,
-                    tooltip="Pictures drawn together; picture k of SANA Sampler uses seed + k.",
+                    tooltip="Images generated together; image k uses seed + k.",
                 ),
                 io.Model.Input(
                     "model",
                     optional=True,
-                    tooltip="Its own size is taken, in the nearest shape to width and height. Leave it out for others.",
+                    tooltip="Optional. When connected, the model's own size is used; width and height set only the "
+                    "aspect ratio.",
                 ),
             ],
             outputs=[io.Latent.Output()],

@@ -16,7 +16,7 @@ def weight_dtype_input() -> io.Combo.Input:
         options=["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
         optional=True,
         advanced=True,
-        tooltip="fp8 halves the transformer's memory at some loss of quality. default is the file's own.",
+        tooltip="Leave at default, the precision of the file. fp8 halves the model's memory at some loss of quality.",
     )
 
 
@@ -28,8 +28,8 @@ def quantise_input() -> io.Combo.Input:
         options=choices(),
         optional=True,
         advanced=True,
-        tooltip="Brings attention and feed-forward to 8 or 4 bits with scales while it loads the plain file: half the "
-        "memory or less, faster on cards that compute so. Listed is what this computer can.",
+        tooltip="Quantise while loading: half the model's memory or less. int8 loses least. Only formats that work on "
+        "this computer are listed.",
     )
 
 
@@ -39,7 +39,7 @@ def resolution_input() -> io.Combo.Input:
         options=[AUTO, *SIZES],
         optional=True,
         advanced=True,
-        tooltip="The size that the model was trained at. auto reads it from config, weights or file name.",
+        tooltip="The size the model was trained at. Leave at auto unless the line under the node is wrong.",
     )
 
 
@@ -49,8 +49,8 @@ def reference_input() -> io.Combo.Input:
         options=list(REFERENCES),
         optional=True,
         advanced=True,
-        tooltip="Whose code to follow where NVIDIA's and diffusers' compute other pictures from the same file. auto: "
-        "NVIDIA's for files in its layout, diffusers' for those in its own.",
+        tooltip="NVIDIA's code and diffusers give slightly different images from the same weights. Leave at auto: it "
+        "follows the code the file was made for.",
     )
 
 
@@ -78,10 +78,10 @@ def load_whole(name: str, node_id: str, *options) -> io.NodeOutput:
 
 class SanaNodesLoader(io.ComfyNode):
     """
-    Loads a whole SANA model: transformer, Gemma text encoder and DC-AE.
+    Loads a whole SANA model: the model itself, the text encoder Gemma 2 as CLIP, and the VAE.
 
     Put diffusers folders into models/diffusers, all-in-one files into models/checkpoints. "sana-scenes (bundled)"
-    comes with the pack: it draws small scenes at 256 x 256 on any computer.
+    is the demo model of the pack: simple scenes at 256 x 256 on any computer.
     """
 
     @classmethod
@@ -96,7 +96,7 @@ class SanaNodesLoader(io.ComfyNode):
                 io.Combo.Input(
                     "model",
                     options=list_models(),
-                    tooltip="A folder under models/diffusers, a file in models/checkpoints, or the bundled model.",
+                    tooltip="A folder in models/diffusers, a file in models/checkpoints, or the demo model.",
                 ),
                 weight_dtype_input(),
                 resolution_input(),
@@ -136,10 +136,9 @@ class SanaNodesLoader(io.ComfyNode):
 
 class SanaNodesModelLoader(io.ComfyNode):
     """
-    Loads a SANA transformer from one file: diffusers' or NVIDIA's layout, .safetensors or .pth, any of the released
-    sizes. It is recognised by its tensors.
+    Loads a SANA model from one file, .safetensors or .pth, in diffusers' or NVIDIA's layout.
 
-    Of a sharded model, choose the first file. A config.json in the same folder is read.
+    If a model comes in several files, choose the first. A config.json in the same folder is read.
     """
 
     @classmethod
@@ -194,7 +193,7 @@ class SanaNodesModelLoader(io.ComfyNode):
 
 class SanaNodesTextEncoderLoader(io.ComfyNode):
     """
-    Loads SANA's text encoder, Gemma-2-2b-it: one file with its tokenizer inside, or a file of a downloaded folder.
+    Loads SANA's text encoder, Gemma-2-2b-it, from one file with its tokenizer inside or from a downloaded folder.
 
     The gemma_2_2b file that other models use works. ComfyUI's CLIPLoader with type pixeldit gives nearly the same.
     """
@@ -235,9 +234,9 @@ class SanaNodesTextEncoderLoader(io.ComfyNode):
 
 class SanaNodesVAELoader(io.ComfyNode):
     """
-    Loads SANA's autoencoder, DC-AE f32c32 1.0, 1.1 or Lite, in diffusers' or the original layout.
+    Loads SANA's VAE, DC-AE f32c32 1.0, 1.1 or Lite, in diffusers' or the original layout.
 
-    1.1 has the better decoder, Lite one that needs less memory and time; the latents of all are the same.
+    Take 1.1. Lite needs less memory and time; details differ slightly. Any of them fits every SANA model.
     """
 
     @classmethod

@@ -15,7 +15,7 @@ class SanaNodesLoraLoader(io.ComfyNode):
     Puts a LoRA on a SANA model and says how much of it fits. Chain several for several LoRAs.
 
     It reads the files of diffusers and PEFT, kohya, OneTrainer, SimpleTuner and ComfyUI. ComfyUI's own LoRA loaders
-    work too, but say nothing when nothing fits.
+    work too, but do not say so when nothing fits.
     """
 
     @classmethod

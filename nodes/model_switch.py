@@ -1,4 +1,4 @@
-"""One choice for a whole graph: the files that its loaders name, or the model that comes with the pack."""
+"""One choice for a whole workflow: the models of its loaders, or the demo model."""
 
 from inspect import cleandoc
 
@@ -12,10 +12,9 @@ CONNECTED = "the loaders' files"
 
 class SanaNodesModelSwitch(io.ComfyNode):
     """
-    Passes on the model of the loaders that are connected, or the small one that comes with the pack.
+    Chooses which model a workflow uses: the one of its loaders, or the demo model of the pack.
 
-    The bundled model needs no download and draws small scenes on any computer: with it a graph runs before its files
-    are there. What is not chosen is not loaded.
+    The demo model needs no download and generates simple scenes on any computer. What you do not choose is not loaded.
     """
 
     @classmethod
@@ -30,11 +29,11 @@ class SanaNodesModelSwitch(io.ComfyNode):
                 io.Combo.Input(
                     "use",
                     options=[CONNECTED, *MODELS],
-                    tooltip="The connected loaders, or the bundled model, which runs without any download.",
+                    tooltip="The connected loaders, or the demo model, which needs no download.",
                 ),
-                io.Model.Input("model", lazy=True, tooltip="Of SANA Load Diffusion Model, or any SANA model."),
-                io.Clip.Input("clip", lazy=True, tooltip="Of SANA Load Text Encoder."),
-                io.Vae.Input("vae", lazy=True, tooltip="Of SANA Load VAE."),
+                io.Model.Input("model", lazy=True, tooltip="From SANA Load Diffusion Model, or any SANA model."),
+                io.Clip.Input("clip", lazy=True, tooltip="From SANA Load Text Encoder."),
+                io.Vae.Input("vae", lazy=True, tooltip="From SANA Load VAE."),
             ],
             outputs=[
                 io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders."),

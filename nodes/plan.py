@@ -10,8 +10,8 @@ from ..sana_core.released import DECODERS, DEFAULT_RESOLUTION, VARIANTS
 
 class SanaNodesPlan(io.ComfyNode):
     """
-    Predicts how much memory a picture needs, before any model is loaded: a bar for each stage, and each way to
-    decode, beside the memory of this computer's card.
+    Predicts how much memory an image needs, before any model is loaded: a bar for each stage and each way to decode,
+    beside the memory of this computer's GPU.
     """
 
     @classmethod
@@ -25,13 +25,11 @@ class SanaNodesPlan(io.ComfyNode):
             search_aliases=["sana memory", "vram", "does it fit"],
             inputs=[
                 io.Combo.Input(
-                    "variant", options=list(VARIANTS), default="1.6B", tooltip="The model to be planned for."
+                    "variant", options=list(VARIANTS), default="1.6B", tooltip="The model; 2K and 4K are 1.6B."
                 ),
                 io.Int.Input("width", **side, tooltip="Pixels, a multiple of 32."),
                 io.Int.Input("height", **side, tooltip="Pixels, a multiple of 32."),
-                io.Int.Input(
-                    "batch_size", default=1, min=1, max=LARGEST_BATCH, tooltip="Pictures that are drawn together."
-                ),
+                io.Int.Input("batch_size", default=1, min=1, max=LARGEST_BATCH, tooltip="Images generated together."),
                 io.Combo.Input(
                     "vae", options=list(DECODERS), optional=True, advanced=True, tooltip="The VAE that decodes."
                 ),

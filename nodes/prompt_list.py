@@ -10,9 +10,9 @@ from ..sana_core.latents import LARGEST_BATCH
 
 class SanaNodesPromptList(io.ComfyNode):
     """
-    Encodes one prompt a line, for a batch with one picture of each.
+    Encodes one prompt per line, for a batch with one image of each.
 
-    Picture k of the batch shows prompt k; connect count to the batch size of SANA Empty Latent.
+    Image k of the batch shows prompt k; connect count to the batch size of SANA Empty Latent.
     """
 
     @classmethod
@@ -30,7 +30,7 @@ class SanaNodesPromptList(io.ComfyNode):
                     "prompts",
                     multiline=True,
                     dynamic_prompts=True,
-                    tooltip="One prompt a line, or a list of texts from another node. Empty lines don't count.",
+                    tooltip="One prompt per line, or a list of texts from another node. Empty lines don't count.",
                 ),
                 io.Boolean.Input(
                     "instruction",

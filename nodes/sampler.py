@@ -19,7 +19,7 @@ def seed_input() -> io.Int.Input:
         min=0,
         max=LARGEST_SEED,
         control_after_generate=True,
-        tooltip="The same seed gives the same picture.",
+        tooltip="The same seed gives the same image.",
     )
 
 
@@ -31,10 +31,10 @@ def guidance_input(tooltip: str) -> io.Float.Input:
 
 class SanaNodesSampler(io.ComfyNode):
     """
-    Draws pictures with the sampler and the schedule that SANA's own demo uses.
+    Generates images with the sampler and schedule of SANA's own demo.
 
-    Picture k of a batch uses seed + k, so that it is the same picture when drawn alone. Switch model_defaults on to
-    leave steps, guidance and sampler to the loaded model.
+    Image k of a batch uses seed + k, so you can generate it again alone. Switch model_defaults on to use the authors'
+    steps, guidance and sampler for the loaded model.
     """
 
     @classmethod
@@ -47,9 +47,9 @@ class SanaNodesSampler(io.ComfyNode):
             search_aliases=["flow dpm solver", "flow euler", "ksampler sana"],
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL of SANA Loader."),
-                io.Conditioning.Input("positive", tooltip="What the picture should show."),
+                io.Conditioning.Input("positive", tooltip="What the image should show."),
                 io.Conditioning.Input("negative", tooltip="What it should not; usually the empty prompt."),
-                io.Latent.Input("latent_image", tooltip="From SANA Empty Latent, or any empty latent, or a picture's."),
+                io.Latent.Input("latent_image", tooltip="From SANA Empty Latent; for image to image, from VAE Encode."),
                 seed_input(),
                 io.Int.Input(
                     "steps",
@@ -59,12 +59,12 @@ class SanaNodesSampler(io.ComfyNode):
                     tooltip="20 for flow_dpmpp_2m, 28 for flow_euler; below 15 quality falls.",
                 ),
                 guidance_input(
-                    "How closely to follow the prompt; 2 to 7 is usual. 1 is twice as fast, without negative."
+                    "How closely to follow the prompt; 2 to 7 is usual. At 1 it is twice as fast, without negative."
                 ),
                 io.Combo.Input(
                     "sampler",
                     options=list(SAMPLERS),
-                    tooltip="flow_dpmpp_2m is SANA's own, with its timesteps. scm is for SANA-Sprint alone.",
+                    tooltip="flow_dpmpp_2m is SANA's own. scm is only for SANA-Sprint.",
                 ),
                 io.Float.Input(
                     "denoise",
@@ -73,13 +73,14 @@ class SanaNodesSampler(io.ComfyNode):
                     max=1.0,
                     step=0.01,
                     optional=True,
-                    tooltip="How much of a given picture to draw anew: 1 all, 0 nothing.",
+                    tooltip="How much of a connected image to change: 1 all, 0 nothing.",
                 ),
                 io.Boolean.Input(
                     "model_defaults",
                     default=False,
                     optional=True,
-                    tooltip="On: steps, guidance and sampler are those of the model's authors, whatever is set above.",
+                    tooltip="On: uses the authors' settings for the loaded model and ignores steps, guidance and "
+                    "sampler.",
                 ),
             ],
             outputs=[io.Latent.Output()],
@@ -116,10 +117,10 @@ class SanaNodesSampler(io.ComfyNode):
 
 class SanaNodesSprint(io.ComfyNode):
     """
-    Draws pictures with a SANA-Sprint model in 1 to 4 steps.
+    Generates images with a SANA-Sprint model in 1 to 4 steps.
 
-    Sprint has guidance built in: there is no negative prompt, and a step takes half as long as with SANA Sampler. With
-    the latent of a picture and a strength below 1 it draws that picture anew.
+    Guidance is part of the model: there is no negative prompt, and a step takes half as long as with SANA Sampler. For
+    image to image connect the latent of an image and set strength below 1.
     """
 
     @classmethod
@@ -132,8 +133,8 @@ class SanaNodesSprint(io.ComfyNode):
             search_aliases=["scm", "sana sprint", "one step", "lcm sana"],
             inputs=[
                 io.Model.Input("model", tooltip="A SANA-Sprint model from SANA Loader."),
-                io.Conditioning.Input("positive", tooltip="What the picture should show."),
-                io.Latent.Input("latent_image", tooltip="From SANA Empty Latent, or the latent of a picture."),
+                io.Conditioning.Input("positive", tooltip="What the image should show."),
+                io.Latent.Input("latent_image", tooltip="From SANA Empty Latent; for image to image, from VAE Encode."),
                 seed_input(),
                 io.Int.Input("steps", default=2, min=1, max=LARGEST_STEPS, tooltip="1, 2 or 4 are usual."),
                 guidance_input("How closely to follow the prompt. It costs no time."),
@@ -144,7 +145,7 @@ class SanaNodesSprint(io.ComfyNode):
                     min=0.0,
                     max=1.0,
                     step=0.01,
-                    tooltip="The share of the steps that is drawn, from a picture's latent; 1 for a new picture.",
+                    tooltip="For image to image: 1 changes all; below 1 the first steps are skipped.",
                 ),
                 io.Float.Input(
                     "max_timestep",
@@ -166,7 +167,7 @@ class SanaNodesSprint(io.ComfyNode):
                     step=0.01,
                     round=0.00001,
                     advanced=True,
-                    tooltip="The angle of the second of two steps; other numbers of steps are spread evenly.",
+                    tooltip="The angle of the second of two steps; not used with other numbers of steps.",
                 ),
             ],
             outputs=[io.Latent.Output()],

@@ -1,4 +1,4 @@
-"""MODEL to MODEL: one picture over several devices."""
+"""MODEL to MODEL: one image over several devices."""
 
 from inspect import cleandoc
 
@@ -9,11 +9,10 @@ from .host.folders import list_splits
 
 class SanaNodesSplitPicture(io.ComfyNode):
     """
-    Lets several GPUs draw one picture together: each computes some rows of it in every step, and the picture is the
-    same as on one.
+    Lets several GPUs compute one image together; the image is the one of a single GPU.
 
-    Pays from about 2048 x 2048 pixels. Works with SANA Sampler, KSampler and the custom samplers, with LoRAs and SANA
-    PAG. Each GPU holds the whole model.
+    It is faster from about 2048 x 2048 on. It works with SANA Sampler, KSampler and the custom samplers, with LoRAs and
+    SANA PAG. Each GPU holds the whole model.
     """
 
     @classmethod
@@ -29,9 +28,8 @@ class SanaNodesSplitPicture(io.ComfyNode):
                 io.Combo.Input(
                     "devices",
                     options=list_splits(),
-                    tooltip="all: every accelerator of this machine. gpu x 2: the model's own and one more. "
-                    "cpu x 2: the cores in two halves, to try it out. "
-                    "cluster: every GPU of the cluster that this server's operator has configured.",
+                    tooltip="all: every GPU of this computer. gpu x 2: the model's own and one more. cpu x 2: the CPU "
+                    "in two halves, to try it out. cluster: every GPU of the Ray cluster, if the server has one.",
                 ),
             ],
             outputs=[io.Model.Output()],

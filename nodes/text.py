@@ -9,9 +9,9 @@ from ..sana_core.released import MAX_TOKENS
 
 class SanaNodesTextEncode(io.ComfyNode):
     """
-    Encodes a prompt as SANA was trained to read it: with an instruction before it that asks for a rich description.
+    Encodes a prompt as SANA was trained to read it, with a fixed instruction before it.
 
-    Turn the instruction off for a negative prompt. An empty text, which is the usual one, never has it.
+    Turn the instruction off for the negative prompt. An empty text never has it.
     """
 
     @classmethod
@@ -24,13 +24,14 @@ class SanaNodesTextEncode(io.ComfyNode):
             search_aliases=["sana prompt", "gemma", "complex human instruction", "chi"],
             inputs=[
                 io.Clip.Input(
-                    "clip", tooltip="Of a SANA loader. CLIPLoader with type pixeldit draws slightly other pictures."
+                    "clip", tooltip="From a SANA loader. CLIPLoader with type pixeldit gives slightly different images."
                 ),
                 io.String.Input(
                     "text",
                     multiline=True,
                     dynamic_prompts=True,
-                    tooltip="Up to 300 tokens, about 200 words; the rest is cut. Brackets have no meaning to SANA.",
+                    tooltip="Up to 300 tokens, about 200 words; the rest is cut. Weights like (word:1.2) have no "
+                    "effect.",
                 ),
                 io.Boolean.Input(
                     "instruction",
@@ -49,7 +50,7 @@ class SanaNodesTextEncode(io.ComfyNode):
         from .host.report import show_under_node
 
         check_links(clip=clip)
-        # the empty text stands for no prompt, which SANA learnt without the instruction
+        # the empty text stands for no prompt, which SANA learned without the instruction
         conditioning, reading = encode(clip, text, instruction and bool(text.strip()))
         note = reading.note or f"{reading.tokens} of {MAX_TOKENS} tokens"
         show_under_node(note, cls.hidden.unique_id)

@@ -1,4 +1,4 @@
-"""Pictures to a data set, and a data set to a LoRA."""
+"""Images to a data set, and a data set to a LoRA."""
 
 from inspect import cleandoc
 
@@ -19,10 +19,10 @@ LARGEST_STEPS = 1_000_000
 
 class SanaNodesDataset(io.ComfyNode):
     """
-    Takes the pictures of a folder with their captions as what SANA Train learns, and shows them on a contact sheet.
+    Gives the images and captions of a folder to SANA Train, and shows them on a contact sheet.
 
-    Put the pictures into a folder in ComfyUI's input folder, and beside each a text file of the same name with its
-    caption. "cyanotypes (bundled)" comes with the pack.
+    Put the images into a folder in ComfyUI's input folder, and beside each a text file of the same name with its
+    caption. "cyanotypes (bundled)" is an example.
     """
 
     @classmethod
@@ -32,7 +32,7 @@ class SanaNodesDataset(io.ComfyNode):
             display_name="SANA Dataset",
             category="SANA/training",
             description=cleandoc(cls.__doc__),
-            search_aliases=["training data", "pictures and captions", "aspect ratio buckets", "contact sheet"],
+            search_aliases=["training data", "images and captions", "aspect ratio buckets", "contact sheet"],
             inputs=[
                 io.Combo.Input("folder", options=list_datasets(), tooltip="A folder in ComfyUI's input folder."),
                 io.Int.Input(
@@ -41,14 +41,14 @@ class SanaNodesDataset(io.ComfyNode):
                     min=DOWNSCALE,
                     max=LARGEST_SIDE,
                     step=DOWNSCALE,
-                    tooltip="The side of a square picture. Others are cropped to the nearest of SANA's shapes of that "
-                    "area. 256 for the bundled model.",
+                    tooltip="The training size of your model: 1024 for most, 256 for the demo model. Images are "
+                    "cropped to the nearest of SANA's shapes of that area.",
                 ),
             ],
             outputs=[
                 DATASET.Output(display_name="dataset", tooltip="For SANA Train."),
                 io.Image.Output(
-                    display_name="contact_sheet", tooltip="The pictures as they are cropped, by shape, with captions."
+                    display_name="contact_sheet", tooltip="The images as cropped, by shape, with captions."
                 ),
             ],
             hidden=[io.Hidden.unique_id],
@@ -75,16 +75,18 @@ def main_inputs() -> list:
     """What people change, and what a MODEL of one file lacks."""
     return [
         io.Model.Input("model", tooltip="The MODEL of SANA Loader, with no LoRA or other patch on it."),
-        DATASET.Input("dataset", tooltip="The pictures of SANA Dataset."),
+        DATASET.Input("dataset", tooltip="The images of SANA Dataset."),
         io.String.Input(
             "name",
             default="my-lora",
-            tooltip="Of the LoRA, and of the run's folder below output/sana_training. The same name goes on with it.",
+            tooltip="Name of the LoRA and of its folder in output/sana_training. The same name resumes a run; a new "
+            "name starts one.",
         ),
         io.Combo.Input(
             "method",
             options=list(ADAPTERS),
-            tooltip="lora is what every program reads. dora is slower and learns a little more a step, lokr is small.",
+            tooltip="Take lora, which every program reads. dora learns a little more per step and is slower, lokr is "
+            "small.",
         ),
         io.Int.Input("rank", default=16, min=1, max=1024, tooltip="The size of the LoRA; 8 to 32 is usual."),
         io.Int.Input(
@@ -92,7 +94,7 @@ def main_inputs() -> list:
             default=500,
             min=1,
             max=LARGEST_STEPS,
-            tooltip="In all, also of a run that goes on: raise it to train a finished one further.",
+            tooltip="In all, also when a run is resumed: raise it to train a finished LoRA further.",
         ),
         io.Float.Input(
             "learning_rate",
@@ -100,18 +102,21 @@ def main_inputs() -> list:
             min=0.0,
             max=10.0,
             step=1e-6,
-            tooltip="As it is: nothing scales it by batch or rank. 1 for prodigy, 0.001 for the bundled model.",
+            tooltip="Not scaled by batch or rank. 1 for prodigy, 0.001 for the demo model.",
         ),
-        io.Int.Input("batch_size", default=1, min=1, max=4096, tooltip="Pictures learnt together."),
+        io.Int.Input(
+            "batch_size", default=1, min=1, max=4096, tooltip="Images per step; more is steadier and takes more memory."
+        ),
         io.String.Input(
             "validation_prompts",
             default="",
             multiline=True,
             optional=True,
-            tooltip="One a line: drawn while it trains, prompt i with seed i, as SANA Sampler would with the LoRA.",
+            tooltip="One per line, generated during training as SANA Sampler would with the LoRA; prompt i uses seed "
+            "i.",
         ),
-        io.Clip.Input("clip", optional=True, tooltip="For a MODEL of SANA Load Diffusion Model, which has no other."),
-        io.Vae.Input("vae", optional=True, tooltip="For a MODEL of SANA Load Diffusion Model, which has no other."),
+        io.Clip.Input("clip", optional=True, tooltip="Only for a MODEL of SANA Load Diffusion Model."),
+        io.Vae.Input("vae", optional=True, tooltip="Only for a MODEL of SANA Load Diffusion Model."),
     ]
 
 
@@ -132,29 +137,31 @@ def advanced_inputs() -> list:
         )
 
     return [
-        choice("targets", TARGETS, "The layers that learn. Both learn more, from more pictures."),
-        number("alpha", 0.0, 1e5, 0.5, "The LoRA acts with alpha / rank; 0 is the rank itself, so 1."),
-        choice("optimizer", NAMES, "came needs half of adamw's memory, came8bit an eighth, and a warmup."),
-        choice("schedule", SCHEDULES, "How the learning rate goes on after the warmup."),
+        choice("targets", TARGETS, "The layers that are trained. both learns more and needs more images."),
+        number("alpha", 0.0, 1e5, 0.5, "The LoRA is scaled by alpha / rank; 0 means the rank, a scale of 1."),
+        choice("optimizer", NAMES, "came needs half of adamw's memory, came8bit an eighth; both need a warmup."),
+        choice("schedule", SCHEDULES, "How the learning rate changes after the warmup."),
         whole("warmup", 0, 0, "Steps in which the learning rate rises from 0."),
-        whole("accumulate", 1, 1, "Batches in a step: a larger batch in the memory of a small one.", 4096),
-        whole("validate_every", 100, 0, "Steps between validations, with pictures of the prompts; 0 for none."),
-        number("held_out", 0.0, 0.5, 0.01, "The share of pictures that are not learnt, but measured at validations."),
-        number("caption_dropout", 0.1, 1.0, 0.01, "The share learnt without caption, which guidance needs."),
+        whole("accumulate", 1, 1, "Batches per step: the effect of a larger batch without its memory.", 4096),
+        whole("validate_every", 100, 0, "Steps between validations, with images of the prompts; 0 for none."),
+        number("held_out", 0.0, 0.5, 0.01, "The share of images kept out of training to measure the loss."),
+        number("caption_dropout", 0.1, 1.0, 0.01, "The share of images trained without caption, which guidance needs."),
         number("gradient_clip", 0.1, 1e6, 0.01, "The largest norm of a step's gradients."),
-        number("weight_decay", 0.01, 1.0, 0.001, "How much the weights are drawn towards 0."),
-        number("ema", 0.0, 0.999999, 0.0001, "Decay of a moving average, which is then what is saved; 0 for none."),
+        number("weight_decay", 0.01, 1.0, 0.001, "How strongly the weights are pulled towards 0."),
+        number(
+            "ema", 0.0, 0.999999, 0.0001, "Decay of a moving average of the weights, which is then saved; 0 for none."
+        ),
         io.Boolean.Input(
             "checkpoint_gradients",
             default=True,
             optional=True,
             advanced=True,
-            tooltip="On: a third slower, and a small part of the memory.",
+            tooltip="On: needs far less memory, takes a third longer.",
         ),
         whole("save_every", 500, 1, "Steps between saved states. Cancel saves too."),
         whole("keep", 3, 1, "How many states are kept, besides the best."),
         # not "seed", which the canvas would change with every run: another seed is another run
-        whole("training_seed", 0, 0, "Of the noise and of the order of pictures.", 2**63 - 1),
+        whole("training_seed", 0, 0, "Seed of the noise and of the order of the images.", 2**63 - 1),
         io.String.Input(
             "trigger", default="", optional=True, advanced=True, tooltip="Words to note in the LoRA's file."
         ),
@@ -165,10 +172,10 @@ def advanced_inputs() -> list:
 
 class SanaNodesTrain(io.ComfyNode):
     """
-    Trains a LoRA on a SANA model, and draws with it as it learns.
+    Trains a LoRA on a SANA model, with previews while it trains.
 
-    The loss, its curve and the validation's pictures are on the node while it runs. Cancel saves; queueing again goes
-    on, and so does a finished run with more steps. The LoRA lies in output/sana_training.
+    The node shows the loss and the validation images. Cancel saves; queue again to resume. To train a finished LoRA
+    further, raise steps. The LoRA is saved in output/sana_training.
     """
 
     @classmethod
