@@ -33,7 +33,7 @@ SAVED = """ids => ids.flatMap(id => app.nodeOutputs[id].images)
     .map(({filename, subfolder, type}) => ({filename, subfolder, type}))"""
 HEAD = """# Templates
 
-Every template as it opens in Nodes 2.0, run with the bundled model where that can be done. `make gallery` makes it.
+Every template as it opens in Nodes 2.0, run with the demo model where that can be done. `make gallery` makes it.
 """
 
 

@@ -19,8 +19,8 @@ COMPARED = ("Before and after", "before save"), ("Compare", "compare")
 # pixels of the three nodes of a template that is one subgraph
 WIDE = 430
 NOTES = {
-    "RUN": "Press **Run** when the files are in place. Without them, choose *sana-scenes (bundled)* in **use**: it "
-    "draws at 256 px on any computer.",
+    "RUN": "Press **Run** when the files are in place. Without them, choose the demo model, *sana-scenes "
+    "(bundled)*, in **use**: it makes 256 px images on any computer.",
     "SLIDER": "**Compare Images** has its slider in Nodes 2.0 (in the settings).",
 }
 
