@@ -1,11 +1,12 @@
-"""The adapter in a LoRA's file: LoRA, DoRA or LoKr of this package or of another trainer, in the usual dialects."""
+"""The adapter in a LoRA's file, as every way of drawing reads it, and training that begins there."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from .checkpoints import CheckpointInfo, find_part, inspect_checkpoint
 from .checkpoints.files import brief, parse_json, read_json
 from .checkpoints.headers import read_file
 from .checkpoints.load import check_finite
-from .checkpoints.schemas import check_ranks
+from .checkpoints.schemas import check_peft
 from .errors import InputError
 from .reference import RULES
 
@@ -22,39 +23,274 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 
-MAGNITUDE = "lora_magnitude_vector"
+# the norms of a DoRA's rows, by PEFT's name, and of its columns, which OneTrainer has unless told otherwise
+ROWS, COLUMNS = "lora_magnitude_vector", "column_magnitudes"
 # what stands before a module's name: diffusers', PEFT's, nothing, ComfyUI's; and before one with underscores for its
 # dots: kohya's, OneTrainer's, SimpleTuner's
 DOTTED = ("transformer.", "base_model.model.", "transformer.base_model.model.", "", "diffusion_model.")
 FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
-# of a tensor's name, the part of an adapter, without the name that PEFT gives to an adapter in memory
-PART = re.compile(
-    rf"\.(lora_A|lora_B|lora_down|lora_up|{MAGNITUDE}|lokr_w[12](?:_[ab])?|alpha|dora_scale)(?:\.default)?(?:\.weight)?$"
+# what comes after a layer's name in the keys of a file: a part of LoRA, DoRA, LoHa or LoKr, without the name that PEFT
+# gives to an adapter in memory; or of other adapters, of differences and of LoRAs in diffusers' old names, which
+# ComfyUI alone reads
+LEAF = re.compile(
+    rf"(?:\.(lora_A|lora_B|lora_down|lora_up|lora_mid|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|{ROWS}"
+    r"|alpha|dora_scale)(?:\.default)?(?:\.weight)?"
+    r"|\.lora(?:_linear_layer)?\.(?:up|down)\.weight|_lora\.(?:up|down)\.weight|\.lokr_\w+|\.[ab][12]\.weight"
+    r"|\.(?:oft_blocks|rescale|diff|diff_b|w_norm|b_norm|set_weight|reshape_weight))$"
 )
 SAME = {"lora_down": "lora_A", "lora_up": "lora_B"}
+# of the factors, those whose rows are the rank
+RANKED = ("lora_A", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
+TWICE = "its weight has another layer in the file"
 # diffusers' name of PEFT's settings in the file's metadata, and PEFT's own file of them beside its weights
 IN_FILE, BESIDE = "lora_adapter_metadata", ("adapter_model.safetensors", "adapter_config.json")
+PEFT_NAMES = {"alpha": ("lora_alpha", "alpha"), "rank": ("r",)}
+# of the layers that do not fit, and characters of them all
+SHOWN, LONGEST = 3, 240
+
+
+class Adapter(NamedTuple):
+    """What a file has for one layer: tensors by their parts, and what the product of its matrices is scaled by."""
+
+    parts: Tensors
+    scale: float = 1.0
+
+
+class Reading(NamedTuple):
+    """What a file has for a model: adapters by layer; and by the file's own names of layers the tensors of other layers
+    and other kinds of adapters, and what is wrong with adapters that do not fit."""
+
+    adapters: dict[str, Adapter]
+    others: dict[str, Tensors]
+    misfits: dict[str, str]
 
 
 @torch.no_grad()
 def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, float]]) -> None:
     """Add the adapters of `loras`, pairs of a file and its strength, to the weights of `transformer`.
 
-    On the meta device only names and shapes are checked. Raises InputError for a tensor that belongs to no layer of the
-    model or does not fit it, CheckpointError, MissingFileError or ReadError for what is no LoRA.
+    On the meta device only names and shapes are checked. Raises as `read_whole` does.
     """
-    layers = {
-        name: module
-        for name, module in transformer.named_modules()
-        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
-    }
+    weights = layer_weights(transformer)
     for file, strength in loras:
-        info = find_part(inspect_checkpoint(file), "lora")
-        settings = peft_settings(info)
-        for name, parts in by_layer(read_file(info.path), layers, info.name).items():
-            weight, scale = layers[name].weight, file_scale(parts, settings)
-            check_fits(weight, parts, f"{info.name}: {name}")
-            weight.copy_(adapted(weight, parts, scale, strength))
+        for name, adapter in read_whole(file, {name: weight.shape for name, weight in weights.items()}).items():
+            weights[name].copy_(adapted(weights[name], adapter, strength))
+
+
+def layer_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return {layer: weight} of the layers of `module` that an adapter may change."""
+    ends = ".weight"
+    weights = module.named_parameters(remove_duplicate=False)
+    return {name.removesuffix(ends): weight for name, weight in weights if name.endswith(ends) and weight.ndim > 1}
+
+
+def read_whole(file: str | Path, shapes: Mapping[str, torch.Size]) -> dict[str, Adapter]:
+    """Return the adapters that `file` has for weights of `shapes`, both by layer.
+
+    Raises InputError where a layer of the file does not fit or has another kind of adapter, CheckpointError for
+    numbers that are not finite, and CheckpointError, MissingFileError or ReadError for what is no LoRA.
+    """
+    info = find_part(inspect_checkpoint(file), "lora")
+    found, others, misfits = read_adapters(info, read_file(info.path), shapes)
+    for name, tensors in others.items():
+        misfits[name] = "" if parts_of(tensors) else "no LoRA, DoRA, LoHa or LoKr"
+    if misfits:
+        raise misfit_error(info.name, len(found) + len(misfits), misfits)
+    return found
+
+
+def read_adapters(
+    info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+) -> Reading:
+    """Return what the `tensors` of the file `info` are for weights of `shapes`, which go by layer.
+
+    Raises CheckpointError for numbers that are not finite, and for PEFT's settings where they cannot be followed.
+    """
+    settings, known = peft_settings(info), written_names(shapes)
+    reading = Reading({}, {}, {})
+    for written, own in split_layers(tensors).items():
+        layer, parts = known.get(written), parts_of(own)
+        if layer is None or parts is None:
+            reading.others[written] = own
+            continue
+        for key, tensor in own.items():
+            check_finite(info.name, key, tensor)
+        try:
+            adapter = adapter_of(parts, layer, shapes[layer], settings)
+        except (KeyError, IndexError, RuntimeError):
+            got = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
+            reading.misfits[written] = f"got {got}, expected {list(shapes[layer])}"
+            continue
+        if reading.adapters.setdefault(layer, adapter) is not adapter:
+            reading.misfits[written] = TWICE
+    return reading
+
+
+def misfit_error(file: str, total: int, misfits: Mapping[str, str]) -> InputError:
+    """Return the error of a LoRA of `total` layers, of which some or all do not fit."""
+    fits = total - len(misfits)
+    if fits:
+        return InputError(f"{file}: {fits} of {total} layers fit, not {listed(misfits)}; choose a LoRA of this model")
+    return InputError(
+        f"{file}: none of its {total} layers fit this model, among them {listed(misfits)}; "
+        "choose a LoRA trained on this SANA"
+    )
+
+
+def listed(misfits: Mapping[str, str]) -> str:
+    """Return the first of the layers that do not fit, each with what is wrong where its name is known."""
+    first = [f"{name} ({why})" if why else name for name, why in sorted(misfits.items())[:SHOWN]]
+    return brief(", ".join(first), LONGEST) + (", ..." if len(misfits) > SHOWN else "")
+
+
+def written_names(layers: Iterable[str]) -> dict[str, str]:
+    """Return {name of a layer in a file: layer}, in each dialect."""
+    names: dict[str, str] = {}
+    for layer in layers:
+        names |= {prefix + layer: layer for prefix in DOTTED}
+        names |= {prefix + layer.replace(".", "_"): layer for prefix in FLAT}
+    return names
+
+
+def split_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
+    """Return {layer as the file names it: its tensors}."""
+    layers: dict[str, Tensors] = {}
+    for key, tensor in tensors.items():
+        layers.setdefault(LEAF.sub("", key), {})[key] = tensor
+    return layers
+
+
+def parts_of(tensors: Tensors) -> Tensors | None:
+    """Return {part: tensor} of a layer's `tensors`, None where one is of another kind of adapter."""
+    matches = {key: LEAF.search(key) for key in tensors}
+    parts = {SAME.get(match[1], match[1]): tensors[key] for key, match in matches.items() if match and match[1]}
+    return parts if len(parts) == len(tensors) else None
+
+
+def adapter_of(parts: Tensors, layer: str, shape: torch.Size, settings: Mapping[str, Any]) -> Adapter:
+    """Return the adapter that the `parts` in a file are of a weight of `shape`.
+
+    Raises KeyError, IndexError or RuntimeError where they are none; the arithmetic is tried without numbers.
+    """
+    if not all(tensor.numel() for tensor in parts.values()):
+        raise KeyError(layer)
+    scale = file_scale(parts, layer, settings)
+    own = {part: tensor for part, tensor in parts.items() if part not in ("alpha", "dora_scale")}
+    # beside PEFT's magnitudes it is what ComfyUI's loaders want of them, for one base model
+    if "dora_scale" in parts and ROWS not in parts:
+        magnitudes = parts["dora_scale"]
+        own[ROWS if magnitudes.shape[:1] == shape[:1] else COLUMNS] = magnitudes
+    adapter = Adapter(own, scale)
+    adapted(torch.empty(shape, device="meta"), adapter)
+    return adapter
+
+
+def adapted(weight: torch.Tensor, adapter: Adapter, strength: float = 1.0) -> torch.Tensor:
+    """Return `weight` with `adapter`, in float32 and in the order of ComfyUI's operations, to its bits.
+
+    That is W + strength * scale * BA for LoRA. For DoRA (Liu et al., 2024) it is W + scale * BA, its rows or columns
+    brought to the file's magnitudes, as in peft (tuners/lora/dora.py), LyCORIS (functional/general.py) and OneTrainer
+    (modules/module/LoRAModule.py).
+    """
+    weight = weight.float()
+    parts = {part: tensor.to(weight.device, torch.float32) for part, tensor in adapter.parts.items()}
+    delta = product_of(parts).reshape(weight.shape)
+    if not parts:
+        return weight + strength * adapter.scale * delta
+    changed = weight + delta * adapter.scale
+    if ROWS in parts:
+        factors = dora_scale(weight, changed, parts.pop(ROWS)) / norms_of(weight, 0)
+    else:
+        norms = norms_of(changed, 1)
+        factors = parts.pop(COLUMNS).reshape(norms.shape) / norms
+    if parts:
+        raise KeyError(*parts)
+    changed = changed * factors
+    return changed if strength == 1.0 else weight + strength * (changed - weight)
+
+
+def dora_scale(weight: torch.Tensor, changed: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    """Return what ComfyUI's loaders want for the `magnitudes` m of the rows of `changed`, W + BA.
+
+    The weight is to be m (W + BA) / |W + BA|. ComfyUI computes s (W + BA) / |W| (comfy/weight_adapter/base.py,
+    weight_decompose), so its s is m |W| / |W + BA|.
+    """
+    norms = norms_of(changed, 0)
+    return magnitudes.reshape(norms.shape) * norms_of(weight, 0) / norms
+
+
+def norms_of(weight: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return the norms of the rows (`axis` 0) or columns (1) of `weight`, shaped to divide it, none of them zero."""
+    norms = weight.transpose(0, axis).flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
+    return norms.reshape(-1, *[1] * (weight.ndim - 1)).transpose(0, axis)
+
+
+def product_of(parts: Tensors) -> torch.Tensor:
+    """Take the matrices out of `parts` and return their product: of LoRA's two; of LoHa's pairs, number by number; of
+    LoKr's, by Kronecker. Raises KeyError for one that is missing."""
+    if "lora_A" in parts:
+        down, up = parts.pop("lora_A").flatten(1), parts.pop("lora_B").flatten(1)
+        return tucker(parts.pop("lora_mid"), up.T, down) if "lora_mid" in parts else up @ down
+    if "hada_w1_a" in parts:
+        return factor(parts, "hada_w1", "hada_t1") * factor(parts, "hada_w2", "hada_t2")
+    return torch.kron(factor(parts, "lokr_w1").flatten(1), factor(parts, "lokr_w2", "lokr_t2").flatten(1))
+
+
+def factor(parts: Tensors, name: str, core: str = "") -> torch.Tensor:
+    """Take a factor out of `parts`, whole or the product of two matrices and maybe a `core`, and return it."""
+    if name in parts:
+        return parts.pop(name)
+    left, right = parts.pop(f"{name}_a"), parts.pop(f"{name}_b")
+    return tucker(parts.pop(core), left, right) if core in parts else left.flatten(1) @ right.flatten(1)
+
+
+def tucker(core: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return [O, I, ...] of `core` [R, R, ...], `left` [R, O] and `right` [R, I], as LyCORIS' rebuild_tucker does."""
+    return torch.einsum("ij...,ip,jr->pr...", core, left, right)
+
+
+def file_scale(parts: Tensors, layer: str, settings: Mapping[str, Any]) -> float:
+    """Return what the file's program multiplies the product of a layer's `parts` by.
+
+    LyCORIS leaves a LoKr of two whole matrices as it is, PEFT scales that too. Raises RuntimeError for several alphas.
+    """
+    rank: float | None = next((len(parts[part]) for part in RANKED if part in parts), None)
+    if "alpha" in parts:
+        return parts["alpha"].item() / rank if rank else 1.0
+    alpha = of_layer(settings, "alpha", layer)
+    rank = rank or of_layer(settings, "rank", layer)
+    if alpha is None or rank is None:
+        return 1.0
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def of_layer(settings: Mapping[str, Any], field: str, layer: str) -> float | None:
+    """Return PEFT's alpha or rank of `layer`: of the first pattern that its name ends with, else that of all."""
+    for pattern, value in (settings.get(f"{field}_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return next((settings[name] for name in PEFT_NAMES[field] if settings.get(name) is not None), None)
+
+
+def peft_settings(info: CheckpointInfo) -> dict[str, Any]:
+    """Return the settings that PEFT wrote beside the file, or diffusers into it, none where they did not.
+
+    Raises CheckpointError for settings that are not PEFT's, or of adapters that are not read here.
+    """
+    if beside := peft_file(info.path):
+        settings = read_json(beside)
+    else:
+        prefix = "transformer."
+        written = parse_json(info.weights.metadata.get(IN_FILE, "{}"), f"{info.name}: {IN_FILE}")
+        settings = {key.removeprefix(prefix): value for key, value in written.items() if key.startswith(prefix)}
+    check_peft(info.name, settings)
+    return settings
+
+
+def peft_file(file: Path) -> Path | None:
+    """Return PEFT's own file of the settings of the weights in `file`, None where there is none."""
+    beside = file.with_name(BESIDE[1])
+    return beside if file.name == BESIDE[0] and beside.is_file() else None
 
 
 def reference_note(info: CheckpointInfo, reference: str) -> str:
@@ -66,121 +302,3 @@ def reference_note(info: CheckpointInfo, reference: str) -> str:
         f"{info.name}: trained with reference {trained}, but the model follows {reference}, which draws others; "
         f"choose {trained}"
     )
-
-
-def dora_scale(weight: torch.Tensor, parts: Tensors, scale: float = 1.0) -> torch.Tensor:
-    """Return what ComfyUI wants of a DoRA of PEFT's `parts` on `weight`, float32 on the CPU, shaped like its rows.
-
-    PEFT's weight is m (W + BA) / |W + BA|, by rows. ComfyUI computes s (W + BA) / (|W| + eps) (weight_decompose in
-    comfy/weight_adapter/base.py), so its s is m (|W| + eps) / |W + BA|.
-    """
-    flat = weight.detach().float().cpu().flatten(1)
-    up, down = (parts[part].float().cpu().flatten(1) for part in ("lora_B", "lora_A"))
-    norms = flat.norm(dim=1) + torch.finfo(torch.float32).eps
-    found = parts[MAGNITUDE].float().cpu().flatten() * norms / (flat + scale * (up @ down)).norm(dim=1)
-    return found.reshape(-1, *[1] * (weight.ndim - 1)).contiguous()
-
-
-def check_fits(weight: torch.Tensor, parts: Tensors, name: str) -> None:
-    """Raise InputError unless the `parts` of an adapter fit `weight`; without numbers, which take no memory."""
-    try:
-        adapted(weight.to("meta"), parts)
-    except (KeyError, RuntimeError):
-        got = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
-        raise InputError(
-            f"{name}: got {brief(got)}, expected parts for a weight {list(weight.shape)}; choose a LoRA of this model"
-        ) from None
-
-
-def adapted(weight: torch.Tensor, parts: Tensors, scale: float = 1.0, strength: float = 1.0) -> torch.Tensor:
-    """Return `weight` with the adapter of its `parts`, in float32 and in the order of ComfyUI's operations, so that
-    weights in float32 are the same to the bit.
-
-    That is W + strength * scale * BA for LoRA, the Kronecker product in the place of BA for LoKr, and for DoRA (Liu et
-    al., 2024) the rows of W + scale * BA brought to the file's magnitudes (comfy/weight_adapter/base.py,
-    weight_decompose).
-    """
-    weight = weight.float()
-    parts = {part: tensor.to(weight.device, torch.float32) for part, tensor in parts.items()}
-    delta = product_of(parts).reshape(weight.shape)
-    if not parts.keys() & {"dora_scale", MAGNITUDE}:
-        return weight + strength * scale * delta
-    changed = weight + delta * scale
-    # kohya's and ComfyUI's magnitudes are factors of the weight's own, PEFT's those of the result
-    of, magnitude = (weight, parts["dora_scale"]) if "dora_scale" in parts else (changed, parts[MAGNITUDE])
-    norms = of.flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
-    changed = changed * (magnitude.reshape(norms.shape) / norms).reshape(-1, *[1] * (weight.ndim - 1))
-    return changed if strength == 1.0 else weight + strength * (changed - weight)
-
-
-def product_of(parts: Tensors) -> torch.Tensor:
-    """Return the product of a LoRA's two matrices, or the Kronecker product of a LoKr's, each of which may come as the
-    product of two. Raises KeyError for one that is missing."""
-    if "lora_A" in parts:
-        return parts["lora_B"].flatten(1) @ parts["lora_A"].flatten(1)
-    first, second = (
-        parts[name] if name in parts else parts[f"{name}_a"].flatten(1) @ parts[f"{name}_b"].flatten(1)
-        for name in ("lokr_w1", "lokr_w2")
-    )
-    return torch.kron(first.flatten(1), second.flatten(1))
-
-
-def by_layer(tensors: Mapping[str, torch.Tensor], names: Collection[str], file: str) -> dict[str, Tensors]:
-    """Return {layer: {part: tensor}} of a LoRA's `tensors`, `names` being the layers that it may have.
-
-    Raises InputError for a tensor that belongs to no layer, is of no kind that is trained, or empty, and
-    CheckpointError for one that is not finite.
-    """
-    known = {prefix + name: name for name in names for prefix in DOTTED}
-    known |= {prefix + name.replace(".", "_"): name for name in names for prefix in FLAT}
-    found: dict[str, Tensors] = {}
-    for key, tensor in tensors.items():
-        match = PART.search(key)
-        layer = known.get(key[: match.start()]) if match else None
-        if match is None or layer is None:
-            raise InputError(
-                f"{file}: got {brief(key)}, which is no part of a LoRA, DoRA or LoKr of a layer; choose another"
-            )
-        check_finite(file, key, tensor)
-        if not tensor.numel() or match[1] == "alpha" and tensor.numel() > 1:
-            wanted = "one number" if match[1] == "alpha" else "numbers"
-            raise InputError(f"{file}: got {brief(key)} {list(tensor.shape)}, expected {wanted}; choose another")
-        found.setdefault(layer, {})[SAME.get(match[1], match[1])] = tensor
-    return found
-
-
-def squeezed(shape: list[int]) -> list[int]:
-    """Return a shape without the ones at its end: 1x1 convolutions are linear layers elsewhere."""
-    while shape and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
-
-
-def peft_settings(info: CheckpointInfo) -> dict[str, Any]:
-    """Return r, lora_alpha and use_rslora as PEFT wrote them into the file or beside it, as far as it did.
-
-    Raises CheckpointError for settings that are not PEFT's.
-    """
-    beside = info.path.with_name(BESIDE[1])
-    if info.path.name == BESIDE[0] and beside.is_file():
-        settings = {f"transformer.{key}": value for key, value in read_json(beside).items()}
-    else:
-        settings = parse_json(info.weights.metadata.get(IN_FILE, "{}"), f"{info.name}: {IN_FILE}")
-    check_ranks(info.name, settings)
-    for pattern in ("alpha_pattern", "rank_pattern"):
-        if settings.get(f"transformer.{pattern}"):
-            raise InputError(f"{info.name}: got a LoRA with {pattern}, expected one rank and alpha; choose another")
-    return {key: settings.get(f"transformer.{key}") for key in ("r", "lora_alpha", "use_rslora")}
-
-
-def file_scale(found: Tensors, settings: Mapping[str, Any]) -> float:
-    """Return what the file's programs multiply a layer's adapter by; a LoKr of two whole matrices has no rank."""
-    factor = next((found[part] for part in ("lora_A", "lokr_w2_b", "lokr_w1_b") if part in found), None)
-    if factor is None:
-        return 1.0
-    rank = len(factor)
-    if "alpha" in found:
-        return float(found["alpha"]) / rank
-    if settings["lora_alpha"] is None:
-        return 1.0
-    return float(settings["lora_alpha"]) / (math.sqrt(rank) if settings["use_rslora"] else rank)

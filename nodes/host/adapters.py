@@ -1,11 +1,11 @@
-"""Which of a LoRA's layers ComfyUI can really apply, tried on weights that have a shape and no numbers.
+"""LoRAs as ComfyUI's patches: what sana_core reads, and of the rest what ComfyUI can really apply.
 
-What it cannot apply it only logs, in the midst of sampling, and draws on without it.
+That is tried on weights that have a shape and no numbers: what it cannot apply it only logs, in the midst of sampling,
+and draws on without it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,33 +13,42 @@ import comfy.lora
 import torch
 from comfy.weight_adapter import WeightAdapterBase
 
-# what comes after a layer's name in the keys of LoRA, LoHa, LoKr, GLoRA, OFT and full differences
-LEAF = re.compile(
-    r"(\.(lora_[AB](\.default)?(\.weight)?|lora_(up|down|mid)\.weight|lora(_linear_layer)?\.(up|down)\.weight"
-    r"|lokr_\w+|hada_\w+|[ab][12]\.weight|oft_blocks|rescale|alpha|dora_scale|diff|diff_b|w_norm|b_norm"
-    r"|set_weight|reshape_weight|lora_magnitude_vector(\.default)?(\.weight)?)|_lora\.(up|down)\.weight)$"
-)
+from ...sana_core.lora import TWICE, Adapter, adapted
+
 UNREADABLE = "its tensors are not those of a LoRA that ComfyUI reads"
-TWICE = "its weight has another layer in the file"
 
 
-def split_layers(lora: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return {layer: its tensors} of a LoRA."""
-    layers: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in lora.items():
-        layers.setdefault(LEAF.sub("", key), {})[key] = tensor
-    return layers
+class ReadAdapter(WeightAdapterBase):
+    """An adapter as sana_core reads it. ComfyUI asks it for the weight, and moves tensors in tuples to devices."""
+
+    name = "sana"
+
+    def __init__(self, loaded_keys: set[str], weights: tuple[float, tuple[str, ...], tuple[torch.Tensor, ...]]) -> None:
+        self.loaded_keys = loaded_keys
+        self.weights = weights
+
+    def calculate_weight(self, weight: torch.Tensor, key: str, strength: float, *args: Any, **options: Any):
+        scale, parts, tensors = self.weights
+        return weight.copy_(adapted(weight, Adapter(dict(zip(parts, tensors, strict=True)), scale), strength))
+
+
+def patch_of(adapter: Adapter) -> ReadAdapter:
+    """Return ComfyUI's patch of a weight by `adapter`."""
+    return ReadAdapter(set(), (adapter.scale, tuple(adapter.parts), tuple(adapter.parts.values())))
 
 
 def fitting_patches(
-    layers: Mapping[str, dict[str, torch.Tensor]], keys: Mapping[str, str], shapes: Mapping[str, torch.Size]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what ComfyUI can apply of a LoRA, {weight: patch}, and {layer that does not fit whole: why}.
+    layers: Mapping[str, dict[str, torch.Tensor]],
+    keys: Mapping[str, str],
+    shapes: Mapping[str, torch.Size],
+    patches: dict[str, Any],
+) -> dict[str, str]:
+    """Add what ComfyUI can apply of a LoRA to `patches`, by weight, and return {layer that does not fit whole: why}.
 
     `keys` are the weights by the layers' names and `shapes` those of the weights. Why is empty for an unknown name. A
     layer is applied whole or not at all, and of two for the same weight the first: ComfyUI would forget one of them.
     """
-    patches, misfits = {}, {}
+    misfits = {}
     for name, tensors in layers.items():
         if name not in keys:
             misfits[name] = ""
@@ -61,7 +70,7 @@ def fitting_patches(
             misfits[name] = TWICE
         else:
             patches.update(found)
-    return patches, misfits
+    return misfits
 
 
 def as_wide(tensors: dict[str, torch.Tensor], shape: torch.Size) -> dict[str, torch.Tensor]:

@@ -56,7 +56,7 @@ def files_read(path: Path) -> Iterable[Path]:
     if path.is_dir():
         return [file for pattern in ("*", "*/*") for file in path.glob(pattern) if file.suffix.lower() in READ]
     folder = path.parent
-    beside = [folder / name for name in ("config.json", *TOKENIZER)]
+    beside = [folder / name for name in ("config.json", "adapter_config.json", *TOKENIZER)]
     beside += [folder.parent / "tokenizer" / name for name in TOKENIZER]
     shard = SHARD.match(path.stem)
     if shard:

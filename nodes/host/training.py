@@ -34,7 +34,7 @@ from .core_nodes import CORE_NODES
 from .folders import RUNS
 from .guidance import require_sana
 from .layers import KEEP
-from .lora import add_lora
+from .lora import apply_lora
 from .reference import SHARED_MASK
 from .training_view import View
 from .vae import SanaAutoencoder
@@ -204,6 +204,6 @@ def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained
         lora = read_file(file)
     losses = read_losses(Path(settings.out))
     management.soft_empty_cache()
-    trained, _, fits = add_lora(model, None, lora, file.name)
+    trained, _, fits = apply_lora(model, None, file)
     said = f"{fits}; {len(losses)} steps, {view.validation + ', ' if view.validation else ''}"
     return Trained(lora, losses, trained, f"{said}in {RUNS}/{settings.name} of the output folder")

@@ -14,6 +14,7 @@ from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.load import build_module, shift_of
 from ..checkpoints.tokenizer import load_tokenizer
 from ..errors import ReadError
+from ..lora import peft_file
 from ..released import MAX_TOKENS
 from ..text import instruction_text
 from ..whole_files import digest_file
@@ -65,9 +66,8 @@ def fingerprint(
     digests = digest_files(weight_files(info), progress, kept)
     found: dict[str, Any] = {}
     for part in info.parts or (info,):
-        files = {header.file for header in part.weights.headers.values()}
-        found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in files))
-        if part.kind == "lora":  # its configuration is in the file
+        found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in weight_files(part)))
+        if part.kind == "lora":  # its configuration is in its files
             continue
         found[f"{part.kind}_config"] = digest_json(resolved_config(part))
         if part.kind == "transformer":
@@ -99,7 +99,9 @@ def resolved_config(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def weight_files(info: CheckpointInfo) -> set[Path]:
-    return {header.file for part in info.parts or (info,) for header in part.weights.headers.values()}
+    files = {header.file for part in info.parts or (info,) for header in part.weights.headers.values()}
+    beside = peft_file(info.path)
+    return files | {beside} if beside else files
 
 
 def digest_files(files: set[Path], progress: Progress, kept: Path | None = None) -> dict[Path, str]:

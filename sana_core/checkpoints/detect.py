@@ -107,7 +107,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
                 f"{path.name}: no component beside model_index.json; download the folder again, whole"
             )
         return bundle(path, "diffusers", found)
-    if (path / "config.json").exists():
+    if any((path / name).exists() for name in ("config.json", "adapter_config.json")):
         return inspect_folder(path)
     originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
     if originals:
@@ -154,11 +154,11 @@ def components(names: Iterable[str]) -> list[dict[str, str]]:
 
 
 def inspect_folder(folder: Path) -> CheckpointInfo:
-    """As `inspect_checkpoint`, for one component's folder. Of several precisions, it takes the one without a suffix."""
+    """As `inspect_checkpoint`, for a component's folder, or PEFT's; of several precisions, the one without a suffix."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in SAFETENSORS]
     if not files:
         raise MissingFileError(
-            f"{folder.name}: no .safetensors file beside config.json; download the folder again, whole"
+            f"{folder.name}: no .safetensors file beside its configuration; download the folder again, whole"
         )
     plain = [file for file in files if "." not in SHARD.sub(r"\1", file.stem)]
     return inspect_file((plain or files)[0])

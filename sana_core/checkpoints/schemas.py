@@ -61,6 +61,19 @@ def table(value: Any) -> bool:
     )
 
 
+def patterns(value: Any) -> bool:
+    """Whether `value` has numbers by regular expressions that match any name quickly, for a file says which."""
+
+    def quick(pattern: str) -> bool:
+        try:
+            re.compile(pattern)
+        except re.error:
+            return False
+        return len(pattern) <= 200 and len(re.findall(r"[*+?{]", pattern)) <= 2 and not re.search(r"\)[*+?{]", pattern)
+
+    return type(value) is dict and len(value) <= 500 and all(quick(key) and FACTOR(own) for key, own in value.items())
+
+
 BLOCKS, WIDTH, FACTOR, SHARE = whole(1, MOST_BLOCKS), whole(1, LARGEST_WIDTH), number(1e-6, 1e6), number(0, 1)
 # the arguments of diffusers' and transformers' classes
 TRANSFORMER = {
@@ -141,6 +154,22 @@ GEMMA = {
     "use_bidirectional_attention": optional(flag),
 }
 FIELDS = {"transformer": TRANSFORMER, "controlnet": TRANSFORMER, "autoencoder": AUTOENCODER, "text_encoder": GEMMA}
+# what PEFT says of an adapter, and in words; adapters that begin in other ways change the model's own weights too
+ABOVE_ZERO = (FACTOR, "a number above 0")
+PATTERNS = (patterns, "a table of numbers above 0 by simple patterns")
+PEFT: dict[str, tuple[Check, str]] = {
+    "peft_type": (lambda value: value in ("LORA", "LOHA", "LOKR"), "LORA, LOHA or LOKR"),
+    "r": ABOVE_ZERO,
+    "lora_alpha": ABOVE_ZERO,
+    "alpha": ABOVE_ZERO,
+    "rank_pattern": PATTERNS,
+    "alpha_pattern": PATTERNS,
+    "use_rslora": (flag, "true or false"),
+    "init_lora_weights": (
+        lambda value: flag(value) or value in ("gaussian", "eva", "orthogonal", "mica"),
+        "true, or a way that leaves the model as it is",
+    ),
+}
 # the tensors that tell an architecture, and their dimensions
 TELLING = {
     "transformer": {
@@ -234,10 +263,8 @@ def read_preview(file: Path) -> tuple[list[list[float]], list[float]]:
     return factors, bias
 
 
-def check_ranks(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for PEFT's settings of a LoRA whose rank or alpha is no number."""
-    for field in ("transformer.lora_alpha", "transformer.r"):
-        if not optional(number(1e-6, 1e6))(settings.get(field)):
-            raise CheckpointError(
-                f"{name}: {field} is {brief(settings[field])}, expected a number above 0; use another file"
-            )
+def check_peft(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for PEFT's settings of an adapter that are broken, or mean more than its tensors say."""
+    for field, (check, expected) in PEFT.items():
+        if not optional(check)(settings.get(field)):
+            raise CheckpointError(f"{name}: {field} is {brief(settings[field])}, expected {expected}; use another file")

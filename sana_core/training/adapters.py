@@ -16,7 +16,7 @@ import torch
 
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import VersionError
-from ..lora import MAGNITUDE, adapted, by_layer, dora_scale
+from ..lora import ROWS, Adapter, Tensors, adapted, dora_scale, product_of
 from ..whole_files import unfinished
 from .settings import Method
 
@@ -58,7 +58,7 @@ def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) 
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
             # peft draws them from torch's global generator; what is zero stays so
-            if MAGNITUDE not in name and not parameter.is_meta and parameter.any():
+            if ROWS not in name and not parameter.is_meta and parameter.any():
                 drawn = torch.empty(parameter.shape)
                 torch.nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=numbers)
                 parameter.data.copy_(drawn)
@@ -96,16 +96,21 @@ def split(name: str) -> tuple[str, str]:
     return layer, part
 
 
-def core_magnitudes(
-    transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return what ComfyUI's LoRA loader wants of a DoRA besides `tensors`, which are those of `adapter_tensors`."""
-    layers = adapter_layers(transformer)
-    return {
-        f"{PREFIX}{name}.dora_scale": dora_scale(layers[name].get_base_layer().weight, parts)
-        for name, parts in by_layer(tensors, layers, "adapter").items()
-        if MAGNITUDE in parts
-    }
+def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
+    """Return {layer: {part: tensor}} of the `tensors` of `adapter_tensors`."""
+    found: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        layer, part = split(name.removeprefix(PREFIX))
+        found.setdefault(layer, {})[part] = tensor
+    return found
+
+
+def core_magnitudes(layer: Any, parts: Tensors) -> torch.Tensor:
+    """Return what ComfyUI's loaders want of a DoRA of `parts` on `layer`, float32 on the CPU."""
+    weight = layer.get_base_layer().weight.detach().float().cpu()
+    own = {part: tensor.float().cpu() for part, tensor in parts.items()}
+    changed = weight + product_of(own).reshape(weight.shape)
+    return dora_scale(weight, changed, own[ROWS]).contiguous()
 
 
 def write_adapter(
@@ -126,9 +131,14 @@ def write_adapter(
         peft_settings = {"r": method.rank, "lora_alpha": method.rank, "target_modules": layer_names(method)}
         peft_settings |= {"use_dora": method.kind == "dora", "rank_pattern": {}, "alpha_pattern": {}}
         metadata["lora_adapter_metadata"] = json.dumps({f"{PREFIX}{key}": own for key, own in peft_settings.items()})
-    everything = {**tensors, **core_magnitudes(transformer, tensors)}
+    layers = adapter_layers(transformer)
+    scales = {
+        f"{PREFIX}{name}.dora_scale": core_magnitudes(layers[name], parts)
+        for name, parts in by_layer(tensors).items()
+        if ROWS in parts
+    }
     with unfinished(file, replace=replace) as part:
-        write_tensors(part, everything, metadata)
+        write_tensors(part, {**tensors, **scales}, metadata)
 
 
 @contextmanager
@@ -142,10 +152,10 @@ def merged(transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tens
     layers = adapter_layers(transformer)
     weights = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
     before = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
-    found = by_layer({**tensors, **core_magnitudes(transformer, tensors)}, layers, "adapter")
+    found = by_layer(tensors)
     try:
         for name, layer in layers.items():
-            weights[name].copy_(adapted(weights[name], found[name]))
+            weights[name].copy_(adapted(weights[name], Adapter(found[name])))
             layer.merged_adapters.append(ADAPTER)
         yield
     finally:

@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.headers import read_file
+from ..checkpoints.files import shown
 from ..errors import InputError
-from ..lora import MAGNITUDE, Tensors, by_layer, file_scale, peft_settings, squeezed
+from ..lora import COLUMNS, ROWS, Tensors, read_whole
 from .adapters import SCALED, adapter_layers, layer_names, parts_of
 from .entries import digest_of
 from .pictures import Place, read_place
 from .runs import find_states, read_run
-from .settings import TARGETS, Method, Settings
+from .settings import ADAPTERS, TARGETS, Method, Settings
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
-
-BOTH = Method(targets="both")
 
 
 def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
@@ -33,20 +30,19 @@ def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
     `method` are not the file's, with what they should be, and CheckpointError, MissingFileError or ReadError for what
     is no LoRA.
     """
-    info = find_part(inspect_checkpoint(method.start), "lora")
-    names = [name for name, _ in transformer.named_modules() if re.fullmatch(layer_names(BOTH), name)]
-    found = by_layer(read_file(info.path), names, info.name)
-    check_kind(found, method.kind, info.name)
+    modules = {name: getattr(module, "base_layer", module) for name, module in transformer.named_modules()}
+    weighty = (torch.nn.Linear, torch.nn.Conv2d)
+    shapes = {name: module.weight.shape for name, module in modules.items() if isinstance(module, weighty)}
+    found, file = read_whole(method.start, shapes), shown(Path(method.start))
+    check_kind({part for adapter in found.values() for part in adapter.parts}, method.kind, file)
     layers = adapter_layers(transformer)
-    check_targets(found.keys(), layers.keys(), names, method.targets, info.name)
-    settings = peft_settings(info)
+    check_targets(found.keys(), layers.keys(), shapes.keys(), method.targets, file)
     for name, layer in layers.items():
-        own = parts_of(layer, data=False)
-        check_parts(found[name], own, f"{info.name}: {name}")
-        scale = file_scale(found[name], settings) / method.scale
+        own, (parts, scale) = parts_of(layer, data=False), found[name]
+        check_parts(parts, own, f"{file}: {name}")
         for part, parameter in own.items():
-            factor = scale if part in SCALED else 1.0
-            parameter.data.copy_((found[name][part].float() * factor).reshape(parameter.shape))
+            factor = scale / method.scale if part in SCALED else 1.0
+            parameter.data.copy_((parts[part].float() * factor).reshape(parameter.shape))
 
 
 def needs_start(settings: Settings) -> bool:
@@ -65,14 +61,12 @@ def start_fact(settings: Settings) -> str:
     return digest_of(read_place(Place(Path(file)), file))
 
 
-def check_kind(found: Mapping[str, Tensors], kind: str, file: str) -> None:
-    """Raise InputError unless the file's adapter is of that `kind`."""
-    parts = {part for tensors in found.values() for part in tensors}
-    if "dora_scale" in parts and MAGNITUDE not in parts:
-        raise InputError(
-            f"{file}: got a DoRA with dora_scale alone, expected lora_magnitude_vector; begin without start"
-        )
-    got = "lokr" if any(part.startswith("lokr") for part in parts) else "dora" if MAGNITUDE in parts else "lora"
+def check_kind(parts: Collection[str], kind: str, file: str) -> None:
+    """Raise InputError unless an adapter with these `parts` is of that `kind`."""
+    tells = {"hada_w1_a": "loha", "lokr_w1": "lokr", "lokr_w1_a": "lokr", COLUMNS: "dora of columns", ROWS: "dora"}
+    got = next((own for part, own in tells.items() if part in parts), "lora")
+    if got not in ADAPTERS:
+        raise InputError(f"{file}: got a {got}, expected {', '.join(ADAPTERS)}; begin without start")
     if got != kind:
         raise InputError(f"{file}: got a {got}, but method.kind is {kind}; set kind to {got}")
 
@@ -93,8 +87,7 @@ def check_targets(
 
 def check_parts(found: Tensors, own: Mapping[str, torch.Tensor], name: str) -> None:
     """Raise InputError unless the file's tensors of a layer have the shapes of its adapter."""
-    # beside magnitudes the scales are the same for ComfyUI, see `core_magnitudes`
-    for part in sorted(own.keys() | found.keys() - {"alpha", "dora_scale"}):
+    for part in sorted(own.keys() | found.keys()):
         if part not in found or part not in own:
             raise InputError(f"{name}: {part} is {'missing' if part in own else 'too much'}; begin without start")
         got, expected = (list(tensor.shape) for tensor in (found[part], own[part]))
@@ -107,3 +100,10 @@ def check_parts(found: Tensors, own: Mapping[str, torch.Tensor], name: str) -> N
                 f"{name}: got rank {got[rank]}, but method.rank is {expected[rank]}; set rank to {got[rank]}"
             )
         raise InputError(f"{name}: got {part} of {got}, expected {expected}; choose a LoRA of this model")
+
+
+def squeezed(shape: list[int]) -> list[int]:
+    """Return a shape without the ones at its end: 1x1 convolutions are linear layers elsewhere."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape

@@ -148,7 +148,9 @@ def test_a_folder_of_another_model(fails, folder):
 def test_a_folder_that_lost_its_weights(fails, folder):
     for file in (folder("empty") / "transformer").glob("*.safetensors"):
         file.unlink()
-    fails(load("empty"), "^transformer: no .safetensors file beside config.json; download the folder again, whole$")
+    fails(
+        load("empty"), "^transformer: no .safetensors file beside its configuration; download the folder again, whole$"
+    )
 
 
 @pytest.mark.parametrize(

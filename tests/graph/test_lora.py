@@ -190,7 +190,7 @@ def test_a_lora_of_which_nothing_fits_shows_three_of_its_keys(host, base_graph, 
         host.run(graph)
     assert str(caught.value) == (
         "loras/sdxl.safetensors: none of its 4 layers fit this model, among them lora_unet_down_blocks_0_attn, "
-        "lora_unet_down_blocks_1_attn, lora_unet_mid; choose a LoRA trained on this SANA"
+        "lora_unet_down_blocks_1_attn, lora_unet_mid, ...; choose a LoRA trained on this SANA"
     )
 
 

@@ -120,7 +120,8 @@ def test_of_a_mixed_file_the_fitting_layers_are_applied_and_the_others_named(hos
     graph = base_graph(steps=2)
     with caplog.at_level(logging.WARNING):
         got = host.run(with_lora(graph, lora=ours(put("mixed.safetensors", {**fitting, **misfit}))))
-    said = f"loras/mixed.safetensors: 1 of 2 layers fit, not {NAME} (got [4, 160] and [160, 8], expected [160, 160])"
+    said = f"loras/mixed.safetensors: 1 of 2 layers fit, not {NAME} "
+    said += "(got lora_A [4, 160], lora_B [160, 8], expected [160, 160])"
     assert said in caplog.text
     alone = host.run(with_lora(graph, lora=ours(put("alone.safetensors", fitting))))
     assert torch.equal(got["latent"]["samples"], alone["latent"]["samples"])

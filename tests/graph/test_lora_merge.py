@@ -155,12 +155,21 @@ def test_a_lora_of_the_other_reference_is_named(host, checkpoint, caplog, refere
 
 
 WRONG = {
-    "LoHa": ({f"{LINEAR}.hada_w1_a": random(4, 160)}, "hada_w1_a, which is no part of a LoRA, DoRA or LoKr"),
-    "a text encoder": ({"text_encoder.layers.0.mlp.up_proj.lora_A.weight": random(4, 160)}, "which is no part of"),
+    "OFT": ({**pairs("bare"), "proj_out.oft_blocks": random(8, 4, 4)}, r"2 of 3 .* proj_out \(no LoRA, DoRA, LoHa or"),
+    "a text encoder": (
+        {**pairs("bare"), "text_encoder.layers.0.mlp.up_proj.lora_A": random(4, 160)},
+        "2 of 3 .* text_",
+    ),
     "another width": ({**pairs("bare"), f"{LINEAR}.lora_A.weight": random(4, 96)}, r"lora_A \[4, 96\].*\[160, 160\]"),
-    "half": ({f"{LINEAR}.lora_A.weight": random(4, 160)}, r"got lora_A \[4, 160\], expected parts for a weight"),
-    "no rank": ({**pairs("bare"), f"{LINEAR}.lora_A.weight": random(0, 160)}, r"\[0, 160\], expected numbers"),
-    "two alphas": ({**pairs("bare"), f"{LINEAR}.alpha": torch.ones(2)}, r"to_q.alpha \[2\], expected one number"),
+    "half": (
+        {f"{LINEAR}.lora_A.weight": random(4, 160)},
+        r"none of its 1 .*got lora_A \[4, 160\], expected \[160, 160\]",
+    ),
+    "a half that is flat": ({**pairs("bare"), f"{LINEAR}.lora_A.weight": random(4)}, r"1 of 2 .*got lora_A \[4\]"),
+    "two kinds": ({**pairs("bare"), f"{LINEAR}.lokr_w1": random(8, 8)}, r"1 of 2 .*lokr_w1 \[8, 8\], lora_A"),
+    "one layer twice": ({**pairs("bare"), **pairs("kohya")}, r"2 of 4 .*\(its weight has another layer in the file\)"),
+    "no rank": ({**pairs("bare"), f"{LINEAR}.lora_A.weight": random(0, 160)}, r"1 of 2 .*lora_A \[0, 160\]"),
+    "two alphas": ({**pairs("bare"), f"{LINEAR}.alpha": torch.ones(2)}, r"1 of 2 .*got alpha \[2\]"),
 }
 
 

@@ -71,7 +71,7 @@ def test_broken_folders_are_named(copy, name):
     config.write_text(content)
     for file in (copy / name).glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
-    with pytest.raises(FileNotFoundError, match=f"^{name}: no .safetensors file beside config.json; download"):
+    with pytest.raises(FileNotFoundError, match=f"^{name}: no .safetensors file beside its configuration; download"):
         load(copy)
 
 

@@ -197,12 +197,35 @@ def test_a_tokenizer_tensor_that_is_not_bytes_is_refused(checkpoint, tmp_path):
     refused(file, "tokenizer_json is no tensor of a tokenizer's bytes; download", load=sana_core.load_text_encoder)
 
 
-@pytest.mark.parametrize("field", ["transformer.r", "transformer.lora_alpha"])
+@pytest.mark.parametrize("field", ["r", "lora_alpha", "alpha"])
 def test_a_loras_rank_and_alpha_are_numbers_above_zero(field):
     """PEFT divides one by the other."""
     for value in (0, -1, "8", [8], float("nan"), True):
         with pytest.raises(ValueError, match=f"^lora.safetensors: {field} is .*, expected a number above 0; use"):
-            schemas.check_ranks("lora.safetensors", {field: value})
-    for value in (1, 128, 0.5):
-        schemas.check_ranks("lora.safetensors", {field: value})
-    schemas.check_ranks("lora.safetensors", {})
+            schemas.check_peft("lora.safetensors", {field: value})
+    for value in (1, 128, 0.5, None):
+        schemas.check_peft("lora.safetensors", {field: value})
+    schemas.check_peft("lora.safetensors", {})
+
+
+@pytest.mark.parametrize(
+    "field, right, wrong",
+    [
+        (
+            "alpha_pattern",
+            [{}, {"to_q": 2}, {r"blocks\.\d+\.attn1\..*": 0.5}],
+            [[], {"to_q": 0}, {"(": 1}, {"(a+)+b": 1}],
+        ),
+        ("rank_pattern", [{"attn1.to_out.0": 8}], [{"a*b*c*": 1}, {"a" * 201: 1}, {f"a{n}": 1 for n in range(501)}]),
+        ("use_rslora", [True, False], [1, "yes"]),
+        ("peft_type", ["LORA", "LOHA", "LOKR"], ["ADALORA", "OFT", ["LORA"]]),
+        # PiSSA and others leave the model other weights than the file's layers are made for
+        ("init_lora_weights", [True, False, "gaussian", "eva"], ["pissa", "pissa_niter_4", "olora", "loftq", {}]),
+    ],
+)
+def test_what_peft_says_of_an_adapter_is_followed_or_refused(field, right, wrong):
+    for value in right:
+        schemas.check_peft("lora.safetensors", {field: value})
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"^lora.safetensors: {field} is .*, expected .*; use another file"):
+            schemas.check_peft("lora.safetensors", {field: value})

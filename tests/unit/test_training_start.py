@@ -101,7 +101,9 @@ def test_alpha_beside_the_tensors_scales_them(checkpoint, tmp_path, lora):
     torch.testing.assert_close(begun(checkpoint, file), lora[1], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"attn1.to_q": 7, "to_k": 2}}], ids=str
+)
 def test_from_what_peft_saves(checkpoint, tmp_path, settings):
     """PEFT's own folder, whose rank, alpha, rslora and dora stand in adapter_config.json."""
     config = LoraConfig(r=RANK, lora_alpha=3, target_modules=TARGETS, init_lora_weights=False, **settings)
@@ -133,6 +135,13 @@ def changed(name, make):
     return change
 
 
+def with_magnitudes(shape):
+    def change(tensors):
+        tensors[sorted(tensors)[0].partition(".lora_")[0] + ".dora_scale"] = torch.ones(shape)
+
+    return change
+
+
 WRONG = {
     "rank": ({"rank": 8}, None, "got rank 4, but method.rank is 8; set rank to 4"),
     "kind": ({"kind": "dora"}, None, "got a lora, but method.kind is dora; set kind to lora"),
@@ -140,26 +149,23 @@ WRONG = {
     "fewer layers": ({}, lambda tensors: [tensors.pop(key) for key in sorted(tensors)[:2]], "to_k is missing"),
     "other layers": (
         {},
-        lambda tensors: tensors.update({"transformer.proj_out.lora_A.weight": torch.ones(4, 160)}),
-        "got transformer.proj_out.lora_A.weight, which is no part of a LoRA",
+        lambda tensors: tensors.update({"proj_out.lora_A": torch.ones(4, 160), "proj_out.lora_B": torch.ones(32, 4)}),
+        "of no targets, proj_out is more than is trained",
     ),
     "another kind": (
         {},
-        lambda tensors: tensors.update({"transformer.proj_out.hada_w1_a": torch.ones(4, 160)}),
-        "got transformer.proj_out.hada_w1_a, which is no part of a LoRA",
+        lambda tensors: tensors.update({"transformer.proj_out.oft_blocks": torch.ones(4, 160)}),
+        r"40 of 41 layers fit, not transformer.proj_out \(no LoRA, DoRA, LoHa or LoKr\)",
     ),
     "two alphas": (
         {},
         lambda tensors: tensors.update({sorted(tensors)[0].partition(".lora_")[0] + ".alpha": torch.ones(2)}),
-        r"alpha \[2\], expected one number",
+        r"39 of 40 layers fit, not transformer.*alpha \[2\], lora_A",
     ),
-    "half a layer": ({}, lambda tensors: tensors.pop(sorted(tensors)[0]), "lora_A is missing"),
-    "another width": ({}, changed("lora_A.weight", lambda each: each[:, :96]), r"got lora_A of \[4, 96\], expected"),
-    "core's DoRA": (
-        {},
-        lambda tensors: tensors.update({sorted(tensors)[0].partition(".lora_")[0] + ".dora_scale": torch.ones(160, 1)}),
-        "got a DoRA with dora_scale alone",
-    ),
+    "half a layer": ({}, lambda tensors: tensors.pop(sorted(tensors)[0]), r"got lora_B \[160, 4\], expected"),
+    "another width": ({}, changed("lora_A.weight", lambda each: each[:, :96]), r"got lora_A \[4, 96\], lora_B"),
+    "a DoRA of columns": ({}, with_magnitudes((1, 160)), "got a dora of columns, expected lora, dora, lokr"),
+    "a DoRA of rows": ({}, with_magnitudes((160, 1)), "got a dora, but method.kind is lora; set kind to dora"),
 }
 
 
@@ -174,10 +180,7 @@ def test_what_does_not_fit_is_named_with_what_to_set(checkpoint, tmp_path, lora,
 
 
 def test_settings_that_cannot_be_followed_are_named(checkpoint, tmp_path, lora):
-    own = {"transformer.r": 4, "transformer.alpha_pattern": {"to_q": 2}}
-    with pytest.raises(InputError, match="got a LoRA with alpha_pattern, expected one rank and alpha"):
-        begun(checkpoint, write(tmp_path, named(lora[0]), lora_adapter_metadata=json.dumps(own)))
-    with pytest.raises(CheckpointError, match="transformer.lora_alpha is 0"):
+    with pytest.raises(CheckpointError, match="lora_alpha is 0"):
         metadata = json.dumps({"transformer.lora_alpha": 0})
         begun(checkpoint, write(tmp_path, named(lora[0]), lora_adapter_metadata=metadata))
     with pytest.raises(CheckpointError, match="found a SANA transformer"):
