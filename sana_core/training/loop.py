@@ -213,8 +213,10 @@ def resume(learner: Learner, data: Sequence[Data], folder: Folder) -> tuple[Plac
         return place, state.best, state.validated
     if place.position:
         logger.warning("pictures or batches of phase %d have changed, so its epoch begins again", place.phase + 1)
-    # the validation's may be others too
-    return place._replace(position=0), None, None
+    place = place._replace(position=0)
+    # what has ended stays as it is; else the validation's may be others too
+    ended = not advance(place, data, learner)[1]
+    return (place, state.best, state.validated) if ended else (place, None, None)
 
 
 def advance(place: Place, data: Sequence[Data], learner: Learner) -> tuple[Place, list[Group]]:

@@ -170,6 +170,18 @@ def test_older_states_that_a_killed_run_has_not_removed_go_with_the_next_one(mak
     assert [step for step, _ in find_states(out)] == [4]
 
 
+def test_a_run_that_has_ended_keeps_its_best_when_its_pictures_change(make, out, tmp_path):
+    write_pictures(tmp_path / "pictures", 4)
+    phase = Phase((str(tmp_path / "pictures"),), 32, steps=6, learning_rate=0.3)
+    own = replace(make(keep=1, validation=Validation(every=2, share=0.3)), phase=(phase,))
+    train.train(own)
+    before = content(out)
+    assert len(find_states(out)) == 2
+    next((tmp_path / "pictures").glob("*.txt")).write_text("another caption")
+    train.train(own)
+    assert content(out) == before
+
+
 def test_a_run_whose_run_json_is_gone_goes_on(make, out):
     train.train(make())
     (out / "run.json").unlink()
