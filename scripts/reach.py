@@ -19,8 +19,9 @@ from setup import ROOT
 TESTS = (
     *("accelerator", "batch_local", "batch_queue", "blended_tiles", "checkpoints", "commands", "dc_ae", "decode"),
     *("decode_cancel", "decode_faults", "decode_lite", "errors", "files", "forward", "generate"),
-    *("hostile_files", "latents", "layouts", "memory", "overwritten_files", "pipelines", "reference", "row_partition"),
-    *("sampling", "softcap", "text", "tokenizer"),
+    *("hostile_configs", "hostile_headers", "hostile_pickles", "hostile_places", "latents", "layouts", "memory"),
+    *("overwritten_files", "pipelines", "reference", "relatives", "row_partition", "sampling", "softcap", "text"),
+    "tokenizer",
 )
 # of a file whose others start processes
 ONLY = {"tests/unit/test_commands.py": ("-k", "convert or inspect")}

@@ -1,5 +1,6 @@
 """What is asked before a picture is taken for one that would be drawn now: everything that decides it."""
 
+import json
 import os
 import shutil
 
@@ -32,6 +33,14 @@ def test_the_instruction_and_the_librarys_defaults_are_asked(checkpoint, monkeyp
     real = module.resolved_config
     monkeypatch.setattr(module, "resolved_config", lambda info: {**real(info), "a_new_default": 1})
     assert "transformer_config" in difference(before, fingerprint(checkpoint))
+
+
+def test_the_tokenizer_is_asked(own):
+    before, file = fingerprint(own), own / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["normalizer"] = {"type": "Lowercase"}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert difference(before, fingerprint(own)) == "tokenizer"
 
 
 def test_the_digest_of_a_large_file_is_kept_beside_it(own, monkeypatch):

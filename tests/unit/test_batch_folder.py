@@ -392,3 +392,16 @@ def test_a_disk_that_is_full_says_so_and_leaves_no_half_picture(batch, spawn, tm
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
     status, _, err = batch()
     assert status == 0, err
+
+
+def test_a_picture_that_an_earlier_run_left_half_is_drawn_again(batch, tmp_path):
+    """Two runs of other seeds, and a power cut that the list of pictures has not survived."""
+    for seed in (0, 10):
+        assert batch("--count", 1, "--seed", seed, steps=1)[0] == 0
+    out = tmp_path / "out"
+    picture, manifest = out / "00000_0.png", next(out.glob("*.json"))
+    whole, listed = picture.read_bytes(), json.loads(manifest.read_text())
+    picture.write_bytes(whole[: len(whole) // 2])
+    manifest.write_text(json.dumps({**listed, "pictures": {}}))
+    assert batch("--count", 1, "--seed", 0, steps=1)[0] == 0
+    assert picture.read_bytes() == whole

@@ -187,6 +187,23 @@ def test_a_budget_below_the_floor_says_the_smallest_that_works(bundled):
     assert decode_latents(bundled, noise(1, 32, 4, 4), max_bytes=floor).isfinite().all()
 
 
+def test_each_devices_band_is_planned_with_its_halos():
+    """64 rows of the boundary map, of which a row of pixels needs 7 on either side."""
+    stages = decoder_stages(f32c32_layout())
+    planner = Planner(stages, 16, 16, torch.float32, True, devices=4)
+    assert (stages.halo, planner.height) == (7, 64) and planner.bands == {(0, 23), (7, 30), (7, 23)}
+    first = plan.local_demand(stages, 64, 8, 4, True, above=7)
+    assert first == plan.local_demand(stages, 64, 8 + 7, 4, True)
+
+
+def test_a_panel_is_planned_with_a_halo_on_both_sides():
+    stages = decoder_stages(f32c32_layout())
+    planner = Planner(stages, 16, 16, torch.float32, True)
+    rows, columns, size = next(option for option in planner.local_options() if option[1])
+    panel = plan.local_demand(stages, columns + 2 * 7, rows, 4, True, 64 // columns, 64)
+    assert columns == 32 and size == planner.boundary_bytes + panel.size
+
+
 @pytest.mark.parametrize("height, width", [(2**a, 2**b) for a in (4, 7, 8) for b in (4, 7, 8)] + [(128, 512)])
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, accelerator):

@@ -76,6 +76,15 @@ def test_sana_pipeline(variant, size, seed, steps, guidance):
         torch.testing.assert_close(ours, run(pipeline, size, latents=noise, **options), atol=1e-4, rtol=0)
 
 
+def test_guidance_below_1_is_guided_too():
+    """ComfyUI leaves out the negative prompt at 1 alone (comfy/samplers.py, sampling_function)."""
+    transformer, x, sigma = tiny_transformer(), next(start(0, SIZES[0])), torch.tensor(0.7)
+    positive, negative = (denoiser(transformer, prompt, UNCOND, 1.0, True)(x, sigma) for prompt in (COND, UNCOND))
+    for guidance, expected in ((0.0, negative), (0.5, (positive + negative) / 2)):
+        got = denoiser(transformer, COND, UNCOND, guidance, True)(x, sigma)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("seed, steps, guidance, scale", [(0, 20, 4.5, 3.0), (1, 8, 1.0, 2.0), (2, 14, 7.0, 1.0)])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("blocks", [(1,), (0, 2)])

@@ -183,6 +183,29 @@ def test_pictures_that_are_added_are_learnt_when_the_run_goes_on(settings, tmp_p
     assert [line["step"] for line in lines_of(own)] == list(range(1, 12))
 
 
+def test_an_epoch_whose_pictures_have_changed_begins_again(settings, tmp_path):
+    data = tmp_path / "pictures"
+    write_pictures(data, 4, seed=2)
+    phase = Phase((str(data),), 128, batch=1, steps=3, learning_rate=1e-3)
+    own = replace(settings(), phase=(phase,), validation=Validation())
+    train.train(own)
+    write_pictures(data, 4, seed=3)
+    train.train(replace(own, phase=(replace(phase, steps=11),)))
+    # of eight pictures all are learnt, not the five behind the third
+    assert [line["epoch"] for line in lines_of(own)] == [1] * 11
+
+
+def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings, monkeypatch):
+    seeds, steps = [], []
+    step_optimizer, average_decay = learner.step_optimizer, learner.average_decay
+    monkeypatch.setattr(
+        learner, "step_optimizer", lambda *own: seeds.append(own[1].initial_seed()) or step_optimizer(*own)
+    )
+    monkeypatch.setattr(learner, "average_decay", lambda ema, step: steps.append(step) or average_decay(ema, step))
+    train.train(settings(steps=2, phases=2, seed=5, optimizer=Optimizer(ema=0.9)))
+    assert seeds == [5, 6, 7, 8] and steps == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
 def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkpoint, tmp_path, name):
     write_pictures(tmp_path / "one", 1)
