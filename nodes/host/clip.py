@@ -212,7 +212,7 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Rea
     else:
         raise InputError(
             f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "
-            "use SANA Loader, SANA Text Encoder Loader, or CLIPLoader with type pixeldit"
+            "use SANA Loader, SANA Load Text Encoder, or CLIPLoader with type pixeldit"
         )
     reading = read_prompt(split, text, instruction)
     return clip.encode_from_tokens_scheduled(token_pairs(reading, pad_token)), reading
