@@ -32,11 +32,12 @@ class Reference(NamedTuple):
     whole_timesteps: bool  # with every sampler, not only with those whose scheduler rounds; never of Sprint
     shared_mask: bool  # the negative prompt is masked like the positive one, as in SANA's training
     always_lowers_order: bool  # DPM-Solver++ ends with lower orders whatever the number of steps
+    float32_schedule: bool  # of DPM-Solver++; the other has it in float64
 
 
 RULES = {
-    NVIDIA: Reference(1e-8, 1e-6, True, True, True),
-    DIFFUSERS: Reference(1e-15, 1e-5, False, False, False),
+    NVIDIA: Reference(1e-8, 1e-6, True, True, True, True),
+    DIFFUSERS: Reference(1e-15, 1e-5, False, False, False, False),
 }
 
 

@@ -208,6 +208,13 @@ def own_arguments(flow: FlowSampler, reference: Reference, noise: Iterator[torch
     return {}
 
 
+def own_sigmas(flow: FlowSampler, reference: Reference, steps: int, shift: float) -> torch.Tensor:
+    """Return the [steps + 1] sigmas of a sampler as `reference` computes them. Raises InputError as they do."""
+    if flow.sigmas is flow_dpm_sigmas:
+        return flow_dpm_sigmas(steps, shift, reference.float32_schedule)
+    return flow.sigmas(steps, shift)
+
+
 def check_sampler(config: Any, name: str) -> None:
     """Raise InputError if the model with `config` and the sampler `name` are not made for each other."""
     if config.guidance_embeds and name != SPRINT:

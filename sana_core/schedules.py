@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from .checks import check_number, check_whole
@@ -39,14 +40,22 @@ def flow_euler_sigmas(steps: int, shift: float) -> torch.Tensor:
     return torch.cat([shift_sigmas(line, shift), torch.zeros(1)]).float()
 
 
-def flow_dpm_sigmas(steps: int, shift: float) -> torch.Tensor:
+def flow_dpm_sigmas(steps: int, shift: float, float32: bool = False) -> torch.Tensor:
     """Return [steps + 1] sigmas from just below 1 to 0: the flow sigmas of DPM-Solver in SANA and in diffusers.
 
-    Raises InputError unless `steps` is a whole number from 1 to 1000.
+    NVIDIA's code has them in `float32` and diffusers in float64, which are other whole timesteps where 1000 sigma is
+    all but a whole number. Raises InputError unless `steps` is a whole number from 1 to 1000.
     """
     check_steps(steps)
-    line = torch.linspace(0.999, 0, int(steps) + 1, dtype=torch.float64)
-    return shift_sigmas(line, shift).float()
+    if float32:
+        return shift_sigmas(1 - torch.linspace(1, 1 / 1000, int(steps) + 1), shift).flip(0)
+    exact = shift_sigmas(1 - torch.from_numpy(np.linspace(1, 1 / 1000, int(steps) + 1)), shift).flip(0)
+    sigmas, whole = exact.float(), (1000 * exact).floor()
+    # the nearest float32 may lie on the other side of a whole timestep
+    while not torch.equal(found := (1000 * sigmas).floor(), whole.float()):
+        there = torch.where(found > whole, 0.0, 1.0)
+        sigmas = torch.where(found == whole, sigmas, sigmas.nextafter(there))
+    return sigmas
 
 
 def scm_timesteps(

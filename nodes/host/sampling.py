@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from ...sana_core.latents import DOWNSCALE, check_channels, noise_stream
 from ...sana_core.reference import reference_of
 from ...sana_core.released import SPRINT, Defaults, model_defaults
-from ...sana_core.sampling import check_sampler, find_sampler, own_arguments
+from ...sana_core.sampling import check_sampler, find_sampler, own_arguments, own_sigmas
 from ...sana_core.schedules import start_later
 from .guidance import SIGMA, require_sana
 from .model import WHOLE_TIMESTEPS, check_flow
@@ -96,10 +96,10 @@ def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -
     Raises InputError for numbers out of range, for a sampler that is not in SAMPLERS or not for the model, and for a
     MODEL that is not SANA's or has a ModelSampling of another kind than flow matching.
     """
-    flow = find_sampler(name)
-    check_sampler(require_sana(model.model).diffusion_model.config, name)
-    shift = shift_of(model.get_model_object("model_sampling"))
-    return start_later(lambda count: flow.sigmas(count, shift), steps, denoise)
+    flow, transformer = find_sampler(name), require_sana(model.model).diffusion_model
+    check_sampler(transformer.config, name)
+    shift, reference = shift_of(model.get_model_object("model_sampling")), reference_of(transformer)
+    return start_later(lambda count: own_sigmas(flow, reference, count, shift), steps, denoise)
 
 
 def shift_of(sampling) -> float:

@@ -23,7 +23,7 @@ from ..lora import merge_loras, reference_note
 from ..polling import Poll, no_poll
 from ..reference import AUTO, reference_of
 from ..released import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
-from ..sampling import check_sampler, find_sampler, own_arguments
+from ..sampling import check_sampler, find_sampler, own_arguments, own_sigmas
 from ..schedules import check_steps, shift_sigmas
 from ..text import TextEncoder, encode_prompts
 from .plan import Chunk, drawn_together
@@ -229,8 +229,9 @@ def sample(
     if shared is not None and shared.span is not None:
         noise = (part[:, :, slice(*shared.span)] for part in noise)
     start = next(noise).to(transformer.device)
-    more = own_arguments(flow, reference_of(transformer), noise)
-    sigmas = flow.sigmas(settings.steps, shift)
+    reference = reference_of(transformer)
+    more = own_arguments(flow, reference, noise)
+    sigmas = own_sigmas(flow, reference, settings.steps, shift)
     return flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
 
 

@@ -14,7 +14,7 @@ import sana_core
 from sana_core.guidance import denoiser
 from sana_core.reference import DIFFUSERS, NVIDIA, reference_of
 from sana_core.released import perturbed_block, released_shift
-from sana_core.sampling import SAMPLERS, own_arguments
+from sana_core.sampling import SAMPLERS, own_arguments, own_sigmas
 
 CAPTION = 64
 BOUND = 1e-4
@@ -171,7 +171,8 @@ def test_guided_sampling_of_20_steps(sampler, reference, files):
         flow = SAMPLERS[sampler]
         model = denoiser(transformer, (cond, mask), (uncond, own), guidance, flow.whole_timesteps)
         more = own_arguments(flow, reference_of(transformer), iter(()))
-        got = flow.sample(model, x, flow.sigmas(steps, shift), **more)
+        sigmas = own_sigmas(flow, reference_of(transformer), steps, shift)
+        got = flow.sample(model, x, sigmas, **more)
     show(f"guided sampling, {sampler} x {reference}: {difference(got, expected):.1e}")
     assert difference(got, expected) < BOUND
 

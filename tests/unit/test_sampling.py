@@ -11,6 +11,7 @@ from sana_core.sampling import (
     flow_dpm_sigmas,
     flow_euler_sigmas,
     own_arguments,
+    own_sigmas,
     sample_flow_dpmpp_1,
     sample_flow_dpmpp_2m,
     sample_flow_dpmpp_3m,
@@ -53,6 +54,22 @@ def test_schedules_are_those_of_diffusers(steps, shift):
     euler = FlowMatchEulerDiscreteScheduler(shift=shift)
     euler.set_timesteps(steps)
     torch.testing.assert_close(flow_euler_sigmas(steps, shift), euler.sigmas, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shift", [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0])
+def test_whole_timesteps_of_every_schedule_are_those_of_diffusers_and_of_nvidia(shift):
+    """0.999 k / n lies on whole timesteps again and again, where the last bit decides."""
+    for steps in range(1, 101):
+        dpm, euler = dpm_scheduler(shift), FlowMatchEulerDiscreteScheduler(shift=shift)
+        dpm.set_timesteps(steps)
+        euler.set_timesteps(steps)
+        assert torch.equal((flow_dpm_sigmas(steps, shift)[:-1] * 1000).floor().long(), dpm.timesteps), steps
+        # NVIDIA's code rounds those of diffusers' Euler
+        assert torch.equal((flow_euler_sigmas(steps, shift)[:-1] * 1000).floor(), euler.timesteps.floor()), steps
+        # get_time_steps in NVIDIA's dpm_solver.py, from T = 1 to 1 / 1000
+        betas = 1.0 - torch.linspace(1.0, 0.001, steps + 1)
+        theirs = (shift * betas / (1 + (shift - 1) * betas)).flip(dims=[0])
+        assert torch.equal(own_sigmas(SAMPLERS["flow_dpmpp_2m"], RULES[NVIDIA], steps, shift), theirs), steps
 
 
 @pytest.mark.parametrize("steps, shift", STEPS_AND_SHIFTS)
