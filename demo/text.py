@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma2Model, GemmaTokenizer
 
+from sana_core.reference import DIFFUSERS
 from sana_core.text import instruction_text
 
 from .pictures import article, combinations, position_word, random_caption, random_scene, size_word
@@ -56,7 +57,7 @@ def documents(rng: random.Random) -> Iterator[tuple[str, str]]:
 def train_tokenizer(documents: Documents) -> GemmaTokenizer:
     """Byte-pair merges over captions and the instruction, in Gemma's form: bytes for what it never saw."""
     stream = documents(random.Random(3))
-    corpus = ["".join(next(stream)) for _ in range(4000)] + [instruction_text()] * 40
+    corpus = ["".join(next(stream)) for _ in range(4000)] + [instruction_text(DIFFUSERS)] * 40
     raw = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     # Gemma turns spaces into U+2581; split in front of each, lest merges run across words
     raw.normalizer = normalizers.Replace(" ", "\u2581")
@@ -101,7 +102,7 @@ def train(
     tokenizer = train_tokenizer(documents)
     model = build(tokenizer, size)
     stream = documents(random.Random(4))
-    prefix = instruction_text()
+    prefix = instruction_text(DIFFUSERS)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=size.steps, pct_start=0.05)
     for step in range(size.steps):

@@ -61,9 +61,16 @@ def pixels(resolution: str) -> int | None:
     return None if resolution == AUTO else int(resolution)
 
 
-def load_whole(name: str, node_id: str, *options) -> io.NodeOutput:
-    """Return MODEL, CLIP and VAE of the whole model of that name, and write under the node what the first is; `options`
-    are those of `load_model`."""
+def load_whole(
+    name: str,
+    node_id: str,
+    weight_dtype: str = "default",
+    resolution: int | None = None,
+    reference: str = AUTO,
+    quantise: str = "off",
+) -> io.NodeOutput:
+    """Return MODEL, CLIP and VAE of the whole model of that name, and write under the node what the first is; the
+    options are those of `load_model`."""
     # these import diffusers and transformers
     from .host.clip import load_clip
     from .host.load_model import load_model, model_text
@@ -71,9 +78,9 @@ def load_whole(name: str, node_id: str, *options) -> io.NodeOutput:
     from .host.vae import load_vae
 
     path = model_path(name)
-    patcher = load_model(path, *options)
+    patcher = load_model(path, weight_dtype, resolution, reference, quantise)
     show_under_node(model_text(patcher), node_id)
-    return io.NodeOutput(patcher, load_clip(path), load_vae(path))
+    return io.NodeOutput(patcher, load_clip(path, reference), load_vae(path))
 
 
 class SanaNodesLoader(io.ComfyNode):
@@ -209,7 +216,14 @@ class SanaNodesTextEncoderLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "text_encoder_name", options=list_files("text_encoders"), tooltip="A file in models/text_encoders."
-                )
+                ),
+                io.Combo.Input(
+                    "reference",
+                    options=list(REFERENCES),
+                    optional=True,
+                    advanced=True,
+                    tooltip="Whose reading of prompts to follow: choose that of the MODEL. auto: NVIDIA's.",
+                ),
             ],
             outputs=[io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode.")],
         )
@@ -226,10 +240,10 @@ class SanaNodesTextEncoderLoader(io.ComfyNode):
         return file_stamp(lambda: find_file("text_encoders", text_encoder_name))
 
     @classmethod
-    def execute(cls, text_encoder_name: str) -> io.NodeOutput:
+    def execute(cls, text_encoder_name: str, reference: str = AUTO) -> io.NodeOutput:
         from .host.clip import load_clip
 
-        return io.NodeOutput(load_clip(find_file("text_encoders", text_encoder_name)))
+        return io.NodeOutput(load_clip(find_file("text_encoders", text_encoder_name), reference))
 
 
 class SanaNodesVAELoader(io.ComfyNode):

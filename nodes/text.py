@@ -11,7 +11,7 @@ class SanaNodesTextEncode(io.ComfyNode):
     """
     Encodes a prompt as SANA was trained to read it, with a fixed instruction before it.
 
-    Turn the instruction off for the negative prompt. An empty text never has it.
+    Turn the instruction off for the negative prompt.
     """
 
     @classmethod
@@ -36,7 +36,7 @@ class SanaNodesTextEncode(io.ComfyNode):
                 io.Boolean.Input(
                     "instruction",
                     default=True,
-                    tooltip="On for the positive prompt, off for the negative one. An empty text never has it.",
+                    tooltip="On for the positive prompt, off for the negative one.",
                 ),
             ],
             outputs=[io.Conditioning.Output()],
@@ -50,8 +50,7 @@ class SanaNodesTextEncode(io.ComfyNode):
         from .host.report import show_under_node
 
         check_links(clip=clip)
-        # the empty text stands for no prompt, which SANA learned without the instruction
-        conditioning, reading = encode(clip, text, instruction and bool(text.strip()))
+        conditioning, reading = encode(clip, text, instruction)
         note = reading.note or f"{reading.tokens} of {MAX_TOKENS} tokens"
         show_under_node(note, cls.hidden.unique_id)
         return io.NodeOutput(conditioning)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .errors import InputError
+from .reference import NVIDIA, RULES
 from .released import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ logger = logging.getLogger(__name__)
 LONGEST_TEXT = 100_000
 # what SANA was trained to read before the prompt: section 3.1 of its paper, chi_prompt in NVIDIA's configurations
 INSTRUCTION = (
-    'Given a user prompt, generate an "Enhanced prompt" that provides detailed visual descriptions suitable for image '
-    "generation. Evaluate the level of detail in the user prompt:",
+    "Given a user prompt, generate an {quote}Enhanced prompt{quote} that provides detailed visual descriptions "
+    "suitable for image generation. Evaluate the level of detail in the user prompt:",
     "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
     "relationships to create vivid and concrete scenes.",
     "- If the prompt is already detailed, refine and enhance the existing details slightly without overcomplicating.",
@@ -52,18 +53,20 @@ class Tokenizer(NamedTuple):
 
 
 class TextEncoder(NamedTuple):
-    """A tokenizer and the decoder-only language model whose last hidden states are the embeddings."""
+    """A tokenizer, the decoder-only language model whose last hidden states are the embeddings, and the reference whose
+    reading of prompts they follow."""
 
     tokenizer: Tokenizer
     model: Gemma2Model
+    reference: str = NVIDIA
 
 
-def instruction_text() -> str:
-    """Return the instruction as one text, behind which the prompt stands.
+def instruction_text(reference: str) -> str:
+    """Return the instruction of that reference as one text, behind which the prompt stands.
 
     diffusers writes 'Enhanced prompt' where the original has "Enhanced prompt"; the quotes are other tokens.
     """
-    return "\n".join(INSTRUCTION)
+    return "\n".join(INSTRUCTION).format(quote=RULES[reference].quote)
 
 
 def check_characters(text: str) -> None:
@@ -86,22 +89,31 @@ class Reading(NamedTuple):
 
 
 def read_prompt(
-    encode: Callable[[str], list[int]], prompt: str, instruction: bool = True, max_tokens: int = MAX_TOKENS
+    encode: Callable[[str], list[int]],
+    prompt: str,
+    instruction: bool = True,
+    max_tokens: int = MAX_TOKENS,
+    reference: str = NVIDIA,
 ) -> Reading:
-    """Return `prompt` as NVIDIA's app/sana_pipeline.py reads it; the note says what of it was cut.
+    """Return `prompt` as its `reference` reads it, NVIDIA's app/sana_pipeline.py or diffusers' SanaPipeline; the note
+    says what of it was cut.
 
-    `encode` turns text into token ids, BOS first. With the instruction the prompt is stripped, and cut at a mark like
-    --ar 16:9. Without, as a negative prompt, it stays as it is. What is longer than `max_tokens`, BOS included, is cut
-    off. Raises InputError for characters that cannot be encoded.
+    `encode` turns text into token ids, BOS first. diffusers strips every prompt and reads it in lower case. NVIDIA
+    strips the prompt behind the instruction, and cuts it at a mark like --ar 16:9; without the instruction, as a
+    negative prompt, it stays as it is. What is longer than `max_tokens`, BOS included, is cut off. Raises InputError
+    for characters that cannot be encoded.
     """
     check_characters(prompt)
     notes = []
     before, length = "", max_tokens
+    lower_case = RULES[reference].lower_case
+    if lower_case:
+        prompt = prompt.lower().strip()
     if instruction:
-        before = instruction_text()
+        before = instruction_text(reference)
         # so that BOS and the last max_tokens - 1 positions hold the whole prompt
         length = len(encode(before)) + max_tokens - 2
-        mark = MARK.search(prompt)
+        mark = None if lower_case else MARK.search(prompt)
         if mark:
             notes.append(f"everything from {prompt[mark.start() :][:20]!r} on was cut: width and height set the size")
             prompt = prompt[: mark.start()]
@@ -116,14 +128,18 @@ def read_prompt(
 
 
 def tokenize(
-    tokenizer: Tokenizer, prompts: list[str], instruction: bool = True, max_tokens: int = MAX_TOKENS
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    instruction: bool = True,
+    max_tokens: int = MAX_TOKENS,
+    reference: str = NVIDIA,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and mask, both int64 [B, L], padded on the right; a warning says what was cut.
 
     L is `max_tokens`, or with the instruction that many less 2 after the instruction's own tokens (BOS included).
     Raises InputError for characters that cannot be encoded.
     """
-    readings = [read_prompt(tokenizer.encode, prompt, instruction, max_tokens) for prompt in prompts]
+    readings = [read_prompt(tokenizer.encode, prompt, instruction, max_tokens, reference) for prompt in prompts]
     for prompt, reading in zip(prompts, readings, strict=True):
         if reading.note:
             logger.warning("text: %s (the prompt that begins %a)", reading.note, prompt[:40])
@@ -146,7 +162,8 @@ def encode_prompts(
     longer than `max_tokens` is cut off, with a warning in the log. Raises InputError for characters that cannot be
     encoded.
     """
-    ids, mask = (t.to(encoder.model.device) for t in tokenize(encoder.tokenizer, prompts, instruction, max_tokens))
+    read = tokenize(encoder.tokenizer, prompts, instruction, max_tokens, encoder.reference)
+    ids, mask = (part.to(encoder.model.device) for part in read)
     with torch.no_grad():
         states = encoder.model(ids, attention_mask=mask).last_hidden_state
     return select_tokens(states, max_tokens), select_tokens(mask, max_tokens)

@@ -34,12 +34,13 @@ def spiece() -> bytes:
     """A sentencepiece model with Gemma's settings: BPE, bytes for what is unknown, text left as it is."""
     import sentencepiece
 
+    from sana_core.reference import NVIDIA
     from sana_core.text import instruction_text
 
     prompts = [f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square")]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*prompts, *instruction_text().splitlines()]),
+        sentence_iterator=iter([*prompts, *instruction_text(NVIDIA).splitlines()]),
         model_writer=model,
         vocab_size=600,
         model_type="bpe",

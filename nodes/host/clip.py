@@ -17,8 +17,10 @@ import torch
 from tqdm.auto import tqdm
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
+from ...sana_core.checkpoints.load import text_reference
 from ...sana_core.checkpoints.tokenizer import load_tokenizer
 from ...sana_core.errors import InputError
+from ...sana_core.reference import AUTO, NVIDIA
 from ...sana_core.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
 from ...sana_core.writing import most_likely, read_request, stop_tokens, write_tokens
 from .compat import pixeldit_tokenizer, remember_loader
@@ -40,10 +42,11 @@ KEY = "gemma2_2b"
 class SanaTokenizer:
     """Text to (token, weight) pairs. Weights are always 1: SANA reads brackets as brackets."""
 
-    def __init__(self, tokenizer: Tokenizer, config: dict) -> None:
-        """`config` is Gemma 2's."""
+    def __init__(self, tokenizer: Tokenizer, config: dict, reference: str) -> None:
+        """`config` is Gemma 2's, `reference` whose reading of prompts is followed."""
         self.tokenizer = tokenizer
-        self.config = config
+        self.config = {**config, "reference": reference}
+        self.reference = reference
 
     def tokenize_with_weights(
         self,
@@ -61,7 +64,7 @@ class SanaTokenizer:
             check_text_alone(kwargs)
             return {KEY: [[(token, 1.0) for token in read_request(self.tokenizer, text, not skip_template)]]}
         instruction = bool(text.strip()) if instruction is None else instruction
-        reading = read_prompt(self.tokenizer.encode, text, instruction)
+        reading = read_prompt(self.tokenizer.encode, text, instruction, MAX_TOKENS, self.reference)
         if reading.note:
             logger.warning(reading.note)
         return token_pairs(reading, self.tokenizer.pad_token, (0,) if return_word_ids else ())
@@ -155,14 +158,15 @@ def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor,
     return choose
 
 
-def load_clip(path: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
-    """Return the CLIP of the checkpoint at `path`.
+def load_clip(path: Path, reference: str = AUTO, disable_dynamic: bool = False) -> comfy.sd.CLIP:
+    """Return the CLIP of the checkpoint at `path`, which reads prompts as `text_reference` says.
 
     Raises CheckpointError or MissingFileError, with the file's name, for what is no Gemma 2 with its tokenizer.
     """
     reload = reloader(load_clip_patcher, path)
-    info = find_part(inspect_checkpoint(path), "text_encoder")
-    tokenizer = load_tokenizer(info)
+    checkpoint = inspect_checkpoint(path)
+    info = find_part(checkpoint, "text_encoder")
+    tokenizer, reading = load_tokenizer(info), text_reference(checkpoint, reference)
     device = comfy.model_management.text_encoder_device()
     dtype, compute = text_dtypes(device)
     operations = comfy.ops.disable_weight_init if dtype == compute else comfy.ops.manual_cast
@@ -170,14 +174,15 @@ def load_clip(path: Path, disable_dynamic: bool = False) -> comfy.sd.CLIP:
         operations = comfy.ops.mixed_precision_ops({}, compute, full_precision_mm=True)
     gemma = load_component(info, dtype, compute, operations)
     target = comfy.supported_models_base.ClipTarget(
-        lambda **_: SanaTokenizer(tokenizer, gemma.config.to_dict()), lambda **_: SanaTextModel(gemma, tokenizer)
+        lambda **_: SanaTokenizer(tokenizer, gemma.config.to_dict(), reading),
+        lambda **_: SanaTextModel(gemma, tokenizer),
     )
     clip = comfy.sd.CLIP(
         target,
         model_options={"dtype": dtype, "initial_device": torch.device("cpu")},
         disable_dynamic=disable_dynamic,
     )
-    remember_loader(clip.patcher, reload, path)
+    remember_loader(clip.patcher, reload, path, reference)
     keep_on_device(clip.patcher)
     return clip
 
@@ -193,9 +198,11 @@ def text_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     return torch.bfloat16 if half else compute, compute
 
 
-def load_clip_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_patcher.ModelPatcher:
+def load_clip_patcher(
+    path: Path, reference: str = AUTO, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
     """What ComfyUI calls for another copy of the weights."""
-    return load_clip(path, disable_dynamic).patcher
+    return load_clip(path, reference, disable_dynamic).patcher
 
 
 def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Reading]:
@@ -204,8 +211,10 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Rea
     `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises InputError
     for any other, and as `read_prompt` does.
     """
+    reference = NVIDIA
     if isinstance(clip.tokenizer, SanaTokenizer):
         split, pad_token = clip.tokenizer.tokenizer.encode, clip.tokenizer.tokenizer.pad_token
+        reference = clip.tokenizer.reference
     elif theirs := pixeldit_tokenizer(clip.tokenizer):
         # pixeldit's own tokenization puts the instruction before negative prompts too
         split, pad_token = theirs
@@ -214,5 +223,5 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Rea
             f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "
             "use SANA Loader, SANA Load Text Encoder, or CLIPLoader with type pixeldit"
         )
-    reading = read_prompt(split, text, instruction)
+    reading = read_prompt(split, text, instruction, MAX_TOKENS, reference)
     return clip.encode_from_tokens_scheduled(token_pairs(reading, pad_token)), reading

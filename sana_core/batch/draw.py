@@ -118,9 +118,9 @@ def encode_negative(encoder: TextEncoder, prompt: str) -> Embedding:
     return embeds.cpu(), mask.cpu()
 
 
-def load_encoder(checkpoint: str | Path, device: torch.device, dtype: str) -> TextEncoder:
+def load_encoder(checkpoint: str | Path, device: torch.device, dtype: str, reference: str = AUTO) -> TextEncoder:
     """Return the text encoder. Gemma 2 overflows in float16, so it is bfloat16 there."""
-    return load_text_encoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16)
+    return load_text_encoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16, reference)
 
 
 def encode_texts(

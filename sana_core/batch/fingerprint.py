@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
-from ..checkpoints.load import build_module, shift_of
+from ..checkpoints.load import build_module, shift_of, text_reference
 from ..checkpoints.tokenizer import load_tokenizer
 from ..errors import ReadError
 from ..lora import peft_file
+from ..reference import AUTO
 from ..released import MAX_TOKENS
 from ..text import instruction_text
 from ..whole_files import digest_file
@@ -49,18 +50,22 @@ def describe_settings(
             {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras
         ]
     described["guidance_interval"] = list(settings.guidance_interval)
-    return {"version": VERSION, **described, **fingerprint(checkpoint, progress)}
+    return {"version": VERSION, **described, **fingerprint(checkpoint, progress, None, settings.reference)}
 
 
 def fingerprint(
-    checkpoint: str | Path, progress: Progress = lambda done, total: None, kept: Path | None = None
+    checkpoint: str | Path,
+    progress: Progress = lambda done, total: None,
+    kept: Path | None = None,
+    reference: str = AUTO,
 ) -> dict[str, Any]:
-    """Return what a checkpoint brings to its pictures: digests of weights, configurations, tokenizer, and the shift.
+    """Return what a checkpoint brings to its pictures: digests of weights, configurations, tokenizer, instruction, and
+    the shift.
 
-    The configurations are those of the library's modules, with the library's own defaults. The digest of a large file
-    of weights is kept beside it, or in the folder `kept`, so that it is read once; `progress` gets how many bytes of
-    how many were read, and cancels by raising. Raises CheckpointError, MissingFileError or ReadError for a checkpoint
-    that is broken or incomplete.
+    The instruction is that of `reference`. The configurations are those of the library's modules, with the library's
+    own defaults. The digest of a large file of weights is kept beside it, or in the folder `kept`, so that it is read
+    once; `progress` gets how many bytes of how many were read, and cancels by raising. Raises CheckpointError,
+    MissingFileError or ReadError for a checkpoint that is broken or incomplete.
     """
     info = inspect_checkpoint(checkpoint)
     digests = digest_files(weight_files(info), progress, kept)
@@ -77,7 +82,7 @@ def fingerprint(
             # what the library makes of it, for not all of that is in the one file: BOS, spaces, case
             tokens = tokenizer.encode(PROBE)
             found["tokenizer"] = digest_json([digest_of(tokenizer.content), tokenizer.pad_token, tokens])
-            found["instruction"] = digest_json([instruction_text(), MAX_TOKENS])
+            found["instruction"] = digest_json([instruction_text(text_reference(info, reference)), MAX_TOKENS])
     return found
 
 

@@ -205,7 +205,7 @@ class LocalDrawing:
         if not has_room_for_encoder(self.checkpoint, self.settings, device):
             with self.loading:
                 self.models.pop(device, None)
-        encoder = load_encoder(self.checkpoint, device, self.settings.dtype)
+        encoder = load_encoder(self.checkpoint, device, self.settings.dtype, self.settings.reference)
         self.encoded = encode_texts(encoder, prompts_of(window, self.prompts), self.settings.negative_prompt)
 
     def models_on(self, device: torch.device) -> Models:

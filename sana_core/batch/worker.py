@@ -94,7 +94,7 @@ class Worker:
             for name, weight in changed.items():
                 self.models.transformer.get_parameter(name).copy_(weight)
         if job.encoder is not None:
-            self.encoder = load_encoder(job.encoder, device, settings.dtype)
+            self.encoder = load_encoder(job.encoder, device, settings.dtype, settings.reference)
         return self.begin(job)
 
     def begin(self, job: Job) -> int:

@@ -77,7 +77,7 @@ class CheckpointInfo:
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     weights: Weights = field(default=Weights({}, {}), repr=False)
     parts: tuple[CheckpointInfo, ...] = ()
-    reference: str = ""  # of a transformer or ControlNet: whose arithmetic it follows, a name in reference.RULES
+    reference: str = ""  # a name in RULES: whose arithmetic it follows, or reading of prompts it was saved with
 
     @property
     def name(self) -> str:
@@ -218,11 +218,11 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
     if config is not None:
         config = check_config(shown(file), kind, config)
     variant, resolution, source, reference = "", None, "", ""
+    if config is not None and config.get("reference") in tuple(RULES):
+        # written by convert, and by ComfyUI's nodes that save
+        reference = config["reference"]
     if kind in ("transformer", "controlnet"):
-        reference = NVIDIA if layout == "original" else DIFFUSERS
-        if config is not None and config.get("reference") in RULES:
-            # written by convert, and by ComfyUI's nodes that save
-            reference = config["reference"]
+        reference = reference or (NVIDIA if layout == "original" else DIFFUSERS)
         variant = (variant_name if kind == "transformer" else controlnet_name)(architecture(headers))
         resolution, source = find_resolution(file, config, stored.get("pos_embed"))
         if config is not None and "sample_size" in config and "interpolation_scale" not in config:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
-from ..reference import AUTO, NVIDIA, set_reference
+from ..reference import AUTO, NVIDIA, check_reference, set_reference
 from ..released import CROSS_HEADS, DC_AE_SCALE, DEFAULT_RESOLUTION, released_shift
 from ..text import TextEncoder
 from ..weight_layout import arrange_convolutions
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 SHOWN = 3
-# in a transformer's configuration, what is not the library's
+# in a configuration, what is not the library's
 OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview")
 
 
@@ -69,7 +69,8 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
         if info.kind == "text_encoder":
             arguments = info.config if info.config is not None else gemma_config(info.headers)
             # other implementations leave out the cap on the attention's logits, and older transformers choose them
-            return Gemma2Model(Gemma2Config(**{**arguments, "attn_implementation": "eager"}))
+            arguments = {**without_own_fields(arguments), "attn_implementation": "eager"}
+            return Gemma2Model(Gemma2Config(**arguments))
         if info.kind == "autoencoder":
             return AutoencoderDC.from_config(info.config or autoencoder_config(info.headers))
         width = architecture(info.headers).width
@@ -83,12 +84,16 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
         config = dict(info.config or from_shapes(info.headers, info.resolution))
         if resolution is not None:
             config.update(resolution_config(resolution))
-        config = {key: value for key, value in config.items() if key not in OWN_FIELDS}
-        module = (SanaControlNetModel if is_controlnet else SanaTransformer2DModel).from_config(config)
+        library_class = SanaControlNetModel if is_controlnet else SanaTransformer2DModel
+        module = library_class.from_config(without_own_fields(config))
         if is_controlnet and info.reference == NVIDIA:
             module.base_block = copy.deepcopy(module.transformer_blocks[0])
     set_reference(module, info.reference)
     return module
+
+
+def without_own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in OWN_FIELDS}
 
 
 def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str = AUTO) -> float:
@@ -109,6 +114,16 @@ def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str
     beside = folder.name == FOLDERS["transformer"] and file.exists()
     stated = read_shift(file) if beside else recorded(part, "flow_shift")
     return released if stated is None else float(stated)
+
+
+def text_reference(info: CheckpointInfo, reference: str = AUTO) -> str:
+    """Return whose reading of prompts is followed with the text encoder of `info`: `reference`, or with "auto" that of
+    the transformer beside it. A text encoder alone has the one that it was saved with, else NVIDIA's.
+
+    Raises InputError for a name that is none.
+    """
+    check_reference(reference)
+    return (info.reference or NVIDIA) if reference == AUTO else reference
 
 
 def latent_scale(info: CheckpointInfo) -> float:
@@ -257,12 +272,15 @@ def load_autoencoder(
 
 
 def load_text_encoder(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, reference: str = AUTO
 ) -> TextEncoder:
     """Return tokenizer and Gemma 2 from any layout that `inspect_checkpoint` recognises, in evaluation mode.
 
-    Raises CheckpointError, MissingFileError or ReadError, with the file's name, for what is no whole Gemma 2, and for a
-    tokenizer that is not there.
+    `reference` is whose reading of prompts it follows; "auto" is as in `text_reference`. Raises CheckpointError,
+    MissingFileError or ReadError, with the file's name, for what is no whole Gemma 2, and for a tokenizer that is not
+    there.
     """
-    tokenizer = load_tokenizer(find_part(inspect_checkpoint(path), "text_encoder"))
-    return TextEncoder(tokenizer, load_module(path, "text_encoder", device, dtype))  # type: ignore[arg-type]
+    info = inspect_checkpoint(path)
+    tokenizer = load_tokenizer(find_part(info, "text_encoder"))
+    model: Any = load_module(path, "text_encoder", device, dtype)
+    return TextEncoder(tokenizer, model, text_reference(info, reference))

@@ -152,6 +152,8 @@ GEMMA = {
     "final_logit_softcapping": optional(number(1e-3, 1e6)),
     "attn_logit_softcapping": optional(number(1e-3, 1e6)),
     "use_bidirectional_attention": optional(flag),
+    # what a saved CLIP adds to the library's
+    "reference": word,
 }
 FIELDS = {"transformer": TRANSFORMER, "controlnet": TRANSFORMER, "autoencoder": AUTOENCODER, "text_encoder": GEMMA}
 # what PEFT says of an adapter, and in words; adapters that begin in other ways change the model's own weights too

@@ -70,7 +70,7 @@ def draw_split(
     check_rows(settings.height // DOWNSCALE, len(found))
     pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
     used = [workload.prompts[picture.prompt] for picture in pictures]
-    encoder = load_encoder(checkpoint, found[0], settings.dtype)
+    encoder = load_encoder(checkpoint, found[0], settings.dtype, settings.reference)
     texts, negative = encode_texts(encoder, used, settings.negative_prompt, poll)
     del encoder
     models = load_on(found, checkpoint, settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -100,7 +101,8 @@ def digest_models(settings: Settings, progress: Progress) -> dict[str, Any]:
 
     def marks_of(path: str) -> dict[str, Any]:
         kept = cache_store(settings).folder / MODELS
-        return fingerprint(path, lambda done, total: progress("digest of the model", done, total), kept)
+        report = partial(progress, "digest of the model")
+        return fingerprint(path, report, kept, settings.reference)
 
     marks = marks_of(settings.model)
     for path, names in ((settings.text_encoder, TEXT_MARKS), (settings.autoencoder, PICTURE_MARKS)):
@@ -196,7 +198,8 @@ def encoders(settings: Settings, device: torch.device) -> Iterator[Sources]:
     def text() -> TextEncoder:
         if "text" not in loaded:
             make_room()
-            loaded["text"] = load_encoder(settings.source("text_encoder"), device, settings.dtype)
+            source = settings.source("text_encoder")
+            loaded["text"] = load_encoder(source, device, settings.dtype, settings.reference)
         return loaded["text"]
 
     def picture() -> AutoencoderDC:

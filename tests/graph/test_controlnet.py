@@ -64,8 +64,6 @@ def reference(checkpoint, controlnet, edges):
         pipeline.scheduler = own if dpm else euler
         from noise import noise_like
 
-        from sana_core.text import instruction_text
-
         return (
             pipeline(
                 PROMPT,
@@ -78,7 +76,6 @@ def reference(checkpoint, controlnet, edges):
                 latents=noise_like(torch.empty(1, 32, 4, 4), 3),
                 output_type="latent",
                 use_resolution_binning=False,
-                complex_human_instruction=instruction_text().split("\n"),
             ).images
             / pipeline.vae.config.scaling_factor
         )

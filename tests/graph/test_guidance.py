@@ -12,7 +12,6 @@ from sana_core.guidance import PerturbedAttention, denoiser
 from sana_core.latents import noise_stream
 from sana_core.sampling import flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
 from sana_core.schedules import scm_sigmas, shift_sigmas
-from sana_core.text import instruction_text
 
 PROMPT = "a red circle on a blue background"
 CORE = {"seed": 3, "steps": 8, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
@@ -46,7 +45,6 @@ def pag_latent(checkpoint, scale, block, guidance=4.5, scheduler=None):
         height=128,
         latents=noise_like(torch.empty(1, 32, 4, 4), 3),
         use_resolution_binning=False,
-        complex_human_instruction=instruction_text().split("\n"),
         output_type="latent",
     ).images
     return latents / pipeline.vae.config.scaling_factor
@@ -144,7 +142,6 @@ def sprint_latent(folder, steps=2, guidance=4.5, seed=3):
         height=128,
         generator=torch.Generator().manual_seed(seed),
         use_resolution_binning=False,
-        complex_human_instruction=instruction_text().split("\n"),
         output_type="latent",
     ).images
     return latents / pipeline.vae.config.scaling_factor

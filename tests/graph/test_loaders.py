@@ -26,6 +26,12 @@ def test_single_files_draw_the_bundled_checkpoints_picture(host, base_graph, sin
     graph = {**rewire(base_graph(), model=["scaled", 0], clip=["clip", 0], vae=["vae", 0]), **single_files}
     graph["scaled"] = ("ScaleLatents", {"model": ["model", 0], "scale": scale})
     host.nodes.NODE_CLASS_MAPPINGS["ScaleLatents"] = ScaleLatents
+    # a text encoder alone reads as NVIDIA's programs where nothing is chosen
+    chosen = base_graph()
+    chosen["positive"][1]["clip"] = ["clip", 0]
+    chosen["clip"] = single_files["clip"]
+    assert not torch.equal(host.run(chosen)["latent"]["samples"], expected["latent"]["samples"])
+    graph["clip"][1]["reference"] = "diffusers"
     got = host.run(graph)
     assert torch.equal(got["latent"]["samples"], expected["latent"]["samples"])
     assert torch.equal(got["image"], expected["image"])

@@ -68,6 +68,7 @@ def graph(base_graph, files):
         graph = base_graph(steps=STEPS, text=PROMPT, **overrides)
         graph["model"] = ("SanaNodesModelLoader", {"model_name": "nvidia.safetensors"})
         graph["sample"][1]["model"] = ["model", 0]
+        graph["load"][1]["reference"] = "nvidia"
         graph["negative"][1]["text"] = NEGATIVE
         return graph
 
@@ -77,7 +78,7 @@ def graph(base_graph, files):
 @pytest.fixture(scope="module")
 def expected(checkpoint, tensors):
     """A function of the sampler, the control latent and the seed: the LATENT that NVIDIA's arithmetic gives."""
-    encoder = sana_core.load_text_encoder(checkpoint)
+    encoder = sana_core.load_text_encoder(checkpoint, reference="nvidia")
     cond, mask = sana_core.encode_prompts(encoder, [PROMPT])
     uncond, own = sana_core.encode_prompts(encoder, [NEGATIVE], instruction=False)
     assert mask.sum() != own.sum()
@@ -124,7 +125,7 @@ def test_an_advanced_input_chooses_the_other(host, graph, base_graph, expected, 
     scale = sana_core.load_autoencoder(checkpoint).config.scaling_factor
     torch.testing.assert_close(got, expected("flow_dpmpp_2m", scale=scale), atol=2e-4, rtol=0)
     other = graph()
-    other["model"][1]["reference"] = "diffusers"
+    other["model"][1]["reference"] = other["load"][1]["reference"] = "diffusers"
     own = base_graph(steps=STEPS, text=PROMPT)
     own["negative"][1]["text"] = NEGATIVE
     wanted = host.run(own)["latent"]["samples"]

@@ -6,6 +6,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
 from noise import noise_like
 
 import sana_core
+from sana_core.reference import NVIDIA
 from sana_core.text import instruction_text
 
 PROMPT = "a red circle on a blue background"
@@ -25,7 +26,6 @@ def pipeline_picture(checkpoint, scheduler=None, steps=8, output_type="pt"):
         height=128,
         latents=noise_like(torch.empty(1, 32, 4, 4), 3),
         use_resolution_binning=False,
-        complex_human_instruction=instruction_text().split("\n"),
         output_type=output_type,
     )
     if output_type == "latent":
@@ -110,7 +110,7 @@ def test_clip_text_encode_equals_sana_text_encode(host, text, instruction):
 def test_our_instruction_is_that_of_the_host():
     from comfy.text_encoders import pixeldit
 
-    assert instruction_text() == pixeldit._PIXELDIT_CHI_PROMPT
+    assert instruction_text(NVIDIA) == pixeldit._PIXELDIT_CHI_PROMPT
 
 
 def test_vae_decode_and_encode_equal_the_library(host, base_graph, checkpoint):

@@ -27,7 +27,7 @@ def test_every_byte_of_the_weights_is_asked(own, part):
 
 def test_the_instruction_and_the_librarys_defaults_are_asked(checkpoint, monkeypatch):
     before = fingerprint(checkpoint)
-    monkeypatch.setattr(module, "instruction_text", lambda: "Draw this: ")
+    monkeypatch.setattr(module, "instruction_text", lambda reference: "Draw this: ")
     assert difference(before, fingerprint(checkpoint)) == "instruction"
     monkeypatch.undo()
     real = module.resolved_config

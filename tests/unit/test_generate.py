@@ -6,7 +6,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from tiny import library_pipeline
 
 import sana_core
-from sana_core.text import instruction_text
 
 PROMPT = "a red circle on a blue background"
 SIZE = {"width": 128, "height": 128}
@@ -22,7 +21,6 @@ def reference(checkpoint, scheduler=None, **options):
         num_inference_steps=20,
         guidance_scale=4.5,
         use_resolution_binning=False,
-        complex_human_instruction=instruction_text().split("\n"),
         output_type="pt",
         **options,
     ).images

@@ -7,10 +7,11 @@ import time
 
 import pytest
 import torch
-from diffusers import SanaPipeline
+from diffusers import SanaControlNetPipeline, SanaPAGPipeline, SanaPipeline, SanaSprintPipeline
 from tiny import library_pipeline
 
 import sana_core
+from sana_core.reference import DIFFUSERS, NVIDIA
 from sana_core.text import instruction_text, read_prompt, select_tokens, tokenize
 
 PROMPTS = ["a red circle on a blue background", "a large white cross at the top left of a black background"]
@@ -22,23 +23,37 @@ def encoder(checkpoint):
 
 
 @pytest.fixture(scope="module")
+def nvidias(checkpoint):
+    return sana_core.load_text_encoder(checkpoint, reference=NVIDIA)
+
+
+@pytest.fixture(scope="module")
 def pipeline(checkpoint):
     return library_pipeline(checkpoint)
 
 
-def test_the_instruction_is_the_library_s_with_the_double_quotes_of_the_original():
-    theirs = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
-    assert instruction_text() == "\n".join(theirs).replace("'", '"')
-    # of every version that has drawn pictures so far
+def test_the_instruction_is_the_library_s_and_has_double_quotes_in_the_original():
+    pipelines = SanaPipeline, SanaPAGPipeline, SanaControlNetPipeline, SanaSprintPipeline
+    for pipeline in pipelines:
+        theirs = inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
+        assert instruction_text(DIFFUSERS) == "\n".join(theirs)
+    assert instruction_text(NVIDIA) == "\n".join(theirs).replace("'", '"')
+    # of NVIDIA's chi_prompt, configs/sana_app_config/Sana_1600M_app.yaml
     digest = "62b9ab89eebb0ac5ee4d264bf96bf19d2b81f504bc3852500efeaf5a34d638b1"
-    assert hashlib.sha256(instruction_text().encode()).hexdigest() == digest
+    assert hashlib.sha256(instruction_text(NVIDIA).encode()).hexdigest() == digest
+
+
+def encoded_by(pipeline, prompts, instruction):
+    """Embeddings and mask of the pipeline, with the instruction that it has when nobody gives it one."""
+    default = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    lines = default if instruction else None
+    return pipeline.encode_prompt(prompts, False, complex_human_instruction=lines)[:2]
 
 
 @pytest.mark.parametrize("instruction", [True, False])
 def test_embeddings_are_those_of_the_pipeline(encoder, pipeline, instruction):
     embeds, mask = sana_core.encode_prompts(encoder, PROMPTS, instruction)
-    lines = instruction_text().split("\n") if instruction else None
-    theirs, their_mask, _, _ = pipeline.encode_prompt(PROMPTS, False, complex_human_instruction=lines)
+    theirs, their_mask = encoded_by(pipeline, PROMPTS, instruction)
     assert embeds.shape == (2, 300, encoder.model.config.hidden_size)
     assert torch.equal(embeds, theirs)
     assert torch.equal(mask, their_mask)
@@ -62,12 +77,14 @@ def test_select_keeps_bos_and_the_last_positions():
 
 
 @pytest.mark.parametrize("instruction", [True, False])
-@pytest.mark.parametrize("prompt", ["", "red " * 297 + "red", "red " * 298 + "red", "a blue cross " * 400])
-def test_empty_and_long_prompts_are_those_of_the_pipeline(encoder, pipeline, instruction, prompt):
-    """The pipeline cuts what is too long, and gives the empty positive prompt the instruction too."""
-    lines = instruction_text().split("\n") if instruction else None
-    theirs, their_mask, _, _ = pipeline.encode_prompt([prompt.strip()], False, complex_human_instruction=lines)
-    embeds, mask = sana_core.encode_prompts(encoder, [prompt.strip()], instruction)
+@pytest.mark.parametrize(
+    "prompt",
+    ["", " \n", "red " * 297 + "red", "red " * 298 + "red", "a blue cross " * 400, " A \u00c9toile --ar 16:9 \n"],
+)
+def test_every_prompt_is_that_of_the_pipeline(encoder, pipeline, instruction, prompt):
+    """The pipeline cuts what is too long, gives the empty positive prompt the instruction too, and reads lower case."""
+    theirs, their_mask = encoded_by(pipeline, [prompt], instruction)
+    embeds, mask = sana_core.encode_prompts(encoder, [prompt], instruction)
     assert torch.equal(embeds, theirs) and torch.equal(mask, their_mask)
 
 
@@ -75,7 +92,7 @@ def nvidia_ids(tokenizer, prompt):
     """The 300 ids that NVIDIA's SanaPipeline.forward selects of a positive prompt, and their mask."""
     for mark in ("--aspect_ratio", "--ar", "--hw"):
         prompt = prompt.split(mark)[0]
-    chi = instruction_text()
+    chi = instruction_text(NVIDIA)
     length = len(tokenizer(chi).input_ids) + 300 - 2
     read = tokenizer(chi + prompt.strip(), max_length=length, padding="max_length", truncation=True)
     return [[ids[0], *ids[-299:]] for ids in (read.input_ids, read.attention_mask)]
@@ -95,11 +112,15 @@ def nvidia_ids(tokenizer, prompt):
         ("red " * 500 + "--ar 1:1", "width and height set the size; 201 of 501 tokens were cut: SANA reads 300"),
     ],
 )
-def test_a_positive_prompt_is_read_as_nvidia_reads_it(encoder, pipeline, prompt, note):
-    reading = read_prompt(encoder.tokenizer.encode, prompt)
+def test_a_positive_prompt_is_read_as_nvidia_reads_it(nvidias, pipeline, prompt, note):
+    reading = read_prompt(nvidias.tokenizer.encode, prompt)
     assert note in reading.note and bool(note) == bool(reading.note)
-    ids, mask = (select_tokens(part)[0].tolist() for part in tokenize(encoder.tokenizer, [prompt]))
+    ids, mask = (select_tokens(part)[0].tolist() for part in tokenize(nvidias.tokenizer, [prompt]))
     assert [ids, mask] == nvidia_ids(pipeline.tokenizer, prompt)
+    read = tokenize(nvidias.tokenizer, [prompt])
+    with torch.no_grad():
+        states = nvidias.model(read[0], attention_mask=read[1]).last_hidden_state
+    assert torch.equal(sana_core.encode_prompts(nvidias, [prompt])[0], select_tokens(states))
 
 
 @pytest.mark.parametrize("prompt", ["  A Red Circle\n", "a circle --ar 16:9", "", "red " * 500])
@@ -129,7 +150,7 @@ def test_a_prompt_fits_up_to_300_tokens_and_of_one_more_one_is_cut(encoder, inst
 @pytest.mark.parametrize("words, least", [(10_000, None), (200_000, 15_000)])
 @pytest.mark.parametrize("instruction", [True, False])
 def test_ten_thousand_words_and_a_million_characters_are_cut_in_less_than_a_second(encoder, instruction, words, least):
-    prompt = " ".join(instruction_text().split()[i % 150] for i in range(words))
+    prompt = " ".join(instruction_text(NVIDIA).split()[i % 150] for i in range(words))
     started = time.process_time()
     reading = read_prompt(encoder.tokenizer.encode, prompt, instruction)
     assert time.process_time() - started < 1

@@ -9,7 +9,6 @@ from tiny import library_pipeline
 
 import sana_core
 from sana_core.picture_files import levels
-from sana_core.text import instruction_text
 from sana_core.training.settings import Method, Phase, Settings, Validation
 from sana_core.training.train import check_base, train
 
@@ -60,7 +59,6 @@ def test_the_pictures_of_a_run_are_those_of_its_file(checkpoint, pictures, tmp_p
             num_inference_steps=STEPS,
             guidance_scale=4.5,
             use_resolution_binning=False,
-            complex_human_instruction=instruction_text().split("\n"),
             generator=torch.Generator().manual_seed(number),
             output_type="pt",
             **size,
