@@ -135,12 +135,11 @@ def denoiser(
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work).float()
         # guided in x0 and in this order, as ComfyUI does it: the same bits with and without the host
         parts = list(x - sigma * velocities.unflatten(0, (count, len(x))))
-        without = parts.pop(0) if guided else None
-        with_prompt = parts[0]
-        x0 = with_prompt if without is None else without + (with_prompt - without) * guidance
         if perturbed:
-            x0 = x0 + (with_prompt - parts[1]) * perturbed.scale
-        return x0
+            last = parts.pop()
+            shift = perturbed.scale * (parts[-1] - last)
+            parts = [part + shift for part in parts]
+        return parts[0] + (parts[1] - parts[0]) * guidance if guided else parts[0]
 
     return model
 
