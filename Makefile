@@ -22,7 +22,7 @@ help:
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188, or a free port"
 	@echo "make gallery      open every template in Chromium, run it, and write its screenshot into docs/gallery.md"
 	@echo "make test [WORKERS=2]   unit, graph, server and browser tests, so many at once, without the slow ones"
-	@echo "make test HOST=0.27   graph and server tests in another ComfyUI: 0.27, 0.30, and 0.26, which is refused"
+	@echo "make test HOST=0.27   graph and server tests in another ComfyUI: 0.27, 0.30, 0.26, which is refused, or a folder"
 	@echo "make test-all     all tests, then other ComfyUIs, and the lowest and newest versions of all that the pack needs"
 	@echo "make fuzz [EXAMPLES=100000] [MINUTES=60]   broken files and inputs, for hours, going on where it was"
 	@echo "make coverage     the tests once more, and which lines and branches of sana_core and nodes they reach"
@@ -32,7 +32,7 @@ help:
 	@echo "make bench        measure, and write benchmarks/"
 	@echo "make gpu [GPU_PYTHON=python3]   on a machine with a GPU: is it right, and how fast is it, in 8 minutes"
 	@echo "make gpu-wheels FOR=\"3.12 2.11\"   bring along what make gpu needs offline, for a Python and a torch"
-	@echo "make audit        for a release: its bill of materials, and known weaknesses of what it needs"
+	@echo "make audit        for a release: its bill of materials, known weaknesses of what it needs, and the registry's archive"
 	@echo "make checkpoint   train demo/sana-scenes again (hours, going on where it was)"
 
 setup:
@@ -125,13 +125,16 @@ checkpoint: setup
 	$(VENV) -m demo.scenes.recipe
 	$(VENV) -m demo.scenes.beside
 
-# asks PyPI about weaknesses, so it needs the network
+# asks PyPI about weaknesses, so it needs the network; tests/unit/test_archive.py holds what may be in the archive
 audit: setup
 	$(PYTHON) -m venv .cache/release
 	.cache/release/bin/python -m pip install --quiet --require-hashes -r requirements/release.txt
 	.cache/release/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
 		-o sbom.json $(VENV)
 	.cache/release/bin/pip-audit --require-hashes --disable-pip -r requirements/lock.txt
+	.cache/release/bin/comfy --skip-prompt --no-enable-telemetry node validate
+	.cache/release/bin/comfy --skip-prompt --no-enable-telemetry node pack
+	$(VENV) -m zipfile -l node.zip
 
 # needs uv
 COMPILE = uv pip compile -q --universal --python-version 3.10 --generate-hashes --no-header --no-annotate

@@ -1,4 +1,5 @@
-"""Try the pack in each ComfyUI of requirements/host*.txt, or in those named: `.venv/bin/python scripts/hosts.py 0.27`.
+"""Try the pack in each ComfyUI of requirements/host*.txt, or in those named, by version or by folder:
+`.venv/bin/python scripts/hosts.py 0.27 ~/ComfyUI`.
 
 They run with the packages of .venv, so the frontend is that of the pinned one. Where the pack supports the host, the
 graph and server tests run; an older one must start without the pack, and say why in one line of its log. Prints the
@@ -38,8 +39,13 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def place_of(version: str) -> Path:
-    return CACHE / ("ComfyUI" if version == PINNED else f"ComfyUI-{version}")
+def host_of(name: str) -> Path:
+    """Return the folder of a ComfyUI, which is unpacked there if `name` is the version of a pinned one."""
+    if name not in pins():
+        return Path(name).resolve()
+    folder = CACHE / ("ComfyUI" if name == PINNED else f"ComfyUI-{name}")
+    unpack_host(pins()[name], folder)
+    return folder
 
 
 def full_version(host: Path) -> str:
@@ -63,14 +69,11 @@ def check_refusal(version: str) -> str:
 
 
 def main() -> None:
-    known = pins()
-    wanted = sys.argv[1:] or list(known)
-    if unknown := set(wanted) - known.keys():
-        sys.exit(f"hosts: got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
+    wanted = sys.argv[1:] or list(pins())
+    if unknown := [name for name in wanted if name not in pins() and not (Path(name) / "main.py").is_file()]:
+        sys.exit(f"hosts: got {', '.join(unknown)}, expected a folder of ComfyUI, or some of {', '.join(pins())}")
     rows = []
-    for version in wanted:
-        host = place_of(version)
-        unpack_host(known[version], host)
+    for host in map(host_of, wanted):
         os.environ["COMFYUI_PATH"] = str(host)
         full = full_version(host)
         outcome = run_tests() if numbers(full)[:2] >= oldest() else check_refusal(full)
