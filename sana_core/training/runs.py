@@ -94,7 +94,7 @@ def find_states(out: Path) -> list[tuple[int, Path]]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Let what the system refuses in this context be an OutputError that names a file, `path` where it names none."""
+    """Let what the system refuses in this context be an OutputError that names `path`."""
     from safetensors import SafetensorError
 
     try:
@@ -104,8 +104,8 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else brief(error)
         raise OutputError(
-            f"out: cannot write into {getattr(error, 'filename', None) or path} ({reason}); see its rights and its "
-            "disk, then start again, which goes on from the last state"
+            f"out: cannot write into {path} ({reason}); see its rights and its disk, then start again, which goes on "
+            "from the last state"
         ) from error
 
 
