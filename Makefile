@@ -86,6 +86,7 @@ soak: setup
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/mixed_graphs.py --graphs $(GRAPHS)
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/two_servers.py
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/fail_batch.py
+	OMP_NUM_THREADS=1 $(VENV) tests/soak/fail_train.py
 	ALLOCATIONS_EVERY=1 $(VENV) -m pytest -c tests/pytest.ini tests/unit/test_every_allocation.py \
 		tests/unit/test_accelerator_allocations.py tests/graph/test_graph_allocations.py -o timeout=0
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/kill_batch.py --kills $(KILLS)

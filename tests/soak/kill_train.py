@@ -1,12 +1,12 @@
 """Kill `train` at random moments and in the midst of its saves, and look at what is left each time.
 
 `OMP_NUM_THREADS=1 python tests/soak/kill_train.py --kills 500` trains a LoRA in processes of their own, forked after
-the imports so that a kill takes a second, on both bundled models in turn. One in three is killed before a call that
-makes, opens, names or removes a file of a save, or when half of a state's tensors are written; the others at any
-moment. After each kill the states that are there are whole, the log has only grown, and files of others are as they
-were. When a run has come to its end, its losses, its LoRA, its states and its pictures are to the byte those of a run
-that nobody killed, and it has no file more. The results go to benchmarks/train_kills.json, and a run that is started
-again adds to them.
+the imports so that a kill takes a second, on both bundled models and a smaller one in turn. One in three is killed
+before a call that makes, opens, names or removes a file of a save, or when half of a state's tensors are written; the
+others at any moment. After each kill the states that are there are whole, the log has only grown, and files of others
+are as they were. When a run has come to its end, its losses, its LoRA, its states and its pictures are to the byte
+those of a run that nobody killed, and it has no file more. The results go to benchmarks/train_kills.json, and a run
+that is started again adds to them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "unit")]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / folder) for folder in ("soak", "unit", "fuzz")]
 
 from kill_batch import ROOT, wait  # noqa: E402
 from pictures import write_pictures  # noqa: E402
+from small import make_checkpoint  # noqa: E402
 
 from benchmarks.machine import description  # noqa: E402
+from sana_core.errors import SanaError  # noqa: E402
 from sana_core.training import loop, runs, train  # noqa: E402
 from sana_core.training.run_log import read_losses  # noqa: E402
 from sana_core.training.settings import Method, Phase, Settings, Validation  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "train_kills.json"
-MODELS = ("sana-tiny", "sana-scenes")
+SMALL = "small"
+MODELS = ("sana-tiny", "sana-scenes", SMALL)
 STEPS = 6
 # of all kills, how many are inside a save
 SAVES = 0.35
@@ -50,12 +54,19 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 Prepare = Callable[[Path], None]
 
 
-def settings_of(model: str, folder: Path) -> Settings:
+def model_folder(name: str, base: Path) -> Path:
+    """Return the bundled model of that name, or a random one in `base`, whose runs take half the time."""
+    if name != SMALL:
+        return ROOT / "demo" / name
+    return base / SMALL if (base / SMALL).exists() else make_checkpoint(base / SMALL)
+
+
+def settings_of(model: Path, folder: Path) -> Settings:
     """Return a run in `folder`/out with several saves, of which older ones are removed, and pictures."""
     phase = Phase((str(folder / "pictures"),), 32, steps=STEPS, learning_rate=1e-3)
     drawn = Validation(every=STEPS, share=0.3, prompts=("a red circle",), steps=1, width=32, height=32)
     own = {"dtype": "float32", "save_every": 2, "keep": 1, "method": Method(rank=2), "name": "x", "validation": drawn}
-    return Settings(str(ROOT / "demo" / model), str(folder / "out"), (phase,), **own)
+    return Settings(str(model), str(folder / "out"), (phase,), **own)
 
 
 def new_folder(base: Path) -> Path:
@@ -84,11 +95,13 @@ def start(settings: Settings, prepare: Prepare = lambda out: None) -> int:
         try:
             train.train(settings)
             status = 0
+        except SanaError as error:
+            os.write(2, f"{error}\n".encode())
+            status = 1
         except Exception:
             import traceback
 
             traceback.print_exc()
-            status = 1
     finally:
         os._exit(status)
 
@@ -183,7 +196,7 @@ def check_end(settings: Settings, whole: dict[str, bytes], losses: list[float]) 
     assert not folders, f"left over: {folders}"
 
 
-def soak(kills: int, seed: int, model: str, base: Path) -> Counter[str]:
+def soak(kills: int, seed: int, model: Path, base: Path) -> Counter[str]:
     """Return what happened in so many kills. Raises AssertionError for the first thing that did not hold."""
     source, happened = random.Random(seed), Counter[str]()
     folder = new_folder(base)
@@ -224,18 +237,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--part", type=int, default=20, help="kills between two notes of the results")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     arguments = parser.parse_args()
     results, end = arguments.results, time.monotonic() + 60 * arguments.minutes
     total: Counter[str] = Counter(json.loads(results.read_text())["happened"] if results.exists() else {})
-    with tempfile.TemporaryDirectory() as base:
-        # imports all that a run does, which takes longer than the run
-        train.train(settings_of(MODELS[0], new_folder(Path(base))))
     while total["kills"] < arguments.kills and time.monotonic() < end:
+        left, seed = min(arguments.part, arguments.kills - total["kills"]), total["kills"]
         with tempfile.TemporaryDirectory() as base:
-            left, seed = min(arguments.part, arguments.kills - total["kills"]), total["kills"]
-            total += soak(left, seed, MODELS[seed // arguments.part % len(MODELS)], Path(base))
+            name = arguments.models[seed // arguments.part % len(arguments.models)]
+            model = model_folder(name, Path(base))
+            # imports all that a run does, which takes longer than the run
+            train.train(settings_of(model, new_folder(Path(base))))
+            total += soak(left, seed, model, Path(base))
         document = {"machine": description(), "steps": STEPS, "happened": dict(sorted(total.items()))}
         results.write_text(json.dumps(document, indent=1) + "\n")
         sys.stdout.write(f"{dict(sorted(total.items()))}\n")
