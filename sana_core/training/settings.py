@@ -321,7 +321,9 @@ def check_control(method: Method, validation: Validation) -> None:
         if found:
             raise InputError(f"control: got {found} pictures, expected none with method {method.kind}; remove them")
     elif needed and found not in (1, needed):
-        raise InputError(f"control: got {found} control pictures for {needed} prompts, expected one, or one for each")
+        raise InputError(
+            f"control: got {found} control pictures for {needed} prompts, expected one, or one for each; name as many"
+        )
 
 
 def check_parallel(settings: Settings) -> None:
@@ -338,7 +340,9 @@ def check_parallel(settings: Settings) -> None:
     if settings.loss.kind == CONSISTENCY:
         raise InputError(f"loss: got consistency with parallel {own.kind}, expected flow; or choose ddp")
     if name in WHOLE and name != "schedulefree":
-        raise InputError(f"optimizer: got {name} with parallel {own.kind}, expected adamw, came or came8bit")
+        raise InputError(
+            f"optimizer: got {name} with parallel {own.kind}, expected adamw, came or came8bit; or choose ddp"
+        )
     if name == "adamw8bit" and own.kind == OFFLOADED:
         raise InputError(
             "optimizer: got adamw8bit with parallel fsdp_offload, whose step needs a compiler for the CPU; choose "
