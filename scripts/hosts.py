@@ -1,9 +1,9 @@
 """Try the pack in each ComfyUI of requirements/host*.txt, or in those named, by version or by folder:
 `.venv/bin/python scripts/hosts.py 0.27 ~/ComfyUI`.
 
-They run with the packages of .venv, so the frontend is that of the pinned one. Where the pack supports the host, the
-graph and server tests run; an older one must start without the pack, and say why in one line of its log. Prints the
-table of docs/development.md.
+The pinned ones run with the packages of .venv, so the frontend is that of 0.30; a folder's own are put there for it.
+Where the pack supports the host, the graph and server tests run; an older one must start without the pack, and say why
+in one line of its log. Prints the table of docs/development.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from host import get, start_server
-from setup import CACHE, REQUIREMENTS, ROOT, unpack_host
+from setup import CACHE, REQUIREMENTS, ROOT, install_packages, unpack_host
 
 PINNED = "0.30"
 PREFIX = "SanaNodes"
@@ -75,6 +75,7 @@ def main() -> None:
     rows = []
     for host in map(host_of, wanted):
         os.environ["COMFYUI_PATH"] = str(host)
+        install_packages()
         full = full_version(host)
         outcome = run_tests() if numbers(full)[:2] >= oldest() else check_refusal(full)
         rows.append(f"| {full} | {outcome} |")
