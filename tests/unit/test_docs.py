@@ -1,9 +1,13 @@
 """What the documents point to is there."""
 
+import argparse
+import json
 import re
 
 import pytest
 from setup import ROOT
+
+from sana_core.__main__ import COMMANDS
 
 DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 TESTS = {
@@ -26,3 +30,54 @@ def test_each_file_that_is_named_exists(document):
     files = re.findall(r"`((?:docs|tests|benchmarks|scripts|sana_core|nodes|demo)/[\w./-]+\.\w+)`", text)
     places = [(document.parent, link) for link in links if link] + [(ROOT, file) for file in files]
     assert not [name for folder, name in places if not (folder / name).exists()]
+
+
+# what a person reads: pages, help, and what nodes and errors say
+PAGES = [*DOCUMENTS, *sorted(ROOT.glob("web/docs/*.md"))]
+CODE = sorted([*ROOT.glob("nodes/**/*.py"), *ROOT.glob("sana_core/**/*.py")])
+NODES = set(re.findall(r'display_name="(SANA [^"]+)"', "".join(path.read_text() for path in CODE)))
+TEMPLATES = {path.stem for folder in ("workflows", "subgraphs") for path in ROOT.glob(f"{folder}/*.json")}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CODE], ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_node_and_template_that_is_named_exists(page):
+    named = re.findall(r"\bSANA(?: [A-Z][A-Za-z]+)+", page.read_text(encoding="utf-8"))
+    known = NODES | TEMPLATES
+
+    def exists(name):
+        words = name.split()
+        whole = any(" ".join(words[:end]) in known for end in range(2, len(words) + 1))
+        return whole or any(one.startswith(f"{name} ") for one in known)
+
+    assert not [name for name in named if not exists(name)]
+
+
+def test_each_option_of_a_command_that_is_named_exists():
+    """In lines of `python -m sana_core COMMAND`, continued or not."""
+    unknown, seen = [], 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for command, line in re.findall(r"python -m sana_core ([a-z]+)\b([^`\n]*)", text):
+            parser = argparse.ArgumentParser(add_help=False)
+            parser.add_argument("--help")
+            COMMANDS[command].configure(parser)
+            options = re.findall(r"(?<!\S)--[a-z][a-z-]*", line)
+            seen += len(options)
+            unknown += [(page.name, command, each) for each in options if each not in parser._option_string_actions]
+    assert not unknown and seen > 20
+
+
+def test_figures_are_those_of_the_last_runs():
+    mutants, kills, soak = (
+        json.loads((ROOT / "benchmarks" / f"{name}.json").read_text()) for name in ("mutants", "kills", "soak")
+    )
+    differ, happened, ratio = mutants["sampled"] - mutants["equivalent"], kills["happened"], soak["ratio"]
+    promised = [
+        ("development", f"{mutants['killed']} of {differ} ({100 * mutants['score']:.0f} %) were noticed"),
+        ("robustness", f"{happened['kills']:,}, with {happened['folders made whole']} folders made whole"),
+        ("robustness", f"refused {happened['second run refused']} times and drew {happened['second run drew']} times"),
+        ("robustness", f"of the process {ratio['rss']:.3f}, anonymous memory {ratio['anonymous']:.3f}"),
+    ]
+    for page, sentence in promised:
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert sentence in " ".join(text.split()), sentence
