@@ -51,10 +51,10 @@ def flow_dpm_sigmas(steps: int, shift: float, float32: bool = False) -> torch.Te
         return shift_sigmas(1 - torch.linspace(1, 1 / 1000, int(steps) + 1), shift).flip(0)
     exact = shift_sigmas(1 - torch.from_numpy(np.linspace(1, 1 / 1000, int(steps) + 1)), shift).flip(0)
     sigmas, whole = exact.float(), (1000 * exact).floor()
-    # the nearest float32 may lie on the other side of a whole timestep
-    while not torch.equal(found := (1000 * sigmas).floor(), whole.float()):
-        there = torch.where(found > whole, 0.0, 1.0)
-        sigmas = torch.where(found == whole, sigmas, sigmas.nextafter(there))
+    # float32, and its product again, may round to the other side of a whole timestep: by two steps of float32 at most
+    for _ in range(2):
+        found = (1000 * sigmas).floor()
+        sigmas = torch.where(found == whole, sigmas, sigmas.nextafter(torch.where(found > whole, 0.0, 1.0)))
     return sigmas
 
 
