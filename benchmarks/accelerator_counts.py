@@ -71,9 +71,13 @@ def transformer(variant: str, pixels: int) -> Any:
     """Return a transformer of that variant with empty weights on the first accelerator."""
     from benchmarks.train_memory import transformer as build
     from sana_core.released import VARIANTS
+    from sana_core.weight_layout import join_projections
 
     with torch.device(FIRST):
-        return build(VARIANTS[variant], DTYPE, pixels).requires_grad_(False)
+        made = build(VARIANTS[variant], DTYPE, pixels).requires_grad_(False)
+    # as `load_models` does
+    join_projections(made)
+    return made
 
 
 def step(variant: str, pixels: int, perturbed: bool = False) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from benchmarks.machine import description  # noqa: E402
 
 # Turing, Ampere's two, Ada, Hopper, Blackwell's two
 CARDS = (75, 80, 86, 89, 90, 100, 120)
+# MI200, MI300, RDNA 3 and 4, by the threads of a wave
+AMD_CARDS = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32, "gfx1201": 32}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
@@ -51,9 +53,9 @@ def recorded(width: int, dtype: torch.dtype) -> list[Launch]:
         with torch.device("meta"):
             hidden = torch.empty(2, 1024, width, dtype=dtype)
             table = torch.empty(2, 1, width, dtype=dtype)
-            modulation.modulated_norm(hidden, table, table, 1e-6)
             modulation.add_gated(hidden, hidden, table)
-            modulation.add_then_norm(hidden, hidden, table, table, 1e-6)
+            for branch in ((None, None), (hidden, None), (hidden, table)):
+                modulation.add_then_norm(hidden, branch, table, table, 1e-6)
             linear_attention.relu_attention(hidden, hidden, hidden, width // 32, 1e-15)
             inner = 5 * width
             maps = torch.empty(2, 32, 32, inner, dtype=dtype)
@@ -75,8 +77,8 @@ def kind(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def build(launch: Launch, card: int) -> Any:
-    """Return what Triton builds of `launch` for compute capability `card`, as it would for a call on that card."""
+def build(launch: Launch, card: int | str) -> Any:
+    """Return what Triton builds of `launch` for a compute capability or AMD's name, as for a call on that card."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -91,7 +93,8 @@ def build(launch: Launch, card: int) -> Any:
             signature[parameter.name] = kind(value)
     warps = {"num_warps": launch.options.get("num_warps", 4)}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=warps)
+    kind_of = ("cuda", card, 32) if isinstance(card, int) else ("hip", card, AMD_CARDS[card])
+    return triton.compile(source, target=GPUTarget(*kind_of), options=warps)
 
 
 @functools.cache

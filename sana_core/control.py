@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .block import add, run_block
 from .errors import InputError
-from .forward import Constants, embed, embed_time, modulate, run_block
+from .forward import Constants, embed, embed_time, modulate
 from .reference import all_blocks
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def control_residuals(
     for i, block in enumerate(blocks):
         if i == first:
             hidden = hidden + controlnet.input_block(signal)
-        hidden = run_block(block, i, hidden, modulation, constants, size, share=share)
+        hidden = add(*run_block(block, i, (hidden, None), modulation, constants, size, share=share), constants.kernels)
         if i >= first:
             residuals.append(projections[i - first](hidden))
     return residuals

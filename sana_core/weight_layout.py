@@ -1,8 +1,13 @@
-"""How the weights of convolutions lie in memory, beside maps that are channels-last."""
+"""How weights lie in memory, so that a device reads them as they are."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from diffusers import SanaTransformer2DModel
 
 # MPS has convolved some channels-last tensors wrong (pytorch issue 180984), and on the CPU the bits would be others
 CONTIGUOUS = ("cpu", "mps")
@@ -19,3 +24,20 @@ def arrange_convolutions(module: torch.nn.Module) -> None:
             keeps = child.weight.device.type in CONTIGUOUS or torch.version.hip is not None
             layout = torch.contiguous_format if keeps else torch.channels_last
             child.weight.data = child.weight.data.contiguous(memory_format=layout)
+
+
+def join_projections(transformer: SanaTransformer2DModel) -> None:
+    """Let one product make query, key and value of each self-attention: a layer `to_qkv` has the weights of the three.
+
+    Theirs become views of its. On a CPU nothing changes, where the products' bits would be others.
+    """
+    for attention in (block.attn1 for block in transformer.transformer_blocks):
+        layers = attention.to_q, attention.to_k, attention.to_v
+        weight = layers[0].weight
+        if weight.device.type == "cpu" or layers[0].bias is not None:
+            return
+        joined = torch.nn.Linear(weight.shape[1], 3 * len(weight), bias=False, device="meta").requires_grad_(False)
+        joined.weight = torch.nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
+        for layer, part in zip(layers, joined.weight.chunk(3), strict=True):
+            layer.weight.data = part
+        attention.to_qkv = joined

@@ -26,6 +26,7 @@ from ..released import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
 from ..sampling import check_sampler, find_sampler, own_arguments, own_sigmas
 from ..schedules import check_steps, shift_sigmas
 from ..text import TextEncoder, encode_prompts
+from ..weight_layout import join_projections
 from .plan import Chunk, drawn_together
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def load_models(
     """
     transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution, reference)
     merge_loras(transformer, loras)
+    join_projections(transformer)
     wide = torch.float32 if dtype == "float32" else torch.bfloat16
     decoder = None if autoencoder is None else load_autoencoder(autoencoder, device, wide)
     return Models(transformer, decoder, shift_of(inspect_checkpoint(checkpoint), resolution, reference))

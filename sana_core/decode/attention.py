@@ -193,11 +193,13 @@ class StreamedGlu:
         self.residual.push(rows)
         hidden = pointwise(self.glu.conv_inverted, rows)
         # the kernel activates what it reads
-        return self.carry.join(hidden if fuses(hidden) else in_place(self.glu.nonlinearity, hidden), last)
+        if not fuses(hidden, kernel="gated_depthwise"):
+            hidden = in_place(self.glu.nonlinearity, hidden)
+        return self.carry.join(hidden, last)
 
     def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
         depth = self.glu.conv_depth
-        if fuses(window):
+        if fuses(window, kernel="gated_depthwise"):
             out = pointwise(self.glu.conv_point, gated_depthwise(window, depth))
             return norm_(out, self.glu.norm, self.residual.pop(out.shape[2]))
         hidden = functional.conv2d(window, depth.weight, depth.bias, padding=(0, 1), groups=depth.groups)

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ..kernels.trial import runs
+from ..kernels.trial import kernels_on
 
 ACTIVATIONS = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu", torch.nn.Identity: ""}
 
 
-def fuses(x: torch.Tensor, activation: torch.nn.Module | None = None) -> bool:
-    """Whether the kernels take channels-last maps like `x`, followed by `activation`."""
-    return type(activation or torch.nn.Identity()) in ACTIVATIONS and runs(x.device, x.dtype)
+def fuses(x: torch.Tensor, activation: torch.nn.Module | None = None, kernel: str = "channels") -> bool:
+    """Whether `kernel` takes channels-last maps like `x`, followed by `activation`."""
+    return type(activation or torch.nn.Identity()) in ACTIVATIONS and kernel in kernels_on(x.device, x.dtype)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
@@ -66,4 +66,4 @@ def gated_depthwise(window: torch.Tensor, depth: torch.nn.Conv2d) -> torch.Tenso
     from ..kernels.gated_depthwise import silu_depthwise_gate
 
     maps = window.permute(0, 2, 3, 1).contiguous()
-    return silu_depthwise_gate(maps, depth.weight.contiguous(), depth.bias, padded=False).permute(0, 3, 1, 2)
+    return silu_depthwise_gate(maps, depth.weight.contiguous(), depth.bias, (1, 1)).permute(0, 3, 1, 2)

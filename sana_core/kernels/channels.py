@@ -33,6 +33,7 @@ def norm_rows(
     residual,
     out,
     positions,
+    stride,
     eps,
     channels: tl.constexpr,
     block: tl.constexpr,
@@ -44,7 +45,7 @@ def norm_rows(
     known = column < channels
     inside = (row < positions)[:, None] & known[None, :]
     offset = row[:, None] * channels + column[None, :]
-    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     inverse = 1 / tl.sqrt(tl.sum(value * value, 1) / channels + eps)
     factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
     value = value * inverse[:, None] * factor[None, :]
@@ -94,11 +95,13 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return the RMS norm of `x` [N, C] over C, times `weight`, plus `bias` and `residual` [N, C], activated.
 
-    All are contiguous; `out` may be `x`. Sums and products are in float32, and rounded once.
+    All are contiguous, but for the rows of `x`, which may be apart; `out` may be `x`. Sums and products are in float32,
+    and rounded once.
     """
-    out = torch.empty_like(x) if out is None else out
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     grid, sizes = tile(*x.shape)
-    launch(norm_rows, grid, x, x, weight, bias, residual, out, len(x), eps, **sizes, activation=activation)
+    given = x, weight, bias, residual, out, len(x), x.stride(0), eps
+    launch(norm_rows, grid, x, *given, **sizes, activation=activation)
     return out
 
 

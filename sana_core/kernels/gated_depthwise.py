@@ -84,15 +84,15 @@ def gated_depthwise(
 
 
 def silu_depthwise_gate(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padded: bool = True
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, edges: tuple[int, int] = (0, 0)
 ) -> torch.Tensor:
     """Return value * silu(gate) [B, n, W, C], where (value, gate) is the depthwise 3x3 convolution of silu(`x`).
 
-    `x` [B, h, W, 2 C] and `weight` [2 C, 1, 3, 3] are contiguous. With `padded` there are zeros above and below `x`,
-    and n is h; without, `x` has a row more above and below, and n is h - 2. There are always zeros left and right.
+    `x` [B, h, W, 2 C] and `weight` [2 C, 1, 3, 3] are contiguous. `edges` are the rows of `x` above and below, 0 or 1,
+    that are only read for those beside them; where there are none, zeros are. There are always zeros left and right.
     """
     batch, rows_in, columns, width = x.shape
-    rows_out, channels = rows_in if padded else rows_in - 2, width // 2
+    rows_out, channels = rows_in - sum(edges), width // 2
     out = torch.empty(batch, rows_out, columns, channels, dtype=x.dtype, device=x.device)
     bands = -(-rows_out // ROWS)
     grid = (batch * bands, -(-columns // COLUMNS), -(-channels // CHANNELS))
@@ -108,7 +108,7 @@ def silu_depthwise_gate(
         rows_out,
         columns,
         channels,
-        0 if padded else 1,
+        edges[0],
         bands,
         rows=ROWS,
         block=COLUMNS,

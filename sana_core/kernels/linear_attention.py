@@ -6,6 +6,8 @@ added in their order: a picture's result depends on nothing else in the batch. I
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -23,26 +25,25 @@ def attention_sums(
     value,
     sums,
     positions,
+    key_stride,
+    value_stride,
     part,
     heads,
     size: tl.constexpr,
     block: tl.constexpr,
-    precision: tl.constexpr,
 ):
     head, split = tl.program_id(0), tl.program_id(1)
-    width = heads * size
     column = tl.arange(0, size)
-    first = (head // heads).to(tl.int64) * positions * width + head % heads * size
+    first, channel = (head // heads).to(tl.int64) * positions, (head % heads * size + column)[None, :]
     summed = tl.zeros((size, size), tl.float32)
     total = tl.zeros((size,), tl.float32)
     for start in range(split * part, tl.minimum(split * part + part, positions), block):
         row = start + tl.arange(0, block)
-        offset = first + row.to(tl.int64)[:, None] * width + column[None, :]
-        inside = (row < positions)[:, None]
-        keys = tl.load(key + offset, mask=inside, other=0.0)
+        inside, place = (row < positions)[:, None], (first + row)[:, None]
+        keys = tl.load(key + place * key_stride + channel, mask=inside, other=0.0)
         keys = tl.where(keys < 0, 0.0, keys).to(key.dtype.element_ty)
-        values = tl.load(value + offset, mask=inside, other=0.0)
-        summed += tl.dot(tl.trans(keys), values, input_precision=precision)
+        values = tl.load(value + place * value_stride + channel, mask=inside, other=0.0)
+        summed += tl.dot(tl.trans(keys), values, input_precision="ieee")
         total += tl.sum(keys.to(tl.float32), 0)
     out = sums + (head * tl.num_programs(1) + split) * (size + 1) * size
     tl.store(out + column[:, None] * size + column[None, :], summed)
@@ -55,6 +56,8 @@ def attention_outputs(
     sums,
     out,
     positions,
+    stride,
+    parts,
     part,
     heads,
     eps,
@@ -63,49 +66,47 @@ def attention_outputs(
     precision: tl.constexpr,
 ):
     head, split = tl.program_id(0), tl.program_id(1)
-    width = heads * size
     column = tl.arange(0, size)
-    first = (head // heads).to(tl.int64) * positions * width + head % heads * size
+    first, channel = (head // heads).to(tl.int64) * positions, (head % heads * size + column)[None, :]
     summed = tl.zeros((size, size), tl.float32)
     total = tl.zeros((size,), tl.float32)
-    for other in range(tl.num_programs(1)):
-        own = sums + (head * tl.num_programs(1) + other) * (size + 1) * size
+    for other in range(parts):
+        own = sums + (head * parts + other) * (size + 1) * size
         summed += tl.load(own + column[:, None] * size + column[None, :])
         total += tl.load(own + size * size + column)
     for start in range(split * part, tl.minimum(split * part + part, positions), block):
         row = start + tl.arange(0, block)
-        offset = first + row.to(tl.int64)[:, None] * width + column[None, :]
-        inside = (row < positions)[:, None]
-        queries = tl.load(query + offset, mask=inside, other=0.0).to(tl.float32)
+        inside, place = (row < positions)[:, None], (first + row)[:, None]
+        queries = tl.load(query + place * stride + channel, mask=inside, other=0.0).to(tl.float32)
         queries = tl.where(queries < 0, 0.0, queries)
         weighted = tl.dot(queries, summed, input_precision=precision)
         weight = tl.sum(queries * total[None, :], 1) + eps
-        tl.store(out + offset, weighted / weight[:, None], mask=inside)
+        tl.store(out + place * heads * size + channel, weighted / weight[:, None], mask=inside)
 
 
-def relu_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
-    """Return what linear attention with ReLU makes of `query`, `key` and `value` [B, N, heads * d], contiguous."""
+def relu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    heads: int,
+    eps: float,
+    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return what linear attention with ReLU makes of `query`, `key` and `value` [B, N, heads * d], [B, N, heads * d].
+
+    Where they are the rows of one of several devices, `add_up` returns its sums plus the others'.
+    """
     batch, positions, width = query.shape
+    query, key, value = map(in_rows, (query, key, value))
     splits = min(SPLITS, -(-positions // LEAST))
     part = -(-positions // (splits * BLOCK)) * BLOCK
     size, grid = width // heads, (batch * heads, splits)
     sums = torch.empty(batch * heads, splits, size + 1, size, dtype=torch.float32, device=query.device)
-    out = torch.empty_like(query)
-    exact = query.dtype == torch.float32
-    launch(
-        attention_sums,
-        grid,
-        query,
-        key,
-        value,
-        sums,
-        positions,
-        part,
-        heads,
-        size=size,
-        block=BLOCK,
-        precision="ieee" if exact else "tf32",
-    )
+    strides = key.stride(1), value.stride(1)
+    launch(attention_sums, grid, query, key, value, sums, positions, *strides, part, heads, size=size, block=BLOCK)
+    if add_up is not None:
+        sums = add_up(sums.sum(1, keepdim=True))
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     launch(
         attention_outputs,
         grid,
@@ -114,11 +115,27 @@ def relu_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         sums,
         out,
         positions,
+        query.stride(1),
+        sums.shape[1],
         part,
         heads,
         eps,
         size=size,
         block=BLOCK,
-        precision="ieee" if exact else "tf32x3",
+        precision=precision(query.dtype),
     )
     return out
+
+
+def in_rows(states: torch.Tensor) -> torch.Tensor:
+    """Return `states` [B, N, D] so that all rows are as far apart, as they are in a part of the columns of more."""
+    regular = states.stride(2) == 1 and states.stride(0) == states.shape[1] * states.stride(1)
+    return states if regular else states.contiguous()
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Return how float32 numbers are multiplied: three products of TF32 lose nothing that 16 bits would keep.
+
+    Triton's AMD backend has no such products.
+    """
+    return "ieee" if dtype == torch.float32 or torch.version.hip else "tf32x3"

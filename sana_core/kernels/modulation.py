@@ -19,37 +19,37 @@ def residual_norm(
     gate,
     shift,
     scale,
-    added,
     out,
     positions,
+    gate_stride,
     stride,
     eps,
     width: tl.constexpr,
     block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    picture = row // positions * stride
+    picture = row // positions
     column = tl.arange(0, block)
     inside = column < width
     value = tl.load(hidden + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if branch is not None:
         update = tl.load(branch + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if gate is not None:
-            update *= tl.load(gate + picture + column, mask=inside, other=0.0).to(tl.float32)
+            update *= tl.load(gate + picture * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
         # as it is stored, and as the next block reads it
-        rounded = (value + update).to(added.dtype.element_ty)
-        tl.store(added + row * width + column, rounded, mask=inside)
+        rounded = (value + update).to(hidden.dtype.element_ty)
+        tl.store(hidden + row * width + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
     if shift is not None:
         centred = tl.where(inside, value - tl.sum(value, 0) / width, 0.0)
         inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
-        factor = tl.load(scale + picture + column, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(scale + picture * stride + column, mask=inside, other=0.0).to(tl.float32)
         value = centred * inverse * factor
-        value += tl.load(shift + picture + column, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(shift + picture * stride + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + row * width + column, value, mask=inside)
 
 
-def run(
+def launch_rows(
     hidden: torch.Tensor,
     branch: torch.Tensor | None,
     gate: torch.Tensor | None,
@@ -59,10 +59,8 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, positions, width = hidden.shape
     hidden, branch = hidden.contiguous(), None if branch is None else branch.contiguous()
-    given = gate if gate is not None else shift
-    stride = 0 if given is None else given.stride(0)
-    added = hidden if branch is None else torch.empty_like(hidden)
-    out = added if shift is None else torch.empty_like(hidden)
+    (gate,), (shift, scale) = in_rows(batch, gate), in_rows(batch, shift, scale)
+    out = hidden if shift is None else torch.empty_like(hidden)
     launch(
         residual_norm,
         (batch * positions,),
@@ -72,30 +70,42 @@ def run(
         gate,
         shift,
         scale,
-        None if branch is None else added,
         None if shift is None else out,
         positions,
-        stride,
+        0 if gate is None else gate.stride(0),
+        0 if shift is None else shift.stride(0),
         eps,
         width=width,
         block=power_of_two(width),
         num_warps=8,
     )
-    return added, out
+    return hidden, out
 
 
-def modulated_norm(hidden: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return LayerNorm without weights of `hidden` [B, N, D], times `scale`, plus `shift`, both [B, 1, D]."""
-    return run(hidden, None, None, shift, scale, eps)[1]
+def in_rows(batch: int, *tables: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Return `tables` [B or 1, 1, D] so that a row of each is one piece of memory, and all are as far apart."""
+    rows = [None if table is None else table.expand(batch, -1, -1) for table in tables]
+    strides = {(table.stride(0), table.stride(2)) for table in rows if table is not None}
+    if len(strides) > 1 or any(stride != 1 for _, stride in strides):
+        rows = [None if table is None else table.contiguous() for table in rows]
+    return rows
 
 
 def add_gated(hidden: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return `hidden` + `gate` [B, 1, D] * `branch`, both [B, N, D]."""
-    return run(hidden, branch, gate, None, None, 0.0)[0]
+    """Return `hidden` + `gate` [B, 1, D] * `branch`, both [B, N, D], in the memory of `hidden` if it is contiguous."""
+    return launch_rows(hidden, branch, gate, None, None, 0.0)[0]
 
 
 def add_then_norm(
-    hidden: torch.Tensor, branch: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float
+    hidden: torch.Tensor,
+    branch: tuple[torch.Tensor | None, torch.Tensor | None],
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `hidden` + `branch`, and what `modulated_norm` makes of that."""
-    return run(hidden, branch, None, shift, scale, eps)
+    """Return `hidden` [B, N, D] plus its `branch`, and the LayerNorm of that, times `scale`, plus `shift`, [B, 1, D].
+
+    `branch` is what is added in place, as `add_gated` does, and the gate [B, 1, D] that multiplies it, if any. The norm
+    has no weights.
+    """
+    return launch_rows(hidden, *branch, shift, scale, eps)

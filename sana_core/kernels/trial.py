@@ -14,40 +14,63 @@ CHANNELS = 64
 
 
 @functools.cache
-def runs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the fused kernels build and run on `device` with tensors of `dtype`; tried once, on a few elements.
+def kernels_on(device: torch.device, dtype: torch.dtype) -> frozenset[str]:
+    """Return the fused kernels that build and run on `device` with tensors of `dtype`; tried once, on a few elements.
 
-    Where they do not, as without Triton, without a compiler or on an old card, one line in the log says why, and plain
-    torch does the work. On a CPU it always does.
+    For those that do not, as without Triton, without a compiler or on an old card, one line in the log says why, and
+    plain torch does their work. On a CPU it does all.
     """
     if device.type in WITHOUT:
-        return False
-    try:
-        try_all(device, dtype)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        logging.getLogger(__name__).warning("no fused kernels on %s in %s (%.200s); plain torch", device, dtype, reason)
-        return False
-    return True
+        return frozenset()
+    reasons: dict[str, str] = {}
+    for name, attempt in TRIALS.items():
+        try:
+            attempt(torch.zeros(8, CHANNELS, device=device, dtype=dtype))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # Triton's messages begin with the kernel's lines
+            reasons[name] = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
+    if reasons:
+        why = "; ".join(dict.fromkeys(reasons.values()))
+        logging.getLogger(__name__).warning(
+            "no fused kernels for %s on %s in %s (%.400s); plain torch", ", ".join(reasons), device, dtype, why
+        )
+    return frozenset(TRIALS) - reasons.keys()
 
 
-def try_all(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch each kernel. Raises what Triton raises, ImportError where there is none."""
+def try_channels(rows: torch.Tensor) -> None:
     from .channels import add_bias, rms_norm
-    from .gated_depthwise import silu_depthwise_gate
-    from .linear_attention import relu_attention
-    from .modulation import add_gated, add_then_norm, modulated_norm
 
-    rows = torch.zeros(8, CHANNELS, device=device, dtype=dtype)
-    own = rows[0]
-    rms_norm(rows, own, own, 1e-5, rows)
-    add_bias(rows, own, rows, "silu")
-    hidden, table = rows[None], rows[:1, None]
-    modulated_norm(hidden, table, table, 1e-6)
-    add_gated(hidden, hidden, table)
-    add_then_norm(hidden, hidden, table, table, 1e-6)
-    relu_attention(hidden, hidden, hidden, 2, 1e-15)
-    weight = torch.zeros(CHANNELS, 1, 3, 3, device=device, dtype=dtype)
-    silu_depthwise_gate(rows.view(1, 2, 4, CHANNELS), weight, own)
+    rms_norm(rows, rows[0], rows[0], 1e-5, rows)
+    add_bias(rows, rows[0], rows, "silu")
+
+
+def try_gated_depthwise(rows: torch.Tensor) -> None:
+    from .gated_depthwise import silu_depthwise_gate
+
+    silu_depthwise_gate(rows.view(1, 2, 4, CHANNELS), rows.new_zeros(CHANNELS, 1, 3, 3), rows[0])
+
+
+def try_linear_attention(rows: torch.Tensor) -> None:
+    from .linear_attention import relu_attention
+
+    relu_attention(rows[None], rows[None], rows[None], 2, 1e-15)
+
+
+def try_modulation(rows: torch.Tensor) -> None:
+    from .modulation import add_gated, add_then_norm
+
+    table = rows[:1, None]
+    add_gated(rows[None], rows[None], table)
+    for branch in ((None, None), (rows[None], None), (rows[None], table)):
+        add_then_norm(rows[None], branch, table, table, 1e-6)
+
+
+# one for each file of kernels
+TRIALS = {
+    "channels": try_channels,
+    "gated_depthwise": try_gated_depthwise,
+    "linear_attention": try_linear_attention,
+    "modulation": try_modulation,
+}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
-from ..forward import feed_forward
+from ..block import feed_forward
 from ..layers import pointwise
 
 if TYPE_CHECKING:
@@ -49,12 +49,11 @@ class Share:
         rows = (key.transpose(-1, -2) @ value).sum(2, dtype=torch.float64)
         return self.exchange.add(rows).float()
 
-    def feed_forward(self, block: GLUMBConv, states: torch.Tensor) -> torch.Tensor:
-        """Return what `forward.feed_forward` makes of this shard's `states` [B, N, D], with its neighbours' rows."""
+    def feed_forward(self, block: GLUMBConv, states: torch.Tensor, kernels: frozenset[str]) -> torch.Tensor:
+        """Return what `block.feed_forward` makes of this shard's `states` [B, N, D], with its neighbours' rows."""
         rows = states.unflatten(1, (-1, self.columns))
         above, below = self.exchange.swap(rows[:, 0], rows[:, -1])
         window = [part[:, None] for part in (above, below) if part is not None]
         window.insert(0 if above is None else 1, rows)
-        kept = slice(0 if above is None else 1, None if below is None else -1)
-        together = torch.cat(window, dim=1)
-        return feed_forward(block, together.flatten(1, 2), (together.shape[1], self.columns), kept)
+        together, edges = torch.cat(window, dim=1), (int(above is not None), int(below is not None))
+        return feed_forward(block, together.flatten(1, 2), (together.shape[1], self.columns), kernels, edges)

@@ -6,6 +6,7 @@ another wait for that on the devices themselves.
 
 from __future__ import annotations
 
+import functools
 from threading import Barrier, BrokenBarrierError
 
 import torch
@@ -46,13 +47,9 @@ class ThreadExchange:
         table = self.table
         table.sums[self.index] = sums
         table.meet()
-        total = torch.zeros_like(sums)
-        for other in table.sums:
-            assert other is not None
-            total += other.to(self.device)
         self.messages += 1
         self.sum_bytes += sums.nbytes
-        return total
+        return functools.reduce(torch.add, (other.to(self.device) for other in table.sums if other is not None))
 
     def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         table, index = self.table, self.index

@@ -11,14 +11,14 @@ from decoders import f32c32, noise
 from diffusers import SanaTransformer2DModel
 from diffusers.models.normalization import RMSNorm
 
-from sana_core import forward, layers
+from sana_core import block, forward, layers
 from sana_core.accelerator import current_accelerator
 from sana_core.decode import attention, fused, streaming, strips
-from sana_core.kernels import block, trial
+from sana_core.kernels import trial
 from sana_core.kernels.channels import add_bias, rms_norm
 from sana_core.kernels.gated_depthwise import silu_depthwise_gate
 from sana_core.kernels.linear_attention import relu_attention
-from sana_core.kernels.modulation import add_gated, add_then_norm, modulated_norm
+from sana_core.kernels.modulation import add_gated, add_then_norm
 
 DEVICE = current_accelerator()
 if DEVICE is None:
@@ -31,6 +31,7 @@ else:
     torch.backends.cudnn.allow_tf32 = False
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SLACK = 1.05
+ALL = frozenset(trial.TRIALS)
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -42,7 +43,7 @@ def dtype(request):
 def everywhere(monkeypatch):
     """As if the CPU were an accelerator that runs the kernels."""
     for module in (forward, fused, trial):
-        monkeypatch.setattr(module, "runs", lambda device, dtype: True)
+        monkeypatch.setattr(module, "kernels_on", lambda device, dtype: ALL)
 
 
 def error(got, truth):
@@ -94,12 +95,16 @@ def test_residual_gate_norm_and_modulation(dtype, width, positions):
     def norm(x):
         return torch.addcmul(shift.to(x.dtype), F.layer_norm(x, (width,), eps=1e-6), scale.to(x.dtype)).to(x.dtype)
 
-    check(modulated_norm(hidden, shift, scale, 1e-6), norm(hidden), norm(hidden.double()))
+    check(add_then_norm(hidden, (None, None), shift, scale, 1e-6)[1], norm(hidden), norm(hidden.double()))
     exact = hidden.double() + gate.double() * branch.double()
-    check(add_gated(hidden, branch, gate), torch.addcmul(hidden, gate, branch), exact)
-    added, normed = add_then_norm(hidden, branch, shift, scale, 1e-6)
+    check(add_gated(hidden.clone(), branch, gate), torch.addcmul(hidden, gate, branch), exact)
+    added, normed = add_then_norm(hidden.clone(), (branch, None), shift, scale, 1e-6)
     assert torch.equal(added, hidden + branch)
     check(normed, norm(hidden + branch), norm(hidden.double() + branch.double()))
+    for given in (gate, gate[:1], noise(2, 1, width, 2, seed=3).to(dtype)[..., 0]):
+        added, normed = add_then_norm(hidden.clone(), (branch, given), shift, scale, 1e-6)
+        check(added, torch.addcmul(hidden, given, branch), hidden.double() + given.double() * branch.double())
+        check(normed, norm(added), norm(added.double()))
 
 
 @pytest.mark.parametrize("heads, size", [(2, 32), (3, 16), (1, 64)])
@@ -108,7 +113,7 @@ def test_linear_attention(dtype, positions, heads, size):
     query, key, value = noise(3, 2, positions, heads * size).to(dtype)
 
     def plain(dtype):
-        q, k, v = (forward.split_heads(part, heads).to(dtype) for part in (query, key, value))
+        q, k, v = (block.split_heads(part, heads).to(dtype) for part in (query, key, value))
         q, k = F.relu(q), F.relu(k)
         out = (q @ (k.transpose(2, 3) @ v)) / (q @ k.sum(2, keepdim=True).transpose(2, 3) + 1e-15)
         return out.transpose(1, 2).flatten(2)
@@ -123,22 +128,23 @@ def test_a_picture_s_attention_does_not_depend_on_its_batch(dtype):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 8), (2, 3, 9, 70), (1, 11, 4, 64), (1, 2, 3, 2 * 66)])
-@pytest.mark.parametrize("padded", [True, False])
-def test_gated_depthwise(dtype, shape, padded):
-    x = noise(*shape).to(dtype) if padded else noise(shape[0], shape[1] + 2, *shape[2:]).to(dtype)
+@pytest.mark.parametrize("edges", [(0, 0), (1, 1), (0, 1), (1, 0)])
+def test_gated_depthwise(dtype, shape, edges):
+    x = noise(shape[0], shape[1] + sum(edges), *shape[2:]).to(dtype)
     weight, bias = noise(shape[3], 1, 3, 3, seed=1).to(dtype), noise(shape[3], seed=2).to(dtype)
 
     def plain(x, weight, bias):
         maps = F.silu(x).permute(0, 3, 1, 2)
-        maps = F.conv2d(maps, weight, bias, padding=(int(padded), 1), groups=shape[3])
+        maps = F.pad(maps, (0, 0, 1 - edges[0], 1 - edges[1]))
+        maps = F.conv2d(maps, weight, bias, padding=(0, 1), groups=shape[3])
         value, gate = maps.chunk(2, dim=1)
         return (value * F.silu(gate)).permute(0, 2, 3, 1)
 
-    got = silu_depthwise_gate(x, weight, bias, padded)
+    got = silu_depthwise_gate(x, weight, bias, edges)
     assert got.shape == (*shape[:3], shape[3] // 2)
     check(got, plain(x, weight, bias), plain(x.double(), weight.double(), bias.double()))
     check(
-        silu_depthwise_gate(x, weight, None, padded),
+        silu_depthwise_gate(x, weight, None, edges),
         *(plain(x.to(t), weight.to(t), None) for t in (dtype, x.double().dtype)),
     )
 
@@ -170,7 +176,7 @@ def test_a_step_is_as_near_the_truth_as_the_library_s(dtype, size, qk_norm, ever
     mask[0, 4:] = 0
     time = torch.full((2,), 500.0)
     constants, got = predict(transformer, x, embeds, mask)
-    assert constants.fused
+    assert constants.kernels
     plain = transformer(x, embeds, time, encoder_attention_mask=mask).sample
     # the library has tables of its own in fp32
     exact = narrow_transformer(qk_norm).to(dtype).double()
@@ -184,7 +190,7 @@ def test_perturbed_attention_through_the_kernels(everywhere, monkeypatch):
     x, embeds, mask = noise(2, 32, 3, 5), noise(2, 10, 24, seed=1), torch.ones(2, 10)
     perturbation = forward.Perturbation(torch.tensor([False, True])[:, None, None], frozenset({1}))
     fast = predict(transformer, x, embeds, mask, perturbation)[1]
-    monkeypatch.setattr(forward, "runs", lambda device, dtype: False)
+    monkeypatch.setattr(forward, "kernels_on", lambda device, dtype: frozenset())
     torch.testing.assert_close(fast, predict(transformer, x, embeds, mask, perturbation)[1], atol=1e-5, rtol=0)
 
 
@@ -287,15 +293,10 @@ def test_scores_computed_together_are_those_of_the_pieces():
         torch.testing.assert_close(got, expected)
 
 
-def test_the_parts_of_a_block_are_those_of_the_plain_one(everywhere):
-    transformer = narrow_transformer()
+def test_the_parts_of_a_block_are_those_of_the_plain_one_whichever_kernels_run(everywhere):
+    transformer = narrow_transformer("rms_norm_across_heads")
     one, states = transformer.transformer_blocks[0], noise(2, 15, 64)
-    torch.testing.assert_close(
-        block.feed_forward(one.ff, states, (3, 5)), forward.feed_forward(one.ff, states, (3, 5)), atol=1e-5, rtol=1e-4
-    )
-    torch.testing.assert_close(
-        block.self_attention(one.attn1, states, None, 1e-15),
-        forward.self_attention(one.attn1, states),
-        atol=1e-5,
-        rtol=1e-4,
-    )
+    plain = block.feed_forward(one.ff, states, (3, 5)), block.self_attention(one.attn1, states)
+    for own in (ALL, *(frozenset({name}) for name in ALL)):
+        got = block.feed_forward(one.ff, states, (3, 5), own), block.self_attention(one.attn1, states, kernels=own)
+        torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)

@@ -59,9 +59,14 @@ def test_kernels_see_no_two_devices():
 
 def test_a_guided_step_stays_within_its_launches_and_bytes():
     found = counts.step("1.6B", 1024)
-    assert found["launches"] <= 420 and found["gigabytes_moved"] <= 16 and found["transfers"] == 0
+    assert found["launches"] <= 300 and found["gigabytes_moved"] <= 11.5 and found["transfers"] == 0
     assert 0.95 <= found["predicted_of_peak"][0] <= 1.10
     assert found == committed()["guided_step"]["1.6B, 1024 px"]
+
+
+def test_an_amd_card_launches_and_moves_as_much(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    assert counts.step("1.6B", 1024) == committed()["guided_step"]["1.6B, 1024 px"]
 
 
 def test_weights_lie_as_the_maps_of_their_device_do():
@@ -130,7 +135,7 @@ def test_a_decode_without_triton_needs_no_more_memory():
 def test_the_committed_counts_hold_what_is_promised():
     found = committed()
     step, decode = found["guided_step"]["1.6B, 1024 px"], found["decode"]["4096 px"]
-    assert step["launches"] <= 420 and step["gigabytes_moved"] <= 16
+    assert step["launches"] <= 300 and step["gigabytes_moved"] <= 11.5
     assert decode["launches"] <= 6000 and decode["gigabytes_moved"] <= 700 and decode["peak_megabytes"] <= 1300
     lite = ("decode_lite", "decode_lite_smallest")
     for stage in ("guided_step", "decode", "decode_smallest", "decode_two_devices", *lite, "encode", "encode_smallest"):

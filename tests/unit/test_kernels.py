@@ -1,6 +1,5 @@
 """The fused kernels without a card: their numbers in Triton's interpreter, their machine code for every card."""
 
-import logging
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from setup import ROOT
 from benchmarks import kernels
 from sana_core.kernels import trial
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 
 # the interpreter takes a second for a program of the depthwise kernel
@@ -37,42 +36,65 @@ def test_each_builds_for_every_card(card):
         assert found["spilled_bytes"] == 0 or card == 75, (launch.kernel.__name__, found)
 
 
+@pytest.mark.parametrize("card", kernels.AMD_CARDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_each_builds_for_every_amd_card(card, dtype, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    for launch in kernels.recorded(2240, dtype):
+        # what a workgroup may have
+        assert kernels.build(launch, card).metadata.shared <= 64 * 1024, launch.kernel.__name__
+
+
 def test_there_are_none_on_a_cpu():
-    assert not trial.runs(torch.device("cpu"), torch.float32)
+    assert not trial.kernels_on(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """A function that says which kernels run where those of TRIALS are replaced."""
+
+    def kernels_on(dtype=torch.float16, **replaced):
+        trial.kernels_on.cache_clear()
+        nothing = dict.fromkeys(trial.TRIALS, lambda rows: None)
+        monkeypatch.setattr(trial, "TRIALS", nothing | replaced)
+        return trial.kernels_on(torch.device("privateuseone"), dtype)
+
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
+    yield kernels_on
+    trial.kernels_on.cache_clear()
+
+
+def failing(error):
+    def attempt(rows):
+        raise error
+
+    return attempt
 
 
 def test_without_triton_there_is_one_line_in_the_log(monkeypatch, caplog):
-    trial.runs.cache_clear()
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
     monkeypatch.setitem(sys.modules, "triton", None)
     for module in [name for name in sys.modules if name.startswith("sana_core.kernels.")]:
         if module != trial.__name__:
             monkeypatch.delitem(sys.modules, module)
-    with caplog.at_level(logging.WARNING):
-        assert not any(trial.runs(torch.device("privateuseone"), torch.bfloat16) for _ in range(3))
-    trial.runs.cache_clear()
+    trial.kernels_on.cache_clear()
+    assert not any(trial.kernels_on(torch.device("privateuseone"), torch.bfloat16) for _ in range(3))
+    trial.kernels_on.cache_clear()
     assert [record.name for record in caplog.records] == [trial.__name__]
-    assert "plain torch" in caplog.text and "triton" in caplog.text
+    assert "plain torch" in caplog.text and caplog.text.count("triton") == 1
 
 
-def test_a_kernel_that_does_not_build_is_one_line_in_the_log(monkeypatch, caplog):
-    def fail(device, dtype):
-        raise RuntimeError("ptxas: no\nsecond line")
+def test_a_kernel_that_does_not_build_drops_no_other_and_the_log_has_the_reason(tried, caplog):
+    """What Triton says where its AMD backend is asked for products of TF32."""
+    (launch,) = (each for each in kernels.recorded(2240, torch.float16) if "precision" in each.arguments)
+    with pytest.raises(triton.CompilationError) as refused:
+        kernels.build(launch, "gfx942")
+    assert tried(linear_attention=failing(refused.value)) == trial.TRIALS.keys() - {"linear_attention"}
+    (line,) = caplog.text.splitlines()
+    assert "no fused kernels for linear_attention on" in line and "input_precision must be one of" in line
 
-    trial.runs.cache_clear()
-    monkeypatch.setattr(trial, "try_all", fail)
-    assert not trial.runs(torch.device("privateuseone"), torch.float16)
-    trial.runs.cache_clear()
-    assert "RuntimeError: ptxas: no" in caplog.text and "second" not in caplog.text
 
-
-def test_memory_that_runs_out_says_nothing_of_the_kernels(monkeypatch):
-    def fail(device, dtype):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    trial.runs.cache_clear()
-    monkeypatch.setattr(trial, "try_all", fail)
+def test_memory_that_runs_out_says_nothing_of_the_kernels(tried):
     with pytest.raises(torch.OutOfMemoryError):
-        trial.runs(torch.device("privateuseone"), torch.float16)
-    monkeypatch.setattr(trial, "try_all", lambda device, dtype: None)
-    assert trial.runs(torch.device("privateuseone"), torch.float16)
-    trial.runs.cache_clear()
+        tried(modulation=failing(torch.OutOfMemoryError("CUDA out of memory")))
+    assert tried() == trial.TRIALS.keys()

@@ -1,0 +1,264 @@
+"""A block of SANA's transformer, and what its steps become where fused kernels run.
+
+`kernels` are the names of those in `sana_core.kernels` that the device runs; plain torch does the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .layers import pointwise, with_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diffusers.models.attention_processor import Attention
+    from diffusers.models.normalization import RMSNorm
+    from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
+
+    from .forward import Constants
+    from .split.share import Share
+
+NO_KERNELS: frozenset[str] = frozenset()
+
+
+class Branch(NamedTuple):
+    """What is still to be added to the hidden states: `update` [B, N, D], times `gate` [B, 1, D] unless that is None.
+
+    It is handed on, since one kernel adds it and does the norm behind it.
+    """
+
+    update: torch.Tensor
+    gate: torch.Tensor | None
+
+
+# hidden states [B, N, D], and what is still to be added to them
+Carried = tuple[torch.Tensor, Branch | None]
+
+
+def run_block(
+    block: SanaTransformerBlock,
+    i: int,
+    carried: Carried,
+    modulation: torch.Tensor,
+    constants: Constants,
+    size: tuple[int, int],
+    perturbed: torch.Tensor | None = None,
+    share: Share | None = None,
+) -> Carried:
+    """Return what the block after `block` gets, of what this one gets, `carried`.
+
+    It is number `i` of `constants`, of `size` rows and columns. With a `share`, those are the rows of one of several
+    devices.
+    """
+    own = modulation[:, i].unbind(1)
+    shift_attention, scale_attention, gate_attention, shift_forward, scale_forward, gate_forward = own
+    kernels = constants.kernels
+    hidden, states = add_then_norm(*carried, block.norm1, shift_attention, scale_attention, kernels)
+    attended = self_attention(block.attn1, states, perturbed, constants.eps, kernels, share)
+    hidden = add(hidden, Branch(attended, gate_attention), kernels)
+    # it makes room for the softmax's
+    del states, attended
+    # on a CPU the kernel for softmax depends on how many queries there are
+    row = size[1] if share is not None and hidden.device.type == "cpu" else None
+    crossed = cross_attention(block.attn2, hidden, constants.keys[i], constants.values[i], constants.bias, row)
+    crossing = Branch(crossed, None)
+    hidden, states = add_then_norm(hidden, crossing, block.norm2, shift_forward, scale_forward, kernels)
+    del crossed, crossing
+    if share is None:
+        out = feed_forward(block.ff, states, size, kernels)
+    else:
+        out = share.feed_forward(block.ff, states, kernels)
+    return hidden, Branch(out, gate_forward)
+
+
+def add(hidden: torch.Tensor, branch: Branch | None, kernels: frozenset[str] = NO_KERNELS) -> torch.Tensor:
+    """Return `hidden` with `branch` added, by a kernel in place."""
+    if branch is None:
+        return hidden
+    update, gate = branch
+    if gate is None:
+        return hidden + update
+    if "modulation" in kernels:
+        from .kernels.modulation import add_gated
+
+        return add_gated(hidden, update, gate)
+    return torch.addcmul(hidden, gate, update)
+
+
+def add_then_norm(
+    hidden: torch.Tensor,
+    branch: Branch | None,
+    norm: torch.nn.LayerNorm,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    kernels: frozenset[str] = NO_KERNELS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `hidden` with `branch` added as by `add`, and its `norm`, times `scale`, plus `shift`, both [B, 1, D]."""
+    if "modulation" in kernels:
+        from .kernels.modulation import add_then_norm
+
+        return add_then_norm(hidden, branch or (None, None), shift, scale, norm.eps)
+    hidden = add(hidden, branch)
+    return hidden, torch.addcmul(shift, norm(hidden), scale).to(hidden.dtype)
+
+
+def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, N, heads * d] to [B, heads, N, d], a view."""
+    return states.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def attention_sums(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the sums [B, heads, d, d + 1] over the positions of `key` and `value` [B, heads, N, d], last the key's."""
+    return torch.cat([key.transpose(2, 3) @ value, key.sum(2, keepdim=True).transpose(2, 3)], dim=3)
+
+
+def self_attention(
+    attention: Attention,
+    states: torch.Tensor,
+    perturbed: torch.Tensor | None = None,
+    eps: float = 1e-15,
+    kernels: frozenset[str] = NO_KERNELS,
+    share: Share | None = None,
+) -> torch.Tensor:
+    """Linear attention with ReLU over `states` [B, N, D] (SANA paper, section 2.2), summed in float32.
+
+    Where `perturbed` [B, 1, 1] is set, the value itself is the output, as if each position saw only itself (Ahn et al.
+    2024); the norms of query and key, which SANA-1.5 has, don't touch it.
+    """
+    if hasattr(attention, "to_qkv"):
+        query, key, value = attention.to_qkv(states).chunk(3, dim=-1)
+    else:
+        query, key, value = attention.to_q(states), attention.to_k(states), attention.to_v(states)
+    if attention.norm_q is not None:
+        query, key = (
+            rms_norm(norm, part, kernels) for norm, part in ((attention.norm_q, query), (attention.norm_k, key))
+        )
+    if "linear_attention" in kernels:
+        from .kernels.linear_attention import relu_attention
+
+        out = relu_attention(query, key, value, attention.heads, eps, None if share is None else share.exchange.add)
+    else:
+        own = attention_sums if share is None else share.sums
+        out = linear_attention(query, key, value, attention.heads, eps, own)
+    if perturbed is not None:
+        out = torch.where(perturbed, value, out)
+    out = attention.to_out[0](out)
+    return out.clip(-65504, 65504) if states.dtype == torch.float16 else out
+
+
+def linear_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    heads: int,
+    eps: float,
+    sums: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return what linear attention with ReLU makes of `query`, `key` and `value` [B, N, D], summed by `sums`."""
+    dtype = value.dtype
+    query, key, value = (split_heads(part, heads) for part in (query, key, value))
+    summed = sums(F.relu(key).float(), value.float())
+    # in one product: by the last column alone, CPUs add up in an order that depends on how many positions there are
+    out = F.relu(query).float() @ summed
+    return (out[..., :-1] / (out[..., -1:] + eps)).to(dtype).transpose(1, 2).flatten(2)
+
+
+def rms_norm(norm: RMSNorm, states: torch.Tensor, kernels: frozenset[str]) -> torch.Tensor:
+    """Return diffusers' RMSNorm of `states` [B, N, D]."""
+    if "channels" not in kernels:
+        return norm(states)
+    from .kernels import channels
+
+    rows = states.flatten(0, 1)
+    out = with_weights(norm, states, lambda weight, bias: channels.rms_norm(rows, weight, bias, norm.eps))
+    return norm(states) if out is None else out.view(states.shape)
+
+
+def cross_attention(
+    attention: Attention,
+    states: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    row: int | None = None,
+) -> torch.Tensor:
+    """Softmax attention of `states` [B, N, D] to the tokens of P prompts, of which each has B / P pictures.
+
+    With `row`, the length of one, each row of a picture is attended by itself, to the same bits whatever their number.
+    """
+    query = attention.to_q(states)
+    if attention.norm_q is not None:
+        query = attention.norm_q(query)
+    # the pictures of a prompt stand in one row of queries, so that keys and values need no copies
+    query = query.reshape(len(key), -1, query.shape[-1])
+    if row is None:
+        out = F.scaled_dot_product_attention(split_heads(query, attention.heads), key, value, attn_mask=bias)
+    else:
+        out = torch.cat([attend_rows(attention.heads, query, i, key, value, bias, row) for i in range(len(key))])
+    return attention.to_out[0](out.transpose(1, 2).reshape(*states.shape[:2], -1))
+
+
+def attend_rows(
+    heads: int,
+    query: torch.Tensor,
+    prompt: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    row: int,
+) -> torch.Tensor:
+    """Return [1, heads, N, d] of the pictures of one prompt, `query` being [P, N, heads * d], a row at a time."""
+    rows = split_heads(query[prompt].unflatten(0, (-1, row)), heads)
+    # views that repeat
+    key, value = (part[prompt].expand(len(rows), -1, -1, -1) for part in (key, value))
+    mask = None if bias is None else bias[prompt].expand(len(rows), heads, row, -1)
+    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask)
+    return out.transpose(0, 1).flatten(1, 2)[None]
+
+
+def feed_forward(
+    block: GLUMBConv,
+    states: torch.Tensor,
+    size: tuple[int, int],
+    kernels: frozenset[str] = NO_KERNELS,
+    edges: tuple[int, int] = (0, 0),
+) -> torch.Tensor:
+    """The gated feed-forward with its 3x3 depthwise convolution, `states` [B, N, D] (SANA paper, section 2.2).
+
+    The `size` of `states` is in rows and columns. Of these rows `edges` above and below are there for the others' sake:
+    nothing is returned of them.
+    """
+    kept = slice(edges[0], size[0] - edges[1])
+    if states.device.type == "cpu" and "gated_depthwise" not in kernels:
+        maps = states.unflatten(1, size).permute(0, 3, 1, 2)
+        maps = F.silu(block.conv_inverted(maps), inplace=True)
+        maps, gate = block.conv_depth(maps)[:, :, kept].chunk(2, dim=1)
+        return block.conv_point(maps * F.silu(gate)).flatten(2).transpose(1, 2)
+    # without a name, so that the largest of all maps is let go before the last product
+    gated = gated_depthwise(
+        block.conv_depth, pointwise(block.conv_inverted, states, size).unflatten(1, size), kernels, edges
+    )
+    return pointwise(block.conv_point, gated.flatten(1, 2), (gated.shape[1], size[1]))
+
+
+def gated_depthwise(
+    depth: torch.nn.Module, maps: torch.Tensor, kernels: frozenset[str], edges: tuple[int, int]
+) -> torch.Tensor:
+    """Return value * silu(gate) [B, n, w, C] of the convolution `depth` of silu(`maps`) [B, h, w, 2 C]."""
+    gated = None
+    if "gated_depthwise" in kernels:
+        from .kernels.gated_depthwise import silu_depthwise_gate
+
+        gated = with_weights(
+            depth, maps, lambda weight, bias: silu_depthwise_gate(maps.contiguous(), weight.contiguous(), bias, edges)
+        )
+    if gated is None:
+        kept = slice(edges[0], maps.shape[1] - edges[1])
+        value, gate = depth(F.silu(maps, inplace=True).permute(0, 3, 1, 2))[:, :, kept].chunk(2, dim=1)
+        del maps
+        gated = (value * F.silu(gate)).permute(0, 2, 3, 1)
+    return gated
