@@ -12,6 +12,9 @@ import torch
 
 from .errors import InputError
 
+# RDNA 2 and what is older
+AMD_WITHOUT_BF16 = ("gfx103", "gfx101", "gfx906", "gfx900", "gfx803")
+
 
 def memory_info(device: torch.device) -> tuple[int, int]:
     """Return the bytes that can still be allocated on `device`, and all that it has."""
@@ -30,6 +33,19 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can still be allocated on `device`."""
     return memory_info(device)[0]
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether `device` computes in bfloat16 faster than in float32, by the same rules as ComfyUI's."""
+    if device.type == "mps":
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+    own = torch.get_device_module(device)
+    if own is not torch.cuda:
+        return device.type != "cpu" and own.is_bf16_supported()
+    properties = own.get_device_properties(device)
+    if torch.version.hip is not None:
+        return not properties.gcnArchName.startswith(AMD_WITHOUT_BF16)
+    return properties.major >= 8
 
 
 def current_accelerator() -> torch.device | None:

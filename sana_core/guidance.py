@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -101,7 +102,7 @@ def denoiser(
 
     Classifier-free guidance counts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
     1, outside the interval and in a distilled model, which gets it as an embedding, there is no uncond pass. All passes
-    of a step are one batch. `compiled` runs the forward through torch.compile, with CUDA graphs where there is CUDA.
+    of a step are one batch. `compiled` runs the forward through torch.compile, with CUDA graphs where it has them.
     """
     if not isinstance(transformer, Shared):
         steered = transformer if isinstance(transformer, Steered) else Steered(transformer, None)
@@ -110,7 +111,7 @@ def denoiser(
     # diffusers finds the dtype by looking through all modules
     first = members[0].transformer
     config, dtype = first.config, first.dtype
-    forward = torch.compile(velocity, mode="reduce-overhead") if compiled else velocity
+    forward = torch.compile(velocity, mode=compile_mode()) if compiled else velocity
     steps = Steps(members, cond, uncond, perturbed)
 
     def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -142,6 +143,12 @@ def denoiser(
         return parts[0] + (parts[1] - parts[0]) * guidance if guided else parts[0]
 
     return model
+
+
+def compile_mode() -> str:
+    """Return the mode of torch.compile that works in this thread: CUDA graphs fail in all but the first before 2.14."""
+    any_thread = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    return "reduce-overhead" if any_thread or threading.current_thread() is threading.main_thread() else "default"
 
 
 class Steps:

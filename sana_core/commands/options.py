@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from ..accelerator import has_bf16
 from ..batch.draw import DTYPES, Settings
+from ..batch.local import local_devices
 from ..reference import AUTO, REFERENCE_HELP, REFERENCES
 from ..released import DEFAULT_RESOLUTION
 
@@ -41,8 +44,13 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
         help="of this model; several are added one after another",
     )
     add("--reference", choices=REFERENCES, default=AUTO, help=REFERENCE_HELP)
-    add("--dtype", choices=DTYPES, default="float32", help="float16 is for models made for it")
-    add("--compile", action="store_true", help="torch.compile, with CUDA graphs where there is CUDA")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="default: bfloat16 where all devices are accelerators that have it, float32 otherwise and with --cluster; "
+        "float16 is for models made for it",
+    )
+    add("--compile", action="store_true", help="torch.compile, with CUDA graphs in torch 2.14 or later")
     add("--chunk", type=int, help="pictures that a device draws at once; default: what suits it")
     add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all accelerators, or the CPU")
     add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: draw on all its GPUs")
@@ -57,6 +65,17 @@ def lora_of(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
+def choose_dtype(arguments: argparse.Namespace) -> str:
+    """Return the dtype that is asked for, or suits the devices; where there are accelerators, say which."""
+    if arguments.cluster is not None:
+        return arguments.dtype or "float32"
+    devices = local_devices(arguments.devices)
+    dtype = arguments.dtype or ("bfloat16" if all(map(has_bf16, devices)) else "float32")
+    if any(device.type != "cpu" for device in devices):
+        sys.stderr.write(f"drawing in {dtype} on {', '.join(map(str, devices))}\n")
+    return dtype
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return how the pictures are drawn; None stays where the model decides."""
     return Settings(
@@ -69,7 +88,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         arguments.pag_scale,
         arguments.pag_blocks,
         tuple(arguments.guidance_interval),
-        arguments.dtype,
+        choose_dtype(arguments),
         arguments.compile,
         arguments.reference,
         tuple(arguments.lora or ()),

@@ -1,4 +1,4 @@
-"""The exchange between processes, on one machine or several: torch.distributed, by NCCL or by gloo on CPUs."""
+"""The exchange between processes, on one machine or several: torch.distributed, by NCCL, XCCL or gloo."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def connect(store: dist.Store, rank: int, world: int, device: torch.device) -> P
 
     Until `destroy_process_group`, of torch.distributed.
     """
-    backend = "gloo" if device.type == "cpu" else "nccl"
+    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=WAIT)
     return ProcessExchange(rank, world)
 

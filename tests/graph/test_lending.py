@@ -40,8 +40,9 @@ def test_a_guided_step_launches_what_the_engine_does(host, files, monkeypatch, s
     with fake_card(monkeypatch, **state_of(files["1.6B"].stat().st_size, state)) as patch:
         found = host_counts.guided_step(patch, files["1.6B"]).figures()
     engine, inside = (committed()[stage]["1.6B, 1024 px"] for stage in ("guided_step", "guided_step_in_host"))
-    assert found["launches"] == engine["launches"] + GUIDANCE
-    assert found["gigabytes_moved"] == pytest.approx(engine["gigabytes_moved"], rel=0.01)
+    # in each of 20 blocks three products for one: ComfyUI places each weight itself
+    assert found["launches"] == engine["launches"] + GUIDANCE + 2 * 20
+    assert found["gigabytes_moved"] == pytest.approx(engine["gigabytes_moved"], rel=0.04)
     if state == "fits":
         assert found == inside
     else:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -11,6 +12,7 @@ import torch
 from decoders import f32c32
 
 from sana_core import accelerator, errors
+from sana_core.commands import options
 from sana_core.decode import decode_latents, device_memory, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,3 +202,31 @@ def test_the_peak_on_the_cpu_is_what_the_process_holds_more_than_at_the_start():
 def test_what_is_free_without_a_device_is_the_machines():
     available = psutil.virtual_memory().available
     assert accelerator.free_bytes(torch.device("cpu")) == pytest.approx(available, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "kind, hip, card, expected",
+    [
+        ("cpu", None, {}, False),
+        ("cuda", None, {"major": 8}, True),
+        ("cuda", None, {"major": 7}, False),
+        ("cuda", "7.2", {"major": 9, "gcnArchName": "gfx942:sramecc+:xnack-"}, True),
+        ("cuda", "7.2", {"major": 10, "gcnArchName": "gfx1030"}, False),
+    ],
+)
+def test_bf16_is_chosen_where_comfyui_would(kind, hip, card, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**card))
+    assert accelerator.has_bf16(torch.device(kind)) is expected
+
+
+def test_the_command_line_draws_in_what_suits_its_devices_and_says_so(monkeypatch, capsys):
+    cards = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(options, "local_devices", lambda names: cards)
+    monkeypatch.setattr(options, "has_bf16", lambda device: device.index == 0)
+    for asked, expected in ((None, "float32"), ("float16", "float16")):
+        arguments = SimpleNamespace(cluster=None, devices=None, dtype=asked)
+        assert options.choose_dtype(arguments) == expected
+        assert capsys.readouterr().err == f"drawing in {expected} on cuda:0, cuda:1\n"
+    del cards[1]
+    assert options.choose_dtype(SimpleNamespace(cluster=None, devices=None, dtype=None)) == "bfloat16"

@@ -1,12 +1,14 @@
 """torch.compile of the forward: one graph, no break, and as many compilations as sizes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from decoders import noise
 from tiny import random_prompt, tiny_transformer
 
 from sana_core.forward import Perturbation, prepare, velocity
-from sana_core.guidance import denoiser
+from sana_core.guidance import compile_mode, denoiser
 
 
 class Graphs:
@@ -77,3 +79,14 @@ def test_a_guided_sampling_compiles_once(graphs, monkeypatch):
     for step in range(20):
         model(noise(1, 32, 4, 4, seed=step), torch.tensor(1 - step / 20))
     assert graphs.count == 1
+
+
+@pytest.mark.parametrize(
+    "version, modes",
+    [("2.6.0+cu124", ["default", "reduce-overhead"]), ("2.14.1", ["reduce-overhead"] * 2)],
+)
+def test_cuda_graphs_are_asked_for_in_threads_that_have_them(version, modes, monkeypatch):
+    """Until torch 2.13 get_obj in torch/_inductor/cudagraph_trees.py fails where the module was not imported."""
+    monkeypatch.setattr(torch, "__version__", version)
+    with ThreadPoolExecutor(1) as pool:
+        assert [pool.submit(compile_mode).result(), compile_mode()] == modes
