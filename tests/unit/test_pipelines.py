@@ -7,6 +7,7 @@ import torch
 from diffusers import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    SanaControlNetModel,
     SanaPAGPipeline,
     SanaPipeline,
     SanaSprintImg2ImgPipeline,
@@ -16,7 +17,8 @@ from diffusers import (
 from tiny import random_prompt, tiny_transformer
 
 from sana_core.checkpoints import load_autoencoder
-from sana_core.guidance import PerturbedAttention, denoiser, perturbed_attention
+from sana_core.control import Control
+from sana_core.guidance import PerturbedAttention, Steered, denoiser, perturbed_attention
 from sana_core.latents import noise_stream
 from sana_core.sampling import SAMPLERS, flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
 from sana_core.schedules import last_steps, scm_sigmas
@@ -83,6 +85,20 @@ def test_guidance_below_1_is_guided_too():
     for guidance, expected in ((0.0, negative), (0.5, (positive + negative) / 2)):
         got = denoiser(transformer, COND, UNCOND, guidance, True)(x, sigma)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_a_steered_step_is_the_librarys():
+    transformer, x, sigma = tiny_transformer(), next(start(0, SIZES[0])), torch.tensor(0.7)
+    torch.manual_seed(1)
+    controlnet = SanaControlNetModel.from_config({**transformer.config, "num_layers": 2}).requires_grad_(False)
+    for layer in (controlnet.input_block, *controlnet.controlnet_blocks):
+        torch.nn.init.normal_(layer.weight, std=0.2)
+    latents, (embeds, mask) = torch.randn_like(x), COND
+    inputs = {"encoder_hidden_states": embeds, "encoder_attention_mask": mask, "timestep": 1000 * sigma.expand(1)}
+    residuals = controlnet(x, controlnet_cond=latents, **inputs).controlnet_block_samples
+    velocity = transformer(x, controlnet_block_samples=residuals, **inputs).sample
+    got = denoiser(Steered(transformer, Control(controlnet, latents)), COND, UNCOND, 1.0)(x, sigma)
+    torch.testing.assert_close(got, x - sigma * velocity, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("seed, steps, guidance, scale", [(0, 20, 4.5, 3.0), (1, 8, 1.0, 2.0), (2, 14, 7.0, 1.0)])
