@@ -67,7 +67,7 @@ class Timeline:
 
     def used(self) -> int:
         if self.device != "cpu":
-            return torch.accelerator.memory_allocated(self.device)
+            return torch.get_device_module(self.device).memory_allocated(self.device)
         import psutil
 
         return psutil.Process().memory_info().rss
@@ -75,7 +75,7 @@ class Timeline:
     def __enter__(self) -> Timeline:
         self.base, self.started = self.used(), time.perf_counter()
         if self.device != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self.device)
+            torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
         return self
@@ -86,13 +86,13 @@ class Timeline:
 
     def __exit__(self, *exception) -> None:
         if self.device != "cpu":
-            torch.accelerator.synchronize(self.device)
+            torch.get_device_module(self.device).synchronize()
         self.seconds = time.perf_counter() - self.started
         self.ended.set()
         self.thread.join()
         self.peak = max((used for _, used in self.points), default=0)
         if self.device != "cpu":
-            self.peak = torch.accelerator.max_memory_allocated(self.device) - self.base
+            self.peak = torch.get_device_module(self.device).max_memory_allocated(self.device) - self.base
 
     def thinned(self) -> list[tuple[float, int]]:
         """At most POINTS samples, each the highest of its stretch, in seconds and MB."""

@@ -13,8 +13,10 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import distributions
@@ -46,15 +48,27 @@ def add_wheels() -> list[str]:
 
 def run(words: tuple[str, ...], seconds: float) -> tuple[str, str]:
     """Return how this Python ended with `words`, and what it wrote."""
-    environment = os.environ | {"PYTHONPATH": str(SITE)}
-    command = [sys.executable, *words]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds
+    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # in a file, for a pipe would be waited for until all that was started has ended
+    with tempfile.TemporaryFile() as written:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired as error:
-        return f"took more than {seconds:.0f} s", (error.stdout or b"").decode(errors="replace")
-    return "passed" if done.returncode == 0 else f"failed with {done.returncode}", done.stdout.decode(errors="replace")
+        try:
+            code = process.wait(seconds)
+            ended = "passed" if code == 0 else f"failed with {code}"
+        except subprocess.TimeoutExpired:
+            # with all that it has started, which would go on on the card
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            ended = f"took more than {seconds:.0f} s"
+        written.seek(0)
+        return ended, written.read().decode(errors="replace")
 
 
 def rates() -> dict[str, Any]:
@@ -161,7 +175,8 @@ def main() -> int:
         ended, text = run(words, min(most, left)) if left > 0 else ("no time left", "")
         stage: dict[str, Any] = {"ended": ended, "seconds": round(time.monotonic() - started, 1)}
         if ended == "passed" and "--figure" in words:
-            stage["figures"] = json.loads(text.splitlines()[-1])
+            # a library may say something after them
+            stage["figures"] = json.loads(next(line for line in reversed(text.splitlines()) if line[:1] == "{"))
         else:
             stage["said"] = text[-TAIL:].splitlines()[-1:] if ended == "passed" else text[-TAIL:].splitlines()
         document["stages"][name] = stage

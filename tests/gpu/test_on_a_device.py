@@ -100,9 +100,10 @@ def test_an_encode_is_as_near_the_cpu_s_as_the_library_s(device, dtype, autoenco
 
 def test_two_devices_decode_one_picture(devices, autoencoder):
     plain, latents, _, truth, _ = autoencoder
-    model = deepcopy(plain).to(devices[0])
-    got = decode_latents(model, latents.to(devices[0]), "strips", devices=devices)
-    assert error(got, truth) <= 1e-5
+    model, latents = deepcopy(plain).to(devices[0]), latents.to(devices[0])
+    got = decode_latents(model, latents, "strips", devices=devices)
+    # a card may convolve by Winograd's algorithm, whose error is larger
+    assert error(got, truth) <= CHANCE * error(model.decode(latents).sample, truth) + ROUNDING
 
 
 def test_a_text_is_encoded_as_on_the_cpu(device):
@@ -171,7 +172,7 @@ def test_memory_that_runs_out_makes_strips_smaller(device):
         pytest.skip("only torch.cuda can be given less memory than there is")
     model = f32c32(1).to(device, torch.bfloat16)
     latents = torch.randn(1, 32, 64, 64, device=device, dtype=torch.bfloat16)
-    expected = decode_latents(model, latents)
+    expected = decode_latents(model, latents).cpu()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     held = torch.cuda.memory_allocated(device)

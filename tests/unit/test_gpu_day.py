@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import gpu_wheels
 import pytest
@@ -25,18 +26,32 @@ def stages(monkeypatch, tmp_path):
     return run
 
 
-def test_a_stage_that_fails_hangs_or_has_no_time_left_stops_no_other(stages):
-    figure = ("-c", "print('noise'); print('{\"seconds\": 1}')", "--figure")
+def test_a_stage_that_fails_hangs_or_has_no_time_left_stops_no_other(stages, tmp_path, monkeypatch):
+    figure = (
+        "-c",
+        "import sys; print('{\"seconds\": 1}', flush=True); print('a warning', file=sys.stderr)",
+        "--figure",
+    )
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "found.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(mine))
+    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(60)"
+    late = f"import time; time.sleep(6); open({str(tmp_path / 'late')!r}, 'w')"
     status, found = stages(
         ("fails", ("-c", "print('why'); raise SystemExit(3)"), 60),
         ("hangs", ("-c", "import time; print('so far', flush=True); time.sleep(60)"), 3),
+        ("hangs with a child", ("-c", child, late), 3),
+        ("has the paths of its caller", ("-c", "import found"), 60),
         ("measures", figure, 60),
     )
-    assert status == 2
+    assert status == 3 and found["stages"]["has the paths of its caller"]["ended"] == "passed"
     assert found["stages"]["fails"]["ended"] == "failed with 3" and found["stages"]["fails"]["said"] == ["why"]
     assert found["stages"]["hangs"]["ended"] == "took more than 3 s" and found["stages"]["hangs"]["said"] == ["so far"]
     assert found["stages"]["measures"]["figures"] == {"seconds": 1}
     assert found["card"] and found["torch"] and found["python"]
+    time.sleep(5)
+    assert not (tmp_path / "late").exists()
     status, found = stages(("late", figure, 60), minutes=0)
     assert status == 1 and found["stages"]["late"]["ended"] == "no time left"
 
