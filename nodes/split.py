@@ -19,10 +19,10 @@ class SanaNodesSplitPicture(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="SanaNodesSplitPicture",
-            display_name="SANA Split Picture",
+            display_name="SANA Split Image",
             category="SANA",
             description=cleandoc(cls.__doc__),
-            search_aliases=["multi gpu", "two gpus one image", "parallel", "all gpus", "sequence parallel"],
+            search_aliases=["split picture", "multi gpu", "two gpus one image", "all gpus", "sequence parallel"],
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL of SANA Loader; LoRAs may come before or after."),
                 io.Combo.Input(

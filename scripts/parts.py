@@ -132,7 +132,7 @@ def second_pass(scale: float = 1.5, seed: int = 0, **own: Any) -> Subgraph:
     }
     columns = ("Enlarged", "upscale"), ("Second pass", "sampler"), ("Result", "decode")
     widgets = {"scale_by": "upscale.scale_by", "denoise": "sampler.denoise", **SETTINGS}
-    about = "Enlarges the latent of an image and draws the last steps again at the new size, for finer details."
+    about = "Enlarges the latent of an image and samples the last steps again at the new size, for finer details."
     return Subgraph("SANA second pass", Graph(nodes, columns), widgets, {**IMAGE, **LATENT}, about)
 
 
@@ -267,7 +267,7 @@ def batch() -> Subgraph:
     columns = *LOADERS, *DRAWING[:2]
     own = {name: f"sampler.{name}" for name in ("count", "seed", "devices", "steps", "guidance")}
     widgets = {"prompts": "prompt.prompts", **own, **FILES}
-    about = "Draws several images of each line of a list, shared out over all GPUs of this machine."
+    about = "Generates several images per line of a list, on all GPUs of this computer."
     return Subgraph("SANA batch", Graph(nodes, columns), widgets, {"IMAGE": ("sampler", 1)}, about)
 
 
@@ -278,14 +278,14 @@ def blueprints() -> list[Subgraph]:
             "SANA text to image",
             K1,
             1024,
-            "Draws an image of a prompt with SANA 1.6B, or with the small model that comes with the pack.",
+            "Generates an image from a prompt with SANA 1.6B or the demo model.",
         ),
         text_to_image(
             "SANA 4K text to image",
             K4,
             4096,
-            "Draws an image of 4096 px with SANA 1.6B 4K. The decode gives the pixels of an undivided one in the "
-            "memory that is free, or in budget_gb.",
+            "Generates an image of 4096 px with SANA 1.6B 4K and decodes it without seams, in the free memory or in "
+            "budget_gb.",
             method="strips",
         ),
         second_pass(),

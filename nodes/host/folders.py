@@ -190,7 +190,7 @@ def cluster_address() -> str | None:
 
 
 def list_splits() -> list[str]:
-    """Return what SANA Split Picture offers: all, so many of the accelerators, or the CPU's cores in two halves, and
+    """Return what SANA Split Image offers: all, so many of the accelerators, or the CPU's cores in two halves, and
     the cluster."""
     devices = comfy.model_management.get_all_torch_devices()
     own = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu x {count}" for count in range(2, len(devices))]

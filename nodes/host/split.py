@@ -1,4 +1,4 @@
-"""SANA Split Picture: the devices of this machine compute each call of a MODEL together, whatever samples it.
+"""SANA Split Image: the devices of this machine compute each call of a MODEL together, whatever samples it.
 
 The node puts a replica of the MODEL for each further device beside it. When a sampling begins they get the patches that
 the MODEL has by then, and ComfyUI loads them with it; the model's own call then finds who shares it in its options.
@@ -90,7 +90,7 @@ def share_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any
     check_rows(noise.shape[2], len(known) + 1)
     pixels = picture_pixels(noise)
     if math.prod(pixels) < WORTHWHILE:
-        few = "SANA Split Picture: %d x %d pixels are few; one device may draw them as fast as several"
+        few = "SANA Split Image: %d x %d pixels are few; one device may draw them as fast as several"
         logger.warning(few, *pixels)
     heads, free = heads_and_free(patcher, [with_patches_of(patcher, replica) for replica in known])
     # with what this conditioning asks for ComfyUI loads them, and cleans up

@@ -1,4 +1,4 @@
-"""SANA Split Picture on the cluster that the server's operator has configured: each call of the MODEL goes there.
+"""SANA Split Image on the cluster that the server's operator has configured: each call of the MODEL goes there.
 
 Whatever samples on this machine, its GPUs compute: latents go to them in each step, prompts once, and the rows of the
 velocity come back.

@@ -11,7 +11,7 @@ from ...sana_core.errors import InputError
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-REMEDY = "remove it, or SANA Split Picture"
+REMEDY = "remove it, or SANA Split Image"
 
 
 def check_patches(patcher: ModelPatcher, conds: dict) -> None:

@@ -1,4 +1,4 @@
-"""SANA Split Picture on a real Ray cluster, over HTTP: the same latents, whatever samples, dies or is cancelled."""
+"""SANA Split Image on a real Ray cluster, over HTTP: the same latents, whatever samples, dies or is cancelled."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""SANA Split Picture in the host: the two halves of the CPU draw what the whole draws, under every sampler."""
+"""SANA Split Image in the host: the two halves of the CPU draw what the whole draws, under every sampler."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ STEPS = 4
 
 @pytest.fixture
 def split_graph(base_graph):
-    """A function of overrides: the base graph with SANA Split Picture between loader and sampler."""
+    """A function of overrides: the base graph with SANA Split Image between loader and sampler."""
 
     def build(devices=TWO, graph=None, **sampler):
         graph = base_graph(**{"steps": STEPS, **sampler}) if graph is None else graph
