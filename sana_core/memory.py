@@ -207,4 +207,4 @@ def decode_methods(planner: Planner) -> dict[str, int | None]:
 def fitting_cards(plan: dict[str, Any]) -> str:
     """Return the smallest card that `plan` fits, in words."""
     cards = [card for card, fits in plan["fits"].items() if fits]
-    return f"fits a card of {cards[0]} GB" if cards else f"needs more than {CARDS[-1]} GB"
+    return f"fits a GPU of {cards[0]} GB" if cards else f"needs more than {CARDS[-1]} GB"

@@ -41,7 +41,7 @@ def predict_velocity(
     if control_latents is not None and control_latents.shape != x.shape:
         got, expected = list(control_latents.shape), list(x.shape)
         raise InputError(
-            f"control_latents: got {got}, expected {expected}; encode a control picture of that size for each"
+            f"control_latents: got {got}, expected {expected}; encode a control image of that size for each"
         )
     dtype, config = transformer.dtype, transformer.config
     x, embeds = x.to(dtype), embeds.to(dtype)

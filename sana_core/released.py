@@ -207,4 +207,4 @@ def size_note(width: int, height: int, resolution: int) -> str:
     if 1 / FAR < width * height / resolution**2 < FAR:
         return ""
     right = " x ".join(map(str, own_size(width, height, resolution)))
-    return f"{width} x {height}: this model learnt pictures of {resolution} px, and draws best at {right}"
+    return f"{width} x {height} is far from this model's training size ({resolution} px); use {right} for better images"

@@ -73,7 +73,7 @@ def draw_released(card: Card) -> Image.Image:
     options = {"width": 256, "height": 256, "seed": card.seed}
     (pixels,) = sana_core.generate([card.prompt], ROOT / "demo" / "sana-scenes", **options)
     memory = fitting_cards(plan_memory(card.variant, card.pixels, card.pixels, 1, "bfloat16", True))
-    words = card.words or memory.replace("a card of ", "")
+    words = card.words or memory.replace("a GPU of ", "")
     drawn = draw_card([Image.fromarray(levels(pixels))], f"{card.pixels} px - {words} - demo model's image")
     draw, height = ImageDraw.Draw(drawn), SIDE - FOOT
 

@@ -58,7 +58,7 @@ def describe(shares: Mapping[str, Share], seconds: float) -> str:
     """Return how many pictures were drawn, how fast, and by whom."""
     total = sum(share.pictures for share in shares.values())
     by_device = ", ".join(f"{device} {share.pictures}" for device, share in sorted(shares.items()))
-    return f"{total} pictures in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"
+    return f"{total} images in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"
 
 
 def draw_shares(title: str, shares: Mapping[str, Share]) -> Image.Image:

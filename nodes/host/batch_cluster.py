@@ -105,7 +105,7 @@ def make_job(batch: Batch) -> tuple[Job, list[Embedding]]:
     # a SANA-Sprint model has no negative prompt
     negatives = split_prompts("negative", batch.positive if batch.sampler == SPRINT else batch.negative, transformer)
     if len(negatives) > 1 and batch.sampler != SPRINT:
-        raise InputError(f"negative: got {len(negatives)} prompts, a cluster draws with one; use SANA Text Encode")
+        raise InputError(f"negative: got {len(negatives)} prompts, a cluster takes one; use SANA Text Encode")
     scale, blocks = batch.model.get_attachment(PERTURBED) or (0.0, "")
     rows, columns = batch.latent["samples"].shape[2:]
     settings = Settings(
@@ -155,15 +155,15 @@ def check_model(model: ModelPatcher) -> None:
     patches |= {key for key in model.patches if not key.startswith(WEIGHTS)}
     if patches:
         found = ", ".join(sorted(patches))
-        raise InputError(f"model: got a patch that a cluster cannot draw with ({found}); {REMEDY}")
+        raise InputError(f"model: got a patch that a cluster cannot apply ({found}); {REMEDY}")
 
 
 def check_latent(latent: dict) -> None:
     """Raise InputError unless `latent` is empty, and for a mask."""
     if latent["samples"].any():
-        raise InputError(f"latent_image: got a picture, a cluster begins with an empty latent; {REMEDY}")
+        raise InputError(f"latent_image: got an image, a cluster begins with an empty latent; {REMEDY}")
     if latent.get("noise_mask") is not None:
-        raise InputError(f"latent_image: got a mask, which a cluster cannot draw with; {REMEDY}")
+        raise InputError(f"latent_image: got a mask, which a cluster cannot use; {REMEDY}")
 
 
 def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Embedding]:
@@ -172,11 +172,11 @@ def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionMode
     Raises InputError for more than text: areas, ControlNets, hooks, prompts combined or too long, another text encoder.
     """
     if len(conditioning) != 1:
-        raise InputError(f"{field}: got {len(conditioning)} combined prompts, a cluster draws one; write one text")
+        raise InputError(f"{field}: got {len(conditioning)} combined prompts, a cluster takes one; write one text")
     ((embeds, rest),) = conditioning
     more = sorted(key for key, value in rest.items() if key not in PLAIN and value is not None)
     if more:
-        raise InputError(f"{field}: got {', '.join(more)}, which a cluster cannot draw; {REMEDY}")
+        raise InputError(f"{field}: got {', '.join(more)}, which a cluster cannot use; {REMEDY}")
     check_width(field, embeds, transformer)
     prompt = Prompt(field, embeds, rest.get("attention_mask"), keep=False)
     texts = []

@@ -57,7 +57,7 @@ def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
         return [model.load_device] * 2
     chosen = comfy.model_management.resolve_gpu_device_option(choice)
     if chosen is None and choice != "default":
-        logger.warning("SANA Batch Sampler: no device %s here; drawing on %s", choice, model.load_device)
+        logger.warning("SANA Batch Sampler: no device %s here; using %s", choice, model.load_device)
     return [chosen or model.load_device]
 
 
@@ -219,7 +219,7 @@ def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[list[Dra
     Raises InputError for a ControlNet on several devices.
     """
     if len(devices) > 1 and any("control" in rest for _, rest in [*batch.positive, *batch.negative]):
-        raise InputError("devices: a ControlNet draws on one device; choose default")
+        raise InputError("devices: a ControlNet works on one device; choose default")
     shape = batch.latent["samples"].shape
     height, width = (side * DOWNSCALE for side in shape[2:])
     workload = Workload((), batch.pictures, batch.chunk or None)

@@ -56,4 +56,4 @@ def check_batch(batch: Batch) -> None:
     if vae is not None and vae.latent_channels != CHANNELS:
         raise InputError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
     if prompts * count > LARGEST_BATCH:
-        raise InputError(f"count: got {count} of {prompts} prompts, expected at most {LARGEST_BATCH} pictures in all")
+        raise InputError(f"count: got {count} of {prompts} prompts, expected at most {LARGEST_BATCH} images in all")

@@ -221,7 +221,7 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Rea
     else:
         raise InputError(
             f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "
-            "use SANA Loader, SANA Load Text Encoder, or CLIPLoader with type pixeldit"
+            "connect SANA Loader or SANA Load Text Encoder"
         )
     reading = read_prompt(split, text, instruction, MAX_TOKENS, reference)
     return clip.encode_from_tokens_scheduled(token_pairs(reading, pad_token)), reading

@@ -67,7 +67,7 @@ def plain_file(model: ModelPatcher) -> tuple[str, int | None, str]:
     path, weight_dtype, resolution, reference, _ = loaded_from(model)
     if weight_dtype != "default" or model.model.model_config.quant_config:
         raise InputError(
-            "model: a cluster draws with weights as they are in a plain file; choose weight_dtype default "
+            "model: a cluster uses the weights of a plain file as they are; choose weight_dtype default "
             "and quantise off"
         )
     return str(Path(path).absolute()), resolution, reference

@@ -46,7 +46,7 @@ class SanaControlNet(comfy.controlnet.ControlNet):
     def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
         pictures, hints = len(x_noisy) // batched_number, len(self.cond_hint_original)
         if hints not in (1, pictures):
-            raise InputError(f"image: got {hints} control pictures for {pictures} pictures; give one, or one for each")
+            raise InputError(f"image: got {hints} control images for {pictures} images; give one, or one for each")
         sampling = self.model_sampling_current
         timesteps = sampling.timestep(t) * timestep_scale(sampling)
         whole = transformer_options.get(WHOLE_TIMESTEPS, False)

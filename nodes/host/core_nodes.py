@@ -131,7 +131,7 @@ def unfit(field: str, cond: dict, has_guidance: bool) -> list[str]:
     lines = [no_effect(name) for name in names]
     if cond.get(ENCODED) is not None and cond[ENCODED] is not cond["cross_attn"]:
         lines.append(
-            f"{field}: its embeddings were averaged or scaled, which SANA has not learnt; write one text, or use "
+            f"{field}: its embeddings were averaged or scaled, which SANA has not learned; write one text, or use "
             "Conditioning (Combine)"
         )
     return lines

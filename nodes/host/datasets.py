@@ -54,7 +54,7 @@ def describe(members: dict[Bucket, list[Sample]]) -> str:
     shapes = ", ".join(f"{len(samples)} of {width} x {height}" for (width, height), samples in members.items())
     enlarged = sum(is_smaller(sample.size, bucket) for bucket, samples in members.items() for sample in samples)
     note = f"; {enlarged} are smaller than that and will be blurred" if enlarged else ""
-    return f"{total} pictures: {shapes}{note}"
+    return f"{total} images: {shapes}{note}"
 
 
 def draw_sheet(members: dict[Bucket, list[Sample]], poll: Poll) -> Image.Image:
@@ -70,7 +70,7 @@ def draw_sheet(members: dict[Bucket, list[Sample]], poll: Poll) -> Image.Image:
     for bucket, samples in shown.items():
         total = len(members[bucket])
         more = f", the first {len(samples)} of them" if len(samples) < total else ""
-        title = f"{bucket[0]} x {bucket[1]}: {total} picture{'s' if total > 1 else ''}{more}"
+        title = f"{bucket[0]} x {bucket[1]}: {total} image{'s' if total > 1 else ''}{more}"
         draw.text((MARGIN, top), title, TEXT, ImageFont.load_default(16))
         top += 2 * LINE
         for index, sample in enumerate(samples):

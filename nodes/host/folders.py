@@ -130,7 +130,7 @@ def dataset_path(name: str) -> Path:
         return DATASETS[name]
     if name not in folder_paths.get_input_subfolders():
         raise InputError(
-            f"folder: got {name!r:.40}, expected one in ComfyUI's input folder; put your pictures into one there"
+            f"folder: got {name!r:.40}, expected one in ComfyUI's input folder; put your images into one there"
         )
     return Path(folder_paths.get_input_directory()) / name
 

@@ -66,7 +66,7 @@ def describe(info: CheckpointInfo, resolution: int | None, form: str) -> str:
     parts = [f"SANA {size}", f"{pixels} px" if source == "config" else f"{pixels} px ({source})"]
     parts += ["diffusers layout" if info.layout == DIFFUSERS else "NVIDIA's layout"]
     if (info.reference == DIFFUSERS) != (info.layout == DIFFUSERS):
-        parts.append("drawn as by diffusers" if info.reference == DIFFUSERS else "drawn as by NVIDIA's code")
+        parts.append("computed as by diffusers" if info.reference == DIFFUSERS else "computed as by NVIDIA's code")
     parts.append(str(info.dtype).removeprefix("torch.") if form == OFF else f"quantised to {form}")
     return ", ".join(parts)
 

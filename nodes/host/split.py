@@ -65,17 +65,17 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
     if choice == CLUSTER:
         require_cluster()
         patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SPLIT, share_on_cluster)
-        return patched, "the GPUs of the cluster share each picture"
+        return patched, "the GPUs of the cluster share each image"
     devices = find_devices(patched, choice)
     if len(devices) < 2:
-        return patched, f"one device, {devices[0]}, computes the picture: this machine has no other to share it with"
+        return patched, f"one device, {devices[0]}, computes the image: this machine has no other to share it with"
     replicas: list[ModelPatcher] = []
     for device in devices[1:]:
         replicas.append(clone_patcher(patched, device, [patched.model, *(replica.model for replica in replicas)]))
     # not as additional models: MultiGPU CFG Split would make copies of them for each of its devices
     patched.set_attachments(SPLIT, replicas)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SPLIT, share_sampling)
-    return patched, f"{len(devices)} devices share each picture: {', '.join(map(str, devices))}"
+    return patched, f"{len(devices)} devices share each image: {', '.join(map(str, devices))}"
 
 
 def share_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

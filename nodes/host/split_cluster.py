@@ -48,7 +48,7 @@ def share_on_cluster(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: A
         return answer_calls(ray, crew, job, session.cluster.wait, calls, beat)
 
     with closing(run_for(model, session, job, work, "split", say)) as answers:
-        say(f"{int(next(answers))} GPUs of the cluster share the picture")
+        say(f"{int(next(answers))} GPUs of the cluster share the image")
         guider.model_options["transformer_options"][SPLIT] = {model.load_device: ClusterGroup(calls, answers)}
         return executor(noise, *args, **kwargs)
 

@@ -22,4 +22,4 @@ def check_patches(patcher: ModelPatcher, conds: dict) -> None:
     found |= {"torch.compile"} & set(patcher.wrappers.get(WrappersMP.APPLY_MODEL, {}))
     if found:
         names = ", ".join(sorted(found))
-        raise InputError(f"model: got a patch that devices cannot share a picture with ({names}); {REMEDY}")
+        raise InputError(f"model: got a patch that devices cannot share an image with ({names}); {REMEDY}")

@@ -60,7 +60,7 @@ class View:
 
     def stop(self, step: int) -> None:
         """Tell that the run was cancelled and where it stands, which the host's own message of a cancel does not."""
-        self.say(f"stopped and saved at step {step}; Run goes on from there" if step else "stopped before a step", True)
+        self.say(f"stopped and saved at step {step}; Run resumes from there" if step else "stopped before a step", True)
 
     def show(self, step: int, pictures: Sequence[torch.Tensor]) -> None:
         """Show the pictures [3, H, W] in [-1, 1] of a validation, side by side."""

@@ -154,7 +154,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
         floor = math.ceil(planner.floor().peak_bytes / 1e6) / 1e3
         if budget_gb < floor:
             size = f"{samples.shape[3] * DOWNSCALE} x {samples.shape[2] * DOWNSCALE}"
-            raise InputError(f"budget_gb: got {budget_gb}, expected at least {floor} for a picture of {size}, or 0")
+            raise InputError(f"budget_gb: got {budget_gb}, expected at least {floor} for an image of {size}, or 0")
         options["max_bytes"] = int(budget_gb * 1e9)
     if every:
         options["devices"] = every
@@ -188,7 +188,7 @@ def decode_loaded(vae: comfy.sd.VAE, samples: torch.Tensor, poll: Poll) -> torch
 def report_text(report: dict[str, Any]) -> str:
     """Return what `decode_latents` reports; it does not where ComfyUI saw memory run out and called `decode_tiled`."""
     if "seconds" not in report:
-        return "memory ran out; decoded again, in strips that need no more of it than ComfyUI's tiles"
+        return "ran out of memory; decoded again in smaller strips"
     peak = report["peak_bytes"]
     measured = "" if peak is None else f", {peak / 1e6:.0f} MB measured"
     lines = [

@@ -79,7 +79,7 @@ class OutputFolder:
         changed = [name for name, value in self.settings.items() if settings.get(name) != value]
         what = f"{changed[0]} {settings.get(changed[0])!r:.40}" if changed else "unknown"
         if "version" in changed:
-            what = "drawn by another version of sana_core, which described them otherwise"
+            what = "made by another version of sana_core, which described them otherwise"
         if prompt is not None and entry.get("prompt") != prompt:
             what = f"prompt {entry.get('prompt')!r:.60}"
         return InputError(f"out: {file} is of another prompt or other settings ({what}); choose another folder")
@@ -115,7 +115,7 @@ class OutputFolder:
         self.held.check()
         started, path = time.monotonic(), self.path / MANIFEST
         if stamp(path) not in (None, self.manifest):
-            raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command goes on")
+            raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command resumes")
         sync_folder(self.path)
         document = {"settings": self.settings, "claims": self.claims, "pictures": dict(sorted(self.entries.items()))}
         write_whole(path, json.dumps(document, indent=1).encode(), self.held.run, replace=True)

@@ -63,7 +63,7 @@ class Hold:
         if self.lost.is_set():
             raise InUseError(
                 f"out: another run has taken {self.folder}, for this one gave no sign of life for {WATCH:.0f} s; "
-                "the same command goes on later"
+                "the same command resumes later"
             )
 
     def write(self, replace: bool) -> None:

@@ -69,8 +69,8 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
         for outcome in pool.wait():
             yield from handle_outcome(outcome, queue, pool)
         for worker in queue.hanging(pool.now(), grace):
-            logger.warning("batch: %s hangs; its pictures go to the others", worker)
-            pool.drop(worker, TimeoutError(f"{worker}: no picture for a long time, gave it up"))
+            logger.warning("batch: %s hangs; its images go to the others", worker)
+            pool.drop(worker, TimeoutError(f"{worker}: no image for a long time, gave it up"))
 
 
 def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[Picture, R]]:
@@ -83,6 +83,6 @@ def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator
     elif not is_out_of_memory(error):
         raise error
     else:
-        logger.warning("batch: memory ran out on %s with %d pictures at once", worker, len(chunk))
+        logger.warning("batch: memory ran out on %s with %d images at once", worker, len(chunk))
         if not queue.halve(worker, chunk, pool.now()):
             pool.drop(worker, error)

@@ -148,7 +148,7 @@ class Queue:
             self.losses[flight.chunk] += flight.started is not None
             if self.losses[flight.chunk] >= LARGEST_LOSSES:
                 raise ChunkLostError(
-                    f"worker: picture {flight.chunk[0].number} and {len(flight.chunk) - 1} more were lost with it "
+                    f"worker: image {flight.chunk[0].number} and {len(flight.chunk) - 1} more were lost with it "
                     f"{LARGEST_LOSSES} times; see the workers' logs, or use a smaller chunk"
                 )
             self.waiting.appendleft(flight.chunk)

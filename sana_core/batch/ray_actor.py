@@ -70,10 +70,10 @@ def actor_class(ray: Any) -> Any:
             from ray.util import metrics
 
             self.worker: Any = None
-            self.pictures = metrics.Counter("sana_pictures", description="pictures drawn")
+            self.pictures = metrics.Counter("sana_pictures", description="images made")
             self.failures = metrics.Counter("sana_failures", description="chunks that ended with an error")
             self.seconds = metrics.Histogram(
-                "sana_seconds_per_picture", description="seconds for a picture", boundaries=list(BOUNDARIES)
+                "sana_seconds_per_picture", description="seconds for an image", boundaries=list(BOUNDARIES)
             )
 
         def find_node(self) -> str:

@@ -180,7 +180,7 @@ class RayPool:
         else:
             words = (
                 f"no GPU among the cluster's {counted(len(self.nodes), 'machine')}; waiting {self.longest_wait:.0f} s "
-                "for a machine with one, or one that ray start --num-gpus=1 lets draw on its CPU"
+                "for a machine with one, or one that ray start --num-gpus=1 lets use its CPU"
             )
         if words and words != self.said:
             self.say(words)
@@ -238,7 +238,7 @@ class RayPool:
     def refuse(self, candidate: Candidate, cause: BaseException) -> None:
         """Leave the actor's machine out: it is well, but cannot draw, and another try there would end the same."""
         self.refused[candidate.node_id] = named(candidate.name, cause)
-        logger.error("batch: %s cannot draw: %s", candidate.name, cause)
+        logger.error("batch: %s cannot work: %s", candidate.name, cause)
         self.forget(candidate)
         # those that wait for a place might get this one
         for waiting in [candidate, *self.asked.values()]:

@@ -337,7 +337,7 @@ def find_resolution(file: Path, config: dict[str, Any] | None, positions: Header
         side = isqrt(positions.shape[1]) if len(positions.shape) == 3 else 0
         if not 0 < side <= MOST_CELLS:
             raise CheckpointError(
-                f"{shown(file)}: pos_embed is {brief(list(positions.shape))}, expected the cells of a square picture; "
+                f"{shown(file)}: pos_embed is {brief(list(positions.shape))}, expected the cells of a square image; "
                 "use another file"
             )
         return DOWNSCALE * side, "position embedding"

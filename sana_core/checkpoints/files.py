@@ -74,7 +74,8 @@ def check_start(file: Path, start: bytes) -> None:
     """Raise CheckpointError for what a browser or git puts in a file's place; `start` are its first bytes."""
     if start.startswith(LFS_POINTER):
         raise CheckpointError(
-            f"{shown(file)}: got a git-lfs pointer, which stands for the file; run git lfs pull in that folder"
+            f"{shown(file)}: got a git-lfs pointer instead of the model; run git lfs pull in its folder, or download "
+            "the file in the browser"
         )
     if start.lstrip().lower().startswith(WEB_PAGE):
         raise CheckpointError(

@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="all machines of the cluster have the folder: each writes there itself",
     )
-    parser.add_argument("--report", action="store_true", help="say at the end who drew how many, and how fast")
+    parser.add_argument("--report", action="store_true", help="say at the end which worker made how many, and how fast")
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -73,7 +73,7 @@ def carry_on(arguments: argparse.Namespace, workload: Workload, settings: Settin
     folder, total = OutputFolder(held, workload.prompts, described), len(workload.pictures)
     workload = workload._replace(done=folder.find_done(workload.pictures))
     if workload.done:
-        sys.stdout.write(f"{len(workload.done)} of {total} pictures are there already\n")
+        sys.stdout.write(f"{len(workload.done)} of {total} images are there already\n")
     started = time.monotonic()
     report: dict[str, Any] = {"drawn": {}}
     progress = Progress(total, len(workload.done))
@@ -94,7 +94,7 @@ def carry_on(arguments: argparse.Namespace, workload: Workload, settings: Settin
     folder.write_manifest()
     if arguments.report:
         seconds, count = time.monotonic() - started, workload.left
-        sys.stdout.write(f"{count} pictures in {seconds:.1f} s, {count / seconds:.2f} a second\n")
+        sys.stdout.write(f"{count} images in {seconds:.1f} s, {count / seconds:.2f} a second\n")
         for worker, number in report["drawn"].items():
             sys.stdout.write(f"  {worker}: {number}\n")
 
@@ -134,7 +134,7 @@ def draw(
             except SanaError:
                 there = len(workload.done) + sum(report["drawn"].values())
                 # of a chunk that a machine could not end, some may be
-                say(f"at least {there} of {len(workload.pictures)} pictures are there; the same command draws the rest")
+                say(f"at least {there} of {len(workload.pictures)} images are there; the same command makes the rest")
                 raise
         return
     with closing(draw_local(*options, arguments.devices, report=report)) as drawn:
@@ -152,5 +152,5 @@ def save(folder: OutputFolder, picture: Picture, png: bytes, total: int) -> Path
     except OSError as error:
         raise OutputError(
             f"out: cannot write into {folder.path} ({error.strerror or error}); {len(folder.entries)} of {total} "
-            "pictures are there, the same command draws the rest"
+            "images are there, the same command makes the rest"
         ) from error

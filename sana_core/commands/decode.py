@@ -15,7 +15,7 @@ from ..whole_files import check_free, unfinished
 EXAMPLE = """example:
   python -m sana_core decode latents.safetensors --checkpoint demo/sana-scenes --out output --max-gb 2
 
-The file holds one tensor "latents" [B, 32, h, w] in the autoencoder's own scale, or "latent_tensor" as ComfyUI's Save
+The file holds one tensor "latents" [B, 32, h, w] in the VAE's own scale, or "latent_tensor" as ComfyUI's Save
 Latent writes it."""
 
 
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("latents", type=Path, help="a .safetensors or .latent file")
     parser.add_argument("--checkpoint", required=True, help="a folder in the diffusers layout")
     parser.add_argument("--out", type=Path, default=Path("output"), help="folder for PNG files, or one .png or .tif")
-    parser.add_argument("--overwrite", action="store_true", help="replace pictures that are there")
+    parser.add_argument("--overwrite", action="store_true", help="replace images that are there")
     parser.add_argument("--method", choices=METHODS, default="auto")
     parser.add_argument("--max-gb", type=float, help="memory beyond the weights; what is free, without it")
     parser.add_argument("--device", default="cpu")
@@ -99,6 +99,6 @@ def paths(out: Path, stem: str, count: int, suffixes: Container[str]) -> list[Pa
     """Return a path for each picture: `out` itself if it is one file for one picture."""
     if out.suffix.lower() in suffixes:
         if count > 1:
-            raise InputError(f"out: got one file for {count} pictures, expected a folder")
+            raise InputError(f"out: got one file for {count} images, expected a folder")
         return [out]
     return [out / f"{stem}_{index:05d}.png" for index in range(count)]

@@ -17,8 +17,8 @@ EXAMPLE = """example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="+", help="one or more prompts")
-    parser.add_argument("--overwrite", action="store_true", help="replace pictures that are in the folder")
-    parser.add_argument("--split", action="store_true", help="all devices draw each picture together")
+    parser.add_argument("--overwrite", action="store_true", help="replace images that are in the folder")
+    parser.add_argument("--split", action="store_true", help="all devices share each image together")
     add_drawing(parser)
 
 

@@ -18,8 +18,8 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, help="a folder or file; on a cluster, of each machine")
     add("--out", type=Path, default=Path("output"), help="folder for the PNG files")
-    add("--seed", type=int, default=0, help="picture i of each prompt uses seed + i")
-    add("--count", type=int, default=1, help="pictures of each prompt")
+    add("--seed", type=int, default=0, help="image i of each prompt uses seed + i")
+    add("--count", type=int, default=1, help="images of each prompt")
     add("--width", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
     add("--height", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
     add("--steps", type=int, help="default: the model's own, 20, or 2 for SANA-Sprint")
@@ -51,9 +51,9 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
         "float16 is for models made for it",
     )
     add("--compile", action="store_true", help="torch.compile, with CUDA graphs in torch 2.14 or later")
-    add("--chunk", type=int, help="pictures that a device draws at once; default: what suits it")
-    add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all accelerators, or the CPU")
-    add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: draw on all its GPUs")
+    add("--chunk", type=int, help="images that a device makes at once; default: what suits it")
+    add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all GPUs, or the CPU")
+    add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: use all its GPUs")
 
 
 def lora_of(text: str) -> tuple[str, float]:

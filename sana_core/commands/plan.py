@@ -23,10 +23,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("variant", choices=VARIANTS)
     parser.add_argument("--width", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
     parser.add_argument("--height", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
-    parser.add_argument("--batch", type=int, default=1, help="pictures drawn together")
+    parser.add_argument("--batch", type=int, default=1, help="images generated together")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--vae", choices=DECODERS, default="dc-ae-f32c32")
-    parser.add_argument("--split", type=int, metavar="N", help="what N devices take and gain that share a picture")
+    parser.add_argument("--split", type=int, metavar="N", help="what N devices take and gain that share an image")
     parser.add_argument("--link", choices=LINKS, help="for --split, as published; default: this machine's, measured")
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes")
 
@@ -83,7 +83,7 @@ def describe(cost: Cost) -> list[str]:
 
     together = cost.computing + cost.exchanging
     lines = [
-        f"{cost.devices} devices share a picture: a guided step takes {together * 1e3:.1f} ms, on one "
+        f"{cost.devices} devices share an image: a guided step takes {together * 1e3:.1f} ms, on one "
         f"{cost.alone * 1e3:.1f} ms, {cost.gain:.2f} times as fast",
         f"{cost.exchanges} exchanges a step; in a block {cost.sum_bytes / 1e6:.2f} MB of sums from each device, and "
         f"{cost.row_bytes / 1e6:.2f} MB for a neighbour",

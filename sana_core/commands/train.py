@@ -36,9 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tensorboard", action="store_true", help="also write what tensorboard shows into the run's folder"
     )
     parser.add_argument("--plan", action="store_true", help="predict the memory, train nothing")
-    parser.add_argument(
-        "--card", type=float, metavar="GB", help="with --plan: a card to fit; without it this machine's"
-    )
+    parser.add_argument("--card", type=float, metavar="GB", help="with --plan: a GPU to fit; without it this machine's")
     parser.add_argument("--cards", type=int, default=1, metavar="N", help="with --plan: how many train together")
 
 

@@ -66,7 +66,7 @@ class Workers:
 
     def __init__(self, decoder: Decoder, devices: list[torch.device]) -> None:
         if not devices:
-            raise InputError("devices: got none, expected one or more; leave it out for the autoencoder's own")
+            raise InputError("devices: got none, expected one or more; leave it out for the VAE's own")
         own = next(decoder.parameters()).device
         # a device with and without its index is one device
         placed = [torch.empty(0, device=device).device for device in devices]

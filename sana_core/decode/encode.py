@@ -62,7 +62,7 @@ def check_images(images: torch.Tensor, stages: Stages) -> None:
     shape, side = list(images.shape), stages.downscale
     if len(shape) != 4 or shape[1] != 3 or 0 in shape or shape[2] % side or shape[3] % side:
         raise InputError(
-            f"pixels: got pictures of shape {shape}, expected [batch, 3, height, width] with sides that are multiples "
+            f"pixels: got images of shape {shape}, expected [batch, 3, height, width] with sides that are multiples "
             f"of {side}; crop or scale them"
         )
     check_finite("pixels", images)

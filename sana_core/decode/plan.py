@@ -250,7 +250,7 @@ class Planner:
             floor = self.floor().peak_bytes
             megabytes = -(-floor // MEBIBYTE)
             raise InputError(
-                f"max_bytes: got {max_bytes:.0f}, expected at least {floor} for a picture of "
+                f"max_bytes: got {max_bytes:.0f}, expected at least {floor} for an image of "
                 f"{self.width * self.stages.stride} x {self.height * self.stages.stride}; use {megabytes} MiB or more"
             )
         return plan
@@ -300,7 +300,7 @@ class Planner:
         demand = whole_demand(self.stages, self.height, self.width, self.dtype, self.accelerator)
         if demand.largest >= LARGEST_TENSOR:
             raise InputError(
-                f"method: got whole, which makes a tensor of {int(demand.largest)} elements for this picture, expected "
+                f"method: got whole, which makes a tensor of {int(demand.largest)} elements for this image, expected "
                 f"fewer than {LARGEST_TENSOR}; use strips, which gives the same pixels"
             )
         return Plan("whole", peak_bytes=int(demand.size))

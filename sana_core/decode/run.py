@@ -118,7 +118,7 @@ def decode_rows(
     own = next(autoencoder.parameters()).device
     if method in ("whole", "tiles") and [torch.device(name) for name in devices or [own]] != [own]:
         raise InputError(
-            f"devices: got {len(devices or ())} for method {method}, which runs on the autoencoder's; choose method "
+            f"devices: got {len(devices or ())} for method {method}, which runs on the VAE's; choose method "
             "auto or strips, or no devices"
         )
     planner = planner_for(autoencoder, latents.shape, method == "strips", len(devices or [own]))

@@ -129,7 +129,7 @@ class Team:
         self.met: tuple[int, tuple[str, int]] | None = None
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if gpus < 2:
-            raise InputError(f"cluster: got {gpus} GPUs to share a picture, expected two or more; leave split out")
+            raise InputError(f"cluster: got {gpus} GPUs to share an image, expected two or more; leave split out")
         self.start()
 
     def start(self) -> None:
@@ -247,7 +247,7 @@ def failed(result: Any) -> bool:
 
 def interrupted() -> ClusterError:
     """Return the error of a member that another's death has kept from its work."""
-    return ClusterError("cluster: another actor of the picture has gone; it is begun again")
+    return ClusterError("cluster: another actor of the image has gone; it is begun again")
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -62,7 +62,7 @@ def split_cost(
         check_side(field, side)
     columns, rows = (side // DOWNSCALE for side in size)
     if not 1 < devices <= rows:
-        raise InputError(f"split: got {devices}, expected from 2 to {rows}, the rows of 32 pixels of the picture")
+        raise InputError(f"split: got {devices}, expected from 2 to {rows}, the rows of 32 pixels of the image")
     model = VARIANTS[variant]
     heads, layers = model.width // HEAD_DIM, model.layers
     sums = passes * heads * HEAD_DIM * (HEAD_DIM + 1) * SUM_BYTES

@@ -30,7 +30,7 @@ class Split:
 
     def __init__(self, devices: Sequence[torch.device], speeds: Sequence[float] | None = None) -> None:
         if len(devices) < 2:
-            raise InputError(f"devices: got {len(devices)} to share a picture, expected two or more; name more")
+            raise InputError(f"devices: got {len(devices)} to share an image, expected two or more; name more")
         self.devices = list(devices)
         self.speeds = [1.0] * len(devices) if speeds is None else list(speeds)
         self.living = list(range(len(devices)))
@@ -102,7 +102,7 @@ class Split:
         if not self.living:
             raise error
         logger.warning(
-            "%s failed (%s), its rows of the picture go to the others", self.devices[member], type(error).__name__
+            "%s failed (%s), its rows of the image go to the others", self.devices[member], type(error).__name__
         )
 
 

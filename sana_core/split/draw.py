@@ -33,7 +33,7 @@ from .speed import relative_speeds
 def check_workload(workload: Workload, settings: Settings) -> None:
     """Raise InputError for what pictures that are shared cannot be: several at once, or compiled."""
     if workload.chunk not in (None, 1):
-        raise InputError(f"chunk: got {workload.chunk} with split, expected 1: devices share one picture at a time")
+        raise InputError(f"chunk: got {workload.chunk} with split, expected 1: devices share one image at a time")
     if settings.compiled:
         raise InputError("compiled: got true with split, expected false: devices meet in each block; leave it out")
 
@@ -42,7 +42,7 @@ def check_devices(devices: Sequence[torch.device]) -> None:
     """Raise InputError for fewer than two devices, and for an accelerator that is named twice."""
     if len(devices) < 2:
         got = ", ".join(map(str, devices)) or "none"
-        raise InputError(f"devices: got {got} to share a picture, expected two or more; name more, or leave split out")
+        raise InputError(f"devices: got {got} to share an image, expected two or more; name more, or leave split out")
     twice = [device for device in devices if device.type != "cpu" and devices.count(device) > 1]
     if twice:
         raise InputError(f"devices: got {twice[0]} twice, expected each once: it would do the same work in two halves")

@@ -55,8 +55,8 @@ def check_rows(rows: int, devices: int) -> None:
     """Raise InputError if `devices` are more than there are rows of latents."""
     if devices > rows:
         raise InputError(
-            f"devices: got {devices} for a picture of {rows} rows of 32 pixels, expected at most {rows}; "
-            "name fewer, or draw a taller picture"
+            f"devices: got {devices} for an image of {rows} rows of 32 pixels, expected at most {rows}; "
+            "name fewer, or make a taller image"
         )
 
 
@@ -65,8 +65,8 @@ def check_splittable(field: str, model: SanaTransformer2DModel | SanaControlNetM
     patch = model.config.patch_size
     if patch != 1:
         raise InputError(
-            f"{field}: got patch_size {patch}, expected 1, as all released models have, to share a picture's rows; "
-            "draw on one device"
+            f"{field}: got patch_size {patch}, expected 1, as all released models have, to share an image's rows; "
+            "use one device"
         )
 
 

@@ -171,7 +171,7 @@ def arrangement_lines(settings: Settings, base: Base, cards: int, card: float | 
     if card is None:
         return lines
     found = cheapest(settings, base, cards, card)
-    name = f"cards of {card / 2**30:.4g} GB"
+    name = f"GPUs of {card / 2**30:.4g} GB"
     if found is None:
         return [*lines, f"nothing fits {cards} {name}; take more of them, or a lower resolution"]
     taken = f"{found.share.card / GIGABYTE:.1f} GB on each, {found.share.sent / GIGABYTE:.2f} GB sent a step"

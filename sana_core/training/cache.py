@@ -142,7 +142,7 @@ def build_cache(
 def control_sample(sample: Sample) -> Sample:
     """Return the control picture of `sample`, which has one, as a sample of its own."""
     assert sample.control is not None
-    return Sample(f"{sample.name} (control picture)", "", sample.size, sample.control)
+    return Sample(f"{sample.name} (control image)", "", sample.size, sample.control)
 
 
 def encode_text(encode: EncodeCaption, caption: str, instruction: bool) -> Tensors:

@@ -100,7 +100,7 @@ def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
     read_any(path, add, faults)
     faults.check()
     if not samples:
-        raise InputError(f"dataset: no picture in {path}, expected files that end with {', '.join(ENDINGS)}")
+        raise InputError(f"dataset: no image in {path}, expected files that end with {', '.join(ENDINGS)}")
     empty = [sample.name for sample in samples if not sample.caption]
     if empty:
         logger.warning("dataset: %d of %d captions are empty, the first of %s", len(empty), len(samples), empty[0])
@@ -120,7 +120,7 @@ def read_any(path: Path, add: Add, faults: Faults) -> None:
         shards = {name: file for name, file in files.items() if name.lower().endswith(tars.ENDINGS)}
         read_tars(shards, add, faults)
     elif not path.exists():
-        raise MissingFileError(f"dataset: no file or folder {path}, expected a folder of pictures; see its spelling")
+        raise MissingFileError(f"dataset: no file or folder {path}, expected a folder of images; see its spelling")
     elif path.suffix == ".jsonl":
         read_jsonl(path, add)
     elif path.suffix == ".tar":
@@ -177,7 +177,7 @@ def read_files(files: Mapping[str, Place], before: str, add: Add) -> None:
         elif ".txt" in kinds:
             alone.append(kinds[".txt"][0])
     if alone:
-        logger.warning("dataset: %d texts belong to no picture, the first is %s", len(alone), before + alone[0])
+        logger.warning("dataset: %d texts belong to no image, the first is %s", len(alone), before + alone[0])
 
 
 def companions(stems: Mapping[str, Mapping[str, list[str]]], marks: Iterable[str]) -> dict[str, list[str]]:
@@ -215,11 +215,11 @@ def pair(
 def make_sample(name: str, caption: str, picture: Place, mask: Place | None, control: Place | None) -> Sample:
     """Return the sample. Raises as `upright_size` does, and InputError for what is of another size than the picture."""
     size = upright_size(picture, name)
-    for kind, place in (("mask", mask), ("control picture", control)):
+    for kind, place in (("mask", mask), ("control image", control)):
         other = size if place is None else upright_size(place, f"{name} ({kind})")
         if other != size:
             raise InputError(
-                f"{name}: its {kind} is {other[0]} x {other[1]}, expected the picture's {size[0]} x {size[1]}; scale it"
+                f"{name}: its {kind} is {other[0]} x {other[1]}, expected the image's {size[0]} x {size[1]}; scale it"
             )
     return Sample(name, caption, size, picture, mask, control)
 
@@ -230,7 +230,7 @@ def check_controls(samples: Iterable[Sample]) -> None:
     for name in [sample.name for sample in samples if sample.control is None]:
         stem = PurePosixPath(name).stem
         faults.add(
-            InputError(f"{name}: has no control picture, expected {stem}-control.png beside it, or choose method lora")
+            InputError(f"{name}: has no control image, expected {stem}-control.png beside it, or choose method lora")
         )
     faults.check()
 
@@ -252,7 +252,7 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
     try:
         document = json.loads(read_text(data, name))
     except RecursionError:
-        raise InputError(f"{name}: its JSON nests too deeply; write it anew") from None
+        raise InputError(f"{name}: its JSON nests too deeply; write it again") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{name}: no JSON ({brief(error)}); correct it") from None
     if not isinstance(document, dict):

@@ -88,9 +88,9 @@ def read_entry(path: Path) -> Tensors:
         tensors = load(path.read_bytes())
         check = tensors.pop(CHECK)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise ReadError(f"cache: {path} cannot be read ({brief(error)}); start again, which makes it anew") from error
+        raise ReadError(f"cache: {path} cannot be read ({brief(error)}); start again, which makes it again") from error
     if not torch.equal(check, check_sum(tensors)):
-        raise ReadError(f"cache: {path} is damaged, its digest is another; start again, which makes it anew")
+        raise ReadError(f"cache: {path} is damaged, its digest is another; start again, which makes it again")
     return tensors
 
 

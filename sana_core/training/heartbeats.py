@@ -58,7 +58,7 @@ class Heart:
             except RuntimeError:
                 lost = "the machine that the run was begun on is gone"
             if lost and not self.ended.wait(GRACE):
-                sys.stderr.write(f"\ntraining: {lost}; the same command goes on\n")
+                sys.stderr.write(f"\ntraining: {lost}; the same command resumes\n")
                 sys.stderr.flush()
                 # the main thread may be waiting for the dead inside of a collective, where no exception reaches it
                 _exit(1)

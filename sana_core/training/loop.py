@@ -142,7 +142,7 @@ def warn_of_rate(phase: Phase, place: Place, count: int) -> None:
     share = behind / (behind + steps_left(phase, place, count))
     if phase.schedule != "constant" and place.done - share > LONGER:
         logger.warning(
-            "phase %d has more steps than it had, and goes on from its learning rate of %.2g; for a higher one set "
+            "phase %d has more steps than it had, and continues from its learning rate of %.2g; for a higher one set "
             "schedule to constant, or add a [[phase]]",
             place.phase + 1,
             learning_rate(phase, place),
@@ -212,7 +212,7 @@ def resume(learner: Learner, data: Sequence[Data], folder: Folder) -> tuple[Plac
     if same_epochs(state.data[place.phase], data[place.phase].digest):
         return place, state.best, state.validated
     if place.position:
-        logger.warning("pictures or batches of phase %d have changed, so its epoch begins again", place.phase + 1)
+        logger.warning("images or batches of phase %d have changed, so its epoch begins again", place.phase + 1)
     place = place._replace(position=0)
     # what has ended stays as it is; else the validation's may be others too
     ended = not advance(place, data, learner)[1]

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import InputError
 
-REMEDY = "resume with the settings that it was saved with, or start anew"
+REMEDY = "resume with the settings that it was saved with, or start again"
 # of a group, what is no state: the schedule sets the rate anew at each step
 SETTINGS = ("params", "optimizer", "lr")
 

@@ -24,7 +24,7 @@ class Pace:
         left = (time.monotonic() - self.began) / (line["step"] - self.first) * (line["steps"] - line["step"])
         speed = line["pictures"] / max(line["seconds"], 1e-9)
         text = f"step {line['step']} of {line['steps']}, loss {line['loss']:.4f}, rate {line['learning_rate']:.2g}"
-        return f"{text}, {speed:.2f} pictures a second, {clock(left)} left"
+        return f"{text}, {speed:.2f} images a second, {clock(left)} left"
 
 
 def describe_validation(line: Mapping[str, Any]) -> str:

@@ -88,11 +88,11 @@ def opened_image(stream: IO[bytes], name: str) -> Iterator[Image]:
         raise
     except Image.DecompressionBombError:
         raise InputError(
-            f"{name}: got more pixels than Pillow's limit for hostile pictures, expected at most "
+            f"{name}: got more pixels than Pillow's limit for hostile images, expected at most "
             f"{2 * (Image.MAX_IMAGE_PIXELS or 0)}; scale it down"
         ) from None
     except UnidentifiedImageError:
-        raise ReadError(f"{name}: got no picture, expected one of {', '.join(FORMATS)}; save it again") from None
+        raise ReadError(f"{name}: got no image, expected one of {', '.join(FORMATS)}; save it again") from None
     # zlib.error, struct.error, SyntaxError, IndexError and more, by the format
     except Exception as error:
         raise ReadError(f"{name}: broken or incomplete ({brief(error)}); save it again, or remove it") from error
@@ -114,7 +114,7 @@ def upright_size(place: Place, name: str) -> tuple[int, int]:
     """
     with opened_place(place, name) as (stream, length):
         if not length:
-            raise ReadError(f"{name}: got an empty file, expected a picture; copy it again, or remove it")
+            raise ReadError(f"{name}: got an empty file, expected an image; copy it again, or remove it")
         with opened_image(stream, name) as image:
             check_single(image, name)
             width, height = image.size
@@ -124,7 +124,7 @@ def upright_size(place: Place, name: str) -> tuple[int, int]:
 def check_single(image: Image, name: str) -> None:
     """Raise InputError for an animated picture. What phones and scanners put behind the first one is no animation."""
     if image.format in ("GIF", "PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
-        raise InputError(f"{name}: got an animated picture, expected a single one; save the frame that you want")
+        raise InputError(f"{name}: got an animated image, expected a single one; save the frame that you want")
 
 
 def upright(image: Image) -> Image:

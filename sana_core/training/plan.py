@@ -230,7 +230,7 @@ def validation_stage(settings: Settings, base: Base, accelerator: bool) -> Stage
     if settings.method.kind == "controlnet":
         drawing += controlnet_bytes(settings.method.blocks, base.model, height, width, together, dtype)
     copies += streaming(settings, base, accelerator).weights
-    return Stage("validation's pictures", kept.weights + copies, kept.state, max(drawing, decoding))
+    return Stage("validation's images", kept.weights + copies, kept.state, max(drawing, decoding))
 
 
 def controlnet_bytes(blocks: int, model: Architecture, height: int, width: int, batch: int, dtype: torch.dtype) -> int:

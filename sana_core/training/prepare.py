@@ -128,7 +128,7 @@ def read_samples(settings: Settings, poll: Poll) -> list[list[Sample]]:
         small = [each for each in samples if is_smaller(each.size, choose_bucket(each.size, phase.resolution))]
         if small:
             logger.warning(
-                "dataset: %d of %d pictures are smaller than they are learnt at and will be blurred, the first is %s "
+                "dataset: %d of %d images are smaller than they are learned at and will be blurred, the first is %s "
                 "of %d x %d",
                 len(small),
                 len(samples),

@@ -141,8 +141,8 @@ def fit_lines(settings: Settings, base: Base, plan: Plan, card: float | None) ->
     needed = f"{plan.card / 1e9:.1f} GB with {CONTEXT / 1e9:.1f} GB for the driver"
     if card is None:
         fitting = [size for size in CARDS if plan.card <= size * 2**30]
-        return [f"{needed}: " + (f"fits a card of {fitting[0]} GB" if fitting else f"more than {CARDS[-1]} GB")]
-    name = f"a card of {card / 2**30:.4g} GB"
+        return [f"{needed}: " + (f"fits a GPU of {fitting[0]} GB" if fitting else f"more than {CARDS[-1]} GB")]
+    name = f"a GPU of {card / 2**30:.4g} GB"
     if plan.card <= card:
         return [f"{needed}: fits {name}"]
     found = propose(settings, base, card)

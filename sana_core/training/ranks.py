@@ -144,7 +144,7 @@ def joined(device: str) -> Iterator[Ranks]:
         if not is_lost(error):
             heart.announce(error)
             raise
-        raise TrainingError(f"training: {name_lost(heart)}; the same command goes on") from error
+        raise TrainingError(f"training: {name_lost(heart)}; the same command resumes") from error
     except (SanaError, OSError) as error:
         heart.announce(error)
         raise

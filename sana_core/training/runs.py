@@ -169,7 +169,7 @@ def check_folder(out: Path, names: Iterable[str], phases: int, own: Mapping[str,
     if reached > phases:
         raise InputError(
             f"phase: got {phases}, but the run in {out} has come to phase {reached}; put those back that are "
-            "behind it, which are not learnt again"
+            "behind it, which are not learned again"
         )
 
 
@@ -289,7 +289,7 @@ def is_own(folder: Path) -> bool:
 def broken(folder: Path, error: Exception | str) -> CheckpointError:
     reason = brief(error.strerror if isinstance(error, OSError) and error.strerror else error)
     return CheckpointError(
-        f"{folder.name}: broken state of a run ({reason}); remove that folder to go on from the one before"
+        f"{folder.name}: broken state of a run ({reason}); remove that folder to resume from the one before"
     )
 
 
@@ -346,7 +346,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise TrainingError(
-                f"training: after step {step} {name:.80} is not finite; lower learning_rate, the same command goes on"
+                f"training: after step {step} {name:.80} is not finite; lower learning_rate, the same command resumes"
             )
 
 

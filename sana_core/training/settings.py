@@ -319,10 +319,10 @@ def check_control(method: Method, validation: Validation) -> None:
     found, needed = len(validation.control), len(validation.prompts)
     if method.kind != "controlnet":
         if found:
-            raise InputError(f"control: got {found} pictures, expected none with method {method.kind}; remove them")
+            raise InputError(f"control: got {found} images, expected none with method {method.kind}; remove them")
     elif needed and found not in (1, needed):
         raise InputError(
-            f"control: got {found} control pictures for {needed} prompts, expected one, or one for each; name as many"
+            f"control: got {found} control images for {needed} prompts, expected one, or one for each; name as many"
         )
 
 
@@ -362,7 +362,7 @@ def check_phase(name: str, phase: Phase) -> None:
     check_number(f"{name}: epochs", 1 if phase.epochs is None else phase.epochs, 1, 10**6)
     check_number(f"{name}: steps", 1 if phase.steps is None else phase.steps, 1, 10**9)
     if not phase.data:
-        raise InputError(f"{name}: got no data, expected one or more folders; name the folder of your pictures")
+        raise InputError(f"{name}: got no data, expected one or more folders; name the folder of your images")
 
 
 def check_side(name: str, pixels: int, low: int) -> None:

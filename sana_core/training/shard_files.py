@@ -179,7 +179,7 @@ def read_shards(learner: Learner, folder: Path, count: int) -> dict[str, torch.T
         if isinstance(error, InputError):
             raise
         raise CheckpointError(
-            f"{folder.name}: broken state of a run ({brief(reason(error))}); remove that folder to go on from the one "
+            f"{folder.name}: broken state of a run ({brief(reason(error))}); remove that folder to resume from the one "
             "before"
         ) from None
     return {

@@ -44,7 +44,7 @@ def check_shares(settings: Settings, count: int) -> None:
         if pictures < count:
             raise InputError(
                 f"batch: got {phase.batch} and accumulate {phase.accumulate} in phase {number} for {count} processes, "
-                f"expected {count} pictures in a step; set accumulate to {-(-count // phase.batch)}"
+                f"expected {count} images in a step; set accumulate to {-(-count // phase.batch)}"
             )
     if count % settings.parallel.replicas:
         raise InputError(

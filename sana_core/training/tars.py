@@ -48,7 +48,7 @@ def list_tar(file: Path, name: str) -> dict[str, Place]:
                         continue
                     inner = check_member(member, name)
                     if inner in members:
-                        raise InputError(f"{name}: holds {inner} twice; make the tar anew")
+                        raise InputError(f"{name}: holds {inner} twice; make the tar again")
                     if len(members) == MOST_MEMBERS:
                         raise InputError(f"{name}: expected at most {MOST_MEMBERS} files in a tar; divide it")
                     members[inner] = Place(file, member.offset_data, member.size)
@@ -67,7 +67,7 @@ def list_tar(file: Path, name: str) -> dict[str, Place]:
 def check_member(member: tarfile.TarInfo, name: str) -> str:
     """Return the name of a tar's member; raises InputError for one that is no plain file or leads elsewhere."""
     if not member.isreg() or member.issparse():
-        raise InputError(f"{name}: {brief(member.name)} is a link or device, expected plain files; make the tar anew")
+        raise InputError(f"{name}: {brief(member.name)} is a link or device, expected plain files; make the tar again")
     return check_inner(member.name, name)
 
 

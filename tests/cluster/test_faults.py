@@ -138,7 +138,7 @@ def test_a_head_that_dies_ends_a_command_of_ray_client_within_a_minute(cluster, 
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 1 and time.monotonic() - killed < 60
     assert "cluster: lost the head at ray://127.0.0.1:" in said and "Traceback" not in said
-    assert re.search(r"at least \d+ of 60 pictures are there; the same command draws the rest", said)
+    assert re.search(r"at least \d+ of 60 images are there; the same command makes the rest", said)
 
 
 @pytest.mark.timeout(400)

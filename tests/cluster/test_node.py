@@ -104,7 +104,7 @@ def test_the_cluster_draws_the_pictures_of_this_machine(server, graph):
     # where both machines have drawn, a chart of them follows
     assert shown[:4] == [(number, 4) for number in range(1, 5)] and set(shown[4:]) <= {(4, 4)}
     log = server.log.read_text()
-    assert "4 pictures in" in log
+    assert "4 images in" in log
     assert "SANA: connecting to the cluster, ray://" in log and "2 workers starting on 2 machines with 2 GPUs" in log
 
 
@@ -151,5 +151,5 @@ def test_interrupt_ends_the_actors_and_the_next_graph_runs(server, graph):
 def test_a_patch_that_cannot_travel_is_refused_by_name(server, graph):
     nodes = graph(model=("patch", 0))
     nodes["patch"] = {"class_type": "ModelSamplingSD3", "inputs": {"model": ["1", 0], "shift": 5.0}}
-    with pytest.raises(GraphError, match=r"model: got a patch that a cluster cannot draw with \(model_sampling\)"):
+    with pytest.raises(GraphError, match=r"model: got a patch that a cluster cannot apply \(model_sampling\)"):
         list(run_graph(server, nodes))

@@ -116,7 +116,7 @@ def test_one_machine_without_the_checkpoint_costs_no_picture(cluster, checkpoint
             late = add_node(cluster)
         elif f"({late.node_id[:6]}" not in caplog.text:
             time.sleep(0.5)
-    assert re.search(rf"\({late.node_id[:6]}, actor \d+\) cannot draw: sana: no such file", caplog.text)
+    assert re.search(rf"\({late.node_id[:6]}, actor \d+\) cannot work: sana: no such file", caplog.text)
     assert sorted(arrived) == list(range(80)) and not drew(report, late)
 
 
@@ -268,7 +268,7 @@ def test_a_machine_without_the_shared_folder_is_left_out_and_named(cluster, shar
             late = add_node(cluster)
         elif f"({late.node_id[:6]}" not in caplog.text:
             time.sleep(0.5)
-    assert re.search(rf"\({late.node_id[:6]}, actor \d+\) cannot draw: out: {out} is not the driver's", caplog.text)
+    assert re.search(rf"\({late.node_id[:6]}, actor \d+\) cannot work: out: {out} is not the driver's", caplog.text)
     assert sorted(arrived) == list(range(80)) and not drew(report, late)
     assert {hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.png")} == set(arrived.values())
 

@@ -70,7 +70,7 @@ def test_the_cluster_is_offered_and_computes_what_this_machine_does(server):
     check_same(server)
     assert len(actors("SplitActor")) == 2
     log = server.log.read_text()
-    assert "SANA: 2 GPUs of the cluster share the picture" in log
+    assert "SANA: 2 GPUs of the cluster share the image" in log
 
 
 @pytest.mark.timeout(300)
@@ -133,5 +133,5 @@ def test_interrupt_leaves_the_workers_and_the_next_graph_runs(server):
 def test_a_quantised_model_is_refused_before_anybody_loads_it(server):
     nodes = graph()
     nodes["1"]["inputs"]["weight_dtype"] = "fp8_e4m3fn"
-    with pytest.raises(GraphError, match="model: a cluster draws with weights as they are in a plain file"):
+    with pytest.raises(GraphError, match="model: a cluster uses the weights of a plain file as they are"):
         list(run_graph(server, nodes))

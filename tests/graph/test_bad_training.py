@@ -180,7 +180,7 @@ def test_errors_name_no_place_outside_of_comfyuis_folders_and_no_process(host, p
     graph["train"][1]["name"] = "State"
     with pytest.raises(NodeError, match="^name: got 'State', which is that of a state's own file; choose another"):
         host.run(graph)
-    with pytest.raises(NodeError, match="^dataset: no picture in bad empty, expected files"):
+    with pytest.raises(NodeError, match="^dataset: no image in bad empty, expected files"):
         look(host, pictures("bad empty", {"a.txt": "a"}))
 
 
@@ -191,10 +191,10 @@ def look(host, folder, resolution=128, keep_cache=False):
 
 
 FAULTS = {
-    "^dataset: no picture in .*, expected files that end with": {},
+    "^dataset: no image in .*, expected files that end with": {},
     "^a.png: has no caption, expected a.txt beside it": {"a.png": (64, 64)},
-    "^a.png: got no picture, expected one of PNG": {"a.png": b"none", "a.txt": "a"},
-    "^a.png: got an empty file, expected a picture": {"a.png": b"", "a.txt": "a"},
+    "^a.png: got no image, expected one of PNG": {"a.png": b"none", "a.txt": "a"},
+    "^a.png: got an empty file, expected an image": {"a.png": b"", "a.txt": "a"},
     "^a.txt: not UTF-8 at byte 0": {"a.png": (64, 64), "a.txt": b"\xff"},
 }
 
@@ -219,7 +219,7 @@ def test_folders_outside_of_the_input_folder(host, folder):
     graph = {"name": ("AnyValue", {"value": folder})}
     graph["data"] = ("SanaNodesDataset", {"folder": ["name", 0], "resolution": 128})
     graph["catch"] = ("Catch", {"value": ["data", 0], "name": "dataset"})
-    with pytest.raises(NodeError, match="^folder: got .*, expected one in ComfyUI's input folder; put your pictures"):
+    with pytest.raises(NodeError, match="^folder: got .*, expected one in ComfyUI's input folder; put your images"):
         host.run(graph)
 
 

@@ -143,13 +143,13 @@ def eight_bits(graph):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (shift, r"model: got a patch that a cluster cannot draw with \(model_sampling\); remove it"),
-        (rescale, r"model: got a patch that a cluster cannot draw with \(.*\); remove it"),
+        (shift, r"model: got a patch that a cluster cannot apply \(model_sampling\); remove it"),
+        (rescale, r"model: got a patch that a cluster cannot apply \(.*\); remove it"),
         (combined, "positive: got 2 combined prompts, a cluster draws one"),
-        (area, "positive: got area, .*which a cluster cannot draw; remove it"),
-        (picture, "latent_image: got a picture, a cluster begins with an empty latent"),
-        (mask, "latent_image: got a mask, which a cluster cannot draw with"),
-        (eight_bits, "model: a cluster draws with weights as they are in a plain file; choose weight_dtype default"),
+        (area, "positive: got area, .*which a cluster cannot use; remove it"),
+        (picture, "latent_image: got an image, a cluster begins with an empty latent"),
+        (mask, "latent_image: got a mask, which a cluster cannot use"),
+        (eight_bits, "model: a cluster uses the weights of a plain file as they are; choose weight_dtype default"),
     ],
 )
 def test_what_a_cluster_cannot_draw_is_refused_by_name(host, operators_file, cluster_graph, change, message):

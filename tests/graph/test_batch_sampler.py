@@ -158,7 +158,7 @@ def sys_modules():
     [
         ({"count": 0}, "count"),
         ({"count": 1_000_000}, "count"),
-        ({"count": 4000}, "count: got 4000 of 2 prompts, expected at most 4096 pictures in all"),
+        ({"count": 4000}, "count: got 4000 of 2 prompts, expected at most 4096 images in all"),
         ({"chunk": -1}, "chunk"),
     ],
 )

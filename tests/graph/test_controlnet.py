@@ -109,7 +109,7 @@ def test_strength_and_percent_are_cores(host, base_graph, file, edges):
 
 
 def test_a_batch_of_other_control_pictures_is_named(host, base_graph, file, edges):
-    with pytest.raises(NodeError, match="image: got 3 control pictures for 2 pictures; give one, or one for each"):
+    with pytest.raises(NodeError, match="image: got 3 control images for 2 images; give one, or one for each"):
         host.run(controlled(base_graph(steps=2, batch_size=2), edges.repeat(3, 1, 1, 1)))
 
 

@@ -47,5 +47,5 @@ def test_a_decode_that_comfyui_repeats_when_memory_runs_out_says_so(host, base_g
     # in the undivided decode, which has no strips to make smaller
     with RunsOut(memory.count - 20):
         got = host.run(graph)
-    assert got["1"].startswith("memory ran out; decoded again, in strips")
+    assert got["1"].startswith("ran out of memory; decoded again in smaller strips")
     assert (got["0"] - expected["0"]).abs().max() < 1e-5

@@ -199,5 +199,5 @@ def test_patches_of_other_weights_than_the_transformer_s_do_not_go_to_a_cluster(
     check = pack("nodes.host.batch_cluster").check_model
     check(model)
     model.patches["model_sampling.sigmas"] = [(1.0, None, 1.0, None, None)]
-    with pytest.raises(ValueError, match=r"cluster cannot draw with \(model_sampling.sigmas\); remove it"):
+    with pytest.raises(ValueError, match=r"cluster cannot apply \(model_sampling.sigmas\); remove it"):
         check(model)

@@ -98,7 +98,8 @@ def test_what_core_saves_as_one_checkpoint_loads_again(host, put, tokenizer):
     put("checkpoints", "again.safetensors", tensors)
     got = host.run({**catch_all("load"), "load": ("SanaNodesLoader", {"model": "again.safetensors"})})
     assert (
-        got["0"].model.model_config.text == "SANA 31.7M, 1024 px, diffusers layout, drawn as by NVIDIA's code, float32"
+        got["0"].model.model_config.text
+        == "SANA 31.7M, 1024 px, diffusers layout, computed as by NVIDIA's code, float32"
     )
     check_all_three(got, models)
     assert got["1"].tokenize("a red circle")["gemma2_2b"][0][0] == (2, 1.0)

@@ -80,7 +80,7 @@ def test_a_shared_batch_ends_with_a_bar_for_each_device_and_one_alone_with_words
     assert np.allclose(np.array(found) / max(found), np.array([first, second]) / max(first, second), atol=0.02)
     previews.clear()
     host.run(batch_graph(base_graph, "default"))
-    assert notes["batch"].startswith("6 pictures in ") and all(pixels.shape[1] < 900 for pixels in previews)
+    assert notes["batch"].startswith("6 images in ") and all(pixels.shape[1] < 900 for pixels in previews)
 
 
 def test_the_decode_says_under_itself_what_its_report_says(host, base_graph, notes):

@@ -45,5 +45,5 @@ def test_a_size_that_the_model_did_not_learn_is_said_under_any_sampler(host, bas
     assert not [text for where, text in notes if where == "sample"]
     graph["empty"][1].update(width=256, height=256)
     host.run(graph)
-    note = "256 x 256: this model learnt pictures of 128 px, and draws best at 128 x 128"
+    note = "256 x 256 is far from this model's training size (128 px); use 128 x 128 for better images"
     assert ("sample", note) in notes

@@ -113,7 +113,7 @@ def test_memory_that_runs_out_on_one_leaves_the_picture_to_the_other(
 
     monkeypatch.setattr(split, "velocity", short)
     assert_same(latents(host, split_graph(seed=5)), latents(host, base_graph(steps=STEPS, seed=5)))
-    assert failed and "its rows of the picture go to the others" in caplog.text
+    assert failed and "its rows of the image go to the others" in caplog.text
 
 
 def test_one_device_says_so_and_draws(host, base_graph, split_graph, shards, caplog):
@@ -129,7 +129,7 @@ def test_a_picture_of_too_few_rows_is_refused_before_anything_is_loaded(host, sp
 
     host.run({key: graph[key] for key in ("load", "positive", "negative", "split")} | caught("split"), keep_cache=True)
     monkeypatch.setattr(comfy.model_management, "load_models_gpu", None)
-    with pytest.raises(NodeError, match="devices: got 2 for a picture of 1 rows of 32 pixels, expected at most 1"):
+    with pytest.raises(NodeError, match="devices: got 2 for an image of 1 rows of 32 pixels, expected at most 1"):
         latents(host, graph)
 
 
@@ -151,7 +151,7 @@ def test_a_patch_that_replaces_a_part_of_the_model_is_refused(host, split_graph,
     graph = split_graph()
     graph["replace"] = ("Replace", {"model": ["split", 0]})
     graph["sample"][1]["model"] = ["replace", 0]
-    with pytest.raises(NodeError, match=r"cannot share a picture with \(diffusion_model.proj_out\); remove it"):
+    with pytest.raises(NodeError, match=r"cannot share an image with \(diffusion_model.proj_out\); remove it"):
         latents(host, graph)
     graph["split"][1]["devices"] = 3
     with pytest.raises(NodeError, match="devices: got 3, expected a name"):

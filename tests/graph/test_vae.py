@@ -142,15 +142,13 @@ def test_dc_ae_lite_loads_decodes_and_encodes(host, latent, layout):
 @pytest.mark.parametrize("node", ["SanaNodesDecode", "VAEDecode"])
 def test_nan_is_an_error_and_not_a_black_picture(host, latent, node):
     _, graph = latent(1, 32, 4, 4, spoil=float("nan"))
-    with pytest.raises(
-        NodeError, match="^samples: 1 of 512 values are NaN or infinite, the first in picture 0, channel"
-    ):
+    with pytest.raises(NodeError, match="^samples: 1 of 512 values are NaN or infinite, the first in image 0, channel"):
         decoded(host, graph, node)
 
 
 def test_a_budget_below_the_floor_says_the_smallest_that_works(host, latent):
     _, graph = latent(1, 32, 4, 4)
-    with pytest.raises(NodeError, match=r"^budget_gb: got 0.001, expected at least 0\.\d+ for a picture of 128 x 128"):
+    with pytest.raises(NodeError, match=r"^budget_gb: got 0.001, expected at least 0\.\d+ for an image of 128 x 128"):
         decoded(host, graph, budget_gb=0.001)
 
 

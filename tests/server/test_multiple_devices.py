@@ -33,7 +33,7 @@ def test_two_workers_draw_what_the_prompts_say_with_progress_previews_and_a_repo
     steps = [e["data"] for e in events if isinstance(e, dict) and e["type"] == "progress" and e["data"]["node"] == "5"]
     assert steps[-1]["value"] == steps[-1]["max"] == 4 * 20
     assert any(isinstance(event, bytes) for event in events)
-    assert "4 pictures in" in server.log.read_text()
+    assert "4 images in" in server.log.read_text()
 
 
 def test_the_example_client_queues_a_file_of_prompts(server, tmp_path):

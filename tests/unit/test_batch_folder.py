@@ -248,7 +248,7 @@ def test_a_folder_of_an_earlier_version_says_so(made, batch):
     (made / "manifest.json").write_text(json.dumps(document))
     before = files(made)
     code, _, err = batch()
-    assert code == 1 and "(drawn by another version of sana_core, which described them otherwise); choose" in err
+    assert code == 1 and "(made by another version of sana_core, which described them otherwise); choose" in err
     assert files(made) == before
 
 

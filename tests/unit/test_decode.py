@@ -182,7 +182,7 @@ def test_convolutions_between_attention_stages_are_exact_in_the_smallest_strips(
 
 def test_a_budget_below_the_floor_says_the_smallest_that_works(bundled):
     floor = Planner(decoder_stages(bundled), 4, 4, torch.float32, False).floor().peak_bytes
-    with pytest.raises(ValueError, match=f"^max_bytes: got 1000, expected at least {floor} for a picture of 128 x 128"):
+    with pytest.raises(ValueError, match=f"^max_bytes: got 1000, expected at least {floor} for an image of 128 x 128"):
         decode_latents(bundled, noise(1, 32, 4, 4), max_bytes=1000)
     assert decode_latents(bundled, noise(1, 32, 4, 4), max_bytes=floor).isfinite().all()
 
@@ -318,7 +318,7 @@ def test_where_nothing_runs_at_the_size_of_the_picture(up, down):
 
 @pytest.mark.parametrize("shape", [(0, 3, 32, 32), (1, 4, 32, 32), (1, 3, 33, 32), (1, 3, 0, 32), (3, 32, 32)])
 def test_pictures_that_cannot_be_encoded_are_named(bundled, shape):
-    with pytest.raises(ValueError, match=r"^pixels: got pictures of shape .*multiples of 32; crop or scale them$"):
+    with pytest.raises(ValueError, match=r"^pixels: got images of shape .*multiples of 32; crop or scale them$"):
         encode_images(bundled, torch.zeros(shape))
 
 
@@ -334,7 +334,7 @@ def test_an_unknown_method_is_named(bundled):
 def test_nan_says_how_many_and_where(bundled):
     latents = noise(2, 32, 4, 5)
     latents[1, 7, 2, 3], latents[1, 8, 0, 0] = float("nan"), float("inf")
-    wanted = "^samples: 2 of 1280 values are NaN or infinite, the first in picture 1, channel 7, row 2, column 3;"
+    wanted = "^samples: 2 of 1280 values are NaN or infinite, the first in image 1, channel 7, row 2, column 3;"
     with pytest.raises(ValueError, match=wanted):
         decode_latents(bundled, latents)
 

@@ -78,7 +78,7 @@ def test_links_to_files_elsewhere_load(copy, tmp_path):
 def test_a_git_lfs_pointer_says_git_lfs_pull(copy, place):
     (copy / place).write_bytes(POINTER)
     path = copy if (copy / place).parent != copy else copy / place
-    pattern = f"{place}: got a git-lfs pointer, which stands for the file; run git lfs pull in that folder$"
+    pattern = f"{place}: got a git-lfs pointer instead of the model; run git lfs pull in its folder, "
     refused(path, pattern, load=use_all)
 
 

@@ -149,6 +149,6 @@ def test_the_table_of_the_memory_page_is_what_is_predicted():
 def test_plan_prints_a_table_and_json():
     command = [sys.executable, "-m", "sana_core", "plan", "0.6B", "--width", "2048", "--height", "1024"]
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "decode, strips" in table and "fits a card of 6 GB" in table
+    assert "decode, strips" in table and "fits a GPU of 6 GB" in table
     text = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert json.loads(text)["width"] == 2048

@@ -118,7 +118,7 @@ def test_rows_follow_the_speeds_and_nobody_is_without():
     assert share_rows(10, [1, 1]) == [(0, 5), (5, 10)]
     assert share_rows(10, [3, 1]) == [(0, 8), (8, 10)]
     assert share_rows(5, [1000, 1, 1, 1, 1]) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
-    with pytest.raises(InputError, match="devices: got 3 for a picture of 2 rows"):
+    with pytest.raises(InputError, match="devices: got 3 for an image of 2 rows"):
         share_rows(2, [1, 1, 1])
 
 
@@ -155,7 +155,7 @@ def test_a_member_that_fails_is_left_out_and_the_picture_is_the_same(step, faili
     got = split.run(x, Failing(*arguments, failing, torch.OutOfMemoryError("out of memory")))
     assert torch.equal(got, expected)
     assert split.living == sorted({0, 1, 2} - failing)
-    assert caplog.text.count("its rows of the picture go to the others") == len(failing)
+    assert caplog.text.count("its rows of the image go to the others") == len(failing)
 
 
 def test_the_last_member_says_why_it_failed_and_a_mistake_is_no_failure_of_a_device(step):
@@ -213,7 +213,7 @@ def test_generate_draws_the_same_picture_on_any_number_of_devices(checkpoint):
     "where, message",
     [
         ({"devices": ["cpu"]}, "devices: got cpu to share a picture, expected two or more"),
-        ({"devices": ["cpu"] * 6}, "devices: got 6 for a picture of 5 rows"),
+        ({"devices": ["cpu"] * 6}, "devices: got 6 for an image of 5 rows"),
         ({"devices": ["cpu"] * 2, "chunk": 2}, "chunk: got 2 with split, expected 1"),
         ({"devices": ["cpu"] * 2, "compiled": True}, "compiled: got true with split, expected false"),
     ],
@@ -235,7 +235,7 @@ def test_an_accelerator_is_named_once():
 def test_plan_says_what_devices_take_and_gain(capsys):
     main(["plan", "1.6B", "--width", "4096", "--height", "4096", "--split", "8", "--link", "nvlink"])
     out = capsys.readouterr().out
-    assert "8 devices share a picture: a guided step takes 12.9 ms, on one 91.9 ms, 7.14 times as fast" in out
+    assert "8 devices share an image: a guided step takes 12.9 ms, on one 91.9 ms, 7.14 times as fast" in out
     assert "40 exchanges a step; in a block 1.18 MB of sums from each device, and 1.15 MB for a neighbour" in out
     main(["plan", "0.6B", "--width", "512", "--height", "512", "--split", "4", "--link", "pcie"])
     assert "it does not pay at this size" in capsys.readouterr().out

@@ -292,7 +292,7 @@ def test_a_damaged_entry_is_named_when_it_is_loaded_and_made_anew_by_the_next_bu
     good = cache.load([1])
     path = getattr(cache, kind)[1]
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ReadError, match=f"^cache: {path} .*; start again, which makes it anew"):
+    with pytest.raises(ReadError, match=f"^cache: {path} .*; start again, which makes it again"):
         cache.load([1])
     models.calls.clear()
     again = build(tmp_path / "cache", data, models)

@@ -40,8 +40,8 @@ def test_the_cheapest_that_fits_changes_as_little_as_it_has_to():
     assert asked[4].share.card <= 4 * GB and asked[4].changes[0] != asked[12].changes[0] or len(asked[4].changes) > 1
     assert asked[1] is None
     lines = arrangement_lines(settings, base, 4, 12 * GB)
-    assert lines[-1].startswith('fits 4 cards of 12 GB with kind = "fsdp" in [parallel]: 7.8 GB on each, 9.63 GB sent')
-    assert arrangement_lines(settings, base, 4, GB)[-1].startswith("nothing fits 4 cards of 1 GB")
+    assert lines[-1].startswith('fits 4 GPUs of 12 GB with kind = "fsdp" in [parallel]: 7.8 GB on each, 9.63 GB sent')
+    assert arrangement_lines(settings, base, 4, GB)[-1].startswith("nothing fits 4 GPUs of 1 GB")
 
 
 def test_what_is_sent_is_what_rings_send():
@@ -69,7 +69,7 @@ def test_the_command_prints_the_arrangements(checkpoint):
     settings = replace(settings, model=str(checkpoint), phase=(replace(settings.phase[0], accumulate=4),))
     lines = command.plan_lines(settings, 8.0, 4)
     kinds = [line.split()[0] for line in lines if line.startswith(("ddp", "fsdp"))]
-    assert sorted(kinds) == ["ddp", "fsdp", "fsdp_offload"] and lines[-1].startswith("fits 4 cards of 8 GB")
+    assert sorted(kinds) == ["ddp", "fsdp", "fsdp_offload"] and lines[-1].startswith("fits 4 GPUs of 8 GB")
 
 
 def test_a_base_in_8_bits_is_not_divided():

@@ -207,7 +207,7 @@ def test_a_missing_control_picture_is_named_before_anything_is_encoded(settings)
     own = settings(3)
     folder = Path(own.phase[0].data[0])
     (folder / "4-1-control.png").unlink()
-    with pytest.raises(InputError, match="^4-1.png: has no control picture, expected 4-1-control.png beside it"):
+    with pytest.raises(InputError, match="^4-1.png: has no control image, expected 4-1-control.png beside it"):
         train.train(own)
     assert not list(Path(own.out).rglob("*.safetensors"))
 

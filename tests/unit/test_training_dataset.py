@@ -101,7 +101,7 @@ def test_masks_belong_to_the_picture_beside_them_and_have_its_size(tmp_path):
         read_dataset(tmp_path)
     (tmp_path / "a.mask.png").unlink()
     save(tmp_path / "a-mask.png", Image.new("L", (24, 40)), caption=None)
-    with pytest.raises(InputError, match="^a.jpg: its mask is 24 x 40, expected the picture's 40 x 24"):
+    with pytest.raises(InputError, match="^a.jpg: its mask is 24 x 40, expected the image's 40 x 24"):
         read_dataset(tmp_path)
 
 
@@ -113,9 +113,7 @@ def test_control_pictures_belong_to_the_picture_beside_them_and_have_its_size(tm
     save(tmp_path / "remote-control.png")
     first, second = read_dataset(tmp_path)
     assert (first.control.file, second.name, second.control) == (control, "remote-control.png", None)
-    with pytest.raises(
-        InputError, match="^remote-control.png: has no control picture, expected remote-control-control"
-    ):
+    with pytest.raises(InputError, match="^remote-control.png: has no control image, expected remote-control-control"):
         check_controls([first, second])
     check_controls([first])
     save(tmp_path / f"a{mark}.webp", caption=None)
@@ -123,7 +121,7 @@ def test_control_pictures_belong_to_the_picture_beside_them_and_have_its_size(tm
         read_dataset(tmp_path)
     (tmp_path / f"a{mark}.webp").unlink()
     save(control, Image.new("RGB", (24, 40)), caption=None)
-    with pytest.raises(InputError, match="^a.jpg: its control picture is 24 x 40, expected the picture's 40 x 24"):
+    with pytest.raises(InputError, match="^a.jpg: its control image is 24 x 40, expected the image's 40 x 24"):
         read_dataset(tmp_path)
 
 
@@ -141,11 +139,11 @@ def test_a_jsonl_names_control_pictures(tmp_path, key):
 def test_texts_without_picture_are_said_in_the_log(tmp_path, caplog):
     save(tmp_path / "a.png")
     (tmp_path / "README.txt").write_text("x")
-    assert len(read_dataset(tmp_path)) == 1 and "1 texts belong to no picture, the first is README.txt" in caplog.text
+    assert len(read_dataset(tmp_path)) == 1 and "1 texts belong to no image, the first is README.txt" in caplog.text
 
 
 def test_no_picture_at_all_is_said(tmp_path):
-    with pytest.raises(InputError, match=r"^dataset: no picture in .*, expected files that end with .png, .jpg"):
+    with pytest.raises(InputError, match=r"^dataset: no image in .*, expected files that end with .png, .jpg"):
         read_dataset(tmp_path)
     with pytest.raises(MissingFileError, match="^dataset: no file or folder .*nowhere"):
         read_dataset(tmp_path / "nowhere")

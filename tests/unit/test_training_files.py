@@ -243,7 +243,7 @@ def test_pictures_that_are_enlarged_are_mentioned(make, tmp_path, caplog):
     (tmp_path / "small" / "a.txt").write_text("a dot")
     phase = Phase((str(tmp_path / "small"),), 1024, steps=1)
     prepare.read_samples(replace(make(), phase=(phase,)), lambda: None)
-    assert "1 of 1 pictures are smaller than they are learnt at and will be blurred, the first is a.png of 1 x 1" in (
+    assert "1 of 1 images are smaller than they are learned at and will be blurred, the first is a.png of 1 x 1" in (
         caplog.text
     )
 
@@ -260,7 +260,7 @@ def test_a_flipped_bit_is_found_and_named(make, out, name, damage):
         file.unlink()
     else:
         file.write_bytes({"flip": bytes(data), "cut": bytes(data[:-1]), "empty": b""}[damage])
-    kind, said = CheckpointError, "^step-0000004: broken state of a run .*; remove that folder to go on from the one"
+    kind, said = CheckpointError, "^step-0000004: broken state of a run .*; remove that folder to resume from the one"
     if (name, damage) == ("state.json", "gone"):
         kind, said = ExistingFileError, "step-0000004 is not of this run"
     with pytest.raises(kind, match=said) as caught:

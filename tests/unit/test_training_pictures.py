@@ -98,7 +98,7 @@ def test_numbers_that_are_no_colours_are_refused(tmp_path):
 def test_films_are_refused_and_their_first_frame_is_not_guessed(tmp_path, kind):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green")]
     save(tmp_path / f"a.{kind.lower()}", frames[0], save_all=True, append_images=frames[1:])
-    with pytest.raises(InputError, match="got an animated picture, expected a single one"):
+    with pytest.raises(InputError, match="got an animated image, expected a single one"):
         read_dataset(tmp_path)
 
 

@@ -177,7 +177,7 @@ def test_a_plan_reads_headers_alone(monkeypatch):
     base = read_base(settings)
     assert base.model == Architecture(160, 5)
     names = [stage.name for stage in plan_training(settings, base).stages]
-    assert names == ["captions", "latents", "phase 1: 128 px, batch 4", "validation's pictures"]
+    assert names == ["captions", "latents", "phase 1: 128 px, batch 4", "validation's images"]
     assert max(stage.bytes for stage in plan_training(settings, base).stages) < 2e8
 
 
@@ -227,7 +227,7 @@ def test_the_table_of_the_guide_is_what_is_predicted():
         plan = plan_training(settings, base)
         assert plan.stages[2].bytes / 1e9 == pytest.approx(float(step), abs=0.06), (variant, trained)
         (line,) = fit_lines(settings, base, plan, None)
-        assert line.endswith("more than 24 GB" if card == "more" else f"fits a card of {card}"), (variant, trained)
+        assert line.endswith("more than 24 GB" if card == "more" else f"fits a GPU of {card}"), (variant, trained)
 
 
 def test_the_range_of_the_guide_is_that_of_the_figures():
@@ -295,10 +295,10 @@ def test_where_nothing_fits_the_least_is_said():
     plan = plan_training(settings, base)
     assert plan.largest.name == "captions"
     lines = fit_lines(settings, base, plan, CARDS["4"])
-    assert "does not fit a card of 4 GB" in lines[0]
+    assert "does not fit a GPU of 4 GB" in lines[0]
     assert lines[1].startswith(f"the least that these settings can come to: {plan.card / 1e9:.1f} GB, for captions")
     assert fit_lines(settings, base, plan, None) == [
-        f"{plan.card / 1e9:.1f} GB with {CONTEXT / 1e9:.1f} GB for the driver: fits a card of 6 GB"
+        f"{plan.card / 1e9:.1f} GB with {CONTEXT / 1e9:.1f} GB for the driver: fits a GPU of 6 GB"
     ]
 
 
@@ -309,7 +309,7 @@ def test_validation_draws_beside_what_is_trained():
     stage = plan_training(drawing, base).stages[-1]
     parameters = count(base.shapes.values())
     # the weights in fp32, a copy in bf16 as they are saved, CAME's state
-    assert stage.name == "validation's pictures" and stage.bytes > parameters * (4 + 2 + 1)
+    assert stage.name == "validation's images" and stage.bytes > parameters * (4 + 2 + 1)
 
 
 def test_validation_draws_with_a_copy_of_a_controlnet():
@@ -324,7 +324,7 @@ def test_validation_draws_with_a_copy_of_a_controlnet():
 def test_the_command_prints_the_stages_and_whether_they_fit():
     line = [sys.executable, "-m", "sana_core", "train", str(ROOT / "recipes" / "lora_bundled.toml"), "--plan"]
     out = subprocess.run([*line, "--card", "4"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert "phase 1: 128 px, batch 4" in out and out.endswith(": fits a card of 4 GB\n")
+    assert "phase 1: 128 px, batch 4" in out and out.endswith(": fits a GPU of 4 GB\n")
     assert not (ROOT / "output").exists() or "lora-bundled" not in {each.name for each in (ROOT / "output").iterdir()}
 
 
@@ -340,8 +340,8 @@ def test_without_a_card_it_is_the_one_that_trains(monkeypatch):
     monkeypatch.setattr("sana_core.accelerator.current_accelerator", lambda: torch.device("cuda:0"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: len(rooms))
     monkeypatch.setattr("sana_core.accelerator.memory_info", lambda device: (0, rooms[device]))
-    assert command.plan_lines(settings, None)[-1].endswith("fits a card of 80 GB")
-    assert "does not fit a card of 0.25 GB" in command.plan_lines(replace(settings, device="cuda:1"), None)[-2]
+    assert command.plan_lines(settings, None)[-1].endswith("fits a GPU of 80 GB")
+    assert "does not fit a GPU of 0.25 GB" in command.plan_lines(replace(settings, device="cuda:1"), None)[-2]
 
 
 def test_a_card_that_is_too_small_is_warned_of(monkeypatch, capsys):

@@ -139,4 +139,4 @@ def test_without_a_launcher_that_watches_the_others_end_within_a_minute_and_name
         kind, said, _ = results.get()[1]
         assert kind == "TrainingError"
     assert f"lost rank 1 on {node()}, process {processes[1].pid}" in said
-    assert "the same command goes on" in said
+    assert "the same command resumes" in said

@@ -48,11 +48,11 @@ WRONG = {
     ),
     "control": (
         WHOLE + "[validation]\ncontrol = 'a.png'",
-        "control: got 1 pictures, expected none with method lora",
+        "control: got 1 images, expected none with method lora",
     ),
     "no control": (
         WHOLE + "[method]\nkind = 'controlnet'\n[validation]\nprompts = ['a', 'b', 'c']\ncontrol = ['a', 'b']",
-        "control: got 2 control pictures for 3 prompts, expected one, or one for each",
+        "control: got 2 control images for 3 prompts, expected one, or one for each",
     ),
     "blocks": (WHOLE + "[method]\nblocks = 0", "method.blocks: got 0, expected a number from 1"),
     "no phase": ("model = 'm'\nout = 'o'\nphase = []", "phase: got none"),

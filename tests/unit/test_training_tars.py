@@ -147,7 +147,7 @@ def test_damaged_tars_are_ours_to_name(tmp_path, changes):
         for sample in read_dataset(tmp_path / "s.tar"):
             open_picture(sample)
     except SanaError as error:
-        assert str(error).startswith(("s.tar:", "dataset: no picture in "))
+        assert str(error).startswith(("s.tar:", "dataset: no image in "))
 
 
 def repair_sums(data):
