@@ -104,7 +104,7 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else brief(error)
         raise OutputError(
-            f"out: cannot write into {path} ({reason}); see its rights and its disk, then start again, which goes on "
+            f"out: cannot write into {path} ({reason}); see its rights and its disk, then start again, which resumes "
             "from the last state"
         ) from error
 
