@@ -255,9 +255,9 @@ def file_scale(parts: Tensors, layer: str, settings: Mapping[str, Any]) -> float
     LyCORIS leaves a LoKr of two whole matrices as it is, PEFT scales that too. Raises RuntimeError for several alphas.
     """
     rank: float | None = next((len(parts[part]) for part in RANKED if part in parts), None)
-    if "alpha" in parts:
-        return parts["alpha"].item() / rank if rank else 1.0
-    alpha = of_layer(settings, "alpha", layer)
+    if rank is None and "alpha" in parts:
+        return 1.0
+    alpha = parts["alpha"].item() if "alpha" in parts else of_layer(settings, "alpha", layer)
     rank = rank or of_layer(settings, "rank", layer)
     if alpha is None or rank is None:
         return 1.0

@@ -1,5 +1,6 @@
 """`generate` and `batch` draw with LoRAs: in one process, divided, on workers; another strength is another picture."""
 
+import json
 import shutil
 
 import pytest
@@ -70,6 +71,21 @@ def test_a_batch_goes_on_with_the_same_strength_alone(checkpoint, lora, tmp_path
     assert "1 of 1 pictures are there already" in capsys.readouterr().out
     assert main([*command, f"{lora}=0.7"]) == 1
     assert "loras" in capsys.readouterr().err
+
+
+def test_pefts_settings_beside_a_lora_count_by_file_and_by_folder(checkpoint, lora, tmp_path):
+    file, settings = shutil.copy(lora, tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_config.json"
+    drawn, found = [], []
+    for alpha in (4, 8):
+        settings.write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": alpha}))
+        drawn += [
+            sana_core.generate([PROMPT], checkpoint, loras=[(str(each), 1.0)], **SIZE) for each in (file, tmp_path)
+        ]
+        found += [fingerprint(file), fingerprint(tmp_path)]
+    twice = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 2.0)], **SIZE)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[2], drawn[3])
+    torch.testing.assert_close(drawn[2], twice, atol=1e-4, rtol=0)
+    assert found[0] == found[1] != found[2] == found[3]
 
 
 def test_how_the_option_is_read():
