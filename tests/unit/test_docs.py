@@ -6,7 +6,9 @@ import re
 
 import pytest
 from setup import ROOT
+from ways import BOUND, NEAR
 
+from benchmarks.ways import DOCUMENT, TABLE, table
 from sana_core.__main__ import COMMANDS
 
 DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -21,6 +23,13 @@ TESTS = {
 def test_each_test_that_is_named_exists(document):
     named = re.findall(r"`(?:tests/)?(?:\w+/)?(test_\w+(?:\.py)?)`", document.read_text(encoding="utf-8"))
     assert not [name for name in named if name not in TESTS]
+
+
+def test_the_table_of_the_ways_is_that_of_the_figures():
+    report = json.loads((ROOT / "benchmarks" / "ways.json").read_text())
+    assert TABLE.findall(DOCUMENT.read_text(encoding="utf-8")) == [table(report)]
+    # with what is promised
+    assert not [row for row in report["largest_difference"] if row["difference"] > (BOUND if row["way"] in NEAR else 0)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
