@@ -83,8 +83,14 @@ def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> A
 
 
 def run_options() -> dict[str, Any]:
-    """Return what Ray is told of a run: the machines get this very code."""
-    environment = {"py_modules": [str(Path(__file__).parents[1])], "excludes": ["**/__pycache__"]}
+    """Return what Ray is told of a run: the machines get this very code.
+
+    As their working directory: without one Ray puts that of this process before all else on their path, where another
+    checkout may be.
+    """
+    package = Path(__file__).parents[1]
+    excludes = ["/*", "!/.", f"!/{package.name}", "__pycache__"]
+    environment = {"working_dir": str(package.parent), "excludes": excludes}
     return {
         "runtime_env": environment,
         "log_to_driver": False,

@@ -1,0 +1,49 @@
+"""Machines draw with the code that the driver has, whatever lies in the folder where it was started."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from machines import add_node
+from setup import ROOT
+
+# an actor has one core
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
+OPTIONS = {"width": 64, "height": 64, "steps": 2, "count": 6, "chunk": 1}
+
+
+@pytest.fixture
+def other_checkout(tmp_path):
+    """A folder with a checkout that draws everything inverted."""
+    shutil.copytree(
+        ROOT / "sana_core", tmp_path / "checkout" / "sana_core", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    file = tmp_path / "checkout" / "sana_core" / "batch" / "draw.py"
+    text = file.read_text()
+    assert text.count(".clamp(-1, 1)") == 1
+    file.write_text(text.replace(".clamp(-1, 1)", ".clamp(-1, 1).neg()"))
+    return tmp_path / "checkout"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("client", [False, True])
+def test_a_checkout_in_the_drivers_folder_draws_nothing(cluster, checkpoint, other_checkout, tmp_path, client):
+    """Ray puts the folder of a driver before all else on its workers' path, unless a run has one of its own."""
+    for _ in range(2):
+        add_node(cluster)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from sana_core.__main__ import main; sys.exit(main())"
+    words = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--report"]
+    words += [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
+    found = {}
+    address = cluster.client_address if client else cluster.address
+    for name, more in (("here", []), ("there", ["--cluster", address])):
+        command = [sys.executable, "-c", code, *map(str, [*words, "--out", tmp_path / name, *more])]
+        done = subprocess.run(command, cwd=other_checkout, env={**os.environ}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found[name] = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.png")}
+    assert found["here"] == found["there"] and len(found["there"]) == 12
