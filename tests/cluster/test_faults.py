@@ -175,8 +175,8 @@ def test_a_full_shared_disk_ends_the_run_with_a_hint_and_costs_no_picture(words,
     assert re.search(
         r"out: cannot write into .*/out \(No space left on device\); see its rights and its disk$", full.strip()
     )
-    (number,) = re.findall(r"^at least (\d+) of 60 pictures are there; the same command draws the rest$", full, re.M)
-    (found,) = re.findall(r"^(\d+) of 60 pictures are there already$", rest, re.M)
+    (number,) = re.findall(r"^at least (\d+) of 60 images are there; the same command makes the rest$", full, re.M)
+    (found,) = re.findall(r"^(\d+) of 60 images are there already$", rest, re.M)
     assert 0 < int(number) <= int(found) < 60
     here = {name: hashlib.sha256(content).hexdigest() for name, content in files(tmp_path / "here").items()}
     assert json.loads(drawn) == here

@@ -84,5 +84,5 @@ def test_gpus_of_others_are_not_waited_for(cluster, checkpoint, monkeypatch, cap
 @pytest.mark.timeout(200)
 def test_a_cluster_of_one_gpu_shares_no_picture(cluster, checkpoint):
     add_node(cluster)
-    with pytest.raises(InputError, match="cluster: got 1 GPUs to share a picture, expected two or more"):
+    with pytest.raises(InputError, match="cluster: got 1 GPUs to share an image, expected two or more"):
         sana_core.generate([PROMPT], checkpoint, width=128, height=128, cluster=cluster.address, split=True)

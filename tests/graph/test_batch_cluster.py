@@ -166,5 +166,5 @@ def test_a_controlnet_is_refused_by_name(host, operators_file, cluster_graph):
     ((embeds, rest),) = positive
     graph["control"] = ("AnyValue", {"value": {"__value__": [[embeds, {**rest, "control": object()}]]}})
     graph["batch"][1]["positive"] = ["control", 0]
-    with pytest.raises(NodeError, match="positive: got control, which a cluster cannot draw"):
+    with pytest.raises(NodeError, match="positive: got control, which a cluster cannot use"):
         host.run(graph)

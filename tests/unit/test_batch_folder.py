@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn
         (made / name).write_bytes(data)
     code, out, err = batch()
     assert code == 0, err
-    assert f"{len(before)} of 8 pictures are there already" in out
+    assert f"{len(before)} of 8 images are there already" in out
     assert out.count(".png (") == 8 - len(before)
     after = files(made)
     assert {name: after[name] for name in before} == before
@@ -329,7 +329,7 @@ def own(made, checkpoint, tmp_path):
 def test_whatever_decides_a_picture_is_asked(made, batch, own, name):
     before = files(made)
     code, out, err = batch("--checkpoint", own)
-    assert code == 0 and "8 of 8 pictures are there already" in out, err
+    assert code == 0 and "8 of 8 images are there already" in out, err
     file, old, new = CHANGES[name]
     content = (own / file).read_bytes()
     assert old in content, (name, content[:2000])
@@ -387,7 +387,7 @@ def test_a_disk_that_is_full_says_so_and_leaves_no_half_picture(batch, spawn, tm
     _, err = process.communicate(timeout=120)
     assert (
         process.returncode == 1
-        and "cannot write into out (File too large); 0 of 8 pictures are there, the same command" in err
+        and "cannot write into out (File too large); 0 of 8 images are there, the same command" in err
     )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
     status, _, err = batch()

@@ -191,7 +191,7 @@ def test_cancel_ends_a_step_in_its_midst(step):
 
 
 def test_one_device_and_models_of_patches_are_refused():
-    with pytest.raises(InputError, match="devices: got 1 to share a picture, expected two or more"):
+    with pytest.raises(InputError, match="devices: got 1 to share an image, expected two or more"):
         Split([CPU])
     transformer = tiny_transformer()
     transformer.register_to_config(patch_size=2)
@@ -212,7 +212,7 @@ def test_generate_draws_the_same_picture_on_any_number_of_devices(checkpoint):
 @pytest.mark.parametrize(
     "where, message",
     [
-        ({"devices": ["cpu"]}, "devices: got cpu to share a picture, expected two or more"),
+        ({"devices": ["cpu"]}, "devices: got cpu to share an image, expected two or more"),
         ({"devices": ["cpu"] * 6}, "devices: got 6 for an image of 5 rows"),
         ({"devices": ["cpu"] * 2, "chunk": 2}, "chunk: got 2 with split, expected 1"),
         ({"devices": ["cpu"] * 2, "compiled": True}, "compiled: got true with split, expected false"),

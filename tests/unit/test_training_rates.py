@@ -117,7 +117,7 @@ def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkp
     write_pictures(data, 9, seed=3)
     with caplog.at_level(logging.WARNING):
         train(replace(own, phase=(replace(phase, batch=3, epochs=4),)))
-    assert "phase 1 has more steps than it had, and goes on from its learning rate of" in caplog.text
+    assert "phase 1 has more steps than it had, and continues from its learning rate of" in caplog.text
     rates = [json.loads(line)["learning_rate"] for line in Path(own.out, "log.jsonl").read_text().splitlines()]
     assert len(rates) == 9 + 2 + 2 * 5
     assert all(0 < after <= before <= PEAK for before, after in itertools.pairwise(rates))
