@@ -88,8 +88,7 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
     if groups:
         warn_of_rate(settings.phase[place.phase], place, len(groups))
         arrange_sums(learner, data[place.phase], groups[place.position], place)
-    digests = [own.digest for own in data]
-    total = place.step + all_steps_left(learner, data, place)
+    digests, total = [own.digest for own in data], place.step + all_steps_left(learner, data, place)
 
     def save() -> None:
         nonlocal saved
