@@ -101,7 +101,7 @@ def test_without_a_vae_there_is_a_latent_and_no_image(host, batch_graph):
 def test_a_device_that_is_not_here_is_passed_on_with_a_log(host, batch_graph, caplog):
     with caplog.at_level(logging.WARNING):
         assert len(host.run(batch_graph(devices="gpu:5"))["image"]) == 6
-    assert "no device gpu:5 here; drawing on cpu" in caplog.text
+    assert "no device gpu:5 here; using cpu" in caplog.text
 
 
 def test_cancel_stops_both_workers_and_the_next_run_is_whole(host, batch_graph):

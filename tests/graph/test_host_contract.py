@@ -186,9 +186,7 @@ def test_an_unknown_kind_of_patch_is_named_and_does_not_go_to_a_cluster(host, ch
     model.frobnications["a"] = [print]
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "theirs", print)
     assert compat.patches_of(model) == {*own, "frobnications", "theirs"}
-    with pytest.raises(
-        ValueError, match=r"^model: got a patch that a cluster cannot apply \(frobnications, theirs\)"
-    ):
+    with pytest.raises(ValueError, match=r"^model: got a patch that a cluster cannot apply \(frobnications, theirs\)"):
         pack("nodes.host.batch_cluster").check_model(model)
 
 

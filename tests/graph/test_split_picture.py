@@ -119,7 +119,7 @@ def test_memory_that_runs_out_on_one_leaves_the_picture_to_the_other(
 def test_one_device_says_so_and_draws(host, base_graph, split_graph, shards, caplog):
     caplog.set_level("INFO")
     assert_same(latents(host, split_graph("all", seed=6)), latents(host, base_graph(steps=STEPS, seed=6)))
-    assert "one device, cpu, computes the picture" in caplog.text and not shards
+    assert "one device, cpu, computes the image" in caplog.text and not shards
 
 
 def test_a_picture_of_too_few_rows_is_refused_before_anything_is_loaded(host, split_graph, monkeypatch):
