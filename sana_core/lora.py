@@ -293,12 +293,12 @@ def peft_file(file: Path) -> Path | None:
     return beside if file.name == BESIDE[0] and beside.is_file() else None
 
 
-def reference_note(info: CheckpointInfo, reference: str) -> str:
-    """Return a line for the user where the LoRA `info` was trained by this package on a model of another reference."""
-    trained = info.weights.metadata.get("reference")
+def reference_note(name: str, metadata: Mapping[str, str], reference: str) -> str:
+    """Return a line for the user where the LoRA `name` was trained by this package on a model of another reference."""
+    trained = metadata.get("reference")
     if trained not in RULES or trained == reference:
         return ""
     return (
-        f"{info.name}: trained with reference {trained}, but the model follows {reference}, which draws others; "
+        f"{name}: trained with reference {trained}, but the model follows {reference}, which draws others; "
         f"choose {trained}"
     )

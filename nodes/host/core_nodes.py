@@ -12,6 +12,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.errors import InputError
 from ...sana_core.latents import DOWNSCALE
+from ...sana_core.lora import reference_note
 from ...sana_core.released import size_note
 from .report import Notes
 
@@ -54,6 +55,10 @@ def begin(executor, noise, *args, **kwargs):
     notes = options["transformer_options"][NOTES] = Notes()
     height, width = noise.shape[-2:]
     if note := size_note(width * DOWNSCALE, height * DOWNSCALE, model.resolution):
+        notes.add(note)
+    # what ComfyUI's own loaders leave there of the last LoRA
+    metadata = guider.model_patcher.get_attachment("lora_metadata") or {}
+    if note := reference_note("LoRA", metadata, model.diffusion_model.config.reference):
         notes.add(note)
     guider.conds = {
         field: [in_cells(field, cond, (height, width)) for cond in conds] for field, conds in guider.conds.items()

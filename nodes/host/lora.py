@@ -76,7 +76,7 @@ def apply_lora(
     if misfits:
         report += f", not {listed(misfits)}"
         logger.warning(report)
-    if note := reference_note(info, model.model.diffusion_model.config.reference):
+    if note := reference_note(info.name, info.weights.metadata, model.model.diffusion_model.config.reference):
         logger.warning(note)
         report += f"; {note}"
     model = model.clone()

@@ -98,7 +98,8 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
         check_number("lora", strength, -LARGEST_STRENGTH, LARGEST_STRENGTH)
     merge_loras(module, settings.loras)
     for file, _ in settings.loras:
-        if note := reference_note(inspect_checkpoint(file), info.reference):
+        lora = inspect_checkpoint(file)
+        if note := reference_note(lora.name, lora.weights.metadata, info.reference):
             logger.warning(note)
     if settings.dtype not in DTYPES:
         raise InputError(f"dtype: got {settings.dtype!r:.40}, expected one of {', '.join(DTYPES)}")

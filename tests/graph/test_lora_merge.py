@@ -154,6 +154,24 @@ def test_a_lora_of_the_other_reference_is_named(host, checkpoint, caplog, refere
     assert caplog.text.count(note) == (2 if reference == "nvidia" else 0)
 
 
+@pytest.mark.parametrize("reference", ["nvidia", "diffusers"])
+def test_it_is_named_of_comfyuis_own_loader_too(host, base_graph, monkeypatch, reference):
+    texts = []
+    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: texts.append(text))
+    file = host.models / "loras" / "merge.safetensors"
+    layouts.save(pairs("diffusers"), file, reference=reference)
+    graph = base_graph(steps=1)
+    own = {"model": graph["sample"][1]["model"], "lora_name": file.name, "strength_model": 1.0}
+    graph["lora"] = ("LoraLoaderModelOnly", own)
+    graph["sample"][1]["model"] = ["lora", 0]
+    try:
+        host.run(graph)
+    finally:
+        file.unlink()
+    named = [text for text in texts if "LoRA: trained with reference nvidia, but the model follows diffusers" in text]
+    assert bool(named) == (reference == "nvidia")
+
+
 WRONG = {
     "OFT": ({**pairs("bare"), "proj_out.oft_blocks": random(8, 4, 4)}, r"2 of 3 .* proj_out \(no LoRA, DoRA, LoHa or"),
     "a text encoder": (
