@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "reproducibility.md"
-TESTS = ("tests/graph/test_ways.py", "tests/cluster/test_ways.py")
+TESTS = ("tests/graph/test_ways.py", "tests/cluster/test_ways_on_a_cluster.py")
 LINE = re.compile(r"^(\S.*) \| (.*) \| (nvidia|diffusers): (\S+)$", re.MULTILINE)
 TABLE = re.compile(r"(?<=<!-- ways -->\n\n).*?(?=\n\n<!-- -->)", re.DOTALL)
 

@@ -57,7 +57,7 @@ ROOM = {
     "SanaNodesLoader": (310, 60),
     **dict.fromkeys(("SanaNodesControlNetLoader", "SanaNodesLoraLoader"), (380, 60)),
     "SanaNodesPromptList": (WIDTH, 170),
-    "SanaNodesTrain": (300, 300),
+    "SanaNodesTrain": (300, 270),
     "SanaNodesPlan": (440, 260),
     "PreviewAny": (WIDTH, 100),
 }

@@ -24,6 +24,7 @@ ANSWER = 25.0
 CLIENT = "ray://"
 # what a run is called among the cluster's jobs
 NAMESPACE = "sana"
+PACKAGE = Path(__file__).parents[1]
 
 
 @contextmanager
@@ -61,7 +62,11 @@ def connect(address: str, poll: Poll = no_poll, say: Say = no_words) -> Any:
     ray = import_ray()
     if not ray.is_initialized():
         # what ray list jobs shows
-        options = {**run_options(), "job_config": ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})}
+        # as their working directory: without one Ray puts that of this process before all else on their path, where
+        # another checkout may be
+        excludes = ["/*", "!/.", f"!/{PACKAGE.name}", "__pycache__"]
+        own = run_options({"working_dir": str(PACKAGE.parent), "excludes": excludes})
+        options = {**own, "job_config": ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})}
         reach(address, lambda: ray.init(address=address, **options), lambda context: ray.shutdown(), poll, say)
     return ray
 
@@ -78,19 +83,14 @@ def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> A
     except ImportError:
         raise InputError("cluster: ray is installed without its client; pip install 'ray[client]'") from None
     # other connections of this process, one that is lost too, are no part of it
-    options = {**run_options(), "allow_multiple": True}
+    # a driver on the head whose working directory is the package's cannot unpickle tensors there
+    own = run_options({"py_modules": [str(PACKAGE)], "excludes": ["**/__pycache__"]})
+    options = {**own, "allow_multiple": True}
     return reach(address, lambda: ray.init(address=address, **options), lambda context: context.disconnect(), poll, say)
 
 
-def run_options() -> dict[str, Any]:
-    """Return what Ray is told of a run: the machines get this very code.
-
-    As their working directory: without one Ray puts that of this process before all else on their path, where another
-    checkout may be.
-    """
-    package = Path(__file__).parents[1]
-    excludes = ["/*", "!/.", f"!/{package.name}", "__pycache__"]
-    environment = {"working_dir": str(package.parent), "excludes": excludes}
+def run_options(environment: dict[str, Any]) -> dict[str, Any]:
+    """Return what Ray is told of a run in `environment`, which brings this very code to the machines."""
     return {
         "runtime_env": environment,
         "log_to_driver": False,

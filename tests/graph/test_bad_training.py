@@ -229,7 +229,7 @@ def test_the_contact_sheet_has_each_shape_and_runs_again_when_a_file_changes(hos
     files = {f"{index}.png": (128, 128) for index in range(7)} | {"wide.png": (300, 100), "small.png": (40, 40)}
     name = pictures("sheet", files | {f"{file[:-4]}.txt": "words " * 20 for file in files})
     seen = look(host, name)
-    assert texts == ["9 pictures: 8 of 128 x 128, 1 of 256 x 64; 1 are smaller than that and will be blurred"]
+    assert texts == ["9 images: 8 of 128 x 128, 1 of 256 x 64; 1 are smaller than that and will be blurred"]
     # six columns: two rows of the first shape, one of the second, each below a line of its own
     assert seen["sheet"].shape == (1, 32 + 2 * 40 + 3 * 222, 32 + 6 * 200, 3)
     assert tuple(seen["dataset"]) == (str(host.models.parent / "input" / "sheet"), 128)
@@ -239,4 +239,4 @@ def test_the_contact_sheet_has_each_shape_and_runs_again_when_a_file_changes(hos
     look(host, name, keep_cache=True)
     assert len(texts) == 2
     seen = look(host, "red stars (bundled)")
-    assert texts[-1] == "12 pictures: 12 of 128 x 128" and seen["sheet"].std() > 0.1
+    assert texts[-1] == "12 images: 12 of 128 x 128" and seen["sheet"].std() > 0.1

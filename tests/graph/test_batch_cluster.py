@@ -145,7 +145,7 @@ def eight_bits(graph):
     [
         (shift, r"model: got a patch that a cluster cannot apply \(model_sampling\); remove it"),
         (rescale, r"model: got a patch that a cluster cannot apply \(.*\); remove it"),
-        (combined, "positive: got 2 combined prompts, a cluster draws one"),
+        (combined, "positive: got 2 combined prompts, a cluster takes one"),
         (area, "positive: got area, .*which a cluster cannot use; remove it"),
         (picture, "latent_image: got an image, a cluster begins with an empty latent"),
         (mask, "latent_image: got a mask, which a cluster cannot use"),

@@ -143,7 +143,7 @@ def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph, caplog
     finally:
         pack.sample = real
     # the second picture of six failed, then the first of three
-    assert re.findall(r"memory ran out on cpu with (\d) pictures", caplog.text) == ["6", "3"]
+    assert re.findall(r"memory ran out on cpu with (\d) images", caplog.text) == ["6", "3"]
     assert torch.equal(image, expected)
 
 

@@ -209,7 +209,7 @@ def test_another_clip_is_refused_before_anything_is_encoded(host, put, spiece, m
         "text": ("SanaNodesTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": True}),
         "catch": ("Catch", {"value": ["text", 0], "name": "text"}),
     }
-    with pytest.raises(NodeError, match="^clip: got Lumina.*, expected SANA's Gemma 2; use SANA Loader, "):
+    with pytest.raises(NodeError, match="^clip: got Lumina.*, expected SANA's Gemma 2; connect SANA Loader or"):
         host.run(graph)
 
 

@@ -135,7 +135,7 @@ def test_a_worker_without_memory_for_one_picture_is_given_up():
 
 def test_a_chunk_that_kills_every_worker_ends_the_run():
     pool = SimulatedPool([1.0], depth=1, restart=1, mishap=lambda source: "dies")
-    with pytest.raises(ChunkLostError, match="picture 0 and 3 more were lost with it 5 times"):
+    with pytest.raises(ChunkLostError, match="image 0 and 3 more were lost with it 5 times"):
         run(pool)
 
 
@@ -281,7 +281,7 @@ def test_a_chunk_takes_down_five_workers_and_no_sixth():
         assert queue.next_chunk(f"gpu {worker}", 0.0) == chunk
         queue.requeue(f"gpu {worker}")
     assert queue.next_chunk("gpu 4", 0.0) == chunk
-    with pytest.raises(ChunkLostError, match="picture 0 and 1 more were lost with it 5 times"):
+    with pytest.raises(ChunkLostError, match="image 0 and 1 more were lost with it 5 times"):
         queue.requeue("gpu 4")
 
 

@@ -172,7 +172,7 @@ def test_older_states_that_a_killed_run_has_not_removed_go_with_the_next_one(mak
 
 def test_a_run_that_has_ended_keeps_its_best_when_its_pictures_change(make, out, tmp_path):
     write_pictures(tmp_path / "pictures", 4)
-    phase = Phase((str(tmp_path / "pictures"),), 32, steps=6, learning_rate=0.3)
+    phase = Phase((str(tmp_path / "pictures"),), 32, steps=6, learning_rate=0.1)
     own = replace(make(keep=1, validation=Validation(every=2, share=0.3)), phase=(phase,))
     train.train(own)
     before = content(out)
