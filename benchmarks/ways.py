@@ -1,4 +1,4 @@
-"""How far the ways of drawing one file are from each other: writes ways.json, and the table in docs/reproducibility.md.
+"""How far the ways of drawing one file are from each other: writes ways.json, and a table in developer/reproducibility.md.
 
 Runs the tests that draw every case in every way, of tests/graph and tests/cluster, and takes what they print.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "reproducibility.md"
+DOCUMENT = ROOT / "docs" / "developer" / "reproducibility.md"
 TESTS = ("tests/graph/test_ways.py", "tests/cluster/test_ways_on_a_cluster.py")
 LINE = re.compile(r"^(\S.*) \| (.*) \| (nvidia|diffusers): (\S+)$", re.MULTILINE)
 TABLE = re.compile(r"(?<=<!-- ways -->\n\n).*?(?=\n\n<!-- -->)", re.DOTALL)

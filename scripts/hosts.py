@@ -3,7 +3,7 @@
 
 The pinned ones run with the packages of .venv, so the frontend is that of 0.30; a folder's own are put there for it.
 Where the pack supports the host, the graph and server tests run; an older one must start without the pack, and say why
-in one line of its log. Prints the table of docs/development.md.
+in one line of its log. Prints the table of docs/developer/development.md.
 """
 
 from __future__ import annotations

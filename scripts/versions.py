@@ -2,7 +2,7 @@
 
 Each in an environment of its own under .cache/envs: the unit tests, then pictures of the bundled checkpoint, which may
 differ from those of .venv by LARGEST levels of 255. An environment whose Python is not on this machine is left out with
-a line that says so. Prints the table of docs/development.md.
+a line that says so. Prints the table of docs/developer/development.md.
 """
 
 from __future__ import annotations

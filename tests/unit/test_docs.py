@@ -11,7 +11,7 @@ from ways import BOUND, NEAR
 from benchmarks.ways import DOCUMENT, TABLE, table
 from sana_core.__main__ import COMMANDS
 
-DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 TESTS = {
     name
     for path in ROOT.glob("tests/*/test_*.py")
@@ -88,5 +88,5 @@ def test_figures_are_those_of_the_last_runs():
         ("robustness", f"of the process {ratio['rss']:.3f}, anonymous memory {ratio['anonymous']:.3f}"),
     ]
     for page, sentence in promised:
-        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        text = (ROOT / "docs" / "developer" / f"{page}.md").read_text(encoding="utf-8")
         assert sentence in " ".join(text.split()), sentence

@@ -67,7 +67,7 @@ def test_requirements_are_the_dependencies_of_the_project():
 
 
 def test_the_documents_name_the_lowest_versions_that_are_declared():
-    text = (ROOT / "docs" / "development.md").read_text()
+    text = (ROOT / "docs" / "developer" / "development.md").read_text()
     (sentence,) = re.findall(r"^The lowest are (.+?)\. `make test-all`", text, re.M | re.S)
     named = dict(re.findall(r"([\w-]+) (\d[\d.]*)", sentence))
     assert named == {**lowest_versions(), "Python": lowest_python()}

@@ -1,4 +1,4 @@
-"""What a user reads on the canvas avoids the words that docs/development.md lists, and a help page stays short."""
+"""What a user reads on the canvas avoids the words that developer/development.md lists, and a help page is short."""
 
 import ast
 import json
@@ -8,7 +8,7 @@ import pytest
 from setup import ROOT
 
 (SECTION,) = re.findall(
-    r"^## Words$(.*?)(?=^## |\Z)", (ROOT / "docs/development.md").read_text(encoding="utf-8"), re.M | re.S
+    r"^## Words$(.*?)(?=^## |\Z)", (ROOT / "docs/developer/development.md").read_text(encoding="utf-8"), re.M | re.S
 )
 LISTED = [
     word for row in re.findall(r"^\| ([a-z][^|]*) \|", SECTION, re.M) for word in row.split(", ") if word != "not"
