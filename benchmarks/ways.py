@@ -1,4 +1,4 @@
-"""How far the ways of drawing one file are from each other: writes ways.json, and a table in developer/reproducibility.md.
+"""How far the ways of drawing one file are apart: writes ways.json, and a table in developer/reproducibility.md.
 
 Runs the tests that draw every case in every way, of tests/graph and tests/cluster, and takes what they print.
 """

@@ -4,7 +4,7 @@ The rule for sana_core and nodes: raise one of these, never a bare ValueError or
 ASCII words, "field or file: got X, expected Y; remedy", without the remedy where Y says it, and is whole without a
 traceback. Each class is also the built-in kind that it stands for, so `except ValueError` and `except
 FileNotFoundError` keep what they catch. Errors of others pass as they are where their kind has a meaning to the caller:
-out of memory and interruption above all. docs/troubleshooting.md has a line for each message; tests/unit/test_errors.py
+out of memory and interruption above all. docs/errors.md has each message; tests/unit/test_errors.py
 holds both to it.
 """
 
