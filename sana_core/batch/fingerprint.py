@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 VERSION = 2
 # bytes from which on a file's digest is kept beside it; a smaller one is read in no time
 KEPT = 1 << 26
+# what a kept digest begins with
+BEGIN = b'{"stamp": ['
 # of a configuration, what decides nothing: names, and the versions of the libraries that wrote it
 IDLE = {"transformers_version", "dtype", "torch_dtype", "architectures"}
 PROBE = "  A Caf\u00e9,\tin 3  colours \U0001f3a8 "
@@ -157,12 +159,14 @@ def read_kept(file: Path, path: Path) -> str | None:
 
 
 def keep(path: Path, stamped: list[int], digest: str) -> None:
-    """Keep the digest at `path`; a folder that cannot be written makes the next run read the file again."""
-    document = {"stamp": stamped, "sha256": digest}
-    try:
+    """Keep the digest at `path`, where no file of others is; a folder that cannot be written makes the next run read
+    the file again."""
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # not by way of another file: a process that is killed here leaves half of this one, which is read as none
-        path.write_text(json.dumps(document))
-    except OSError:
-        with suppress(OSError):
+        if path.exists() and path.read_bytes()[: len(BEGIN)] not in (b"", BEGIN):
+            return
+        try:
+            # not by way of another file: a process that is killed here leaves half of this one, which is read as none
+            path.write_text(json.dumps({"stamp": stamped, "sha256": digest}))
+        except OSError:
             path.unlink(missing_ok=True)

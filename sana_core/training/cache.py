@@ -103,11 +103,12 @@ def build_cache(
     The encoders are called for that alone: all captions first, then all pictures, so that the first call of each may
     load its model and drop the other. `ids` has to change with whatever they depend on. `poll` is called for each entry
     and cancels by raising; what was encoded stays, and the next call goes on. `progress` gets how many entries of how
-    many are there. Raises OutputError for a folder that cannot be written, and as `open_picture` does.
+    many are there. Raises OutputError for a folder that cannot be written, and as `Digests` and `open_picture` do.
     """
     steering = [control_sample(sample) for sample in samples if sample.control is not None]
     steering = steering if len(steering) == len(samples) else []
     total, done = 2 * len(samples) + len(steering) + 1, 0
+    digests = Digests(store)
 
     def find_or(path: Path, make: Callable[[], Tensors]) -> Path:
         nonlocal done
@@ -124,7 +125,6 @@ def build_cache(
     for sample in samples:
         path = entry_path(store.folder, "texts", ["caption", sample.caption, ids.text_encoder])
         texts.append(find_or(path, partial(encode_tokens, encode_caption, sample.caption)))
-    digests = Digests(store)
 
     def find_latents(sample: Sample, bucket: Bucket) -> Path:
         parts = [digests.of(place, sample.name) for place in (sample.picture, sample.mask) if place]

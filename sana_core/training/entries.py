@@ -14,7 +14,7 @@ import torch
 
 from ..batch.fingerprint import stamp
 from ..checkpoints.files import brief
-from ..errors import OutputError, ReadError
+from ..errors import ExistingFileError, OutputError, ReadError
 from ..whole_files import write_whole
 from .pictures import Place, read_place
 
@@ -107,7 +107,10 @@ def find_entry(path: Path) -> bool:
 
 
 class Digests:
-    """The digests of pictures, kept in a cache's folder with the stamps of the files, so that each is read once."""
+    """The digests of pictures, kept in a cache's folder with the stamps of the files, so that each is read once.
+
+    Raises ExistingFileError for a file of others under that name, which stays as it is if it comes later too.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store, self.file = store, store.folder / DIGESTS
@@ -115,10 +118,18 @@ class Digests:
         self.changed = False
 
     def read(self) -> dict[str, Any]:
-        """Return what the folder has, nothing where that is damaged."""
-        with suppress(OSError, ValueError, TypeError):
-            return dict(json.loads(self.file.read_bytes()))
-        return {}
+        """Return what the folder has. Raises ExistingFileError for a file that no run has written."""
+        try:
+            kept = json.loads(self.file.read_bytes())
+            if kept and all(len(digest) == 64 for _, digest in kept.values()):
+                return kept
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            pass
+        raise ExistingFileError(
+            f"cache: {self.file} is not of a training's cache; move it away, or choose another folder"
+        )
 
     def of(self, place: Place, name: str) -> str:
         """Return the digest of the bytes at `place`. Raises as `read_place` does."""

@@ -58,6 +58,17 @@ def test_the_digest_of_a_large_file_is_kept_beside_it(own, monkeypatch):
     assert difference(found[0], fingerprint(own)) == "autoencoder_weights"
 
 
+def test_a_file_of_others_where_a_digest_would_be_kept_stays(own, monkeypatch):
+    monkeypatch.setattr(module, "KEPT", 0)
+    fingerprint(own)
+    one, half, empty = sorted(own.rglob(".*.sana-digest.json"))
+    whole = half.read_bytes()
+    for file, content in ((one, b'{"stamp": 5}'), (half, whole[:20]), (empty, b"")):
+        file.write_bytes(content)
+    fingerprint(own)
+    assert one.read_bytes() == b'{"stamp": 5}' and half.read_bytes() == whole and empty.stat().st_size
+
+
 def test_a_models_folder_that_cannot_be_written_is_read_again(own, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 0)
 

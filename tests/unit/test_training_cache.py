@@ -13,7 +13,7 @@ from PIL import Image
 from setup import ROOT
 
 import sana_core
-from sana_core import InputError, OutputError, ReadError
+from sana_core import ExistingFileError, InputError, OutputError, ReadError
 from sana_core.training import entries
 from sana_core.training.buckets import choose_bucket, fit_picture
 from sana_core.training.cache import ModelIds, build_cache
@@ -151,20 +151,31 @@ def test_a_second_build_calls_nothing_and_writes_nothing(tmp_path, data, models,
     same(first.load([0, 3]), second.load([0, 3]))
 
 
-def test_digests_that_were_lost_or_are_nonsense_are_made_again(tmp_path, data, models):
+def test_digests_that_were_lost_are_made_again(tmp_path, data, models):
     build(tmp_path / "cache", data, models)
     file = tmp_path / "cache" / entries.DIGESTS
     before = file.read_bytes()
-    for nonsense in (None, b"", b"{", b"[1]", b"5", b'{"a": 5}', b"\xff"):
-        file.unlink()
-        if nonsense is not None:
-            file.write_bytes(nonsense)
-        models.calls.clear()
-        build(tmp_path / "cache", data, models)
-        assert models.calls == []
     file.unlink()
+    models.calls.clear()
     build(tmp_path / "cache", data, models)
-    assert file.read_bytes() == before
+    assert models.calls == [] and file.read_bytes() == before
+
+
+OTHERS = (b"", b"{", b"{}", b"[1]", b"5", b'{"a": 5}', b'{"a": "of"}', b"\xff", b"[" * 99999)
+
+
+@pytest.mark.parametrize("content", OTHERS)
+def test_a_file_of_others_in_the_place_of_digests_is_named_and_stays(tmp_path, data, models, content):
+    file = tmp_path / "cache" / entries.DIGESTS
+    file.parent.mkdir()
+    file.write_bytes(content)
+    with pytest.raises(ExistingFileError, match="^cache: .*digests.json is not of a training's cache; "):
+        build(tmp_path / "cache", data, models)
+    assert file.read_bytes() == content and models.calls == []
+    # one that comes while it is built too
+    file.unlink()
+    build(tmp_path / "cache", data, models, progress=lambda done, total: file.write_bytes(content))
+    assert file.read_bytes() == content
 
 
 def change_picture(data):
