@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-from machine import description
+from machine import ROOT, description, printed_by
 
-ROOT = Path(__file__).parents[1]
 TESTS = "tests/unit/test_reference.py"
 BOUND = 1e-4
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "-s", TESTS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    rows = re.findall(r"^\.*(\S.* x (?:nvidia|diffusers)): (\S+)$", done.stdout, re.MULTILINE)
+    rows = re.findall(r"^\.*(\S.* x (?:nvidia|diffusers)): (\S+)$", printed_by(TESTS), re.MULTILINE)
     differences = {name: float(difference) for name, difference in rows}
     report = {**description(), "bound": BOUND, "largest_relative_difference": differences}
     (ROOT / "benchmarks" / "reference.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -155,26 +155,30 @@ def disturb(name: str, number: int, base: Path, whole: dict[str, bytes]) -> Coun
     return happened
 
 
+def at_calls(name: str, disturb: Callable[[int], Counter[str]], first: int, every: int) -> dict[str, int]:
+    """Return what happened in all when `disturb` let the fault of that name happen at every n-th call, until it found
+    no such call and returned nothing."""
+    total, number = Counter[str](), 1 + first % every
+    while True:
+        try:
+            happened = disturb(number)
+        except AssertionError as error:
+            raise AssertionError(f"{name} at call {number}: {error}") from error
+        if not happened:
+            return dict(sorted(total.items()))
+        total += happened + Counter(calls=1)
+        number += every
+
+
 def soak(base: Path, every: int) -> dict[str, dict[str, int]]:
     """Return for each fault at how many calls it happened, and how the run ended."""
     folder = new_folder(base)
     assert wait(start(folder, count=1)) == 0, (folder / "log").read_text()
     whole = {name: data for name, (data, _) in pictures(folder / "out").items()}
-    found = {}
-    for first, name in enumerate(FAULTS):
-        step = 1 if name in INSIDE else every
-        total, number = Counter[str](), 1 + first % step
-        while True:
-            try:
-                happened = disturb(name, number, base, whole)
-            except AssertionError as error:
-                raise AssertionError(f"{name} before call {number}: {error}") from error
-            if not happened:
-                break
-            total += happened + Counter(calls=1)
-            number += step
-        found[name] = dict(sorted(total.items()))
-    return found
+    return {
+        name: at_calls(name, lambda n, name=name: disturb(name, n, base, whole), first, 1 if name in INSIDE else every)
+        for first, name in enumerate(FAULTS)
+    }
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fail_batch import CHANGES, FAULTS, WRITING, Fault  # noqa: E402
+from fail_batch import CHANGES, FAULTS, WRITING, Fault, at_calls  # noqa: E402
 from kill_batch import ROOT, wait  # noqa: E402
 from kill_train import (  # noqa: E402
     MODELS,
@@ -99,7 +99,7 @@ def disturb(settings: Settings, name: str, number: int, whole: dict[str, bytes],
     assert wait(start(settings)) == 0, (folder / "log").read_text()[-3000:]
     check(out, log)
     check_end(settings, whole, losses)
-    return Counter({"ended with an error" if status else "went on": 1, "calls": 1}) if happened else Counter()
+    return Counter(["ended with an error" if status else "went on"] if happened else [])
 
 
 def soak(base: Path, model: Path, every: int) -> dict[str, dict[str, int]]:
@@ -107,21 +107,11 @@ def soak(base: Path, model: Path, every: int) -> dict[str, dict[str, int]]:
     folder = new_folder(base)
     settings = settings_of(model, folder)
     assert wait(start(settings)) == 0, (folder / "log").read_text()
-    whole, losses, found = content(folder / "out"), read_losses(folder / "out"), {}
-    for first, name in enumerate(NAMES):
-        total, number = Counter[str](), 1 + first % every
-        while True:
-            try:
-                happened = disturb(settings, name, number, whole, losses)
-            except AssertionError as error:
-                calls = (folder / "happened").read_text().splitlines()[:1]
-                raise AssertionError(f"{name} at call {number} {calls}: {error}") from error
-            if not happened:
-                break
-            total += happened
-            number += every
-        found[name] = dict(sorted(total.items()))
-    return found
+    whole, losses = content(folder / "out"), read_losses(folder / "out")
+    return {
+        name: at_calls(name, lambda n, name=name: disturb(settings, name, n, whole, losses), first, every)
+        for first, name in enumerate(NAMES)
+    }
 
 
 def main() -> None:

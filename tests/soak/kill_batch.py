@@ -132,9 +132,9 @@ def disturb(folder: Path, source: random.Random, seconds: float) -> Counter[str]
     return happened
 
 
-def soak(kills: int, seed: int, base: Path) -> dict:
+def soak(kills: int, seed: int, base: Path) -> Counter[str]:
     """Return the figures of so many kills. Raises AssertionError for the first thing that did not hold."""
-    source, happened = random.Random(seed), Counter()
+    source, happened = random.Random(seed), Counter[str]()
     folder = new_folder(base)
     assert wait(start(folder)) == 0, (folder / "log").read_text()
     whole = {name: data for name, (data, _) in pictures(folder / "out").items()}
@@ -165,7 +165,7 @@ def soak(kills: int, seed: int, base: Path) -> dict:
             happened["folders made whole"] += 1
         assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()[-3000:]
         shutil.rmtree(folder)
-    return dict(happened)
+    return happened
 
 
 def mine(out: Path) -> bool:
@@ -174,25 +174,35 @@ def mine(out: Path) -> bool:
     return all(entry["prompt"] in PROMPTS for entry in listed.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--part", type=int, default=25, help="kills between two notes of the results")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+def parse(parser: argparse.ArgumentParser, kills: int, part: int, results: Path) -> argparse.Namespace:
+    """Return the arguments, with those that all kills have."""
+    parser.add_argument("--kills", type=int, default=kills)
+    parser.add_argument("--part", type=int, default=part, help="kills between two notes of the results")
+    parser.add_argument("--results", type=Path, default=results)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
-    arguments = parser.parse_args()
-    import_all()
-    results = arguments.results
+    return parser.parse_args()
+
+
+def repeat(
+    soak: Callable[[int, int, Path], Counter[str]], facts: dict[str, int], arguments: argparse.Namespace
+) -> None:
+    """Call `soak` with a number of kills, a seed and an empty folder until there were as many as asked for, and add
+    what it returns to the results, which also have `facts`."""
+    results, end = arguments.results, time.monotonic() + 60 * arguments.minutes
     total: Counter[str] = Counter(json.loads(results.read_text())["happened"] if results.exists() else {})
-    end = time.monotonic() + 60 * arguments.minutes
     while total["kills"] < arguments.kills and time.monotonic() < end:
         with tempfile.TemporaryDirectory() as base:
-            left = min(arguments.part, arguments.kills - total["kills"])
-            total += soak(left, total["kills"], Path(base))
-        document = {"machine": description(), "pictures": COUNT * len(PROMPTS), "happened": dict(sorted(total.items()))}
+            total += soak(min(arguments.part, arguments.kills - total["kills"]), total["kills"], Path(base))
+        document = {"machine": description(), **facts, "happened": dict(sorted(total.items()))}
         results.write_text(json.dumps(document, indent=1) + "\n")
         sys.stdout.write(f"{dict(sorted(total.items()))}\n")
         sys.stdout.flush()
+
+
+def main() -> None:
+    arguments = parse(argparse.ArgumentParser(description=__doc__), 1000, 25, RESULTS)
+    import_all()
+    repeat(soak, {"pictures": COUNT * len(PROMPTS)}, arguments)
 
 
 if __name__ == "__main__":

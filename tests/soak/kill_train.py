@@ -12,7 +12,6 @@ that is started again adds to them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -27,11 +26,11 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / folder) for folder in ("soak", "unit", "fuzz")]
 
-from kill_batch import ROOT, wait  # noqa: E402
+from fail_batch import CHANGES, WRITING  # noqa: E402
+from kill_batch import ROOT, parse, repeat, wait  # noqa: E402
 from pictures import write_pictures  # noqa: E402
 from small import make_checkpoint  # noqa: E402
 
-from benchmarks.machine import description  # noqa: E402
 from sana_core.errors import SanaError  # noqa: E402
 from sana_core.training import loop, runs, train  # noqa: E402
 from sana_core.training.run_log import read_losses  # noqa: E402
@@ -45,11 +44,12 @@ STEPS = 6
 SAVES = 0.35
 # of the runs, how many have been encoded before the first kill
 CACHED = 0.8
-# calls of a save that change something, about as many as there are
+# calls of a save that change something, and about how many there are
+CALLED = CHANGES | {"shutil.rmtree", "shutil.copyfile"}
 CALLS = 30
 FOREIGN = {"x.safetensors.part": b"mine", "steps.txt": b"mine", ".sana": b"mine", "pictures/notes.txt": b"mine"}
-CHANGES = {"os.mkdir", "os.rmdir", "os.link", "os.rename", "os.remove", "shutil.rmtree", "shutil.copyfile"}
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# these have times and paths in them
+TIMED = {"log.jsonl", "cache/digests.json"}
 
 Prepare = Callable[[Path], None]
 
@@ -130,7 +130,7 @@ def in_save(number: int) -> Prepare:
 
         def hook(event: str, arguments: tuple) -> None:
             nonlocal count
-            if inside and (event in CHANGES or (event == "open" and arguments[2] & WRITING)):
+            if inside and (event in CALLED or (event == "open" and arguments[2] & WRITING)):
                 count += 1
                 if count == number:
                     die()
@@ -182,15 +182,9 @@ def check_end(settings: Settings, whole: dict[str, bytes], losses: list[float]) 
     """Raise AssertionError unless the run that has ended is the one that nobody killed."""
     out = Path(settings.out)
     found = content(out)
-    # these have times and paths in them
-    for name in ("log.jsonl", "cache/digests.json"):
-        assert found.pop(name) and name in whole
-    left = sorted(found.keys() - whole.keys())
-    assert not left, f"left over: {left}"
-    other = sorted(
-        name for name in whole.keys() - {"log.jsonl", "cache/digests.json"} if found.get(name) != whole[name]
-    )
-    assert not other, f"{other} differ"
+    assert found.keys() == whole.keys(), f"left over or gone: {sorted(found.keys() ^ whole.keys())}"
+    other = sorted(name for name in whole.keys() - TIMED if found[name] != whole[name])
+    assert not other and all(found[name] for name in TIMED), f"{other} differ"
     assert read_losses(out) == losses and len(losses) == STEPS
     folders = [path for path in out.rglob("*") if path.is_dir() and not any(path.iterdir())]
     assert not folders, f"left over: {folders}"
@@ -235,26 +229,16 @@ def soak(kills: int, seed: int, model: Path, base: Path) -> Counter[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=500)
-    parser.add_argument("--part", type=int, default=20, help="kills between two notes of the results")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
-    arguments = parser.parse_args()
-    results, end = arguments.results, time.monotonic() + 60 * arguments.minutes
-    total: Counter[str] = Counter(json.loads(results.read_text())["happened"] if results.exists() else {})
-    while total["kills"] < arguments.kills and time.monotonic() < end:
-        left, seed = min(arguments.part, arguments.kills - total["kills"]), total["kills"]
-        with tempfile.TemporaryDirectory() as base:
-            name = arguments.models[seed // arguments.part % len(arguments.models)]
-            model = model_folder(name, Path(base))
-            # imports all that a run does, which takes longer than the run
-            train.train(settings_of(model, new_folder(Path(base))))
-            total += soak(left, seed, model, Path(base))
-        document = {"machine": description(), "steps": STEPS, "happened": dict(sorted(total.items()))}
-        results.write_text(json.dumps(document, indent=1) + "\n")
-        sys.stdout.write(f"{dict(sorted(total.items()))}\n")
-        sys.stdout.flush()
+    arguments = parse(parser, 500, 20, RESULTS)
+
+    def soak_next(kills: int, seed: int, base: Path) -> Counter[str]:
+        model = model_folder(arguments.models[seed // arguments.part % len(arguments.models)], base)
+        # imports all that a run does, which takes longer than the run
+        train.train(settings_of(model, new_folder(base)))
+        return soak(kills, seed, model, base)
+
+    repeat(soak_next, {"steps": STEPS}, arguments)
 
 
 if __name__ == "__main__":

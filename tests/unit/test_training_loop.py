@@ -169,28 +169,31 @@ def test_a_phase_that_is_added_goes_on_from_the_end(settings):
     assert same_state(once, twice)
 
 
-def test_pictures_that_are_added_are_learnt_when_the_run_goes_on(settings, tmp_path):
+@pytest.fixture
+def run_on(settings, tmp_path):
+    """A function that adds pictures to a run's data, trains on as long as `phase` says, and returns its settings."""
     data = tmp_path / "pictures"
-    write_pictures(data, 4, seed=2)
-    phase = Phase((str(data),), 128, batch=1, epochs=1, learning_rate=1e-3)
-    own = replace(settings(), phase=(phase,), validation=Validation())
-    train.train(own)
-    assert len(lines_of(own)) == 4
-    train.train(own)
-    assert len(lines_of(own)) == 4
-    write_pictures(data, 3, seed=3)
-    train.train(replace(own, phase=(replace(phase, epochs=2),)))
+
+    def run(added=0, seed=2, **phase):
+        write_pictures(data, added, seed=seed)
+        phases = (Phase((str(data),), 128, batch=1, learning_rate=1e-3, **phase),)
+        own = replace(settings(), phase=phases, validation=Validation())
+        train.train(own)
+        return own
+
+    return run
+
+
+def test_pictures_that_are_added_are_learnt_when_the_run_goes_on(run_on):
+    for added in (4, 0):
+        assert len(lines_of(run_on(added, epochs=1))) == 4
+    own = run_on(3, seed=3, epochs=2)
     assert [line["step"] for line in lines_of(own)] == list(range(1, 12))
 
 
-def test_an_epoch_whose_pictures_have_changed_begins_again(settings, tmp_path):
-    data = tmp_path / "pictures"
-    write_pictures(data, 4, seed=2)
-    phase = Phase((str(data),), 128, batch=1, steps=3, learning_rate=1e-3)
-    own = replace(settings(), phase=(phase,), validation=Validation())
-    train.train(own)
-    write_pictures(data, 4, seed=3)
-    train.train(replace(own, phase=(replace(phase, steps=11),)))
+def test_an_epoch_whose_pictures_have_changed_begins_again(run_on):
+    run_on(4, steps=3)
+    own = run_on(4, seed=3, steps=11)
     # of eight pictures all are learnt, not the five behind the third
     assert [line["epoch"] for line in lines_of(own)] == [1] * 11
 
