@@ -61,6 +61,13 @@ def test_each_node_and_template_that_is_named_exists(page):
     assert not [name for name in named if not exists(name)]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_table_is_one(page):
+    """A table without its line of dashes is shown as text."""
+    tables = re.findall(r"(?:^\|.*\n?)+", page.read_text(encoding="utf-8"), re.M)
+    assert not [table for table in tables if not re.match(r".*\n\|(?:-+\|)+(?:\n|$)", table)]
+
+
 def test_each_option_of_a_command_that_is_named_exists():
     """In lines of `python -m sana_core COMMAND`, continued or not."""
     unknown, seen = [], 0
