@@ -126,8 +126,13 @@ class SanaTextModel(torch.nn.Module):
         cond = select_tokens(states, MAX_TOKENS).float().to(device)
         return cond, None, {"attention_mask": select_tokens(mask, MAX_TOKENS).to(device), ENCODED: cond}
 
-    def generate(self, pairs: dict[str, list[list[tuple]]], do_sample: bool, max_length: int, **options) -> list[int]:
-        """Return the token ids that Gemma 2 writes behind those of a text, at most `max_length`; cancel ends it."""
+    def generate(
+        self, pairs: dict[str, list[list[tuple]]], do_sample: bool, max_length: int, mtp: bool = False, **options
+    ) -> list[int]:
+        """Return the token ids that Gemma 2 writes behind those of a text, at most `max_length`; cancel ends it.
+
+        `mtp` asks for several tokens at once, of models that predict them; Gemma 2 does not.
+        """
         bar = comfy.utils.ProgressBar(max_length)
         choose = token_sampler(**options) if do_sample else most_likely
         with tqdm(total=max_length, desc="Writing", disable=not comfy.utils.PROGRESS_BAR_ENABLED) as line:

@@ -68,6 +68,16 @@ def test_a_seed_writes_the_same_text_and_another_seed_another(write):
     assert texts[0] == texts[1] and len(set(texts)) == 4
 
 
+def test_a_host_that_asks_for_several_tokens_at_once_gets_the_same_text(write):
+    """CLIP.generate of comfy/sd.py in ComfyUI 0.38 hands `mtp` to every model, and its sample_token takes none."""
+    got = write(**SAMPLING)
+    tokens = got["clip"].tokenize(PROMPT, skip_template=True, min_length=1)
+    own = {key.partition(".")[2]: value for key, value in SAMPLING.items() if "." in key}
+    with torch.inference_mode():
+        ids = got["clip"].cond_stage_model.generate(tokens, do_sample=True, max_length=100, mtp=True, **own)
+    assert got["clip"].decode(ids) == got["text"]
+
+
 def test_every_setting_of_the_sampling_counts(write):
     base = write(**SAMPLING)["text"]
     # one token to choose from, by three ways
