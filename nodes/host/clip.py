@@ -88,8 +88,9 @@ def token_pairs(reading: Reading, pad_token: int, tail: tuple = ()) -> dict[str,
 
 def check_text_alone(inputs: dict) -> None:
     """Raise InputError if there is a picture, a video or a sound in the inputs of a node that lets Gemma 2 write."""
-    for field in ("image", "video", "audio"):
-        if inputs.get(field) is not None:
+    # images of a ComfyUI whose node takes several, none of which may be connected
+    for field in ("image", "images", "video", "audio"):
+        if inputs.get(field) is not None and len(inputs[field]):
             raise InputError(f"{field}: Gemma 2 reads text alone; disconnect it")
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fake_cuda import pack
 from in_process import NodeError
 from transformers import AutoTokenizer, Gemma2ForCausalLM
 
@@ -71,7 +72,9 @@ def test_a_seed_writes_the_same_text_and_another_seed_another(write):
 def test_a_host_that_asks_for_several_tokens_at_once_gets_the_same_text(write):
     """CLIP.generate of comfy/sd.py in ComfyUI 0.38 hands `mtp` to every model, and its sample_token takes none."""
     got = write(**SAMPLING)
-    tokens = got["clip"].tokenize(PROMPT, skip_template=True, min_length=1)
+    # and comfy_extras/nodes_textgen.py there says this
+    unset = {"images": {}, "video": None, "audio": None, "thinking": False, "system_prompt": ""}
+    tokens = got["clip"].tokenize(PROMPT, skip_template=True, min_length=1, **unset)
     own = {key.partition(".")[2]: value for key, value in SAMPLING.items() if "." in key}
     with torch.inference_mode():
         ids = got["clip"].cond_stage_model.generate(tokens, do_sample=True, max_length=100, mtp=True, **own)
@@ -160,6 +163,8 @@ def test_what_is_not_for_a_language_model_is_refused(write):
     picture = {"empty": ("EmptyImage", {"width": 64, "height": 64, "batch_size": 1, "color": 0})}
     with pytest.raises(NodeError, match="^image: Gemma 2 reads text alone; disconnect it$"):
         write(nodes=picture, image=["empty", 0])
+    with pytest.raises(pack("sana_core.errors").InputError, match="^images: Gemma 2 reads text alone; disconnect it$"):
+        write()["clip"].tokenize(PROMPT, skip_template=True, images=[torch.zeros(1, 64, 64, 3)])
     with pytest.raises(NodeError, match=r"^prompt: got \d+ tokens, expected fewer than 2048; shorten the prompt$"):
         write("red " * 10_000)
 
