@@ -18,13 +18,13 @@ EACH ?= 30
 .PHONY: help setup demo serve gallery test test-all coverage mutants fuzz soak lint bench gpu gpu-wheels checkpoint lock audit
 
 help:
-	@echo "make demo [PROMPT=\"a flat drawing of a blue house in the snow at night\"]   draw a picture into output/"
+	@echo "make demo [PROMPT=\"a flat drawing of a blue house in the snow at night\"]   generate an image into output/"
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188, or a free port"
 	@echo "make gallery      open every template in Chromium, run it, and write its screenshot into docs/gallery.md"
 	@echo "make test [WORKERS=2]   unit, graph, server and browser tests, so many at once, without the slow ones"
 	@echo "make test HOST=0.27   graph and server tests in another ComfyUI: 0.27, 0.30, 0.26, which is refused, or a folder"
 	@echo "make test-all     all tests, then other ComfyUIs, and the lowest and newest versions of all that the pack needs"
-	@echo "make fuzz [EXAMPLES=100000] [MINUTES=60]   broken files and inputs, for hours, going on where it was"
+	@echo "make fuzz [EXAMPLES=100000] [MINUTES=60]   broken files and inputs, for hours, resuming"
 	@echo "make coverage     the tests once more, and which lines and branches of sana_core and nodes they reach"
 	@echo "make mutants [EACH=30]   change the code in small ways, and count which changes the unit tests notice, for an hour or two"
 	@echo "make soak [GRAPHS=300] [KILLS=1000]   faults and hundreds of graphs on one server, for hours; figures in benchmarks/"
@@ -33,7 +33,7 @@ help:
 	@echo "make gpu [GPU_PYTHON=python3]   on a machine with a GPU: is it right, and how fast is it, in 8 minutes"
 	@echo "make gpu-wheels FOR=\"3.12 2.11\"   bring along what make gpu needs offline, for a Python and a torch"
 	@echo "make audit        for a release: its bill of materials, known weaknesses of what it needs, and the registry's archive"
-	@echo "make checkpoint   train demo/sana-scenes again (hours, going on where it was)"
+	@echo "make checkpoint   train demo/sana-scenes again (hours, resuming)"
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -71,7 +71,7 @@ coverage: setup
 	$(VENV) -m coverage combine -q
 	$(VENV) -m coverage report --fail-under 90
 
-# goes on where it was; the figures are in benchmarks/mutants.json
+# resumes; the figures are in benchmarks/mutants.json
 mutants: setup
 	$(PYTHON) -m venv .cache/mutants
 	.cache/mutants/bin/python -m pip install --quiet --require-hashes -r requirements/mutants.txt
