@@ -12,6 +12,7 @@ from sana_core import decode_latents, encode_images
 from sana_core.decode import DecodeOptions, Tiles, attention, decode_into, decode_rows, devices, plan, row_partition
 from sana_core.decode.plan import Planner
 from sana_core.decode.row_partition import RowPartition
+from sana_core.decode.run import planner_for
 from sana_core.decode.stages import decoder_stages, encoder_stages
 from sana_core.decode.strips import StripSize, global_block, global_blocks, pixel_rows, project_latents
 
@@ -194,6 +195,11 @@ def test_each_devices_band_is_planned_with_its_halos():
     assert (stages.halo, planner.height) == (7, 64) and planner.bands == {(0, 23), (7, 30), (7, 23)}
     first = plan.local_demand(stages, 64, 8, 4, True, above=7)
     assert first == plan.local_demand(stages, 64, 8 + 7, 4, True)
+
+
+def test_a_decode_is_planned_for_rows_and_columns_of_its_own(bundled):
+    planner = planner_for(bundled, (1, 32, 4, 16), False, 1)
+    assert (planner.height, planner.width) == (4 * planner.stages.scale, 16 * planner.stages.scale)
 
 
 def test_a_panel_is_planned_with_a_halo_on_both_sides():

@@ -1,5 +1,7 @@
 """Schedules and samplers against the schedulers of diffusers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, SCMScheduler
@@ -7,6 +9,7 @@ from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteSchedul
 from sana_core.reference import DIFFUSERS, NVIDIA, RULES
 from sana_core.sampling import (
     SAMPLERS,
+    check_sampler,
     find_sampler,
     flow_dpm_sigmas,
     flow_euler_sigmas,
@@ -300,3 +303,14 @@ def test_a_sampler_has_whole_timesteps_where_its_scheduler_in_diffusers_has(name
 def test_an_unknown_sampler_is_named():
     with pytest.raises(ValueError, match="sampler: got 'ddim', expected one of flow_dpmpp_2m"):
         find_sampler("ddim")
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("is_sprint", [False, True])
+def test_sana_sprint_takes_scm_alone_and_no_other_model_does(name, is_sprint):
+    config = SimpleNamespace(guidance_embeds=is_sprint)
+    if (name == "scm") == is_sprint:
+        check_sampler(config, name)
+    else:
+        with pytest.raises(ValueError, match=f"^sampler: got {name} for a "):
+            check_sampler(config, name)
