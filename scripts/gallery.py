@@ -1,4 +1,4 @@
-"""A page with a screenshot of every template, each run with the bundled model where it can be: docs/gallery.md.
+"""A page with a screenshot of every template, each run with the demo model where it can be: docs/gallery.md.
 
 Of a template that names no files its last picture becomes the thumbnail, which says what has drawn it.
 `python scripts/gallery.py NAME ...` takes those of the named templates anew.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ SAVED = """ids => ids.flatMap(id => app.nodeOutputs[id].images)
     .map(({filename, subfolder, type}) => ({filename, subfolder, type}))"""
 HEAD = """# Templates
 
-Every template as it opens in Nodes 2.0, run with the demo model where that can be done. `make gallery` makes it.
+Every template as it opens in Nodes 2.0; images are of the demo model. `make gallery` makes it.
 """
 
 
@@ -88,13 +87,13 @@ def picture_of(name: str) -> Path:
 
 
 def write_page(names: list[str]) -> None:
-    """Write the page: each template's note above its picture."""
+    """Write the page: what each template is for, above its picture, which shows its note."""
     parts = [HEAD]
     for name in names:
         workflow = json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
         note = next(node for node in workflow["nodes"] if node["type"] == "MarkdownNote")
-        text = re.sub("^## ", "### ", note["widgets_values"][0], flags=re.M)
-        parts.append(f"## {name}\n\n{text}\n\n![{name}](gallery/{picture_of(name).name})\n")
+        task = note["widgets_values"][0].partition("\n")[0].removeprefix("## ")
+        parts.append(f"## {name}\n\n{task}\n\n![{name}](gallery/{picture_of(name).name})\n")
     PAGE.write_text("\n".join(parts), encoding="utf-8")
 
 
