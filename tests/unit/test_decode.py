@@ -197,6 +197,12 @@ def test_each_devices_band_is_planned_with_its_halos():
     assert first == plan.local_demand(stages, 64, 8 + 7, 4, True)
 
 
+def test_nothing_is_kept_for_gradients():
+    model = f32c32(1).requires_grad_(True)
+    assert not encode_images(model, noise(1, 3, 64, 64)).requires_grad
+    assert not decode_latents(model, noise(1, 32, 2, 2)).requires_grad
+
+
 def test_a_decode_is_planned_for_rows_and_columns_of_its_own(bundled):
     planner = planner_for(bundled, (1, 32, 4, 16), False, 1)
     assert (planner.height, planner.width) == (4 * planner.stages.scale, 16 * planner.stages.scale)

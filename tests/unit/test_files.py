@@ -1,9 +1,15 @@
 """What files.py says of a file, and how errors quote what they found."""
 
+import json
+
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from sana_core import CheckpointError, MissingFileError, ReadError
 from sana_core.checkpoints.files import brief, opened, parse_json, read_bytes
+from sana_core.checkpoints.tensor_files import write_tensors
 
 
 @pytest.mark.parametrize(
@@ -47,3 +53,21 @@ def test_a_file_that_is_gone_and_one_that_cannot_be_read(tmp_path):
         opened(tmp_path / "file" / "below"),
     ):
         pass
+
+
+def test_tensors_are_written_as_the_library_writes_them(tmp_path):
+    tensors = {
+        "wide": torch.arange(6.0).reshape(2, 3).T,
+        "narrow": torch.ones(3, dtype=torch.bfloat16),
+        "number": torch.tensor(2.5),
+        "none": torch.zeros(0, 4),
+        "codes": torch.arange(5, dtype=torch.uint8),
+    }
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
+    write_tensors(tmp_path / "ours", tensors)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    metadata = {"z": "1", "a": '"\u00e9\n', "m": json.dumps({"b": 1})}
+    write_tensors(tmp_path / "ours", tensors, metadata)
+    assert load_file(tmp_path / "ours").keys() == tensors.keys()
+    with safe_open(tmp_path / "ours", "pt") as file:
+        assert file.metadata() == metadata

@@ -1,6 +1,5 @@
 """The files of a run: nothing that others have put there is touched, and what is damaged is found and named."""
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -11,7 +10,6 @@ import pytest
 import torch
 from pictures import write_pictures
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from setup import ROOT
 
 from sana_core.errors import CheckpointError, ExistingFileError, InputError, OutputError, TrainingError
@@ -357,25 +355,3 @@ def test_what_dead_runs_have_left_is_gone_after_the_next(make, out, shared):
     train.train(own)
     assert {path.name for path in out.iterdir()} == {"log.jsonl", "run.json", "steps", "x.safetensors"}
     assert not list(shared.joinpath("cache").glob(".*"))
-
-
-def test_tensors_are_written_as_the_library_writes_them(tmp_path):
-    from sana_core.checkpoints.tensor_files import write_tensors
-
-    tensors = {
-        "wide": torch.arange(6.0).reshape(2, 3).T,
-        "narrow": torch.ones(3, dtype=torch.bfloat16),
-        "number": torch.tensor(2.5),
-        "none": torch.zeros(0, 4),
-        "codes": torch.arange(5, dtype=torch.uint8),
-    }
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
-    write_tensors(tmp_path / "ours", tensors)
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    metadata = {"z": "1", "a": '"\u00e9\n', "m": json.dumps({"b": 1})}
-    write_tensors(tmp_path / "ours", tensors, metadata)
-    assert load_file(tmp_path / "ours").keys() == tensors.keys()
-    from safetensors import safe_open
-
-    with safe_open(tmp_path / "ours", "pt") as file:
-        assert file.metadata() == metadata
