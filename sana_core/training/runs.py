@@ -354,7 +354,5 @@ def check_facts(own: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> 
     """Raise InputError for the first of a run's facts that is not what its states were made with."""
     for name in sorted(own.keys() | found.keys()):
         if own.get(name) != found.get(name):
-            raise InputError(
-                f"{name}: got {brief(own.get(name))}, but the run in {out} has {brief(found.get(name))}; "
-                "name another folder, or set it back"
-            )
+            got, has = ("none" if facts.get(name) is None else brief(facts[name]) for facts in (own, found))
+            raise InputError(f"{name}: got {got}, but the run in {out} has {has}; name another folder, or set it back")

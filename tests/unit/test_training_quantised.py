@@ -117,7 +117,7 @@ def test_it_learns_as_on_the_whole_model_and_goes_on_where_it_stood(settings):
         train.train(broken, report)
     again = load_file(train.train(broken))
     assert all(torch.equal(again[name], first[name]) for name in first)
-    with pytest.raises(InputError, match="^base: got None, but the run in .* has int8"):
+    with pytest.raises(InputError, match="^base: got none, but the run in .* has int8"):
         train.train(replace(eight, method=whole.method))
 
 

@@ -416,7 +416,7 @@ def test_another_teacher_or_loss_is_another_run(settings, checkpoint, sprint, tm
     model.save_pretrained(other / "transformer")
     with pytest.raises(InputError, match="^teacher: got .*, but the run in .* has .*; name another folder"):
         train.train(replace(own, loss=replace(own.loss, teacher=str(other))))
-    with pytest.raises(InputError, match="^teacher: got None, but the run in"):
+    with pytest.raises(InputError, match="^teacher: got none, but the run in"):
         train.train(replace(own, loss=Loss("consistency")))
 
 

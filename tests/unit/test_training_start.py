@@ -214,7 +214,7 @@ def test_a_run_goes_on_from_the_file_and_resumes_without_it(checkpoint, tmp_path
     longer = replace(third, phase=(replace(phase, steps=6),))
     later = load_file(train.train(longer))
     assert any(not torch.equal(moved[name], later[name]) for name in moved)
-    with pytest.raises(InputError, match="^start: got None, but the run in .* has"):
+    with pytest.raises(InputError, match="^start: got none, but the run in .* has"):
         train.train(replace(longer, method=Method(rank=RANK)))
     with pytest.raises(MissingFileError, match="no such file"):
         train.train(replace(third, out=str(tmp_path / "fourth")))
