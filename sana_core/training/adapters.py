@@ -17,7 +17,6 @@ import torch
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import VersionError
 from ..lora import ROWS, Adapter, Tensors, adapted, dora_scale, product_of
-from ..whole_files import unfinished
 from .settings import Method
 
 if TYPE_CHECKING:
@@ -119,12 +118,8 @@ def write_adapter(
     tensors: Mapping[str, torch.Tensor],
     method: Method,
     facts: Mapping[str, str],
-    replace: bool = False,
 ) -> None:
-    """Write `tensors` of `adapter_tensors` to `file`, whole or not at all, with `facts` as metadata.
-
-    Raises OSError.
-    """
+    """Write `tensors` of `adapter_tensors` to `file`, with `facts` as metadata. Raises OSError."""
     metadata = {"format": "pt", **facts}
     if method.kind != "lokr":
         # what peft's LoraConfig is made of again; diffusers 0.35 asks for the patterns
@@ -137,8 +132,7 @@ def write_adapter(
         for name, parts in by_layer(tensors).items()
         if ROWS in parts
     }
-    with unfinished(file, replace=replace) as part:
-        write_tensors(part, {**tensors, **scales}, metadata)
+    write_tensors(file, {**tensors, **scales}, metadata)
 
 
 @contextmanager
@@ -164,11 +158,11 @@ def merged(transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tens
             weights[name].copy_(before[name])
 
 
-def parts_of(layer: Any, data: bool = True) -> dict[str, Any]:
-    """Return {part: tensor} of a layer's adapter, the parameters themselves without `data`."""
+def parts_of(layer: Any) -> dict[str, torch.nn.Parameter]:
+    """Return {part: parameter} of a layer's adapter."""
     found = {}
     for name, parameter in layer.named_parameters():
         if parameter.requires_grad:
             part = name.removesuffix(".weight").removesuffix(f".{ADAPTER}")
-            found[part] = parameter.data if data else parameter
+            found[part] = parameter
     return found

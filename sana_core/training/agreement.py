@@ -36,7 +36,7 @@ def check_same(ranks: Ranks, facts: dict[str, Any], what: str) -> None:
                 )
 
 
-def settings_facts(settings: Any, before: str = "") -> dict[str, Any]:
+def all_values(settings: Any, before: str = "") -> dict[str, Any]:
     """Return the values of `settings` by their names, without places."""
     found: dict[str, Any] = {}
     for each in fields(settings):
@@ -44,10 +44,10 @@ def settings_facts(settings: Any, before: str = "") -> dict[str, Any]:
         if each.name in PLACES:
             found[name] = len(value) if isinstance(value, tuple) else bool(value) if each.name != "device" else None
         elif is_dataclass(value):
-            found |= settings_facts(value, f"{name}.")
+            found |= all_values(value, f"{name}.")
         elif isinstance(value, tuple) and value and is_dataclass(value[0]):
             for number, inner in enumerate(value, 1):
-                found |= settings_facts(inner, f"{name} {number}: ")
+                found |= all_values(inner, f"{name} {number}: ")
         else:
             found[name] = value
     return found
@@ -71,5 +71,5 @@ def code_facts() -> dict[str, Any]:
 def check_ranks(ranks: Ranks, settings: Settings) -> None:
     """Raise InputError where a rank has other settings or other code than the first."""
     if ranks.size > 1:
-        check_same(ranks, settings_facts(settings), "settings")
+        check_same(ranks, all_values(settings), "settings")
         check_same(ranks, code_facts(), "code")

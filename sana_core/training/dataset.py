@@ -20,7 +20,7 @@ from ..errors import InputError, MissingFileError, SanaError
 from ..polling import Poll, no_poll
 from ..text import check_characters
 from . import tars
-from .pictures import ENDINGS, Place, decode_mask, decode_picture, read_place, upright_size
+from .pictures import ENDINGS, Place, decode_picture, read_place, upright_size
 from .scan import find_inside, list_folder
 
 if TYPE_CHECKING:
@@ -139,12 +139,6 @@ def open_picture(sample: Sample) -> Image:
     Raises ReadError for a broken one, MissingFileError, and InputError.
     """
     return decode_picture(read_place(sample.picture, sample.name), sample.name)
-
-
-def open_mask(sample: Sample) -> Image | None:
-    """Return the sample's mask (mode L, upright, white where the loss counts), None without one; raises likewise."""
-    name = f"{sample.name} (mask)"
-    return None if sample.mask is None else decode_mask(read_place(sample.mask, name), name)
 
 
 def read_tars(shards: Mapping[str, Path], add: Add, faults: Faults) -> None:

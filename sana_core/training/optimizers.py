@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..checks import check_number
 from ..errors import InputError, VersionError
 from .came import CAME
 from .ema import kept_weights
 from .rounding import step_rounded
 
+# the rates of the averages, the authors' own
 BETAS = {
     "adamw": (0.9, 0.999),
     "adamw8bit": (0.9, 0.999),
@@ -33,26 +32,16 @@ def make_optimizer(
     parameters: Iterable[torch.nn.Parameter],
     learning_rate: float,
     weight_decay: float = 0.0,
-    betas: tuple[float, ...] | None = None,
     d0: float = 1e-6,
     d_coef: float = 1.0,
 ) -> torch.optim.Optimizer:
     """Return the optimizer `name` of NAMES, with one group that holds all of `parameters` and its name as "optimizer".
 
     `learning_rate` is used as it is; prodigy finds the rate itself and takes a factor for it, 1 as a rule.
-    `weight_decay` is decoupled from the gradient in all of them. `betas` are the rates of the averages, two for most
-    and three for came; the authors' own without them. `d0` and `d_coef` are prodigy's first estimate of the distance
-    and the factor of what it finds. Raises InputError for an unknown name, a wrong number, or a dtype that the
-    optimizer cannot train, VersionError where the library of an optimizer is not installed.
+    `weight_decay` is decoupled from the gradient in all of them. `d0` and `d_coef` are prodigy's first estimate of the
+    distance and the factor of what it finds. Raises InputError for a dtype that the optimizer cannot train, and
+    VersionError where the library of an optimizer is not installed.
     """
-    if name not in NAMES:
-        nearest = difflib.get_close_matches(name.lower(), NAMES, 1, cutoff=0.0)[0]
-        raise InputError(f"optimizer: got {name:.40}, expected one of {', '.join(NAMES)}; the nearest is {nearest}")
-    check_number("learning_rate", learning_rate, 0.0, 100.0)
-    check_number("weight_decay", weight_decay, 0.0, 1.0)
-    betas = BETAS[name] if betas is None else betas
-    if len(betas) != len(BETAS[name]) or not all(0 < beta < 1 for beta in betas):
-        raise InputError(f"betas: got {betas!r:.60} for {name}, expected {len(BETAS[name])} numbers between 0 and 1")
     parameters = list(parameters)
     trained = (torch.float32,) if name in WHOLE else (torch.float32, torch.bfloat16)
     for parameter in parameters:
@@ -63,7 +52,7 @@ def make_optimizer(
                 "came8bit for weights in bf16"
             )
     groups = [{"params": parameters, "optimizer": name}]
-    settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas}
+    settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": weight_decay, "betas": BETAS[name]}
     return build(name, groups, settings | ({"d0": d0, "d_coef": d_coef} if name == "prodigy" else {}))
 
 

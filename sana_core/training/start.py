@@ -38,7 +38,7 @@ def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
     layers = adapter_layers(transformer)
     check_targets(found.keys(), layers.keys(), shapes.keys(), method.targets, file)
     for name, layer in layers.items():
-        own, (parts, scale) = parts_of(layer, data=False), found[name]
+        own, (parts, scale) = parts_of(layer), found[name]
         check_parts(parts, own, f"{file}: {name}")
         for part, parameter in own.items():
             factor = scale / method.scale if part in SCALED else 1.0

@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from sana_core.training.dataset import read_dataset
+from sana_core.training.pictures import decode_mask, read_place
 
 SMOOTH = np.linspace(20, 230, 24 * 40 * 3).reshape(24, 40, 3).astype(np.uint8)
 PICTURE = Image.fromarray(SMOOTH)
@@ -45,6 +46,10 @@ def write_tar(path, members):
 def only(folder):
     (sample,) = read_dataset(folder)
     return sample
+
+
+def open_mask(sample):
+    return None if sample.mask is None else decode_mask(read_place(sample.mask, sample.name), sample.name)
 
 
 def pixels(picture):

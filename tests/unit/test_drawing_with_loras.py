@@ -56,7 +56,7 @@ def test_a_worker_draws_with_it_and_refuses_another_file_of_that_name(checkpoint
     assert torch.equal(torch.from_numpy(worker.draw([(0, 0, 3)], [PROMPT])[0]), drawn[0])
     transformer = sana_core.load_transformer(checkpoint)
     add_adapter(transformer, Method(rank=4), seed=8)
-    write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {}, replace=True)
+    write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {})
     with pytest.raises(CheckpointError, match=r"it.safetensors: not what the driver has \(lora_weights\)"):
         Worker(words).load(1, {})
 

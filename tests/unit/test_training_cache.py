@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_sets import open_mask
 from PIL import Image
 from setup import ROOT
 
@@ -17,7 +18,7 @@ from sana_core import ExistingFileError, InputError, OutputError, ReadError
 from sana_core.training import entries
 from sana_core.training.buckets import choose_bucket, fit_picture
 from sana_core.training.cache import ModelIds, build_cache
-from sana_core.training.dataset import open_mask, open_picture, read_dataset
+from sana_core.training.dataset import open_picture, read_dataset
 from sana_core.training.entries import Store
 
 CHECKPOINT = ROOT / "demo" / "sana-tiny"

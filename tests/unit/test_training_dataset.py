@@ -5,11 +5,11 @@ import os
 
 import numpy as np
 import pytest
-from data_sets import SMOOTH, only, pixels, save
+from data_sets import SMOOTH, only, open_mask, pixels, save
 from PIL import Image
 
 from sana_core import InputError, MissingFileError, SanaError
-from sana_core.training.dataset import check_controls, open_mask, open_picture, read_dataset
+from sana_core.training.dataset import check_controls, open_picture, read_dataset
 
 
 def test_a_folder_is_read_with_all_in_it_sorted_by_name(tmp_path):

@@ -182,22 +182,9 @@ def test_an_optimizer_that_has_not_stepped_has_a_state_too(name):
     assert not other.state
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("adam8bit", weights(), 1e-4), "got adam8bit, expected one of .*; the nearest is adamw8bit"),
-        (("Came", weights(), 1e-4), "the nearest is came$"),
-        (("came", weights(), -1e-4), "learning_rate: got"),
-        (("came", weights(), float("nan")), "learning_rate: got"),
-        (("came", weights(), 1e-4, -1.0), "weight_decay: got"),
-        (("came", weights(), 1e-4, 0.0, (0.9, 0.999)), "betas: got .* for came, expected 3"),
-        (("adamw", weights(), 1e-4, 0.0, (0.9, 1.0)), "betas: got .* for adamw, expected 2"),
-        (("came", weights(torch.float16), 1e-4), "got parameters in float16 for came, expected bfloat16"),
-    ],
-)
-def test_wrong_settings_are_refused(arguments, message):
-    with pytest.raises(InputError, match=message):
-        make_optimizer(*arguments)
+def test_a_dtype_that_an_optimizer_cannot_train_is_refused():
+    with pytest.raises(InputError, match="got parameters in float16 for came, expected bfloat16"):
+        make_optimizer("came", weights(torch.float16), 1e-4)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

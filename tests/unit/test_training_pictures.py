@@ -5,13 +5,13 @@ import zlib
 
 import numpy as np
 import pytest
-from data_sets import PICTURE, encoded, exif_of, only, pixels, save
+from data_sets import PICTURE, encoded, exif_of, only, open_mask, pixels, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from sana_core import InputError, ReadError, SanaError
-from sana_core.training.dataset import open_mask, open_picture, read_dataset
+from sana_core.training.dataset import open_picture, read_dataset
 from sana_core.training.pictures import decode_picture
 
 

@@ -5,13 +5,13 @@ import json
 import tarfile
 
 import pytest
-from data_sets import SMOOTH, encoded, exif_of, pixels, save, write_tar
+from data_sets import SMOOTH, encoded, exif_of, open_mask, pixels, save, write_tar
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from sana_core import InputError, MissingFileError, ReadError, SanaError
-from sana_core.training.dataset import open_mask, open_picture, read_dataset
+from sana_core.training.dataset import open_picture, read_dataset
 
 MEMBERS = [
     ("./001.png", encoded()),
