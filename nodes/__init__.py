@@ -7,6 +7,7 @@ from . import (
     controlnet,
     custom_sampling,
     decode,
+    doctor,
     guidance,
     latent,
     loader,
@@ -29,7 +30,7 @@ class SanaExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         loading = (loader, model_switch, lora, controlnet)
         drawing = (text, prompt_list, latent, guidance, split, sampler, batch, custom_sampling, decode)
-        modules = (*loading, *drawing, training, plan)
+        modules = (*loading, *drawing, training, plan, doctor)
         return [node for module in modules for node in module.NODES]
 
 

@@ -11,7 +11,7 @@ from os import O_WRONLY, devnull, dup2
 from os import open as open_descriptor
 from typing import Any, NoReturn
 
-from .commands import batch, convert, decode, generate, inspect, plan, train
+from .commands import batch, convert, decode, doctor, generate, inspect, plan, train
 from .errors import SanaError
 
 COMMANDS = {
@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": plan,
     "inspect": inspect,
     "convert": convert,
+    "doctor": doctor,
 }
 
 

@@ -22,6 +22,20 @@ def kernels_on(device: torch.device, dtype: torch.dtype) -> frozenset[str]:
     """
     if device.type in WITHOUT:
         return frozenset()
+    reasons = refused_kernels(device, dtype)
+    if reasons:
+        why = "; ".join(dict.fromkeys(reasons.values()))
+        logging.getLogger(__name__).warning(
+            "no fused kernels for %s on %s in %s (%.400s); plain torch", ", ".join(reasons), device, dtype, why
+        )
+    return frozenset(TRIALS) - reasons.keys()
+
+
+def refused_kernels(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Return {kernel: why} of those that do not build or run on the accelerator `device` with tensors of `dtype`.
+
+    Raises what says that memory ran out.
+    """
     reasons: dict[str, str] = {}
     for name, attempt in TRIALS.items():
         try:
@@ -31,12 +45,7 @@ def kernels_on(device: torch.device, dtype: torch.dtype) -> frozenset[str]:
                 raise
             # Triton's messages begin with the kernel's lines
             reasons[name] = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
-    if reasons:
-        why = "; ".join(dict.fromkeys(reasons.values()))
-        logging.getLogger(__name__).warning(
-            "no fused kernels for %s on %s in %s (%.400s); plain torch", ", ".join(reasons), device, dtype, why
-        )
-    return frozenset(TRIALS) - reasons.keys()
+    return reasons
 
 
 def try_channels(rows: torch.Tensor) -> None:

@@ -1,0 +1,48 @@
+"""Check this machine and model files: one block to paste into a bug report.
+
+Versions, the GPU, arithmetic against known answers, and what the files at PATH are and compute. Nothing leaves this
+machine, and no name of a user or folder is in the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..whole_files import check_free, unfinished
+
+EXAMPLE = """example:
+  python -m sana_core doctor ../../models"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    from ..doctor.report import SECONDS
+
+    add = parser.add_argument
+    add(
+        "paths",
+        nargs="*",
+        type=Path,
+        default=(),
+        metavar="PATH",
+        help="model files, or folders of them, such as ComfyUI's models",
+    )
+    add("--device", default="", help="like cpu or cuda:0; default: the GPU, or the CPU")
+    add("--time", action="store_true", help="measure seconds and memory as well, which takes some minutes")
+    add("--seconds", type=float, default=SECONDS, help="skip checks that would begin later")
+    add("--json", type=Path, help="write the report into this file as well")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from ..doctor import Report, examine
+
+    if arguments.json is not None:
+        check_free([arguments.json])
+    report = Report(seconds=arguments.seconds, tell=lambda what: sys.stderr.write(f"checking {what}\n"))
+    examine(report, arguments.paths, arguments.device, arguments.time)
+    sys.stdout.write(report.markdown())
+    if arguments.json is not None:
+        with unfinished(arguments.json) as part:
+            part.write_text(json.dumps(report.as_json(), indent=1) + "\n")

@@ -1,0 +1,191 @@
+"""What model files compute, where the answer is known: a round trip through a VAE, a loss, an image of two programs.
+
+The published DC-AE gives photographs back at 29.3 (1.0) and 29.7 dB (1.1) at 1024 px (efficientvit,
+assets/docs/dc_ae_sana_1.1.md). NVIDIA's training logs have losses of about 0.67 at 1024 px; what knows nothing has 1 +
+the variance of the latents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..checkpoints import CheckpointInfo, load_autoencoder, load_text_encoder, load_transformer
+from ..checkpoints.load import latent_scale, shift_of
+from ..decode import decode_latents, encode_images
+from ..forward import prepare, velocity
+from ..latents import CHANNELS, DOWNSCALE, noise_stream
+from ..reference import model_timestep
+from ..released import DECODERS, DEFAULT_RESOLUTION, VARIANTS
+from ..text import encode_prompts, instruction_text
+from .arithmetic import BUNDLED, EXPECTED, noise, release
+from .report import NOTED, RIGHT, WRONG, Report
+
+SECTION = "What the models compute"
+# dB below which a VAE is another one, or broken
+FLOOR = 20.0
+# the share of a know-nothing's loss below which a transformer has learnt, for this VAE and these prompts
+LEARNT = 0.75
+# parameters from which on an image takes minutes on a CPU
+MANY = 100_000_000
+# levels of 255 in the mean between two programs that are both right: in 16 bits they round apart at every step
+AWAY = {torch.float32: 0.5, torch.bfloat16: 12.0}
+
+
+class Model(NamedTuple):
+    """A transformer, how lines name it, and the VAE and text encoder that it is tried with."""
+
+    name: str
+    transformer: CheckpointInfo
+    autoencoder: CheckpointInfo
+    text_encoder: CheckpointInfo
+
+
+def check_models(report: Report, found: Sequence[CheckpointInfo], device: torch.device) -> None:
+    """Add lines on what each VAE and each transformer in `found` computes on `device`."""
+    if not EXPECTED.is_file():
+        return
+    for info in found:
+        for part in info.parts or (info,):
+            if part.kind == "autoencoder" and not late(report, part.name):
+                with report.checking(SECTION, f"{named(info, part)}, round trip"):
+                    check_round_trip(report, named(info, part), part, device)
+                release()
+    for model in models(found):
+        if not late(report, model.name):
+            with report.checking(SECTION, f"{model.name}, loss"):
+                check_loss(report, model, device)
+            release()
+    for info in found:
+        if info.kind == "pipeline" and info.layout == "diffusers" and not late(report, info.name):
+            with report.checking(SECTION, f"{info.name}, image"):
+                check_image(report, info, device)
+            release()
+
+
+def late(report: Report, what: str) -> bool:
+    if report.late():
+        report.skip(SECTION, what, "no time left")
+    return report.late()
+
+
+def named(info: CheckpointInfo, part: CheckpointInfo) -> str:
+    """Return how lines name a part: in a folder of several the file is called as everywhere."""
+    return f"{info.path.name}: {part.path.parent.name}" if info.parts else part.path.name
+
+
+def models(found: Sequence[CheckpointInfo]) -> Iterable[Model]:
+    """Yield each transformer with the VAE and text encoder of its own folder or file, or with the first ones here."""
+    everything = [part for info in found for part in info.parts or (info,)]
+    for info in found:
+        for transformer in (part for part in info.parts or (info,) if part.kind == "transformer"):
+            chosen = [
+                next((part for part in (*info.parts, *everything) if part.kind == kind), None)
+                for kind in ("autoencoder", "text_encoder")
+            ]
+            if chosen[0] is not None and chosen[1] is not None:
+                yield Model(named(info, transformer), transformer, chosen[0], chosen[1])
+
+
+def judge(report: Report, info: CheckpointInfo, what: str, expected: str, got: str, right: bool) -> None:
+    """Add a line, without a verdict for a model that may be right in a world of its own, as a trained small one is."""
+    released = info.variant in (*VARIANTS, *DECODERS) or BUNDLED in info.path.parents
+    report.add(SECTION, what, expected, got, (RIGHT if right else WRONG) if released else NOTED)
+
+
+def known_image() -> tuple[torch.Tensor, str]:
+    """Return the committed image [1, 3, H, W] in [-1, 1], and what it shows."""
+    from PIL import Image
+
+    with Image.open(EXPECTED) as image:
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        return pixels / 127.5 - 1, json.loads(image.info["sana"])["prompt"]
+
+
+def check_round_trip(report: Report, what: str, info: CheckpointInfo, device: torch.device) -> None:
+    """An image to latents and back: how many dB of it are left, and whether strips are the undivided decode."""
+    model = load_autoencoder(info.path, device)
+    image, _ = known_image()
+    image = image.to(device)
+    latents = encode_images(model, image)
+    back = decode_latents(model, latents, "whole")
+    error = float((back.clamp(-1, 1) - image).square().mean())
+    decibels = 10 * np.log10(4 / error) if error > 0 else 99.0
+    expected = f"{FLOOR:.0f} dB or more"
+    judge(report, info, f"{what}, round trip", expected, f"{decibels:.1f} dB", bool(decibels >= FLOOR))
+    away = float((decode_latents(model, latents, "strips") - back).abs().max())
+    report.judge(SECTION, f"{what}, strips", "at most 0.001 from the undivided decode", f"{away:.1e}", away <= 1e-3)
+
+
+@torch.no_grad()
+def check_loss(report: Report, model: Model, device: torch.device) -> None:
+    """The loss of the committed image at half of the noise, beside that of a model that knows nothing."""
+    what = model.name
+    image, prompt = known_image()
+    autoencoder = load_autoencoder(model.autoencoder.path, device)
+    x0 = encode_images(autoencoder, image.to(device)).float() * latent_scale(model.autoencoder)
+    del autoencoder
+    encoder = load_text_encoder(model.text_encoder.path, device, widest(device))
+    text = instruction_text(encoder.reference)
+    count = len(encoder.tokenizer.encode(text))
+    report.note(SECTION, f"{what}, tokens of the instruction", str(count))
+    embeds, mask = encode_prompts(encoder, [prompt])
+    del encoder
+    release()
+    transformer = load_transformer(model.transformer.path, device, widest(device))
+    if transformer.config.guidance_embeds:
+        report.skip(SECTION, f"{what}, loss", "SANA-Sprint is distilled, its loss says nothing")
+        return
+    n = noise(*x0.shape, seed=0).to(device)
+    x, timestep = torch.lerp(x0, n, 0.5).to(transformer.dtype), torch.full((1,), 500.0, device=device)
+    constants = prepare(transformer, embeds.to(transformer.dtype), mask, *x.shape[-2:])
+    predicted = velocity(transformer, x, model_timestep(transformer, timestep), constants).float()
+    loss, ignorant = (float((one - (n - x0)).square().mean()) for one in (predicted, torch.zeros_like(n)))
+    allowed = LEARNT * ignorant
+    judge(report, model.transformer, f"{what}, loss", f"below {allowed:.2f}", f"{loss:.2f}", loss < allowed)
+    report.note(SECTION, f"{what}, shift", f"{shift_of(model.transformer):g}")
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the type that the models are tried in."""
+    from ..accelerator import has_bf16
+
+    return torch.bfloat16 if device.type != "cpu" and has_bf16(device) else torch.float32
+
+
+@torch.no_grad()
+def check_image(report: Report, info: CheckpointInfo, device: torch.device) -> None:
+    """One prompt at one seed by this pack and by diffusers' pipeline, in the same type, on the same device."""
+    import warnings
+
+    import diffusers
+
+    from ..generate import generate
+
+    what = f"{info.path.name}, image beside diffusers'"
+    part = next(part for part in info.parts if part.kind == "transformer")
+    parameters = sum(torch.Size(header.shape).numel() for header in part.headers.values())
+    if device.type == "cpu" and parameters > MANY:
+        report.skip(SECTION, what, "it takes minutes on a CPU")
+        return
+    dtype, side = widest(device), part.resolution or DEFAULT_RESOLUTION
+    _, prompt = known_image()
+    ours = generate([prompt], info.path, devices=[device], width=side, height=side, dtype=str(dtype)[6:])[0]
+    release()
+    with warnings.catch_warnings():
+        # newer ones have another name for torch_dtype
+        warnings.simplefilter("ignore")
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(info.path, torch_dtype=dtype, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.to(device)
+    latents = next(noise_stream(torch.empty(1, CHANNELS, side // DOWNSCALE, side // DOWNSCALE), 0))
+    size = {"height": side, "width": side, "use_resolution_binning": False}
+    theirs = pipeline(prompt, **size, latents=latents.to(device), output_type="pt").images[0]
+    difference = 127.5 * (ours.clamp(-1, 1) - (2 * theirs.float().cpu() - 1)).abs()
+    mean, allowed = float(difference.mean()), AWAY[dtype]
+    got = f"{mean:.2f} levels in the mean, {float(difference.max()):.0f} at most"
+    report.judge(SECTION, what, f"at most {allowed:g} levels of 255 in the mean", got, mean <= allowed)

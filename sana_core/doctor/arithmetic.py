@@ -1,0 +1,253 @@
+"""Known answers that need no file of the user's: kernels, steps, decodes, and the bundled model's image.
+
+The truth is float64 on the CPU. What is right is no farther from it than plain torch in the same type, but for CHANCE:
+another rounding anywhere in a network moves its distance by chance.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .. import block
+from ..accelerator import empty_cache
+from ..kernels.trial import kernels_on
+from ..latents import CHANNELS
+from ..released import CROSS_HEADS, HEAD_DIM, TEXT_WIDTH
+from .machine import accelerator_dtypes, named
+from .report import Report
+
+SECTION = "Arithmetic"
+CHANCE = 1.3
+# of the smallest relative error that is told from none: roundings of the type that add up
+ROUNDINGS = 4.0
+# positions of the two maps that a step is tried on, and tokens of its prompt
+SIDE, TOKENS = 16, 40
+# levels of 255 that an image may be away from the committed one: roundings of float32
+LEVELS = 2
+# bytes beyond what is held, for a decode that has to run out of memory
+CAP = 200_000_000
+BUNDLED = Path(__file__).parents[2] / "demo" / "sana-scenes"
+EXPECTED = BUNDLED / "expected.png"
+
+
+def check_arithmetic(report: Report, device: torch.device) -> None:
+    """Add lines on what `device` computes."""
+    dtypes = [torch.float32] if device.type == "cpu" else accelerator_dtypes(device)
+    with exact_products():
+        for dtype in dtypes:
+            check_attention(report, device, dtype)
+            for kernel in sorted(kernels_on(device, dtype)):
+                check_kernel(report, device, dtype, kernel)
+            for width in CROSS_HEADS:
+                check_step(report, device, dtype, width)
+                release()
+        check_bundled(report, device)
+        check_decode(report, device)
+    release()
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """float32 as float32: TF32 would be the largest difference of all."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def release() -> None:
+    """Give the memory of what is no longer used back."""
+    gc.collect()
+    empty_cache()
+
+
+def distance(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """Return the relative distance of `got` from `truth`; infinite for numbers that are not finite."""
+    if not bool(got.isfinite().all()):
+        return float("inf")
+    return float((got.cpu().double() - truth).norm() / truth.norm())
+
+
+def judge_distance(report: Report, what: str, got: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> None:
+    """Add a line: `got` has to be as near to `truth` as `plain` is."""
+    allowed = CHANCE * distance(plain, truth) + ROUNDINGS * torch.finfo(got.dtype).eps
+    error = distance(got, truth)
+    report.judge(SECTION, what, f"at most {allowed:.1e} from float64", f"{error:.1e}", error <= allowed)
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    """Return the same normal numbers on every machine, on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check_attention(report: Report, device: torch.device, dtype: torch.dtype) -> None:
+    """Softmax attention as torch has it here, which other packs replace, beside the formula."""
+    what = f"attention, {named(dtype)}"
+    with report.checking(SECTION, what):
+        query, key, value = (noise(2, 16, count, 72, seed=seed).to(dtype) for seed, count in enumerate((256, 77, 77)))
+
+        def formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) @ value
+
+        truth = formula(query.double(), key.double(), value.double())
+        query, key, value = (part.to(device) for part in (query, key, value))
+        got = F.scaled_dot_product_attention(query, key, value)
+        judge_distance(report, what, got, formula(query, key, value), truth)
+
+
+def check_kernel(report: Report, device: torch.device, dtype: torch.dtype, kernel: str) -> None:
+    """The parts of a block that go through one fused kernel, beside plain torch."""
+    what = f"kernel {kernel}, {named(dtype)}"
+    with report.checking(SECTION, what), torch.no_grad():
+        model = transformer(1152, 1, "rms_norm_across_heads")
+        one = model.transformer_blocks[0].to(dtype)
+        states, tables = (noise(2, 48, 1152, seed=0).to(dtype), noise(4, 1, 1, 1152, seed=1).to(dtype))
+
+        def compute(module: Any, states: torch.Tensor, tables: torch.Tensor, kernels: frozenset[str]) -> torch.Tensor:
+            branch = block.Branch(states.flip(1).contiguous(), tables[0])
+            added, normed = block.add_then_norm(states.clone(), branch, module.norm1, tables[1], tables[2], kernels)
+            attended = block.self_attention(module.attn1, normed, kernels=kernels)
+            return added + attended + block.feed_forward(module.ff, normed, (6, 8), kernels)
+
+        truth = compute(one.double(), states.double(), tables.double(), block.NO_KERNELS)
+        one.to(device, dtype)
+        moved = states.to(device), tables.to(device)
+        got = compute(one, *moved, frozenset({kernel}))
+        judge_distance(report, what, got, compute(one, *moved, block.NO_KERNELS), truth)
+
+
+def transformer(width: int, layers: int, qk_norm: str | None = None) -> Any:
+    """Return the library's module of a released width with random weights, float32 on the CPU."""
+    from diffusers import SanaTransformer2DModel
+
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        return SanaTransformer2DModel(
+            num_attention_heads=width // HEAD_DIM,
+            attention_head_dim=HEAD_DIM,
+            num_layers=layers,
+            num_cross_attention_heads=CROSS_HEADS[width],
+            cross_attention_head_dim=width // CROSS_HEADS[width],
+            cross_attention_dim=width,
+            qk_norm=qk_norm,
+        ).requires_grad_(False)
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def convert(model: Any, dtype: torch.dtype) -> Any:
+    """Return `model` with its numbers in `dtype`, where the library's own method would warn."""
+    return torch.nn.Module.to(model, dtype)
+
+
+def check_step(report: Report, device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """A call of two blocks of a released width, beside diffusers' own in the same type."""
+    from ..forward import prepare, velocity
+
+    what = f"step of two blocks, width {width}, {named(dtype)}"
+    if report.late():
+        report.skip(SECTION, what, "no time left")
+        return
+    with report.checking(SECTION, what), torch.no_grad():
+        model = convert(transformer(width, 2), dtype)
+        x, embeds = noise(2, CHANNELS, SIDE, SIDE, seed=0).to(dtype), noise(2, TOKENS, TEXT_WIDTH, seed=1).to(dtype)
+        mask, timestep = torch.ones(2, TOKENS), torch.full((2,), 500.0)
+        mask[1, TOKENS // 3 :] = 0
+        convert(model, torch.float64)
+        truth = model(x.double(), embeds.double(), timestep.double(), encoder_attention_mask=mask.double()).sample
+        convert(model, dtype).to(device)
+        x, embeds, mask, timestep = (part.to(device) for part in (x, embeds, mask, timestep))
+        plain = model(x, embeds, timestep, encoder_attention_mask=mask).sample
+        got = velocity(model, x, timestep, prepare(model, embeds, mask, SIDE, SIDE))
+        judge_distance(report, what, got, plain, truth)
+
+
+def check_bundled(report: Report, device: torch.device) -> None:
+    """The image that the bundled model draws in float32, beside the committed one, whose file says how."""
+    import numpy as np
+    from PIL import Image
+
+    from ..generate import generate
+    from ..picture_files import levels
+
+    what = "image of the bundled model"
+    if not EXPECTED.is_file() or report.late():
+        report.skip(SECTION, what, "no time left" if EXPECTED.is_file() else "it is not here")
+        return
+    with report.checking(SECTION, what):
+        with Image.open(EXPECTED) as image:
+            expected, settings = np.asarray(image).astype(int), json.loads(image.info["sana"])
+        digests = settings.pop("digests")
+        drawn = generate([settings.pop("prompt")], BUNDLED, devices=[device], **settings)
+        difference = np.abs(levels(drawn[0]).astype(int) - expected)
+        got = f"{difference.max()} levels of 255 at most, {difference.mean():.2f} in the mean"
+        report.judge(SECTION, what, f"at most {LEVELS} levels", got, bool(difference.max() <= LEVELS))
+        changed = [name for name, digest in digests.items() if sha256(BUNDLED / name) != digest]
+        report.judge(
+            SECTION, "files of the bundled model", "as committed", ", ".join(changed) or "the same", not changed
+        )
+
+
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def check_decode(report: Report, device: torch.device) -> None:
+    """The bundled VAE: strips beside the undivided decode, on two devices, and where memory runs out."""
+    from ..checkpoints import load_autoencoder
+    from ..decode import decode_latents
+
+    if not BUNDLED.is_dir():
+        return
+    with report.checking(SECTION, "decode"):
+        latents = noise(1, CHANNELS, 16, 16, seed=0)
+        # not every accelerator has float64
+        model = load_autoencoder(BUNDLED, "cpu", torch.float64)
+        with torch.no_grad():
+            truth = model.decode(latents.double()).sample
+        convert(model, torch.float32).to(device)
+        latents = latents.to(device)
+        whole = decode_latents(model, latents, "whole")
+        judge_distance(report, "decode in strips", decode_latents(model, latents, "strips"), whole, truth)
+        count = torch.accelerator.device_count() if device.type != "cpu" else 1
+        if count > 1:
+            pair = [torch.device(device.type, index) for index in range(2)]
+            got = decode_latents(model, latents, "strips", devices=pair)
+            judge_distance(report, "decode on two devices", got, whole, truth)
+        # only torch.cuda can be given less memory than there is
+        if device.type != "cpu" and torch.get_device_module(device) is torch.cuda:
+            check_out_of_memory(report, device, model)
+
+
+def check_out_of_memory(report: Report, device: torch.device, model: Any) -> None:
+    """A decode that is planned as if there were room for all, where there is not: it has to end, and be the same."""
+    from ..decode import DecodeOptions, decode_into, decode_latents
+
+    latents = noise(1, CHANNELS, 64, 64, seed=0).to(device)
+    expected = decode_latents(model, latents).cpu()
+    release()
+    held = torch.cuda.memory_allocated(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    out, found = torch.empty(1, 3, 2048, 2048), dict[str, Any]()
+    try:
+        torch.cuda.set_per_process_memory_fraction((held + CAP) / total, device)
+        decode_into(out, model, latents, DecodeOptions(max_bytes=2**40), found)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    error = distance(out, expected.double())
+    got = f"{len(found['events'])} retries, {error:.1e} away"
+    report.judge(
+        SECTION, "decode out of memory", "a retry, the same image", got, bool(found["events"]) and error < 1e-3
+    )

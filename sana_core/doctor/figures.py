@@ -1,0 +1,170 @@
+"""Seconds and peak memory of text, step and decode at released shapes.
+
+They stand beside what the plan predicts, and beside diffusers on the same device. Random weights take as long as any.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..accelerator import has_bf16
+from ..decode import DecodeOptions, decode_into
+from ..decode.device_memory import PeakMemory
+from ..forward import prepare, velocity
+from ..latents import CHANNELS, DOWNSCALE
+from ..memory import INSTRUCTION_TOKENS, plan_memory
+from ..released import DECODERS, ENCODER_LAYERS, HEAD_DIM, MAX_TOKENS, TEXT_WIDTH, VARIANTS, WIDTHS
+from .arithmetic import noise, release, transformer
+from .machine import named
+from .report import Report
+
+SECTION = "Seconds and memory"
+# the error of a prediction from which on the report asks to be sent
+NEAR = 0.1
+# of a step and of a text, whose median counts
+RUNS = 3
+# by whether there is an accelerator: the variant and the pixels of a step, and those of decodes
+STEPS = {False: ("0.6B", 512), True: ("1.6B", 1024)}
+DECODES = {False: (512,), True: (1024, 4096)}
+
+
+def measure(report: Report, device: torch.device) -> None:
+    """Add lines, and figures for benchmarks/, on what `device` takes for text, step and decode."""
+    accelerator = device.type != "cpu"
+    dtype = torch.bfloat16 if has_bf16(device) else torch.float16 if accelerator else torch.float32
+    if accelerator:
+        with report.checking(SECTION, "text"):
+            measure_text(report, device, dtype)
+        release()
+    variant, pixels = STEPS[accelerator]
+    with report.checking(SECTION, f"step, {variant}, {pixels} px"):
+        measure_step(report, device, dtype, variant, pixels)
+    for pixels in DECODES[accelerator]:
+        release()
+        with report.checking(SECTION, f"decode, {pixels} px"):
+            measure_decode(report, device, dtype, pixels)
+    release()
+
+
+def add_figures(report: Report, what: str, found: dict[str, Any]) -> None:
+    """Add a line on seconds, diffusers' seconds, and bytes taken and predicted; a plan that was wrong is a fault."""
+    report.figures[what] = found
+    words = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in found.items() if value is not None]
+    taken, predicted = found["gigabytes"], found["predicted_gigabytes"]
+    if taken is None:
+        report.note(SECTION, what, ", ".join(words))
+        return
+    right = abs(taken / predicted - 1) <= NEAR
+    expected = f"within {NEAR:.0%} of the plan" + ("" if right else "; please send this report")
+    report.judge(SECTION, what, expected, ", ".join(words), right)
+
+
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the median seconds of `call`, warm, each run waited for."""
+    times = []
+    for _ in range(RUNS + 1):
+        started = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+@contextmanager
+def made_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """A context in which modules are made in `dtype` on `device`, never in float32 first."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.no_grad()
+def measure_text(report: Report, device: torch.device, dtype: torch.dtype) -> None:
+    from transformers import Gemma2Config, Gemma2Model
+
+    # whose defaults are those of Gemma-2-2b
+    with made_as(dtype, device):
+        model = Gemma2Model(Gemma2Config(attn_implementation="eager"))
+    ids = torch.ones(1, MAX_TOKENS + INSTRUCTION_TOKENS, dtype=torch.long, device=device)
+    with PeakMemory(device) as peak:
+        taken = seconds(lambda: model(ids), device)
+    plan = plan_memory("1.6B", 1024, 1024)["text"]["activations"]
+    found = {"seconds": taken, "gigabytes": gigabytes(peak.bytes), "predicted_gigabytes": gigabytes(plan)}
+    add_figures(report, f"text, {named(dtype)}", found)
+
+
+def gigabytes(count: int | None) -> float | None:
+    return None if count is None else count / 1e9
+
+
+@torch.no_grad()
+def measure_step(report: Report, device: torch.device, dtype: torch.dtype, variant: str, pixels: int) -> None:
+    """A call with prompt and negative prompt."""
+    with made_as(dtype, device):
+        model = transformer(VARIANTS[variant].width, VARIANTS[variant].layers)
+    cells = pixels // DOWNSCALE
+    x, embeds = (
+        noise(2, *shape, seed=0).to(device, dtype) for shape in ((CHANNELS, cells, cells), (MAX_TOKENS, TEXT_WIDTH))
+    )
+    mask, timestep = torch.ones(2, MAX_TOKENS, device=device), torch.full((2,), 500.0, device=device)
+    with PeakMemory(device) as peak:
+        constants = prepare(model, embeds, mask, cells, cells)
+        taken = seconds(lambda: velocity(model, x, timestep, constants), device)
+    theirs = seconds(lambda: model(x, embeds, timestep, encoder_attention_mask=mask), device)
+    kind = "bfloat16" if dtype.itemsize == 2 else "float32"
+    plan = plan_memory(variant, pixels, pixels, 1, kind, device.type != "cpu")["transformer"]["activations"]
+    found = {"seconds": taken, "diffusers_seconds": theirs, "gigabytes": gigabytes(peak.bytes)}
+    what = f"step, {variant}, {pixels} px, {named(dtype)}"
+    add_figures(report, what, found | {"predicted_gigabytes": gigabytes(plan)})
+
+
+@torch.no_grad()
+def measure_decode(report: Report, device: torch.device, dtype: torch.dtype, pixels: int) -> None:
+    """As SANA Decode does it, beside diffusers' tiles."""
+    from diffusers import AutoencoderDC
+
+    decoder = DECODERS["dc-ae-f32c32"]
+    blocks = ("ResBlock",) * decoder.local + ("EfficientViTBlock",) * (len(WIDTHS) - decoder.local)
+    scales = ((),) * decoder.local + ((5,),) * (len(WIDTHS) - decoder.local)
+    # float16 overflows in it
+    wide = torch.bfloat16 if dtype.itemsize == 2 else dtype
+    with made_as(wide, device):
+        model = AutoencoderDC(
+            attention_head_dim=HEAD_DIM,
+            encoder_block_types=blocks,
+            decoder_block_types=blocks,
+            encoder_block_out_channels=WIDTHS,
+            decoder_block_out_channels=WIDTHS,
+            encoder_layers_per_block=ENCODER_LAYERS,
+            decoder_layers_per_block=decoder.layers,
+            encoder_qkv_multiscales=scales,
+            decoder_qkv_multiscales=scales,
+            upsample_block_type="interpolate",
+        ).requires_grad_(False)
+    cells = pixels // DOWNSCALE
+    latents, out = noise(1, CHANNELS, cells, cells, seed=0).to(device, wide), torch.empty(1, 3, pixels, pixels)
+    own: dict[str, Any] = {}
+    decode_into(out, model, latents, DecodeOptions(poll=report.poll), own)
+    model.enable_tiling()
+    started = time.perf_counter()
+    with PeakMemory(device) as peak:
+        model.decode(latents).sample.cpu()
+    found = {
+        "seconds": own["seconds"],
+        "diffusers_seconds": time.perf_counter() - started,
+        "gigabytes": gigabytes(own["peak_bytes"]),
+        "predicted_gigabytes": gigabytes(own["predicted_bytes"]),
+        "diffusers_gigabytes": gigabytes(peak.bytes),
+    }
+    add_figures(report, f"decode, {pixels} px, {named(wide)}", found)

@@ -1,0 +1,140 @@
+"""The model files that are here: what they are, whether they are published ones, and what they compute."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ..checkpoints import CheckpointInfo, inspect_checkpoint
+from ..checkpoints.detect import describe
+from ..checkpoints.headers import SUFFIXES
+from ..errors import SanaError
+from ..lora import read_whole, written_names
+from .answers import check_models
+from .report import RIGHT, WRONG, Report
+
+SECTION = "Model files"
+# bytes read at once
+PIECE = 1 << 24
+# SHA-256 of published files. DC-AE's from three repositories each; the others from one
+PUBLISHED = {
+    "dfd991d1b54ffabf22745c5885589d8f2a7bc59930d95d92bd741c4fc64454bb": "DC-AE 1.1",
+    "15a4b09e56d95b768a0ec9da50b702e21d920333fc9b3480d66bb5c7fad9d87f": "DC-AE 1.0",
+    "e7ae59c203c392db4aa4e27783e924ec3225eb563392260cf747e1130ffcdb88": "gemma_2_2b_it_elm_bf16",
+    "bf06a1e6cfe1610beb98a2975e5602e7fc108d902b3ff9dd62282d749c7a2394": "gemma-2-2b-it in one file",
+    "3f289bc05132635a8bc7aca7aa21255efd5e18f3710f43e3cdb96bcd41be4922": "Gemma 2's tokenizer.json",
+    "61a7b147390c64585d6c3543dd6fc636906c9af3865a5548f27f31aee1d4c8e2": "Gemma 2's tokenizer.model",
+}
+# and bytes of some: a file of that size and another digest was changed, or did not arrive whole
+SIZES = {1_249_044_836: "DC-AE 1.0 and 1.1", 5_228_717_512: "gemma-2-2b-it in one file"}
+
+
+def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> None:
+    """Add lines on the files at `paths`, and on what SANA's among them compute."""
+    found, others = [], 0
+    for path in paths:
+        for candidate in candidates(path):
+            with report.checking(SECTION, candidate.name):
+                info = inspect_checkpoint(candidate)
+                if info.kind == "other" and candidate != path:
+                    others += 1
+                    continue
+                found.append(info)
+                if info.kind != "lora":
+                    report.note(SECTION, candidate.name, f"{describe(info)}, {info.size / 1e9:.3f} GB")
+    check_loras(report, found, named=set(paths))
+    if others:
+        report.note(SECTION, "files of other models", str(others))
+    sana = [info for info in found if info.kind not in ("lora", "other")]
+    for info in sana:
+        for file in weight_files(info):
+            check_digest(report, info, file)
+    check_models(report, sana, device)
+
+
+def candidates(path: Path) -> Iterator[Path]:
+    """Yield the models at `path`: itself, if it is a file or a model's folder, or those in a folder of models."""
+    if path.is_file() or not path.is_dir() or (path / "model_index.json").is_file():
+        yield path
+        return
+    if any(child.suffix in SUFFIXES for child in path.iterdir()) and (path / "config.json").is_file():
+        yield path
+        return
+    for child in sorted(path.iterdir()):
+        if child.is_dir() or child.suffix in SUFFIXES:
+            yield from candidates(child)
+
+
+def weight_files(info: CheckpointInfo) -> list[Path]:
+    """Return the files that hold the tensors of `info`, with the tokenizer's beside them."""
+    headers = [header for part in info.parts or (info,) for header in part.headers.values()]
+    files = {header.file: None for header in headers}
+    folder = info.path if info.path.is_dir() else info.path.parent
+    beside = [path for name in ("tokenizer.json", "tokenizer.model") for path in folder.glob(f"**/{name}")]
+    return [*files, *(beside if info.path.is_dir() else ())]
+
+
+def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
+    """Add a line with the SHA-256 of `file`, and the name of the published file that it is."""
+    inside = info.path.is_dir()
+    what = f"SHA-256 of {file.relative_to(info.path.parent).as_posix() if inside else file.name}"
+    with report.checking(SECTION, what):
+        digest = hashlib.sha256()
+        with file.open("rb", buffering=0) as stream:
+            while piece := stream.read(PIECE):
+                report.poll()
+                if report.late():
+                    report.skip(SECTION, what, "no time left")
+                    return
+                digest.update(piece)
+        name = PUBLISHED.get(digest.hexdigest())
+        size = file.stat().st_size
+        if name is not None:
+            report.add(SECTION, what, "", f"{name}, {size} bytes", RIGHT)
+            return
+        known = f", though of the size of {SIZES[size]}" if size in SIZES else ""
+        report.note(SECTION, what, f"{digest.hexdigest()}, {size} bytes: not among those that we know{known}")
+
+
+def check_loras(report: Report, found: Sequence[CheckpointInfo], named: set[Path]) -> None:
+    """Add a line for each LoRA: which of the transformers here it fits. Those of other models are not SANA's, and no
+    fault unless they were named."""
+    transformers = [part for info in found for part in info.parts or (info,) if part.kind == "transformer"]
+    others = 0
+    for info in found:
+        if info.kind != "lora":
+            continue
+        if info.path not in named and not has_layers_of_sana(info):
+            others += 1
+            continue
+        fits, why = [], ""
+        for part in transformers:
+            shapes = {
+                name.removesuffix(".weight"): torch.Size(header.shape)
+                for name, header in part.headers.items()
+                if name.endswith(".weight") and len(header.shape) > 1
+            }
+            try:
+                read_whole(info.path, shapes)
+                fits.append(part.variant)
+            except SanaError as error:
+                why = str(error)
+        if not transformers:
+            report.note(SECTION, info.path.name, "a LoRA; no transformer here to compare it with")
+        else:
+            variants = ", ".join(dict.fromkeys(part.variant for part in transformers))
+            got = f"fits {', '.join(dict.fromkeys(fits))}" if fits else why
+            report.add(SECTION, info.path.name, f"a LoRA of {variants}", got, RIGHT if fits else WRONG)
+    if others:
+        report.note(SECTION, "LoRAs of other models", str(others))
+
+
+def has_layers_of_sana(info: CheckpointInfo) -> bool:
+    """Whether the LoRA changes a layer that SANA's transformers have by name."""
+    names = written_names(
+        f"transformer_blocks.0.{layer}" for layer in ("attn1.to_q", "attn2.to_q", "ff.conv_inverted", "ff.conv_point")
+    )
+    return any(header.startswith(f"{name}.") for header in info.headers for name in names)

@@ -1,0 +1,119 @@
+"""The lines of a report, as Markdown for a bug report and as JSON; nothing in them says who or where."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from ..polling import Poll, no_poll
+
+RIGHT, WRONG, FAILED, SKIPPED, NOTED = "right", "WRONG", "FAILED", "skipped", "noted"
+LONGEST = 300
+# of all checks, as a user waits for them
+SECONDS = 110.0
+# a path from the root on, but its last name: it may have the user's
+PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:|~)?[\\/](?:[^\\/:*?\"'<>|\n]+[\\/])+")
+ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\b\w+://\S+")
+
+
+class Line(NamedTuple):
+    """What was looked at, what was expected of it, what was got, and one of the verdicts."""
+
+    section: str
+    what: str
+    expected: str
+    got: str
+    verdict: str
+
+
+class Report:
+    """Lines, which `poll` may cancel by raising, and which after `seconds` are skipped."""
+
+    def __init__(self, poll: Poll = no_poll, seconds: float = SECONDS, tell: Callable[[str], object] = str) -> None:
+        """`tell` hears what is checked next."""
+        self.lines: list[Line] = []
+        # seconds and gigabytes by what was measured, a row for benchmarks/
+        self.figures: dict[str, dict[str, float | None]] = {}
+        self.tell = tell
+        self.end = time.monotonic() + seconds
+        self.cancel = poll
+        self.cancelled = False
+
+    def poll(self) -> None:
+        """Let the caller cancel, whatever is being checked."""
+        try:
+            self.cancel()
+        except BaseException:
+            self.cancelled = True
+            raise
+
+    def late(self) -> bool:
+        return time.monotonic() > self.end
+
+    def add(self, section: str, what: str, expected: str, got: str, verdict: str) -> None:
+        self.lines.append(Line(section, without_places(what), expected, without_places(got), verdict))
+
+    def note(self, section: str, what: str, got: str) -> None:
+        """Add a line that there is nothing to expect of."""
+        self.add(section, what, "", got, NOTED)
+
+    def judge(self, section: str, what: str, expected: str, got: str, right: bool) -> None:
+        self.add(section, what, expected, got, RIGHT if right else WRONG)
+
+    @contextmanager
+    def checking(self, section: str, what: str) -> Iterator[None]:
+        """A context for one check, whose failure becomes a line."""
+        try:
+            self.poll()
+            self.tell(what)
+            yield
+        except Exception as error:
+            if self.cancelled:
+                raise
+            text = (str(error).strip().splitlines() or [""])[0]
+            self.add(section, what, "no error", f"{type(error).__name__}: {text}"[:LONGEST], FAILED)
+
+    def skip(self, section: str, what: str, why: str) -> None:
+        self.add(section, what, "", why, SKIPPED)
+
+    @property
+    def faults(self) -> list[Line]:
+        """The lines that something is wrong with."""
+        return [line for line in self.lines if line.verdict in (WRONG, FAILED)]
+
+    def summary(self) -> str:
+        """Return one line: how many checks there were, and how many found a fault."""
+        checked = [line for line in self.lines if line.verdict in (RIGHT, WRONG, FAILED)]
+        skipped = sum(line.verdict == SKIPPED for line in self.lines)
+        return f"{len(checked)} checks, {len(self.faults)} with a fault, {skipped} skipped"
+
+    def markdown(self) -> str:
+        """Return the report as it is pasted: faults first, then all."""
+        parts = ["### SANA Doctor", self.summary()]
+        if self.faults:
+            parts.append(table(self.faults))
+        for section in dict.fromkeys(line.section for line in self.lines):
+            own = [line for line in self.lines if line.section == section]
+            parts.append(f"<details><summary>{section}</summary>\n\n{table(own)}\n</details>")
+        return "\n\n".join(parts) + "\n"
+
+    def as_json(self) -> dict[str, object]:
+        return {"summary": self.summary(), "figures": self.figures, "lines": [line._asdict() for line in self.lines]}
+
+
+def table(lines: list[Line]) -> str:
+    rows = [("what", "expected", "got", "verdict"), ("---",) * 4, *(line[1:] for line in lines)]
+    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
+
+
+def without_places(text: str) -> str:
+    """Return `text` with names of files alone where it has paths, and without addresses."""
+    for root in sorted({str(Path.home()), str(Path.cwd()), sys.prefix}, key=len, reverse=True):
+        text = text.replace(root, "~")
+    return ADDRESS.sub("(address)", PATH.sub("", text))

@@ -1,0 +1,62 @@
+"""SANA Doctor in ComfyUI: the server's own facts beside the machine's, files of the models folders, and Interrupt."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+from setup import ROOT
+
+GRAPH = {
+    "doctor": ("SanaNodesDoctor", {"files": True}),
+    "catch report": ("Catch", {"value": ["doctor", 0], "name": "report"}),
+    "catch json": ("Catch", {"value": ["doctor", 1], "name": "json"}),
+}
+
+
+@pytest.fixture
+def lines(host):
+    """A function that runs SANA Doctor; it returns {what: line} and the Markdown."""
+
+    def examine():
+        found = host.run(GRAPH)
+        return {line["what"]: line for line in json.loads(found["json"])["lines"]}, found["report"]
+
+    return examine
+
+
+def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, put, lines, monkeypatch):
+    put("loras", "mine.safetensors", load_file(ROOT / "demo" / "sana-scenes-cyanotype.safetensors"))
+    broken = host.models / "vae" / "broken.safetensors"
+    broken.parent.mkdir(exist_ok=True)
+    broken.write_bytes(b"\xff" * 100)
+
+    import comfy.samplers
+
+    def calc(*arguments):
+        raise AssertionError
+
+    calc.__module__ = "another_pack"
+    monkeypatch.setattr(comfy.samplers, "sampling_function", calc)
+    try:
+        found, markdown = lines()
+    finally:
+        broken.unlink()
+    assert found["version"]["got"] and found["memory"]["got"] and "packs" in found
+    assert found["comfy.samplers.sampling_function"]["got"] == "replaced by another_pack"
+    assert "a LoRA" in found["mine.safetensors"]["got"]
+    assert [name for name, line in found.items() if line["verdict"] in ("WRONG", "FAILED")] == ["broken.safetensors"]
+    assert markdown.startswith("### SANA Doctor") and str(ROOT) not in markdown and str(host.models) not in markdown
+
+
+def test_interrupt_ends_it_before_the_next_operation(host, monkeypatch):
+    told = []
+
+    def interrupt(text, node, sid=None):
+        told.append(text)
+        if "step of two blocks" in text:
+            host.nodes.interrupt_processing()
+
+    monkeypatch.setattr(host.server, "send_progress_text", interrupt)
+    with pytest.raises(InterruptedError):
+        host.run(GRAPH)
+    assert "step of two blocks" in told[-1]

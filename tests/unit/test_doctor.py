@@ -1,0 +1,199 @@
+"""The report of a machine that is right has no fault; of one that is not, it names what is broken."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoders import f32c32
+from safetensors.torch import save_file
+from setup import ROOT
+
+from sana_core.__main__ import main
+from sana_core.doctor import Report, arithmetic, examine, files, machine
+from sana_core.doctor.arithmetic import check_arithmetic, check_attention, check_bundled
+from sana_core.doctor.files import check_files
+from sana_core.doctor.machine import check_kernels, check_versions
+
+CPU = torch.device("cpu")
+SCENES, TINY = ROOT / "demo" / "sana-scenes", ROOT / "demo" / "sana-tiny"
+CYANOTYPE = ROOT / "demo" / "sana-scenes-cyanotype.safetensors"
+
+
+def faults(report):
+    return {line.what: line.got for line in report.faults}
+
+
+def test_a_machine_and_files_that_are_right_have_no_fault(capsys, tmp_path):
+    file = tmp_path / "report.json"
+    options = ["--device", "cpu", "--seconds", "1000", "--json", str(file)]
+    assert main(["doctor", str(SCENES), str(CYANOTYPE), *options]) == 0
+    written = capsys.readouterr().out
+    document = json.loads(file.read_text())
+    assert {line["verdict"] for line in document["lines"]} <= {"right", "noted", "skipped"}, written
+    checked = {line["what"] for line in document["lines"] if line["verdict"] == "right"}
+    assert {"torch", "attention, float32", "image of the bundled model", "decode in strips"} <= checked
+    assert {f"step of two blocks, width {width}, float32" for width in (1152, 2240)} <= checked
+    assert "sana-scenes, image beside diffusers'" in checked and CYANOTYPE.name in checked
+    assert document["summary"] in written
+    # nothing of where it is
+    assert not any(part in written + file.read_text() for part in (str(ROOT), str(tmp_path), str(ROOT.parent)))
+
+
+def test_an_old_torch_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    report = Report()
+    check_versions(report)
+    assert faults(report) == {"torch": "2.5.1+cu124"}
+
+
+def test_attention_that_a_pack_has_replaced_is_named_and_measured(monkeypatch):
+    own = F.scaled_dot_product_attention
+
+    def coarse(query, key, value, **options):
+        return own(query.to(torch.float8_e4m3fn).to(query.dtype), key, value, **options)
+
+    coarse.__module__ = "another_pack.attention"
+    monkeypatch.setattr(F, "scaled_dot_product_attention", coarse)
+    report = Report()
+    machine.describe_machine(report)
+    check_attention(report, CPU, torch.float32)
+    assert faults(report).keys() == {"attention, float32"}
+    noted = {line.what: line.got for line in report.lines}
+    assert noted["torch's scaled_dot_product_attention"] == "replaced by another_pack.attention"
+
+
+def test_a_machine_without_triton_says_which_kernels_are_missing_and_why(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("triton", "sana_core.kernels."))]:
+        if name != "sana_core.kernels.trial":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    report = Report()
+    check_kernels(report, CPU, torch.float32)
+    (got,) = faults(report).values()
+    assert all(f"not {name} (" in got for name in ("channels", "gated_depthwise", "linear_attention", "modulation"))
+    assert "triton" in got
+
+
+@pytest.fixture
+def bundled(tmp_path, monkeypatch):
+    """A copy of the bundled model, which is the one that is checked."""
+    folder = shutil.copytree(SCENES, tmp_path / "model")
+    monkeypatch.setattr(arithmetic, "BUNDLED", folder)
+    return folder
+
+
+def test_a_flipped_byte_of_the_bundled_model_is_found(bundled):
+    file = bundled / "transformer" / "diffusion_pytorch_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+    report = Report()
+    check_bundled(report, CPU)
+    assert faults(report)["files of the bundled model"] == "transformer/diffusion_pytorch_model.safetensors"
+
+
+def test_the_vae_of_another_model_is_found(bundled):
+    shutil.rmtree(bundled / "vae")
+    shutil.copytree(TINY / "vae", bundled / "vae")
+    report = Report()
+    check_bundled(report, CPU)
+    assert faults(report).keys() == {"image of the bundled model", "files of the bundled model"}
+
+
+def test_weights_in_the_shape_of_a_released_vae_that_are_none_are_found(tmp_path):
+    file = tmp_path / "dc-ae.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in f32c32(1).state_dict().items()}, file)
+    report = Report(seconds=1000)
+    check_files(report, [file], CPU)
+    assert faults(report).keys() == {"dc-ae.safetensors, round trip"}
+    assert "DC-AE" in next(line.got for line in report.lines if line.what == "dc-ae.safetensors")
+
+
+def test_a_published_file_is_named_and_one_that_was_changed_is_not(tmp_path, monkeypatch):
+    file = tmp_path / "text_encoder.safetensors"
+    shutil.copy(SCENES / "text_encoder" / "model.safetensors", file)
+    shutil.copy(SCENES / "text_encoder" / "config.json", tmp_path)
+    digest = arithmetic.sha256(file)
+    monkeypatch.setitem(files.PUBLISHED, digest, "a published file")
+    monkeypatch.setitem(files.SIZES, file.stat().st_size, "a published file")
+    right, changed = Report(), Report()
+    check_files(right, [file], CPU)
+    assert ("SHA-256 of text_encoder.safetensors", "right") in {(line.what, line.verdict) for line in right.lines}
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    check_files(changed, [file], CPU)
+    (line,) = (line for line in changed.lines if line.what == "SHA-256 of text_encoder.safetensors")
+    assert "of the size of a published file" in line.got and line.verdict == "noted"
+
+
+def test_a_lora_of_another_model_is_named_if_it_was_asked_for(tmp_path):
+    (tmp_path / "loras").mkdir()
+    file = tmp_path / "loras" / "other.safetensors"
+    save_file(
+        {f"unet.down.0.lora_{end}.weight": torch.ones(4, 4) for end in ("A", "B")}, file, metadata={"format": "pt"}
+    )
+    asked, among_others = Report(), Report()
+    transformer = TINY / "transformer"
+    check_files(asked, [transformer, CYANOTYPE, file], CPU)
+    assert faults(asked).keys() == {CYANOTYPE.name, file.name}
+    assert re.search(r"none of its \d+ layers fit|\d+ of \d+ layers fit", faults(asked)[CYANOTYPE.name])
+    check_files(among_others, [transformer, tmp_path / "loras"], CPU)
+    assert not among_others.faults
+    assert ("LoRAs of other models", "1") in {(line.what, line.got) for line in among_others.lines}
+
+
+def test_a_file_that_is_broken_is_a_line_and_the_rest_is_checked(tmp_path):
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 100)
+    report = Report()
+    check_files(report, [tmp_path / "broken.safetensors", tmp_path / "missing.safetensors", CYANOTYPE], CPU)
+    assert faults(report).keys() == {"broken.safetensors", "missing.safetensors"}
+    assert str(tmp_path) not in report.markdown()
+    assert CYANOTYPE.name in {line.what for line in report.lines}
+
+
+class Cancelled(Exception):
+    pass
+
+
+@pytest.mark.parametrize("calls", [0, 5, 500])
+def test_cancelling_ends_it_at_once(calls):
+    left = iter(range(calls))
+
+    def poll():
+        if next(left, None) is None:
+            raise Cancelled
+
+    report = Report(poll)
+    with pytest.raises(Cancelled):
+        examine(report)
+    assert not report.faults
+
+
+def test_what_there_is_no_time_for_is_skipped():
+    report = Report(seconds=0)
+    check_arithmetic(report, CPU)
+    check_files(report, [SCENES], CPU)
+    skipped = {line.what for line in report.lines if line.verdict == "skipped"}
+    assert "step of two blocks, width 2240, float32" in skipped and "image of the bundled model" in skipped
+    assert any(what.startswith("SHA-256") for what in skipped) and not report.faults
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("No file /home/jane doe/ComfyUI/models/x.safetensors here", "No file x.safetensors here"),
+        (r"C:\Users\Jane\models\x.safetensors: broken", "x.safetensors: broken"),
+        ("float32/bfloat16 in 3/4 of 10", "float32/bfloat16 in 3/4 of 10"),
+        ("at 10.0.0.7:8188, http://host:80/x?token=y", "at (address), (address)"),
+        ("torch 2.14.1, compute 9.0", "torch 2.14.1, compute 9.0"),
+    ],
+)
+def test_no_place_and_no_address_is_in_a_report(text, expected):
+    report = Report()
+    report.note("", "", text)
+    assert report.lines[0].got == expected
