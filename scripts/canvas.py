@@ -29,7 +29,7 @@ RECTANGLES = """() => {
     return out;
 }""".replace("TITLE", str(TITLE))
 
-# few steps and the bundled model, on whatever graph is open
+# few steps and the bundled model, on whatever graph is open; no released file is looked into
 QUICK = """steps => {
     for (const node of app.graph.nodes) {
         const set = (name, value) => {
@@ -38,13 +38,17 @@ QUICK = """steps => {
         };
         set("steps", node.type === "SanaNodesTrain" ? 10 * steps : steps);
         set("use", "sana-scenes (bundled)");
+        if (node.type === "SanaNodesDoctor") set("files", false);
         if (node.type === "SanaNodesTrain") set("name", `run-of-${steps}-steps`);
     }
 }"""
 
 
-# each of the nodes shows a picture, or one has failed
-DRAWN = "ids => app.extensionManager.lastExecutionError || ids.every(id => app.nodeOutputs[id]?.images?.length)"
+# each of the nodes shows an image or a text, or one has failed
+DRAWN = """ids => app.extensionManager.lastExecutionError || ids.every(id => {
+    const shown = app.nodeOutputs[id];
+    return (shown?.images ?? shown?.text)?.length;
+})"""
 
 
 @contextmanager

@@ -29,7 +29,7 @@ SIZE, QUALITY = (1600, 900), 80
 # the one that the README shows
 FIRST = "SANA first picture"
 SAVED = """ids => ids.flatMap(id => app.nodeOutputs[id].images)
-    .map(({filename, subfolder, type}) => ({filename, subfolder, type}))"""
+    .filter(image => image).map(({filename, subfolder, type}) => ({filename, subfolder, type}))"""
 HEAD = """# Templates
 
 Every template as it opens in Nodes 2.0; images are of the demo model. `make gallery` makes it.
@@ -70,14 +70,15 @@ def wait_until_idle(server: Server) -> None:
         time.sleep(0.5)
 
 
-def draw_thumbnail(server: Server, page: Page, path: Path) -> Image.Image:
+def draw_thumbnail(server: Server, page: Page, path: Path, canvas: Image.Image) -> Image.Image:
     """Return a card of what the template that is open has saved, else shows, and who drew it."""
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
     savers = [node["id"] for node in nodes if node["type"] == "SaveImage"]
     found = page.evaluate(SAVED, savers or [node["id"] for node in nodes if node["type"] in SHOWING][:1])
     images = [Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB") for image in found]
-    if not savers:  # a chart, of which no edge may be cut
-        return draw_card([ImageOps.pad(images[0], (SIDE, SIDE - FOOT), color="white")], "figures for this computer")
+    if not savers:  # a chart, of which no edge may be cut, or words on the canvas
+        shown = ImageOps.pad(images[0], (SIDE, SIDE - FOOT), color="white") if images else canvas
+        return draw_card([shown], "figures for this computer")
     width, height = images[0].size
     return draw_card(images, f"{width} x {height} - demo model, CPU")
 
@@ -115,7 +116,7 @@ def main() -> None:
             picture = shoot(server, page, ROOT / "workflows" / f"{name}.json")
             picture.save(picture_of(name), quality=QUALITY)
             if name not in CARDS:
-                draw_thumbnail(server, page, ROOT / "workflows" / f"{name}.json").save(
+                draw_thumbnail(server, page, ROOT / "workflows" / f"{name}.json", picture).save(
                     ROOT / "workflows" / f"{name}.jpg", quality=SHARP
                 )
             if name == FIRST:

@@ -13,7 +13,7 @@ from workflow import DOWNLOADS, NOTE, Columns, Graph, Node, Subgraph
 # these need files that no switch replaces
 DOWNLOADED = {"SANA Sprint"}
 # nodes that end a graph with an image on themselves
-SHOWING = ("SaveImage", "PreviewImage", "SanaNodesPlan")
+SHOWING = ("SaveImage", "PreviewImage", "SanaNodesPlan", "SanaNodesDoctor")
 SOURCES = {"model": ("model", 0), "clip": ("model", 1), "vae": ("model", 2)}
 COMPARED = ("Before and after", "before save"), ("Compare", "compare")
 # pixels of the three nodes of a template that is one subgraph
@@ -250,6 +250,12 @@ def cards(name: str) -> Template:
     return Template(Graph({**note(name), **nodes}, (("", "note"), ("", "0.6B 1.6B"), ("", "1.5-4.8B 4K"))), ())
 
 
+def doctor(name: str) -> Template:
+    report = Node("PreviewAny", {"source": ("doctor", 0)}, "Report", 760, 700)
+    nodes = {**note(name), "doctor": Node("SanaNodesDoctor", {}), "report": report}
+    return Template(Graph(nodes, (("", "note doctor"), ("", "report"))), (("doctor", "files"),))
+
+
 def templates() -> dict[str, Template]:
     """Return the templates by the name that the browser shows, which is that of the file."""
     drawing = parts.text_to_image
@@ -266,6 +272,7 @@ def templates() -> dict[str, Template]:
         "SANA custom sampling": custom_sampling,
         "SANA Gemma writes the prompt": gemma,
         "SANA best settings for this card": cards,
+        "SANA check this computer": doctor,
     }
     return {
         **one_node("SANA first picture", parts.bundled_image(), "sana-first"),

@@ -49,6 +49,7 @@ SAYING = (
     "SanaNodesEmptyLatent",
     "SanaNodesDecode",
     "SanaNodesDataset",
+    "SanaNodesDoctor",
 )
 # width, and the room for the image or the lines that a node shows below its widgets after it has run
 ROOM = {
@@ -70,6 +71,8 @@ class Node(NamedTuple):
     inputs: dict[str, Any]
     title: str | None = None
     width: int | None = None
+    # pixels below the widgets
+    room: int | None = None
 
 
 class Graph(NamedTuple):
@@ -196,8 +199,8 @@ def write_node(file: File, node: Node, id_: int) -> Json:
             given = node.inputs.get(name)
             values.append(field.default() if given is None or isinstance(given, tuple) else given)
             values += ["fixed"] if field.options.get("control_after_generate") else []
-    usual, room = ROOM.get(node.kind, (WIDTH, 0))
-    width = node.width or usual
+    usual, usual_room = ROOM.get(node.kind, (WIDTH, 0))
+    width, room = node.width or usual, node.room or usual_room
     room = width + 20 if node.kind in IMAGES else room
     properties: Json = {"Node name for S&R": node.kind}
     files = [

@@ -48,7 +48,8 @@ CUT = """slack => {
             }
         }
         for (const field of node.querySelectorAll("input, textarea")) {
-            if (field.closest(".comfy-markdown")) continue;  // the source of a note, which is not shown
+            // the source of a note, which is not shown, and a report, which is scrolled
+            if (field.closest(".comfy-markdown") || field.readOnly) continue;
             const {scrollWidth, clientWidth, scrollHeight, clientHeight} = field;
             if (clientWidth && (scrollWidth > clientWidth + slack || scrollHeight > clientHeight + slack))
                 cut.push(show(node) + field.value);
