@@ -36,7 +36,7 @@ from sana_core.batch.draw import (  # noqa: E402
 )
 from sana_core.batch.local import LocalPool  # noqa: E402
 from sana_core.batch.loop import run_batch  # noqa: E402
-from sana_core.batch.plan import batch_pictures, split_into_chunks  # noqa: E402
+from sana_core.batch.plan import Workload, batch_pictures, split_into_chunks  # noqa: E402
 from sana_core.batch.queue import Queue  # noqa: E402
 
 CHECKPOINT = ROOT / "demo" / "sana-tiny"
@@ -146,10 +146,12 @@ def ray_pool(workers: int) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from sana_core.batch.connection import connect
     from sana_core.batch.fingerprint import fingerprint
-    from sana_core.batch.ray_pool import RayPool
-    from sana_core.batch.worker import Job
+    from sana_core.cluster.actors import ActorCache
+    from sana_core.cluster.batch import BatchPool
+    from sana_core.cluster.connection import ClusterSettings, connect
+    from sana_core.cluster.pool import Pool
+    from sana_core.cluster.worker import Job
 
     settings, path = resolve_settings(Settings(128, 128), CHECKPOINT), str(CHECKPOINT)
     job = Job(settings, {path: fingerprint(path)}, path, path, path)
@@ -157,7 +159,9 @@ def ray_pool(workers: int) -> Iterator[Any]:
     for _ in range(workers):
         cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
     connect(cluster.address)
-    with closing(RayPool(job, PROMPTS, workers)) as actors:
+    settings = ClusterSettings(cluster.address)
+    with closing(Pool(job, settings, ActorCache(), workers)) as pool:
+        actors = BatchPool(pool, Workload(PROMPTS, ()))
         warm(actors, workers)
         yield actors
     ray.shutdown()

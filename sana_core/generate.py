@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .batch.draw import Settings
 from .batch.local import draw_local
 from .batch.plan import Workload, batch_pictures
+from .batch.progress import no_words
+
+if TYPE_CHECKING:
+    from .cluster.connection import ClusterSettings
 
 
 def generate(
@@ -19,38 +23,39 @@ def generate(
     seed: int = 0,
     count: int = 1,
     devices: Sequence[str | torch.device] | None = None,
-    cluster: str | None = None,
+    cluster: str | ClusterSettings | None = None,
     split: bool = False,
     **settings: Any,
 ) -> torch.Tensor:
     """Return pictures [len(prompts) * count, 3, height, width] in [-1, 1], float32 on the CPU.
 
     Picture i of each prompt uses seed + i, so it is the same alone and in a batch. All of `devices` draw; None stands
-    for every accelerator of this machine, or its CPU. `cluster` is the address of a Ray cluster, or "auto", whose GPUs
-    draw instead. With `split` all of them draw each picture together, the pictures one after another.
+    for every accelerator of this machine, or its CPU. `cluster` is the address of a Ray cluster, "auto", or a
+    `sana_core.cluster.connection.ClusterSettings`: its GPUs draw instead. With `split` all of them draw each picture
+    together, the pictures one after another.
 
-    `settings` are `chunk`, the pictures that a device draws at once, without it as many as suit it, and the fields of
+    `settings` are `chunk`, the pictures that a device draws at once, without it as many as suit it, `say`, which is
+    told what a cluster waits for, and the fields of
     `sana_core.batch.draw.Settings`: width, height, steps, guidance, negative_prompt, sampler, pag_scale, pag_blocks,
     guidance_interval, dtype, compiled, reference, loras. Raises InputError for a size that is not a multiple of 32,
     numbers out of range and a LoRA that does not fit, CheckpointError, MissingFileError or ReadError for a file that
     cannot be loaded. A prompt of more than 300 tokens is cut, with a warning in the log.
     """
-    chunk = settings.pop("chunk", None)
+    chunk, say = settings.pop("chunk", None), settings.pop("say", no_words)
     how = Settings(**settings)
     workload = Workload(prompts, batch_pictures(len(prompts), count, seed), chunk)
-    if split and cluster is not None:
-        from .batch.cluster import ClusterSettings
-        from .split.cluster import draw_split_on_cluster
+    if cluster is not None:
+        from .cluster.batch import draw_on_cluster
+        from .cluster.connection import ClusterSettings
+        from .cluster.split import draw_split_on_cluster
 
-        drawn = draw_split_on_cluster(workload, checkpoint, how, ClusterSettings(cluster))
+        where = ClusterSettings(cluster) if isinstance(cluster, str) else cluster
+        draw_there = draw_split_on_cluster if split else draw_on_cluster
+        drawn = draw_there(workload, checkpoint, how, where, say=say)
     elif split:
         from .split.draw import draw_split
 
         drawn = draw_split(workload, checkpoint, how, devices)
-    elif cluster is not None:
-        from .batch.cluster import ClusterSettings, draw_on_cluster
-
-        drawn = draw_on_cluster(workload, checkpoint, how, ClusterSettings(cluster))
     else:
         drawn = draw_local(workload, checkpoint, how, devices)
     # made when the first picture is there, for mistakes in sizes are found before

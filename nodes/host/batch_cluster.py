@@ -19,15 +19,15 @@ import torch
 from ...sana_core.batch.draw import Embedding, Settings, resolve_settings
 from ...sana_core.batch.plan import Picture, Workload
 from ...sana_core.batch.progress import Progress
-from ...sana_core.batch.ray_actor import Crew
-from ...sana_core.batch.ray_run import draw_with
-from ...sana_core.batch.worker import Job
+from ...sana_core.cluster.actors import ActorCache
+from ...sana_core.cluster.batch import draw_with
+from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.forward import longest_prompt
 from ...sana_core.latents import DOWNSCALE
 from ...sana_core.polling import Poll
 from ...sana_core.released import MAX_TOKENS, SPRINT
-from .cluster import WEIGHTS, fingerprints, plain_file, require_cluster, run_for, session_at
+from .cluster import WEIGHTS, fingerprints, plain_file, require_cluster, run_for, session_on
 from .compat import loaded_from, patches_of
 from .core_nodes import CORE_NODES, ENCODED
 from .guidance import INTERVAL, PERTURBED
@@ -55,9 +55,9 @@ def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Count
     Raises InputError for what a cluster cannot draw, for no cluster and for a broken file of it; ClusterError where no
     cluster or no GPU of it can be reached, and what a machine said where none is left.
     """
-    address = require_cluster()
+    cluster = require_cluster()
     job, prompts = make_job(batch)
-    session = session_at(address)
+    session = session_on(cluster)
     pictures = batch.pictures
     bar = comfy.utils.ProgressBar(len(pictures))
     progress, show = Progress(len(pictures)), progress_under_running_node()
@@ -67,8 +67,8 @@ def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Count
     workload = Workload(prompts, pictures, batch.chunk or None)
     say = words_under_running_node()
 
-    def work(ray: Any, crew: Crew, beat: Poll) -> Generator[tuple[Picture, Any], None, None]:
-        return draw_with(ray, crew, job, workload, session.cluster, report, beat, say)
+    def work(ray: Any, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, Any], None, None]:
+        return draw_with(ray, cache, job, workload, session.cluster, report, beat, say)
 
     with closing(run_for(batch.model, session, job, work, "batch", say)) as drawn:
         for picture, (array, pixels) in drawn:

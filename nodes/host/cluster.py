@@ -20,14 +20,14 @@ from server import PromptServer
 
 from ...sana_core.batch.fingerprint import fingerprint
 from ...sana_core.batch.progress import Say
-from ...sana_core.batch.ray_actor import Crew
-from ...sana_core.batch.ray_run import ClusterSettings
-from ...sana_core.batch.session import Session
-from ...sana_core.batch.worker import Job
+from ...sana_core.cluster.actors import ActorCache
+from ...sana_core.cluster.connection import ClusterSettings
+from ...sana_core.cluster.session import Session
+from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.polling import Poll
 from .compat import loaded_from
-from .folders import cluster_address
+from .folders import configured_cluster
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -38,23 +38,23 @@ SESSION = "sana_cluster_session"
 WEIGHTS = "diffusion_model."
 
 
-def require_cluster() -> str:
-    """Return the cluster's address. Raises InputError for no cluster, and for a broken file of it."""
-    address = cluster_address()
-    if address is None:
+def require_cluster() -> ClusterSettings:
+    """Return the cluster, and its share for this server. Raises InputError for none, and for a broken file of it."""
+    cluster = configured_cluster()
+    if cluster is None:
         raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
-    return address
+    return cluster
 
 
-def session_at(address: str) -> Session:
-    """Return the server's session on the cluster at `address`; it is kept by the server, for it outlives graphs."""
+def session_on(cluster: ClusterSettings) -> Session:
+    """Return the server's session on `cluster`; it is kept by the server, for it outlives graphs."""
     server = PromptServer.instance
     session: Session | None = getattr(server, SESSION, None)
-    if session is not None and session.cluster.address != address:
+    if session is not None and session.cluster != cluster:
         session.leave()
         session = None
     if session is None or session.lost:
-        session = Session(ClusterSettings(address))
+        session = Session(cluster)
         setattr(server, SESSION, session)
     return session
 
@@ -83,7 +83,7 @@ def run_for(
     model: ModelPatcher,
     session: Session,
     job: Job,
-    work: Callable[[Any, Crew, Poll], Generator[T, None, None]],
+    work: Callable[[Any, ActorCache, Poll], Generator[T, None, None]],
     kind: str,
     say: Say,
 ) -> Generator[T, None, None]:

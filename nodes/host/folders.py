@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import comfy.model_management
 import folder_paths
 
 from ...sana_core.checkpoints.files import brief, parse_json, read_bytes
 from ...sana_core.checkpoints.headers import SUFFIXES
+from ...sana_core.cluster.connection import ClusterSettings
 from ...sana_core.downloads import file_names, where_to_get
 from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError
 
@@ -158,16 +160,17 @@ def list_devices() -> list[str]:
 def list_cluster() -> list[str]:
     """Return the cluster as a choice of devices, if the operator has configured it."""
     try:
-        return [CLUSTER] if cluster_address() is not None else []
+        return [CLUSTER] if configured_cluster() is not None else []
     except InputError:  # it is in the log
         return []
 
 
-def cluster_address() -> str | None:
-    """Return the address, like ray://HOST:10001, of the Ray cluster in cluster.json of the system user "sana", None
-    where no such file is.
+def configured_cluster() -> ClusterSettings | None:
+    """Return the Ray cluster in cluster.json of the system user "sana", None where no such file is.
 
-    Only Ray Client's addresses: Ray ends a process that is connected in another way together with the cluster.
+    It has an address like ray://HOST:10001 and, if wanted, the fields of ClusterSettings gpus, gpus_per_worker and
+    resources. Only Ray Client's addresses: Ray ends a process that is connected in another way together with the
+    cluster.
 
     HTTP does not reach that folder, and what is in it is the operator's alone: of a file that is broken only the log
     says where it is and why, and InputError that it is.
@@ -175,18 +178,28 @@ def cluster_address() -> str | None:
     file = Path(folder_paths.get_system_user_directory("sana")) / "cluster.json"
     try:
         found = parse_json(read_bytes(file, LARGEST_CLUSTER_FILE), "cluster.json")
+        return cluster_in(found)
     except MissingFileError:
         return None
     except SanaError as error:
         # without the remedy for files that were downloaded
-        reason = str(error).rpartition("; ")[0]
-    else:
-        match found:
-            case {"address": str(address)} if CLUSTER_ADDRESS.fullmatch(address) and len(found) == 1:
-                return address
-        reason = f"got {brief(found)}"
+        reason = str(error).rpartition("; ")[0] or str(error)
     logger.error('SANA Batch Sampler: %s: %s; expected {"address": "ray://HOST:10001"}', file, reason)
     raise InputError("devices: the server's cluster.json is broken; its operator finds why in the log")
+
+
+def cluster_in(document: Any) -> ClusterSettings:
+    """Return what `document` says of a cluster. Raises InputError for anything else."""
+    match document:
+        case {"address": str(address), **rest} if CLUSTER_ADDRESS.fullmatch(address):
+            match {"gpus": None, "gpus_per_worker": 1, "resources": {}, **rest}:
+                case {"gpus": int() | None as gpus, "gpus_per_worker": int() | float() as each, "resources": dict(own)}:
+                    amounts = all(type(amount) in (int, float) for amount in own.values())
+                    if amounts and rest.keys() <= {"gpus", "gpus_per_worker", "resources"}:
+                        cluster = ClusterSettings(address, gpus, each, tuple(own.items()))
+                        cluster.check()
+                        return cluster
+    raise InputError(f"address: got {brief(document)}, expected what docs/cluster.md shows")
 
 
 def list_splits() -> list[str]:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...sana_core.batch.draw import Settings
-from ...sana_core.batch.ray_actor import Crew
-from ...sana_core.batch.worker import Job
+from ...sana_core.cluster.actors import ActorCache
+from ...sana_core.cluster.split import Call, answer_calls
+from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.polling import Poll
-from ...sana_core.split.cluster import Call, answer_calls
-from .cluster import fingerprints, plain_file, require_cluster, run_for, session_at
+from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 from .model import SPLIT, picture_pixels
 from .report import words_under_running_node
 from .split_patches import check_patches
@@ -40,12 +40,11 @@ def share_on_cluster(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: A
     model = guider.model_patcher
     check_patches(model, guider.conds)
     check_controlnets(guider.conds)
-    job, session, say = make_job(model, noise), session_at(require_cluster()), words_under_running_node()
+    job, session, say = make_job(model, noise), session_on(require_cluster()), words_under_running_node()
     calls: SimpleQueue[Call] = SimpleQueue()
 
-    def work(ray: Any, crew: Crew, beat: Poll) -> Generator[torch.Tensor, None, None]:
-        say("the cluster's GPUs load the model")
-        return answer_calls(ray, crew, job, session.cluster.wait, calls, beat)
+    def work(ray: Any, cache: ActorCache, beat: Poll) -> Generator[torch.Tensor, None, None]:
+        return answer_calls(ray, cache, job, session.cluster, calls, beat, say)
 
     with closing(run_for(model, session, job, work, "split", say)) as answers:
         say(f"{int(next(answers))} GPUs of the cluster share the image")

@@ -24,7 +24,7 @@ from ..batch.progress import Progress
 from ..errors import InputError, OutputError, SanaError
 from ..polling import noting_interrupts
 from ..whole_files import make_folder
-from .options import add_drawing, settings_of
+from .options import add_drawing, cluster_of, say, settings_of
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
@@ -97,12 +97,8 @@ def carry_on(arguments: argparse.Namespace, workload: Workload, settings: Settin
         sys.stdout.write(f"{count} images in {seconds:.1f} s, {count / seconds:.2f} a second\n")
         for worker, number in report["drawn"].items():
             sys.stdout.write(f"  {worker}: {number}\n")
-
-
-def say(text: str) -> None:
-    """Say how the run stands."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+        for error in report.get("refused", {}).values():
+            sys.stdout.write(f"  left out: {error}\n")
 
 
 def show_reading(done: int, total: int) -> None:
@@ -123,11 +119,11 @@ def draw(
 ) -> Generator[tuple[Picture, bytes | str], None, None]:
     """Yield each picture that is not done as a PNG file, or its digest where a machine has written it itself."""
     options = (workload, arguments.checkpoint, settings)
-    if arguments.cluster is not None:
-        from ..batch.cluster import ClusterSettings, draw_on_cluster
+    cluster = cluster_of(arguments)
+    if cluster is not None:
+        from ..cluster.batch import draw_on_cluster
 
         shared = held if arguments.out_shared else None
-        cluster = ClusterSettings(arguments.cluster)
         with closing(draw_on_cluster(*options, cluster, described, report, shared, say)) as files:
             try:
                 yield from files

@@ -8,7 +8,7 @@ import sys
 from ..batch.plan import batch_pictures
 from ..batch.png import file_name
 from ..whole_files import check_free, make_folder, unfinished
-from .options import add_drawing, settings_of
+from .options import add_drawing, cluster_of, say, settings_of
 
 EXAMPLE = """example:
   python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\
@@ -35,9 +35,10 @@ def run(arguments: argparse.Namespace) -> None:
     make_folder(arguments.out)
     where = {
         "devices": arguments.devices,
-        "cluster": arguments.cluster,
+        "cluster": cluster_of(arguments),
         "chunk": arguments.chunk,
         "split": arguments.split,
+        "say": say,
     }
     settings = settings_of(arguments)._asdict()
     seed, count = arguments.seed, arguments.count

@@ -9,12 +9,15 @@ from pathlib import Path
 from ..accelerator import has_bf16
 from ..batch.draw import DTYPES, Settings
 from ..batch.local import local_devices
+from ..cluster.connection import ClusterSettings
+from ..errors import InputError
 from ..reference import AUTO, REFERENCE_HELP, REFERENCES
 from ..released import DEFAULT_RESOLUTION
 
 
 def add_drawing(parser: argparse.ArgumentParser) -> None:
-    """Add the options whose values `settings_of` reads, and checkpoint, out, seed, count, chunk, devices, cluster."""
+    """Add the options whose values `settings_of` reads, and checkpoint, out, seed, count, chunk, devices, and
+    those of `cluster_of`."""
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, help="a folder or file; on a cluster, of each machine")
     add("--out", type=Path, default=Path("output"), help="folder for the PNG files")
@@ -54,6 +57,38 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=int, help="images that a device makes at once; default: what suits it")
     add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all GPUs, or the CPU")
     add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: use all its GPUs")
+    add("--gpus", type=int, help="of the cluster, at most so many; default: all")
+    add("--gpus-per-worker", type=float, default=1.0, help="of the cluster, for each process: 0.5 for two on a GPU")
+    add(
+        "--resource",
+        type=resource_of,
+        action="append",
+        metavar="NAME[=AMOUNT]",
+        help="of the cluster, only machines with this custom resource of Ray's, of which each process takes AMOUNT",
+    )
+
+
+def resource_of(text: str) -> tuple[str, float]:
+    """Return name and amount of "NAME=AMOUNT", a thousandth where none is said: many processes share one."""
+    name, said, amount = text.partition("=")
+    return name, float(amount) if said else 0.001
+
+
+def cluster_of(arguments: argparse.Namespace) -> ClusterSettings | None:
+    """Return which cluster draws, None for this machine.
+
+    Raises InputError for devices of this machine beside a cluster, and for a share of none.
+    """
+    share = {"gpus": None, "gpus_per_worker": 1.0, "resource": None}
+    if arguments.cluster is None:
+        for name, default in share.items():
+            if getattr(arguments, name) != default:
+                raise InputError(f"{name}: it is for the machines of a cluster; add --cluster, or leave it out")
+        return None
+    if arguments.devices is not None:
+        raise InputError("devices: they are of this machine, and --cluster draws on others; leave one out")
+    resources = tuple(arguments.resource or ())
+    return ClusterSettings(arguments.cluster, arguments.gpus, arguments.gpus_per_worker, resources)
 
 
 def lora_of(text: str) -> tuple[str, float]:
@@ -93,3 +128,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         arguments.reference,
         tuple(arguments.lora or ()),
     )
+
+
+def say(text: str) -> None:
+    """Say how the run stands."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

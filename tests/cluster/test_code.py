@@ -1,6 +1,7 @@
-"""Machines draw with the code that the driver has, whatever lies in the folder where it was started."""
+"""Machines that have other code than the driver: their images are identical, or they are refused by name."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,10 @@ import sys
 import pytest
 from machines import add_node
 from setup import ROOT
+
+import sana_core
+from sana_core.cluster.connection import ClusterSettings
+from sana_core.errors import ClusterError
 
 # an actor has one core
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,3 +52,26 @@ def test_a_checkout_in_the_drivers_folder_draws_nothing(cluster, checkpoint, oth
         assert done.returncode == 0, done.stderr
         found[name] = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.png")}
     assert found["here"] == found["there"] and len(found["there"]) == 12
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_machine_that_runs_other_code_all_the_same_is_refused_by_name(cluster, checkpoint, other_checkout, split):
+    """As where an editable install puts another checkout first."""
+    (other_checkout / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(other_checkout)!r})\n")
+    nodes = [cluster.add_node(num_cpus=1, num_gpus=1, env_vars={"PYTHONPATH": str(other_checkout)}) for _ in range(2)]
+    names = "|".join(node.node_id[:6] for node in nodes)
+    run = ClusterSettings(cluster.address, wait=60)
+    with pytest.raises(ClusterError, match=rf"\(({names}), actor \d+\): it runs code of sana_core \w+, not \w+ "):
+        sana_core.generate(PROMPTS, checkpoint, cluster=run, split=split, **{**OPTIONS, "chunk": None})
+
+
+@pytest.mark.timeout(300)
+def test_a_machine_with_other_versions_draws_and_is_told(cluster, checkpoint, tmp_path, caplog):
+    metadata = tmp_path / "diffusers-0.1.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: diffusers\nVersion: 0.1\n")
+    node = cluster.add_node(num_cpus=1, num_gpus=1, env_vars={"PYTHONPATH": str(tmp_path)})
+    drawn = sana_core.generate(PROMPTS, checkpoint, cluster=cluster.address, **OPTIONS)
+    assert drawn.equal(sana_core.generate(PROMPTS, checkpoint, **OPTIONS))
+    assert re.search(rf"\({node.node_id[:6]}\): it runs diffusers 0.1, not \S+ as the driver does", caplog.text)

@@ -22,9 +22,10 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.cluster import ClusterSettings, draw_on_cluster
 from sana_core.batch.draw import Settings
 from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.cluster.batch import draw_on_cluster
+from sana_core.cluster.connection import ClusterSettings
 
 # an actor has one core
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
 
 import pytest
 import torch
@@ -17,15 +16,16 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.cluster import ClusterSettings, draw_on_cluster
-from sana_core.batch.connection import connect
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.fingerprint import describe_settings, fingerprint
 from sana_core.batch.hold import hold
 from sana_core.batch.plan import Workload, batch_pictures
-from sana_core.batch.ray_actor import Crew
-from sana_core.batch.ray_pool import RayPool
-from sana_core.batch.worker import Job
+from sana_core.cluster.actors import ActorCache
+from sana_core.cluster.batch import draw_on_cluster
+from sana_core.cluster.connection import ClusterSettings, connect
+from sana_core.cluster.pool import Pool
+from sana_core.cluster.worker import Job
+from sana_core.errors import ClusterError
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
 from sana_core.training.settings import Method
 
@@ -86,19 +86,23 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
     copy = tmp_path / "sana"
     shutil.copytree(checkpoint, copy)
     node = add_node(cluster)
-    connect(cluster.address)
     path = str(copy)
-    pool = RayPool(
-        Job(resolve_settings(SETTINGS, path), {path: fingerprint(path)}, path, path, path), PROMPTS, 4, 60, Crew()
-    )
+    job = Job(resolve_settings(SETTINGS, path), {path: fingerprint(path)}, path, path, path)
     shutil.rmtree(copy)
+    with pytest.raises(ClusterError, match=rf"\({node.node_id[:6]}, actor \d+\): .*sana"):
+        wait_for_actors(cluster, job)
+
+
+def wait_for_actors(cluster, job):
+    """Ask for actors that load what the job wants until one is ready."""
+    ray, cache = connect(cluster.address), ActorCache()
+    pool = Pool(job, ClusterSettings(cluster.address, wait=250), cache, 4)
     try:
-        with pytest.raises(OSError, match=rf"\({node.node_id[:6]}, actor \d+\): .*sana"):
-            while True:
-                pool.workers()
-                pool.wait()
+        while not pool.actors:
+            pool.wait([])
     finally:
         pool.close()
+        cache.end(ray)
 
 
 @pytest.mark.slow
@@ -131,7 +135,6 @@ CHANGES = {
 @pytest.mark.timeout(600)
 def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluster, checkpoint, tmp_path):
     add_node(cluster)
-    connect(cluster.address)
     for name, (file, old, new) in CHANGES.items():
         copy = shutil.copytree(checkpoint, tmp_path / name)
         path, data = str(copy), bytearray((copy / file).read_bytes())
@@ -139,11 +142,9 @@ def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluste
         if old is None:
             data[len(data) * 2 // 3] ^= 1
         (copy / file).write_bytes(data if old is None else data.replace(old, new))
-        pool = RayPool(Job(resolve_settings(SETTINGS, path), weights, path, path, path), PROMPTS, 4, 250, Crew())
-        with closing(pool), pytest.raises(ValueError, match=rf"not what the driver has \({name}\); copy the same"):
-            while True:
-                pool.workers()
-                pool.wait()
+        job = Job(resolve_settings(SETTINGS, path), weights, path, path, path)
+        with pytest.raises(ClusterError, match=rf"not what the driver has \({name}\); copy the same"):
+            wait_for_actors(cluster, job)
 
 
 @pytest.mark.slow
@@ -281,7 +282,9 @@ def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(clus
     pictures = draw(40, {})
     next(pictures)
     out.rename(tmp_path / "gone")
-    with pytest.raises(OSError, match=rf"\({node.node_id[:6]}, actor 1\): out: cannot write into {out} \(No such file"):
+    with pytest.raises(
+        ClusterError, match=rf"\({node.node_id[:6]}, actor 1\): out: cannot write into {out} \(No such file"
+    ):
         list(pictures)
 
 

@@ -68,23 +68,23 @@ def test_the_cluster_is_offered_and_computes_what_this_machine_does(server):
     assert '"cluster"' in json.dumps(info["SanaNodesSplitPicture"]["input"]["required"]["devices"])
     list(run_graph(server, graph()))
     check_same(server)
-    assert len(actors("SplitActor")) == 2
+    assert len(actors()) == 2
     log = server.log.read_text()
     assert "SANA: 2 GPUs of the cluster share the image" in log
 
 
 @pytest.mark.timeout(300)
 def test_the_workers_stay_for_another_sampler_and_another_size_and_go_with_the_model(server):
-    before = {process.pid for process in actors("SplitActor")}
+    before = {process.pid for process in actors()}
     assert len(before) == 2
     nodes = graph("KSampler")
     nodes["4"]["inputs"] = {**SIZE, "width": 96}
     list(run_graph(server, nodes))
     check_same(server)
-    assert {process.pid for process in actors("SplitActor")} == before
+    assert {process.pid for process in actors()} == before
     post(server, "/free", unload_models=True, free_memory=True)
     deadline = time.monotonic() + 60
-    while actors("SplitActor"):
+    while actors():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -104,9 +104,9 @@ def test_a_member_that_dies_costs_a_step(server):
     died = False
     for event in run_graph(server, graph(steps=40)):
         if not died and steps_on_the_cluster(event):
-            actors("SplitActor")[1].send_signal(signal.SIGKILL)
+            actors()[1].send_signal(signal.SIGKILL)
             died = True
-    assert died and len(actors("SplitActor")) == 1
+    assert died and len(actors()) == 1
     check_same(server)
 
 
@@ -114,7 +114,7 @@ def test_a_member_that_dies_costs_a_step(server):
 @pytest.mark.timeout(300)
 def test_interrupt_leaves_the_workers_and_the_next_graph_runs(server):
     list(run_graph(server, graph()))
-    before = {process.pid for process in actors("SplitActor")}
+    before = {process.pid for process in actors()}
     ended = 0.0
     for event in run_graph(server, graph(steps=500)):
         if not ended and steps_on_the_cluster(event):
@@ -125,7 +125,7 @@ def test_interrupt_leaves_the_workers_and_the_next_graph_runs(server):
     assert ended and time.monotonic() - ended < 10
     list(run_graph(server, graph(steps=5)))
     check_same(server)
-    assert {process.pid for process in actors("SplitActor")} == before
+    assert {process.pid for process in actors()} == before
 
 
 @pytest.mark.slow

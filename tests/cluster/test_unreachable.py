@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sana_core.batch.connection import connect, connect_client, wait_for
+from sana_core.cluster.connection import connect, connect_client, wait_for
 from sana_core.errors import ClusterError
 from sana_core.polling import no_poll
 

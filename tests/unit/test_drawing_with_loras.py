@@ -8,10 +8,10 @@ import torch
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.cluster import draw_on_cluster
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.fingerprint import fingerprint
-from sana_core.batch.worker import Job, Worker
+from sana_core.cluster.batch import draw_on_cluster
+from sana_core.cluster.worker import Job, Worker
 from sana_core.commands.options import lora_of
 from sana_core.errors import CheckpointError, MissingFileError
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
@@ -52,6 +52,7 @@ def test_a_worker_draws_with_it_and_refuses_another_file_of_that_name(checkpoint
     words = Job(settings, weights, path, path, path).pack()
     worker = Worker(words)
     worker.load(1, {})
+    worker.begin(words)
     drawn = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 0.6)], **SIZE)
     assert torch.equal(torch.from_numpy(worker.draw([(0, 0, 3)], [PROMPT])[0]), drawn[0])
     transformer = sana_core.load_transformer(checkpoint)

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from ..batch.loop import GRACE
+from ..batch.progress import Say, no_words
 from ..checkpoints.files import brief
+from ..checks import check_number
 from ..errors import ClusterError, InputError
 from ..polling import Poll, no_poll
-from .progress import Say, no_words
 
 T = TypeVar("T")
 # seconds between two calls of a poll
@@ -24,7 +26,47 @@ ANSWER = 25.0
 CLIENT = "ray://"
 # what a run is called among the cluster's jobs
 NAMESPACE = "sana"
-PACKAGE = Path(__file__).parents[1]
+# seconds that actors stay after a run of a server, each with its GPU and what it has loaded
+IDLE = 300.0
+# and that a run waits for a GPU, longer than those of another stay idle
+WAIT = 2 * IDLE
+# GPUs of a run, or processes on one
+LARGEST = 10_000
+
+
+class ClusterSettings(NamedTuple):
+    """Which Ray cluster draws, with how much of it, and how long a run waits for it.
+
+    A run takes at most `gpus` GPUs, all without it, and each of its processes asks Ray for `gpus_per_worker` and for
+    the custom `resources`, amounts by name. No chunk is thought to hang before `grace` seconds; `wait` are those for a
+    first actor, or for another after the last one died, to be placed on a machine.
+    """
+
+    address: str = "auto"
+    gpus: int | None = None
+    gpus_per_worker: float = 1.0
+    resources: tuple[tuple[str, float], ...] = ()
+    grace: float = GRACE
+    wait: float = WAIT
+
+    def check(self) -> None:
+        """Raise InputError for numbers out of range, and for what no GPU can be divided into."""
+        if self.gpus is not None:
+            check_number("gpus", self.gpus, 1, LARGEST)
+        check_number("gpus_per_worker", self.gpus_per_worker, 1 / LARGEST, LARGEST)
+        if self.gpus_per_worker > 1 and self.gpus_per_worker % 1:
+            raise InputError(f"gpus_per_worker: got {self.gpus_per_worker}, expected a whole number or less than one")
+        for name, amount in self.resources:
+            check_number(f"resource {name}", amount, 1 / LARGEST, LARGEST)
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """What an actor needs of a machine, by Ray's names."""
+        return {"GPU": self.gpus_per_worker, **dict(self.resources)}
+
+    def limit(self, most: int) -> int:
+        """Return how many actors a run that can use `most` may have."""
+        return most if self.gpus is None else min(most, max(1, int(self.gpus / self.gpus_per_worker)))
 
 
 @contextmanager
@@ -61,13 +103,10 @@ def connect(address: str, poll: Poll = no_poll, say: Say = no_words) -> Any:
     """
     ray = import_ray()
     if not ray.is_initialized():
-        # what ray list jobs shows
-        # as their working directory: without one Ray puts that of this process before all else on their path, where
-        # another checkout may be
-        excludes = ["/*", "!/.", f"!/{PACKAGE.name}", "__pycache__"]
-        own = run_options({"working_dir": str(PACKAGE.parent), "excludes": excludes})
-        options = {**own, "job_config": ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})}
-        reach(address, lambda: ray.init(address=address, **options), lambda context: ray.shutdown(), poll, say)
+        # what ray list jobs shows; Ray Client takes none
+        job = ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})
+        options = {**run_options(), "job_config": job}
+        reach(address, lambda: ray.init(address, **options), lambda context: ray.shutdown(), poll, say)
     return ray
 
 
@@ -83,16 +122,20 @@ def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> A
     except ImportError:
         raise InputError("cluster: ray is installed without its client; pip install 'ray[client]'") from None
     # other connections of this process, one that is lost too, are no part of it
-    # a driver on the head whose working directory is the package's cannot unpickle tensors there
-    own = run_options({"py_modules": [str(PACKAGE)], "excludes": ["**/__pycache__"]})
-    options = {**own, "allow_multiple": True}
-    return reach(address, lambda: ray.init(address=address, **options), lambda context: context.disconnect(), poll, say)
+    options = {**run_options(), "allow_multiple": True}
+    return reach(address, lambda: ray.init(address, **options), lambda context: context.disconnect(), poll, say)
 
 
-def run_options(environment: dict[str, Any]) -> dict[str, Any]:
-    """Return what Ray is told of a run in `environment`, which brings this very code to the machines."""
+def run_options() -> dict[str, Any]:
+    """Return what Ray is told of a run: the machines get this very code.
+
+    As their working directory: without one Ray puts that of this process before all else on their path, where another
+    checkout may be.
+    """
+    package = Path(__file__).parents[1]
+    excludes = ["/*", "!/.", f"!/{package.name}", "__pycache__"]
     return {
-        "runtime_env": environment,
+        "runtime_env": {"working_dir": str(package.parent), "excludes": excludes},
         "log_to_driver": False,
         "logging_level": logging.ERROR,
         "namespace": NAMESPACE,

@@ -15,20 +15,26 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..batch.progress import Say, no_words
 from ..checkpoints.files import brief
 from ..errors import ClusterError, SanaError
 from ..polling import Poll, no_poll
-from .apart import LostError, work_apart
-from .connection import CLIENT, LOOK, connect_client, connected, import_ray, wait_for
-from .progress import Say, no_words
-from .ray_actor import Crew, hire
-from .ray_run import ClusterSettings
+from .actors import ActorCache, put_weights
+from .background import LostError, work_apart
+from .connection import (
+    CLIENT,
+    IDLE,
+    LOOK,
+    ClusterSettings,
+    connect_client,
+    connected,
+    import_ray,
+    wait_for,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# seconds that actors stay after a run, each with its GPU and what it has loaded
-IDLE = 300.0
 # no call of Ray's takes so long while its head lives; Ray itself gives up after 90
 SILENCE = 40.0
 # for a connection that was idle to prove itself
@@ -44,7 +50,7 @@ class Session:
         self.lost = False  # the head does not answer, and a call to it may never return
         self.context: Any = None  # of Ray Client
         self.key: Any = None
-        self.crew = Crew()
+        self.cache = ActorCache()
         self.used = time.monotonic()
         self.unwanted = threading.Event()
 
@@ -52,11 +58,11 @@ class Session:
         self,
         key: Any,
         changed: Callable[[], Mapping[str, torch.Tensor]],
-        work: Callable[[Any, Crew, Poll], Generator[T, None, None]],
+        work: Callable[[Any, ActorCache, Poll], Generator[T, None, None]],
         poll: Poll = no_poll,
         say: Say = no_words,
     ) -> Generator[T, None, None]:
-        """Yield what the generator `work(ray, crew, poll)` yields, with the crew of the last run if `key` is the same.
+        """Yield what the generator `work(ray, cache, poll)` yields, by the last run's actors if `key` is the same.
 
         `key` says what is loaded: files, precision, patches. `changed` is called where it is another, and returns the
         weights of the transformer that are not those of the file. `poll`, called twice a second whatever Ray does,
@@ -81,8 +87,8 @@ class Session:
                 with self.context:
                     if weights is not None:
                         self.dismiss()
-                        self.crew, self.key = hire(ray, weights, beat), key
-                    yield from work(ray, self.crew, beat)
+                        self.cache, self.key = put_weights(ray, weights, beat), key
+                    yield from work(ray, self.cache, beat)
             except Exception as error:
                 if isinstance(error, SanaError) or not is_of_ray(error):
                     raise
@@ -116,7 +122,7 @@ class Session:
             wait_for(self.look, lambda nodes: part(context), poll, PROOF)
         except BaseException as error:
             # the thread that looks may be inside of the context for long
-            self.context, self.crew, self.key = None, Crew(), None
+            self.context, self.cache, self.key = None, ActorCache(), None
             if not isinstance(error, TimeoutError):
                 part(context)
             if not is_of_ray(error):
@@ -154,14 +160,14 @@ class Session:
     def end(self) -> None:
         """End the connection, and with it the actors."""
         context, self.context = self.context, None
-        self.crew, self.key = Crew(), None
+        self.cache, self.key = ActorCache(), None
         if context is not None:
             context.disconnect()
 
     def dismiss(self) -> None:
         """End the actors. Only inside of the context."""
         self.key = None
-        self.crew.end(import_ray())
+        self.cache.end(import_ray())
 
     def leave(self) -> None:
         """End the connection for good, without a wait for what may never come."""
@@ -196,9 +202,9 @@ def is_of_ray(error: BaseException) -> bool:
 
 
 def run_alone(
-    cluster: ClusterSettings, work: Callable[[Any, Crew, Poll], Generator[T, None, None]], poll: Poll, say: Say
+    cluster: ClusterSettings, work: Callable[[Any, ActorCache, Poll], Generator[T, None, None]], poll: Poll, say: Say
 ) -> Generator[T, None, None]:
-    """Yield what the generator `work(ray, crew, poll)` yields, with a connection and actors of this run alone.
+    """Yield what the generator `work(ray, cache, poll)` yields, with a connection and actors of this run alone.
 
     Raises what `Session.run` does.
     """
@@ -210,8 +216,8 @@ def run_alone(
             session.leave()
         return
     with connected(cluster.address, poll, say) as ray:
-        crew = Crew()
+        cache = ActorCache()
         try:
-            yield from work(ray, crew, poll)
+            yield from work(ray, cache, poll)
         finally:
-            crew.end(ray)
+            cache.end(ray)

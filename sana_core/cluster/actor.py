@@ -1,0 +1,120 @@
+"""What runs on the machines of a cluster: a process with a GPU, which keeps what it has loaded.
+
+This module itself is sent, whatever code a machine has, so it imports nothing of the package before the driver knows
+which one that is. What is sent and comes back is pickled once, errors too: the driver of Ray Client,
+a process of the head, looks into neither and needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import time
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cloudpickle import dumps, loads
+
+PACKAGE = "sana_core"
+CODE = f"code of {PACKAGE}"
+# whose arithmetic decides an image
+LIBRARIES = ("torch", "diffusers", "transformers")
+# of the histogram of seconds for an image
+BOUNDARIES = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0]
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def describe_code(folder: Path) -> dict[str, str]:
+    """Return the digest of the package in `folder` and the versions of the libraries that decide an image."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return {CODE: digest.hexdigest()[:12], **{name: version(name) for name in LIBRARIES}}
+
+
+class Warnings(logging.Handler):
+    """Keeps what the package warns of, for the driver."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        """Return the texts since the last call."""
+        taken, self.texts = self.texts, []
+        return taken
+
+
+class Actor:
+    """Its counts are among Ray's own metrics, which each machine shows in Prometheus' form."""
+
+    def __init__(self) -> None:
+        from ray.util import metrics
+
+        self.worker: Any = None
+        self.warnings = Warnings()
+        logging.getLogger(PACKAGE).addHandler(self.warnings)
+        self.images = metrics.Counter("sana_pictures", description="images drawn")
+        self.failures = metrics.Counter("sana_failures", description="chunks that ended with an error")
+        self.seconds = metrics.Histogram(
+            "sana_seconds_per_picture", description="seconds for an image", boundaries=BOUNDARIES
+        )
+
+    def locate(self) -> tuple[str, dict[str, str]]:
+        """Return the id of the node that this runs on, and the code that it runs."""
+        code = describe_code(Path(import_module(PACKAGE).__file__ or "").parent)
+        return ray.get_runtime_context().get_node_id(), code
+
+    @ray.method(concurrency_group="status")
+    def answer(self) -> None:
+        """Answer, while another call goes on too: the process lives."""
+
+    def call(self, method: str, arguments: bytes, *weights: bytes) -> bytes:
+        """Return what the method of that name makes, how it failed, why, and what was warned of meanwhile.
+
+        It is one of the worker's, or `prepare` or `draw`.
+        """
+        result, failure, reason = None, "", ""
+        try:
+            own = getattr(self, method, None) or getattr(self.worker, method)
+            result = own(*loads(arguments), *map(loads, weights))
+        except Exception as error:
+            accelerator = import_module(f"{PACKAGE}.accelerator")
+            out_of_memory, driver = accelerator.is_out_of_memory(error), accelerator.is_driver_error(error)
+            failure = "memory" if out_of_memory else "driver" if driver else "error"
+            reason = str(error) or type(error).__name__
+        return dumps((result, failure, reason, self.warnings.take()))
+
+    def prepare(self, job: dict[str, Any], threads: int, names: list[str], *weights: Any) -> int:
+        """Load what the job wants, unless that is done, and return what `Worker.begin` does."""
+        if self.worker is None:
+            worker = import_module(f"{PACKAGE}.cluster.worker").Worker(job)
+            worker.load(threads, dict(zip(names, weights, strict=True)))
+            self.worker = worker
+        return self.worker.begin(job)
+
+    def draw(self, chunk: list[Any], prompts: list[Any]) -> list[Any]:
+        """Return the images of a chunk."""
+        started = time.monotonic()
+        try:
+            drawn = self.worker.draw(chunk, prompts)
+        except BaseException:
+            self.failures.inc()
+            raise
+        self.images.inc(len(chunk))
+        self.seconds.observe((time.monotonic() - started) / len(chunk))
+        return drawn
+
+
+def actor_class() -> Any:
+    """Return what Ray starts actors of. One thread of them answers, another works."""
+    decorate: Any = ray.remote
+    return decorate(concurrency_groups={"status": 1})(Actor)

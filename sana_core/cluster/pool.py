@@ -1,0 +1,380 @@
+"""The actors of a run: where Ray has placed them, which are ready, and which machines cannot draw.
+
+A pool asks each machine for an actor on each of its GPUs, so that one that cannot start any is known by name, and asks
+for some more besides, so that the cluster's autoscaler sees what is wanted. An actor that dies is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from ..batch.progress import Say, counted, no_words
+from ..checkpoints.files import brief
+from ..errors import ClusterError
+from ..polling import Poll, no_poll
+from .actors import ActorCache, ActorError, ActorHandle, DriverError, last_words, named
+from .connection import LOOK, ClusterSettings, import_ray
+from .worker import Job
+
+logger = logging.getLogger(__name__)
+
+# seconds between two looks at the cluster's machines, and at whether actors answer
+LOOK_AROUND = 3.0
+# starts of actors on one machine that may fail one after another
+LARGEST_TRIES = 5
+# actors that are asked for beside those that the cluster has GPUs for
+AHEAD = 8
+# seconds after which an actor that Ray has not placed is asked for on another machine too
+PATIENCE = 10.0
+# an actor that does not answer for so long hangs; one that loads may be kept by a slow disk
+SILENCE, LOADING_SILENCE = 30.0, 300.0
+
+
+class Pool:
+    """The actors that have loaded `job`, at most `most`, those of `cache` first.
+
+    `together` are those of a split: their GPUs are reserved at once, on as few machines as can be, and none is asked
+    for ahead. `poll`, called at least twice a second, cancels by raising; `say` is told what the run waits for.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: ClusterSettings,
+        cache: ActorCache,
+        most: int,
+        together: bool = False,
+        poll: Poll = no_poll,
+        say: Say = no_words,
+    ) -> None:
+        cluster.check()
+        from .actor import actor_class, describe_code
+
+        self.ray, self.job, self.cluster, self.cache = import_ray(), job.pack(), cluster, cache
+        self.most, self.together, self.poll, self.say, self.said = cluster.limit(most), together, poll, say, ""
+        self.actor_class, self.code = actor_class(), describe_code(Path(__file__).parents[1])
+        self.asked: dict[Any, ActorHandle] = {}  # by the call of locate; Ray has not placed them yet
+        self.starting: dict[Any, ActorHandle] = {}  # by the call of prepare
+        self.actors: dict[str, ActorHandle] = {}  # those that are ready, by name
+        self.pings: dict[Any, ActorHandle] = {}  # by the call of answer
+        self.loaded: dict[str, int] = {}  # how many pictures at once each has memory for
+        self.refused: dict[str, ClusterError] = {}  # nodes that cannot draw
+        self.failures: dict[str, tuple[int, float]] = {}  # starts that failed on a node in a row, and the last
+        self.reserved: list[ActorHandle] = []  # that were lost, and whose GPU is still reserved
+        self.told: set[str] = set()
+        self.placed: set[str] = set()  # nodes that ever had an actor
+        self.looked = self.seen = time.monotonic()
+        self.nodes = self.living()
+        for actor in self.cache.actors:
+            if actor.node_id in self.nodes:
+                self.prepare(actor)
+        self.cache.actors = []
+        self.look_around()
+
+    def living(self) -> dict[str, Any]:
+        """Return the cluster's machines that live, by id."""
+        return {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
+
+    def capacity(self, node_id: str) -> int:
+        """Return how many actors a machine has room for."""
+        resources = self.nodes.get(node_id, {}).get("Resources", {})
+        return min(int(resources.get(name, 0) / amount) for name, amount in self.cluster.needs.items())
+
+    def machine(self, node_id: str) -> str:
+        return f"{self.nodes[node_id]['NodeManagerHostname']} ({node_id[:6]})"
+
+    @property
+    def held(self) -> list[ActorHandle]:
+        """The actors that have a place."""
+        return [*self.starting.values(), *self.actors.values()]
+
+    def look_around(self) -> None:
+        """Forget the actors whose machine has gone, ask whether the others live, and for as many as are missing."""
+        self.looked = now = time.monotonic()
+        self.nodes = self.living()
+        for actor in self.held:
+            if actor.node_id not in self.nodes:
+                self.drop(actor, ClusterError("its machine has gone"))
+        pinged = list(self.pings.values())
+        for actor in self.held:
+            if actor not in pinged:
+                actor.since = now
+                self.pings[actor.handle.answer.remote()] = actor
+            elif now - actor.since > (SILENCE if actor.ready else LOADING_SILENCE):
+                self.drop(actor, TimeoutError(f"it has not answered for {now - actor.since:.0f} s"))
+        able = {node: count for node in self.nodes if node not in self.refused and (count := self.capacity(node)) > 0}
+        if self.together:
+            lost, self.reserved = self.reserved, []
+            for actor in lost:
+                self.ask(actor.strategy, actor.node_id)
+            if len(self.held) + len(self.asked) < 2:
+                self.ask_together()
+            return
+        for node, room in able.items():
+            room = min(room - sum(actor.node_id == node for actor in self.held), self.most - len(self.held))
+            waiting = {call: actor for call, actor in self.asked.items() if actor.node_id == node}
+            for call in list(waiting)[max(0, room) :]:
+                self.ray.kill(self.asked.pop(call).handle)
+            able[node] = room - len(waiting)
+        patient = [actor for actor in self.asked.values() if actor.node_id and now - actor.since < PATIENCE]
+        missing = self.most - len(self.held) - len(patient)
+        # one on each machine before any gets a second
+        while missing > 0 and (node := max(able, key=able.__getitem__, default="")) and able[node] > 0:
+            self.ask(self.on_node(node), node)
+            able[node] -= 1
+            missing -= 1
+        ahead = sum(not actor.node_id for actor in self.asked.values())
+        _, failed = self.failures.get("", (0, 0.0))
+        if now - failed > PATIENCE:
+            for _ in range(min(missing, AHEAD) - ahead):
+                self.ask(self.anywhere(), "")
+
+    def ask(self, strategy: Any, node_id: str) -> None:
+        needs = dict(self.cluster.needs)
+        options = {"num_gpus": needs.pop("GPU"), "num_cpus": 0, "resources": needs, "scheduling_strategy": strategy}
+        handle = self.actor_class.options(**options).remote()
+        self.asked[handle.locate.remote()] = ActorHandle(handle, strategy, time.monotonic(), node_id)
+
+    def on_node(self, node_id: str) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+    def anywhere(self) -> Any:
+        """Return where Ray may place an actor: on any machine that has not refused."""
+        from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
+
+        # Ray labels each node with its id, by a name that has changed with its versions
+        found = (self.nodes.get(node, {}).get("Labels", {}).items() for node in self.refused)
+        labels = {name for items in found for name, value in items if value in self.refused}
+        return NodeLabelSchedulingStrategy(hard={name: NotIn(*self.refused) for name in labels}) if labels else "SPREAD"
+
+    def ask_together(self) -> None:
+        """Reserve GPUs that are free now, two at least, and ask for an actor on each."""
+        from ray.util import placement_group, placement_group_table, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        free, needs = self.ray.available_resources(), self.cluster.needs
+        count = min(self.most - len(self.held), *(int(free.get(name, 0) / amount) for name, amount in needs.items()))
+        if count + len(self.held) < 2:
+            return
+        group, deadline = placement_group([needs] * count, strategy="PACK"), time.monotonic() + PATIENCE
+        while True:
+            self.poll()
+            table = placement_group_table(group)
+            if table["state"] == "CREATED":
+                break
+            if time.monotonic() > deadline:
+                # somebody else was faster
+                remove_placement_group(group)
+                return
+            time.sleep(LOOK)
+        self.cache.groups.append(group)
+        for index, node_id in table["bundles_to_node_id"].items():
+            if node_id not in self.refused:
+                self.ask(PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index), node_id)
+
+    def wait(self, calls: list[Any]) -> list[Any]:
+        """Return which of `calls` have ended, after a short time also none, and see to the actors meanwhile.
+
+        Raises what a machine said where all that were there refuse, ClusterError when no actor was placed in time.
+        """
+        self.poll()
+        now = time.monotonic()
+        if now - self.looked > LOOK_AROUND:
+            self.look_around()
+        if self.held:
+            self.seen = now
+        elif self.all_refuse():
+            raise next(iter(self.refused.values()))
+        elif now - self.seen > self.cluster.wait:
+            reasons = "".join(f"; {error}" for error in self.refused.values())
+            raise ClusterError(
+                f"cluster: no GPU of it could be had for {self.cluster.wait:.0f} s{reasons}; "
+                "see ray status for what its machines have, and what others use"
+            )
+        waiting = [*calls, *self.pings, *self.starting, *self.asked]
+        if not waiting:
+            time.sleep(LOOK)
+            return []
+        ready, _ = self.ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        if not ready:
+            ready, _ = self.ray.wait(waiting, num_returns=1, timeout=LOOK)
+        if not ready:
+            self.report()
+        for call in ready:
+            if call in self.asked:
+                self.settle_place(call)
+            elif call in self.starting:
+                self.settle_start(call)
+            elif call in self.pings:
+                self.settle_ping(call)
+        return [call for call in calls if call in ready]
+
+    def all_refuse(self) -> bool:
+        """Whether there are machines with GPUs, and all of them have refused; one that has died might come back."""
+        able = self.placed | {node for node in self.nodes if self.capacity(node)}
+        return bool(able) and able <= self.refused.keys()
+
+    def report(self) -> None:
+        """Say what the run waits for, where that has changed, and nothing once somebody draws."""
+        able = [room for room in map(self.capacity, self.nodes) if room]
+        if self.actors:
+            words = ""
+        elif self.starting:
+            places = sorted({self.machine(actor.node_id) for actor in self.starting.values()})
+            words = f"{counted(len(self.starting), 'worker')} loading on {brief(', '.join(places), 200)}"
+        elif able:
+            wanted, have = (
+                min(self.most, sum(able)),
+                f"{counted(len(able), 'machine')} with {counted(sum(able), 'GPU')}",
+            )
+            words = f"{counted(wanted, 'worker')} starting on {have}"
+        else:
+            words = (
+                f"no GPU among the cluster's {counted(len(self.nodes), 'machine')}; waiting {self.cluster.wait:.0f} s "
+                "for a machine with one, or one that ray start --num-gpus=1 lets use its CPU"
+            )
+        if words and words != self.said:
+            self.say(words)
+        self.said = words
+
+    def settle_ping(self, call: Any) -> None:
+        actor = self.pings.pop(call)
+        try:
+            self.ray.get(call)
+        except self.ray.exceptions.RayError as error:
+            self.drop(actor, error)
+
+    def settle_place(self, call: Any) -> None:
+        """Let an actor that Ray has placed load, where it runs the code of this run."""
+        actor = self.asked.pop(call)
+        try:
+            actor.node_id, code = self.ray.get(call)
+        except self.ray.exceptions.RayError as error:
+            self.count_failure(actor, error)
+            return
+        if actor.node_id not in self.nodes:
+            # it has just joined
+            self.nodes = self.living()
+        if actor.node_id in self.refused or actor.node_id not in self.nodes or len(self.held) >= self.most:
+            self.ray.kill(actor.handle)
+            return
+        self.placed.add(actor.node_id)
+        actor.name = f"{self.machine(actor.node_id)[:-1]}, actor {len(self.cache.machines) + 1})"
+        self.cache.machines[actor.name] = self.machine(actor.node_id)
+        from .actor import CODE
+
+        differing = [f"{name} {code.get(name)}, not {own}" for name, own in self.code.items() if code.get(name) != own]
+        text = f"it runs {', '.join(differing)} as the driver does"
+        if any(name.startswith(CODE) for name in differing):
+            self.refuse(actor, ClusterError(f"{text}; remove the one that its Python finds first"))
+            return
+        if differing:
+            self.tell(actor.name, f"{text}; its images may differ in the last bits")
+        self.prepare(actor)
+
+    def prepare(self, actor: ActorHandle) -> None:
+        """Let an actor load what the job wants, unless it has that, and take it in when it is ready."""
+        actor.since, actor.ready = time.monotonic(), False
+        # of a machine's cores, as Ray counts them
+        threads = int(self.nodes[actor.node_id]["Resources"].get("CPU", 0)) // max(1, self.capacity(actor.node_id))
+        changed = self.cache.changed
+        arguments = self.job, max(1, threads), list(changed)
+        self.starting[self.call(actor, "prepare", arguments, *changed.values())] = actor
+
+    def call(self, actor: ActorHandle, method: str, arguments: tuple, *weights: Any) -> Any:
+        """Let an actor do something, as `Actor.call` has it, and return Ray's reference of what it makes."""
+        return actor.handle.call.remote(method, self.ray.cloudpickle.dumps(arguments), *weights)
+
+    def put(self, value: Any) -> Any:
+        """Return Ray's reference of an argument that several actors get."""
+        return self.ray.put(self.ray.cloudpickle.dumps(value))
+
+    def settle_start(self, call: Any) -> None:
+        """Take an actor in that is ready, or note why it is not."""
+        actor = self.starting.pop(call)
+        try:
+            largest = self.unpack(actor.name, call)
+            # of the memory of a GPU that it has to itself
+            self.loaded[actor.name] = max(1, int(largest * min(1, self.cluster.gpus_per_worker)))
+        except self.ray.exceptions.RayError as error:
+            self.count_failure(actor, error)
+        except (MemoryError, ActorError) as error:
+            self.refuse(actor, error)
+        else:
+            actor.ready = True
+            self.failures.pop(actor.node_id, None)
+            self.actors[actor.name] = actor
+
+    def unpack(self, name: str, call: Any) -> Any:
+        """Return what a call of the actor of that name has made, and log what it warned of.
+
+        Raises MemoryError, DriverError or ActorError for what it failed with, and Ray's errors.
+        """
+        result, failure, reason, warnings = self.ray.cloudpickle.loads(self.ray.get(call))
+        for text in warnings:
+            self.tell(name, text)
+        if failure == "memory":
+            raise MemoryError(f"{name}: {reason}")
+        if failure:
+            raise DriverError(reason) if failure == "driver" else ActorError(reason)
+        return result
+
+    def tell(self, name: str, text: str) -> None:
+        """Log what an actor's machine warns of, once for all of its actors."""
+        text = f"{self.cache.machines[name]}: {text}"
+        if text not in self.told:
+            self.told.add(text)
+            logger.warning("cluster: %s", text)
+
+    def count_failure(self, actor: ActorHandle, error: BaseException) -> None:
+        """Note that an actor has not come up, and leave its machine out when that happens again and again."""
+        count, last = self.failures.get(actor.node_id, (0, 0.0))
+        # those that end together, as with a node, count once
+        count += actor.since > last
+        self.failures[actor.node_id] = count, time.monotonic()
+        if actor.node_id in self.nodes:
+            reason = f"its processes end before they are ready ({last_words(error)}); see its disk and its logs"
+            if count >= LARGEST_TRIES:
+                self.refuse(actor, ClusterError(reason))
+            else:
+                logger.warning("cluster: %s: %s", self.machine(actor.node_id), reason)
+
+    def refuse(self, actor: ActorHandle, cause: BaseException) -> None:
+        """Leave the actor's machine out: it is well, but cannot draw, and another try there would end the same."""
+        name = actor.name or self.machine(actor.node_id)
+        if actor.node_id not in self.refused:
+            self.refused[actor.node_id] = named(name, cause)
+            logger.error("cluster: %s cannot work: %s", name, cause)
+        # those that wait for a place might get this one
+        for call, other in list(self.asked.items()):
+            if other.node_id in ("", actor.node_id):
+                self.ray.kill(self.asked.pop(call).handle)
+        self.end(actor)
+
+    def drop(self, actor: ActorHandle, reason: BaseException) -> None:
+        """Kill an actor that was lost; another is asked for."""
+        if actor in self.held:
+            logger.warning("cluster: lost %s: %s", actor.name, last_words(reason))
+            self.end(actor)
+            self.reserved.append(actor)
+            self.looked = 0.0
+
+    def end(self, actor: ActorHandle) -> None:
+        self.ray.kill(actor.handle)
+        self.actors.pop(actor.name, None)
+        self.starting = {call: other for call, other in self.starting.items() if other is not actor}
+        self.pings = {call: other for call, other in self.pings.items() if other is not actor}
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        """Leave the actors that have a place to the cache, and end the others."""
+        self.cache.actors += self.held
+        for actor in self.asked.values():
+            self.ray.kill(actor.handle)

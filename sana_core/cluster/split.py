@@ -1,0 +1,227 @@
+"""Pictures that the GPUs of a Ray cluster share: actors that exchange tensors with each other directly.
+
+They draw whole pictures, or answer the calls of a model that something else samples with. A member that dies, or has no
+memory, ends the picture or the call for all; it is begun again on those that live.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from ..batch.draw import Settings
+from ..batch.plan import Picture, Workload
+from ..batch.progress import Say, no_words
+from ..errors import ClusterError, InputError
+from ..latents import DOWNSCALE
+from ..polling import Poll, no_poll
+from ..split.draw import check_workload
+from .actors import ActorCache, ActorError, ActorHandle, DriverError, named
+from .batch import make_job
+from .connection import LOOK, ClusterSettings
+from .pool import Pool
+from .session import run_alone
+from .worker import Job
+
+# after a member's error, how long the others have to notice it: more than they wait for each other
+NOTICE = 90.0
+# how often a picture is begun anew where all members have gone: NCCL takes the others of a dead one along
+TRIES = 3
+
+
+def draw_split_on_cluster(
+    workload: Workload,
+    checkpoint: str | Path,
+    settings: Settings,
+    cluster: ClusterSettings,
+    poll: Poll = no_poll,
+    say: Say = no_words,
+) -> Generator[tuple[Picture, torch.Tensor], None, None]:
+    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], drawn by all GPUs of a Ray cluster.
+
+    One of them encodes the prompts for all. `checkpoint` is the path on every machine. `say` is told what the run waits
+    for, and `poll`, called at least twice a second, cancels by raising. Raises InputError for what `draw_split` refuses
+    and a missing ray, CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded,
+    ClusterError where no two GPUs can be had, and what a machine said where none is left.
+    """
+    check_workload(workload, settings)
+    job = make_job(workload, checkpoint, settings)
+    encoder, job = job.encoder, job._replace(encoder=None)
+    rows = settings.height // DOWNSCALE
+    pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
+    used = list(dict.fromkeys(workload.prompts[picture.prompt] for picture in pictures))
+
+    def work(ray: Any, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, torch.Tensor], None, None]:
+        with closing(Pool(job, cluster, cache, rows, together=True, poll=beat, say=say)) as pool:
+            group = Group(pool)
+            texts, negative = group.first("encode_once", encoder, used)
+            for picture in pictures:
+                text = texts[workload.prompts[picture.prompt]]
+                yield picture, group.compute("draw_rows", rows, *map(pool.put, (tuple(picture), text, negative)))
+
+    with closing(run_alone(cluster, work, poll, say)) as drawn:
+        yield from drawn
+
+
+class Call(NamedTuple):
+    """A call of the model: latents [B, 32, h, w], timesteps [B] and guidance [B] or None; the number of its prompts,
+    and where that is new the prompts, as `Worker.velocity` takes them.
+    """
+
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    number: int
+    prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int]] | None
+
+
+def answer_calls(
+    ray: Any, cache: ActorCache, job: Job, cluster: ClusterSettings, calls: SimpleQueue[Call], poll: Poll, say: Say
+) -> Generator[torch.Tensor, None, None]:
+    """Yield how many GPUs of the cluster share each picture, and then the velocity of each of `calls` as they come.
+
+    Whoever asks closes the generator after the last. Raises as `draw_split_on_cluster` does.
+    """
+    rows = job.settings.height // DOWNSCALE
+    with closing(Pool(job, cluster, cache, rows, together=True, poll=poll, say=say)) as pool:
+        group = Group(pool)
+        yield torch.tensor(len(group.members()))
+        # each on the cluster once
+        prompts: dict[int, Any] = {}
+        while True:
+            pool.poll()
+            try:
+                call = calls.get(timeout=LOOK)
+            except Empty:
+                continue
+            if call.prompts is not None:
+                prompts[call.number] = pool.put(call.prompts)
+            own = pool.put(call.inputs), pool.put(call.number), prompts[call.number]
+            yield group.compute("velocity", call.inputs[0].shape[2], *own)
+
+
+class Group:
+    """The actors of a pool that compute each picture together, neighbours on one machine.
+
+    Raises InputError for a cluster of fewer than two GPUs, and for less than a GPU for each.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.speeds: dict[str, tuple[str, float]] = {}
+        # where these actors have found each other
+        self.met: tuple[list[str], tuple[str, int]] = [], ("", 0)
+        gpus = sum(map(pool.capacity, pool.nodes))
+        if min(gpus, pool.most) < 2:
+            raise InputError(
+                f"cluster: got {min(gpus, pool.most)} GPUs to share an image, expected two or more; leave split out"
+            )
+        if pool.cluster.gpus_per_worker < 1:
+            got = pool.cluster.gpus_per_worker
+            raise InputError(f"gpus_per_worker: got {got} to share an image, expected 1; leave it out")
+
+    def members(self) -> list[ActorHandle]:
+        """Return the actors that are ready, by machine. The first time, wait for two, and for all that load.
+
+        Raises what `Pool.wait` does.
+        """
+        pool, first = self.pool, not self.speeds
+        while len(pool.actors) < 1 + first or (first and (pool.starting or pool.asked)):
+            pool.wait([])
+        found = sorted(pool.actors.values(), key=lambda actor: (actor.node_id, actor.name))
+        new = [actor for actor in found if actor.name not in self.speeds]
+        for actor, result in zip(new, self.ask(new, "speed"), strict=True):
+            if isinstance(result, BaseException):
+                pool.drop(actor, result)
+            else:
+                self.speeds[actor.name] = result
+        return [actor for actor in found if actor.name in pool.actors]
+
+    def first(self, method: str, *arguments: Any) -> Any:
+        """Return what the first member's `method` makes of the arguments; another's where that one is lost."""
+        while True:
+            actor = self.members()[0]
+            (result,) = self.ask([actor], method, *arguments)
+            if not is_error(result):
+                return result
+            if not self.lose(actor, result) or not self.pool.actors:
+                raise named(actor.name, result)
+
+    def compute(self, method: str, rows: int, *arguments: Any) -> torch.Tensor:
+        """Return what the members' `method` makes together of `rows` rows of latents, along the last dimension but one.
+
+        The `arguments` are those that `Pool.put` has returned.
+        Raises what a member said where none is left, or its mistake.
+        """
+        emptied = 0
+        while True:
+            members = self.members()[:rows]
+            results = self.attempt(members, method, arguments)
+            errors = [(actor, result) for actor, result in zip(members, results, strict=True) if is_error(result)]
+            if not errors:
+                return torch.cat(results, dim=-2)
+            lost = [self.lose(actor, error) for actor, error in errors]
+            emptied += not self.pool.actors
+            if not any(lost) or emptied == TRIES:
+                raise named(errors[0][0].name, errors[0][1])
+            self.met = [], ("", 0)
+
+    def attempt(self, members: list[ActorHandle], method: str, arguments: tuple) -> list[Any]:
+        """Return what each of `members` made of its rows, or why not."""
+        names = [actor.name for actor in members]
+        if self.met[0] != names:
+            (place,) = self.ask(members[:1], "open_store", len(members))
+            if is_error(place):
+                return [place, *(interrupted() for _ in members[1:])]
+            self.met = names, place
+        found = [self.speeds[name] for name in names]
+        equal = len({kind for kind, _ in found}) == 1
+        speeds = [1.0 if equal else speed for _, speed in found]
+        calls = [
+            self.pool.call(actor, method, (rank, speeds, self.met[1]), *arguments) for rank, actor in enumerate(members)
+        ]
+        return self.results(members, calls)
+
+    def ask(self, members: list[ActorHandle], method: str, *arguments: Any) -> list[Any]:
+        """Return what the `method` of each of `members` makes of the arguments; errors too."""
+        return self.results(members, [self.pool.call(actor, method, arguments) for actor in members])
+
+    def results(self, members: list[ActorHandle], calls: list[Any]) -> list[Any]:
+        """Return what the calls of `members` have made, errors too.
+
+        Those that have not ended some time after another's error are thought to hang.
+        """
+        found: dict[Any, Any] = {}
+        failed = None
+        while len(found) < len(calls):
+            for call in self.pool.wait([call for call in calls if call not in found]):
+                try:
+                    found[call] = self.pool.unpack(members[calls.index(call)].name, call)
+                except (MemoryError, ActorError, self.pool.ray.exceptions.RayError) as error:
+                    found[call] = error
+                    failed = failed or time.monotonic()
+            if failed is not None and time.monotonic() - failed > NOTICE:
+                late = TimeoutError(f"no answer {NOTICE:.0f} s after another's error")
+                found |= {call: late for call in calls if call not in found}
+        return [found[call] for call in calls]
+
+    def lose(self, actor: ActorHandle, error: BaseException) -> bool:
+        """Drop a member that `error` has ended. Return whether it has, and not only interrupted its work."""
+        if isinstance(error, ActorError | ClusterError) and not isinstance(error, DriverError):
+            # its own mistake, or what torch says to the partners of one that has died
+            return False
+        self.pool.drop(actor, error)
+        return True
+
+
+def is_error(result: Any) -> bool:
+    return isinstance(result, BaseException)
+
+
+def interrupted() -> ClusterError:
+    """Return the error of a member that another's death has kept from its work."""
+    return ClusterError("cluster: another actor of the image has gone; it is begun again")

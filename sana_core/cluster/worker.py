@@ -1,0 +1,259 @@
+"""What an actor of a cluster does: it loads the parts of a checkpoint once, draws chunks, or computes rows of an image.
+
+What goes to an actor and comes back is plain: numbers, text, bytes, arrays, tensors. Inside ComfyUI this package has
+another name, and the machines would not find its classes under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..accelerator import current_accelerator
+from ..batch.batch_size import has_room_for_encoder, largest_chunk
+from ..batch.draw import (
+    Embedding,
+    Settings,
+    decode,
+    encode_negative,
+    encode_text,
+    encode_texts,
+    load_encoder,
+    load_models,
+    sample,
+)
+from ..batch.fingerprint import difference, fingerprint
+from ..batch.hold import OWN, check_run
+from ..batch.plan import Chunk, Picture
+from ..batch.png import encode_png, file_name, write_picture
+from ..errors import CheckpointError, OutputError
+from ..forward import Constants, Perturbation, prepare, velocity
+from ..latents import DOWNSCALE
+from ..split.processes import ProcessExchange, connect
+from ..split.rows import part_of, share_rows
+from ..split.share import Share
+from ..split.speed import device_name, measure
+from ..split.worker import draw_rows
+
+
+class Job(NamedTuple):
+    """What every actor of a run is told before it gets chunks. The paths are those on every machine.
+
+    Without `autoencoder` the pictures are not decoded, without `encoder` the prompts come encoded. `negative` is the
+    negative prompt where it comes encoded, once for all. `weights` has the fingerprint of each path. Pictures are
+    returned as arrays [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all
+    machines and the name of the run that holds it, the PNG files are written there, and their digests returned. With
+    `latents`, pairs: the latent [32, h, w] in the model's scale, and the array or None.
+    """
+
+    settings: Settings
+    weights: Mapping[str, Mapping[str, Any]]
+    transformer: str
+    autoencoder: str | None = None
+    encoder: str | None = None
+    negative: Embedding | None = None
+    resolution: int | None = None
+    described: Mapping[str, Any] | None = None
+    shared: tuple[str, str] | None = None
+    latents: bool = False
+
+    def pack(self) -> dict[str, Any]:
+        """Return the job in plain words, for `unpack`."""
+        return {**self._asdict(), "settings": self.settings._asdict()}
+
+
+def unpack(words: Mapping[str, Any]) -> Job:
+    """Return the job of which `words` are the `pack`."""
+    return Job(**{**words, "settings": Settings(**words["settings"])})
+
+
+def check_shared(job: Job) -> None:
+    """Raise MissingFileError where the job's shared folder is not here, OutputError where it cannot be written."""
+    if job.shared is not None:
+        check_run(Path(job.shared[0]), job.shared[1])
+
+
+class Worker:
+    """One GPU, or the CPU of a machine without one, with a checkpoint on it."""
+
+    def __init__(self, words: Mapping[str, Any]) -> None:
+        self.job = unpack(words)
+        self.store: dist.Store | None = None
+        # with whom rows are exchanged: where they found each other, which is another place each time
+        self.joined: tuple[str, int] | None = None
+        self.exchange = ProcessExchange(0, 1)
+        self.constants: dict[tuple, Constants] = {}
+
+    def load(self, threads: int, changed: Mapping[str, torch.Tensor]) -> None:
+        """Load everything. What a CPU computes here is computed by so many `threads`.
+
+        `changed` are weights of the transformer that are not those of the file, by name. Raises CheckpointError if this
+        machine's checkpoint is not the job's or is broken, MissingFileError or ReadError for one that is not whole.
+        """
+        job = self.job
+        # Ray lets a process without a CPU of its own have one thread
+        torch.set_num_threads(threads)
+        for path, weights in job.weights.items():
+            differs = difference(fingerprint(path), weights)
+            if differs:
+                raise CheckpointError(f"{path}: not what the driver has ({differs}); copy the same files there")
+        device = current_accelerator() or torch.device("cpu")
+        settings = job.settings
+        self.models = load_models(
+            job.transformer,
+            device,
+            settings.dtype,
+            job.autoencoder,
+            job.resolution,
+            settings.reference,
+            settings.loras,
+        )
+        with torch.no_grad():
+            for name, weight in changed.items():
+                self.models.transformer.get_parameter(name).copy_(weight)
+        if job.encoder is not None:
+            self.encoder = load_encoder(job.encoder, device, settings.dtype, settings.reference)
+
+    def begin(self, words: Mapping[str, Any]) -> int:
+        """Draw for the job of those `words` from now on, which wants what is loaded, in that precision.
+
+        Return how many pictures at once the GPU has memory for. Raises MissingFileError for a shared folder that is not
+        here, OutputError for one that cannot be written.
+        """
+        job = unpack(words)
+        check_shared(job)
+        self.job, self.texts = job, dict[str, Embedding]()
+        self.constants.clear()
+        if job.encoder is not None:
+            self.negative = encode_negative(self.encoder, job.settings.negative_prompt)
+        elif job.negative is not None:
+            self.negative = job.negative
+        return largest_chunk(job.transformer, job.settings, self.models.transformer.device, loaded=True)
+
+    def draw(self, words: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
+        """Return the pictures of a chunk, as the job wants them; `prompts` are text, or encoded."""
+        chunk: Chunk = tuple(Picture(*word) for word in words)
+        texts = self.encode(prompts)
+        latents = sample(self.models, self.job.settings, chunk, texts, self.negative)
+        pictures: list[Any] = [None] * len(chunk)
+        if self.models.autoencoder is not None:
+            pictures = decode(self.models.autoencoder, latents)
+        return [self.package_result(*each) for each in zip(chunk, prompts, latents, pictures, strict=True)]
+
+    def encode(self, prompts: Sequence[Any]) -> list[Embedding]:
+        if self.job.encoder is None:
+            return list(prompts)
+        # only those of the last chunks: the queue hands the pictures of a prompt out one after another
+        known = {prompt: self.texts[prompt] for prompt in prompts if prompt in self.texts}
+        for prompt in prompts:
+            if prompt not in known:
+                known[prompt] = encode_text(self.encoder, prompt, instruction=True)
+        self.texts = known
+        return [known[prompt] for prompt in prompts]
+
+    def package_result(self, picture: Picture, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | None) -> Any:
+        """Return one picture as the job wants it. Raises OutputError where it cannot be written."""
+        array = None if pixels is None else pixels.numpy()
+        if self.job.latents:
+            return latent.cpu().numpy(), array
+        if self.job.described is None:
+            return array
+        assert pixels is not None
+        png = encode_png(pixels, prompt, picture.seed, dict(self.job.described), self.job.transformer)
+        if self.job.shared is None:
+            return png
+        folder = Path(self.job.shared[0])
+        try:
+            return write_picture(folder / file_name(picture), png, folder / OWN / self.job.shared[1])
+        except OSError as error:
+            raise OutputError(
+                f"out: cannot write into {folder} ({error.strerror or error}); see its rights and its disk"
+            ) from error
+
+    def encode_once(self, encoder: str, prompts: Sequence[str]) -> tuple[dict[str, Embedding], Embedding]:
+        """Return the prompts and the negative one encoded, for all who share their images; the encoder goes then."""
+        settings, device = self.job.settings, self.models.transformer.device
+        if not has_room_for_encoder(encoder, settings, device):
+            device = torch.device("cpu")
+        loaded = load_encoder(encoder, device, settings.dtype, settings.reference)
+        return encode_texts(loaded, prompts, settings.negative_prompt)
+
+    def speed(self) -> tuple[str, float]:
+        """Return what devices that are equally fast have in common, and how fast this one is."""
+        transformer = self.models.transformer
+        return device_name(transformer.device), measure(transformer.device, transformer)
+
+    def open_store(self, world: int) -> tuple[str, int]:
+        """Open where `world` processes find each other; return this machine's address and the port."""
+        from ray.util import get_node_ip_address
+
+        self.leave()
+        host = get_node_ip_address()
+        store = dist.TCPStore(host, 0, world, is_master=True, wait_for_workers=False)
+        self.store = store
+        return host, store.port
+
+    def join(self, rank: int, world: int, address: tuple[str, int]) -> None:
+        """Connect to the others, unless that is done."""
+        if self.joined == address:
+            return
+        self.leave()
+        store = self.store if rank == 0 else dist.TCPStore(*address, world, is_master=False)
+        assert store is not None
+        self.exchange = connect(store, rank, world, self.models.transformer.device)
+        self.joined = address
+
+    def leave(self) -> None:
+        if self.joined is not None:
+            self.joined = None
+            dist.destroy_process_group()
+
+    def draw_rows(
+        self,
+        rank: int,
+        speeds: Sequence[float],
+        address: tuple[str, int],
+        words: Sequence[int],
+        text: Embedding,
+        negative: Embedding,
+    ) -> torch.Tensor:
+        """Return the pixels [3, n, W] of this one's rows of an image; `speeds` are those of all ranks."""
+        settings = self.job.settings
+        spans = share_rows(settings.height // DOWNSCALE, speeds)
+        self.join(rank, len(speeds), address)
+        return draw_rows(self.models, settings, Picture(*words), text, negative, self.exchange, spans)[1]
+
+    @torch.no_grad()
+    def velocity(
+        self,
+        rank: int,
+        speeds: Sequence[float],
+        address: tuple[str, int],
+        inputs: Sequence[torch.Tensor | None],
+        number: int,
+        prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int]],
+    ) -> torch.Tensor:
+        """Return this one's rows [B, 32, n, w] of the velocity, computed as `forward.velocity` does.
+
+        `inputs` are latents [B, 32, h, w], timesteps [B] and guidance [B] or None; `prompts` are embeddings [P, T, C],
+        their mask, and which pictures have perturbed attention [B, 1, 1], or None, in which blocks. What depends on
+        them alone is computed once for a `number`, until the next job.
+        """
+        transformer = self.models.transformer
+        x, timestep, guidance = (None if one is None else one.to(transformer.device) for one in inputs)
+        assert x is not None and timestep is not None
+        embeds, mask, flags, blocks = prompts
+        key = (number, *x.shape)
+        if key not in self.constants:
+            self.constants[key] = prepare(transformer, embeds.to(x), mask.to(x), *x.shape[-2:])
+        perturbation = None if flags is None else Perturbation(flags.to(x.device), blocks)
+        span = share_rows(x.shape[2], speeds)[rank]
+        self.join(rank, len(speeds), address)
+        constants = part_of(self.constants[key], span, x.shape[2])
+        share = Share(self.exchange, x.shape[3])
+        rows = x[:, :, slice(*span)]
+        return velocity(transformer, rows, timestep, constants, guidance, perturbation, (), share).cpu()
