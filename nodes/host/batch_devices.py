@@ -24,7 +24,7 @@ from ...sana_core.batch.plan import Chunk, Workload, drawn_together
 from ...sana_core.batch.queue import Queue
 from ...sana_core.errors import InputError
 from ...sana_core.latents import DOWNSCALE
-from ...sana_core.polling import Poll
+from ...sana_core.polling import Poll, Polled
 from ...sana_core.released import SPRINT
 from .batch_inputs import Batch
 from .compat import loaded_from
@@ -171,6 +171,9 @@ class DeviceDrawing:
         index = next(i for i, (free, _) in enumerate(self.clones) if free == device)
         _, clone = self.clones.pop(index)
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, one_at_a_time(self.loading))
+        # a step of a CPU takes seconds; a compiled one is a single call
+        if device.type == "cpu" and not clone.wrappers.get(WrappersMP.APPLY_MODEL):
+            clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, polled(poll))
         comfy.model_management.set_torch_device(device)
         # its factors, or TAESANA's weights, move to the device of what they are shown
         previewer = latent_preview.get_previewer(device, clone.model.latent_format)
@@ -225,9 +228,11 @@ def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[list[Dra
     workload = Workload((), batch.pictures, batch.chunk or None)
     queue = Queue(workload.split(width, height, len(devices)))
     fitting = [] if batch.chunk else [chunk_that_fits(batch.model, shape, device) for device in devices]
-    drawing = DeviceDrawing(batch, devices)
+    cancel = comfy.model_management.throw_exception_if_processing_interrupted
+    with Polled(cancel):
+        drawing = DeviceDrawing(batch, devices)
     results: list[Any] = [None] * len(workload.pictures)
-    with closing(LocalPool(devices, drawing.prepare)) as pool:
+    with closing(LocalPool(devices, drawing.prepare, cancel)) as pool:
         queue.limits.update(zip(pool.inboxes, fitting, strict=False))
         for picture, result in run_batch(queue, pool):
             results[picture.number] = result
@@ -241,6 +246,16 @@ def one_at_a_time(lock: threading.Lock) -> Any:
 
     def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
         with lock:
+            return executor(*args, **kwargs)
+
+    return wrapper
+
+
+def polled(poll: Poll) -> Any:
+    """Return a wrapper that lets `poll` end a step in its midst, by raising."""
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        with Polled(poll):
             return executor(*args, **kwargs)
 
     return wrapper

@@ -16,7 +16,7 @@ import torch
 
 from ..accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
 from ..errors import InputError
-from ..polling import Poll
+from ..polling import Poll, no_poll
 from .batch_size import has_room_for_encoder, largest_chunk
 from .draw import (
     Embedding,
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 Draw = Callable[[Chunk], Sequence[R]]
-# seconds between two looks at who hangs
-LOOK = 0.5
+# seconds between two looks at who hangs, and two polls
+LOOK = 0.2
 # how long the end waits for a thread to notice the cancel
 JOIN = 30.0
 
@@ -53,13 +53,18 @@ class LocalPool(Generic[R]):
 
     `prepare(device, poll)` is called in the thread, one thread at a time, and returns what draws a chunk there. That
     must call `poll`, which raises once the batch has ended, every step. A device that fails with an error of its own
-    is left out from then on.
+    is left out from then on. `cancel`, polled by whoever waits, ends the wait by raising.
     """
 
     depth = 1
 
-    def __init__(self, devices: Sequence[torch.device], prepare: Callable[[torch.device, Poll], Draw[R]]) -> None:
-        self.prepare = prepare
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        prepare: Callable[[torch.device, Poll], Draw[R]],
+        cancel: Poll = no_poll,
+    ) -> None:
+        self.prepare, self.cancel = prepare, cancel
         self.outcomes: SimpleQueue[Outcome[R]] = SimpleQueue()
         self.loading = threading.Lock()
         self.cancelled = threading.Event()
@@ -122,6 +127,7 @@ class LocalPool(Generic[R]):
         self.inboxes[worker].put(chunk)
 
     def wait(self) -> list[Outcome[R]]:
+        self.cancel()
         try:
             outcome = self.outcomes.get(timeout=LOOK)
         except Empty:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 
 import layouts
 import pytest
@@ -125,6 +126,43 @@ def test_cancel_stops_both_workers_and_the_next_run_is_whole(host, batch_graph):
     assert 5 <= len(seen) <= 8
     assert seen[0][1:] == (12 * 8, True)
     assert torch.equal(host.run(batch_graph(count=6))["image"], expected)
+
+
+@pytest.mark.parametrize("place", ["load", "step", "decode"])
+def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, place):
+    """Work of many small calls, any of which may be the last."""
+    import comfy.model_patcher
+
+    pack = next(module for name, module in sys_modules() if name.endswith("nodes.host.batch_devices"))
+    expected = host.run(batch_graph())["image"]
+    heard = []
+
+    def work_for_long(*args, **kwargs):
+        host.nodes.interrupt_processing()
+        deadline = time.monotonic() + 30
+        try:
+            while time.monotonic() < deadline:
+                torch.zeros(1).add(1)
+                # what decodes polls by itself
+                for poll in args[2:] if place == "decode" else ():
+                    poll()
+        except BaseException:
+            heard.append(place)
+            raise
+
+    with monkeypatch.context() as patch:
+        if place == "load":
+            patch.setattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu", work_for_long)
+        elif place == "step":
+            model = next(module for name, module in sys_modules() if name.endswith("nodes.host.model"))
+            patch.setattr(model.SanaDiffusionModel, "forward", work_for_long)
+        else:
+            patch.setattr(pack, "decode_loaded", work_for_long)
+        with pytest.raises(InterruptedError):
+            host.run(batch_graph(devices=TWO, seed=8))
+    assert heard
+    host.nodes.interrupt_processing(False)
+    assert torch.equal(host.run(batch_graph())["image"], expected)
 
 
 def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph, caplog):
