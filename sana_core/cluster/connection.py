@@ -21,8 +21,8 @@ from ..polling import Poll, no_poll
 T = TypeVar("T")
 # seconds between two calls of a poll
 LOOK = 0.5
-# seconds for the cluster's head to answer; Ray's own tries take 40 and more
-ANSWER = 25.0
+# seconds for the cluster's head to answer, which may be busy; Ray's own tries take longer where nobody does
+ANSWER = 40.0
 CLIENT = "ray://"
 # what a run is called among the cluster's jobs
 NAMESPACE = "sana"

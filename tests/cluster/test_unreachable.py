@@ -45,7 +45,7 @@ def test_the_error_names_the_address_after_some_seconds(way, address):
     started = time.monotonic()
     with pytest.raises(ClusterError, match=f"^cluster: nobody answers at {address} .*; start Ray there, correct the"):
         way(address)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 45
 
 
 def test_a_connection_that_comes_too_late_is_ended():
