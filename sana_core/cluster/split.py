@@ -18,6 +18,7 @@ import torch
 from ..batch.draw import Settings
 from ..batch.plan import Picture, Workload
 from ..batch.progress import Say, no_words
+from ..batch.queue import FIRST_PATIENCE, PATIENCE
 from ..errors import ClusterError, InputError
 from ..latents import DOWNSCALE
 from ..polling import Poll, no_poll
@@ -29,8 +30,8 @@ from .pool import Pool
 from .session import run_alone
 from .worker import Job
 
-# after a member's error, how long the others have to notice it: more than they wait for each other
-NOTICE = 90.0
+# after a member's error, how long the others have to notice it, which leaves them without a partner
+NOTICE = 20.0
 # how often a picture is begun anew where all members have gone: NCCL takes the others of a dead one along
 TRIES = 3
 
@@ -113,6 +114,7 @@ class Group:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.speeds: dict[str, tuple[str, float]] = {}
+        self.longest = 0.0  # seconds for an image, or a call of the model
         # where these actors have found each other
         self.met: tuple[list[str], tuple[str, int]] = [], ("", 0)
         gpus = sum(map(pool.capacity, pool.nodes))
@@ -159,10 +161,11 @@ class Group:
         """
         emptied = 0
         while True:
-            members = self.members()[:rows]
+            members, began = self.members()[:rows], time.monotonic()
             results = self.attempt(members, method, arguments)
             errors = [(actor, result) for actor, result in zip(members, results, strict=True) if is_error(result)]
             if not errors:
+                self.longest = max(self.longest, time.monotonic() - began)
                 return torch.cat(results, dim=-2)
             lost = [self.lose(actor, error) for actor, error in errors]
             emptied += not self.pool.actors
@@ -184,28 +187,32 @@ class Group:
         calls = [
             self.pool.call(actor, method, (rank, speeds, self.met[1]), *arguments) for rank, actor in enumerate(members)
         ]
-        return self.results(members, calls)
+        grace = self.pool.cluster.grace
+        return self.results(
+            members, calls, max(grace, PATIENCE * self.longest) if self.longest else FIRST_PATIENCE * grace
+        )
 
     def ask(self, members: list[ActorHandle], method: str, *arguments: Any) -> list[Any]:
         """Return what the `method` of each of `members` makes of the arguments; errors too."""
-        return self.results(members, [self.pool.call(actor, method, arguments) for actor in members])
+        calls = [self.pool.call(actor, method, arguments) for actor in members]
+        return self.results(members, calls, FIRST_PATIENCE * self.pool.cluster.grace)
 
-    def results(self, members: list[ActorHandle], calls: list[Any]) -> list[Any]:
+    def results(self, members: list[ActorHandle], calls: list[Any], longest: float) -> list[Any]:
         """Return what the calls of `members` have made, errors too.
 
-        Those that have not ended some time after another's error are thought to hang.
+        Those that have not ended after `longest` seconds, or some after another's error, are thought to hang.
         """
         found: dict[Any, Any] = {}
-        failed = None
+        deadline = time.monotonic() + longest
         while len(found) < len(calls):
             for call in self.pool.wait([call for call in calls if call not in found]):
                 try:
                     found[call] = self.pool.unpack(members[calls.index(call)].name, call)
                 except (MemoryError, ActorError, self.pool.ray.exceptions.RayError) as error:
                     found[call] = error
-                    failed = failed or time.monotonic()
-            if failed is not None and time.monotonic() - failed > NOTICE:
-                late = TimeoutError(f"no answer {NOTICE:.0f} s after another's error")
+                    deadline = min(deadline, time.monotonic() + NOTICE)
+            if time.monotonic() > deadline:
+                late = TimeoutError("no answer for far longer than usual, or since another's error")
                 found |= {call: late for call in calls if call not in found}
         return [found[call] for call in calls]
 

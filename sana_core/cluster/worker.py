@@ -6,7 +6,8 @@ another name, and the machines would not find its classes under it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,15 +198,20 @@ class Worker:
         self.store = store
         return host, store.port
 
-    def join(self, rank: int, world: int, address: tuple[str, int]) -> None:
-        """Connect to the others, unless that is done."""
-        if self.joined == address:
-            return
-        self.leave()
-        store = self.store if rank == 0 else dist.TCPStore(*address, world, is_master=False)
-        assert store is not None
-        self.exchange = connect(store, rank, world, self.models.transformer.device)
-        self.joined = address
+    @contextmanager
+    def joined_to(self, rank: int, world: int, address: tuple[str, int]) -> Iterator[ProcessExchange]:
+        """Connected to the others. An error ends the connection, so that they get one at once, and wait for nobody."""
+        if self.joined != address:
+            self.leave()
+            store = self.store if rank == 0 else dist.TCPStore(*address, world, is_master=False)
+            assert store is not None
+            self.exchange = connect(store, rank, world, self.models.transformer.device)
+            self.joined = address
+        try:
+            yield self.exchange
+        except BaseException:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         if self.joined is not None:
@@ -224,8 +230,8 @@ class Worker:
         """Return the pixels [3, n, W] of this one's rows of an image; `speeds` are those of all ranks."""
         settings = self.job.settings
         spans = share_rows(settings.height // DOWNSCALE, speeds)
-        self.join(rank, len(speeds), address)
-        return draw_rows(self.models, settings, Picture(*words), text, negative, self.exchange, spans)[1]
+        with self.joined_to(rank, len(speeds), address) as exchange:
+            return draw_rows(self.models, settings, Picture(*words), text, negative, exchange, spans)[1]
 
     @torch.no_grad()
     def velocity(
@@ -252,8 +258,8 @@ class Worker:
             self.constants[key] = prepare(transformer, embeds.to(x), mask.to(x), *x.shape[-2:])
         perturbation = None if flags is None else Perturbation(flags.to(x.device), blocks)
         span = share_rows(x.shape[2], speeds)[rank]
-        self.join(rank, len(speeds), address)
         constants = part_of(self.constants[key], span, x.shape[2])
-        share = Share(self.exchange, x.shape[3])
         rows = x[:, :, slice(*span)]
-        return velocity(transformer, rows, timestep, constants, guidance, perturbation, (), share).cpu()
+        with self.joined_to(rank, len(speeds), address) as exchange:
+            share = Share(exchange, x.shape[3])
+            return velocity(transformer, rows, timestep, constants, guidance, perturbation, (), share).cpu()
