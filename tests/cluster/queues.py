@@ -36,11 +36,11 @@ def write_lora(name):
     layouts.save(tensors, base_directory(name) / "models" / "loras" / LORA)
 
 
-def configure(name, address):
+def configure(name, address, **share):
     """Write the operator's file of the server of that name."""
     file = base_directory(name) / "user" / "__sana" / "cluster.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"address": address}))
+    file.write_text(json.dumps({"address": address, **share}))
 
 
 def demo_nodes(*kept, **inputs):

@@ -12,7 +12,7 @@ import torch
 from host import GraphError, base_directory, get, post, run_graph
 from machines import actors
 from PIL import Image
-from queues import LORA, demo_nodes, start_on_cluster, write_lora
+from queues import LORA, configure, demo_nodes, start_on_cluster, write_lora
 from safetensors.torch import load_file
 
 PROMPTS = "a red circle on a blue background\na blue square on a white background"
@@ -133,18 +133,29 @@ def test_a_lora_guidance_and_the_reference_go_with_the_model(server, graph):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_interrupt_ends_the_actors_and_the_next_graph_runs(server, graph):
+def test_interrupt_ends_the_actors_that_draw_and_the_next_graph_runs(server, graph):
     nodes = {key: node for key, node in graph(count=200, steps=40).items() if not key.startswith("default")}
     ended = False
     for event in run_graph(server, nodes):
         if events_of([event], "progress", "cluster") and not ended:
+            before = {process.pid for process in actors()}
             urllib.request.urlopen(f"http://{server.address}/interrupt", data=b"", timeout=60)
             ended = True
         if isinstance(event, dict) and event["type"] == "execution_interrupted":
             break
-    while actors():
+    # one that still loads stays for the next queue
+    while before <= {process.pid for process in actors()}:
         time.sleep(0.1)
     list(run_graph(server, graph(seed=9)))
+    check_same(server)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_users_of_the_server_have_the_share_that_its_operator_has_set(server, graph, lasting_cluster):
+    configure(NAME, lasting_cluster.client_address, gpus=1)
+    list(run_graph(server, graph(seed=13)))
+    assert len(actors()) == 1
     check_same(server)
 
 

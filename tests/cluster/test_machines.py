@@ -1,0 +1,173 @@
+"""What a run takes of a cluster's machines, where its actors are, and machines that cannot draw."""
+
+import re
+import shutil
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from machines import add_node
+
+import sana_core
+from sana_core.__main__ import main
+from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.fingerprint import fingerprint
+from sana_core.cluster.actors import ActorCache
+from sana_core.cluster.connection import IDLE, ClusterSettings, connected
+from sana_core.cluster.pool import Pool
+from sana_core.cluster.split import Group
+from sana_core.cluster.worker import Job
+
+# an actor has one core
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(400)]
+
+PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
+OPTIONS = {"width": 64, "height": 64, "steps": 2, "count": 6, "chunk": 1}
+
+
+@pytest.fixture
+def pool_of(cluster, checkpoint):
+    """A function of how many actors a run can use, and of what it takes of the cluster: its pool."""
+
+    @contextmanager
+    def build(most, together=False, **share):
+        path, cache = str(checkpoint), ActorCache()
+        job = Job(resolve_settings(Settings(64, 64), path), {path: fingerprint(path)}, path, path)
+        with connected(cluster.address) as ray:
+            pool = Pool(job, ClusterSettings(cluster.address, **share), cache, most, together)
+            yield pool
+            pool.close()
+            cache.end(ray)
+
+    return build
+
+
+def wait_until(pool, done):
+    """Let the pool see to its actors until that is so."""
+    while not done():
+        pool.wait([])
+
+
+def settle(pool, count):
+    """Let the pool place so many actors, and look around twice more."""
+    wait_until(pool, lambda: len(pool.held) == count)
+    looked = pool.looked
+    wait_until(pool, lambda: pool.looked > looked)
+    looked = pool.looked
+    wait_until(pool, lambda: pool.looked > looked)
+    assert len(pool.held) == count
+
+
+def machines_of(pool):
+    return sorted(actor.node_id for actor in pool.held)
+
+
+def test_a_run_takes_no_more_gpus_than_it_may(cluster, pool_of):
+    cluster.add_node(num_cpus=1, num_gpus=3)
+    with pool_of(8, gpus=2) as pool:
+        settle(pool, 2)
+        # nor does it ask for more
+        assert not pool.asked and pool.ray.available_resources()["GPU"] == 1
+
+
+def test_two_processes_share_a_gpu(cluster, pool_of):
+    cluster.add_node(num_cpus=1, num_gpus=1)
+    with pool_of(8, gpus_per_worker=0.5) as pool:
+        settle(pool, 2)
+        assert "GPU" not in pool.ray.available_resources()
+
+
+def test_only_machines_with_a_custom_resource_are_asked(cluster, pool_of):
+    add_node(cluster)
+    big = cluster.add_node(num_cpus=1, num_gpus=1, resources={"big": 1})
+    with pool_of(8, resources=(("big", 0.001),)) as pool:
+        settle(pool, 1)
+        assert machines_of(pool) == [big.node_id]
+
+
+def test_members_of_a_split_are_on_one_machine_where_it_has_enough(cluster, pool_of):
+    for gpus in (1, 2, 1):
+        node = cluster.add_node(num_cpus=1, num_gpus=gpus)
+        if gpus == 2:
+            large = node
+    with pool_of(2, together=True) as pool:
+        settle(pool, 2)
+        assert machines_of(pool) == [large.node_id] * 2
+        # one reservation for both, which ends with them
+        assert len(pool.cache.groups) == 1
+
+
+@pytest.mark.slow
+def test_neighbours_of_a_split_are_on_one_machine(cluster, pool_of):
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=2)
+    with pool_of(4, together=True) as pool:
+        found = [actor.node_id for actor in Group(pool).members()]
+        assert len(found) == 4 and sum(one != other for one, other in zip(found, found[1:], strict=False)) == 1
+
+
+def test_a_cpu_that_draws_uses_its_cores_and_loading_takes_as_long_as_it_takes(cluster, pool_of):
+    """Ray lets an actor without a CPU of its own have one thread."""
+    cluster.add_node(num_cpus=6, num_gpus=2)
+    with pool_of(1) as pool:
+        wait_until(pool, lambda: pool.starting)
+        # what is left of the wait for a GPU
+        pool.cluster = pool.cluster._replace(wait=0.0)
+        wait_until(pool, lambda: pool.actors)
+        (actor,) = pool.actors.values()
+        assert pool.ray.get(actor.handle.__ray_call__.remote(lambda actor: torch.get_num_threads())) == 3
+
+
+def test_a_run_waits_longer_than_the_workers_of_another_stay_idle():
+    assert ClusterSettings().wait > IDLE
+
+
+def test_a_machine_that_cannot_set_up_the_environment_costs_no_picture(cluster, checkpoint, caplog):
+    add_node(cluster)
+    broken = cluster.add_node(num_cpus=1, num_gpus=1, runtime_env_dir_name="broken")
+    folder = Path(broken.get_session_dir_path()) / "broken" / "working_dir_files"
+    while not folder.exists():
+        time.sleep(0.1)
+    # as on a disk that takes nothing more
+    shutil.rmtree(folder)
+    folder.touch()
+    drawn = sana_core.generate(PROMPTS, checkpoint, cluster=cluster.address, **OPTIONS)
+    assert drawn.equal(sana_core.generate(PROMPTS, checkpoint, **OPTIONS))
+    assert re.search(rf"\({broken.node_id[:6]}\): its processes end before they are ready \(.*broken", caplog.text)
+
+
+def test_a_machine_that_fails_in_some_other_way_costs_no_picture(cluster, checkpoint, tmp_path, capsys, caplog):
+    (tmp_path / "PIL.py").write_text("raise OSError('libjpeg.so.62: cannot open shared object file')\n")
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    add_node(cluster)
+    broken = cluster.add_node(num_cpus=1, num_gpus=1, env_vars={"PYTHONPATH": str(tmp_path)})
+    words = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--report", "--out", tmp_path / "out"]
+    words += [word for name, value in {**OPTIONS, "count": 40}.items() for word in (f"--{name}", value)]
+    assert main([str(word) for word in (*words, "--cluster", cluster.address)]) == 0
+    assert len(list((tmp_path / "out").glob("*.png"))) == 80
+    assert re.search(rf"\({broken.node_id[:6]}, actor \d+\) cannot work: libjpeg.so.62", caplog.text)
+    assert re.search(rf"left out: .*\({broken.node_id[:6]}, actor \d+\): libjpeg.so.62", capsys.readouterr().out)
+
+
+def test_generate_says_what_it_waits_for_and_what_machines_warn_of(cluster, checkpoint, tmp_path, capsys, caplog):
+    node = add_node(cluster)
+    words = ["generate", "a very red circle " * 100, "--checkpoint", checkpoint, "--width", 64, "--height", 64]
+    words += ["--steps", 1, "--out", tmp_path, "--cluster", cluster.address]
+    assert main([str(word) for word in words]) == 0
+    said = capsys.readouterr().err
+    assert "connecting to the cluster" in said and "1 worker starting on 1 machine with 1 GPU" in said
+    assert re.search(rf"\({node.node_id[:6]}\): .*tokens were cut", caplog.text)
+
+
+def test_devices_of_this_machine_are_refused_beside_a_cluster(checkpoint, capsys):
+    words = ["generate", "a circle", "--checkpoint", str(checkpoint), "--devices", "cpu", "--cluster", "auto"]
+    assert main(words) == 1
+    assert "devices: they are of this machine, and --cluster draws on others" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("share", [("--gpus", "2"), ("--gpus-per-worker", "0.5"), ("--resource", "big")])
+def test_a_share_is_of_a_cluster(checkpoint, capsys, share):
+    assert main(["generate", "a circle", "--checkpoint", str(checkpoint), *share]) == 1
+    assert "it is for the machines of a cluster; add --cluster" in capsys.readouterr().err
