@@ -35,6 +35,7 @@ class ActorCache:
     changed: Mapping[str, Any] = field(default_factory=dict)
     actors: list[ActorHandle] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)  # Ray's placement groups of these actors
+    lost: list[ActorHandle] = field(default_factory=list)  # whose GPU is still reserved
     machines: dict[str, str] = field(default_factory=dict)  # in words, of each actor that was ever placed, by its name
 
     def end(self, ray: Any) -> None:
@@ -43,7 +44,7 @@ class ActorCache:
             ray.kill(actor.handle)
         for group in self.groups:
             ray.util.remove_placement_group(group)
-        self.actors, self.groups = [], []
+        self.actors, self.groups, self.lost = [], [], []
 
 
 def put_weights(ray: Any, changed: Mapping[str, torch.Tensor], poll: Poll = no_poll) -> ActorCache:

@@ -63,7 +63,7 @@ class Pool:
         self.loaded: dict[str, int] = {}  # how many pictures at once each has memory for
         self.refused: dict[str, ClusterError] = {}  # nodes that cannot draw
         self.failures: dict[str, tuple[int, float]] = {}  # starts that failed on a node in a row, and the last
-        self.reserved: list[ActorHandle] = []  # that were lost, and whose GPU is still reserved
+        self.least = 2 if together else 1  # actors that the work can begin with, or go on
         self.told: set[str] = set()
         self.placed: set[str] = set()  # nodes that ever had an actor
         self.looked = self.seen = time.monotonic()
@@ -71,6 +71,8 @@ class Pool:
         for actor in self.cache.actors:
             if actor.node_id in self.nodes:
                 self.prepare(actor)
+            elif together:
+                self.cache.lost.append(actor)
         self.cache.actors = []
         self.look_around()
 
@@ -107,7 +109,7 @@ class Pool:
                 self.drop(actor, TimeoutError(f"it has not answered for {now - actor.since:.0f} s"))
         able = {node: count for node in self.nodes if node not in self.refused and (count := self.capacity(node)) > 0}
         if self.together:
-            lost, self.reserved = self.reserved, []
+            lost, self.cache.lost = self.cache.lost, []
             for actor in lost:
                 self.ask(actor.strategy, actor.node_id)
             if len(self.held) + len(self.asked) < 2:
@@ -186,7 +188,7 @@ class Pool:
         now = time.monotonic()
         if now - self.looked > LOOK_AROUND:
             self.look_around()
-        if self.held:
+        if len(self.held) >= self.least:
             self.seen = now
         elif self.all_refuse():
             raise next(iter(self.refused.values()))
@@ -213,6 +215,10 @@ class Pool:
             elif call in self.pings:
                 self.settle_ping(call)
         return [call for call in calls if call in ready]
+
+    def expects(self) -> bool:
+        """Whether Ray may be about to place an actor; it takes long only where no machine has a GPU for it."""
+        return any(time.monotonic() - actor.since < SILENCE for actor in self.asked.values())
 
     def all_refuse(self) -> bool:
         """Whether there are machines with GPUs, and all of them have refused; one that has died might come back."""
@@ -361,7 +367,8 @@ class Pool:
         if actor in self.held:
             logger.warning("cluster: lost %s: %s", actor.name, last_words(reason))
             self.end(actor)
-            self.reserved.append(actor)
+            if self.together:
+                self.cache.lost.append(actor)
             self.looked = 0.0
 
     def end(self, actor: ActorHandle) -> None:
@@ -378,3 +385,5 @@ class Pool:
         self.cache.actors += self.held
         for actor in self.asked.values():
             self.ray.kill(actor.handle)
+        if self.together:
+            self.cache.lost += self.asked.values()

@@ -127,13 +127,14 @@ class Group:
             raise InputError(f"gpus_per_worker: got {got} to share an image, expected 1; leave it out")
 
     def members(self) -> list[ActorHandle]:
-        """Return the actors that are ready, by machine. The first time, wait for two, and for all that load.
+        """Return the actors that are ready, by machine. The first time, wait for two, and for others that soon are.
 
         Raises what `Pool.wait` does.
         """
         pool, first = self.pool, not self.speeds
-        while len(pool.actors) < 1 + first or (first and (pool.starting or pool.asked)):
+        while len(pool.actors) < pool.least or (first and (pool.starting or pool.expects())):
             pool.wait([])
+        pool.least = 1
         found = sorted(pool.actors.values(), key=lambda actor: (actor.node_id, actor.name))
         new = [actor for actor in found if actor.name not in self.speeds]
         for actor, result in zip(new, self.ask(new, "speed"), strict=True):
