@@ -1,0 +1,308 @@
+"""Break a cluster of four machines at random moments while it draws, and see that it costs time alone.
+
+`OMP_NUM_THREADS=1 python tests/soak/cluster_faults.py --faults 200` starts real Ray nodes on this machine, and draws
+batches, shared images, and batches by the command. Every image is compared with the one that this machine draws alone,
+each must come once, and 60 s after a run there may be no actor left. What happened, and the longest time without an
+image, goes to benchmarks/cluster_faults.json; a run that is started again adds to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / folder) for folder in ("tests/cluster", "tests", "scripts", ".")]
+
+import torch  # noqa: E402
+from machines import actors, add_node  # noqa: E402
+
+import sana_core  # noqa: E402
+from benchmarks.machine import description  # noqa: E402
+from sana_core.batch.draw import Settings  # noqa: E402
+from sana_core.batch.plan import Workload, batch_pictures  # noqa: E402
+from sana_core.cluster.batch import draw_on_cluster  # noqa: E402
+from sana_core.cluster.connection import ClusterSettings  # noqa: E402
+from sana_core.cluster.split import draw_split_on_cluster  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "cluster_faults.json"
+CHECKPOINT = ROOT / "demo" / "sana-tiny"
+PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
+MACHINES = 4
+# images of a batch, of each prompt; shared images; faults in a run
+BATCH, SHARED, FAULTS = 40, 8, 6
+BATCH_SETTINGS, SHARED_SETTINGS = Settings(64, 64, 2), Settings(64, 128, 30)
+# seconds that an actor is slow for, and after a run until none may be left
+SLOW, LEFT = 4.0, 60.0
+
+
+class Faults:
+    """A cluster whose machines fail, and how often each did in which way."""
+
+    def __init__(self, chance: Random, folder: Path) -> None:
+        self.chance, self.folder = chance, folder
+        self.counts: Counter[str] = Counter()
+        self.slow: list[tuple[float, Any]] = []
+        self.kinds: list[Callable[[], object]] = [
+            self.kill_actor,
+            self.stop_actor,
+            self.slow_actor,
+            self.lose_machine,
+            self.kill_raylet,
+            self.full_disk,
+            self.other_code,
+        ]
+        self.start()
+
+    def start(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "include_dashboard": False}
+        self.cluster, self.nodes, self.unfit = Cluster(initialize_head=True, head_node_args=head), [], []
+        self.fill()
+
+    def fill(self) -> None:
+        """Start machines in the place of those that were lost."""
+        while len(self.nodes) < MACHINES:
+            self.nodes.append(add_node(self.cluster))
+
+    def tidy(self) -> None:
+        """Remove the machines that could not draw."""
+        while self.unfit:
+            self.cluster.remove_node(self.unfit.pop())
+
+    def end(self) -> None:
+        self.cluster.shutdown()
+
+    def strike(self) -> str:
+        """Let something fail and return what."""
+        fault = self.chance.choice(self.kinds)
+        fault()
+        self.counts[fault.__name__] += 1
+        return fault.__name__
+
+    def signal(self, number: int) -> Any:
+        process = self.chance.choice(actors() or [None])
+        if process is not None:
+            process.send_signal(number)
+        return process
+
+    def kill_actor(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def stop_actor(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def slow_actor(self) -> None:
+        self.slow.append((time.monotonic() + SLOW, self.signal(signal.SIGSTOP)))
+
+    def wake(self) -> None:
+        """Let actors that were slow go on."""
+        for due, process in list(self.slow):
+            if time.monotonic() > due:
+                self.slow.remove((due, process))
+                if process is not None and process.is_running():
+                    process.send_signal(signal.SIGCONT)
+
+    def lose_machine(self) -> None:
+        node = self.nodes.pop(self.chance.randrange(len(self.nodes)))
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.fill()
+
+    def kill_raylet(self) -> None:
+        node = self.nodes.pop(self.chance.randrange(len(self.nodes)))
+        os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        self.fill()
+
+    def full_disk(self) -> None:
+        """A machine joins whose disk takes nothing that Ray would unpack there."""
+        name = f"full{self.counts['full_disk']}"
+        node = self.cluster.add_node(num_cpus=1, num_gpus=1, runtime_env_dir_name=name)
+        folder = Path(node.get_session_dir_path()) / name / "working_dir_files"
+        while not folder.exists():
+            time.sleep(0.1)
+        shutil.rmtree(folder)
+        folder.touch()
+        self.unfit.append(node)
+
+    def other_code(self) -> None:
+        """A machine joins whose Python finds another checkout first, which draws everything inverted."""
+        other = self.folder / "checkout"
+        if not other.exists():
+            shutil.copytree(ROOT / "sana_core", other / "sana_core", ignore=shutil.ignore_patterns("__pycache__"))
+            file = other / "sana_core" / "batch" / "draw.py"
+            file.write_text(file.read_text().replace(".clamp(-1, 1)", ".clamp(-1, 1).neg()"))
+            (other / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(other)!r})\n")
+        self.unfit.append(self.cluster.add_node(num_cpus=1, num_gpus=1, env_vars={"PYTHONPATH": str(other)}))
+
+
+class Silence:
+    """The longest time without an image, for each of the faults that were in it."""
+
+    def __init__(self) -> None:
+        self.longest: dict[str, float] = {}
+
+    def measure(self, drawn: Iterator[Any], happened: list[str]) -> Iterator[Any]:
+        """Yield what `drawn` does; `happened` gets the faults since the last one."""
+        last = None
+        for each in drawn:
+            now = time.monotonic()
+            if last is not None:
+                for fault in happened or ["none"]:
+                    self.longest[fault] = max(self.longest.get(fault, 0.0), now - last)
+            happened.clear()
+            yield each
+            last = time.monotonic()
+
+
+def run_here(faults: Faults, silence: Silence, expected: torch.Tensor, split: bool) -> int:
+    """Draw a batch, or shared images, while things fail; return how many images."""
+    run = ClusterSettings(faults.cluster.address, grace=20.0)
+    happened: list[str] = []
+    due = [float("inf")]
+
+    def poll() -> None:
+        faults.wake()
+        if time.monotonic() > due[0]:
+            due[0] = float("inf")
+            happened.append(faults.strike())
+
+    if split:
+        workload = Workload(PROMPTS[:1], batch_pictures(1, SHARED, 5))
+        drawn = draw_split_on_cluster(workload, CHECKPOINT, SHARED_SETTINGS, run, poll)
+    else:
+        workload = Workload(PROMPTS, batch_pictures(2, BATCH, 5), 1)
+        drawn = draw_on_cluster(workload, CHECKPOINT, BATCH_SETTINGS, run)
+    total = len(workload.pictures)
+    moments = set(faults.chance.sample(range(1, total - 1), FAULTS))
+    arrived: dict[int, torch.Tensor] = {}
+    for picture, pixels in silence.measure(drawn, happened):
+        assert picture.number not in arrived, f"image {picture.number} came twice"
+        arrived[picture.number] = pixels
+        faults.wake()
+        if len(arrived) in moments:
+            due[0] = time.monotonic() + (faults.chance.random() if split else 0.0)
+            if not split:
+                poll()
+    assert sorted(arrived) == list(range(total)), "images were lost"
+    torch.testing.assert_close(
+        torch.stack([arrived[number] for number in range(total)]), expected, atol=1e-4 if split else 0, rtol=0
+    )
+    return total
+
+
+def run_command(faults: Faults, expected: dict[str, bytes], folder: Path) -> int:
+    """Draw a batch by the command, end it by SIGTERM, or its cluster's head, and then draw the rest."""
+    out, images = Path(tempfile.mkdtemp(dir=folder)), len(expected)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    kind = faults.chance.choice(["terminate_driver", "lose_head"])
+
+    def start() -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "sana_core", *words_of(folder, out), "--cluster", faults.cluster.address]
+        return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    process, enough = start(), faults.chance.randrange(1, images // 2)
+    while len(list(out.glob("*.png"))) < enough:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        time.sleep(0.01)
+    if kind == "terminate_driver":
+        process.send_signal(signal.SIGTERM)
+    else:
+        for name in ("gcs_server", "raylet"):
+            os.kill(faults.cluster.head_node.all_processes[name][0].process.pid, signal.SIGKILL)
+    faults.counts[kind] += 1
+    said = process.communicate(timeout=150)[0]
+    assert "Traceback" not in said and "StackTrace" not in said, said
+    assert process.returncode == (128 + signal.SIGTERM if kind == "terminate_driver" else 1), (process.returncode, said)
+    if kind == "lose_head":
+        faults.end()
+        faults.start()
+    process = start()
+    said = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, said
+    assert {path.name: path.read_bytes() for path in out.glob("*.png")} == expected
+    return images
+
+
+def words_of(folder: Path, out: Path) -> list[str]:
+    own = BATCH_SETTINGS
+    words = ["batch", folder / "prompts.txt", "--checkpoint", CHECKPOINT, "--out", out, "--seed", 5, "--chunk", 1]
+    words += ["--count", BATCH, "--width", own.width, "--height", own.height, "--steps", own.steps]
+    return [str(word) for word in words]
+
+
+def check_no_actor_left() -> None:
+    deadline = time.monotonic() + LEFT
+    while left := actors():
+        assert time.monotonic() < deadline, f"{len(left)} actors are left"
+        # Ray ends a process that is stopped by a signal that it does not hear
+        time.sleep(0.5)
+
+
+def draw_expected(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, bytes]]:
+    """Return what this machine draws alone: the batch, the shared images, the files of the command."""
+    from sana_core.__main__ import main
+
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    batch, shared = (
+        sana_core.generate(prompts, CHECKPOINT, seed=5, count=count, chunk=1, **settings._asdict())
+        for prompts, count, settings in ((PROMPTS, BATCH, BATCH_SETTINGS), (PROMPTS[:1], SHARED, SHARED_SETTINGS))
+    )
+    assert main(words_of(folder, folder / "expected")) == 0
+    return batch, shared, {path.name: path.read_bytes() for path in (folder / "expected").glob("*.png")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    torch.set_num_threads(1)
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"faults": {}, "images": 0, "runs": 0}
+    folder, began = Path(tempfile.mkdtemp()), time.monotonic()
+    faults, silence = Faults(Random(arguments.seed), folder), Silence()
+    silence.longest = known.get("longest silence, s", {})
+    try:
+        batch, shared, files = draw_expected(folder)
+        while faults.counts.total() < arguments.faults and time.monotonic() - began < arguments.seconds:
+            way = faults.chance.choice(["batch", "batch", "split", "split", "command"])
+            if way == "command":
+                images = run_command(faults, files, folder)
+            else:
+                images = run_here(faults, silence, shared if way == "split" else batch, way == "split")
+            check_no_actor_left()
+            faults.tidy()
+            known["images"] += images
+            known["runs"] += 1
+            found = {
+                "machine": description(),
+                **known,
+                "faults": dict(sorted((Counter(known["faults"]) + faults.counts).items())),
+                "longest silence, s": {kind: round(seconds, 1) for kind, seconds in sorted(silence.longest.items())},
+            }
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            seconds = time.monotonic() - began
+            sys.stdout.write(f"{way}: {images} images, {faults.counts.total()} faults in {seconds:.0f} s\n")
+            sys.stdout.flush()
+    finally:
+        faults.end()
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
