@@ -90,6 +90,7 @@ soak: setup
 	ALLOCATIONS_EVERY=1 $(VENV) -m pytest -c tests/pytest.ini tests/unit/test_every_allocation.py \
 		tests/unit/test_accelerator_allocations.py tests/graph/test_graph_allocations.py -o timeout=0
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/kill_batch.py --kills $(KILLS)
+	OMP_NUM_THREADS=1 $(VENV) tests/soak/cluster_faults.py
 	OMP_NUM_THREADS=1 $(VENV) tests/soak/kill_train.py --kills $(KILLS)
 
 lint: setup

@@ -62,13 +62,12 @@ def session_on(cluster: ClusterSettings) -> Session:
 def plain_file(model: ModelPatcher) -> tuple[str, int | None, str]:
     """Return the path of the file or folder that MODEL came from, the resolution and the reference that were chosen.
 
-    Raises InputError for weights that are not as in the file.
+    Raises InputError for weights that are multiplied as they are stored, in eight bits or fewer, by ComfyUI's layers.
     """
     path, weight_dtype, resolution, reference, _ = loaded_from(model)
-    if weight_dtype != "default" or model.model.model_config.quant_config:
+    if weight_dtype.endswith("fast") or model.model.model_config.quant_config:
         raise InputError(
-            "model: a cluster uses the weights of a plain file as they are; choose weight_dtype default "
-            "and quantise off"
+            "model: a cluster has no quantised products; choose weight_dtype default or without fast, and quantise off"
         )
     return str(Path(path).absolute()), resolution, reference
 
@@ -102,7 +101,10 @@ def run_for(
 
 
 def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """Return the transformer's weights that LoRAs change, as this machine would draw with them, by diffusers' names."""
+    """Return the transformer's weights that LoRAs change, or eight bits, as this machine would draw with them.
+
+    By diffusers' names.
+    """
     device = model.load_device
     changed = {}
     for key, ((weight, convert), *patches) in model.get_key_patches(WEIGHTS).items():
@@ -113,4 +115,6 @@ def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
             seed = comfy.utils.string_to_seed(key)
             rounded = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
             changed[key.removeprefix(WEIGHTS)] = rounded.cpu()
+        elif weight.itemsize == 1:
+            changed[key.removeprefix(WEIGHTS)] = weight.cpu()
     return changed

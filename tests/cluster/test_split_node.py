@@ -132,8 +132,17 @@ def test_interrupt_leaves_the_workers_and_the_next_graph_runs(server):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_quantised_model_is_refused_before_anybody_loads_it(server):
+def test_weights_in_fp8_go_there(server):
+    list(run_graph(server, graph()))
+    plain = check_same(server)
     nodes = graph()
     nodes["1"]["inputs"]["weight_dtype"] = "fp8_e4m3fn"
-    with pytest.raises(GraphError, match="model: a cluster uses the weights of a plain file as they are"):
+    list(run_graph(server, nodes))
+    assert (check_same(server) - plain).abs().mean() > 0.01
+
+
+def test_quantised_products_are_refused_before_anybody_loads_them(server):
+    nodes = graph()
+    nodes["1"]["inputs"]["weight_dtype"] = "fp8_e4m3fn_fast"
+    with pytest.raises(GraphError, match="model: a cluster has no quantised products; choose weight_dtype"):
         list(run_graph(server, nodes))

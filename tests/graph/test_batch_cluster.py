@@ -141,7 +141,7 @@ def mask(graph):
 
 
 def eight_bits(graph):
-    graph["load"][1]["weight_dtype"] = "fp8_e4m3fn"
+    graph["load"][1]["weight_dtype"] = "fp8_e4m3fn_fast"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def eight_bits(graph):
         (area, "positive: got area, .*which a cluster cannot use; remove it"),
         (picture, "latent_image: got an image, a cluster begins with an empty latent"),
         (mask, "latent_image: got a mask, which a cluster cannot use"),
-        (eight_bits, "model: a cluster uses the weights of a plain file as they are; choose weight_dtype default"),
+        (eight_bits, "model: a cluster has no quantised products; choose weight_dtype default or without fast"),
     ],
 )
 def test_what_a_cluster_cannot_draw_is_refused_by_name(host, operators_file, cluster_graph, change, message):
