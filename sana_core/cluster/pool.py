@@ -128,10 +128,12 @@ class Pool:
             self.ask(self.on_node(node), node)
             able[node] -= 1
             missing -= 1
-        ahead = sum(not actor.node_id for actor in self.asked.values())
+        ahead = [call for call, actor in self.asked.items() if not actor.node_id]
+        for call in ahead[max(0, missing) :]:
+            self.ray.kill(self.asked.pop(call).handle)
         _, failed = self.failures.get("", (0, 0.0))
         if now - failed > PATIENCE:
-            for _ in range(min(missing, AHEAD) - ahead):
+            for _ in range(min(missing, AHEAD) - len(ahead)):
                 self.ask(self.anywhere(), "")
 
     def ask(self, strategy: Any, node_id: str) -> None:
