@@ -105,16 +105,16 @@ def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
 
     By diffusers' names.
     """
-    device = model.load_device
+    device, own = model.load_device, model.model.get_dtype_inference()
     changed = {}
     for key, ((weight, convert), *patches) in model.get_key_patches(WEIGHTS).items():
         if patches:
             dtype = comfy.model_management.lora_compute_dtype(device)
             wide = convert(comfy.model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
             patched = comfy.lora.calculate_weight(patches, wide, key)
-            seed = comfy.utils.string_to_seed(key)
-            rounded = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
-            changed[key.removeprefix(WEIGHTS)] = rounded.cpu()
-        elif weight.itemsize == 1:
-            changed[key.removeprefix(WEIGHTS)] = weight.cpu()
+            weight = comfy.float.stochastic_rounding(patched, weight.dtype, seed=comfy.utils.string_to_seed(key))
+        elif weight.itemsize > 1:
+            continue
+        # torch unpickles no tensor of eight bits
+        changed[key.removeprefix(WEIGHTS)] = weight.to("cpu", own)
     return changed
