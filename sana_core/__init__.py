@@ -18,6 +18,7 @@ from .errors import (
 from .generate import generate
 from .memory import plan_memory
 from .predict import predict_velocity
+from .scorer import load_scorer
 from .text import encode_prompts
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "inspect_checkpoint",
     "load_autoencoder",
     "load_controlnet",
+    "load_scorer",
     "load_text_encoder",
     "load_transformer",
     "plan_memory",
