@@ -22,22 +22,10 @@ BLOCKS = 6
 
 
 def transformer(variant: str, layers: int):
-    import torch
-    from diffusers import SanaTransformer2DModel
+    from sana_core.doctor.arithmetic import transformer
+    from sana_core.released import VARIANTS
 
-    from sana_core.released import CROSS_HEADS, HEAD_DIM, VARIANTS
-
-    torch.manual_seed(0)
-    width = VARIANTS[variant].width
-    model = SanaTransformer2DModel(
-        num_attention_heads=width // HEAD_DIM,
-        attention_head_dim=HEAD_DIM,
-        num_layers=layers,
-        num_cross_attention_heads=CROSS_HEADS[width],
-        cross_attention_head_dim=width // CROSS_HEADS[width],
-        cross_attention_dim=width,
-    )
-    return model.requires_grad_(False)
+    return transformer(VARIANTS[variant].width, layers)
 
 
 def step(model, rows: int, columns: int):

@@ -7,15 +7,15 @@ from pathlib import Path
 from PIL import Image, PngImagePlugin
 
 from sana_core import generate
-from sana_core.doctor.arithmetic import sha256
 from sana_core.picture_files import levels
+from sana_core.whole_files import digest_file
 
 PROMPT = "a watercolour of a red lighthouse on the sea at dusk"
 SETTINGS = {"width": 256, "height": 256, "steps": 20, "guidance": 4.5, "seed": 0}
 
 
 def main(folder: Path, prompt: str) -> None:
-    digests = {file.relative_to(folder).as_posix(): sha256(file) for file in sorted(folder.rglob("*.safetensors"))}
+    digests = {file.relative_to(folder).as_posix(): digest_file(file) for file in sorted(folder.rglob("*.safetensors"))}
     said = PngImagePlugin.PngInfo()
     said.add_text("sana", json.dumps({"prompt": prompt, **SETTINGS, "digests": digests}))
     drawn = generate([prompt], folder, devices=["cpu"], **SETTINGS)

@@ -243,8 +243,8 @@ def fake_accelerators(counter: Counter | None = None, triton: bool = True, trial
     active = SimpleNamespace(counter=None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(FAKE)
-        stack.callback(trial.kernels_on.cache_clear)
-        trial.kernels_on.cache_clear()
+        stack.callback(trial.refused_kernels.cache_clear)
+        trial.refused_kernels.cache_clear()
         if triton:
             from triton.runtime.jit import JITFunction
 

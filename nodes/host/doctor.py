@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import comfy.cli_args
@@ -15,6 +14,7 @@ import comfyui_version
 import nodes
 
 from ...sana_core.doctor import Report, examine
+from ...sana_core.doctor.machine import installed
 from .folders import BUNDLED, find_file, list_files, list_models, model_path
 from .report import words_under_running_node
 
@@ -47,10 +47,8 @@ def describe_host(report: Report) -> None:
     """Add lines on ComfyUI, the options that it was started with, and other packs."""
     report.note(SECTION, "version", comfyui_version.__version__)
     for package in ("comfyui-frontend-package", "comfy-kitchen", "comfy-aimdo"):
-        try:
-            report.note(SECTION, package, version(package))
-        except PackageNotFoundError:
-            continue
+        if found := installed(package):
+            report.note(SECTION, package, found)
     report.note(SECTION, "memory", comfy.model_management.vram_state.name)
     given = vars(comfy.cli_args.args)
     chosen = {name: value for name, value in given.items() if FLAGS.search(name) and changed(name, value)}

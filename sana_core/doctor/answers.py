@@ -51,26 +51,20 @@ def check_models(report: Report, found: Sequence[CheckpointInfo], device: torch.
         return
     for info in found:
         for part in info.parts or (info,):
-            if part.kind == "autoencoder" and not late(report, part.name):
+            if part.kind == "autoencoder" and not report.late(SECTION, part.name):
                 with report.checking(SECTION, f"{named(info, part)}, round trip"):
                     check_round_trip(report, named(info, part), part, device)
                 release()
     for model in models(found):
-        if not late(report, model.name):
+        if not report.late(SECTION, model.name):
             with report.checking(SECTION, f"{model.name}, loss"):
                 check_loss(report, model, device)
             release()
     for info in found:
-        if info.kind == "pipeline" and info.layout == "diffusers" and not late(report, info.name):
+        if info.kind == "pipeline" and info.layout == "diffusers" and not report.late(SECTION, info.name):
             with report.checking(SECTION, f"{info.name}, image"):
                 check_image(report, info, device)
             release()
-
-
-def late(report: Report, what: str) -> bool:
-    if report.late():
-        report.skip(SECTION, what, "no time left")
-    return report.late()
 
 
 def named(info: CheckpointInfo, part: CheckpointInfo) -> str:

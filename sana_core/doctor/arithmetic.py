@@ -7,7 +7,6 @@ another rounding anywhere in a network moves its distance by chance.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from ..accelerator import empty_cache
 from ..kernels.trial import kernels_on
 from ..latents import CHANNELS
 from ..released import CROSS_HEADS, HEAD_DIM, TEXT_WIDTH
+from ..whole_files import digest_file
 from .machine import accelerator_dtypes, named
 from .report import Report
 
@@ -157,8 +157,7 @@ def check_step(report: Report, device: torch.device, dtype: torch.dtype, width: 
     from ..forward import prepare, velocity
 
     what = f"step of two blocks, width {width}, {named(dtype)}"
-    if report.late():
-        report.skip(SECTION, what, "no time left")
+    if report.late(SECTION, what):
         return
     with report.checking(SECTION, what), torch.no_grad():
         model = convert(transformer(width, 2), dtype)
@@ -183,8 +182,9 @@ def check_bundled(report: Report, device: torch.device) -> None:
     from ..picture_files import levels
 
     what = "image of the bundled model"
-    if not EXPECTED.is_file() or report.late():
-        report.skip(SECTION, what, "no time left" if EXPECTED.is_file() else "it is not here")
+    if not EXPECTED.is_file():
+        report.skip(SECTION, what, "it is not here")
+    if not EXPECTED.is_file() or report.late(SECTION, what):
         return
     with report.checking(SECTION, what):
         with Image.open(EXPECTED) as image:
@@ -194,14 +194,10 @@ def check_bundled(report: Report, device: torch.device) -> None:
         difference = np.abs(levels(drawn[0]).astype(int) - expected)
         got = f"{difference.max()} levels of 255 at most, {difference.mean():.2f} in the mean"
         report.judge(SECTION, what, f"at most {LEVELS} levels", got, bool(difference.max() <= LEVELS))
-        changed = [name for name, digest in digests.items() if sha256(BUNDLED / name) != digest]
+        changed = [name for name, digest in digests.items() if digest_file(BUNDLED / name) != digest]
         report.judge(
             SECTION, "files of the bundled model", "as committed", ", ".join(changed) or "the same", not changed
         )
-
-
-def sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def check_decode(report: Report, device: torch.device) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from ..batch.fingerprint import weight_files
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.detect import describe
 from ..checkpoints.headers import SUFFIXES
 from ..errors import SanaError
 from ..lora import read_whole, written_names
+from ..whole_files import digest_file
 from .answers import check_models
 from .report import RIGHT, WRONG, Report
 
 SECTION = "Model files"
-# bytes read at once
-PIECE = 1 << 24
 # SHA-256 of published files. DC-AE's from three repositories each; the others from one
 PUBLISHED = {
     "dfd991d1b54ffabf22745c5885589d8f2a7bc59930d95d92bd741c4fc64454bb": "DC-AE 1.1",
@@ -50,7 +49,8 @@ def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> 
         report.note(SECTION, "files of other models", str(others))
     sana = [info for info in found if info.kind not in ("lora", "other")]
     for info in sana:
-        for file in weight_files(info):
+        tokenizers = info.path.glob("**/tokenizer.[jm]*") if info.path.is_dir() else ()
+        for file in sorted({*weight_files(info), *tokenizers}):
             check_digest(report, info, file)
     check_models(report, sana, device)
 
@@ -68,35 +68,21 @@ def candidates(path: Path) -> Iterator[Path]:
             yield from candidates(child)
 
 
-def weight_files(info: CheckpointInfo) -> list[Path]:
-    """Return the files that hold the tensors of `info`, with the tokenizer's beside them."""
-    headers = [header for part in info.parts or (info,) for header in part.headers.values()]
-    files = {header.file: None for header in headers}
-    folder = info.path if info.path.is_dir() else info.path.parent
-    beside = [path for name in ("tokenizer.json", "tokenizer.model") for path in folder.glob(f"**/{name}")]
-    return [*files, *(beside if info.path.is_dir() else ())]
-
-
 def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
     """Add a line with the SHA-256 of `file`, and the name of the published file that it is."""
     inside = info.path.is_dir()
     what = f"SHA-256 of {file.relative_to(info.path.parent).as_posix() if inside else file.name}"
+    if report.late(SECTION, what):
+        return
     with report.checking(SECTION, what):
-        digest = hashlib.sha256()
-        with file.open("rb", buffering=0) as stream:
-            while piece := stream.read(PIECE):
-                report.poll()
-                if report.late():
-                    report.skip(SECTION, what, "no time left")
-                    return
-                digest.update(piece)
-        name = PUBLISHED.get(digest.hexdigest())
+        digest = digest_file(file, lambda count: report.poll())
+        name = PUBLISHED.get(digest)
         size = file.stat().st_size
         if name is not None:
             report.add(SECTION, what, "", f"{name}, {size} bytes", RIGHT)
             return
         known = f", though of the size of {SIZES[size]}" if size in SIZES else ""
-        report.note(SECTION, what, f"{digest.hexdigest()}, {size} bytes: not among those that we know{known}")
+        report.note(SECTION, what, f"{digest}, {size} bytes: not among those that we know{known}")
 
 
 def check_loras(report: Report, found: Sequence[CheckpointInfo], named: set[Path]) -> None:

@@ -52,9 +52,6 @@ class Report:
             self.cancelled = True
             raise
 
-    def late(self) -> bool:
-        return time.monotonic() > self.end
-
     def add(self, section: str, what: str, expected: str, got: str, verdict: str) -> None:
         self.lines.append(Line(section, without_places(what), expected, without_places(got), verdict))
 
@@ -80,6 +77,13 @@ class Report:
 
     def skip(self, section: str, what: str, why: str) -> None:
         self.add(section, what, "", why, SKIPPED)
+
+    def late(self, section: str, what: str) -> bool:
+        """Whether the time is over, with a line that says so of what is then not checked."""
+        is_late = time.monotonic() > self.end
+        if is_late:
+            self.skip(section, what, "no time left")
+        return is_late
 
     @property
     def faults(self) -> list[Line]:

@@ -13,26 +13,16 @@ WITHOUT = ("cpu", "meta")
 CHANNELS = 64
 
 
-@functools.cache
 def kernels_on(device: torch.device, dtype: torch.dtype) -> frozenset[str]:
-    """Return the fused kernels that build and run on `device` with tensors of `dtype`; tried once, on a few elements.
-
-    For those that do not, as without Triton, without a compiler or on an old card, one line in the log says why, and
-    plain torch does their work. On a CPU it does all.
-    """
-    if device.type in WITHOUT:
-        return frozenset()
-    reasons = refused_kernels(device, dtype)
-    if reasons:
-        why = "; ".join(dict.fromkeys(reasons.values()))
-        logging.getLogger(__name__).warning(
-            "no fused kernels for %s on %s in %s (%.400s); plain torch", ", ".join(reasons), device, dtype, why
-        )
-    return frozenset(TRIALS) - reasons.keys()
+    """Return the fused kernels that build and run on `device` with tensors of `dtype`; plain torch does the work of the
+    others, and all of it on a CPU."""
+    return frozenset() if device.type in WITHOUT else frozenset(TRIALS) - refused_kernels(device, dtype).keys()
 
 
+@functools.cache
 def refused_kernels(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Return {kernel: why} of those that do not build or run on the accelerator `device` with tensors of `dtype`.
+    """Return {kernel: why} of those that do not build or run on the accelerator `device` with tensors of `dtype`, as
+    without Triton, without a compiler or on an old card; tried once, on a few elements, and logged.
 
     Raises what says that memory ran out.
     """
@@ -45,6 +35,11 @@ def refused_kernels(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
                 raise
             # Triton's messages begin with the kernel's lines
             reasons[name] = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
+    if reasons:
+        why = "; ".join(dict.fromkeys(reasons.values()))
+        logging.getLogger(__name__).warning(
+            "no fused kernels for %s on %s in %s (%.400s); plain torch", ", ".join(reasons), device, dtype, why
+        )
     return reasons
 
 

@@ -17,6 +17,7 @@ from sana_core.doctor import Report, arithmetic, examine, files, machine
 from sana_core.doctor.arithmetic import check_arithmetic, check_attention, check_bundled
 from sana_core.doctor.files import check_files
 from sana_core.doctor.machine import check_kernels, check_versions
+from sana_core.whole_files import digest_file
 
 CPU = torch.device("cpu")
 SCENES, TINY = ROOT / "demo" / "sana-scenes", ROOT / "demo" / "sana-tiny"
@@ -117,7 +118,7 @@ def test_a_published_file_is_named_and_one_that_was_changed_is_not(tmp_path, mon
     file = tmp_path / "text_encoder.safetensors"
     shutil.copy(SCENES / "text_encoder" / "model.safetensors", file)
     shutil.copy(SCENES / "text_encoder" / "config.json", tmp_path)
-    digest = arithmetic.sha256(file)
+    digest = digest_file(file)
     monkeypatch.setitem(files.PUBLISHED, digest, "a published file")
     monkeypatch.setitem(files.SIZES, file.stat().st_size, "a published file")
     right, changed = Report(), Report()

@@ -54,14 +54,14 @@ def tried(monkeypatch):
     """A function that says which kernels run where those of TRIALS are replaced."""
 
     def kernels_on(dtype=torch.float16, **replaced):
-        trial.kernels_on.cache_clear()
+        trial.refused_kernels.cache_clear()
         nothing = dict.fromkeys(trial.TRIALS, lambda rows: None)
         monkeypatch.setattr(trial, "TRIALS", nothing | replaced)
         return trial.kernels_on(torch.device("privateuseone"), dtype)
 
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
     yield kernels_on
-    trial.kernels_on.cache_clear()
+    trial.refused_kernels.cache_clear()
 
 
 def failing(error):
@@ -77,9 +77,9 @@ def test_without_triton_there_is_one_line_in_the_log(monkeypatch, caplog):
     for module in [name for name in sys.modules if name.startswith("sana_core.kernels.")]:
         if module != trial.__name__:
             monkeypatch.delitem(sys.modules, module)
-    trial.kernels_on.cache_clear()
+    trial.refused_kernels.cache_clear()
     assert not any(trial.kernels_on(torch.device("privateuseone"), torch.bfloat16) for _ in range(3))
-    trial.kernels_on.cache_clear()
+    trial.refused_kernels.cache_clear()
     assert [record.name for record in caplog.records] == [trial.__name__]
     assert "plain torch" in caplog.text and caplog.text.count("triton") == 1
 
