@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WHEELS, SITE = ROOT / ".cache" / "gpu" / "wheels", ROOT / ".cache" / "gpu" / "site"
 RESULTS = ROOT / "benchmarks" / "gpu"
 PYTEST = ("-m", "pytest", "-c", "tests/pytest.ini", "-p", "no:cacheprovider", "-q", "--tb=short")
+# seconds of the doctor, which begins nothing later
+DOCTOR = 240
 # of the end of what a stage wrote, in characters
 TAIL = 6000
 
@@ -85,48 +87,39 @@ def rates() -> dict[str, Any]:
     return {"teraflops_bf16": round(2 * peak_rate(device) / 1e12, 1), "gigabytes_copied_a_second": round(copy / 1e9)}
 
 
-def steps(compiled: bool) -> dict[str, Any]:
-    """Milliseconds of a guided step beside diffusers' and the floor of its arithmetic, in one process."""
+def doctor() -> dict[str, Any]:
+    """What `python -m sana_core doctor --time` says: checks, and seconds and memory beside the plan and diffusers."""
+    from sana_core.doctor import Report, examine
+
+    report = Report(seconds=DOCTOR)
+    examine(report, figures=True)
+    return report.as_json()
+
+
+def compiled_step() -> dict[str, Any]:
+    """Milliseconds of a guided step beside diffusers' and the floor of its arithmetic, compiled and not."""
     import torch
 
     from benchmarks.sampling_gpu import measure, peak_rate
     from sana_core.accelerator import current_accelerator
 
     device = current_accelerator() or torch.device("cpu")
-    rate = peak_rate(device)
-    wanted = [("1.6B", 1024)] if compiled else [("1.6B", 1024), ("0.6B", 1024), ("1.6B", 512), ("1.6B", 4096)]
-    return {f"{name}, {pixels} px": measure(name, pixels, rate, device, compiled) for name, pixels in wanted}
-
-
-def decodes() -> dict[str, Any]:
-    """Seconds, memory and error of the decode beside diffusers' tiling; each in a process of its own."""
-    from benchmarks.decode import size
-    from sana_core.accelerator import current_accelerator
-
-    kind = str(current_accelerator() or "cpu")
-    methods = {1024: ["whole_fp32", "whole", "strips_exact"], 4096: ["diffusers_tiles", "strips_exact", "smallest"]}
-    found = {f"{pixels} px": size(pixels, kind, names) for pixels, names in methods.items()}
-    for results in found.values():
-        for result in results.values():
-            del result["timeline"]
-    return found
+    return {"1.6B, 1024 px": measure("1.6B", 1024, peak_rate(device), device)}
 
 
 FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
     "rates": rates,
-    "steps": lambda: steps(False),
-    "decodes": decodes,
-    "compiled steps": lambda: steps(True),
+    "doctor": doctor,
+    "compiled step": compiled_step,
 }
 # what it is worst not to know comes first; seconds at most, of which a stage that hangs takes all
 STAGES = (
     ("correctness", (*PYTEST, "tests/gpu"), 180),
     ("kernels", (*PYTEST, "tests/unit/kernel_numbers.py"), 120),
     ("rates", (__file__, "--figure", "rates"), 40),
-    ("steps", (__file__, "--figure", "steps"), 120),
+    ("doctor", (__file__, "--figure", "doctor"), DOCTOR + 30),
     ("templates in ComfyUI", (*PYTEST, "tests/graph/test_templates.py"), 120),
-    ("decodes", (__file__, "--figure", "decodes"), 150),
-    ("compiled steps", (__file__, "--figure", "compiled steps"), 200),
+    ("compiled step", (__file__, "--figure", "compiled step"), 200),
 )
 
 

@@ -12,17 +12,13 @@ from collections.abc import Callable
 
 import torch
 
+from sana_core.doctor.arithmetic import transformer as released
+from sana_core.doctor.figures import made_as
 from sana_core.forward import prepare, velocity
+from sana_core.released import VARIANTS, Architecture
 
 TOKENS = 300
 RUNS = 20
-COMMON = {"attention_head_dim": 32}
-MODELS = {
-    "0.6B": {"num_attention_heads": 36, "num_layers": 28, "num_cross_attention_heads": 16}
-    | {"cross_attention_head_dim": 72, "cross_attention_dim": 1152},
-    "1.6B": {"num_attention_heads": 70, "num_layers": 20, "num_cross_attention_heads": 20}
-    | {"cross_attention_head_dim": 112, "cross_attention_dim": 2240},
-}
 
 
 def synchronize() -> None:
@@ -50,31 +46,22 @@ def peak_rate(device: torch.device) -> float:
     return 8192**3 / seconds(lambda: a @ b)
 
 
-def multiply_adds(config: dict, pixels: int, rows: int = 2) -> float:
+def multiply_adds(model: Architecture, pixels: int, rows: int = 2) -> float:
     """Of one step whose prompt is prepared: projections, attentions and feed-forwards (SANA paper, section 2.2)."""
-    width = config["num_attention_heads"] * 32
+    width = model.width
     hidden = int(2.5 * width)
     positions = (pixels // 32) ** 2
     block = 4 * width**2  # query, key, value, out
     block += 2 * 33 * width  # linear attention: two products of 32 x 33 a head
     block += 2 * width**2 + 2 * TOKENS * width  # cross-attention
     block += 2 * width * hidden + 9 * 2 * hidden + hidden * width
-    return rows * positions * (config["num_layers"] * block + 64 * width)
+    return rows * positions * (model.layers * block + 64 * width)
 
 
 @torch.inference_mode()
-def measure(name: str, pixels: int, rate: float, device: torch.device, compiled: bool = True) -> dict:
-    from diffusers import SanaTransformer2DModel
-
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        # in its own type, for in float32 it would take twice the memory of the card
-        with device:
-            transformer = SanaTransformer2DModel(**COMMON, **MODELS[name]).requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
+def measure(name: str, pixels: int, rate: float, device: torch.device) -> dict:
+    with made_as(torch.bfloat16, device):
+        transformer = released(VARIANTS[name].width, VARIANTS[name].layers)
     with device:
         cells = pixels // 32
         x = torch.randn(2, 32, cells, cells, dtype=torch.bfloat16)
@@ -82,19 +69,15 @@ def measure(name: str, pixels: int, rate: float, device: torch.device, compiled:
         mask = torch.ones(2, TOKENS, dtype=torch.long)
         timestep = torch.full((2,), 500.0)
     constants = prepare(transformer, embeds, mask, cells, cells)
+    theirs, ours = (torch.compile(each, mode="reduce-overhead") for each in (transformer, velocity))
     calls = {
         "diffusers_eager": lambda: transformer(x, embeds, timestep, encoder_attention_mask=mask).sample,
         "eager": lambda: velocity(transformer, x, timestep, constants),
+        "diffusers_compiled": lambda: theirs(x, embeds, timestep, encoder_attention_mask=mask).sample,
+        "compiled": lambda: ours(transformer, x, timestep, constants),
     }
-    if compiled:
-        theirs = torch.compile(transformer, mode="reduce-overhead")
-        ours = torch.compile(velocity, mode="reduce-overhead")
-        calls |= {
-            "diffusers_compiled": lambda: theirs(x, embeds, timestep, encoder_attention_mask=mask).sample,
-            "compiled": lambda: ours(transformer, x, timestep, constants),
-        }
     found = {key: seconds(call) for key, call in calls.items()}
-    floor = multiply_adds(MODELS[name], pixels) / rate
+    floor = multiply_adds(VARIANTS[name], pixels) / rate
     torch.compiler.reset()
     return {
         "milliseconds": {key: round(1000 * value, 2) for key, value in found.items()},

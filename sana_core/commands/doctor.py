@@ -18,7 +18,7 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from ..doctor.report import SECONDS
+    from ..doctor.report import SECONDS, TIMED_SECONDS
 
     add = parser.add_argument
     add(
@@ -31,16 +31,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", default="", help="like cpu or cuda:0; default: the GPU, or the CPU")
     add("--time", action="store_true", help="measure seconds and memory as well, which takes some minutes")
-    add("--seconds", type=float, default=SECONDS, help="skip checks that would begin later")
+    default = f"default: {SECONDS:.0f}, with --time {TIMED_SECONDS:.0f}"
+    add("--seconds", type=float, help=f"skip checks that would begin later; {default}")
     add("--json", type=Path, help="write the report into this file as well")
 
 
 def run(arguments: argparse.Namespace) -> None:
     from ..doctor import Report, examine
+    from ..doctor.report import SECONDS, TIMED_SECONDS
 
     if arguments.json is not None:
         check_free([arguments.json])
-    report = Report(seconds=arguments.seconds, tell=lambda what: sys.stderr.write(f"checking {what}\n"))
+    usual = TIMED_SECONDS if arguments.time else SECONDS
+    seconds = usual if arguments.seconds is None else arguments.seconds
+    report = Report(seconds=seconds, tell=lambda what: sys.stderr.write(f"checking {what}\n"))
     examine(report, arguments.paths, arguments.device, arguments.time)
     sys.stdout.write(report.markdown())
     if arguments.json is not None:

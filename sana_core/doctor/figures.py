@@ -29,8 +29,8 @@ SECTION = "Seconds and memory"
 NEAR = 0.1
 # of a step and of a text, whose median counts
 RUNS = 3
-# by whether there is an accelerator: the variant and the pixels of a step, and those of decodes
-STEPS = {False: ("0.6B", 512), True: ("1.6B", 1024)}
+# by whether there is an accelerator: the variants and pixels of steps, and pixels of decodes
+STEPS = {False: (("0.6B", 512),), True: (("1.6B", 1024), ("0.6B", 1024), ("1.6B", 4096))}
 DECODES = {False: (512,), True: (1024, 4096)}
 
 
@@ -42,14 +42,17 @@ def measure(report: Report, device: torch.device) -> None:
         with report.checking(SECTION, "text"):
             measure_text(report, device, dtype)
         release()
-    variant, pixels = STEPS[accelerator]
-    with report.checking(SECTION, f"step, {variant}, {pixels} px"):
-        measure_step(report, device, dtype, variant, pixels)
+    for variant, pixels in STEPS[accelerator]:
+        what = f"step, {variant}, {pixels} px"
+        if not report.late(SECTION, what):
+            with report.checking(SECTION, what):
+                measure_step(report, device, dtype, variant, pixels)
+            release()
     for pixels in DECODES[accelerator]:
-        release()
-        with report.checking(SECTION, f"decode, {pixels} px"):
-            measure_decode(report, device, dtype, pixels)
-    release()
+        if not report.late(SECTION, f"decode, {pixels} px"):
+            with report.checking(SECTION, f"decode, {pixels} px"):
+                measure_decode(report, device, dtype, pixels)
+            release()
 
 
 def add_figures(report: Report, what: str, found: dict[str, Any]) -> None:

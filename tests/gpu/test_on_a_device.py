@@ -8,13 +8,14 @@ import torch
 from decoders import f32c32, noise
 from setup import ROOT
 
-from benchmarks.sampling_gpu import COMMON, MODELS
 from demo.judge import judge
 from sana_core import decode_latents, encode_images, encode_prompts, generate, load_text_encoder
 from sana_core.decode import DecodeOptions, decode_into
+from sana_core.doctor.arithmetic import transformer
 from sana_core.forward import prepare, velocity
 from sana_core.kernels.trial import TRIALS, kernels_on
 from sana_core.picture_files import levels
+from sana_core.released import VARIANTS
 from sana_core.training.settings import read_settings
 from sana_core.training.train import train
 
@@ -36,10 +37,10 @@ def blocks():
     def make(device):
         from diffusers import SanaTransformer2DModel
 
-        config = {**COMMON, **MODELS["1.6B"], "num_layers": 2}
-        if device.type == "cpu":
-            config |= {"num_attention_heads": 2, "num_cross_attention_heads": 2}
-            config |= {"cross_attention_head_dim": 32, "cross_attention_dim": 64, "caption_channels": 24}
+        if device.type != "cpu":
+            return transformer(VARIANTS["1.6B"].width, 2)
+        config = {"num_attention_heads": 2, "attention_head_dim": 32, "num_cross_attention_heads": 2, "num_layers": 2}
+        config |= {"cross_attention_head_dim": 32, "cross_attention_dim": 64, "caption_channels": 24}
         torch.manual_seed(0)
         return SanaTransformer2DModel(**config).requires_grad_(False)
 
