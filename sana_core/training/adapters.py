@@ -6,8 +6,10 @@ where PEFT keeps alpha draws the same picture.
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoints.tensor_files import write_tensors
-from ..errors import VersionError
+from ..errors import InputError, VersionError
 from ..lora import ROWS, Adapter, Tensors, adapted, dora_scale, product_of
 from .settings import Method
 
@@ -37,12 +39,13 @@ def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) 
     """Put the adapter of `method` on `transformer`, in float32 and at first without effect; the rest is frozen.
 
     Its random numbers depend on `seed` alone; on the meta device it has none. Raises VersionError where peft is not
-    installed.
+    installed, and InputError where `method.layers` fit none.
     """
     try:
         from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise VersionError(f"peft: cannot be imported ({error!s:.120}); pip install peft") from None
+    check_layers(dict(transformer.named_modules()), method)
     transformer.requires_grad_(False)
     own: dict[str, Any] = {"r": method.rank, "target_modules": layer_names(method)}
     alpha = method.scale * method.rank
@@ -50,8 +53,12 @@ def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) 
     if method.kind == "lokr":
         config = LoKrConfig(alpha=alpha, **own)  # type: ignore[arg-type]  # it takes any number
     else:
-        config = LoraConfig(lora_alpha=alpha, use_dora=method.kind == "dora", **own)  # type: ignore[arg-type]
+        own |= {"lora_alpha": alpha, "lora_dropout": method.dropout, "use_dora": method.kind == "dora"}
+        config = LoraConfig(**own)  # type: ignore[arg-type]
     inject_adapter_in_model(config, transformer, ADAPTER)
+    if method.dropout:
+        for layer in adapter_layers(transformer).values():
+            layer.train()
     numbers = torch.Generator().manual_seed(seed)
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
@@ -66,7 +73,30 @@ def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) 
 def layer_names(method: Method) -> str:
     """Return the pattern of the layers that get an adapter, as peft's target_modules."""
     wanted = LAYERS.values() if method.targets == "both" else [LAYERS[method.targets]]
-    return rf"transformer_blocks\.\d+\.({'|'.join(wanted)})"
+    chosen = f"(?={'|'.join(map(fnmatch.translate, method.layers))})" if method.layers else ""
+    return rf"{chosen}transformer_blocks\.\d+\.({'|'.join(wanted)})"
+
+
+def check_layers(names: Iterable[str], method: Method) -> None:
+    """Raise InputError where none of the layers of these `names` gets an adapter."""
+    if not any(map(re.compile(layer_names(method)).fullmatch, names)):
+        raise InputError(
+            f"layers: got {', '.join(method.layers)!s:.80}, which fits none of targets {method.targets}, expected one "
+            'such as "transformer_blocks.1?.*" or "*.attn2.*"'
+        )
+
+
+@contextmanager
+def without_dropout(transformer: torch.nn.Module) -> Iterator[None]:
+    """Let the adapter compute as it does outside training."""
+    layers = [layer for layer in adapter_layers(transformer).values() if layer.training]
+    for layer in layers:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.train()
 
 
 def adapter_layers(transformer: SanaTransformer2DModel) -> dict[str, Any]:

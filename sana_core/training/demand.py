@@ -65,8 +65,9 @@ def frozen_bytes(shapes: Shapes, settings: Settings) -> int:
 
 def adapted_layers(shapes: Shapes, method: Method) -> list[tuple[int, int]]:
     """Return outputs and inputs of the layers that get an adapter."""
-    pattern = re.compile(layer_names(method) + r"\.weight")
-    return [(shape[0], shape[1]) for name, shape in shapes.items() if pattern.fullmatch(name)]
+    pattern = re.compile(layer_names(method))
+    weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
+    return [(shape[0], shape[1]) for name, shape in weights.items() if pattern.fullmatch(name)]
 
 
 def lokr_shapes(out: int, inner: int, rank: int) -> list[tuple[int, ...]]:
@@ -203,6 +204,9 @@ UNSTEERED = 2
 NORMED, TRAINED_NORMS, MIXED_NORMS, FP32_NORMS = Maps(9, 3), Maps(12, 4), Maps(18, 5), Maps(3.3, 1)
 # layers with an adapter in a block whose inputs, times A, are kept in fp32: of all latents, and of the tokens
 RANK_MAPS = {"attention": (6, 2), "feed_forward": (2, 0), "both": (8, 2)}
+# what the adapters of a block take as their inputs, in maps of all latents (2.5 for the second convolution) and of
+# all tokens. Of each, dropout keeps a byte a number, and beside a forward in fp32 what it has left in
+INPUTS = {"attention": Maps(6, 2), "feed_forward": Maps(3.5, 0), "both": Maps(9.5, 2)}
 # copies in fp32 of the largest parameter in an optimizer's step; schedulefree's are of all parameters
 STEP_COPIES = {"adamw": 0, "adamw8bit": 2, "came": 2, "came8bit": 3, "prodigy": 1}
 # beside them, where the parameter is in bf16: itself and its gradient; and then itself, and the bits to round by
@@ -301,6 +305,10 @@ def held_by(settings: Settings, model: Architecture) -> Held:
     tables = (HELD, HELD_FP32) if method.base == "full" else (HELD_INT8, HELD_INT8_FP32)
     table = tables[settings.dtype == "float32"]
     held = table[method.kind, method.weights if full else method.targets]
+    if method.dropout:
+        share = 1.25 if settings.dtype == "float32" else 0.5
+        dropped = Maps(*(share * each for each in INPUTS[method.targets]))
+        held = held._replace(block=add(held.block, dropped), checkpointed=add(held.checkpointed, dropped))
     if not model.qk_norm:
         return held
     norms = NORMED if not full else MIXED_NORMS if mixed else TRAINED_NORMS

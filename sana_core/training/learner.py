@@ -14,7 +14,7 @@ from ..errors import CheckpointError, TrainingError
 from ..polling import Poll
 from ..reference import reference_of
 from ..released import GUIDANCE
-from .adapters import add_adapter
+from .adapters import add_adapter, without_dropout
 from .buckets import Bucket
 from .cache import Batch, Cache
 from .came import CAME
@@ -30,7 +30,16 @@ from .consistency import (
 )
 from .dataset import Sample
 from .ema import average_decay, averaged_weights, restore_average, start_average, update_average
-from .loss import draw_training, drop_captions, flow_loss, training_sigmas, validation_noise, validation_times
+from .loss import (
+    DROPOUT,
+    draw_training,
+    drop_captions,
+    flow_loss,
+    generator,
+    training_sigmas,
+    validation_noise,
+    validation_times,
+)
 from .optimizer_state import optimizer_state, restore_optimizer
 from .optimizers import make_optimizer, set_learning_rate, step_optimizer, validation_weights
 from .quantised_base import quantise_base
@@ -172,7 +181,7 @@ def restore(learner: Learner, tensors: dict[str, torch.Tensor], values: dict[str
 @contextmanager
 def averaged(learner: Learner) -> Iterator[None]:
     """Let `learner` have the weights that are looked at and saved: the moving average, where there is one."""
-    with validation_weights(learner.optimizer):
+    with validation_weights(learner.optimizer), without_dropout(learner.transformer):
         if learner.average is None:
             yield
         else:
@@ -208,7 +217,8 @@ def take_step(
     mean = 0.0
     pieces = share_step(group, ranks.rank, ranks.size)
     for number, piece in enumerate(pieces, 1):
-        with one_backward(learner, last=number == len(pieces)) as compute:
+        dropping = seeded_dropout(learner, (place.step, number, ranks.rank))
+        with dropping, one_backward(learner, last=number == len(pieces)) as compute:
             losses = compute(lambda piece=piece: piece_loss(learner, data, piece, place))  # type: ignore[misc]
             # the ranks' gradients become their mean
             (losses.sum() / total * ranks.size).backward()
@@ -228,6 +238,15 @@ def take_step(
         decay = average_decay(settings.optimizer.ema, place.step)
         update_average(learner.average, learner.parameters, decay)
     return mean, norm
+
+
+@contextmanager
+def seeded_dropout(learner: Learner, key: Sequence[int]) -> Iterator[None]:
+    """Let what an adapter drops depend on the run's seed and `key` alone, and torch's generators stay as they are."""
+    device = learner.device
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        torch.manual_seed(int(generator(DROPOUT, (learner.settings.seed, *key)).integers(2**63)))
+        yield
 
 
 @contextmanager
@@ -257,7 +276,7 @@ def piece_loss(learner: Learner, data: Data, piece: Piece, place: Place) -> torc
         point, prompt, weight = on_trajectory(learner, data, batch, draw.noise, draw.times, guidance)
         losses = consistency_loss(learner.transformer, point, prompt, tangent_ramp(settings, place), weight)
     else:
-        sigma = training_sigmas(draw.times, learner.shift).float().to(learner.device)
+        sigma = training_sigmas(draw.times, learner.shift, settings.loss).float().to(learner.device)
         losses = batch_loss(learner, batch, draw.noise, sigma)
     check_losses(losses, batch, place)
     return losses if counts else losses * 0

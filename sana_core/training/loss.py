@@ -1,4 +1,4 @@
-"""The loss of SANA's training: flow matching at logit-normal times, with the model's own shift."""
+"""The loss of SANA's training: flow matching, at logit-normal times unless others are set, with the model's shift."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ..control import Control
 from ..reference import model_timestep
 from ..released import GUIDANCE
 from ..schedules import shift_sigmas
+from .settings import MODE, UNIFORM, Loss
 from .steering import steered, steering_residuals
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
-# so that the random numbers of training and of validation are different ones
-TRAINING, VALIDATION = 0, 1
+# so that the random numbers of training, of validation and of an adapter's dropout are different ones
+TRAINING, VALIDATION, DROPOUT = 0, 1, 2
 
 
 class Draw(NamedTuple):
@@ -53,9 +54,9 @@ def generator(stream: int, key: Sequence[int]) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key[0], spawn_key=(stream, *key[1:]))))
 
 
-def logit_normal(times: torch.Tensor) -> torch.Tensor:
-    """Return sigmoid(z) of the standard normal z that lies at the share `times` of its distribution."""
-    return torch.sigmoid(torch.special.ndtri(times.clamp(1e-6, 1 - 1e-6)))
+def logit_normal(times: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    """Return sigmoid(z) of the normal z that lies at the share `times` of its distribution."""
+    return torch.sigmoid(mean + std * torch.special.ndtri(times.clamp(1e-6, 1 - 1e-6)))
 
 
 def drop_captions(
@@ -122,9 +123,16 @@ def mean_error(difference: torch.Tensor, weight: torch.Tensor | None) -> torch.T
     return (error * weight).sum(dim=(1, 2, 3)) / (weight.sum(dim=(1, 2, 3)) * error.shape[1]).clamp(min=1e-6)
 
 
-def training_sigmas(times: torch.Tensor, shift: float) -> torch.Tensor:
-    """Return the sigmas that SANA is trained at for uniform `times`: logit-normal (0, 1), then shifted."""
-    return shift_sigmas(logit_normal(times), shift)
+def training_sigmas(times: torch.Tensor, shift: float, loss: Loss | None = None) -> torch.Tensor:
+    """Return the sigmas of training for uniform `times`, as `loss` has them, by default logit-normal (0, 1) as SANA's;
+    then shifted. "mode" is equation 20 of arXiv 2403.03206."""
+    loss = loss or Loss()
+    if loss.times == UNIFORM:
+        return shift_sigmas(times, shift)
+    if loss.times == MODE:
+        bend = torch.cos(torch.pi / 2 * times).square() - 1 + times
+        return shift_sigmas(1 - times - loss.mode_scale * bend, shift)
+    return shift_sigmas(logit_normal(times, loss.logit_mean, loss.logit_std), shift)
 
 
 def validation_times(count: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ from ..released import (
     VARIANTS,
     Architecture,
 )
+from .adapters import check_layers
 from .buckets import shapes_at
 from .demand import FP32, frozen_bytes, state_bytes, step_demand, trained_shapes, weights_dtype
 from .settings import CONSISTENCY, Phase, Settings
@@ -126,6 +127,8 @@ def plan_training(settings: Settings, base: Base, accelerator: bool = True) -> P
     """
     if settings.loss.kind == CONSISTENCY:
         raise InputError("loss: got consistency, whose memory no plan knows, expected flow; train without --plan")
+    if not settings.method.whole:
+        check_layers((name.removesuffix(".weight") for name in base.shapes), settings.method)
     first = [captions_stage(settings, base), latents_stage(settings, base, accelerator)]
     stages = [] if settings.stream else first
     stages += [

@@ -11,16 +11,22 @@ from .settings import Phase
 def learning_rate(phase: Phase, place: Place) -> float:
     """Return the rate of the step at `place` in `phase`, from 0 to `phase.learning_rate`.
 
-    It rises in even steps in the first `warmup` steps. Then "constant" stays, "linear" and "cosine" fall to 0 with the
-    share of the rest that is done. Nothing scales it by batch or number of devices.
+    It rises in even steps in the first `warmup` steps. Then "constant" stays and the others fall to 0 with the share of
+    the rest that is done, as diffusers.optimization's of those names, but for its "polynomial", which ends at 1e-7.
+    Nothing scales it by batch or number of devices.
     """
     if place.phase_step < phase.warmup:
         return phase.learning_rate * (place.phase_step + 1) / phase.warmup
+    if phase.schedule == "constant":
+        return phase.learning_rate
     if phase.schedule == "linear":
         return phase.learning_rate * (1 - place.done)
-    if phase.schedule == "cosine":
-        return phase.learning_rate * 0.5 * (1 + math.cos(math.pi * place.done))
-    return phase.learning_rate
+    if phase.schedule == "polynomial":
+        return phase.learning_rate * (1 - place.done) ** phase.power
+    done = place.done
+    if phase.schedule == "cosine_with_restarts" and done < 1:
+        done = done * phase.cycles % 1
+    return phase.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def after_step(phase: Phase, place: Place, count: int) -> Place:

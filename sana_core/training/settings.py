@@ -21,6 +21,9 @@ BASES = ("full", "int8")
 QUANTISED = ("lora", "lokr")
 TARGETS = ("attention", "feed_forward", "both")
 SCHEDULES = ("constant", "cosine", "linear")
+# of which each has a number of its own
+SHAPED = ("cosine_with_restarts", "polynomial")
+LOGIT_NORMAL, MODE, UNIFORM = TIMES = ("logit_normal", "mode", "uniform")
 DTYPES = ("float32", "bfloat16")
 FLOW, CONSISTENCY = "flow", "consistency"
 DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
@@ -34,8 +37,9 @@ class Method:
     """What is trained: an adapter of `kind` with `rank` and `alpha` on the layers of `targets`, a "controlnet" that
     begins as a copy of the model's first `blocks`, or with "full" all weights. An adapter's output is scaled by
     alpha / rank, without an alpha by 1. `weights` is the precision of the weights that "controlnet" and "full" train;
-    steps in bfloat16 are rounded stochastically. `start` is the file of an adapter that a new run goes on from;
-    `base` "int8" keeps the frozen model under an adapter in 8 bits."""
+    steps in bfloat16 are rounded stochastically. With `layers`, patterns as of file names, only those layers of
+    `targets` get an adapter whose name in the transformer fits one; `dropout` is peft's lora_dropout. `start` is the
+    file of an adapter that a new run goes on from; `base` "int8" keeps the frozen model under an adapter in 8 bits."""
 
     kind: str = "lora"
     rank: int = 16
@@ -45,6 +49,8 @@ class Method:
     blocks: int = 7
     start: str = ""
     base: str = "full"
+    layers: tuple[str, ...] = ()
+    dropout: float = 0.0
 
     @property
     def whole(self) -> bool:
@@ -61,11 +67,19 @@ class Loss:
     """What is learnt: "flow" matching, or with "consistency" to draw in few steps, which SANA-Sprint models are for.
 
     Then `teacher` is the checkpoint of a SANA model that says what to draw, or without one the pictures do; the part of
-    the loss that is unstable at first grows from 0 over `tangent_warmup` steps."""
+    the loss that is unstable at first grows from 0 over `tangent_warmup` steps.
+
+    `times` are those of flow matching, before the model's shift: "logit_normal" with NVIDIA's `logit_mean` (positive:
+    more noise; diffusers' scripts count the other way) and `logit_std`, SD3's "mode" with `mode_scale`, or "uniform".
+    """
 
     kind: str = FLOW
     teacher: str = ""
     tangent_warmup: int = 4000
+    times: str = LOGIT_NORMAL
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    mode_scale: float = 1.29
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,8 @@ class Phase:
     """A stretch of training with data, size and learning rate of its own. Exactly one of `epochs` and `steps` is set.
 
     `learning_rate` is what the optimizer gets, whatever the batch; it rises from 0 in the first `warmup` steps and then
-    follows `schedule`. A step takes `accumulate` batches of `batch` pictures, which all processes of a run share.
+    follows `schedule`, as diffusers names them: "cosine_with_restarts" falls to 0 `cycles` times, "polynomial" with
+    `power`. A step takes `accumulate` batches of `batch` pictures, which all processes of a run share.
     """
 
     data: tuple[str, ...]
@@ -112,6 +127,8 @@ class Phase:
     learning_rate: float = 1e-4
     schedule: str = "constant"
     warmup: int = 0
+    cycles: int = 1
+    power: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -269,6 +286,11 @@ def check_settings(settings: Settings) -> Settings:
         raise InputError(f"base: got int8 with method {method.kind}, expected full; or choose {' or '.join(QUANTISED)}")
     if method.start and method.whole:
         raise InputError(f"start: got a file with method {method.kind}, expected one of an adapter; remove it")
+    check_number("method.dropout", method.dropout, 0, 0.99)
+    if method.dropout and method.kind not in ("lora", "dora"):
+        raise InputError(f"dropout: got one with method {method.kind}, expected lora or dora; remove it")
+    if method.layers and method.whole:
+        raise InputError(f"layers: got some with method {method.kind}, expected {', '.join(ADAPTERS)}; remove them")
     check_loss(settings.loss, method)
     check_number("method.blocks", method.blocks, 1, 255)
     check_number("method.alpha", 1.0 if method.alpha is None else method.alpha, 1e-3, 1e5)
@@ -306,6 +328,13 @@ def check_loss(loss: Loss, method: Method) -> None:
     """Raise InputError unless `method` can be trained by `loss`."""
     one_of("loss.kind", loss.kind, (FLOW, CONSISTENCY))
     check_number("loss.tangent_warmup", loss.tangent_warmup, 0, 10**9)
+    one_of("loss.times", loss.times, TIMES)
+    check_number("loss.logit_mean", loss.logit_mean, -10, 10)
+    check_number("loss.logit_std", loss.logit_std, 1e-3, 10)
+    # a density up to here: Esser et al. 2024, arXiv 2403.03206, section 3.1
+    check_number("loss.mode_scale", loss.mode_scale, -1, 1.75)
+    if loss.kind == CONSISTENCY and loss != Loss(loss.kind, loss.teacher, loss.tangent_warmup):
+        raise InputError("times: got others with loss consistency, which has its own; remove what sets them")
     if loss.kind == CONSISTENCY and method.whole:
         raise InputError(
             f"loss: got consistency with method {method.kind}, expected flow; or choose {', '.join(ADAPTERS)}"
@@ -351,7 +380,9 @@ def check_parallel(settings: Settings) -> None:
 
 
 def check_phase(name: str, phase: Phase) -> None:
-    one_of(f"{name}: schedule", phase.schedule, SCHEDULES)
+    one_of(f"{name}: schedule", phase.schedule, SCHEDULES + SHAPED)
+    check_number(f"{name}: cycles", phase.cycles, 1, 10**6)
+    check_number(f"{name}: power", phase.power, 1e-3, 1e3)
     check_side(f"{name}: resolution", phase.resolution, DOWNSCALE)
     for field_name, most in (("batch", 4096), ("accumulate", 4096)):
         check_number(f"{name}: {field_name}", getattr(phase, field_name), 1, most)

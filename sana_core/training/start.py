@@ -36,7 +36,7 @@ def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
     found, file = read_whole(method.start, shapes), shown(Path(method.start))
     check_kind({part for adapter in found.values() for part in adapter.parts}, method.kind, file)
     layers = adapter_layers(transformer)
-    check_targets(found.keys(), layers.keys(), shapes.keys(), method.targets, file)
+    check_targets(found.keys(), layers.keys(), shapes.keys(), method, file)
     for name, layer in layers.items():
         own, (parts, scale) = parts_of(layer), found[name]
         check_parts(parts, own, f"{file}: {name}")
@@ -72,14 +72,16 @@ def check_kind(parts: Collection[str], kind: str, file: str) -> None:
 
 
 def check_targets(
-    found: Collection[str], trained: Collection[str], names: Collection[str], targets: str, file: str
+    found: Collection[str], trained: Collection[str], names: Collection[str], method: Method, file: str
 ) -> None:
     """Raise InputError unless the file has just the layers that are `trained`."""
     if set(found) == set(trained):
         return
-    for fitting in TARGETS:
+    for fitting in () if method.layers else TARGETS:
         if set(found) == {name for name in names if re.fullmatch(layer_names(Method(targets=fitting)), name)}:
-            raise InputError(f"{file}: its layers are of targets {fitting}, but method.targets is {targets}; set it so")
+            raise InputError(
+                f"{file}: its layers are of targets {fitting}, but method.targets is {method.targets}; set it so"
+            )
     first = min(set(found) ^ set(trained))
     where = "missing" if first in trained else "more than is trained"
     raise InputError(f"{file}: its layers are of no targets, {first} is {where}; begin without start")

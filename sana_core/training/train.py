@@ -16,7 +16,7 @@ from ..checkpoints import find_part, inspect_checkpoint, load_transformer
 from ..checkpoints.load import build_module, shift_of
 from ..errors import InputError
 from ..polling import Poll, no_poll
-from .adapters import adapter_tensors, add_adapter, merged, write_adapter
+from .adapters import adapter_tensors, add_adapter, check_layers, merged, write_adapter
 from .agreement import check_ranks, check_same
 from .learner import Learner, make_learner
 from .loop import Folder, Report, Watch, run
@@ -136,6 +136,8 @@ def check_base(settings: Settings) -> float:
     check_loss_fits(module.config, settings.loss)
     if settings.method.kind == "controlnet":
         check_steerable(module.config, settings.method.blocks)
+    if not settings.method.whole:
+        check_layers(dict(module.named_modules()), settings.method)
     if needs_start(settings):
         add_adapter(module, settings.method, settings.seed)
         begin_at(module, settings.method)
@@ -169,7 +171,9 @@ def settings_facts(settings: Settings) -> dict[str, Any]:
     own = {"controlnet": {"blocks": method.blocks}, "full": {}}
     # a state has the weights before alpha scales them
     alpha = None if method.scale == 1.0 else method.alpha
-    adapter = {"rank": method.rank, "alpha": alpha, "targets": method.targets}
+    adapter: dict[str, Any] = {"rank": method.rank, "alpha": alpha, "targets": method.targets}
+    if method.layers:
+        adapter["layers"] = list(method.layers)
     return facts | own.get(method.kind, adapter)
 
 

@@ -17,8 +17,14 @@ keep = 3
 kind = "lora"
 rank = 4
 alpha = 2.0
+layers = ["*.attn1.*"]
+dropout = 0.1
 [loss]
 kind = "flow"
+times = "mode"
+logit_mean = 0.1
+logit_std = 1.0
+mode_scale = 1.29
 [optimizer]
 name = "adamw"
 clip = 0.1
@@ -27,6 +33,9 @@ data = ["pictures"]
 resolution = 128
 steps = 3
 learning_rate = 1e-3
+schedule = "polynomial"
+cycles = 2
+power = 2.0
 [validation]
 every = 2
 prompts = ["a red circle"]

@@ -16,7 +16,7 @@ from sana_core.training import learner, train
 from sana_core.training.pace import describe_validation
 from sana_core.training.run_log import read_log
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Loss, Method, Optimizer, Phase, Settings, Validation, check_settings
 
 
 class Stopped(Exception):
@@ -73,6 +73,10 @@ def same_state(first, second):
 WAYS = {
     "lora": {},
     "dora, average": {"method": Method("dora", rank=2, targets="both"), "optimizer": Optimizer(ema=0.9)},
+    "lora, dropout on some layers": {
+        "method": Method(rank=2, targets="both", layers=("*.1.*", "*.attn1.*"), dropout=0.3),
+        "loss": Loss(times="mode"),
+    },
     "lokr, came": {"method": Method("lokr", rank=2), "optimizer": Optimizer("came8bit")},
     "full in bf16": {
         "method": Method("full", weights="bfloat16"),

@@ -16,6 +16,7 @@ from sana_core.training.loss import (
     training_sigmas,
     validation_times,
 )
+from sana_core.training.settings import Loss
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,16 @@ def test_times_are_diffusers_logit_normal(transformer):
     torch.manual_seed(0)
     theirs = compute_density_for_timestep_sampling("logit_normal", 200_000, 0.0, 1.0)
     ours = logit_normal(validation_times(200_000))
+    shares = torch.linspace(0.01, 0.99, 25)
+    torch.testing.assert_close(ours.float().quantile(shares), theirs.float().quantile(shares), atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("loss", [Loss(logit_mean=-0.4, logit_std=1.6), Loss(times="mode"), Loss(times="uniform")])
+def test_other_times_are_diffusers(loss):
+    torch.manual_seed(0)
+    own = loss.logit_mean, loss.logit_std, loss.mode_scale
+    theirs = compute_density_for_timestep_sampling(loss.times, 200_000, *own)
+    ours = training_sigmas(validation_times(200_000), 1.0, loss)
     shares = torch.linspace(0.01, 0.99, 25)
     torch.testing.assert_close(ours.float().quantile(shares), theirs.float().quantile(shares), atol=5e-3, rtol=0)
 

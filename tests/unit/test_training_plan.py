@@ -19,7 +19,7 @@ from sana_core.decode.stages import encoder_stages
 from sana_core.errors import InputError
 from sana_core.memory import CONTEXT, count, released_encoder, released_shapes
 from sana_core.released import VARIANTS, Architecture
-from sana_core.training.adapters import add_adapter
+from sana_core.training.adapters import adapter_layers, add_adapter
 from sana_core.training.demand import frozen_bytes, state_bytes, trained_shapes
 from sana_core.training.optimizers import make_optimizer
 from sana_core.training.plan import plan_training, read_base, released_base, training_stage
@@ -80,6 +80,8 @@ def test_weights_in_fp32_are_not_held_a_second_time_while_a_step_accumulates():
 REAL = {
     "lora": {"checkpoint": False, "batch": 2},
     "lora, norms": {"method": Method(targets="both"), "ema": 0.9, "model": SMALL._replace(qk_norm=True)},
+    "lora, dropout": {"method": Method(targets="both", dropout=0.2), "checkpoint": False},
+    "lora, dropout, checkpointing": {"method": Method(dropout=0.2)},
     "dora": {"method": Method("dora", targets="both"), "checkpoint": False},
     "full": {"method": FULL, "optimizer": "came8bit"},
     "full, accumulated": {"method": FULL, "accumulate": 2, "checkpoint": False},
@@ -125,6 +127,19 @@ def test_an_adapter_has_as_many_parameters_as_peft_gives_it(kind, rank, targets)
     add_adapter(module, method, 0)
     trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
     assert count(trained_shapes(released_shapes(model), method)) == trained
+
+
+def test_layers_by_pattern_are_those_that_get_an_adapter_and_that_are_counted():
+    model = Architecture(320, 3)
+    module = train_memory.transformer(model, torch.float32, 512)
+    method = Method(rank=4, targets="both", layers=("*blocks.1.*", "*.attn2.to_[qk]"))
+    add_adapter(module, method, 0)
+    found = {name.removeprefix("transformer_blocks.") for name in adapter_layers(module)}
+    assert len(found) == 10 + 2 * 2 and {"1.ff.conv_point", "1.attn1.to_v", "0.attn2.to_k"} < found
+    trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    assert count(trained_shapes(released_shapes(model), method)) == trained
+    with pytest.raises(InputError, match=r"layers: got proj_out, which fits none of targets attention"):
+        add_adapter(module, Method(layers=("proj_out",)), 0)
 
 
 def test_a_controlnet_has_as_many_parameters_as_the_library_gives_it():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers.optimization import get_cosine_with_hard_restarts_schedule_with_warmup as RESTARTS
+from diffusers.optimization import get_polynomial_decay_schedule_with_warmup as POLYNOMIAL
 from pictures import write_pictures
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR
 
@@ -58,12 +60,31 @@ def test_of_a_run_that_nobody_changes():
             theirs.step()
 
 
+def test_restarts_and_powers_are_those_of_diffusers():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
+    for own, theirs in (
+        (
+            {"schedule": "cosine_with_restarts", "cycles": 3},
+            (RESTARTS, {"num_cycles": 3}),
+        ),
+        (
+            {"schedule": "polynomial", "power": 2.0},
+            (POLYNOMIAL, {"power": 2.0, "lr_end": 0.0}),
+        ),
+    ):
+        make, options = theirs
+        phase = Phase(("x",), steps=20, learning_rate=PEAK, warmup=4, **own)
+        rates, _ = rates_of(phase, 7)
+        (factor,) = make(optimizer, 4, 20, **options).lr_lambdas
+        assert rates[4:] == pytest.approx([PEAK * factor(step) for step in range(4, 20)], abs=1e-12)
+
+
 @pytest.mark.parametrize("seed", range(300))
 def test_it_stays_in_its_range_and_never_jumps(seed):
     """Runs that are broken off again and again, and go on with other batches, pictures, epochs or steps."""
     numbers = random.Random(seed)
     place, rates, bounds = START, [], []
-    schedule, warmup = numbers.choice(["linear", "cosine"]), numbers.choice([0, 0, 3, 20])
+    schedule, warmup = numbers.choice(["linear", "cosine", "polynomial"]), numbers.choice([0, 0, 3, 20])
     for _ in range(numbers.randint(2, 6)):
         pictures, batch, accumulate = (numbers.randint(1, most) for most in (60, 8, 4))
         length = (

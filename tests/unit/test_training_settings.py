@@ -61,6 +61,13 @@ WRONG = {
         r"phase: got \[phase\], expected a list of tables; write \[\[phase\]\]$",
     ),
     "a name with a folder": ("name = '../x'" + WHOLE, "name: got '../x', expected the name of a file"),
+    "times": (WHOLE + "[loss]\ntimes = 'sigmoid'", "loss.times: got 'sigmoid', expected one of logit_normal, mode"),
+    "times of Sprint": (
+        WHOLE + "[loss]\nkind = 'consistency'\nlogit_std = 1.6",
+        "times: got others with loss consistency, which has its own",
+    ),
+    "dropout": (WHOLE + "[method]\nkind = 'lokr'\ndropout = 0.1", "dropout: got one with method lokr, expected lora"),
+    "layers": (WHOLE + "[method]\nkind = 'full'\nlayers = '*'", "layers: got some with method full, expected lora"),
     "nested": ("a = " + "[" * 100_000, "got no TOML"),
 }
 
