@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .batch.best import find_best, pick_best, place_scorer
 from .batch.draw import Settings
 from .batch.local import draw_local
 from .batch.plan import Workload, batch_pictures
@@ -27,23 +28,31 @@ def generate(
     split: bool = False,
     **settings: Any,
 ) -> torch.Tensor:
-    """Return pictures [len(prompts) * count, 3, height, width] in [-1, 1], float32 on the CPU.
+    """Return images [len(prompts) * count, 3, height, width] in [-1, 1], float32 on the CPU.
 
     Picture i of each prompt uses seed + i, so it is the same alone and in a batch. All of `devices` draw; None stands
     for every accelerator of this machine, or its CPU. `cluster` is the address of a Ray cluster, "auto", or a
     `sana_core.cluster.connection.ClusterSettings`: its GPUs draw instead. With `split` all of them draw each picture
     together, the pictures one after another.
 
-    `settings` are `chunk`, the pictures that a device draws at once, without it as many as suit it, `say`, which is
-    told what a cluster waits for, and the fields of
-    `sana_core.batch.draw.Settings`: width, height, steps, guidance, negative_prompt, sampler, pag_scale, pag_blocks,
-    guidance_interval, dtype, compiled, reference, loras. Raises InputError for a size that is not a multiple of 32,
-    numbers out of range and a LoRA that does not fit, CheckpointError, MissingFileError or ReadError for a file that
-    cannot be loaded. A prompt of more than 300 tokens is cut, with a warning in the log.
+    With `best`, `of` and `scorer`, the folder of a CLIP, `of` drafts of each prompt are made and only the `best` that
+    fit it best returned, the better first; `report`, a dict, then gets "picked": prompt, seed, score and rank of each.
+
+    `settings` are these, `chunk`, the pictures that a device draws at once, without it as many as suit it, `say`, which
+    is told what a cluster waits for, and the fields of `sana_core.batch.draw.Settings`: width, height, steps, guidance,
+    negative_prompt, sampler, pag_scale, pag_blocks, guidance_interval, dtype, compiled, reference, loras. Raises
+    InputError for a size that is not a multiple of 32, numbers out of range and a LoRA that does not fit,
+    CheckpointError, MissingFileError or ReadError for a file that cannot be loaded. A prompt of more than 300 tokens is
+    cut, with a warning in the log.
     """
     chunk, say = settings.pop("chunk", None), settings.pop("say", no_words)
+    report = settings.pop("report", {})
+    best = find_best(settings.pop("best", None), settings.pop("of", None), settings.pop("scorer", None), count)
     how = Settings(**settings)
-    workload = Workload(prompts, batch_pictures(len(prompts), count, seed), chunk)
+    workload = Workload(prompts, batch_pictures(len(prompts), best.of if best else count, seed), chunk)
+    if best:
+        # before the drafts take their memory
+        scorer = place_scorer(best, how, devices)
     if cluster is not None:
         from .cluster.batch import draw_on_cluster
         from .cluster.connection import ClusterSettings
@@ -58,6 +67,10 @@ def generate(
         drawn = draw_split(workload, checkpoint, how, devices)
     else:
         drawn = draw_local(workload, checkpoint, how, devices)
+    if best:
+        picks = sorted(pick_best(drawn, workload, best, scorer), key=lambda pick: (pick.picture.prompt, pick.rank))
+        report["picked"] = [pick.describe(named=True) for pick in picks]
+        return torch.stack([pick.pixels for pick in picks])
     # made when the first picture is there, for mistakes in sizes are found before
     out = torch.empty(0)
     for picture, pixels in drawn:

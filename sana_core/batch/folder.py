@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import ExistingFileError, InputError
@@ -19,6 +20,8 @@ from .plan import LARGEST_SEED, Picture
 from .png import describe_picture, digest_of, file_name, is_damaged, read_entry, write_picture
 
 MANIFEST = "manifest.json"
+# what a draft that was chosen says besides
+CHOSEN = ("score", "rank")
 # settings of every manifest that was ever written
 KNOWN_BY = {"width", "height", "steps", "sampler"}
 # seconds between two manifests, and how many times as long as the last one took: one of 100,000 pictures has 30 MB
@@ -66,7 +69,7 @@ class OutputFolder:
             if entry.get("key") != self.entry(picture)["key"]:
                 raise self.another(file, entry, entry.get("settings", self.settings), self.prompts[picture.prompt])
             done.add(picture.number)
-            self.entries[name] = {**self.entry(picture), "sha256": digest}
+            self.entries[name] = {**self.entry(picture), **chosen(entry), "sha256": digest}
         own = [len(self.prompts), pictures[0].seed, len(pictures) // len(self.prompts)]
         self.claims = [*(claim for claim in self.claims if claim != own), own]
         self.write_manifest()
@@ -97,12 +100,13 @@ class OutputFolder:
     def save(self, picture: Picture, png: bytes) -> Path:
         """Write what `encode_png` returned for the picture, and return its path. Raises OSError."""
         self.held.check()
-        return self.note(picture, write_picture(self.path / file_name(picture), png, self.held.run))
+        digest = write_picture(self.path / file_name(picture), png, self.held.run)
+        return self.note(picture, digest, chosen(read_entry(png) or {}))
 
-    def note(self, picture: Picture, digest: str) -> Path:
+    def note(self, picture: Picture, digest: str, more: Mapping[str, Any] = MappingProxyType({})) -> Path:
         """Take a picture into the list that is in the folder with that digest, and return its path. Raises OSError."""
         path = self.path / file_name(picture)
-        self.entries[path.name] = {**self.entry(picture), "sha256": digest}
+        self.entries[path.name] = {**self.entry(picture), **more, "sha256": digest}
         if time.monotonic() > self.rewrite:
             self.write_manifest()
         return path
@@ -123,6 +127,11 @@ class OutputFolder:
         self.manifest = stamp(path)
         now = time.monotonic()
         self.rewrite = now + max(REWRITE, PAUSE * (now - started))
+
+
+def chosen(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return score and rank of a picture that was chosen among drafts, nothing of another."""
+    return {name: entry[name] for name in CHOSEN if name in entry}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

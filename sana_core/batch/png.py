@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,16 +35,21 @@ def describe_picture(prompt: str, seed: int, settings: dict[str, Any]) -> dict[s
 
 
 def encode_png(
-    pixels: torch.Tensor, prompt: str, seed: int, settings: dict[str, Any], checkpoint: str | None = None
+    pixels: torch.Tensor,
+    prompt: str,
+    seed: int,
+    settings: dict[str, Any],
+    checkpoint: str | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """Return the picture [3, H, W] in [-1, 1] as a PNG that says what it is.
+    """Return the picture [3, H, W] in [-1, 1] as a PNG that says what it is, and `more` besides.
 
     With the `checkpoint` that drew it, the PNG also has ComfyUI's graph for it.
     """
     from PIL import Image, PngImagePlugin
 
     words = PngImagePlugin.PngInfo()
-    words.add_text(ENTRY, json.dumps({**describe_picture(prompt, seed, settings), "settings": settings}))
+    words.add_text(ENTRY, json.dumps({**describe_picture(prompt, seed, settings), **more, "settings": settings}))
     if checkpoint is not None:
         words.add_text(GRAPH, json.dumps(graph_of(prompt, seed, settings, checkpoint)))
     stream = io.BytesIO()

@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from ..batch.best import Best, find_best, pick_best, place_scorer, without_finished
 from ..batch.draw import Settings, resolve_settings
 from ..batch.fingerprint import KEPT, describe_settings
 from ..batch.folder import OutputFolder, read_manifest
@@ -57,27 +58,38 @@ def read_prompts(file: Path) -> list[str]:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.out_shared and arguments.cluster is None:
         raise InputError("out-shared: it is for machines of a cluster; add --cluster, or leave it out")
-    prompts = read_prompts(arguments.prompts)
-    workload = Workload(prompts, batch_pictures(len(prompts), arguments.count, arguments.seed), arguments.chunk)
+    best = find_best(arguments.best, arguments.of, arguments.scorer, arguments.count)
+    if best and arguments.out_shared:
+        raise InputError("out-shared: drafts are chosen here and not where they are made; leave it out with --best")
+    prompts, count = read_prompts(arguments.prompts), best.of if best else arguments.count
+    workload = Workload(prompts, batch_pictures(len(prompts), count, arguments.seed), arguments.chunk)
     settings = resolve_settings(settings_of(arguments), arguments.checkpoint)
     make_folder(arguments.out)
     # a folder of another program is left as it is
     read_manifest(arguments.out)
     with hold(arguments.out) as held:
-        carry_on(arguments, workload, settings, held)
+        carry_on(arguments, workload, settings, held, best)
 
 
-def carry_on(arguments: argparse.Namespace, workload: Workload, settings: Settings, held: Hold) -> None:
+def carry_on(
+    arguments: argparse.Namespace, workload: Workload, settings: Settings, held: Hold, best: Best | None
+) -> None:
     """Draw what is not in the folder yet."""
     described = describe_settings(settings, arguments.checkpoint, show_reading)
+    if best:
+        described |= best.describe()
     folder, total = OutputFolder(held, workload.prompts, described), len(workload.pictures)
     workload = workload._replace(done=folder.find_done(workload.pictures))
-    if workload.done:
-        sys.stdout.write(f"{len(workload.done)} of {total} images are there already\n")
+    there = len(workload.done)
+    if best:
+        workload, total = without_finished(workload, best), len(workload.prompts) * best.keep
+        there = len(workload.done) // best.of * best.keep
+    if there:
+        sys.stdout.write(f"{there} of {total} images are there already\n")
     started = time.monotonic()
     report: dict[str, Any] = {"drawn": {}}
-    progress = Progress(total, len(workload.done))
-    drawn = draw(arguments, workload, settings, described, report, held)
+    progress = Progress(total, there)
+    drawn = draw(arguments, workload, settings, described, report, held, best)
     try:
         with noting_interrupts() as poll, closing(drawn):
             for picture, png in drawn:
@@ -116,10 +128,18 @@ def draw(
     described: dict[str, Any],
     report: dict[str, Any],
     held: Hold,
+    best: Best | None,
 ) -> Generator[tuple[Picture, bytes | str], None, None]:
-    """Yield each picture that is not done as a PNG file, or its digest where a machine has written it itself."""
+    """Yield each picture that is not done as a PNG file, or its digest where a machine has written it itself.
+
+    With `best`, only the best of each prompt's drafts.
+    """
     options = (workload, arguments.checkpoint, settings)
     cluster = cluster_of(arguments)
+    if best:
+        if workload.left:
+            yield from draw_best(arguments, workload, settings, described, report, best)
+        return
     if cluster is not None:
         from ..cluster.batch import draw_on_cluster
 
@@ -137,6 +157,28 @@ def draw(
         for picture, pixels in drawn:
             prompt = workload.prompts[picture.prompt]
             yield picture, encode_png(pixels, prompt, picture.seed, described, arguments.checkpoint)
+
+
+def draw_best(
+    arguments: argparse.Namespace,
+    workload: Workload,
+    settings: Settings,
+    described: dict[str, Any],
+    report: dict[str, Any],
+    best: Best,
+) -> Generator[tuple[Picture, bytes], None, None]:
+    """Yield the best drafts of each prompt that is not done, as PNG files with score and rank."""
+    scorer, cluster = place_scorer(best, settings, arguments.devices), cluster_of(arguments)
+    if cluster is not None:
+        from ..cluster.batch import draw_on_cluster
+
+        drafts = draw_on_cluster(workload, arguments.checkpoint, settings, cluster, report=report, say=say)
+    else:
+        drafts = draw_local(workload, arguments.checkpoint, settings, arguments.devices, report=report)
+    with closing(drafts):
+        for pick in pick_best(drafts, workload, best, scorer):
+            prompt, seed = workload.prompts[pick.picture.prompt], pick.picture.seed
+            yield pick.picture, encode_png(pick.pixels, prompt, seed, described, arguments.checkpoint, pick.describe())
 
 
 def save(folder: OutputFolder, picture: Picture, png: bytes, total: int) -> Path:

@@ -1,0 +1,121 @@
+"""Many drafts, of which the best are kept: the same images that each seed gives alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from clips import save_clip
+from PIL import Image
+
+import sana_core
+from sana_core.__main__ import main
+from sana_core.errors import InputError
+from sana_core.scorer import load_scorer
+
+PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
+SIZE = {"width": 64, "height": 64, "steps": 3}
+# one process draws what another has drawn
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "clip"
+    save_clip(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafts(checkpoint):
+    """Six drafts of each prompt, by the call that knows nothing of a scorer."""
+    return sana_core.generate(PROMPTS, checkpoint, seed=5, count=6, **SIZE).unflatten(0, (2, 6))
+
+
+@pytest.fixture(scope="module")
+def ranks(clip, drafts):
+    """Scores of all drafts [2, 6], and the places of the best first."""
+    scores = torch.stack([load_scorer(clip).score(each, prompt) for each, prompt in zip(drafts, PROMPTS, strict=True)])
+    return scores, scores.argsort(1, descending=True)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu"]])
+def test_the_best_are_the_drafts_that_score_most(checkpoint, clip, drafts, ranks, devices):
+    report = {}
+    images = sana_core.generate(
+        PROMPTS, checkpoint, seed=5, best=2, of=6, scorer=clip, report=report, devices=devices, **SIZE
+    )
+    scores, order = ranks
+    wanted = [drafts[prompt, order[prompt, rank]] for prompt in range(2) for rank in range(2)]
+    assert torch.equal(images, torch.stack(wanted))
+    seeds = [5 + int(order[prompt, rank]) for prompt in range(2) for rank in range(2)]
+    assert [(pick["prompt"], pick["seed"], pick["rank"]) for pick in report["picked"]] == [
+        (number // 2, seed, 1 + number % 2) for number, seed in enumerate(seeds)
+    ]
+    best = [scores[prompt, order[prompt, rank]] for prompt in range(2) for rank in range(2)]
+    assert [pick["score"] for pick in report["picked"]] == pytest.approx([float(score) for score in best], abs=1e-3)
+    again = sana_core.generate(PROMPTS[:1], checkpoint, seed=seeds[0], **SIZE)
+    assert torch.equal(images[:1], again)
+
+
+def command(name, what, checkpoint, clip, *options):
+    words = [name, what, "--checkpoint", checkpoint, "--width", 64, "--height", 64, "--steps", 3, "--seed", 5]
+    return main([str(word) for word in (*words, "--of", 6, "--scorer", clip, "--out", "out", *options)])
+
+
+def entry(path):
+    return json.loads(Image.open(path).text["sana"])
+
+
+def names(ranks, keep, prompts=2):
+    return {f"{prompt:05d}_{5 + int(place)}.png" for prompt in range(prompts) for place in ranks[1][prompt, :keep]}
+
+
+def test_generate_writes_score_and_rank(checkpoint, clip, ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command("generate", PROMPTS[0], checkpoint, clip, "--best", 2) == 0
+    assert {path.name for path in Path("out").iterdir()} == names(ranks, 2, 1)
+    first = entry(f"out/00000_{5 + int(ranks[1][0, 0])}.png")
+    assert first["rank"] == 1 and first["prompt"] == PROMPTS[0]
+    assert first["score"] == pytest.approx(float(ranks[0].max(1)[0][0]), abs=1e-3)
+
+
+def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("\n".join(PROMPTS))
+    assert command("batch", "prompts.txt", checkpoint, clip, "--best", 2, "--report") == 0
+    pngs = {path.name: path for path in Path("out").glob("*.png")}
+    assert pngs.keys() == names(ranks, 2)
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    assert {name: each["rank"] for name, each in manifest["pictures"].items()} == {
+        f"{prompt:05d}_{5 + int(ranks[1][prompt, rank])}.png": rank + 1 for prompt in range(2) for rank in range(2)
+    }
+    assert all(entry(path)["score"] == manifest["pictures"][name]["score"] for name, path in pngs.items())
+    # of one prompt an image is gone, the other prompt is whole, and the list is lost
+    lost = f"00001_{5 + int(ranks[1][1, 0])}.png"
+    whole, kept = pngs[lost].read_bytes(), {name: path.stat().st_mtime_ns for name, path in pngs.items()}
+    pngs[lost].unlink()
+    Path("out/manifest.json").unlink()
+    capsys.readouterr()
+    assert command("batch", "prompts.txt", checkpoint, clip, "--best", 2, "--report") == 0
+    said = capsys.readouterr().out
+    assert "2 of 4 images are there already" in said and "6 images in" in said
+    assert {path.name for path in Path("out").glob("*.png")} == pngs.keys() and pngs[lost].read_bytes() == whole
+    assert all(path.stat().st_mtime_ns == kept[name] for name, path in pngs.items() if name != lost)
+    assert json.loads(Path("out/manifest.json").read_text())["pictures"] == manifest["pictures"]
+    assert command("batch", "prompts.txt", checkpoint, clip, "--best", 2) == 0
+    assert "4 of 4 images are there already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"best": 1, "of": 4}, "best: got only a part of best, of and scorer"),
+        ({"of": 4}, "best: got only a part of best, of and scorer"),
+        ({"best": 5, "of": 4, "scorer": "clip"}, "best: got 5, expected a whole number from 1 to 4"),
+        ({"best": 1, "of": 4, "scorer": "clip", "count": 2}, "count: got 2 beside best"),
+    ],
+)
+def test_what_cannot_be_chosen_is_named(checkpoint, options, message):
+    with pytest.raises(InputError, match=message):
+        sana_core.generate(PROMPTS, checkpoint, **options)
