@@ -2,7 +2,7 @@
 
 Counts and differences are those of SANA 0.6B's and 1.6B's widths with random weights; times are of a guided step of 6
 blocks of 0.6B, and of the decode by f32c32, at 1024 px, in fp32 with one thread a device: two threads of a process, and
-two processes by gloo, against one. Writes benchmarks/split.json.
+two processes by gloo, which share the step alone, against one. Writes benchmarks/split.json.
 """
 
 from __future__ import annotations
@@ -118,7 +118,6 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
 
     from sana_core.decode import decode_latents
     from sana_core.forward import velocity
-    from sana_core.split.decode import decode_shard
     from sana_core.split.processes import connect, run_rows
     from sana_core.split.rows import share_rows
 
@@ -140,8 +139,6 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
         return velocity(model, x, timestep, constants)
 
     def decode():
-        if mode == "processes":
-            return decode_shard(decoder, x[:1], exchange, spans)
         if mode == "threads":
             # each device has a thread of its own
             torch.set_num_threads(1)
@@ -161,6 +158,8 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
     if mode == "processes":
         store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
         exchange = connect(store, rank, 2, torch.device("cpu"))
+        # processes share no decode
+        return {"step": clock(sample)}
     return {"step": clock(sample), "decode": clock(decode)}
 
 
@@ -178,17 +177,17 @@ def times() -> dict:
         # of the slowest by the clock, of all by the cores
         measured[name] = {
             part: (max(each[part][0] for each in outputs), sum(each[part][1] for each in outputs))
-            for part in ("step", "decode")
+            for part in outputs[0]
         }
     return {
-        **{part: gains(*(measured[name][part] for name in measured)) for part in ("step", "decode")},
+        **{part: gains(**{name: of[part] for name, of in measured.items() if part in of}) for part in measured["one"]},
         "load_of_the_machine": round(statistics.mean(os.getloadavg()[:2]), 1),
     }
 
 
-def gains(one: tuple[float, float], threads: tuple[float, float], processes: tuple[float, float]) -> dict:
+def gains(one: tuple[float, float], **several: tuple[float, float]) -> dict:
     found: dict = {"one_thread_s": round(one[0], 2), "one_thread_core_s": round(one[1], 2)}
-    for name, (clock, cores) in (("threads", threads), ("processes", processes)):
+    for name, (clock, cores) in several.items():
         found |= {
             f"two_{name}_s": round(clock, 2),
             f"two_{name}_core_s": round(cores, 2),

@@ -125,6 +125,11 @@ def load_encoder(checkpoint: str | Path, device: torch.device, dtype: str, refer
     return load_text_encoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16, reference)
 
 
+def load_decoder(checkpoint: str | Path, device: torch.device, dtype: str) -> AutoencoderDC:
+    """Return the autoencoder. DC-AE overflows in float16, so it is bfloat16 there."""
+    return load_autoencoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16)
+
+
 def encode_texts(
     encoder: TextEncoder, prompts: Iterable[str], negative_prompt: str, poll: Poll = no_poll
 ) -> tuple[dict[str, Embedding], Embedding]:
@@ -161,15 +166,14 @@ def load_models(
 ) -> Models:
     """Return the transformer of `checkpoint` with `loras`, and the autoencoder of that checkpoint, if any, on `device`.
 
-    DC-AE overflows in float16, so it is bfloat16 there. `resolution` in pixels and `reference` override what the
+    `resolution` in pixels and `reference` override what the
     checkpoint says. Raises CheckpointError, MissingFileError or ReadError for what cannot be loaded, and as
     `merge_loras` does.
     """
     transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution, reference)
     merge_loras(transformer, loras)
     join_projections(transformer)
-    wide = torch.float32 if dtype == "float32" else torch.bfloat16
-    decoder = None if autoencoder is None else load_autoencoder(autoencoder, device, wide)
+    decoder = None if autoencoder is None else load_decoder(autoencoder, device, dtype)
     return Models(transformer, decoder, shift_of(inspect_checkpoint(checkpoint), resolution, reference))
 
 

@@ -44,16 +44,16 @@ def draw_split_on_cluster(
     poll: Poll = no_poll,
     say: Say = no_words,
 ) -> Generator[tuple[Picture, torch.Tensor], None, None]:
-    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], drawn by all GPUs of a Ray cluster.
+    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], sampled by all GPUs of a Ray cluster.
 
-    One of them encodes the prompts for all. `checkpoint` is the path on every machine. `say` is told what the run waits
-    for, and `poll`, called at least twice a second, cancels by raising. Raises InputError for what `draw_split` refuses
-    and a missing ray, CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded,
+    One of them encodes the prompts and decodes. `checkpoint` is the path on every machine. `say` is told what the run
+    waits for, and `poll`, called at least twice a second, cancels by raising. Raises InputError for what `draw_split`
+    refuses and a missing ray, CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded,
     ClusterError where no two GPUs can be had, and what a machine said where none is left.
     """
     check_workload(workload, settings)
     job = make_job(workload, checkpoint, settings)
-    encoder, job = job.encoder, job._replace(encoder=None)
+    path, job = job.transformer, job._replace(encoder=None, autoencoder=None)
     rows = settings.height // DOWNSCALE
     pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
     used = list(dict.fromkeys(workload.prompts[picture.prompt] for picture in pictures))
@@ -61,10 +61,11 @@ def draw_split_on_cluster(
     def work(ray: Any, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, torch.Tensor], None, None]:
         with closing(Pool(job, cluster, cache, rows, together=True, poll=beat, say=say)) as pool:
             group = Group(pool)
-            texts, negative = group.first("encode_once", encoder, used)
+            texts, negative = group.first("encode_once", path, used)
             for picture in pictures:
                 text = texts[workload.prompts[picture.prompt]]
-                yield picture, group.compute("draw_rows", rows, *map(pool.put, (tuple(picture), text, negative)))
+                latents = group.compute("draw_rows", rows, *map(pool.put, (tuple(picture), text, negative)))
+                yield picture, group.first("decode_one", path, latents)
 
     with closing(run_alone(cluster, work, poll, say)) as drawn:
         yield from drawn

@@ -23,6 +23,7 @@ from ..batch.draw import (
     encode_negative,
     encode_text,
     encode_texts,
+    load_decoder,
     load_encoder,
     load_models,
     sample,
@@ -33,12 +34,12 @@ from ..batch.plan import Chunk, Picture
 from ..batch.png import encode_png, file_name, write_picture
 from ..errors import CheckpointError, OutputError
 from ..forward import Constants, Perturbation, prepare, velocity
+from ..guidance import Shared, Steered
 from ..latents import DOWNSCALE
-from ..split.processes import ProcessExchange, connect
+from ..split.processes import ProcessExchange, connect, run_rows
 from ..split.rows import part_of, share_rows
 from ..split.share import Share
 from ..split.speed import device_name, measure
-from ..split.worker import draw_rows
 
 
 class Job(NamedTuple):
@@ -183,6 +184,14 @@ class Worker:
         loaded = load_encoder(encoder, device, settings.dtype, settings.reference)
         return encode_texts(loaded, prompts, settings.negative_prompt)
 
+    def decode_one(self, checkpoint: str, latents: torch.Tensor) -> torch.Tensor:
+        """Return the pixels [3, H, W] in [-1, 1] of the latents [1, 32, h, w]; the decoder stays for the next."""
+        transformer, decoder, _ = self.models
+        if decoder is None:
+            decoder = load_decoder(checkpoint, transformer.device, self.job.settings.dtype)
+            self.models = self.models._replace(autoencoder=decoder)
+        return decode(decoder, latents)[0]
+
     def speed(self) -> tuple[str, float]:
         """Return what devices that are equally fast have in common, and how fast this one is."""
         transformer = self.models.transformer
@@ -227,11 +236,12 @@ class Worker:
         text: Embedding,
         negative: Embedding,
     ) -> torch.Tensor:
-        """Return the pixels [3, n, W] of this one's rows of an image; `speeds` are those of all ranks."""
-        settings = self.job.settings
-        spans = share_rows(settings.height // DOWNSCALE, speeds)
+        """Return the latents [1, 32, n, w] of this one's rows of an image; `speeds` are those of all ranks."""
+        rows = self.job.settings.height // DOWNSCALE
+        span = share_rows(rows, speeds)[rank]
         with self.joined_to(rank, len(speeds), address) as exchange:
-            return draw_rows(self.models, settings, Picture(*words), text, negative, exchange, spans)[1]
+            shared = Shared(run_rows(exchange, span, rows), [Steered(self.models.transformer, None)], span)
+            return sample(self.models, self.job.settings, (Picture(*words),), [text], negative, shared=shared).cpu()
 
     @torch.no_grad()
     def velocity(

@@ -90,24 +90,14 @@ class OomRetry:
         return x
 
     def local_stage(
-        self,
-        decoder: Decoder,
-        stages: Stages,
-        boundary: RowPartition,
-        poll: Poll,
-        span: tuple[int, int] | None = None,
-        whole: int | None = None,
+        self, decoder: Decoder, stages: Stages, boundary: RowPartition, poll: Poll
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, pixels [1, 3, n, W]) of the rows `span` of `boundary`, of all without it.
-
-        `whole` is the map's height if `boundary` is only a part of it.
-        """
-        start, height = (0, boundary.height) if span is None else span
-        row = start * stages.stride
-        while row < height * stages.stride:
+        """Yield (first row, pixels [1, 3, n, W]) of the map `boundary`."""
+        row = 0
+        while row < boundary.height * stages.stride:
             failures: list[BaseException] = []
             first, repeated = divmod(row, stages.stride)
-            strips = pixel_rows(decoder, stages, boundary, first, height, self.plan.strip, poll, whole)
+            strips = pixel_rows(decoder, stages, boundary, first, boundary.height, self.plan.strip, poll)
             while True:
                 try:
                     pixels = next(strips, None)

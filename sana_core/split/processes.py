@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -57,14 +57,3 @@ def run_rows(
         return work(Shard(0, x, span, height, Share(exchange, x.shape[3])))
 
     return run
-
-
-def gather(part: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """Return the parts of all processes along `dim`, where they are as long as `sizes` says."""
-    rank, parts = dist.get_rank(), []
-    for other, size in enumerate(sizes):
-        shape = [*part.shape[:dim], size, *part.shape[dim + 1 :]]
-        one = part.contiguous() if other == rank else part.new_empty(shape)
-        dist.broadcast(one, other)
-        parts.append(one)
-    return torch.cat(parts, dim)
