@@ -10,16 +10,17 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from ..polling import Poll
-from .connection import LOOK
 
 T = TypeVar("T")
+# seconds between two calls of a poll
+LOOK = 0.5
 
 
 class Left(Exception):
     """Nobody waits for the work any more."""
 
 
-class LostError(Exception):
+class LostError(TimeoutError):
     """The work has not been heard of for too long, or says itself that it has lost its way."""
 
 
@@ -67,3 +68,22 @@ def work_apart(
             yield found
     finally:
         left.set()
+
+
+def wait_for(work: Callable[[], T], undo: Callable[[T], Any], poll: Poll, longest: float) -> T:
+    """Return what `work` does, in a thread, since Ray itself waits for minutes, and cannot be interrupted.
+
+    `poll` cancels by raising. Raises what `work` does, and LostError after `longest` seconds; what the thread brings
+    about later is undone.
+    """
+
+    def once(beat: Poll) -> Generator[T, None, None]:
+        result = work()
+        try:
+            beat()
+        except Left:
+            undo(result)
+            raise
+        yield result
+
+    return next(work_apart(once, poll, longest))

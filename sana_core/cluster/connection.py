@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,10 +14,9 @@ from ..checkpoints.files import brief
 from ..checks import check_number
 from ..errors import ClusterError, InputError
 from ..polling import Poll, no_poll
+from .background import wait_for
 
 T = TypeVar("T")
-# seconds between two calls of a poll
-LOOK = 0.5
 # seconds for the cluster's head to answer, which may be busy; Ray's own tries take longer where nobody does
 ANSWER = 40.0
 CLIENT = "ray://"
@@ -71,13 +67,17 @@ class ClusterSettings(NamedTuple):
 
 @contextmanager
 def connected(address: str, poll: Poll = no_poll, say: Say = no_words) -> Iterator[Any]:
-    """A context with ray, this process a driver of the cluster; whoever was connected before it stays so.
+    """A context with ray, this process a driver of the cluster, which Ray ends together with the cluster.
 
+    Whoever was connected before it stays so. `poll`, called twice a second until somebody answers, cancels by raising.
     Raises InputError where ray is not installed, ClusterError where nobody answers.
     """
     ray = import_ray()
     before = ray.is_initialized()
-    connect(address, poll, say)
+    if not before:
+        # what ray list jobs shows; Ray Client takes none
+        options = {**run_options(), "job_config": ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})}
+        reach(address, lambda: ray.init(address, **options), lambda context: ray.shutdown(), poll, say)
     try:
         yield ray
     finally:
@@ -95,26 +95,11 @@ def import_ray() -> Any:
     return ray
 
 
-def connect(address: str, poll: Poll = no_poll, say: Say = no_words) -> Any:
-    """Return ray, this process a driver of the cluster, which Ray ends together with the cluster.
-
-    `poll`, called twice a second until somebody answers, cancels by raising. Raises InputError where ray is not
-    installed, ClusterError where nobody answers.
-    """
-    ray = import_ray()
-    if not ray.is_initialized():
-        # what ray list jobs shows; Ray Client takes none
-        job = ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})
-        options = {**run_options(), "job_config": job}
-        reach(address, lambda: ray.init(address, **options), lambda context: ray.shutdown(), poll, say)
-    return ray
-
-
 def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> Any:
     """Return the context of a connection through Ray Client, at an address that begins with ray://.
 
     What is done with ray inside of `with context` goes there, in that thread alone. Its `disconnect` ends it. Polls and
-    raises as `connect` does, and InputError where Ray's client is not installed.
+    raises as `connected` does, and InputError where Ray's client is not installed.
     """
     ray = import_ray()
     try:
@@ -160,36 +145,3 @@ def reason(error: BaseException) -> str:
     """Return why there is no connection, in a few words; Ray's own advice names flags that are not ours."""
     text = brief(error)
     return "no Ray runs on this machine" if "Could not find any running Ray instance" in text else text
-
-
-def wait_for(work: Callable[[], T], undo: Callable[[T], Any], poll: Poll, longest: float) -> T:
-    """Do `work` in a thread, since Ray itself waits for minutes, and cannot be interrupted, and return its result.
-
-    `poll` cancels by raising. Raises what `work` does, and TimeoutError after `longest` seconds. Whichever ends the
-    wait, what the thread brings about later is undone.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            with suppress(InvalidStateError):
-                outcome.set_exception(error)
-            return
-        try:
-            outcome.set_result(result)
-        except InvalidStateError:
-            undo(result)
-
-    threading.Thread(target=run, daemon=True).start()
-    deadline = time.monotonic() + longest
-    try:
-        poll()
-        while not wait([outcome], LOOK).done:
-            poll()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no answer for {longest:.0f} s")
-    finally:
-        outcome.cancel()
-    return outcome.result()

@@ -16,7 +16,8 @@ from ..checkpoints.files import brief
 from ..errors import ClusterError
 from ..polling import Poll, no_poll
 from .actors import ActorCache, ActorError, ActorHandle, DriverError, last_words, named
-from .connection import LOOK, ClusterSettings, import_ray
+from .background import LOOK
+from .connection import ClusterSettings, import_ray
 from .worker import Job
 
 logger = logging.getLogger(__name__)

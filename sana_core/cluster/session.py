@@ -20,17 +20,8 @@ from ..checkpoints.files import brief
 from ..errors import ClusterError, SanaError
 from ..polling import Poll, no_poll
 from .actors import ActorCache, put_weights
-from .background import LostError, work_apart
-from .connection import (
-    CLIENT,
-    IDLE,
-    LOOK,
-    ClusterSettings,
-    connect_client,
-    connected,
-    import_ray,
-    wait_for,
-)
+from .background import LOOK, LostError, wait_for, work_apart
+from .connection import CLIENT, IDLE, ClusterSettings, connect_client, connected, import_ray
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,7 +77,8 @@ class Session:
                 self.connect(beat, say)
                 with self.context:
                     if weights is not None:
-                        self.dismiss()
+                        self.key = None
+                        self.cache.end(ray)
                         self.cache, self.key = put_weights(ray, weights, beat), key
                     yield from work(ray, self.cache, beat)
             except Exception as error:
@@ -163,11 +155,6 @@ class Session:
         self.cache, self.key = ActorCache(), None
         if context is not None:
             context.disconnect()
-
-    def dismiss(self) -> None:
-        """End the actors. Only inside of the context."""
-        self.key = None
-        self.cache.end(import_ray())
 
     def leave(self) -> None:
         """End the connection for good, without a wait for what may never come."""

@@ -24,8 +24,9 @@ from ..latents import DOWNSCALE
 from ..polling import Poll, no_poll
 from ..split.draw import check_workload
 from .actors import ActorCache, ActorError, ActorHandle, DriverError, named
+from .background import LOOK
 from .batch import make_job
-from .connection import LOOK, ClusterSettings
+from .connection import ClusterSettings
 from .pool import Pool
 from .session import run_alone
 from .worker import Job

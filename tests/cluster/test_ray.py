@@ -22,7 +22,7 @@ from sana_core.batch.hold import hold
 from sana_core.batch.plan import Workload, batch_pictures
 from sana_core.cluster.actors import ActorCache
 from sana_core.cluster.batch import draw_on_cluster
-from sana_core.cluster.connection import ClusterSettings, connect
+from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
 from sana_core.cluster.worker import Job
 from sana_core.errors import ClusterError
@@ -95,14 +95,15 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
 
 def wait_for_actors(cluster, job):
     """Ask for actors that load what the job wants until one is ready."""
-    ray, cache = connect(cluster.address), ActorCache()
-    pool = Pool(job, ClusterSettings(cluster.address, wait=250), cache, 4)
-    try:
-        while not pool.actors:
-            pool.wait([])
-    finally:
-        pool.close()
-        cache.end(ray)
+    cache = ActorCache()
+    with connected(cluster.address) as ray:
+        pool = Pool(job, ClusterSettings(cluster.address, wait=250), cache, 4)
+        try:
+            while not pool.actors:
+                pool.wait([])
+        finally:
+            pool.close()
+            cache.end(ray)
 
 
 @pytest.mark.slow

@@ -6,13 +6,19 @@ import time
 
 import pytest
 
-from sana_core.cluster.connection import connect, connect_client, wait_for
+from sana_core.cluster.background import wait_for
+from sana_core.cluster.connection import connect_client, connected
 from sana_core.errors import ClusterError
 from sana_core.polling import no_poll
 
 
 class Cancelled(BaseException):
     """As ComfyUI's, which is no Exception."""
+
+
+def connect(address, poll=no_poll):
+    with connected(address, poll):
+        pass
 
 
 @pytest.fixture
