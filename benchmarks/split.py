@@ -118,8 +118,9 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
 
     from sana_core.decode import decode_latents
     from sana_core.forward import velocity
-    from sana_core.split.processes import connect, run_rows
+    from sana_core.split.processes import connect
     from sana_core.split.rows import share_rows
+    from sana_core.split.share import Share
 
     torch.set_num_threads(2 if mode == "threads" else 1)
     os.sched_setaffinity(0, {rank} if mode == "processes" else {0} if mode == "one" else {0, 1})
@@ -129,11 +130,7 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
 
     def sample():
         if mode == "processes":
-            rows = run_rows(exchange, spans[rank], 32)
-            return rows(
-                x[:, :, slice(*spans[rank])],
-                lambda shard: velocity(model, shard.x, timestep, constants, share=shard.share),
-            )
+            return velocity(model, x[:, :, slice(*spans[rank])], timestep, constants, share=Share(exchange, 32))
         if mode == "threads":
             return shared_step(model, arguments, 2)[0]
         return velocity(model, x, timestep, constants)

@@ -47,11 +47,6 @@ class Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
 
-    def take(self) -> list[str]:
-        """Return the texts since the last call."""
-        taken, self.texts = self.texts, []
-        return taken
-
 
 class Actor:
     """Its counts are among Ray's own metrics, which each machine shows in Prometheus' form."""
@@ -91,7 +86,8 @@ class Actor:
             out_of_memory, driver = accelerator.is_out_of_memory(error), accelerator.is_driver_error(error)
             failure = "memory" if out_of_memory else "driver" if driver else "error"
             reason = str(error) or type(error).__name__
-        return dumps((result, failure, reason, self.warnings.take()))
+        warned, self.warnings.texts = self.warnings.texts, []
+        return dumps((result, failure, reason, warned))
 
     def prepare(self, job: dict[str, Any], threads: int, names: list[str], *weights: Any) -> int:
         """Load what the job wants, unless that is done, and return what `Worker.begin` does."""

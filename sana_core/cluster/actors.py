@@ -22,7 +22,6 @@ class ActorHandle:
     since: float
     node_id: str = ""
     name: str = ""
-    ready: bool = False
 
 
 @dataclass

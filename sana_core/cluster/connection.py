@@ -135,13 +135,9 @@ def reach(address: str, work: Callable[[], T], undo: Callable[[T], Any], poll: P
     try:
         return wait_for(work, undo, poll, ANSWER)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        # Ray's own advice names flags that are not ours
+        text = brief(error)
+        text = "no Ray runs on this machine" if "Could not find any running Ray instance" in text else text
         raise ClusterError(
-            f"cluster: nobody answers at {address} ({reason(error)}); start Ray there, correct the address, or set "
-            "its token"
+            f"cluster: nobody answers at {address} ({text}); start Ray there, correct the address, or set its token"
         ) from None
-
-
-def reason(error: BaseException) -> str:
-    """Return why there is no connection, in a few words; Ray's own advice names flags that are not ours."""
-    text = brief(error)
-    return "no Ray runs on this machine" if "Could not find any running Ray instance" in text else text

@@ -106,7 +106,7 @@ class Pool:
             if actor not in pinged:
                 actor.since = now
                 self.pings[actor.handle.answer.remote()] = actor
-            elif now - actor.since > (SILENCE if actor.ready else LOADING_SILENCE):
+            elif now - actor.since > (SILENCE if actor.name in self.actors else LOADING_SILENCE):
                 self.drop(actor, TimeoutError(f"it has not answered for {now - actor.since:.0f} s"))
         able = {node: count for node in self.nodes if node not in self.refused and (count := self.capacity(node)) > 0}
         if self.together:
@@ -288,7 +288,7 @@ class Pool:
 
     def prepare(self, actor: ActorHandle) -> None:
         """Let an actor load what the job wants, unless it has that, and take it in when it is ready."""
-        actor.since, actor.ready = time.monotonic(), False
+        actor.since = time.monotonic()
         # of a machine's cores, as Ray counts them
         threads = int(self.nodes[actor.node_id]["Resources"].get("CPU", 0)) // max(1, self.capacity(actor.node_id))
         changed = self.cache.changed
@@ -315,7 +315,6 @@ class Pool:
         except (MemoryError, ActorError) as error:
             self.refuse(actor, error)
         else:
-            actor.ready = True
             self.failures.pop(actor.node_id, None)
             self.actors[actor.name] = actor
 

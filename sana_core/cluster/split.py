@@ -151,7 +151,7 @@ class Group:
         while True:
             actor = self.members()[0]
             (result,) = self.ask([actor], method, *arguments)
-            if not is_error(result):
+            if not isinstance(result, BaseException):
                 return result
             if not self.lose(actor, result) or not self.pool.actors:
                 raise named(actor.name, result)
@@ -166,7 +166,7 @@ class Group:
         while True:
             members, began = self.members()[:rows], time.monotonic()
             results = self.attempt(members, method, arguments)
-            errors = [(actor, result) for actor, result in zip(members, results, strict=True) if is_error(result)]
+            errors = [each for each in zip(members, results, strict=True) if isinstance(each[1], BaseException)]
             if not errors:
                 self.longest = max(self.longest, time.monotonic() - began)
                 return torch.cat(results, dim=-2)
@@ -181,8 +181,9 @@ class Group:
         names = [actor.name for actor in members]
         if self.met[0] != names:
             (place,) = self.ask(members[:1], "open_store", len(members))
-            if is_error(place):
-                return [place, *(interrupted() for _ in members[1:])]
+            if isinstance(place, BaseException):
+                gone = ClusterError("cluster: another actor of the image has gone; it is begun again")
+                return [place, *(gone for _ in members[1:])]
             self.met = names, place
         found = [self.speeds[name] for name in names]
         equal = len({kind for kind, _ in found}) == 1
@@ -226,12 +227,3 @@ class Group:
             return False
         self.pool.drop(actor, error)
         return True
-
-
-def is_error(result: Any) -> bool:
-    return isinstance(result, BaseException)
-
-
-def interrupted() -> ClusterError:
-    """Return the error of a member that another's death has kept from its work."""
-    return ClusterError("cluster: another actor of the image has gone; it is begun again")

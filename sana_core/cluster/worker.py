@@ -6,7 +6,7 @@ another name, and the machines would not find its classes under it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +36,8 @@ from ..errors import CheckpointError, OutputError
 from ..forward import Constants, Perturbation, prepare, velocity
 from ..guidance import Shared, Steered
 from ..latents import DOWNSCALE
-from ..split.processes import ProcessExchange, connect, run_rows
-from ..split.rows import part_of, share_rows
+from ..split.processes import ProcessExchange, connect
+from ..split.rows import Shard, part_of, share_rows
 from ..split.share import Share
 from ..split.speed import device_name, measure
 
@@ -71,12 +71,6 @@ class Job(NamedTuple):
 def unpack(words: Mapping[str, Any]) -> Job:
     """Return the job of which `words` are the `pack`."""
     return Job(**{**words, "settings": Settings(**words["settings"])})
-
-
-def check_shared(job: Job) -> None:
-    """Raise MissingFileError where the job's shared folder is not here, OutputError where it cannot be written."""
-    if job.shared is not None:
-        check_run(Path(job.shared[0]), job.shared[1])
 
 
 class Worker:
@@ -127,7 +121,8 @@ class Worker:
         here, OutputError for one that cannot be written.
         """
         job = unpack(words)
-        check_shared(job)
+        if job.shared is not None:
+            check_run(Path(job.shared[0]), job.shared[1])
         self.job, self.texts = job, dict[str, Embedding]()
         self.constants.clear()
         if job.encoder is not None:
@@ -240,7 +235,11 @@ class Worker:
         rows = self.job.settings.height // DOWNSCALE
         span = share_rows(rows, speeds)[rank]
         with self.joined_to(rank, len(speeds), address) as exchange:
-            shared = Shared(run_rows(exchange, span, rows), [Steered(self.models.transformer, None)], span)
+
+            def run(x: torch.Tensor, work: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
+                return work(Shard(0, x, span, rows, Share(exchange, x.shape[3])))
+
+            shared = Shared(run, [Steered(self.models.transformer, None)], span)
             return sample(self.models, self.job.settings, (Picture(*words),), [text], negative, shared=shared).cpu()
 
     @torch.no_grad()

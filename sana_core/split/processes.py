@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-from .rows import Shard, Span
-from .share import Share
 
 # how long a member waits for the others; a block takes milliseconds
 WAIT = timedelta(seconds=60)
@@ -46,14 +42,3 @@ def connect(store: dist.Store, rank: int, world: int, device: torch.device) -> P
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=WAIT)
     return ProcessExchange(rank, world)
-
-
-def run_rows(
-    exchange: ProcessExchange, span: Span, height: int
-) -> Callable[[torch.Tensor, Callable[[Shard], torch.Tensor]], torch.Tensor]:
-    """Return what computes this process's rows of a picture of `height` rows, for `guidance.Shared`."""
-
-    def run(x: torch.Tensor, work: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
-        return work(Shard(0, x, span, height, Share(exchange, x.shape[3])))
-
-    return run
