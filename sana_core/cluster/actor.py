@@ -13,6 +13,7 @@ import sys
 import time
 from importlib import import_module
 from importlib.metadata import version
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,6 @@ def describe_code(folder: Path) -> dict[str, str]:
     return {CODE: digest.hexdigest()[:12], **{name: version(name) for name in LIBRARIES}}
 
 
-class Warnings(logging.Handler):
-    """Keeps what the package warns of, for the driver."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 class Actor:
     """Its counts are among Ray's own metrics, which each machine shows in Prometheus' form."""
 
@@ -55,7 +45,8 @@ class Actor:
         from ray.util import metrics
 
         self.worker: Any = None
-        self.warnings = Warnings()
+        self.warnings = BufferingHandler(1000)
+        self.warnings.setLevel(logging.WARNING)
         logging.getLogger(PACKAGE).addHandler(self.warnings)
         self.images = metrics.Counter("sana_pictures", description="images drawn")
         self.failures = metrics.Counter("sana_failures", description="chunks that ended with an error")
@@ -86,7 +77,8 @@ class Actor:
             out_of_memory, driver = accelerator.is_out_of_memory(error), accelerator.is_driver_error(error)
             failure = "memory" if out_of_memory else "driver" if driver else "error"
             reason = str(error) or type(error).__name__
-        warned, self.warnings.texts = self.warnings.texts, []
+        warned = [record.getMessage() for record in self.warnings.buffer]
+        self.warnings.flush()
         return dumps((result, failure, reason, warned))
 
     def prepare(self, job: dict[str, Any], threads: int, names: list[str], *weights: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
@@ -113,7 +114,7 @@ class BatchPool:
     def __init__(self, pool: Pool, workload: Workload) -> None:
         self.pool, self.prompts = pool, workload.prompts
         self.flying: dict[Any, tuple[str, Chunk]] = {}
-        self.now = pool.now
+        self.now = time.monotonic
 
     def workers(self) -> list[str]:
         return list(self.pool.actors)

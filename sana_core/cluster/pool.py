@@ -96,6 +96,8 @@ class Pool:
 
     def look_around(self) -> None:
         """Forget the actors whose machine has gone, ask whether the others live, and for as many as are missing."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         self.looked = now = time.monotonic()
         self.nodes = self.living()
         for actor in self.held:
@@ -126,7 +128,7 @@ class Pool:
         missing = self.most - len(self.held) - len(patient)
         # one on each machine before any gets a second
         while missing > 0 and (node := max(able, key=able.__getitem__, default="")) and able[node] > 0:
-            self.ask(self.on_node(node), node)
+            self.ask(NodeAffinitySchedulingStrategy(node, soft=False), node)
             able[node] -= 1
             missing -= 1
         ahead = [call for call, actor in self.asked.items() if not actor.node_id]
@@ -142,11 +144,6 @@ class Pool:
         options = {"num_gpus": needs.pop("GPU"), "num_cpus": 0, "resources": needs, "scheduling_strategy": strategy}
         handle = self.actor_class.options(**options).remote()
         self.asked[handle.locate.remote()] = ActorHandle(handle, strategy, time.monotonic(), node_id)
-
-    def on_node(self, node_id: str) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
     def anywhere(self) -> Any:
         """Return where Ray may place an actor: on any machine that has not refused."""
@@ -237,11 +234,8 @@ class Pool:
             places = sorted({self.machine(actor.node_id) for actor in self.starting.values()})
             words = f"{counted(len(self.starting), 'worker')} loading on {brief(', '.join(places), 200)}"
         elif able:
-            wanted, have = (
-                min(self.most, sum(able)),
-                f"{counted(len(able), 'machine')} with {counted(sum(able), 'GPU')}",
-            )
-            words = f"{counted(wanted, 'worker')} starting on {have}"
+            wanted, machines = counted(min(self.most, sum(able)), "worker"), counted(len(able), "machine")
+            words = f"{wanted} starting on {machines} with {counted(sum(able), 'GPU')}"
         else:
             words = (
                 f"no GPU among the cluster's {counted(len(self.nodes), 'machine')}; waiting {self.cluster.wait:.0f} s "
@@ -378,9 +372,6 @@ class Pool:
         self.actors.pop(actor.name, None)
         self.starting = {call: other for call, other in self.starting.items() if other is not actor}
         self.pings = {call: other for call, other in self.pings.items() if other is not actor}
-
-    def now(self) -> float:
-        return time.monotonic()
 
     def close(self) -> None:
         """Leave the actors that have a place to the cache, and end the others."""

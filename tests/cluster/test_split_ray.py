@@ -61,6 +61,22 @@ def test_a_dead_member_s_rows_go_to_the_others(lasting_cluster, checkpoint, capl
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_member_that_hangs_is_replaced_where_there_are_but_two_gpus(cluster, checkpoint, caplog):
+    for _ in range(2):
+        add_node(cluster)
+    workload, run = Workload([PROMPT], batch_pictures(1, 3, 5)), ClusterSettings(cluster.address)
+    pictures = []
+    for _, pixels in draw_split_on_cluster(workload, checkpoint, Settings(128, 160, steps=3), run):
+        if not pictures:
+            actors()[1].send_signal(signal.SIGSTOP)
+        pictures.append(pixels)
+    expected = sana_core.generate([PROMPT], checkpoint, seed=5, count=3, width=128, height=160, steps=3)
+    torch.testing.assert_close(torch.stack(pictures), expected, atol=1e-4, rtol=0)
+    assert caplog.text.count("cluster: lost ") == 1 and "it has not answered for" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_gpus_of_others_are_not_waited_for(cluster, checkpoint):
     class Other:
         """Somebody else's actor, of a class that the machines need no module for."""
