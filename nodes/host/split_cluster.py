@@ -17,7 +17,6 @@ from ...sana_core.batch.draw import Settings
 from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.split import Call, answer_calls
 from ...sana_core.cluster.worker import Job
-from ...sana_core.errors import InputError
 from ...sana_core.polling import Poll
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 from .model import SPLIT, picture_pixels
@@ -39,7 +38,6 @@ def share_on_cluster(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: A
     guider = executor.class_obj
     model = guider.model_patcher
     check_patches(model, guider.conds)
-    check_controlnets(guider.conds)
     job, session, say = make_job(model, noise), session_on(require_cluster()), words_under_running_node()
     calls: SimpleQueue[Call] = SimpleQueue()
 
@@ -58,15 +56,6 @@ def make_job(model: ModelPatcher, noise: torch.Tensor) -> Job:
     dtype = str(model.model.get_dtype_inference()).removeprefix("torch.")
     settings = Settings(*picture_pixels(noise), dtype=dtype, reference=reference)
     return Job(settings, fingerprints([path]), path, resolution=resolution)
-
-
-def check_controlnets(conds: dict) -> None:
-    """Raise InputError for a ControlNet, which is computed on this machine."""
-    for field, each in conds.items():
-        if any(cond.get("control") is not None for cond in each):
-            raise InputError(
-                f"{field}: got a ControlNet, which a cluster cannot compute; remove it, or choose all in devices"
-            )
 
 
 class ClusterGroup:
@@ -94,6 +83,6 @@ class ClusterGroup:
             pictures, blocks = perturbation or (None, frozenset())
             prompts = embeds.cpu(), mask.cpu(), None if pictures is None else pictures.cpu(), blocks
         number = self.numbers.setdefault(key, len(self.numbers))
-        inputs = x.cpu(), timesteps.cpu(), None if guidance is None else guidance.cpu()
+        inputs = tuple(None if one is None else one.cpu() for one in (x, timesteps, guidance, *control))
         self.calls.put(Call(inputs, number, prompts))
         return next(self.answers).to(x.device)

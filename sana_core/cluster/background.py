@@ -73,8 +73,7 @@ def work_apart(
 def wait_for(work: Callable[[], T], undo: Callable[[T], Any], poll: Poll, longest: float) -> T:
     """Return what `work` does, in a thread, since Ray itself waits for minutes, and cannot be interrupted.
 
-    `poll` cancels by raising. Raises what `work` does, and LostError after `longest` seconds; what the thread brings
-    about later is undone.
+    `poll` cancels by raising. Raises what `work` does, and LostError after `longest` seconds; a late result is undone.
     """
 
     def once(beat: Poll) -> Generator[T, None, None]:

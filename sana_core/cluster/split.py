@@ -73,11 +73,11 @@ def draw_split_on_cluster(
 
 
 class Call(NamedTuple):
-    """A call of the model: latents [B, 32, h, w], timesteps [B] and guidance [B] or None; the number of its prompts,
-    and where that is new the prompts, as `Worker.velocity` takes them.
+    """A call of the model: its inputs, the number of its prompts, and where that is new the prompts, as
+    `Worker.velocity` takes them.
     """
 
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    inputs: tuple[Any, ...]
     number: int
     prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int]] | None
 

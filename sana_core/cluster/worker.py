@@ -248,19 +248,20 @@ class Worker:
         rank: int,
         speeds: Sequence[float],
         address: tuple[str, int],
-        inputs: Sequence[torch.Tensor | None],
+        inputs: Sequence[Any],
         number: int,
         prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int]],
     ) -> torch.Tensor:
         """Return this one's rows [B, 32, n, w] of the velocity, computed as `forward.velocity` does.
 
-        `inputs` are latents [B, 32, h, w], timesteps [B] and guidance [B] or None; `prompts` are embeddings [P, T, C],
+        `inputs` are latents [B, 32, h, w], timesteps [B], guidance [B] or None, and the residuals [B, N, C] of
+        ControlNets for each block, or None; `prompts` are embeddings [P, T, C],
         their mask, and which pictures have perturbed attention [B, 1, 1], or None, in which blocks. What depends on
         them alone is computed once for a `number`, until the next job.
         """
         transformer = self.models.transformer
-        x, timestep, guidance = (None if one is None else one.to(transformer.device) for one in inputs)
-        assert x is not None and timestep is not None
+        here: Any = [None if one is None else one.to(transformer.device) for one in inputs[:3]]
+        x, timestep, guidance = here
         embeds, mask, flags, blocks = prompts
         key = (number, *x.shape)
         if key not in self.constants:
@@ -268,7 +269,8 @@ class Worker:
         perturbation = None if flags is None else Perturbation(flags.to(x.device), blocks)
         span = share_rows(x.shape[2], speeds)[rank]
         constants = part_of(self.constants[key], span, x.shape[2])
-        rows = x[:, :, slice(*span)]
+        rows, own = x[:, :, slice(*span)], slice(*(edge * x.shape[3] for edge in span))
+        control = [None if one is None else one[:, own].to(x) for one in inputs[3:]]
         with self.joined_to(rank, len(speeds), address) as exchange:
             share = Share(exchange, x.shape[3])
-            return velocity(transformer, rows, timestep, constants, guidance, perturbation, (), share).cpu()
+            return velocity(transformer, rows, timestep, constants, guidance, perturbation, control, share).cpu()
