@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ...sana_core.polling import Poll
-from ...sana_core.training.buckets import Bucket, choose_bucket, is_smaller, middle
+from ...sana_core.training.buckets import Bucket, choose_bucket, is_smaller, part_of
 from ...sana_core.training.dataset import Sample, open_picture, read_dataset
 
 PAPER, TEXT, FAINT = (250, 250, 248), (40, 40, 40), (120, 120, 120)
@@ -86,7 +86,7 @@ def draw_cell(sheet: Image.Image, place: tuple[int, int], sample: Sample, bucket
     scale = min(THUMBNAIL[0] / bucket[0], THUMBNAIL[1] / bucket[1])
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
     picture = open_picture(sample)
-    sheet.paste(picture.resize(size, Image.Resampling.BOX, box=middle(sample.size, bucket), reducing_gap=2.0), place)
+    sheet.paste(picture.resize(size, Image.Resampling.BOX, box=part_of(sample.size, bucket), reducing_gap=2.0), place)
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     words = " ".join(sample.caption.split()) or "(no caption)"
     caption = words if len(words) <= BEGINNING else f"{words[:BEGINNING]}..."

@@ -42,7 +42,7 @@ def share_of(settings: Settings, base: Base, phase: Phase, cards: int) -> Share:
 
 def step_share(settings: Settings, base: Base, phase: Phase, cards: int) -> Share:
     """Return what `share_of` does, without what encodes."""
-    width, height = largest_shape(phase.resolution)
+    width, height = largest_shape(phase.largest)
     rounds, batch = pieces_of(phase, cards)
     kept, own = resident(settings, base), settings.parallel.kind
     trained = trained_shapes(base.shapes, settings.method)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,17 @@ CROP_RULE = 1
 LARGEST_SIDE = 8192
 
 Bucket = tuple[int, int]
+
+
+class Crop(NamedTuple):
+    """Which part of an image is learnt: the shares of what is cut off that lie to its left and above it."""
+
+    left: float = 0.5
+    top: float = 0.5
+    mirrored: bool = False
+
+
+MIDDLE = Crop()
 
 
 def choose_bucket(size: tuple[int, int], resolution: int) -> Bucket:
@@ -70,28 +81,32 @@ def plan_epoch(buckets: Sequence[Bucket], batch: int, seed: int, epoch: int) -> 
     return [batches[turn] for turn in turns.tolist()]
 
 
-def fit_picture(image: Image, mask: Image | None, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+def fit_picture(
+    image: Image, mask: Image | None, bucket: Bucket, crop: Crop = MIDDLE
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return pixels [3, h, w] in [-1, 1] and the loss's weight of each latent cell [1, h / 32, w / 32] in [0, 1].
 
-    The picture (RGB) is scaled by Lanczos to cover the bucket (width, height) and cut to its middle; the mask (L, of
+    The picture (RGB) is scaled by Lanczos to cover the bucket (width, height) and cut to `crop`; the mask (L, of
     the same size) with it, and then averaged over cells. Both float32.
     """
     from PIL.Image import Resampling
 
     width, height = bucket
-    pixels = torch.from_numpy(np.asarray(crop_picture(image, bucket), np.float32).transpose(2, 0, 1) / 127.5 - 1)
+    pixels = torch.from_numpy(np.asarray(crop_picture(image, bucket, crop), np.float32).transpose(2, 0, 1) / 127.5 - 1)
+    pixels = pixels.flip(-1) if crop.mirrored else pixels
     if mask is None:
         return pixels.contiguous(), None
-    box = middle(image.size, bucket)
+    box = part_of(image.size, bucket, crop)
     cells = mask.resize((width // DOWNSCALE, height // DOWNSCALE), Resampling.BOX, box=box)
-    return pixels.contiguous(), torch.from_numpy(np.asarray(cells, dtype=np.float32)[None] / 255)
+    weight = torch.from_numpy(np.asarray(cells, dtype=np.float32)[None] / 255)
+    return pixels.contiguous(), weight.flip(-1) if crop.mirrored else weight
 
 
-def crop_picture(image: Image, bucket: Bucket) -> Image:
-    """Return `image` scaled by Lanczos to cover the bucket (width, height), and cut to its middle."""
+def crop_picture(image: Image, bucket: Bucket, crop: Crop = MIDDLE) -> Image:
+    """Return `image` scaled by Lanczos to cover the bucket (width, height), and cut to `crop`, not mirrored."""
     from PIL.Image import Resampling
 
-    return image.resize(bucket, Resampling.LANCZOS, box=middle(image.size, bucket))
+    return image.resize(bucket, Resampling.LANCZOS, box=part_of(image.size, bucket, crop))
 
 
 def is_smaller(size: tuple[int, int], bucket: Bucket) -> bool:
@@ -99,12 +114,12 @@ def is_smaller(size: tuple[int, int], bucket: Bucket) -> bool:
     return any(side < other for side, other in zip(size, bucket, strict=True))
 
 
-def middle(size: tuple[int, int], bucket: Bucket) -> tuple[float, float, float, float]:
-    """Return (left, top, right, bottom) of the largest part in the middle of `size` that has the bucket's ratio.
+def part_of(size: tuple[int, int], bucket: Bucket, crop: Crop = MIDDLE) -> tuple[float, float, float, float]:
+    """Return (left, top, right, bottom) of the largest part of `size`, at `crop`, that has the bucket's ratio.
 
     To cut before scaling gives the same pixels but for rounding, and a panorama does not grow to a gigabyte on the way.
     """
     scale = min(size[0] / bucket[0], size[1] / bucket[1])
     width, height = (min(side, scale * other) for side, other in zip(size, bucket, strict=True))
-    left, top = (size[0] - width) / 2, (size[1] - height) / 2
+    left, top = (size[0] - width) * crop.left, (size[1] - height) * crop.top
     return left, top, left + width, top + height

@@ -22,7 +22,7 @@ from ..checkpoints.files import brief
 from ..errors import InputError, ReadError
 from ..latents import CHANNELS, DOWNSCALE
 from ..polling import Poll, no_poll
-from .buckets import CROP_RULE, Bucket, fit_picture
+from .buckets import CROP_RULE, MIDDLE, Bucket, fit_picture
 from .dataset import Sample
 from .entries import Digests, Store, Tensors, digest_of, entry_path, read_entry
 from .pictures import decode_mask, decode_picture, read_place
@@ -108,11 +108,13 @@ def build_cache(
     steering = [control_sample(sample) for sample in samples if sample.control is not None]
     steering = steering if len(steering) == len(samples) else []
     total, done = 2 * len(samples) + len(steering) + 1, 0
-    digests = Digests(store)
+    digests, known = Digests(store), set[Path]()
 
     def find_or(path: Path, make: Callable[[], Tensors]) -> Path:
         nonlocal done
-        store.find_or(path, make)
+        if path not in known:
+            store.find_or(path, make)
+            known.add(path)
         done += 1
         progress(done, total)
         poll()
@@ -128,7 +130,8 @@ def build_cache(
 
     def find_latents(sample: Sample, bucket: Bucket) -> Path:
         parts = [digests.of(place, sample.name) for place in (sample.picture, sample.mask) if place]
-        path = entry_path(store.folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder])
+        own = [] if sample.crop == MIDDLE else [sample.crop]
+        path = entry_path(store.folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder, *own])
         return find_or(path, partial(encode_picture, encode_pixels, sample, bucket, parts))
 
     try:
@@ -142,7 +145,7 @@ def build_cache(
 def control_sample(sample: Sample) -> Sample:
     """Return the control picture of `sample`, which has one, as a sample of its own."""
     assert sample.control is not None
-    return Sample(f"{sample.name} (control image)", "", sample.size, sample.control)
+    return Sample(f"{sample.name} (control image)", "", sample.size, sample.control, crop=sample.crop)
 
 
 def encode_text(encode: EncodeCaption, caption: str, instruction: bool) -> Tensors:
@@ -175,7 +178,7 @@ def encode_picture(
     if digests is not None and [digest_of(part) for part in parts] != digests:
         raise ReadError(f"{sample.name}: was written while it was read; wait until it is whole")
     mask = decode_mask(parts[1], f"{sample.name} (mask)") if sample.mask else None
-    pixels, weight = fit_picture(decode_picture(parts[0], sample.name), mask, bucket)
+    pixels, weight = fit_picture(decode_picture(parts[0], sample.name), mask, bucket, sample.crop)
     if weight is not None and not weight.any():
         raise InputError(f"{sample.name}: its mask is black where it is cropped, expected white where to learn")
     latents = encode(pixels[None]).detach()[0].float().cpu()

@@ -20,6 +20,7 @@ from ..errors import InputError, MissingFileError, SanaError
 from ..polling import Poll, no_poll
 from ..text import check_characters
 from . import tars
+from .buckets import MIDDLE, Crop
 from .pictures import ENDINGS, Place, decode_picture, read_place, upright_size
 from .scan import find_inside, list_folder
 
@@ -40,6 +41,10 @@ LARGEST_LIST = 1 << 30
 NAMED = 20
 
 
+# texts, each with the share of the epochs that learn it
+Captions = tuple[tuple[str, float], ...]
+
+
 class Sample(NamedTuple):
     """A picture, and what it shows."""
 
@@ -49,6 +54,14 @@ class Sample(NamedTuple):
     picture: Place
     mask: Place | None = None
     control: Place | None = None
+    captions: Captions = ()  # where there are several
+    # by the settings of a phase, of `variants`
+    resolution: int = 0
+    weight: float = 1.0  # of its loss
+    prior: bool = False  # a regularisation image
+    crop: Crop = MIDDLE
+    group: int = 0
+    share: float = 1.0
 
 
 Add = Callable[[Callable[[], Sample]], None]
@@ -198,15 +211,15 @@ def pair(
     both = next((names for names in (masks, controls, pictures) if len(names) > 1), None)
     if both:
         raise InputError(f"{name}: {both[0]} and {both[1]} have one name, expected one of them; rename the other")
-    for kind, read in ((".txt", read_text), (".json", read_prompt)):
+    for kind, read in ((".txt", read_caption), (".json", read_prompts)):
         for text in kinds.get(kind, [])[:1]:
-            caption = read(read_place(files[text], before + text, LARGEST_CAPTION), before + text)
+            captions = read(read_place(files[text], before + text, LARGEST_CAPTION), before + text)
             mask, control = (files[names[0]] if names else None for names in (masks, controls))
-            return make_sample(name, caption, files[pictures[0]], mask, control)
+            return make_sample(name, captions, files[pictures[0]], mask, control)
     raise InputError(f"{name}: has no caption, expected {PurePosixPath(stem).name}.txt beside it; an empty one is none")
 
 
-def make_sample(name: str, caption: str, picture: Place, mask: Place | None, control: Place | None) -> Sample:
+def make_sample(name: str, captions: Captions, picture: Place, mask: Place | None, control: Place | None) -> Sample:
     """Return the sample. Raises as `upright_size` does, and InputError for what is of another size than the picture."""
     size = upright_size(picture, name)
     for kind, place in (("mask", mask), ("control image", control)):
@@ -215,7 +228,7 @@ def make_sample(name: str, caption: str, picture: Place, mask: Place | None, con
             raise InputError(
                 f"{name}: its {kind} is {other[0]} x {other[1]}, expected the image's {size[0]} x {size[1]}; scale it"
             )
-    return Sample(name, caption, size, picture, mask, control)
+    return Sample(name, captions[0][0], size, picture, mask, control, captions if len(captions) > 1 else ())
 
 
 def check_controls(samples: Iterable[Sample]) -> None:
@@ -237,8 +250,12 @@ def read_text(data: bytes, name: str) -> str:
         raise InputError(f"{name}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
 
 
-def read_prompt(data: bytes, name: str) -> str:
-    return pick_caption(parse(data, name), name)
+def read_caption(data: bytes, name: str) -> Captions:
+    return ((read_text(data, name), 1.0),)
+
+
+def read_prompts(data: bytes, name: str) -> Captions:
+    return pick_captions(parse(data, name), name)
 
 
 def parse(data: bytes, name: str) -> dict[str, Any]:
@@ -254,15 +271,23 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
     return document
 
 
-def pick_caption(document: Mapping[str, Any], name: str) -> str:
-    """Return the caption in a JSON object. Raises InputError for one without, and for half a character."""
-    for key in CAPTIONS:
-        if isinstance(document.get(key), str):
-            try:
-                check_characters(document[key])
-            except InputError as error:
-                raise type(error)(f"{name}: {error}") from None
-            return document[key].strip()
+def pick_captions(document: Mapping[str, Any], name: str) -> Captions:
+    """Return the captions in a JSON object, with the share of each: one, or all of "captions", by their "weights" if
+    those stand beside it.
+
+    Raises InputError for an object without, for half a character, and for weights that are none.
+    """
+    texts = next(([document[key]] for key in CAPTIONS if isinstance(document.get(key), str)), document.get("captions"))
+    if isinstance(texts, list) and texts and all(isinstance(each, str) for each in texts):
+        weights = document.get("weights", [1.0] * len(texts)) if len(texts) > 1 else [1.0]
+        known = isinstance(weights, list) and len(weights) == len(texts)
+        if not known or not all(type(each) in (int, float) and 0 < each < 1e6 for each in weights):
+            raise InputError(f"{name}: got weights that are none, expected a number above 0 for each of its captions")
+        try:
+            check_characters("".join(texts))
+        except InputError as error:
+            raise type(error)(f"{name}: {error}") from None
+        return tuple(zip((each.strip() for each in texts), map(float, weights), strict=True))
     raise InputError(f"{name}: has no caption, expected a text under one of {', '.join(CAPTIONS)}")
 
 
@@ -288,7 +313,7 @@ def read_jsonl(path: Path, add: Add) -> None:
             None if other is None else Place(find_inside(path.parent, tars.check_inner(other, where), where))
             for other in others
         )
-        return make_sample(inner, pick_caption(document, where), picture, mask, control)
+        return make_sample(inner, pick_captions(document, where), picture, mask, control)
 
     for number, line in enumerate(lines, 1):
         if line.strip():

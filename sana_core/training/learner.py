@@ -68,6 +68,7 @@ class Data(NamedTuple):
     held_out: list[int]
     buckets: list[Bucket]  # of each sample
     digest: str  # of `digest_data`
+    variants: dict[int, list[int]] = {}  # noqa: RUF012  # of each image, of which an epoch learns one, by the first
 
 
 def digest_data(order: Any, contents: Any) -> str:
@@ -279,6 +280,7 @@ def piece_loss(learner: Learner, data: Data, piece: Piece, place: Place) -> torc
         sigma = training_sigmas(draw.times, learner.shift, settings.loss).float().to(learner.device)
         losses = batch_loss(learner, batch, draw.noise, sigma)
     check_losses(losses, batch, place)
+    losses = losses * torch.tensor([data.samples[index].weight for index in indices]).to(losses)
     return losses if counts else losses * 0
 
 

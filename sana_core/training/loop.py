@@ -41,6 +41,7 @@ from .runs import (
 )
 from .settings import Phase
 from .shard_files import chosen_save, own_values, read_tensors, shard_count, unpacked, whole_values
+from .variants import choose
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +240,8 @@ def plan(phase: Phase, data: Data, seed: int, epoch: int) -> list[Group]:
     buckets = [data.buckets[index] for index in data.training]
     batches = plan_epoch(buckets, phase.batch, seed, epoch)
     batches = [[data.training[index] for index in batch] for batch in batches]
+    # after the batches are made, for all variants of an image have its shape
+    batches = [[choose(data.samples, data.variants.get(each, [each]), seed, epoch) for each in own] for own in batches]
     return [batches[start : start + phase.accumulate] for start in range(0, len(batches), phase.accumulate)]
 
 

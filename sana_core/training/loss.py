@@ -18,8 +18,8 @@ from .steering import steered, steering_residuals
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
-# so that the random numbers of training, of validation and of an adapter's dropout are different ones
-TRAINING, VALIDATION, DROPOUT = 0, 1, 2
+# so that the random numbers of training, of validation, of dropout and of variants are different ones
+TRAINING, VALIDATION, DROPOUT, CHOICE = range(4)
 
 
 class Draw(NamedTuple):

@@ -146,7 +146,7 @@ def captions_stage(settings: Settings, base: Base) -> Stage:
 
 def latents_stage(settings: Settings, base: Base, accelerator: bool) -> Stage:
     """Return the stage that encodes the pictures, one by one and in fp32."""
-    width, height = largest_shape(max(phase.resolution for phase in settings.phase))
+    width, height = largest_shape(max(phase.largest for phase in settings.phase))
     work = Planner(base.encoder, height, width, torch.float32, accelerator).floor().peak_bytes
     return Stage("latents", base.autoencoder_parameters * FP32, 0, work)
 
@@ -194,16 +194,16 @@ def resident(settings: Settings, base: Base) -> Resident:
 def position_bytes(settings: Settings, base: Base) -> int:
     """Return the bytes of the position embedding, in fp32, of models for large pictures."""
     if base.resolution is None:
-        side = max(phase.resolution for phase in settings.phase) // DOWNSCALE
+        side = max(phase.largest for phase in settings.phase) // DOWNSCALE
         return side**2 * base.model.width * FP32 if side >= EMBEDDED else 0
     return (base.resolution // DOWNSCALE) ** 2 * base.model.width * FP32 if base.resolution >= POSITIONED else 0
 
 
 def training_stage(phase: Phase, number: int, settings: Settings, base: Base, accelerator: bool = True) -> Stage:
-    width, height = largest_shape(phase.resolution)
+    width, height = largest_shape(phase.largest)
     kept = resident(settings, base)
     demand = step_demand(settings, base.model, base.shapes, phase, width * height)
-    name = f"phase {number}: {phase.resolution} px, batch {phase.batch}"
+    name = f"phase {number}: {phase.largest} px, batch {phase.batch}"
     encoding = streaming(settings, base, accelerator)
     work = max(demand.work, encoding.work)
     return Stage(name, kept.weights + encoding.weights, kept.state + demand.gradients, work)

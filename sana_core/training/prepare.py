@@ -21,13 +21,15 @@ from ..text import TextEncoder, encode_prompts
 from ..whole_files import remove
 from .buckets import choose_bucket, is_smaller
 from .cache import ModelIds, build_cache
-from .dataset import Sample, check_controls, read_dataset
+from .dataset import Sample, check_controls
 from .entries import Store
 from .learner import Data, digest_data
+from .pictures import Place
 from .previews import Inputs, encode_validation
 from .ranks import Ranks
 from .settings import Phase, Settings
 from .stream import Stream
+from .variants import groups_of, read_phase, vary
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -122,10 +124,10 @@ def read_samples(settings: Settings, poll: Poll) -> list[list[Sample]]:
     steered = settings.method.kind == "controlnet"
     found = []
     for phase in settings.phase:
-        samples = [each for path in phase.data for each in read_dataset(Path(path), poll)]
+        samples = read_phase(phase, poll)
         if steered:
             check_controls(samples)
-        small = [each for each in samples if is_smaller(each.size, choose_bucket(each.size, phase.resolution))]
+        small = [each for each in samples if is_smaller(each.size, choose_bucket(each.size, each.resolution))]
         if small:
             logger.warning(
                 "dataset: %d of %d images are smaller than they are learned at and will be blurred, the first is %s "
@@ -135,7 +137,7 @@ def read_samples(settings: Settings, poll: Poll) -> list[list[Sample]]:
                 small[0].name,
                 *small[0].size,
             )
-        found.append(samples if steered else [each._replace(control=None) for each in samples])
+        found.append(vary(samples if steered else [each._replace(control=None) for each in samples], phase))
     return found
 
 
@@ -149,7 +151,7 @@ def prepare_phase(
     poll: Poll,
 ) -> Data:
     """Return the `samples` of `phase`, encoded, or to be as they are learnt."""
-    buckets = [choose_bucket(each.size, phase.resolution) for each in samples]
+    buckets = [choose_bucket(each.size, each.resolution) for each in samples]
 
     def encode_pixels(pixels: torch.Tensor) -> torch.Tensor:
         model = sources.autoencoder()
@@ -169,17 +171,24 @@ def prepare_phase(
         poll,
         lambda done, total: progress("latents and captions", done, total),
     )
-    names = [each.name for each in samples]
-    held_out = hold_out(names, settings.validation.share)
-    training = sorted(set(range(len(samples))) - set(held_out))
+    variants = groups_of(samples)
+    # of an image that is repeated, or learnt at several sizes, all are held out and the first is looked at
+    images: dict[tuple[str, Place], list[int]] = {}
+    for index in variants:
+        if not samples[index].prior:
+            images.setdefault((samples[index].name, samples[index].picture), []).append(index)
+    known = list(images.values())
+    chosen = [known[number] for number in hold_out([name for name, _ in images], settings.validation.share)]
+    held_out = [indices[0] for indices in chosen]
+    training = sorted(variants.keys() - {index for indices in chosen for index in indices})
     facts = [(each.name, each.caption, each.size, each.picture[1:]) for each in samples]
     order = [facts, ids, training, phase.batch, phase.accumulate]
     if settings.stream:
         stream = Stream(samples, buckets, encode_pixels, encode_caption, cache.empty)
         # the bytes of the pictures are too many to look at all of them
-        return Data(samples, stream, training, held_out, buckets, digest_data(order, None))
+        return Data(samples, stream, training, held_out, buckets, digest_data(order, None), variants)
     entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
-    return Data(samples, cache, training, held_out, buckets, digest_data(order, entries))
+    return Data(samples, cache, training, held_out, buckets, digest_data(order, entries), variants)
 
 
 @contextmanager

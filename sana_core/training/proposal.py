@@ -63,10 +63,10 @@ def checkpoint_gradients(settings: Settings) -> Settings:
 
 def divide_batches(settings: Settings) -> Settings:
     """Return `settings` with the batches that take the most divided by their least factor, more of them in a step."""
-    most = max(phase.batch * phase.resolution**2 if phase.batch > 1 else 0 for phase in settings.phase)
+    most = max(phase.batch * phase.largest**2 if phase.batch > 1 else 0 for phase in settings.phase)
 
     def divide(phase: Phase) -> Phase:
-        if phase.batch == 1 or phase.batch * phase.resolution**2 < most:
+        if phase.batch == 1 or phase.batch * phase.largest**2 < most:
             return phase
         factor = next(each for each in range(2, phase.batch + 1) if phase.batch % each == 0)
         return replace(phase, batch=phase.batch // factor, accumulate=phase.accumulate * factor)

@@ -57,8 +57,14 @@ def find_inside(root: Path, inner: str, name: str) -> Path:
     # a link that leads in a circle; RuntimeError before Python 3.13
     except (OSError, RuntimeError) as error:
         raise ReadError(f"{name}: cannot be read ({brief(error)}); see its rights, its links and its disk") from None
-    if not resolved.is_relative_to(root.resolve()):
+    if not any(map(resolved.is_relative_to, roots_of(root.resolve()))):
         raise InputError(f"{name}: {inner} leads out of the data set's folder; put the file itself there")
     if not known:
         raise MissingFileError(f"{name}: no such file {inner}; see its spelling")
     return path
+
+
+def roots_of(root: Path) -> list[Path]:
+    """Return the folders whose files belong to the data set in `root`: its own, and in Hugging Face's cache, where
+    snapshots/REVISION/a.png is a link to ../../blobs/DIGEST, the blobs of its download."""
+    return [root, *(each.parent / "blobs" for each in root.parents if each.name == "snapshots")]

@@ -115,7 +115,11 @@ class Phase:
 
     `learning_rate` is what the optimizer gets, whatever the batch; it rises from 0 in the first `warmup` steps and then
     follows `schedule`, as diffusers names them: "cosine_with_restarts" falls to 0 `cycles` times, "polynomial" with
-    `power`. A step takes `accumulate` batches of `batch` pictures, which all processes of a run share.
+    `power`. Each set of `data` is learnt `repeats` times an epoch (kohya's num_repeats), its loss times its number of
+    `weights`; with `regularisation` as many images of those sets, their loss times `prior_loss_weight` (diffusers' and
+    kohya's prior preservation). Every image is learnt at `resolution` and at each of `resolutions`. An epoch shows it,
+    at random, in one of `crops` places, mirrored with `flip`, with one of its captions in one of `tag_orders` orders. A
+    step takes `accumulate` batches of `batch` pictures, which all processes of a run share.
     """
 
     data: tuple[str, ...]
@@ -129,6 +133,20 @@ class Phase:
     warmup: int = 0
     cycles: int = 1
     power: float = 1.0
+    repeats: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    regularisation: tuple[str, ...] = ()
+    prior_loss_weight: float = 1.0
+    resolutions: tuple[int, ...] = ()
+    flip: bool = False
+    crops: int = 1
+    tag_orders: int = 1
+    keep_tags: int = 0
+
+    @property
+    def largest(self) -> int:
+        """The resolution that takes the most memory."""
+        return max(self.resolution, *self.resolutions, 0)
 
 
 @dataclass(frozen=True)
@@ -202,7 +220,10 @@ def read_settings(file: Path) -> Settings:
     def absolute(path: str) -> str:
         return str(folder / path) if path else path
 
-    phases = tuple(replace(phase, data=tuple(map(absolute, phase.data))) for phase in settings.phase)
+    phases = tuple(
+        replace(phase, data=tuple(map(absolute, phase.data)), regularisation=tuple(map(absolute, phase.regularisation)))
+        for phase in settings.phase
+    )
     paths = {
         name: absolute(getattr(settings, name)) for name in ("model", "text_encoder", "autoencoder", "out", "cache")
     }
@@ -383,7 +404,18 @@ def check_phase(name: str, phase: Phase) -> None:
     one_of(f"{name}: schedule", phase.schedule, SCHEDULES + SHAPED)
     check_number(f"{name}: cycles", phase.cycles, 1, 10**6)
     check_number(f"{name}: power", phase.power, 1e-3, 1e3)
-    check_side(f"{name}: resolution", phase.resolution, DOWNSCALE)
+    for side in (phase.resolution, *phase.resolutions):
+        check_side(f"{name}: resolution", side, DOWNSCALE)
+    for field_name, numbers, low, high in (("repeats", phase.repeats, 1, 10**4), ("weights", phase.weights, 0, 10**3)):
+        for number in numbers:
+            check_number(f"{name}: {field_name}", number, low, high)
+        if len(numbers) not in (0, len(phase.data)):
+            raise InputError(
+                f"{name}: got {len(numbers)} {field_name} for {len(phase.data)} sets of data, expected one for each"
+            )
+    check_number(f"{name}: prior_loss_weight", phase.prior_loss_weight, 0, 10**3)
+    for field_name, low, high in (("crops", 1, 64), ("tag_orders", 1, 64), ("keep_tags", 0, 10**3)):
+        check_number(f"{name}: {field_name}", getattr(phase, field_name), low, high)
     for field_name, most in (("batch", 4096), ("accumulate", 4096)):
         check_number(f"{name}: {field_name}", getattr(phase, field_name), 1, most)
     check_number(f"{name}: learning_rate", phase.learning_rate, 0, 10)

@@ -35,6 +35,15 @@ steps = 3
 learning_rate = 1e-3
 schedule = "polynomial"
 cycles = 2
+repeats = [2]
+weights = [0.5]
+regularisation = "others"
+prior_loss_weight = 1.0
+resolutions = [160]
+flip = true
+crops = 2
+tag_orders = 2
+keep_tags = 1
 power = 2.0
 [validation]
 every = 2

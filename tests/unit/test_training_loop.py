@@ -35,8 +35,9 @@ def folder(tmp_path_factory):
 def settings(folder, tmp_path, checkpoint):
     """A function of overrides: six steps on seven pictures of which one or more are held out."""
 
-    def make(out="out", steps=6, data=folder / "pictures", phases=1, **others):
+    def make(out="out", steps=6, data=folder / "pictures", phases=1, varied=None, **others):
         phase = Phase((str(data),), 128, batch=2, accumulate=2, steps=steps, learning_rate=1e-3, warmup=2)
+        phase = replace(phase, regularisation=(str(data),), **varied) if varied else phase
         values = {"dtype": "float32", "save_every": 2, "caption_dropout": 0.3, "method": Method(rank=2), **others}
         values.setdefault("validation", Validation(every=3, share=0.3))
         cache = str(folder / "cache")
@@ -76,6 +77,9 @@ WAYS = {
     "lora, dropout on some layers": {
         "method": Method(rank=2, targets="both", layers=("*.1.*", "*.attn1.*"), dropout=0.3),
         "loss": Loss(times="mode"),
+    },
+    "lora, all variants": {
+        "varied": {"flip": True, "crops": 3, "repeats": (2,), "tag_orders": 2, "weights": (0.5,), "resolutions": (160,)}
     },
     "lokr, came": {"method": Method("lokr", rank=2), "optimizer": Optimizer("came8bit")},
     "full in bf16": {

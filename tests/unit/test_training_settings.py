@@ -61,6 +61,12 @@ WRONG = {
         r"phase: got \[phase\], expected a list of tables; write \[\[phase\]\]$",
     ),
     "a name with a folder": ("name = '../x'" + WHOLE, "name: got '../x', expected the name of a file"),
+    "repeats": (
+        WHOLE + "repeats = [1, 2]",
+        "phase 1: got 2 repeats for 1 sets of data, expected one for each",
+    ),
+    "crops": (WHOLE + "crops = 0", "phase 1: crops: got 0, expected a number from 1 to 64"),
+    "other sizes": (WHOLE + "resolutions = [1000]", "phase 1: resolution: got 1000, expected a multiple of 32"),
     "times": (WHOLE + "[loss]\ntimes = 'sigmoid'", "loss.times: got 'sigmoid', expected one of logit_normal, mode"),
     "times of Sprint": (
         WHOLE + "[loss]\nkind = 'consistency'\nlogit_std = 1.6",
