@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -104,6 +105,8 @@ class Report:
         for section in dict.fromkeys(line.section for line in self.lines):
             own = [line for line in self.lines if line.section == section]
             parts.append(f"<details><summary>{section}</summary>\n\n{table(own)}\n</details>")
+        if self.figures:
+            parts.append(f"```json\n{json.dumps(self.figures)}\n```")
         return "\n\n".join(parts) + "\n"
 
     def as_json(self) -> dict[str, object]:

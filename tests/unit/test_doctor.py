@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from setup import ROOT
 
 from sana_core.__main__ import main
-from sana_core.doctor import Report, arithmetic, examine, files, machine
+from sana_core.doctor import Report, arithmetic, examine, figures, files, machine
 from sana_core.doctor.arithmetic import check_arithmetic, check_attention, check_bundled
 from sana_core.doctor.files import check_files
 from sana_core.doctor.machine import check_kernels, check_versions
@@ -155,6 +155,18 @@ def test_a_file_that_is_broken_is_a_line_and_the_rest_is_checked(tmp_path):
     assert faults(report).keys() == {"broken.safetensors", "missing.safetensors"}
     assert str(tmp_path) not in report.markdown()
     assert CYANOTYPE.name in {line.what for line in report.lines}
+
+
+@pytest.mark.parametrize(
+    "device, taken, asked", [("cuda", 1.05, 0), ("cuda", 1.2, 1), ("cuda", 0.8, 1), ("cpu", 1.6, 0)]
+)
+def test_a_plan_that_was_wrong_on_an_accelerator_asks_to_be_sent(device, taken, asked):
+    report = Report()
+    found = {"seconds": 2.0, "gigabytes": taken, "predicted_gigabytes": 1.0}
+    figures.add_figures(report, "step", found, torch.device(device))
+    written = report.markdown()
+    assert len(report.faults) == asked and ("please send this report" in written) == bool(asked)
+    assert json.loads(written.partition("```json")[2].partition("```")[0]) == {"step": found}
 
 
 class Cancelled(Exception):
