@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..accelerator import chosen_device
@@ -10,7 +10,7 @@ from ..polling import Polled
 from .arithmetic import check_arithmetic
 from .figures import measure
 from .files import check_files
-from .machine import describe_devices, describe_machine
+from .machine import SECTION, describe_devices, describe_machine
 from .report import Report
 
 
@@ -23,10 +23,16 @@ def examine(report: Report, paths: Sequence[str | Path] = (), device: str = "", 
     the report's `poll` raises, which is called before each operation.
     """
     where = chosen_device(device)
+    checks: dict[str, Callable[[], None]] = {
+        "machine": lambda: describe_machine(report),
+        "devices": lambda: describe_devices(report),
+        "arithmetic": lambda: check_arithmetic(report, where),
+        "files": lambda: check_files(report, [Path(path) for path in paths], where),
+    }
+    if figures:
+        checks["figures"] = lambda: measure(report, where)
     with Polled(report.poll):
-        describe_machine(report)
-        describe_devices(report)
-        check_arithmetic(report, where)
-        check_files(report, [Path(path) for path in paths], where)
-        if figures:
-            measure(report, where)
+        for name, check in checks.items():
+            # what ends a whole section, as a GPU that is gone
+            with report.checking(SECTION, name):
+                check()

@@ -35,7 +35,7 @@ def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> 
     """Add lines on the files at `paths`, and on what SANA's among them compute."""
     found, others = [], 0
     for path in paths:
-        for candidate in candidates(path):
+        for candidate in candidates(report, path):
             with report.checking(SECTION, candidate.name):
                 info = inspect_checkpoint(candidate)
                 if info.kind == "other" and candidate != path:
@@ -55,17 +55,21 @@ def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> 
     check_models(report, sana, device)
 
 
-def candidates(path: Path) -> Iterator[Path]:
-    """Yield the models at `path`: itself, if it is a file or a model's folder, or those in a folder of models."""
-    if path.is_file() or not path.is_dir() or (path / "model_index.json").is_file():
-        yield path
-        return
-    if any(child.suffix in SUFFIXES for child in path.iterdir()) and (path / "config.json").is_file():
-        yield path
-        return
-    for child in sorted(path.iterdir()):
-        if child.is_dir() or child.suffix in SUFFIXES:
-            yield from candidates(child)
+def candidates(report: Report, path: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yield the models at `path`: itself, if it is a file or a model's folder, or those in a folder of models, but for
+    links to one of the folders `above`. A folder that cannot be read is a line."""
+    with report.checking(SECTION, path.name):
+        if not path.is_dir() or (path / "model_index.json").is_file():
+            yield path
+            return
+        children = sorted(path.iterdir())
+        if any(child.suffix in SUFFIXES for child in children) and (path / "config.json").is_file():
+            yield path
+            return
+        above |= {path.resolve()}
+        for child in children:
+            if child.resolve() not in above if child.is_dir() else child.suffix in SUFFIXES:
+                yield from candidates(report, child, above)
 
 
 def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:

@@ -20,6 +20,8 @@ SECONDS, TIMED_SECONDS = 110.0, 900.0
 # a path from the root on, but its last name: it may have the user's
 PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:|~)?[\\/](?:[^\\/:*?\"'<>|\n]+[\\/])+")
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\b\w+://\S+")
+# what Markdown would take for its own in a name of a file
+MARKS = re.compile(r"[\\`*<\[|]")
 
 
 class Line(NamedTuple):
@@ -115,7 +117,7 @@ class Report:
 
 def table(lines: list[Line]) -> str:
     rows = [("what", "expected", "got", "verdict"), ("---",) * 4, *(line[1:] for line in lines)]
-    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    escaped = [[MARKS.sub(r"\\\g<0>", " ".join(cell.split())) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
 
 

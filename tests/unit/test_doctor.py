@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -167,6 +168,49 @@ def test_a_plan_that_was_wrong_on_an_accelerator_asks_to_be_sent(device, taken, 
     written = report.markdown()
     assert len(report.faults) == asked and ("please send this report" in written) == bool(asked)
     assert json.loads(written.partition("```json")[2].partition("```")[0]) == {"step": found}
+
+
+def test_links_in_circles_are_looked_at_once_and_a_folder_that_cannot_be_read_is_a_line(tmp_path, monkeypatch):
+    models, closed = tmp_path / "models", tmp_path / "models" / "closed"
+    (models / "loras").mkdir(parents=True)
+    closed.mkdir()
+    shutil.copy(CYANOTYPE, models / "loras")
+    (models / "again").symlink_to(models)
+    (models / "loras" / "above").symlink_to(models)
+    (models / "gone.safetensors").symlink_to("nowhere")
+    listed = Path.iterdir
+
+    def refuse(folder):
+        if folder == closed:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    report = Report()
+    check_files(report, [models], CPU)
+    assert [line.what for line in report.lines if line.what == CYANOTYPE.name] == [CYANOTYPE.name]
+    assert faults(report) == {
+        "closed": "PermissionError: [Errno 13] Permission denied: 'closed'",
+        "gone.safetensors": faults(report)["gone.safetensors"],
+    }
+
+
+def test_names_are_no_markdown():
+    report = Report()
+    report.note("section", "a|b\r\nc", "`d` <b>*e* [f](g) h_i")
+    assert r"| a\|b c |  | \`d\` \<b>\*e\* \[f](g) h_i | noted |" in report.markdown()
+
+
+def test_a_gpu_that_is_gone_is_a_line_and_the_rest_is_checked(monkeypatch):
+    def gone(*_):
+        raise RuntimeError("CUDA error: device unavailable")
+
+    monkeypatch.setattr(machine, "current_accelerator", gone)
+    monkeypatch.setattr(arithmetic, "empty_cache", gone)
+    report = Report(seconds=0)
+    examine(report, [CYANOTYPE], "cpu")
+    assert faults(report) == dict.fromkeys(("devices", "arithmetic"), "RuntimeError: CUDA error: device unavailable")
+    assert {"torch", CYANOTYPE.name} <= {line.what for line in report.lines}
 
 
 class Cancelled(Exception):
