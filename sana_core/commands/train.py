@@ -32,6 +32,7 @@ EXAMPLE = """example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", type=Path, help="a TOML file; recipes/ has some, docs/training-command.md all keys")
+    parser.add_argument("--wandb", action="store_true", help="also log to Weights & Biases, as its project sana")
     parser.add_argument(
         "--tensorboard", action="store_true", help="also write what tensorboard shows into the run's folder"
     )
@@ -49,10 +50,10 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write("\n".join(plan_lines(settings, arguments.card, arguments.cards)) + "\n")
         return
     with joined(settings.device) as ranks:
-        run_training(settings, ranks, arguments.tensorboard and ranks.first)
+        run_training(settings, ranks, arguments.tensorboard and ranks.first, arguments.wandb and ranks.first)
 
 
-def run_training(settings: Settings, ranks: Ranks, tensorboard: bool) -> None:
+def run_training(settings: Settings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
     """Train as one of `ranks`, of which the first says how it goes."""
     from ..training.pace import Pace, describe_validation
     from ..training.prepare import no_progress
@@ -61,12 +62,15 @@ def run_training(settings: Settings, ranks: Ranks, tensorboard: bool) -> None:
     if ranks.first:
         warn_of_memory(settings)
     board = open_board(Path(settings.out)) if tensorboard else None
+    weights_and_biases = open_wandb(settings) if wandb else None
     pace = Pace()
 
     def report(line: Mapping[str, Any]) -> None:
         for name in ("loss", "learning_rate", "grad_norm", "validation_loss"):
             if board is not None and name in line:
                 board.add_scalar(name, line[name], line["step"])
+        if weights_and_biases is not None:
+            weights_and_biases.log(dict(line), line["step"])
         if "validation_loss" in line:
             sys.stderr.write(f"\r{describe_validation(line)}\n")
             return
@@ -180,3 +184,16 @@ def open_board(out: Path) -> Any:
     except ImportError as error:
         raise VersionError(f"tensorboard: cannot be imported ({error!s:.80}); pip install tensorboard") from None
     return SummaryWriter(out / "tensorboard")
+
+
+def open_wandb(settings: Settings) -> Any:
+    """Return the run of wandb that a run's folder always has. Raises VersionError where it is not installed."""
+    from ..batch.fingerprint import digest_json
+
+    try:
+        import wandb
+    except ImportError as error:
+        raise VersionError(f"wandb: cannot be imported ({error!s:.80}); pip install wandb") from None
+    out = Path(settings.out).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    return wandb.init(project="sana", name=settings.name, dir=out, id=digest_json(str(out))[:16], resume="allow")

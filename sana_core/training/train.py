@@ -27,6 +27,7 @@ from .runs import PICTURES, Best, check_folder, check_places, publish, step_fold
 from .settings import DDP, FLOW, Settings
 from .sharding import describe_shares
 from .share import check_shares
+from .sheet import write_sheet
 from .start import begin_at, needs_start, start_fact
 from .steering import check_steerable
 from .teacher import check_loss_fits, load_teacher
@@ -91,6 +92,7 @@ def train(
         def preview(learner: Learner, step: int) -> None:
             with as_saved(learner) as saved:
                 show(step, draw_validation(saved, inputs, out / PICTURES, parts, step, watched))
+            write_sheet(out, parts)
 
         folder = Folder(out, parts, settings_facts(settings) | model_facts(marks))
         watch = Watch(report, watched, export_together(ranks, export), preview_together(ranks, preview))

@@ -1,0 +1,70 @@
+"""The sheet of a run's validations: a picture for each prompt and validation, the best marked, never over another's."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pictures import write_pictures
+from PIL import Image
+
+from sana_core.errors import ExistingFileError
+from sana_core.training.run_log import read_log
+from sana_core.training.settings import Method, Phase, Settings, Validation
+from sana_core.training.sheet import BEST, COLUMNS, GAP, HEAD, SHEET, best_step, columns_of
+from sana_core.training.train import train
+
+PROMPTS = ("a red circle", "a blue square")
+
+
+@pytest.fixture
+def settings(tmp_path, checkpoint):
+    write_pictures(tmp_path / "pictures", 4)
+    phase = Phase((str(tmp_path / "pictures"),), 128, steps=4, learning_rate=1e-3)
+    validation = Validation(every=2, share=0.3, prompts=PROMPTS, steps=2)
+    own = Settings(str(checkpoint), str(tmp_path / "out"), (phase,), dtype="float32", method=Method(rank=2))
+    return replace(own, validation=validation)
+
+
+def test_a_column_for_each_validation_and_a_row_for_each_prompt(settings, tmp_path):
+    train(settings)
+    lines = read_log(tmp_path / "out")
+    best = best_step(lines)
+    assert (
+        best
+        == min(
+            (line["validation_loss"], line["step"]) for line in lines if line.get("validation_loss") and line["step"]
+        )[1]
+    )
+    with Image.open(tmp_path / "out" / SHEET) as image:
+        sheet = np.asarray(image.convert("RGB")).astype(int)
+    for row in range(2):
+        for column, step in enumerate((0, 2, 4)):
+            with Image.open(tmp_path / "out" / "pictures" / f"step-{step:07d}-{row:02d}.png") as image:
+                picture = np.asarray(image.convert("RGB")).astype(int)
+            height, width = picture.shape[:2]
+            top, left = HEAD + row * (height + GAP), GAP + column * (width + GAP)
+            cell = sheet[top : top + height, left : left + width]
+            assert (cell[2:-2, 2:-2] == picture[2:-2, 2:-2]).all()
+            framed = tuple(sheet[top - 1, left + 5]) == tuple(bytes.fromhex(BEST[1:]))
+            assert framed == (step == best)
+    # a longer run replaces its own
+    before = (tmp_path / "out" / SHEET).read_bytes()
+    train(replace(settings, phase=(replace(settings.phase[0], steps=6),)))
+    assert (tmp_path / "out" / SHEET).read_bytes() != before
+
+
+def test_a_sheet_of_others_stays(settings, tmp_path):
+    file = tmp_path / "out" / SHEET
+    file.parent.mkdir()
+    Image.new("RGB", (8, 8)).save(file)
+    before = file.read_bytes()
+    with pytest.raises(ExistingFileError, match="is not of this run"):
+        train(settings)
+    assert file.read_bytes() == before
+
+
+def test_of_many_validations_the_first_the_last_and_the_best_have_columns():
+    steps = list(range(0, 10_000, 100))
+    found = columns_of(steps, 700)
+    assert len(found) <= COLUMNS and {0, 700, 9900} <= set(found) and found == sorted(found)
+    assert columns_of(steps[:5], None) == steps[:5]
