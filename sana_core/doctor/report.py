@@ -125,4 +125,7 @@ def without_places(text: str) -> str:
     """Return `text` with names of files alone where it has paths, and without addresses."""
     for root in sorted({str(Path.home()), str(Path.cwd()), sys.prefix}, key=len, reverse=True):
         text = text.replace(root, "~")
+    if Path.home().name:
+        # as messages call a file that is in it: folder/file
+        text = re.sub(rf"(?<!\w){re.escape(Path.home().name)}[\\/]", "", text)
     return ADDRESS.sub("(address)", PATH.sub("", text))

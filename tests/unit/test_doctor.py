@@ -195,6 +195,17 @@ def test_links_in_circles_are_looked_at_once_and_a_folder_that_cannot_be_read_is
     }
 
 
+def test_a_file_in_the_home_folder_does_not_name_its_user(tmp_path, monkeypatch):
+    home = tmp_path / "jane doe"
+    home.mkdir()
+    (home / "broken.safetensors").write_bytes(b"\xff" * 100)
+    monkeypatch.setattr(Path, "home", lambda: home)
+    report = Report()
+    check_files(report, [home / "broken.safetensors"], CPU)
+    assert faults(report)["broken.safetensors"].startswith("CheckpointError: broken.safetensors: ")
+    assert "jane" not in report.markdown()
+
+
 def test_names_are_no_markdown():
     report = Report()
     report.note("section", "a|b\r\nc", "`d` <b>*e* [f](g) h_i")
