@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +80,9 @@ def connected(address: str, poll: Poll = no_poll, say: Say = no_words) -> Iterat
         # what ray list jobs shows; Ray Client takes none
         options = {**run_options(), "job_config": ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})}
         reach(address, lambda: ray.init(address, **options), lambda context: ray.shutdown(), poll, say)
+        if threading.current_thread() is threading.main_thread():
+            # Ray's native handler, now before Python's, prints a stack trace or aborts
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     try:
         yield ray
     finally:
