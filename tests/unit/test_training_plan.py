@@ -200,6 +200,8 @@ RECIPES = {
     "lora_1024": ("1.6B", "8"),
     "style_20_pictures": ("1.6B", "8"),
     "full_1024": ("1.6B", "24"),
+    "person_regularised": ("1.6B", "8"),
+    "concept_mixed_sizes": ("1.6B", "8"),
     "lora_4096": ("1.6B", "12"),
     "controlnet_1024": ("1.6B", "12"),
 }
