@@ -17,6 +17,7 @@ from . import (
     prompt_list,
     replacements,
     sampler,
+    scorer,
     split,
     text,
     training,
@@ -29,7 +30,7 @@ class SanaExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         loading = (loader, model_switch, lora, controlnet)
-        drawing = (text, prompt_list, latent, guidance, split, sampler, batch, custom_sampling, decode)
+        drawing = (text, prompt_list, latent, guidance, split, sampler, batch, custom_sampling, decode, scorer)
         modules = (*loading, *drawing, training, plan, doctor)
         return [node for module in modules for node in module.NODES]
 

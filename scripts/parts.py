@@ -261,6 +261,23 @@ def batch_sampler() -> Node:
     return Node("SanaNodesBatchSampler", {**links, "latent_image": ("empty", 0), **values, "chunk": 0})
 
 
+def best_of_many() -> Subgraph:
+    """Drafts of one prompt on the bundled model, the best of them, and the sheet of all."""
+    nodes = {**bundled(), **texts(PROMPT, INSIDE[1]), **empty(256, INSIDE[0]), "sampler": batch_sampler()}
+    del nodes["sampler"].inputs["vae"]
+    nodes["sampler"].inputs["count"] = 4
+    nodes["scorer"] = Node("SanaNodesScorerLoader", {"scorer_name": "sana-scenes-scorer (bundled)"})
+    links = {"samples": ("sampler", 0), "vae": INSIDE[2], "scorer": ("scorer", 0)}
+    nodes["best"] = Node("SanaNodesPickBest", {**links, "prompt": PROMPT, "best": 1})
+    columns = ("Model", "model scorer"), *DRAWING[:2], ("Result", "best")
+    own = {name: f"sampler.{name}" for name in ("seed", "steps", "guidance", "devices")}
+    widgets = {"prompt": "prompt.text best.prompt", "negative prompt": TEXTS["negative prompt"]}
+    widgets |= {"drafts": "sampler.count", "best": "best.best", **own}
+    widgets |= {"model": "model.model", "scorer": "scorer.scorer_name"}
+    outputs: dict[str, Link] = {"IMAGE": ("best", 1), "sheet": ("best", 2)}
+    return Subgraph("SANA best of many", Graph(nodes, columns), widgets, outputs)
+
+
 def batch() -> Subgraph:
     nodes = {**files(K1), **texts("", INSIDE[1]), **empty(1024, INSIDE[0])}
     nodes |= {"prompt": prompt_list(INSIDE[1]), "sampler": batch_sampler()}

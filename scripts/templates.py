@@ -196,6 +196,16 @@ def batch(name: str) -> Template:
     return many(name, nodes, "prompt negative empty", (("Sampling", "batch"), ("Result", "save")), "batch")
 
 
+def best_of_many(name: str) -> Template:
+    nodes = {
+        **note(name),
+        "image": Node(parts.best_of_many(), {}, None, 330),
+        "sheet": Node("PreviewImage", {"images": ("image", 1)}, "All drafts"),
+        "save": save(("image", 0), "sana-best"),
+    }
+    return Template(Graph(nodes, (("", "note"), ("Drafts", "image"), ("Result", "sheet save"))))
+
+
 def custom_sampling(name: str) -> Template:
     model, clip, vae = INSIDE
     guided = {"model": ("guidance", 0)}
@@ -269,6 +279,7 @@ def templates() -> dict[str, Template]:
         "SANA ControlNet": controlnet,
         "SANA prompt list": prompt_list,
         "SANA batch on all GPUs": batch,
+        "SANA best of many": best_of_many,
         "SANA custom sampling": custom_sampling,
         "SANA Gemma writes the prompt": gemma,
         "SANA best settings for this card": cards,

@@ -18,7 +18,7 @@ from .batch_inputs import Batch, check_batch
 from .folders import CLUSTER
 from .model import picture_pixels
 from .report import show_on_running_node
-from .sampling import resolution_of
+from .sampling import SEED, resolution_of
 
 # pixels behind the longest bar
 WORDS = 360
@@ -44,7 +44,7 @@ def sample_batch(batch: Batch, choice: str) -> tuple[dict, Any, str]:
     rest = {k: v for k, v in batch.latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
     latents, images = zip(*results, strict=True)
     indices = [index for _ in range(batch.prompts) for index in range(batch.count)]
-    out = {**rest, "samples": torch.stack(latents), "batch_index": indices}
+    out = {**rest, "samples": torch.stack(latents), "batch_index": indices, SEED: batch.seed}
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images) if batch.vae is not None else blocked
     note = size_note(*picture_pixels(batch.latent["samples"]), resolution_of(batch.model))

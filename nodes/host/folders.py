@@ -41,6 +41,7 @@ BUNDLED = {
     "text_encoders": MODELS,
     "vae": MODELS,
     "controlnet": {"sana-scenes-edges (bundled)": HERE / "demo" / "sana-scenes-edges"},
+    "clip_vision": {"sana-scenes-scorer (bundled)": HERE / "demo" / "sana-scenes-scorer"},
     "loras": {"sana-scenes-cyanotype (bundled)": HERE / "demo" / "sana-scenes-cyanotype.safetensors"},
 }
 # of a sharded model, the first file stands for all
@@ -119,6 +120,29 @@ def model_path(name: str) -> Path:
     roots = map(Path, folder_paths.get_folder_paths("diffusers"))
     folders = (root / name for root in roots if (root / name / "model_index.json").is_file())
     return next(folders, None) or find_file("checkpoints", name)
+
+
+def list_scorers() -> list[str]:
+    """Return what SANA Load Scorer offers: folders with a config.json in models/clip_vision, the bundled one last."""
+    roots = map(Path, folder_paths.get_folder_paths("clip_vision"))
+    return [
+        *sorted({file.parent.name for root in roots for file in root.glob("*/config.json")}),
+        *BUNDLED["clip_vision"],
+    ]
+
+
+def scorer_path(name: str) -> Path:
+    """Return the folder that `name` of `list_scorers` means. Raises InputError for any other name."""
+    if name not in list_scorers():
+        raise InputError(
+            f"scorer_name: got {name!r:.40}, expected one of {', '.join(list_scorers())}; put the whole folder of a "
+            "CLIP into models/clip_vision"
+        )
+    if name in BUNDLED["clip_vision"]:
+        return BUNDLED["clip_vision"][name]
+    return next(
+        Path(root) / name for root in folder_paths.get_folder_paths("clip_vision") if (Path(root) / name).is_dir()
+    )
 
 
 def list_datasets() -> list[str]:

@@ -10,6 +10,7 @@ import torch
 
 from ...sana_core.errors import InputError
 from .datasets import Dataset
+from .scorer import HostScorer
 
 SOCKETS: dict[str, tuple[str, type]] = {
     "model": ("MODEL", comfy.model_patcher.ModelPatcher),
@@ -20,6 +21,7 @@ SOCKETS: dict[str, tuple[str, type]] = {
     "latent_image": ("LATENT", dict),
     "samples": ("LATENT", dict),
     "dataset": ("SANA_DATASET", Dataset),
+    "scorer": ("SANA_SCORER", HostScorer),
 }
 
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
+# of a LATENT: the seed that its batch_index is counted from
+SEED = "sana_seed"
+
+
 class FlowSampler(comfy.samplers.KSAMPLER):
     """A sampler of sana_core as ComfyUI's SAMPLER.
 
@@ -135,7 +139,7 @@ def sample(
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"))
     check_channels("latent_image", samples.shape)
     noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
-    out = {k: v for k, v in latent.items() if k != "downscale_ratio_spacial"}
+    out = {k: v for k, v in latent.items() if k != "downscale_ratio_spacial"} | {SEED: sampling.seed}
     out["samples"] = comfy.sample.sample_custom(
         model,
         next(noise),

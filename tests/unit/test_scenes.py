@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from setup import ROOT
 
 from demo.autoencoder import build
-from demo.scenes import beside, judge, world
+from demo.scenes import beside, judge, scorer, world
 from demo.scenes.autoencoder import CHANNELS, LAYERS
 from demo.scenes.captions import SAID, prompt, random_caption
 from demo.scenes.dataset import write_dataset
 from demo.scenes.painting import paint
 from sana_core.checkpoints import load_text_encoder
+from sana_core.scorer import load_scorer
 from sana_core.text import encode_prompts
 from sana_core.training.dataset import check_controls, read_dataset
 from sana_core.training.settings import read_settings
@@ -105,6 +107,20 @@ def test_beside_the_model_stand_edges_and_a_style(tmp_path):
     runs = [read_settings(beside.HERE / name) for name in files]
     assert [run.method.kind for run in runs] == list(files.values()) and len({run.out for run in runs}) == 3
     assert all(run.phase[0].resolution == world.PIXELS for run in runs)
+
+
+def test_the_scorer_prefers_the_caption_that_is_right():
+    rng, scenes = random.Random("scored"), []
+    for combination in rng.sample(world.all_combinations(world.KINDS, world.COLOURS), 40):
+        scenes.append(world.scene_of(rng, combination))
+    clip = load_scorer(ROOT / "demo" / "sana-scenes-scorer")
+    images = torch.stack([torch.from_numpy(paint(scene).copy()).movedim(-1, 0) / 127.5 - 1 for scene in scenes])
+    said = scorer.captions(rng, scenes)
+    right, wrong = (
+        torch.cat([clip.score(image[None], caption) for image, caption in zip(images, part, strict=True)])
+        for part in (said[:40], said[40:])
+    )
+    assert (right > wrong).float().mean() >= 0.8
 
 
 def test_the_judge_knows_paintings_that_training_never_shows():

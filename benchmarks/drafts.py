@@ -1,0 +1,57 @@
+"""What choosing among drafts is worth: `python benchmarks/drafts.py` adds to drafts.json, prompt by prompt.
+
+Held-out combinations on the demo model, in few steps, so that there are errors to choose against. The scorer of
+demo/scenes/scorer.py, a CLIP that saw paintings and captions, chooses; the judge, another network, says what is right.
+Random choice is the share of all drafts that are right. Of times only ratios mean anything.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))
+from demo.scenes.captions import prompt  # noqa: E402
+from demo.scenes.judge import load, score  # noqa: E402
+from demo.scenes.world import combinations  # noqa: E402
+from sana_core import generate, load_scorer  # noqa: E402
+from sana_core.picture_files import levels  # noqa: E402
+
+OUT = Path(__file__).with_suffix(".json")
+DRAFTS, STEPS, SIDE = 8, 5, 256
+COUNTS = (1, 2, 4, 8)
+
+
+def main(prompts: int) -> None:
+    _, held_out = combinations()
+    judge, scorer = load(), load_scorer(ROOT / "demo/sana-scenes-scorer")
+    right, scores, drawing, scoring = [], [], 0.0, 0.0
+    for number, wanted in enumerate(held_out[:prompts]):
+        started = time.perf_counter()
+        images = generate(
+            [prompt(wanted)], ROOT / "demo/sana-scenes", 1000 * number, DRAFTS, steps=STEPS, width=SIDE, height=SIDE
+        )
+        drawn = time.perf_counter()
+        scores.append(scorer.score(images, prompt(wanted)))
+        scoring, drawing = scoring + time.perf_counter() - drawn, drawing + drawn - started
+        pictures = [np.asarray(levels(image))[None] for image in images]
+        right.append(torch.tensor([score(judge, each, [wanted])["all"] for each in pictures]))
+        ours, theirs = torch.stack(right), torch.stack(scores)
+        chosen = {
+            str(count): round(ours.gather(1, theirs[:, :count].argmax(1, True)).mean().item(), 4) for count in COUNTS
+        }
+        possible = {str(count): round(ours[:, :count].amax(1).mean().item(), 4) for count in COUNTS}
+        report = {"prompts": number + 1, "steps": STEPS, "random": round(ours.mean().item(), 4)}
+        report |= {"right by drafts": chosen, "at best possible": possible}
+        report["scoring, of drawing and decoding"] = round(scoring / drawing, 4)
+        OUT.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 96)

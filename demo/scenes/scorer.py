@@ -1,0 +1,121 @@
+"""What says how well a picture fits a prompt: a small CLIP, in transformers' own form, that only saw paintings.
+
+`python -m demo.scenes.scorer` trains it on paintings and their captions and writes sana-scenes-scorer/ beside the model
+that it is for. It chooses among drafts; the judge, which never chooses, measures what that is worth.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch.nn import functional
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, PreTrainedTokenizerFast
+
+from ..losses import log_losses
+from ..step import take_step
+from .captions import SAID, article, random_caption
+from .judge import JUDGE, KNOWN, scenes_to_judge, shrink, soften
+from .painting import paint
+from .world import COLOURS, KINDS, PLACES, STYLES, TIMES, Scene, belongs
+
+HERE = Path(__file__).parent
+FOLDER, CURVE = HERE.parent / "sana-scenes-scorer", HERE.parent / "build" / "scenes" / "scorer.jsonl"
+SIDE, PATCH, WIDTH, JOINT, LENGTH = 96, 16, 128, 64, 48
+POOL, STEPS, BATCH, LEARNING_RATE = 4000, 900, 48, 2e-3
+# tokens, in the order of their numbers
+PAD, UNKNOWN, START, END = "<|pad|>", "<|unknown|>", "<|startoftext|>", "<|endoftext|>"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the captions' words."""
+    ways = [*COLOURS, *(way for said in SAID.values() for way in said)]
+    ways += [*map(article, ways), "of", "and"]
+    split = pre_tokenizers.Whitespace()
+    words = sorted({word for way in ways for word, _ in split.pre_tokenize_str(f"{way}, {way}.".lower())})
+    vocabulary = {word: number for number, word in enumerate((PAD, UNKNOWN, START, END, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), split
+    ends = [(token, vocabulary[token]) for token in (START, END)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A {END}", special_tokens=ends)
+    named = {"pad_token": PAD, "unk_token": UNKNOWN, "bos_token": START, "eos_token": END}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=LENGTH, **named)
+
+
+def build(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_attention_heads": 4, "projection_dim": JOINT}
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": LENGTH,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    text = {**sizes, **tokens, "num_hidden_layers": 1}
+    vision = {**sizes, "num_hidden_layers": 4, "image_size": SIDE, "patch_size": PATCH}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=JOINT))
+
+
+def changed(rng: random.Random, scene: Scene) -> Scene:
+    """Return `scene` with another time, place, style, or another kind or colour of its first subject."""
+    first, *others = scene.subjects
+    taken = {subject.kind for subject in scene.subjects}
+    kinds = [kind for kind in KINDS if kind not in taken and belongs(kind, scene.place)]
+    places = [place for place in PLACES if all(belongs(kind, place) for kind in taken) and place != scene.place]
+    what = rng.choice(["time", "place", "style", "kind", "colour", "colour"])
+    if what == "place" and places:
+        return scene._replace(place=rng.choice(places))
+    if what == "style":
+        return scene._replace(style=rng.choice([style for style in STYLES if style != scene.style]))
+    if what == "kind":
+        return scene._replace(subjects=(first._replace(kind=rng.choice(kinds)), *others))
+    if what == "colour":
+        other = rng.choice([colour for colour in COLOURS if colour != first.colour])
+        return scene._replace(subjects=(first._replace(colour=other), *others))
+    return scene._replace(time=rng.choice([time for time in TIMES if time != scene.time]))
+
+
+def captions(rng: random.Random, scenes: list[Scene]) -> list[str]:
+    """Return a caption of each scene, then of each one in which one thing is another, in the same words otherwise."""
+    seeds = [rng.random() for _ in scenes]
+    wrong = [changed(rng, scene) for scene in scenes]
+    return [random_caption(random.Random(s), scene) for s, scene in zip(2 * seeds, [*scenes, *wrong], strict=True)]
+
+
+def contrastive_loss(model: CLIPModel, pixels: torch.Tensor, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+    """CLIP's loss, with the wrong captions behind the right ones as further negatives of the pictures."""
+    out = model(pixel_values=pixels, **tokens)
+    right, count = torch.arange(len(pixels)), len(pixels)
+    by_text = functional.cross_entropy(out.logits_per_text[:count], right)
+    return (functional.cross_entropy(out.logits_per_image, right) + by_text) / 2
+
+
+def train() -> None:
+    torch.manual_seed(11)
+    rng, tokenizer = random.Random(11), make_tokenizer()
+    scenes = scenes_to_judge(rng, POOL, (1, 1, 1, 2, 3), KNOWN[JUDGE])
+    pool = torch.cat([(shrink(paint(scene)[None]) * 255).round().byte() for scene in scenes])
+    model, processor = build(tokenizer).train(), CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE)
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (processor.image_mean, processor.image_std))
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
+    CURVE.parent.mkdir(parents=True, exist_ok=True)
+    report = log_losses(CURVE)
+    for step in range(STEPS):
+        pick = torch.randint(POOL, (BATCH,))
+        words = captions(rng, [scenes[number] for number in pick.tolist()])
+        tokens = tokenizer(words, padding=True, return_tensors="pt", return_token_type_ids=False)
+        pixels = soften(pool[pick].float() / 255, rng).clamp(0, 1)
+        pixels = (functional.interpolate(pixels, (SIDE, SIDE), mode="area") - mean) / std
+        loss = contrastive_loss(model, pixels, dict(tokens))
+        take_step(model, optimizer, schedule, loss)
+        if step % 20 == 0:
+            report(step, loss.item())
+    for each in (model.half(), processor, tokenizer):
+        each.save_pretrained(FOLDER)
+
+
+if __name__ == "__main__":
+    train()

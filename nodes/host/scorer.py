@@ -1,0 +1,84 @@
+"""Scorers under ComfyUI's memory management, and the choice among drafts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.utils
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from ...sana_core.errors import InputError
+from ...sana_core.latents import check_channels
+from ...sana_core.picture_files import levels
+from ...sana_core.scorer import Scorer, load_scorer
+from .bars import PAPER, TEXT, as_image
+from .folders import scorer_path
+from .sampling import SEED
+
+if TYPE_CHECKING:
+    import comfy.sd
+
+# pixels of a draft on the sheet, and of the line below it
+SIDE, LINE, LETTERS = 256, 30, 18
+
+
+class HostScorer(NamedTuple):
+    """A scorer, and what moves its model."""
+
+    scorer: Scorer
+    patcher: comfy.model_patcher.ModelPatcher
+
+
+def load(name: str) -> HostScorer:
+    """Return the scorer of that name. Raises what `load_scorer` does."""
+    management = comfy.model_management
+    device, home = management.text_encoder_device(), management.text_encoder_offload_device()
+    scorer = load_scorer(scorer_path(name), home, management.text_encoder_dtype(device))
+    # in a list, for ComfyUI writes device, which transformers' modules have without setter
+    return HostScorer(scorer, comfy.model_patcher.ModelPatcher(torch.nn.ModuleList([scorer.model]), device, home))
+
+
+def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best: int) -> tuple:
+    """Return LATENT and IMAGE of the `best` drafts, the sheet of all as IMAGE, and the seeds of the best.
+
+    Each draft is decoded whole and alone: of latents that are made smaller first, the decode loses what the prompt
+    names. Only the best so far are kept. Raises InputError for fewer drafts than `best`.
+    """
+    samples = latent["samples"]
+    check_channels("samples", samples.shape)
+    if best > len(samples):
+        raise InputError(f"best: got {best}, expected at most the {len(samples)} drafts; raise count in the sampler")
+    places = list(latent.get("batch_index") or range(len(samples)))
+    seeds = [(latent.get(SEED, 0) + place) % 2**64 for place in places]
+    bar, kept, cells = comfy.utils.ProgressBar(len(samples)), [], []
+    for number, draft in enumerate(samples):
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        image = vae.decode(draft[None])[0]
+        comfy.model_management.load_models_gpu([loaded.patcher], force_full_load=True)
+        pixels = image.movedim(-1, 0) * 2 - 1
+        score = float(loaded.scorer.score(pixels[None], prompt)[0])
+        kept = sorted([*kept, (-score, number, image)], key=lambda each: each[:2])[:best]
+        cells.append((levels(pixels), score, seeds[number]))
+        bar.update_absolute(number + 1)
+    rows = [number for _, number, _ in kept]
+    out = {**latent, "samples": samples[rows], "batch_index": [places[row] for row in rows]}
+    return out, torch.stack([image for *_, image in kept]), as_image(draw_sheet(cells, rows)), [seeds[r] for r in rows]
+
+
+def draw_sheet(cells: list[tuple], rows: list[int]) -> Image.Image:
+    """Return all drafts, (pixels, score, seed), in a grid; the ranks of `rows` are before their scores."""
+    across, font = math.ceil(math.sqrt(len(cells))), ImageFont.load_default(LETTERS)
+    sheet = Image.new("RGB", (across * SIDE, math.ceil(len(cells) / across) * (SIDE + LINE)), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for number, (pixels, score, seed) in enumerate(cells):
+        x, y = number % across * SIDE, number // across * (SIDE + LINE)
+        small = Image.fromarray(pixels)
+        small.thumbnail((SIDE, SIDE))
+        sheet.paste(small, (x, y))
+        rank = f"#{rows.index(number) + 1}  " if number in rows else ""
+        draw.text((x + 6, y + SIDE + 4), f"{rank}{score:.2f}  seed {seed}", TEXT, font)
+    return sheet

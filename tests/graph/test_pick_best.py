@@ -1,0 +1,47 @@
+"""SANA Pick Best in ComfyUI: the drafts that score most, as each is alone, and a sheet of all."""
+
+import shutil
+
+import pytest
+import torch
+from clips import PROMPT, save_clip
+
+from sana_core.scorer import load_scorer
+
+
+@pytest.fixture
+def picking(host, base_graph, tmp_path):
+    """A function that runs the nodes behind a sampler of six drafts, and returns what the outputs caught."""
+    folder = host.models / "clip_vision" / "clip"
+    save_clip(folder)
+
+    def run(best=2, sampler="sample", **options):
+        graph = base_graph(batch_size=6, seed=7, steps=3)
+        drafts = graph["decode"][1]["samples"]
+        graph["scorer"] = ("SanaNodesScorerLoader", {"scorer_name": "clip"})
+        links = {"samples": drafts, "vae": ["load", 2], "scorer": ["scorer", 0]}
+        graph["pick"] = ("SanaNodesPickBest", {**links, "prompt": PROMPT, "best": best, **options})
+        for number, name in enumerate(("best latent", "best image", "sheet", "seeds")):
+            graph[f"catch {name}"] = ("Catch", {"value": ["pick", number], "name": name})
+        return host.run(graph), folder
+
+    yield run
+    shutil.rmtree(folder)
+
+
+def test_the_best_are_those_that_score_most_and_each_can_be_drawn_again(host, base_graph, picking):
+    found, folder = picking()
+    images = found["image"].movedim(-1, 1) * 2 - 1
+    order = load_scorer(folder).score(images, PROMPT).argsort(descending=True)[:2].tolist()
+    assert torch.equal(found["best image"], found["image"][order])
+    assert found["best latent"]["batch_index"] == order
+    torch.testing.assert_close(found["best latent"]["samples"], found["latent"]["samples"][order], atol=0, rtol=0)
+    height, width = found["sheet"].shape[1:3]
+    assert (width, height) == (3 * 256, 2 * 286)
+    alone = host.run(base_graph(seed=7 + order[0], steps=3))["image"]
+    torch.testing.assert_close(found["best image"][:1], alone, atol=1e-4, rtol=0)
+
+
+def test_more_than_there_are_is_named(picking):
+    with pytest.raises(Exception, match="best: got 7, expected at most the 6 drafts"):
+        picking(best=7)
