@@ -28,10 +28,14 @@ from live_bytes import LiveBytes  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
 from sana_core.released import CROSS_HEADS, MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
+from sana_core.training.dataset import Sample  # noqa: E402
 from sana_core.training.learner import make_learner, take_step  # noqa: E402
+from sana_core.training.pictures import Place as Picture  # noqa: E402
 from sana_core.training.runs import Place  # noqa: E402
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings  # noqa: E402
 
+# of a step, which asks them for the weight of their loss
+SAMPLES = [Sample("", "", (0, 0), Picture(Path()))] * 64
 FULL, ROUNDED = Method("full"), Method("full", weights="bfloat16")
 CONTROLNET, ROUNDED_CONTROLNET = Method("controlnet"), Method("controlnet", weights="bfloat16")
 EIGHT_BITS = Method(base="int8")
@@ -171,7 +175,7 @@ def count_step(model: Architecture, settings: Settings, fake: bool = True, steps
         weights = settings.method.weights if settings.method.kind == "full" else settings.dtype
         made = transformer(model, getattr(torch, weights), phase.resolution)
         learner = make_learner(made, 3.0, settings)
-        data: Any = SimpleNamespace(cache=SimpleNamespace(load=load, empty=empty_prompt(dtype)), samples=[])
+        data: Any = SimpleNamespace(cache=SimpleNamespace(load=load, empty=empty_prompt(dtype)), samples=SAMPLES)
         group = [list(range(phase.batch)) for _ in range(phase.accumulate)]
         for step in range(steps):
             live.restart()

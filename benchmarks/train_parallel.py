@@ -36,7 +36,7 @@ from live_bytes import BLOCK, LiveBytes  # noqa: E402
 from benchmarks import train_memory  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
 from benchmarks.sampling import small_model  # noqa: E402
-from benchmarks.train_memory import FULL, make_settings  # noqa: E402
+from benchmarks.train_memory import FULL, SAMPLES, make_settings  # noqa: E402
 from sana_core.memory import CONTEXT  # noqa: E402
 from sana_core.released import MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
 from sana_core.training.arrangements import ring, share_of  # noqa: E402
@@ -107,7 +107,7 @@ def count_rank(model: Architecture, settings: Settings, steps: int = 2) -> int:
         del made
         side, empty = phase.resolution // 32, train_memory.empty_prompt(dtype)
         cache = SimpleNamespace(load=lambda indices: fake_batch(len(indices), side, dtype), empty=empty)
-        data: Any = SimpleNamespace(cache=cache, samples=[])
+        data: Any = SimpleNamespace(cache=cache, samples=SAMPLES)
         for step in range(steps):
             live.restart()
             take_step(learner, data, [[index] for index in range(phase.accumulate)], Place(step), 1e-4)
@@ -151,7 +151,7 @@ def seconds(ranks: Ranks, kind: str, bare: bool) -> float:
     settings = speed_settings(kind)
     learner = make_learner(small_model().requires_grad_(False), 3.0, settings, ranks=ranks)
     batch, empty = fake_batch(1, 16, torch.float32), train_memory.empty_prompt(torch.float32)
-    data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=empty), samples=[])
+    data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=empty), samples=SAMPLES)
     found = []
     for step in range(STEPS + 2):
         began = time.perf_counter()

@@ -42,7 +42,7 @@ def numbers():
 
     empty = {"embeds": torch.zeros(10, CAPTION), "mask": torch.ones(10, dtype=torch.uint8)}
     cache = SimpleNamespace(load=load, empty=empty)
-    samples = [SimpleNamespace(name=str(index)) for index in range(PICTURES)]
+    samples = [SimpleNamespace(name=str(index), weight=1.0) for index in range(PICTURES)]
     return SimpleNamespace(cache=cache, samples=samples, held_out=[5, 6, 7])
 
 
