@@ -91,7 +91,7 @@ def without_dropout(transformer: torch.nn.Module) -> Iterator[None]:
     """Let the adapter compute as it does outside training."""
     layers = [layer for layer in adapter_layers(transformer).values() if layer.training]
     for layer in layers:
-        layer.eval()
+        layer.train(False)
     try:
         yield
     finally:
