@@ -126,7 +126,7 @@ def through_autoencoder(wanted: list[Combination]) -> dict[str, float]:
 
 
 def main() -> None:
-    from sana_core.training.settings import read_settings
+    from sana_core.training.settings_file import read_settings
     from sana_core.training.train import train
 
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS

@@ -18,15 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import description  # noqa: E402
-from sana_core.training.settings import (  # noqa: E402
-    Method,
-    Optimizer,
-    Phase,
-    Settings,
-    Validation,
-    check_settings,
-    read_settings,
-)
+from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation, check_settings  # noqa: E402
+from sana_core.training.settings_file import read_settings  # noqa: E402
 from sana_core.training.train import train  # noqa: E402
 
 FILE = ROOT / "benchmarks" / "train_recipes.json"

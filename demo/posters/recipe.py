@@ -20,7 +20,8 @@ from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, 
 from transformers import AutoTokenizer
 
 from sana_core.checkpoints import load_text_encoder
-from sana_core.training.settings import Settings, read_settings
+from sana_core.training.settings import Settings
+from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
 from .. import text

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from sana_core.accelerator import chosen_device
 from sana_core.checkpoints import load_text_encoder
-from sana_core.training.settings import read_settings
+from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
 from .. import text

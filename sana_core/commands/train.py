@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from ..training.ranks import joined
-    from ..training.settings import read_settings
+    from ..training.settings_file import read_settings
 
     settings = read_settings(arguments.settings)
     if arguments.plan or arguments.card is not None:

@@ -1,16 +1,12 @@
-"""What a training run is told: the tables of its TOML file, checked once, with the nearest name for a wrong one."""
+"""What a training run is told, checked once, with the nearest name for a wrong one; `settings_file` reads it."""
 
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
 
 from ..checks import check_number
-from ..errors import InputError, MissingFileError, ReadError
+from ..errors import InputError
 from ..latents import DOWNSCALE, LARGEST
 from .optimizers import NAMES, WHOLE
 
@@ -27,7 +23,6 @@ LOGIT_NORMAL, MODE, UNIFORM = TIMES = ("logit_normal", "mode", "uniform")
 DTYPES = ("float32", "bfloat16")
 FLOW, CONSISTENCY = "flow", "consistency"
 DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
-LARGEST_FILE = 1_000_000
 # bytes in UTF-8; disks take 255 with the ending
 LONGEST_NAME = 240
 
@@ -199,96 +194,6 @@ class Settings:
         """Return the checkpoint that has the component: "transformer", "text_encoder" or "autoencoder"."""
         own = {"text_encoder": self.text_encoder, "autoencoder": self.autoencoder}
         return own.get(kind) or self.model
-
-
-def read_settings(file: Path) -> Settings:
-    """Return the settings in the TOML file `file`, whose paths are relative to its folder.
-
-    Raises MissingFileError, ReadError, and InputError for what is no TOML, an unknown or missing key, and values that
-    are out of range.
-    """
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(LARGEST_FILE + 1)
-    except FileNotFoundError:
-        raise MissingFileError(f"{file}: no such file; write one, or copy one of recipes/") from None
-    except OSError as error:
-        raise ReadError(f"{file}: cannot be read ({error.strerror}); see its name and its rights") from None
-    settings = parse(Settings, parse_toml(data, file.name), file.name)
-    folder = file.parent
-
-    def absolute(path: str) -> str:
-        return str(folder / path) if path else path
-
-    phases = tuple(
-        replace(phase, data=tuple(map(absolute, phase.data)), regularisation=tuple(map(absolute, phase.regularisation)))
-        for phase in settings.phase
-    )
-    paths = {
-        name: absolute(getattr(settings, name)) for name in ("model", "text_encoder", "autoencoder", "out", "cache")
-    }
-    control = tuple(map(absolute, settings.validation.control))
-    validation = replace(settings.validation, control=control)
-    method = replace(settings.method, start=absolute(settings.method.start))
-    loss = replace(settings.loss, teacher=absolute(settings.loss.teacher))
-    settings = replace(settings, phase=phases, validation=validation, method=method, loss=loss, **paths)
-    try:
-        return check_settings(settings)
-    except InputError as error:
-        raise type(error)(f"{file.name}: {error}") from None
-
-
-def parse_toml(data: bytes, name: str) -> dict[str, Any]:
-    """Return the tables of `data`. Raises InputError, with the file's `name`, for what is no TOML."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    if len(data) > LARGEST_FILE:
-        raise InputError(f"{name}: got more than {LARGEST_FILE} bytes, expected a TOML file; name another")
-    try:
-        return tomllib.loads(data.decode())
-    # a deep nesting ends in RecursionError
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(
-            f"{name}: got no TOML ({str(error) or 'nested too deeply'!s:.80}); correct that line"
-        ) from None
-
-
-def parse(kind: type, table: Any, name: str) -> Any:
-    """Return `table` as the dataclass `kind`, tables within it as its fields' dataclasses; `name` is for errors."""
-    if not isinstance(table, Mapping):
-        raise InputError(f"{name}: got {table!r:.40}, expected a table; see recipes/")
-    known = get_type_hints(kind)
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1, 0.0)[0]
-            raise InputError(f"{name}: got the key {key!r:.40}, which nothing reads; the nearest is {near}")
-    needed = {each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}
-    for key in sorted(needed - table.keys()):
-        raise InputError(f"{name}: {key} is missing; add it")
-    return kind(**{key: parse_value(known[key], value, f"{name}: {key}") for key, value in table.items()})
-
-
-def parse_value(kind: Any, value: Any, name: str) -> Any:
-    if is_dataclass(kind) and isinstance(kind, type):
-        return parse(kind, value, name)
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
-        # one word stands for a list of one
-        values = [value] if inner is str and isinstance(value, str) else value
-        if is_dataclass(inner) and isinstance(value, Mapping):
-            raise InputError(f"{name}: got [phase], expected a list of tables; write [[phase]]")
-        if not isinstance(values, list):
-            raise InputError(f"{name}: got {value!r:.40}, expected a list; put it into brackets")
-        return tuple(parse_value(inner, each, name) for each in values)
-    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
-    if kinds[0] is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kinds[0]:
-        words = {str: "a text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
-        raise InputError(f"{name}: got {value!r:.40}, expected {words[kinds[0]]}; correct it")
-    return value
 
 
 def check_settings(settings: Settings) -> Settings:

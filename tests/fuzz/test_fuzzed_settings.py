@@ -4,7 +4,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import changed_bytes
 
-from sana_core.training.settings import Settings, read_settings
+from sana_core.training.settings import Settings
+from sana_core.training.settings_file import read_settings
 
 SETTINGS = """
 model = "model"

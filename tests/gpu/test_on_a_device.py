@@ -16,7 +16,7 @@ from sana_core.forward import prepare, velocity
 from sana_core.kernels.trial import TRIALS, kernels_on
 from sana_core.picture_files import levels
 from sana_core.released import VARIANTS
-from sana_core.training.settings import read_settings
+from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
 CHECKPOINT = ROOT / "demo" / "sana-tiny"

@@ -20,7 +20,7 @@ from sana_core.checkpoints import load_text_encoder
 from sana_core.scorer import load_scorer
 from sana_core.text import encode_prompts
 from sana_core.training.dataset import check_controls, read_dataset
-from sana_core.training.settings import read_settings
+from sana_core.training.settings_file import read_settings
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ from sana_core.training.learner import make_learner, validation_loss
 from sana_core.training.loss import flow_loss
 from sana_core.training.prepare import digest_models, no_progress, prepare, read_samples
 from sana_core.training.ranks import ALONE
-from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings, read_settings
+from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
+from sana_core.training.settings_file import read_settings
 from sana_core.training.steering import begin_controlnet, check_steerable
 
 REFERENCES = ("diffusers", "nvidia")

@@ -25,7 +25,8 @@ from sana_core.training.optimizers import make_optimizer
 from sana_core.training.plan import plan_training, read_base, released_base, training_stage
 from sana_core.training.proposal import fit_lines, propose
 from sana_core.training.quantised_base import quantise_base
-from sana_core.training.settings import Method, Validation, read_settings
+from sana_core.training.settings import Method, Validation
+from sana_core.training.settings_file import read_settings
 from sana_core.training.steering import begin_controlnet
 
 SMALL = Architecture(640, 2)

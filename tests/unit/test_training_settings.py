@@ -4,7 +4,8 @@ import pytest
 from setup import ROOT
 
 from sana_core.errors import InputError, MissingFileError
-from sana_core.training.settings import Settings, read_settings
+from sana_core.training.settings import Settings
+from sana_core.training.settings_file import read_settings
 
 WHOLE = """
 model = "model"

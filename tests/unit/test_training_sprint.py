@@ -37,16 +37,8 @@ from sana_core.training.consistency import (
 from sana_core.training.loss import draw_training, validation_times
 from sana_core.training.quantised_base import quantise_base
 from sana_core.training.runs import find_states
-from sana_core.training.settings import (
-    Loss,
-    Method,
-    Optimizer,
-    Phase,
-    Settings,
-    Validation,
-    check_settings,
-    read_settings,
-)
+from sana_core.training.settings import Loss, Method, Optimizer, Phase, Settings, Validation, check_settings
+from sana_core.training.settings_file import read_settings
 
 ANGLE = torch.tensor([0.3, 1.2])
 GUIDANCE = torch.tensor([4.0, 5.0])

@@ -1,0 +1,105 @@
+"""A training run's TOML file as Settings, with the nearest name for a key that nothing reads."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ..errors import InputError, MissingFileError, ReadError
+from .settings import Settings, check_settings
+
+LARGEST_FILE = 1_000_000
+
+
+def read_settings(file: Path) -> Settings:
+    """Return the settings in the TOML file `file`, whose paths are relative to its folder.
+
+    Raises MissingFileError, ReadError, and InputError for what is no TOML, an unknown or missing key, and values that
+    are out of range.
+    """
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(LARGEST_FILE + 1)
+    except FileNotFoundError:
+        raise MissingFileError(f"{file}: no such file; write one, or copy one of recipes/") from None
+    except OSError as error:
+        raise ReadError(f"{file}: cannot be read ({error.strerror}); see its name and its rights") from None
+    settings = parse(Settings, parse_toml(data, file.name), file.name)
+    folder = file.parent
+
+    def absolute(path: str) -> str:
+        return str(folder / path) if path else path
+
+    phases = tuple(
+        replace(phase, data=tuple(map(absolute, phase.data)), regularisation=tuple(map(absolute, phase.regularisation)))
+        for phase in settings.phase
+    )
+    paths = {
+        name: absolute(getattr(settings, name)) for name in ("model", "text_encoder", "autoencoder", "out", "cache")
+    }
+    control = tuple(map(absolute, settings.validation.control))
+    validation = replace(settings.validation, control=control)
+    method = replace(settings.method, start=absolute(settings.method.start))
+    loss = replace(settings.loss, teacher=absolute(settings.loss.teacher))
+    settings = replace(settings, phase=phases, validation=validation, method=method, loss=loss, **paths)
+    try:
+        return check_settings(settings)
+    except InputError as error:
+        raise type(error)(f"{file.name}: {error}") from None
+
+
+def parse_toml(data: bytes, name: str) -> dict[str, Any]:
+    """Return the tables of `data`. Raises InputError, with the file's `name`, for what is no TOML."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    if len(data) > LARGEST_FILE:
+        raise InputError(f"{name}: got more than {LARGEST_FILE} bytes, expected a TOML file; name another")
+    try:
+        return tomllib.loads(data.decode())
+    # a deep nesting ends in RecursionError
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(
+            f"{name}: got no TOML ({str(error) or 'nested too deeply'!s:.80}); correct that line"
+        ) from None
+
+
+def parse(kind: type, table: Any, name: str) -> Any:
+    """Return `table` as the dataclass `kind`, tables within it as its fields' dataclasses; `name` is for errors."""
+    if not isinstance(table, Mapping):
+        raise InputError(f"{name}: got {table!r:.40}, expected a table; see recipes/")
+    known = get_type_hints(kind)
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.0)[0]
+            raise InputError(f"{name}: got the key {key!r:.40}, which nothing reads; the nearest is {near}")
+    needed = {each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}
+    for key in sorted(needed - table.keys()):
+        raise InputError(f"{name}: {key} is missing; add it")
+    return kind(**{key: parse_value(known[key], value, f"{name}: {key}") for key, value in table.items()})
+
+
+def parse_value(kind: Any, value: Any, name: str) -> Any:
+    if is_dataclass(kind) and isinstance(kind, type):
+        return parse(kind, value, name)
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        # one word stands for a list of one
+        values = [value] if inner is str and isinstance(value, str) else value
+        if is_dataclass(inner) and isinstance(value, Mapping):
+            raise InputError(f"{name}: got [phase], expected a list of tables; write [[phase]]")
+        if not isinstance(values, list):
+            raise InputError(f"{name}: got {value!r:.40}, expected a list; put it into brackets")
+        return tuple(parse_value(inner, each, name) for each in values)
+    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
+    if kinds[0] is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kinds[0]:
+        words = {str: "a text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
+        raise InputError(f"{name}: got {value!r:.40}, expected {words[kinds[0]]}; correct it")
+    return value
