@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 Poll = Callable[[], None]
@@ -32,7 +33,9 @@ class Polled(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.poll()
+        # how a no_grad ends: the poll would raise between it and the mode that it restores
+        if function is not torch._C._set_grad_enabled:
+            self.poll()
         return function(*args, **(kwargs or {}))
 
 

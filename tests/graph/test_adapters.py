@@ -21,9 +21,10 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch import local, worker
+from sana_core.batch import local
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.fingerprint import fingerprint
+from sana_core.cluster import worker
 from sana_core.split import draw
 
 BOUND = 1e-6

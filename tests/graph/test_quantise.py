@@ -268,7 +268,7 @@ def test_a_quantised_file_is_not_quantised_again(load, tmp_path):
 def test_a_cluster_refuses_what_it_would_draw_otherwise(load):
     cluster = pack("nodes.host.batch_cluster")
     latent = {"samples": torch.zeros(1, 32, 4, 4)}
-    with pytest.raises(ValueError, match="choose weight_dtype default and quantise off"):
+    with pytest.raises(ValueError, match="choose weight_dtype default or without fast, and quantise off"):
         cluster.make_job(SimpleNamespace(model=load("int8"), latent=latent))
 
 
