@@ -42,14 +42,23 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
 
     A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
     overrides what `info` says. Raises CheckpointError where neither configuration nor shapes tell the architecture, or
-    the library cannot build it, and VersionError under python -OO.
+    the library cannot build it, and VersionError under python -OO or where a library cannot be imported.
     """
     if sys.flags.optimize > 1:
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
     try:
+        # before `construct`, for diffusers makes a RuntimeError of whatever fails in an import
+        from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel  # noqa: F401
+        from transformers import Gemma2Model  # noqa: F401
+    except Exception as error:
+        raise VersionError(
+            f"requirements: diffusers or transformers cannot be imported ({brief(error.__cause__ or error, 120)}); pip "
+            "install -r requirements.txt with the Python that runs this"
+        ) from error
+    try:
         return construct(info, resolution)
-    except (CheckpointError, ImportError, OSError, MemoryError, torch.OutOfMemoryError):
-        # a library that is broken, a disk, memory: not the file's fault
+    except (CheckpointError, OSError, MemoryError, torch.OutOfMemoryError):
+        # a disk, or memory: not the file's fault
         raise
     except Exception as error:  # the libraries raise many kinds for sizes that do not fit each other
         reason = brief(str(error) or type(error).__name__, 100)

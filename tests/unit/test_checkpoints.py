@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import socket
+import sys
 
 import layouts
 import pytest
@@ -312,3 +313,14 @@ def test_no_request_is_ever_made(checkpoint, monkeypatch, tmp_path):
         load(checkpoint)
     with pytest.raises(FileNotFoundError):
         sana_core.load_text_encoder("google/gemma-2-2b-it")
+
+
+def test_a_library_that_cannot_be_imported_is_not_the_file_s_fault(checkpoint, monkeypatch):
+    import diffusers.models
+
+    for library in (diffusers, diffusers.models):
+        # as before its first use
+        monkeypatch.delitem(vars(library), "AutoencoderDC", raising=False)
+    monkeypatch.setitem(sys.modules, AutoencoderDC.__module__, None)
+    with pytest.raises(sana_core.errors.VersionError, match=r"cannot be imported \(.*halted.*requirements.txt"):
+        sana_core.load_autoencoder(checkpoint)
