@@ -39,7 +39,7 @@ from sana_core.batch.loop import run_batch  # noqa: E402
 from sana_core.batch.plan import Workload, batch_pictures, split_into_chunks  # noqa: E402
 from sana_core.batch.queue import Queue  # noqa: E402
 
-CHECKPOINT = ROOT / "demo" / "sana-tiny"
+CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PROMPTS = ["a red circle on a blue background"]
 PICTURES, CHUNK, RUNS = 32, 4, 3
 CPU = torch.device("cpu")

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
-from host import images_of, run_graph, start_server  # noqa: E402
+from checkpoints import link_tiny  # noqa: E402
+from host import base_directory, images_of, run_graph, start_server  # noqa: E402
 from machine import description  # noqa: E402
 
 SIDE = 4096
@@ -22,6 +23,7 @@ SIDE = 4096
 
 def main() -> None:
     graph = json.loads((ROOT / "tests" / "graphs" / "tiny.json").read_text())
+    link_tiny(base_directory("bench-4k"))
     names = {node["class_type"]: key for key, node in graph.items()}
     graph[names["SanaNodesEmptyLatent"]]["inputs"].update(width=SIDE, height=SIDE)
     seconds: dict[str, float] = {}

@@ -35,7 +35,8 @@ def main() -> None:
         file = Path(base) / "prompts.txt"
         file.write_text("".join(f"a red circle on a blue background, picture {i}\n" for i in range(PROMPTS)))
         command = [sys.executable, "-u", "-m", "sana_core", "batch", file, "--out", Path(base) / "out"]
-        command += ["--checkpoint", ROOT / "demo" / "sana-tiny", "--steps", "1", "--width", "32", "--height", "32"]
+        command += ["--checkpoint", ROOT / "tests" / "models" / "sana-tiny"]
+        command += ["--steps", "1", "--width", "32", "--height", "32"]
         started, resident = time.perf_counter(), {}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as running:
             process = psutil.Process(running.pid)

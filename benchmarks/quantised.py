@@ -121,7 +121,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         Host(Path(folder))
         forms = offer_all()
-        files = {"sana-tiny": ROOT / "demo" / "sana-tiny", "1.6B wide": wide_file(Path(folder))}
+        files = {"sana-tiny": ROOT / "tests" / "models" / "sana-tiny", "1.6B wide": wide_file(Path(folder))}
         result = {
             **description(),
             "note": "relative errors beside the plain file in fp32; 1.6B wide is two blocks with random weights; what "

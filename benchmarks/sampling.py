@@ -142,7 +142,7 @@ def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -
 
         folder = base / "model"
         transformer.save_pretrained(folder / "transformer")
-        for part in (ROOT / "demo" / "sana-tiny").iterdir():
+        for part in (ROOT / "tests" / "models" / "sana-tiny").iterdir():
             if part.name != "transformer":
                 (folder / part.name).symlink_to(part)
         model = package.load_model(folder)

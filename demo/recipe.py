@@ -1,7 +1,7 @@
-"""Make the bundled checkpoint: `python -m demo.recipe`. About 80 minutes on two CPU cores, seeded.
+"""Make the tests' checkpoint: `python -m demo.recipe`. About 80 minutes on two CPU cores, seeded.
 
 Stages keep what they made under demo/build/, so that an interrupted recipe goes on where it was; delete that folder
-to begin again. The result is demo/sana-tiny/ and demo/report/.
+to begin again. The result is tests/models/sana-tiny/ and demo/report/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .losses import log_losses, plot_losses
 from .pictures import PIXELS
 
 HERE = Path(__file__).parent
-BUILD, CHECKPOINT, REPORT = HERE / "build", HERE / "sana-tiny", HERE / "report"
+BUILD, CHECKPOINT, REPORT = HERE / "build", HERE.parent / "tests" / "models" / "sana-tiny", HERE / "report"
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from .evaluate import GUIDANCE, draw, score
 from .pictures import combinations, prompt
 
 ROOT = Path(__file__).parents[1]
-CHECKPOINT = ROOT / "demo" / "sana-tiny"
+CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 SEEDS = (0, 1000, 2000, 3000)
 SHOWN = 6
 

@@ -25,7 +25,7 @@ from .evaluate import score
 from .pictures import PIXELS, combinations, prompt
 
 REPORT = Path(__file__).parent / "report"
-CHECKPOINT = Path(__file__).parent / "sana-tiny"
+CHECKPOINT = Path(__file__).parents[1] / "tests" / "models" / "sana-tiny"
 STEPS = (4, 8, 14, 20, 28)
 GUIDANCE = 4.5
 # where the ODE samplers have long converged

@@ -27,7 +27,7 @@ from sana_core.downloads import DOWNLOADS  # noqa: E402
 GALLERY, PAGE = ROOT / "docs" / "gallery", ROOT / "docs" / "gallery.md"
 SIZE, QUALITY = (1600, 900), 80
 # the one that the README shows
-FIRST = "SANA first picture"
+FIRST = "SANA first image"
 SAVED = """ids => ids.flatMap(id => app.nodeOutputs[id].images)
     .filter(image => image).map(({filename, subfolder, type}) => ({filename, subfolder, type}))"""
 HEAD = """# Templates

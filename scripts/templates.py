@@ -286,7 +286,7 @@ def templates() -> dict[str, Template]:
         "SANA check this computer": doctor,
     }
     return {
-        **one_node("SANA first picture", parts.bundled_image(), "sana-first"),
+        **one_node("SANA first image", parts.bundled_image(), "sana-first"),
         **released("SANA 1K", drawing("SANA text to image", K1, 1024), "sana-1024", K1),
         **released("SANA 2K", drawing("SANA 2K text to image", K2, 2048), "sana-2048", K2),
         **released("SANA 4K", drawing("SANA 4K text to image", K4, 4096), "sana-4096", K4),

@@ -71,7 +71,7 @@ def draw(python: Path, name: str) -> list[np.ndarray]:
     """Return the pictures of PROMPTS that the pack draws with that interpreter."""
     out = ENVIRONMENTS / "pictures" / name
     size = ("--width", "128", "--height", "128")
-    checkpoint = ROOT / "demo" / "sana-tiny"
+    checkpoint = ROOT / "tests" / "models" / "sana-tiny"
     run(python, "-m", "sana_core", "generate", *PROMPTS, "--checkpoint", checkpoint, *size, "--out", out, "--overwrite")
     return [np.asarray(Image.open(path), dtype=int) for path in sorted(out.glob("*.png"))]
 

@@ -17,8 +17,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def checkpoint() -> Path:
-    """The bundled checkpoint: real classes, really trained."""
-    return ROOT / "demo" / "sana-tiny"
+    """The tests' own checkpoint: real classes, really trained."""
+    return ROOT / "tests" / "models" / "sana-tiny"
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import sys
 import uuid
 
 import torch
+from checkpoints import link_tiny
 from setup import ROOT, comfyui_path
 
 
@@ -66,7 +67,7 @@ class Host:
         args.front_end_root = str(base)
         args.preview_method = type(args.preview_method).Auto
         (base / "custom_nodes").mkdir()
-        (base / "models" / "diffusers").mkdir(parents=True)
+        link_tiny(base)
         os.symlink(ROOT, base / "custom_nodes" / "sana.nodes-1")
 
         import execution

@@ -8,8 +8,8 @@ from typing import Any
 
 # the PNG's text entry that ComfyUI reads
 ENTRY = "prompt"
-# the folders of the checkpoints that come with the pack, which SANA Loader lists with a remark
-BUNDLED = ("sana-scenes", "sana-tiny")
+# the folder of the demo model, which SANA Loader lists with a remark
+BUNDLED = "sana-scenes"
 
 # no input, but a widget of the canvas: so the next Run draws the same image and not that of another seed
 FIXED = {"control_after_generate": "fixed"}
@@ -24,7 +24,7 @@ def graph_of(prompt: str, seed: int, settings: Mapping[str, Any], checkpoint: st
     """
     name = Path(checkpoint).name
     loader = {
-        "model": f"{name} (bundled)" if name in BUNDLED else name,
+        "model": f"{name} (bundled)" if name == BUNDLED else name,
         "weight_dtype": "default",
         "resolution": "auto",
         "reference": settings["reference"],

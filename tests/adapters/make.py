@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import sana_core  # noqa: E402
 
-CHECKPOINT = ROOT / "demo" / "sana-tiny"
+CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 # square, oblong, a 1x1 convolution; and a depthwise one
 LAYERS = ("transformer_blocks.2.attn2.to_q", "proj_out", "patch_embed.proj")
 DEPTHWISE = "transformer_blocks.1.ff.conv_depth"

@@ -34,9 +34,9 @@ def page(server):
 
 def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
     page.get_by_role("button", name="sana", exact=True).click()
-    page.get_by_test_id("template-workflow-SANA first picture").wait_for()
+    page.get_by_test_id("template-workflow-SANA first image").wait_for()
     page.screenshot(path=ARTIFACTS / "templates.png")
-    page.get_by_test_id("template-workflow-SANA first picture").click()
+    page.get_by_test_id("template-workflow-SANA first image").click()
     page.wait_for_function("window.app.graph.nodes.some(node => node.type === 'SaveImage')")
 
     # the canvas sends what the scripts and the other tests send, but for the size, which follows the model

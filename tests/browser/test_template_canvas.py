@@ -204,9 +204,9 @@ DROP = """async bytes => {
 
 def test_a_dropped_png_of_the_batch_command_brings_its_nodes_back(page):
     settings = Settings(160, 128, steps=11, guidance=3.0, sampler="flow_euler", negative_prompt="a blue circle")
-    png = encode_png(torch.zeros(3, 128, 160), "a red star", 7, settings._asdict(), "models/sana-tiny")
+    png = encode_png(torch.zeros(3, 128, 160), "a red star", 7, settings._asdict(), "models/sana-scenes")
     found = dict(page.evaluate(DROP, list(png)))
-    assert found["SanaNodesLoader"][0] == "sana-tiny (bundled)"
+    assert found["SanaNodesLoader"][0] == "sana-scenes (bundled)"
     assert found["SanaNodesEmptyLatent"] == [160, 128, 1]
     assert found["SanaNodesSampler"][:5] == [7, "fixed", 11, 3, "flow_euler"]
     assert {"SanaNodesDecode", "SaveImage"} <= set(found)
@@ -218,7 +218,7 @@ def test_a_dropped_png_of_the_batch_command_brings_its_nodes_back(page):
 def test_nodes_and_their_inputs_are_in_chinese_once_it_is_chosen(page):
     # titles of templates and labels of switches are not: this frontend translates neither for packs
     names = json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))
-    workflow = json.loads((ROOT / "workflows/SANA first picture.json").read_text(encoding="utf-8"))
+    workflow = json.loads((ROOT / "workflows/SANA first image.json").read_text(encoding="utf-8"))
     set_setting(page, "Comfy.Locale", "zh")
     chinese = page.context.browser.new_page(viewport={"width": 1000, "height": 600})
     try:

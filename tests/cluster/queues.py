@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import layouts
 import pytest
 import torch
+from checkpoints import link_tiny
 from host import ROOT, base_directory, start_server
 from machines import add_node
 
@@ -37,7 +38,8 @@ def write_lora(name):
 
 
 def configure(name, address, **share):
-    """Write the operator's file of the server of that name."""
+    """Write the operator's file of the server of that name, and give it the model of the graphs."""
+    link_tiny(base_directory(name))
     file = base_directory(name) / "user" / "__sana" / "cluster.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"address": address, **share}))

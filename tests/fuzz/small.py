@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderDC, SanaTransformer2DModel
 from transformers import Gemma2Config, Gemma2Model
 
-BUNDLED = Path(__file__).parents[2] / "demo" / "sana-tiny"
+BUNDLED = Path(__file__).parents[2] / "tests" / "models" / "sana-tiny"
 WIDTH, TEXT_WIDTH = 32, 16
 
 

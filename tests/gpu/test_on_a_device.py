@@ -19,7 +19,7 @@ from sana_core.released import VARIANTS
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
-CHECKPOINT = ROOT / "demo" / "sana-tiny"
+CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 # a different rounding anywhere moves the distance of a network by chance
 CHANCE = 1.15
 ROUNDING = 1e-6

@@ -18,7 +18,7 @@ def base_graph():
         size = {"width": 128, "height": 128, "batch_size": sampler.pop("batch_size", 1)}
         inputs = {"seed": 3, "steps": 8, "guidance": 4.5, "sampler": "flow_dpmpp_2m", **sampler}
         return {
-            "load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"}),
+            "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
             "positive": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": text, "instruction": True}),
             "negative": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "", "instruction": False}),
             "empty": ("SanaNodesEmptyLatent", size),

@@ -126,7 +126,7 @@ def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
     def canvas(file, loader="SanaNodesLoraLoader"):
         from comfy.lora import calculate_weight
 
-        graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})}
+        graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
         graph["lora"] = (loader, {"model": ["load", 0], "lora_name": f"own/{file.name}", "strength_model": 1.0})
         patcher = host.run({**graph, "catch": ("Catch", {"value": ["lora", 0], "name": "model"})})["model"]
         found = patcher.get_key_patches("diffusion_model.").items()

@@ -109,13 +109,14 @@ def test_a_latent_of_four_channels(host, fails, base_graph):
 @pytest.fixture
 def folder(host, checkpoint):
     """A function that puts a copy of the checkpoint into models/diffusers, to be broken by the test."""
-    root = host.models / "diffusers"
+    made = []
 
     def make(name):
-        return shutil.copytree(checkpoint, root / name)
+        made.append(shutil.copytree(checkpoint, host.models / "diffusers" / name))
+        return made[-1]
 
     yield make
-    for path in root.iterdir():
+    for path in made:
         shutil.rmtree(path)
 
 
@@ -169,7 +170,7 @@ def test_an_empty_models_folder_leaves_the_bundled_checkpoint(host, tmp_path, ki
     folder.mkdir()
     try:
         offered = str(host.nodes.NODE_CLASS_MAPPINGS[node].INPUT_TYPES()["required"])
-        assert "sana-tiny (bundled)" in offered and ".safetensors'" not in offered
+        assert "sana-scenes (bundled)" in offered and ".safetensors'" not in offered
     finally:
         # core remembers the folders of its lists, so one that was not there before stays
         if existed:
@@ -258,5 +259,5 @@ def test_names_that_are_not_on_the_list(host, fails, name):
     for each in (load(name), graph):
         fails(
             each,
-            r"^model: got .*, expected one of .*sana-tiny \(bundled\); put diffusers folders into models/diffusers",
+            r"^model: got .*, expected one of .*sana-scenes \(bundled\); put diffusers folders into models/diffusers",
         )

@@ -44,7 +44,7 @@ def refused(host, pictures):
     """A function of SANA Train's inputs and a pattern: the graph fails with an error like that, and leaves nothing."""
 
     def run(pattern, before=None, load=None, **own):
-        graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)", **(load or {})}), **(before or {})}
+        graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny", **(load or {})}), **(before or {})}
         graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": 128})
         inputs = {"name": "refused", "method": "lora", "rank": 4, "steps": 2, "learning_rate": 1e-3, "batch_size": 1}
         links = {"model": [list(graph)[-2], 0], "dataset": ["data", 0]}
@@ -133,7 +133,7 @@ def test_a_vae_that_training_cannot_load(refused, host):
 
 
 def test_a_clip_with_a_lora(refused, host):
-    load = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})}
+    load = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
     clip = host.run({**load, "catch": ("Catch", {"value": ["load", 1], "name": "clip"})})["clip"].clone()
     name = next(key for key in clip.cond_stage_model.state_dict() if key.endswith("q_proj.weight"))
     clip.add_patches({name: (torch.ones_like(clip.cond_stage_model.state_dict()[name]),)}, 1.0)
@@ -150,7 +150,7 @@ def test_what_is_no_dataset(refused):
 
 def test_a_name_with_another_run_in_it(host, pictures):
     folder = pictures("bad", PAIR)
-    graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})}
+    graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
     graph["data"] = ("SanaNodesDataset", {"folder": folder, "resolution": 128})
     inputs = {"name": "taken", "method": "lora", "rank": 2, "steps": 1, "learning_rate": 1e-3, "batch_size": 1}
     graph["train"] = ("SanaNodesTrain", {"model": ["load", 0], "dataset": ["data", 0], **inputs})
@@ -164,7 +164,7 @@ def test_a_name_with_another_run_in_it(host, pictures):
 def test_errors_name_no_place_outside_of_comfyuis_folders_and_no_process(host, pictures):
     from sana_core.batch.hold import hold
 
-    graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})}
+    graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
     graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": 128})
     inputs = {"name": "held", "method": "lora", "rank": 2, "steps": 1, "learning_rate": 1e-3, "batch_size": 1}
     graph["train"] = ("SanaNodesTrain", {"model": ["load", 0], "dataset": ["data", 0], **inputs})

@@ -11,7 +11,7 @@ WRONG = [0, None, "load", True, {}, {"samples": 3}, ["text"], object()]
 def linked(host):
     """One good object of each type of socket."""
     graph = {
-        "load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"}),
+        "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
         "text": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "a red circle", "instruction": False}),
         "empty": ("SanaNodesEmptyLatent", {"width": 64, "height": 64, "batch_size": 1}),
         "data": ("SanaNodesDataset", {"folder": "red stars (bundled)", "resolution": 64}),

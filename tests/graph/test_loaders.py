@@ -108,7 +108,7 @@ def test_what_core_saves_as_one_checkpoint_loads_again(host, put, tokenizer):
 @pytest.mark.parametrize("field, value", [("weight_dtype", "int3"), ("resolution", "777"), ("resolution", "")])
 def test_choices_through_links_are_checked(host, field, value):
     graph = {"value": ("AnyValue", {"value": value})}
-    graph["load"] = ("SanaNodesLoader", {"model": "sana-tiny (bundled)", field: ["value", 0]})
+    graph["load"] = ("SanaNodesLoader", {"model": "sana-tiny", field: ["value", 0]})
     with pytest.raises(NodeError, match=f"^{field}: got '{value}', expected one of "):
         host.run({**graph, **catch("load", 0)})
 

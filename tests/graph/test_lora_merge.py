@@ -82,7 +82,7 @@ def cores(host, name, strength):
     """The transformer's weights as ComfyUI would sample with them, those that the LoRA changes."""
     import comfy.lora
 
-    load = ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})
+    load = ("SanaNodesLoader", {"model": "sana-tiny"})
     own = {"model": ["load", 0], "lora_name": name, "strength_model": strength}
     graph = {"load": load, "lora": ("SanaNodesLoraLoader", own)}
     patcher = host.run({**graph, "catch": ("Catch", {"value": ["lora", 0], "name": "model"})})["model"]

@@ -95,7 +95,7 @@ def test_the_shift_node_of_core_moves_our_schedule(host, base_graph, checkpoint)
 def test_clip_text_encode_equals_sana_text_encode(host, text, instruction):
     got = host.run(
         {
-            "load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"}),
+            "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
             "core": ("CLIPTextEncode", {"clip": ["load", 1], "text": text}),
             "ours": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": text, "instruction": instruction}),
             "catch core": ("Catch", {"value": ["core", 0], "name": "core"}),

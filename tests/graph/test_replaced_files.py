@@ -109,7 +109,7 @@ def test_a_replaced_model_and_lora_are_loaded_anew_under_each_cache(cached, base
     second = cached.run(graph, keep_cache=True)["latent"]["samples"]
     assert not torch.equal(second, first)
 
-    transformer, config = component(ROOT / "demo" / "sana-tiny", "transformer")
+    transformer, config = component(ROOT / "tests" / "models" / "sana-tiny", "transformer")
     transformer = {name: 0.9 * tensor for name, tensor in transformer.items()}
     layouts.save(transformer, cached.models / "diffusion_models" / "sana.safetensors", config=config)
     third = cached.run(graph, keep_cache=True)["latent"]["samples"]
@@ -153,10 +153,10 @@ def truncate_and_draw(base):
 
     host, files = Host(Path(base)), []
     for kind, folder in (("diffusion_models", "transformer"), ("vae", "vae"), ("text_encoders", "text_encoder")):
-        tensors, config = component(ROOT / "demo" / "sana-tiny", folder)
+        tensors, config = component(ROOT / "tests" / "models" / "sana-tiny", folder)
         tensors = {name: tensor.float() for name, tensor in tensors.items()}
         if kind == "text_encoders":
-            content = (ROOT / "demo" / "sana-tiny" / "tokenizer" / "tokenizer.json").read_bytes()
+            content = (ROOT / "tests" / "models" / "sana-tiny" / "tokenizer" / "tokenizer.json").read_bytes()
             tensors["tokenizer_json"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         files.append(layouts.save(tensors, host.models / kind / "it.safetensors", config=config))
     files.append(layouts.save(written("diffusers"), host.models / "loras" / "it.safetensors"))

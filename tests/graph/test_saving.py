@@ -6,7 +6,7 @@ import torch
 from sana_core import inspect_checkpoint
 from sana_core.checkpoints.headers import read_file
 
-BUNDLED = "sana-tiny (bundled)"
+BUNDLED = "sana-tiny"
 DRAWN = {"sampler": "flow_dpmpp_2m", "steps": 3}
 
 

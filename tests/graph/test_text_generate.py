@@ -26,7 +26,7 @@ def write(host):
     def run(prompt=PROMPT, keep_cache=False, nodes=None, **inputs):
         own = {"prompt": prompt, "max_length": 100, "sampling_mode": "off", "use_default_template": False, **inputs}
         graph = {
-            "load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"}),
+            "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
             "write": ("TextGenerate", {"clip": ["load", 1], **own}),
             "catch": ("Catch", {"value": ["write", 0], "name": "text"}),
             "catch clip": ("Catch", {"value": ["load", 1], "name": "clip"}),

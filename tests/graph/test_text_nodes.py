@@ -32,7 +32,7 @@ def encode(host):
     def run(text, instruction=True, node="SanaNodesTextEncode", field="text", reference="auto"):
         own = {} if instruction is None else {"instruction": instruction}
         graph = {
-            "load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)", "reference": reference}),
+            "load": ("SanaNodesLoader", {"model": "sana-tiny", "reference": reference}),
             "encode": (node, {"clip": ["load", 1], field: text, **own}),
             "catch": ("Catch", {"value": ["encode", 0], "name": "conditioning"}),
         }

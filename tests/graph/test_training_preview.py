@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from checkpoints import CHECKPOINTS
 from PIL import Image
 
 from demo.pictures import combinations, draw_scene, prompt, random_scene
@@ -37,7 +38,7 @@ def pictures(tmp_path_factory):
 def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, checkpoint, pictures, tmp_path, name, kind):
     settings = check_settings(
         Settings(
-            model=str(checkpoint.with_name(name)),
+            model=str(CHECKPOINTS[name]),
             out=str(tmp_path / "out"),
             name=f"{name}-{kind}",
             dtype="float32",
@@ -55,7 +56,7 @@ def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, checkpoi
         drawn = {}
         for loader in ("SanaNodesLoraLoader", "LoraLoaderModelOnly"):
             graph = base_graph(seed=number, steps=6, text=text)
-            graph["load"][1]["model"] = f"{name} (bundled)"
+            graph["load"][1]["model"] = name if name == "sana-tiny" else f"{name} (bundled)"
             graph["lora"] = (loader, {"model": ["load", 0], "lora_name": file.name, "strength_model": 1.0})
             graph["sample"][1]["model"] = ["lora", 0]
             drawn[loader] = host.run(graph)["image"][0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from in_process import NodeError
 
-LOAD = {"load": ("SanaNodesLoader", {"model": "sana-tiny (bundled)"})}
+LOAD = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
 
 
 @pytest.fixture

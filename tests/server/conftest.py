@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from checkpoints import link_tiny
 from host import base_directory, start_server
 from setup import ROOT
 
@@ -25,6 +26,7 @@ def server(tmp_path_factory, audit_log, worker_id):
         "AUDIT_ROOT": str(ROOT),
         "AUDIT_WRITABLE": os.pathsep.join([str(output), str(base_directory(name))]),
     }
+    link_tiny(base_directory(name))
     with start_server(name, output, environment=environment) as running:
         yield running
 

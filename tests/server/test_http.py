@@ -100,24 +100,24 @@ def test_every_node_is_described(server):
 def test_the_demo_is_a_template_with_a_thumbnail(server):
     templates = json.loads(get(server, "/workflow_templates"))
     assert sorted(templates["sana"]) == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
-    workflow = json.loads(get(server, "/api/workflow_templates/sana/SANA%20first%20picture.json"))
+    workflow = json.loads(get(server, "/api/workflow_templates/sana/SANA%20first%20image.json"))
     assert {node["type"] for _, node, _ in expand(workflow)} >= {
         "SanaNodesLoader",
         "SanaNodesSampler",
         "SanaNodesDecode",
     }
-    thumbnail = Image.open(io.BytesIO(get(server, "/api/workflow_templates/sana/SANA%20first%20picture.jpg")))
+    thumbnail = Image.open(io.BytesIO(get(server, "/api/workflow_templates/sana/SANA%20first%20image.jpg")))
     assert thumbnail.format == "JPEG"
 
 
 # the pixels of what they draw with the bundled model
 TEMPLATES = {
-    "SANA 1K": 128,
-    "SANA 2K": 128,
-    "SANA 4K": 128,
-    "SANA 4K on 8 GB": 128,
-    "SANA 4K on all GPUs": 128,
-    "SANA 8K": 256,
+    "SANA 1K": 256,
+    "SANA 2K": 256,
+    "SANA 4K": 256,
+    "SANA 4K on 8 GB": 256,
+    "SANA 4K on all GPUs": 256,
+    "SANA 8K": 512,
 }
 
 
@@ -151,7 +151,7 @@ def test_a_template_runs_with_the_bundled_model_by_one_switch_and_says_what_is_m
         GraphError, match=r"no file '.+' in models/\w+; get it \([\d.]+ GB\) from https://\S+, save it there"
     ):
         list(run_graph(server, graph))
-    switch["use"] = "sana-tiny (bundled)"
+    switch["use"] = "sana-scenes (bundled)"
     images = images_of(list(run_graph(server, graph)))
     (saved,) = (image for image in images if image["type"] == "output")
     assert Image.open(io.BytesIO(get(server, "/view", **saved))).size == (TEMPLATES[name],) * 2

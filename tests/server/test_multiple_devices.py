@@ -39,7 +39,7 @@ def test_two_workers_draw_what_the_prompts_say_with_progress_previews_and_a_repo
 def test_the_example_client_queues_a_file_of_prompts(server, tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS * 3))
     command = [sys.executable, str(ROOT / "docs" / "examples" / "queue_prompts.py"), "prompts.txt", "--together", "4"]
-    command += ["--server", f"http://{server.address}", "--devices", "default", "--model", "sana-tiny (bundled)"]
+    command += ["--server", f"http://{server.address}", "--devices", "default", "--model", "sana-tiny"]
     command += ["--width", "128", "--height", "128"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ def training(name):
     inputs = {"name": name, "method": "lora", "rank": 4, "steps": STEPS, "learning_rate": 1e-3, "batch_size": 2}
     watched = {"validation_prompts": "a red star on a green background", "validate_every": 15}
     return {
-        "1": {"class_type": "SanaNodesLoader", "inputs": {"model": "sana-tiny (bundled)"}},
+        "1": {"class_type": "SanaNodesLoader", "inputs": {"model": "sana-tiny"}},
         "2": {"class_type": "SanaNodesDataset", "inputs": {"folder": "red stars (bundled)", "resolution": 128}},
         "3": {"class_type": "SanaNodesTrain", "inputs": {"model": ["1", 0], "dataset": ["2", 0], **inputs, **watched}},
     }

@@ -38,7 +38,7 @@ from sana_core.cluster.connection import ClusterSettings  # noqa: E402
 from sana_core.cluster.split import draw_split_on_cluster  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "cluster_faults.json"
-CHECKPOINT = ROOT / "demo" / "sana-tiny"
+CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 MACHINES = 4
 # images of a batch, of each prompt; shared images; faults in a run

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import layouts
 import torch
+from checkpoints import link_tiny
 from diffusers import SanaControlNetModel
 from safetensors.torch import load_file
 from setup import ROOT
@@ -20,8 +21,8 @@ from variants import SPRINT, make_variant
 
 Graph = dict[str, dict[str, Any]]
 
-CHECKPOINT = ROOT / "demo" / "sana-tiny"
-BUNDLED = "sana-tiny (bundled)"
+CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
+MODEL = "sana-tiny"
 COLOURS, SHAPES = ("red", "green", "blue", "yellow"), ("circle", "square", "triangle")
 # few, for torch's libraries keep what they prepare for each new shape: with more, memory grows for hundreds of graphs
 SIZES = ((128, 128), (256, 192), (32, 256))
@@ -44,7 +45,7 @@ def prompt(random: Random) -> str:
     return f"a {random.choice(COLOURS)} {random.choice(SHAPES)} on a {random.choice(COLOURS)} background"
 
 
-def loaded(random: Random, model: str = BUNDLED) -> Graph:
+def loaded(random: Random, model: str = MODEL) -> Graph:
     """Model, prompts and an empty latent."""
     width, height = random.choice(SIZES)
     return {
@@ -182,7 +183,10 @@ def text(random: Random) -> Graph:
     sampling |= {"presence_penalty": 0.0, "seed": random.getrandbits(32)}
     inputs = {"prompt": prompt(random), "max_length": random.randint(4, 40), "use_default_template": False}
     inputs |= {"sampling_mode": "on"} | {f"sampling_mode.{key}": value for key, value in sampling.items()}
-    graph = {"load": node("SanaNodesLoader", model=BUNDLED), "write": node("TextGenerate", clip=["load", 1], **inputs)}
+    graph = {
+        "load": node("SanaNodesLoader", model=MODEL),
+        "write": node("TextGenerate", clip=["load", 1], **inputs),
+    }
     return {**graph, "show": node("PreviewAny", source=["write", 0])}
 
 
@@ -303,7 +307,8 @@ def write_transformer(path: Path, scale: float) -> None:
 
 
 def write_models(models: Path) -> None:
-    """Write what the graphs load besides the bundled model."""
+    """Write what the graphs load."""
+    link_tiny(models.parent)
     for seed in (0, 1):
         write_lora(models / "loras" / f"style{seed}.safetensors", seed)
     write_lora(models / "loras" / "other.safetensors", 0, width=96)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
@@ -50,7 +51,7 @@ FOREIGN = {".00000_0.png.0123abcd": b"mine", ".shared.0123abcd": b"mine", "notes
 
 def import_all() -> None:
     """Import what the command imports on its way, and start no thread, which a fork would lose."""
-    checkpoint, cpu = ROOT / "demo" / "sana-tiny", torch.device("cpu")
+    checkpoint, cpu = CHECKPOINT, torch.device("cpu")
     torch.set_num_threads(1)
     fingerprint(checkpoint)
     models = load_models(checkpoint, cpu, "float32", checkpoint)
@@ -76,7 +77,7 @@ def start(
         log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        words = ["batch", prompts, "--checkpoint", ROOT / "demo" / "sana-tiny", "--out", "out", "--count", count]
+        words = ["batch", prompts, "--checkpoint", CHECKPOINT, "--out", "out", "--count", count]
         words += ["--steps", 1, "--width", 32, "--height", 32, "--chunk", 1]
         prepare()
         status = run_command([str(word) for word in words])

@@ -26,6 +26,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / folder) for folder in ("soak", "unit", "fuzz")]
 
+from checkpoints import CHECKPOINTS  # noqa: E402
 from fail_batch import CHANGES, WRITING  # noqa: E402
 from kill_batch import ROOT, parse, repeat, wait  # noqa: E402
 from pictures import write_pictures  # noqa: E402
@@ -57,7 +58,7 @@ Prepare = Callable[[Path], None]
 def model_folder(name: str, base: Path) -> Path:
     """Return the bundled model of that name, or a random one in `base`, whose runs take half the time."""
     if name != SMALL:
-        return ROOT / "demo" / name
+        return CHECKPOINTS[name]
     return base / SMALL if (base / SMALL).exists() else make_checkpoint(base / SMALL)
 
 

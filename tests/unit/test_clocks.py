@@ -79,7 +79,7 @@ def test_a_batch_goes_on_among_files_of_any_age(tmp_path, checkpoint, monkeypatc
 def test_a_file_written_while_the_clock_stood_back_is_not_taken_for_the_one_before(tmp_path, monkeypatch):
     """It has the size and the time of change of the one whose digest is kept."""
     monkeypatch.setattr(fingerprints, "KEPT", 0)
-    own = shutil.copytree(ROOT / "demo" / "sana-tiny", tmp_path / "own")
+    own = shutil.copytree(ROOT / "tests" / "models" / "sana-tiny", tmp_path / "own")
     file = next((own / "transformer").glob("*.safetensors"))
     status, before = file.stat(), fingerprint(own)
     data = bytearray(file.read_bytes())

@@ -13,7 +13,7 @@ import pytest
 from setup import ROOT
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
-CHECKPOINT = ROOT / "demo" / "sana-tiny"
+CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PAGE = 4096
 
 

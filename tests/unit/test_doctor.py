@@ -21,7 +21,7 @@ from sana_core.doctor.machine import check_kernels, check_versions
 from sana_core.whole_files import digest_file
 
 CPU = torch.device("cpu")
-SCENES, TINY = ROOT / "demo" / "sana-scenes", ROOT / "demo" / "sana-tiny"
+SCENES, TINY = ROOT / "demo" / "sana-scenes", ROOT / "tests" / "models" / "sana-tiny"
 CYANOTYPE = ROOT / "demo" / "sana-scenes-cyanotype.safetensors"
 
 

@@ -1,4 +1,4 @@
-"""Configurations, tokenizers and code beside the weights. Cases 13b, 19 and 20 of docs/developer/robustness.md."""
+"""Configurations, tokenizers and code beside the weights. See docs/developer/robustness.md."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Headers, indexes and shapes that are wrong. Cases 12, 15 and 20 of docs/developer/robustness.md."""
+"""Headers, indexes and shapes that are wrong. See docs/developer/robustness.md."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A .pth made to run code or to fill the memory. Cases 13 and 13a of docs/developer/robustness.md."""
+"""A .pth made to run code or to fill the memory. See docs/developer/robustness.md."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What is no file, and what stands in a file's place. Cases 20a and 20b of docs/developer/robustness.md."""
+"""What is no file, and what stands in a file's place. See docs/developer/robustness.md."""
 
 import os
 import socket

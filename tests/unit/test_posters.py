@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from checkpoints import TINY
 from diffusers import AutoencoderDC
 from scipy.ndimage import label
 
@@ -155,7 +156,7 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "evaluate", lambda *paths: evaluated.append(paths))
     monkeypatch.setattr(recipe, "ENCODED", 2)
     monkeypatch.setattr(autoencoder, "MEASURED", 1)
-    start = recipe.HERE.parent / "sana-tiny" / "vae"
+    start = TINY / "vae"
     with pytest.raises(recipe.Spent):
         recipe.make(tmp_path, start, until=0.0)
     recipe.make(tmp_path, start, until=float("inf"))

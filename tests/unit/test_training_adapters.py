@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from checkpoints import CHECKPOINTS
 from diffusers import SanaPipeline
 from safetensors import safe_open
 
@@ -83,7 +84,7 @@ def test_merging_computes_the_same_and_is_undone(checkpoint, kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_those_that_are_drawn_with_the_file(checkpoint, tmp_path, kind, dtype, name):
-    checkpoint, file = checkpoint.with_name(name), tmp_path / "it.safetensors"
+    checkpoint, file = CHECKPOINTS[name], tmp_path / "it.safetensors"
     transformer, method = adapted(checkpoint, kind, alpha=3.0, dtype=dtype)
     tensors = adapter_tensors(transformer, dtype)
     write_adapter(file, transformer, tensors, method, {})

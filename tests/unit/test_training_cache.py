@@ -21,7 +21,7 @@ from sana_core.training.cache import ModelIds, build_cache
 from sana_core.training.dataset import open_picture, read_dataset
 from sana_core.training.entries import Store
 
-CHECKPOINT = ROOT / "demo" / "sana-tiny"
+CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 IDS = ModelIds("tiny autoencoder", "tiny encoder")
 CAPTIONS = ["a red circle", "a small green triangle at the top left of a black background", "a red circle", ""]
 SIZES = [(200, 200), (330, 200), (100, 130), (128, 128)]

@@ -182,11 +182,13 @@ def test_what_is_saved_opens_in_diffusers_and_here(settings, batch, checkpoint, 
 
 
 @pytest.mark.slow
-def test_by_the_recipe_it_learns_to_follow(tmp_path, checkpoint, one_thread, monkeypatch):
+def test_by_the_recipe_it_learns_to_follow(tmp_path, one_thread, monkeypatch):
     """On pictures that it has never seen, the loss with their silhouettes falls far below that of the model alone, and
     below that with silhouettes of other pictures."""
     own = read_settings(ROOT / "recipes" / "controlnet_bundled.toml")
-    own = replace(own, out=str(tmp_path), validation=replace(own.validation, every=60, prompts=(), control=()))
+    own = replace(
+        own, out=str(tmp_path), validation=replace(own.validation, every=own.phase[0].steps, prompts=(), control=())
+    )
     learners, reports = [], []
     export = train.export
     monkeypatch.setattr(train, "export", lambda learner, folder: (learners.append(learner), export(learner, folder)))
@@ -200,7 +202,7 @@ def test_by_the_recipe_it_learns_to_follow(tmp_path, checkpoint, one_thread, mon
     controls = data.cache.controls
     others = data._replace(cache=data.cache._replace(controls=[*controls[1:], *controls[:1]]))
     assert validation_loss(learner, others, no_poll) > 1.1 * last
-    plain = make_learner(sana_core.load_transformer(checkpoint), learner.shift, replace(own, method=Method(rank=1)))
+    plain = make_learner(sana_core.load_transformer(own.model), learner.shift, replace(own, method=Method(rank=1)))
     assert validation_loss(plain, data, no_poll) == pytest.approx(first, abs=1e-4)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import CHECKPOINTS
 from pictures import write_pictures
 from PIL import Image
-from setup import ROOT
 
 from sana_core.errors import CheckpointError, ExistingFileError, InputError, OutputError, TrainingError
 from sana_core.training import loop, prepare, train
@@ -29,7 +29,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(params=["sana-tiny", "sana-scenes"])
 def each_model(request):
-    return ROOT / "demo" / request.param
+    return CHECKPOINTS[request.param]
 
 
 @pytest.fixture

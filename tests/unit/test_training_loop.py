@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import CHECKPOINTS
 from pictures import write_pictures
 from safetensors.torch import load_file
 from setup import ROOT
@@ -153,7 +154,7 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
 def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoint, name, rate):
     own = settings(steps=12, keep=2, validation=Validation(every=2, share=0.3))
     phase = replace(own.phase[0], learning_rate=rate)
-    own = replace(own, model=str(checkpoint.with_name(name)), phase=(phase,), cache="")
+    own = replace(own, model=str(CHECKPOINTS[name]), phase=(phase,), cache="")
     lines = []
     file = train.train(own, lines.append)
     first, *found = [line for line in lines_of(own) if "validation_loss" in line]
@@ -221,7 +222,7 @@ def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings
 def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkpoint, tmp_path, name):
     write_pictures(tmp_path / "one", 1)
     own = settings(data=tmp_path / "one", steps=2, validation=Validation(every=1, share=0.5))
-    own = replace(own, model=str(checkpoint.with_name(name)), cache="")
+    own = replace(own, model=str(CHECKPOINTS[name]), cache="")
     assert train.train(own).is_file()
     assert [("loss" in line, "validation_loss" in line) for line in lines_of(own)] == [(True, False)] * 2
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checkpoints import CHECKPOINTS
 from pictures import write_pictures
 from safetensors.torch import load_file, save_file
 
@@ -338,7 +339,7 @@ def test_prodigy_finds_a_rate_in_a_short_run(checkpoint, tmp_path, name):
     values = {"dtype": "float32", "save_every": 50, "method": Method(rank=4), "checkpoint_gradients": False}
     found = {}
     for d_coef in (1.0, 0.1):
-        own = Settings(str(checkpoint.with_name(name)), str(tmp_path / f"{d_coef}"), (phase,), **values)
+        own = Settings(str(CHECKPOINTS[name]), str(tmp_path / f"{d_coef}"), (phase,), **values)
         own = replace(own, optimizer=Optimizer("prodigy", d_coef=d_coef), cache=str(tmp_path / "cache"))
         train_run(check_settings(own))
         ((_, state),) = find_states(tmp_path / f"{d_coef}")

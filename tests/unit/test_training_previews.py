@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from checkpoints import CHECKPOINTS
 from diffusers import DPMSolverMultistepScheduler
 from PIL import Image
 from tiny import library_pipeline
@@ -32,7 +33,7 @@ def pictures(tmp_path):
 @pytest.mark.parametrize("name, shift", [("sana-tiny", 3.0), ("sana-scenes", 1.0)])
 @pytest.mark.parametrize("kind, rate", [("lora", 1e-2), ("dora", 2e-3)])
 def test_the_pictures_of_a_run_are_those_of_its_file(checkpoint, pictures, tmp_path, name, shift, kind, rate):
-    model = checkpoint.with_name(name)
+    model = CHECKPOINTS[name]
     settings = Settings(
         str(model),
         str(tmp_path / "out"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import CHECKPOINTS
 from diffusers.optimization import get_cosine_with_hard_restarts_schedule_with_warmup as RESTARTS
 from diffusers.optimization import get_polynomial_decay_schedule_with_warmup as POLYNOMIAL
 from pictures import write_pictures
@@ -117,7 +118,7 @@ def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkp
     data = tmp_path / "pictures"
     write_pictures(data, 6, seed=2)
     phase = Phase((str(data),), 128, batch=1, epochs=2, learning_rate=PEAK, schedule="cosine")
-    own = Settings(str(checkpoint.with_name(name)), str(tmp_path / "out"), (phase,), dtype="float32")
+    own = Settings(str(CHECKPOINTS[name]), str(tmp_path / "out"), (phase,), dtype="float32")
     own = check_settings(replace(own, method=Method(rank=2), validation=Validation()))
 
     class Stopped(Exception):

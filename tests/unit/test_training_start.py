@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checkpoints import CHECKPOINTS
 from diffusers import SanaPipeline
 from lora_dialects import DIALECTS
 from peft import LoraConfig, get_peft_model
@@ -191,7 +192,7 @@ def test_settings_that_cannot_be_followed_are_named(checkpoint, tmp_path, lora):
 
 @pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
 def test_a_run_goes_on_from_the_file_and_resumes_without_it(checkpoint, tmp_path, name):
-    checkpoint = checkpoint.with_name(name)
+    checkpoint = CHECKPOINTS[name]
     write_pictures(tmp_path / "pictures", 2)
     phase = Phase((str(tmp_path / "pictures"),), 128, batch=2, steps=4, learning_rate=1e-3)
     first = check_settings(
