@@ -147,8 +147,8 @@ def test_a_machine_that_fails_in_some_other_way_costs_no_picture(cluster, checkp
     words += [word for name, value in {**OPTIONS, "count": 40}.items() for word in (f"--{name}", value)]
     assert main([str(word) for word in (*words, "--cluster", cluster.address)]) == 0
     assert len(list((tmp_path / "out").glob("*.png"))) == 80
-    assert re.search(rf"\({broken.node_id[:6]}, actor \d+\) cannot work: libjpeg.so.62", caplog.text)
-    assert re.search(rf"left out: .*\({broken.node_id[:6]}, actor \d+\): libjpeg.so.62", capsys.readouterr().out)
+    assert re.search(rf"\({broken.node_id[:6]}, actor \d+\) cannot work: .*libjpeg.so.62", caplog.text)
+    assert re.search(rf"left out: .*\({broken.node_id[:6]}, actor \d+\): .*libjpeg.so.62", capsys.readouterr().out)
 
 
 def test_generate_says_what_it_waits_for_and_what_machines_warn_of(cluster, checkpoint, tmp_path, capsys, caplog):

@@ -191,9 +191,9 @@ def test_a_plan_reads_headers_alone(monkeypatch):
         monkeypatch.setattr(module, "read_file", lambda *arguments: pytest.fail("weights were read"))
     settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
     base = read_base(settings)
-    assert base.model == Architecture(160, 5)
+    assert base.model == Architecture(192, 6)
     names = [stage.name for stage in plan_training(settings, base).stages]
-    assert names == ["captions", "latents", "phase 1: 128 px, batch 4", "validation's images"]
+    assert names == ["captions", "latents", "phase 1: 256 px, batch 4", "validation's images"]
     assert max(stage.bytes for stage in plan_training(settings, base).stages) < 2e8
 
 
@@ -342,7 +342,7 @@ def test_validation_draws_with_a_copy_of_a_controlnet():
 def test_the_command_prints_the_stages_and_whether_they_fit():
     line = [sys.executable, "-m", "sana_core", "train", str(ROOT / "recipes" / "lora_bundled.toml"), "--plan"]
     out = subprocess.run([*line, "--card", "4"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert "phase 1: 128 px, batch 4" in out and out.endswith(": fits a GPU of 4 GB\n")
+    assert "phase 1: 256 px, batch 4" in out and out.endswith(": fits a GPU of 4 GB\n")
     assert not (ROOT / "output").exists() or "lora-bundled" not in {each.name for each in (ROOT / "output").iterdir()}
 
 
