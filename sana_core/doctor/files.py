@@ -15,6 +15,7 @@ from ..errors import SanaError
 from ..lora import read_whole, written_names
 from ..whole_files import digest_file
 from .answers import check_models
+from .arithmetic import BUNDLED
 from .report import RIGHT, WRONG, Report
 
 SECTION = "Model files"
@@ -90,9 +91,10 @@ def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
 
 
 def check_loras(report: Report, found: Sequence[CheckpointInfo], named: set[Path]) -> None:
-    """Add a line for each LoRA: which of the transformers here it fits. Those of other models are not SANA's, and no
-    fault unless they were named."""
-    transformers = [part for info in found for part in info.parts or (info,) if part.kind == "transformer"]
+    """Add a line for each LoRA: which of the transformers here, the bundled one among them, it fits. Those of other
+    models are not SANA's, and no fault unless they were named."""
+    here = [*found, *([inspect_checkpoint(BUNDLED)] if BUNDLED.is_dir() else [])]
+    transformers = [part for info in here for part in info.parts or (info,) if part.kind == "transformer"]
     others = 0
     for info in found:
         if info.kind != "lora":
