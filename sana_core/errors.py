@@ -53,3 +53,10 @@ class ClusterError(SanaError, ConnectionError):
 
 class TrainingError(SanaError, RuntimeError):
     """A training run that has left the numbers: a loss or a gradient that is not finite."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error of others and the first line of what it says: torch goes on with advice to
+    developers and traces. Triton begins with the kernel's own lines, and has what it says beside them."""
+    said = str(getattr(error, "error_message", None) or error).strip()
+    return f"{type(error).__name__}: {(said.splitlines() or [''])[0]}"

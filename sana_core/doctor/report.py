@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import first_line
 from ..polling import Poll, no_poll
 
 RIGHT, WRONG, FAILED, SKIPPED, NOTED = "right", "WRONG", "FAILED", "skipped", "noted"
@@ -75,8 +76,7 @@ class Report:
         except Exception as error:
             if self.cancelled:
                 raise
-            text = (str(error).strip().splitlines() or [""])[0]
-            self.add(section, what, "no error", f"{type(error).__name__}: {text}"[:LONGEST], FAILED)
+            self.add(section, what, "no error", first_line(error)[:LONGEST], FAILED)
 
     def skip(self, section: str, what: str, why: str) -> None:
         self.add(section, what, "", why, SKIPPED)

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from ..accelerator import is_out_of_memory
+from ..errors import first_line
 
 WITHOUT = ("cpu", "meta")
 CHANNELS = 64
@@ -33,8 +34,7 @@ def refused_kernels(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            # Triton's messages begin with the kernel's lines
-            reasons[name] = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
+            reasons[name] = first_line(error)
     if reasons:
         why = "; ".join(dict.fromkeys(reasons.values()))
         logging.getLogger(__name__).warning(

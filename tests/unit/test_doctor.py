@@ -18,6 +18,7 @@ from sana_core.doctor import Report, arithmetic, examine, figures, files, machin
 from sana_core.doctor.arithmetic import check_arithmetic, check_attention, check_bundled
 from sana_core.doctor.files import check_files
 from sana_core.doctor.machine import check_kernels, check_versions
+from sana_core.kernels import trial
 from sana_core.whole_files import digest_file
 
 CPU = torch.device("cpu")
@@ -78,6 +79,33 @@ def test_a_machine_without_triton_says_which_kernels_are_missing_and_why(monkeyp
     (got,) = faults(report).values()
     assert all(f"not {name} (" in got for name in ("channels", "gated_depthwise", "linear_attention", "modulation"))
     assert "triton" in got
+
+
+# as c10/cuda/CUDAException.cpp writes it, with the trace that TORCH_SHOW_CPP_STACKTRACES adds
+CUDA_ERROR = """CUDA error: no kernel image is available for execution on the device
+Search for `cudaErrorNoKernelImageForDevice' in https://docs.nvidia.com/cuda/cuda-runtime-api for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+Exception raised from c10_cuda_check_implementation at /pytorch/c10/cuda/CUDAException.cpp:44 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x98 (0x7f1c2b378dd8 in /usr/lib/libc10.so)
+"""
+
+
+def test_of_a_gpu_that_fails_a_line_has_the_error_and_not_the_advice(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError(CUDA_ERROR)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", fail)
+    monkeypatch.setattr(trial, "TRIALS", {"channels": fail})
+    trial.refused_kernels.cache_clear()
+    report = Report()
+    check_attention(report, CPU, torch.float32)
+    check_kernels(report, CPU, torch.float32)
+    trial.refused_kernels.cache_clear()
+    said = "RuntimeError: CUDA error: no kernel image is available for execution on the device"
+    assert faults(report) == {"attention, float32": said, "fused kernels, float32": f"not channels ({said})"}
 
 
 @pytest.fixture
