@@ -11,7 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from ..whole_files import check_free, unfinished
+from ..errors import ExistingFileError, OutputError
+from ..whole_files import unfinished
 
 EXAMPLE = """example:
   python -m sana_core doctor ../../models"""
@@ -41,12 +42,23 @@ def run(arguments: argparse.Namespace) -> None:
     from ..doctor.report import SECONDS, TIMED_SECONDS
 
     if arguments.json is not None:
-        check_free([arguments.json])
+        check_target(arguments.json)
     usual = TIMED_SECONDS if arguments.time else SECONDS
     seconds = usual if arguments.seconds is None else arguments.seconds
     report = Report(seconds=seconds, tell=lambda what: sys.stderr.write(f"checking {what}\n"))
     examine(report, arguments.paths, arguments.device, arguments.time)
-    sys.stdout.write(report.markdown())
     if arguments.json is not None:
         with unfinished(arguments.json) as part:
             part.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    sys.stdout.write(report.markdown())
+
+
+def check_target(path: Path) -> None:
+    """Raise OutputError if no file can be made at `path`: it is told before minutes of work."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        raise ExistingFileError(f"json: {path} exists; choose another name, or remove it") from None
+    except OSError as error:
+        raise OutputError(f"json: cannot write {path} ({error.strerror}); choose another name") from None
+    path.unlink()

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import first_line
 from ..polling import Poll, no_poll
+from .privacy import without_places
 
 RIGHT, WRONG, FAILED, SKIPPED, NOTED = "right", "WRONG", "FAILED", "skipped", "noted"
 LONGEST = 300
 # of all checks, as a user waits for them, and where seconds and memory are measured as well
 SECONDS, TIMED_SECONDS = 110.0, 900.0
-# a path from the root on, but its last name: it may have the user's
-PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:|~)?[\\/](?:[^\\/:*?\"'<>|\n]+[\\/])+")
-ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\b\w+://\S+")
 # what Markdown would take for its own in a name of a file
 MARKS = re.compile(r"[\\`*<\[|]")
 
@@ -119,13 +115,3 @@ def table(lines: list[Line]) -> str:
     rows = [("what", "expected", "got", "verdict"), ("---",) * 4, *(line[1:] for line in lines)]
     escaped = [[MARKS.sub(r"\\\g<0>", " ".join(cell.split())) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
-
-
-def without_places(text: str) -> str:
-    """Return `text` with names of files alone where it has paths, and without addresses."""
-    for root in sorted({str(Path.home()), str(Path.cwd()), sys.prefix}, key=len, reverse=True):
-        text = text.replace(root, "~")
-    if Path.home().name:
-        # as messages call a file that is in it: folder/file
-        text = re.sub(rf"(?<!\w){re.escape(Path.home().name)}[\\/]", "", text)
-    return ADDRESS.sub("(address)", PATH.sub("", text))

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import sys
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from sana_core.doctor import Report, arithmetic, examine, figures, files, machin
 from sana_core.doctor.arithmetic import check_arithmetic, check_attention, check_bundled
 from sana_core.doctor.files import check_files
 from sana_core.doctor.machine import check_kernels, check_versions
+from sana_core.doctor.privacy import without_places
 from sana_core.kernels import trial
 from sana_core.whole_files import digest_file
 
@@ -294,12 +295,67 @@ def test_what_there_is_no_time_for_is_skipped():
     [
         ("No file /home/jane doe/ComfyUI/models/x.safetensors here", "No file x.safetensors here"),
         (r"C:\Users\Jane\models\x.safetensors: broken", "x.safetensors: broken"),
+        (r"'C:\\Users\\Jane\\x.safetensors' or \\server\jane\x.sft", "'x.safetensors' or x.sft"),
+        ("cannot open:/mnt/jane/x.safetensors", "cannot open:x.safetensors"),
         ("float32/bfloat16 in 3/4 of 10", "float32/bfloat16 in 3/4 of 10"),
         ("at 10.0.0.7:8188, http://host:80/x?token=y", "at (address), (address)"),
-        ("torch 2.14.1, compute 9.0", "torch 2.14.1, compute 9.0"),
+        ("file:///home/jane/x git+ssh://jane@host/x", "(address) (address)"),
+        ("fe80::1ff:fe23:4567:890a%eth0: no", "(address): no"),
+        (
+            "[2001:db8::7]:8188 or 2001:db8:1:2:3:4:5:6, ::1, ::ffff:10.0.0.7",
+            "(address) or (address), (address), (address)",
+        ),
+        ("jane.doe@example.com, jane@desktop: git@host:jane/x.git", "(address), (address): (address)"),
+        ("00:1b:44:11:3a:b7", "(address)"),
+        ("hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567", "(secret)"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer (secret)"),
+        ("bearer abc; HF_TOKEN=abc; 'api_key': 'abc'", "bearer (secret); HF_TOKEN=(secret); 'api_key': '(secret)'"),
+        ("/models/x?token=abc&v=1", "x?token=(secret)&v=1"),
+        ("no\udcffname", r"no\udcffname"),
     ],
 )
-def test_no_place_and_no_address_is_in_a_report(text, expected):
+def test_no_place_no_address_and_no_secret_is_in_a_report(text, expected):
     report = Report()
-    report.note("", "", text)
-    assert report.lines[0].got == expected
+    report.note("", text, text)
+    assert report.lines[0].got == report.lines[0].what == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch 2.14.1, compute 9.0 at 12:30:45 on cuda:0",
+        "c10::Error in torch::jit, std::dead",
+        "hf_transfer 0.1.9, tokens of the instruction: 300, tokenizer.json: broken",
+        "dfd991d1b54ffabf22745c5885589d8f2a7bc59930d95d92bd741c4fc64454bb, 1249044836 bytes",
+        "float32 / bfloat16, 3 / 4",
+    ],
+)
+def test_what_only_looks_like_a_place_or_a_secret_stays(text):
+    assert without_places(text) == text
+
+
+@pytest.mark.parametrize("home", [Path("/"), Path("/srv/jane"), PureWindowsPath(r"C:\Users\jane"), None])
+def test_whatever_the_home_folder_is_no_line_has_it(home, monkeypatch):
+    def own():
+        if home is None:
+            raise RuntimeError("Could not determine home directory.")
+        return home
+
+    monkeypatch.setattr(Path, "home", own)
+    assert without_places("float32/bfloat16 of transformer/x") == "float32/bfloat16 of transformer/x"
+    for place in (home, str(home).replace("\\", "\\\\")) if home and home.name else ():
+        assert without_places(f"'{place}' is closed") == "'~' is closed"
+
+
+@pytest.mark.parametrize("name", ["there.json", "folder", "none/report.json", "x" * 300])
+def test_a_report_that_cannot_be_written_is_said_before_anything_is_checked(tmp_path, monkeypatch, capsys, name):
+    (tmp_path / "there.json").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr("sana_core.doctor.examine", None)
+    assert main(["doctor", "--json", str(tmp_path / name)]) == 1
+    out, said = capsys.readouterr()
+    assert (
+        not out and re.fullmatch(r"json: .*; choose another name(, or remove it)?\n", said) and "overwrite" not in said
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "there.json"]
+    assert (tmp_path / "there.json").read_text() == "mine"
