@@ -15,6 +15,7 @@ import nodes
 
 from ...sana_core.doctor import Report, examine
 from ...sana_core.doctor.machine import installed
+from ...sana_core.doctor.report import SECONDS, TIMED_SECONDS
 from .folders import BUNDLED, find_file, list_files, list_models, model_path
 from .report import words_under_running_node
 
@@ -32,14 +33,19 @@ REPLACEABLE = {
 }
 
 
-def examine_host(files: bool) -> tuple[str, str]:
-    """Return the report on this server as Markdown and as JSON, with the SANA `files` in its models folders."""
+def examine_host(files: bool, time: bool = False) -> tuple[str, str]:
+    """Return the report on this server as Markdown and as JSON, with the SANA `files` in its models folders, and with
+    `time` what text, step and decode take."""
     management = comfy.model_management
     management.unload_all_models()
     tell = words_under_running_node()
-    report = Report(management.throw_exception_if_processing_interrupted, tell=lambda what: tell(f"checking {what}"))
+    report = Report(
+        management.throw_exception_if_processing_interrupted,
+        TIMED_SECONDS if time else SECONDS,
+        lambda what: tell(f"checking {what}"),
+    )
     describe_host(report)
-    examine(report, model_files() if files else (), str(management.get_torch_device()))
+    examine(report, model_files() if files else (), str(management.get_torch_device()), time)
     return report.markdown(), json.dumps(report.as_json(), indent=1)
 
 

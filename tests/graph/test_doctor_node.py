@@ -3,14 +3,15 @@
 import json
 
 import pytest
+from fake_cuda import pack
 from safetensors.torch import load_file
 from setup import ROOT
 
-GRAPH = {
-    "doctor": ("SanaNodesDoctor", {"files": True}),
+CAUGHT = {
     "catch report": ("Catch", {"value": ["doctor", 0], "name": "report"}),
     "catch json": ("Catch", {"value": ["doctor", 1], "name": "json"}),
 }
+GRAPH = {"doctor": ("SanaNodesDoctor", {"files": True}), **CAUGHT}
 
 
 @pytest.fixture
@@ -46,6 +47,18 @@ def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, 
     assert found["mine.safetensors"]["verdict"] == "right"
     assert [name for name, line in found.items() if line["verdict"] in ("WRONG", "FAILED")] == ["broken.safetensors"]
     assert markdown.startswith("### SANA Doctor") and str(ROOT) not in markdown and str(host.models) not in markdown
+
+
+def test_with_time_seconds_and_memory_are_measured_too(host, monkeypatch):
+    own = pack("nodes.host.doctor")
+    # what there is no time for is a line too
+    monkeypatch.setattr(own, "SECONDS", 0)
+    monkeypatch.setattr(own, "TIMED_SECONDS", 0)
+    lines = {}
+    for time in (False, True):
+        graph = {"doctor": ("SanaNodesDoctor", {"files": False, "time": time}), **CAUGHT}
+        lines[time] = {line["what"] for line in json.loads(host.run(graph)["json"])["lines"]}
+    assert lines[True] - lines[False] == {"step, 0.6B, 512 px", "decode, 512 px"} and lines[False] < lines[True]
 
 
 def test_interrupt_ends_it_before_the_next_operation(host, monkeypatch):
