@@ -1,6 +1,13 @@
 """SANA outside ComfyUI: load, encode, sample, decode. Heavy libraries are imported where they are used."""
 
-from .checkpoints import inspect_checkpoint, load_autoencoder, load_controlnet, load_text_encoder, load_transformer
+from .checkpoints import (
+    inspect_checkpoint,
+    load_autoencoder,
+    load_controlnet,
+    load_text_encoder,
+    load_transformer,
+    load_video_transformer,
+)
 from .decode import decode_latents, encode_images
 from .errors import (
     CheckpointError,
@@ -43,6 +50,7 @@ __all__ = [
     "load_scorer",
     "load_text_encoder",
     "load_transformer",
+    "load_video_transformer",
     "plan_memory",
     "predict_velocity",
 ]

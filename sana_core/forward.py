@@ -21,7 +21,7 @@ from .reference import all_blocks, reference_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diffusers import SanaControlNetModel, SanaTransformer2DModel
+    from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
     from .split.share import Share
 
@@ -37,7 +37,7 @@ class Constants(NamedTuple):
     keys: list[torch.Tensor]  # L of [P, heads, T, head_dim]
     values: list[torch.Tensor]
     bias: torch.Tensor | None  # [P, 1, 1, T], or None where no prompt is padded
-    position: torch.Tensor | None  # [1, N, D], of models with a position embedding
+    position: torch.Tensor | None  # [1, N, D], of models with a position embedding; SANA-Video's rotation (video.py)
     tables: torch.Tensor  # [L, 6, D]
     kernels: frozenset[str]  # those of sana_core.kernels that do what lies between the layers
     eps: float  # in the denominator of the linear attention
@@ -68,6 +68,20 @@ def prepare(
 
     The embeddings must be in the dtype and on the device of the forward.
     """
+    keys, values, bias, tables = prompt_constants(transformer, embeds, mask)
+    kernels = kernels_on(embeds.device, embeds.dtype)
+    if transformer.config.attention_head_dim not in FUSED_HEADS:
+        kernels -= {"linear_attention"}
+    position, eps = position_embedding(transformer, embeds, height, width), reference_of(transformer).attention_eps
+    return Constants(keys, values, bias, position, tables, kernels, eps)
+
+
+def prompt_constants(
+    transformer: SanaTransformer2DModel | SanaControlNetModel | SanaVideoTransformer3DModel,
+    embeds: torch.Tensor,
+    mask: torch.Tensor,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None, torch.Tensor]:
+    """Return keys, values, bias and tables of Constants for prompts `embeds` [P, T, C], `mask` [P, T]."""
     blocks = all_blocks(transformer)
     length = longest_prompt(mask)
     embeds, mask = embeds[:, :length], mask[:, :length]
@@ -86,11 +100,7 @@ def prepare(
         bias = F.pad((1 - mask.to(embeds.dtype)) * DROPPED, (0, -length % 8))[:, None, None, :length]
     # a host may compute in another dtype than that of parameters it does not cast itself
     tables = torch.stack([block.scale_shift_table for block in blocks]).to(embeds.dtype)
-    kernels = kernels_on(embeds.device, embeds.dtype)
-    if transformer.config.attention_head_dim not in FUSED_HEADS:
-        kernels -= {"linear_attention"}
-    position, eps = position_embedding(transformer, embeds, height, width), reference_of(transformer).attention_eps
-    return Constants(keys, values, bias, position, tables, kernels, eps)
+    return keys, values, bias, tables
 
 
 def position_embedding(

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import video
 from .control import check_width, control_residuals
 from .errors import InputError
 from .forward import prepare, velocity
 from .reference import model_timestep
-from .released import GUIDANCE
+from .released import GUIDANCE, is_video
 
 if TYPE_CHECKING:
-    from diffusers import SanaControlNetModel, SanaTransformer2DModel
+    from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
 
 @torch.no_grad()
 def predict_velocity(
-    transformer: SanaTransformer2DModel,
+    transformer: SanaTransformer2DModel | SanaVideoTransformer3DModel,
     x: torch.Tensor,
     timestep: torch.Tensor,
     embeds: torch.Tensor,
@@ -33,7 +34,8 @@ def predict_velocity(
     It is what the reference of `transformer` computes, NVIDIA's code or diffusers'. `timestep` [B] is 1000 sigma, from
     0 to 1000; `embeds` [B, T, C] and `mask` [B, T] are the prompts; `guidance` [B] is the guidance scale of SANA-Sprint
     models, 4.5 without it, and has no meaning for others. `control_latents` [B, 32, h, w] are the control picture's, in
-    the scale of `x`. Raises InputError for a ControlNet of another width, latents of another shape than `x`, and
+    the scale of `x`. SANA-Video takes `x` [B, C, T, h, w], and may have a time for each frame, `timestep` [B, T]; no
+    ControlNet steers it. Raises InputError for a ControlNet of another width, latents of another shape than `x`, and
     for only one of both control arguments.
     """
     if (controlnet is None) != (control_latents is None):
@@ -45,6 +47,9 @@ def predict_velocity(
         )
     dtype, config = transformer.dtype, transformer.config
     x, embeds = x.to(dtype), embeds.to(dtype)
+    if is_video(config):
+        prompts = video.prepare(transformer, embeds, mask, *x.shape[2:])
+        return video.velocity(transformer, x, model_timestep(transformer, timestep), prompts)
     residuals: Sequence[torch.Tensor | None] = ()
     if controlnet is not None and control_latents is not None:
         check_width(controlnet, transformer)

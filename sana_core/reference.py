@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 AUTO, NVIDIA, DIFFUSERS = "auto", "nvidia", "diffusers"
 REFERENCES = (AUTO, NVIDIA, DIFFUSERS)
+# how diffusers' pipelines for SANA-Video read prompts: behind an instruction of their own
+DIFFUSERS_VIDEO = "diffusers-video"
 REFERENCE_HELP = "whose arithmetic to follow where NVIDIA's code and diffusers' differ; auto: that of the file's layout"
 
 
@@ -41,12 +43,14 @@ RULES = {
     NVIDIA: Reference(1e-8, 1e-6, True, True, True, True, '"', False),
     DIFFUSERS: Reference(1e-15, 1e-5, False, False, False, False, "'", True),
 }
+RULES[DIFFUSERS_VIDEO] = RULES[DIFFUSERS]
+READINGS = (*REFERENCES, DIFFUSERS_VIDEO)
 
 
-def check_reference(name: str) -> None:
-    """Raise InputError unless `name` is one of REFERENCES."""
-    if name not in REFERENCES:
-        raise InputError(f"reference: got {name!r:.40}, expected one of {', '.join(REFERENCES)}; choose one")
+def check_reference(name: str, known: tuple[str, ...] = REFERENCES) -> None:
+    """Raise InputError unless `name` is one of `known`."""
+    if name not in known:
+        raise InputError(f"reference: got {name!r:.40}, expected one of {', '.join(known)}; choose one")
 
 
 def reference_of(model: SanaTransformer2DModel | SanaControlNetModel) -> Reference:

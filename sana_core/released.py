@@ -29,6 +29,7 @@ VARIANTS = {
     "sprint-1.6B": Architecture(2240, 20, qk_norm=True, guidance_embeds=True),
 }
 HEAD_DIM = 32
+VIDEO_HEAD_DIM = 112
 # inner width: heads of the cross-attention
 CROSS_HEADS = {1152: 16, 2240: 20}
 # by the number of blocks: the one whose attention NVIDIA perturbs (pag_applied_layers in configs/sana_app_config, and
@@ -53,6 +54,41 @@ MAX_TIMESTEP = 1.57080
 INTERMEDIATE_TIMESTEP = 1.3
 
 
+class VideoModel(NamedTuple):
+    """A SANA-Video model: its name, pixels of a cell and frames of a latent frame (the first stands for one), the
+    default width and height, and the shapes (width, height) that it learnt."""
+
+    name: str
+    downscale: int
+    stride: int
+    size: tuple[int, int]
+    shapes: tuple[tuple[int, int], ...]
+
+
+# by the channels of their latents, which are Wan 2.1's and LTX-2's (ASPECT_RATIO_VIDEO_480_MS and _720_MS in
+# diffusion/data/datasets/utils.py)
+VIDEOS = {
+    16: VideoModel(
+        "video-2B-480p",
+        8,
+        4,
+        (832, 480),
+        ((896, 448), (832, 480), (768, 528), (720, 560), (672, 592), (624, 624))
+        + ((592, 672), (560, 720), (528, 768), (496, 816), (480, 832), (448, 896)),
+    ),
+    128: VideoModel(
+        "video-2B-720p",
+        32,
+        8,
+        (1280, 704),
+        ((1344, 672), (1280, 704), (1152, 800), (1088, 832), (960, 960), (896, 1024), (832, 1088), (800, 1152))
+        + ((736, 1248), (704, 1280), (672, 1344)),
+    ),
+}
+VIDEO_FRAMES, VIDEO_RATE = 81, 16  # frames, and frames a second
+VIDEO_SHIFT = 8.0
+
+
 class Defaults(NamedTuple):
     """What SANA's authors sample a model with, besides its shift; `sampler` is a name in SAMPLERS."""
 
@@ -65,6 +101,7 @@ class Defaults(NamedTuple):
 GUIDANCE = 4.5
 # the sampler of SANA-Sprint, which was distilled for it
 SPRINT = "scm"
+VIDEO_DEFAULTS = Defaults("flow_dpmpp_2m", 50, 6.0)
 DEFAULTS, SPRINT_DEFAULTS = Defaults("flow_dpmpp_2m", 20, GUIDANCE), Defaults(SPRINT, 2, GUIDANCE)
 
 
@@ -159,8 +196,15 @@ def controlnet_name(found: Architecture) -> str:
 
 def released_shift(variant: str, resolution: int, reference: str) -> float:
     """Return the shift of the schedule that a model of that variant was released with, for `resolution` pixels."""
+    if variant.startswith("video"):
+        return VIDEO_SHIFT
     own = NVIDIA_SHIFTS.get((variant, resolution)) if reference == NVIDIA else None
     return own or SHIFTS.get(resolution, SHIFT)
+
+
+def is_video(config: Any) -> bool:
+    """Whether a transformer with `config` is SANA-Video's, whose patches and latents have frames."""
+    return not isinstance(config.patch_size, int)
 
 
 def perturbed_block(layers: int) -> int:
@@ -169,7 +213,9 @@ def perturbed_block(layers: int) -> int:
 
 
 def model_defaults(config: Any) -> Defaults:
-    """Return the defaults of the transformer with `config`: SANA-Sprint's or SANA's."""
+    """Return the defaults of the transformer with `config`: SANA-Video's, SANA-Sprint's or SANA's."""
+    if is_video(config):
+        return VIDEO_DEFAULTS
     return SPRINT_DEFAULTS if config.guidance_embeds else DEFAULTS
 
 

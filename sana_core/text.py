@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .errors import InputError
-from .reference import NVIDIA, RULES
+from .reference import DIFFUSERS_VIDEO, NVIDIA, RULES
 from .released import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -36,6 +36,20 @@ INSTRUCTION = (
     "Please generate only the enhanced description for the prompt below and avoid including any additional "
     "commentary or evaluations:",
     "User Prompt: ",
+)
+# what diffusers' pipelines for SANA-Video have in its place (pipelines/sana_video/pipeline_sana_video.py)
+VIDEO_INSTRUCTION = (
+    INSTRUCTION[0].replace("image generation", "video generation"),
+    "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, motion, and temporal "
+    "relationships to create vivid and dynamic scenes.",
+    *INSTRUCTION[2:4],
+    "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat slowly settling into a curled position, "
+    "peacefully falling asleep on a warm sunny windowsill, with gentle sunlight filtering through surrounding pots of "
+    "blooming red flowers.",
+    "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing street "
+    "lamps gradually lighting up, a diverse crowd of people in colorful clothing walking past, and a double-decker bus "
+    "smoothly passing by towering glass skyscrapers.",
+    *INSTRUCTION[6:],
 )
 # by which NVIDIA's demo is told the size; it reads the prompt only up to the first of them
 MARK = re.compile(r"--(?:aspect_ratio|ar|hw)")
@@ -66,7 +80,8 @@ def instruction_text(reference: str) -> str:
 
     diffusers writes 'Enhanced prompt' where the original has "Enhanced prompt"; the quotes are other tokens.
     """
-    return "\n".join(INSTRUCTION).format(quote=RULES[reference].quote)
+    lines = VIDEO_INSTRUCTION if reference == DIFFUSERS_VIDEO else INSTRUCTION
+    return "\n".join(lines).format(quote=RULES[reference].quote)
 
 
 def check_characters(text: str) -> None:

@@ -1,7 +1,8 @@
 """From files to modules."""
 
-from .detect import CheckpointInfo, find_part, follow, inspect_checkpoint
-from .load import load_autoencoder, load_controlnet, load_text_encoder, load_transformer
+from .detect import CheckpointInfo, follow, inspect_checkpoint
+from .load import load_autoencoder, load_controlnet, load_text_encoder, load_transformer, load_video_transformer
+from .parts import find_part
 
 __all__ = [
     "CheckpointInfo",
@@ -12,4 +13,5 @@ __all__ = [
     "load_controlnet",
     "load_text_encoder",
     "load_transformer",
+    "load_video_transformer",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..latents import DOWNSCALE
-from ..released import CROSS_HEADS, DC_AE_SCALE, GEMMA_HEAD_DIM, HEAD_DIM, POSITIONED, Architecture
+from ..released import CROSS_HEADS, DC_AE_SCALE, GEMMA_HEAD_DIM, HEAD_DIM, POSITIONED, VIDEO_HEAD_DIM, Architecture
 from .headers import Header
 
 Headers = Mapping[str, Header]
@@ -61,6 +61,25 @@ def transformer_config(headers: Headers, resolution: int) -> dict[str, Any]:
         "guidance_embeds": found.guidance_embeds,
         "qk_norm": "rms_norm_across_heads" if found.qk_norm else None,
         **resolution_config(resolution),
+    }
+
+
+def video_config(headers: Headers) -> dict[str, Any]:
+    """Return SanaVideoTransformer3DModel's configuration for tensors with diffusers' names; heads are 112 wide."""
+    width, channels, *patch = headers["patch_embedding.weight"].shape
+    heads = width // VIDEO_HEAD_DIM
+    return {
+        "in_channels": channels,
+        "out_channels": channels,
+        "num_attention_heads": heads,
+        "attention_head_dim": VIDEO_HEAD_DIM,
+        "num_layers": count(headers, r"transformer_blocks\.(\d+)\."),
+        "num_cross_attention_heads": heads,
+        "cross_attention_head_dim": VIDEO_HEAD_DIM,
+        "cross_attention_dim": width,
+        "caption_channels": headers["caption_projection.linear_1.weight"].shape[1],
+        "mlp_ratio": headers["transformer_blocks.0.ff.conv_point.weight"].shape[1] / width,
+        "patch_size": tuple(patch),
     }
 
 

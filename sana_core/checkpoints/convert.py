@@ -10,15 +10,21 @@ import torch
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError
 from ..released import RESOLUTIONS
 from ..whole_files import unfinished
-from .detect import TOKENIZERS, CheckpointInfo, describe, inspect_checkpoint
+from .detect import TOKENIZERS, CheckpointInfo, inspect_checkpoint
 from .files import brief
 from .headers import SAFETENSORS, map_file
 from .load import load_part
+from .parts import describe
 from .tensor_files import write_tensors
 from .tokenizer import load_tokenizer
 
 # an all-in-one file: what stands before the names of each component
-PREFIXES = {"transformer": "model.diffusion_model.", "autoencoder": "vae.", "text_encoder": "text_encoders."}
+PREFIXES = {
+    "transformer": "model.diffusion_model.",
+    "video_transformer": "model.diffusion_model.",
+    "autoencoder": "vae.",
+    "text_encoder": "text_encoders.",
+}
 GEMMA = "gemma2_2b.transformer.model."
 
 

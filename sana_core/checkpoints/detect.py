@@ -15,12 +15,13 @@ import torch
 from ..errors import CheckpointError, MissingFileError
 from ..latents import DOWNSCALE
 from ..reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
-from ..released import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, controlnet_name, variant_name
+from ..released import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, VIDEOS, controlnet_name, variant_name
 from .configs import Headers, architecture, autoencoder_name, resolution_config
 from .files import REDOWNLOAD, brief, parse_json, read_json, shown
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, read_tensors
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
+from .parts import FOLDERS, KINDS, TRANSFORMERS
 from .schemas import MOST_CELLS, check_config, check_tensors
 
 # in an all-in-one file: what stands before the names of each component
@@ -52,6 +53,7 @@ NAMED = {str(pixels): pixels for pixels in RESOLUTIONS} | {f"{pixels // 1024}k":
 NAMED_RESOLUTION = re.compile(rf"(?<![0-9a-z])({'|'.join(NAMED)})(?=px|[^0-9a-z]|$)", re.IGNORECASE)
 CLASSES = {
     "transformer": ("SanaTransformer2DModel",),
+    "video_transformer": ("SanaVideoTransformer3DModel",),
     "controlnet": ("SanaControlNetModel",),
     "autoencoder": ("AutoencoderDC",),
     "text_encoder": ("Gemma2Model", "Gemma2ForCausalLM"),
@@ -65,8 +67,9 @@ class CheckpointInfo:
     """What a checkpoint is. `headers` and `origins` go by the names that the library's module has."""
 
     path: Path
-    kind: str  # transformer, controlnet, autoencoder, text_encoder, lora, pipeline (see `parts`), or other
-    variant: str  # a name in released.VARIANTS, the text encoder's, or what the file is if it is not SANA's
+    # transformer, video_transformer, controlnet, autoencoder, text_encoder, lora, pipeline (see `parts`), or other
+    kind: str
+    variant: str  # a name in released.VARIANTS or VIDEOS, the text encoder's, or what the file is if it is not SANA's
     layout: str  # diffusers, original, transformers, or comfy for a file with several components
     dtype: torch.dtype  # of most bytes
     size: int  # bytes of tensors
@@ -101,7 +104,8 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     if path.exists() and not path.is_dir():
         return inspect_file(path)
     if (path / "model_index.json").is_file():
-        found = [inspect_folder(path / name) for name in FOLDERS.values() if (path / name / "config.json").exists()]
+        folders = [path / name for name in dict.fromkeys(FOLDERS.values())]
+        found = [inspect_folder(folder) for folder in folders if (folder / "config.json").exists()]
         if not found:
             raise MissingFileError(
                 f"{path.name}: no component beside model_index.json; download the folder again, whole"
@@ -166,7 +170,7 @@ def inspect_folder(folder: Path) -> CheckpointInfo:
 
 def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointInfo:
     """Several components as one; the transformer, if there is one, speaks for all."""
-    first = next((part for part in parts if part.kind == "transformer"), parts[0])
+    first = next((part for part in parts if part.kind in TRANSFORMERS), parts[0])
     return CheckpointInfo(
         path,
         "pipeline",
@@ -228,6 +232,9 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
         if config is not None and "sample_size" in config and "interpolation_scale" not in config:
             # configurations older than the argument
             config = {**config, **resolution_config(resolution)}
+    elif kind == "video_transformer":
+        reference = reference or (NVIDIA if layout == "original" else DIFFUSERS)
+        variant = video_name(file, headers["patch_embedding.weight"].shape[1])
     elif kind == "autoencoder":
         variant = autoencoder_name(headers)
     elif kind == "text_encoder":
@@ -296,6 +303,10 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
         return "controlnet", "diffusers", same
     if "controlnet.0.before_proj.weight" in names:
         return "controlnet", "original", transformer_origins(names)
+    if {"patch_embedding.weight", "transformer_blocks.0.ff.conv_temp.weight"} <= names:
+        return "video_transformer", "diffusers", same
+    if {"x_embedder.proj.weight", "blocks.0.mlp.t_conv.weight"} <= names:
+        return "video_transformer", "original", transformer_origins(names)
     if {"caption_projection.linear_1.weight", "transformer_blocks.0.ff.conv_point.weight"} <= names:
         return "transformer", "diffusers", same
     if {"blocks.0.cross_attn.q_linear.weight", "blocks.0.mlp.point_conv.conv.weight"} <= names:
@@ -310,6 +321,16 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
     if "layers.0.pre_feedforward_layernorm.weight" in bare and "layers.0.self_attn.q_norm.weight" not in bare:
         return "text_encoder", "transformers", bare
     return "other", "", same
+
+
+def video_name(file: Path, channels: int) -> str:
+    """Return the name in VIDEOS of a model whose latents have so many channels. Raises CheckpointError for others."""
+    if channels not in VIDEOS:
+        raise CheckpointError(
+            f"{shown(file)}: got a SANA-Video model of latents with {channels} channels, expected "
+            f"{' or '.join(map(str, VIDEOS))}; use a released model"
+        )
+    return VIDEOS[channels].name
 
 
 def part_header(name: str, header: Header, origin: Origin) -> Header:
@@ -346,55 +367,3 @@ def find_resolution(file: Path, config: dict[str, Any] | None, positions: Header
         if found:
             return NAMED[found[1].lower()], "file name"
     return DEFAULT_RESOLUTION, "assumed"
-
-
-def find_part(info: CheckpointInfo, kind: str) -> CheckpointInfo:
-    """Return the component of that kind.
-
-    Raises CheckpointError that names what was found and where to get the right one, MissingFileError for a component's
-    folder that is not whole.
-    """
-    for part in info.parts or (info,):
-        if part.kind == kind:
-            return part
-    if (info.path / "model_index.json").is_file() and kind in FOLDERS:
-        found_there = [part for part in info.parts if part.path.parent == info.path / FOLDERS[kind]]
-        if not found_there:
-            raise MissingFileError(
-                f"{info.name}: no config.json in {info.name}/{FOLDERS[kind]}; download the folder again, whole"
-            )
-        info = found_there[0]
-    found = ", ".join(describe(part) for part in info.parts or (info,))
-    raise CheckpointError(f"{info.name}: not {WANTED[kind]}: found {found}; {WHERE[kind]}")
-
-
-def describe(info: CheckpointInfo) -> str:
-    """Return `info`'s kind and variant in words."""
-    if info.kind == "other":
-        return info.variant
-    return f"a {KINDS[info.kind]} ({info.variant})" if info.variant else f"a {KINDS[info.kind]}"
-
-
-FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder"}
-KINDS = {
-    "transformer": "SANA transformer",
-    "controlnet": "SANA ControlNet",
-    "autoencoder": "DC-AE",
-    "text_encoder": "Gemma 2 text encoder",
-    "lora": "LoRA",
-    "pipeline": "SANA pipeline",
-}
-WANTED = {
-    "transformer": "a SANA transformer",
-    "controlnet": "a SANA ControlNet",
-    "autoencoder": "SANA's VAE, DC-AE f32c32",
-    "text_encoder": "SANA's text encoder, Gemma-2-2b-it",
-    "lora": "a LoRA",
-}
-WHERE = {
-    "transformer": "get one from Efficient-Large-Model on Hugging Face, such as Sana_1600M_1024px_BF16_diffusers",
-    "controlnet": "get Sana_1600M_1024px_BF16_ControlNet_HED from Efficient-Large-Model on Hugging Face",
-    "autoencoder": "get dc-ae-f32c32-sana-1.1-diffusers from mit-han-lab on Hugging Face",
-    "text_encoder": "get gemma-2-2b-it from Efficient-Large-Model on Hugging Face; no account is needed",
-    "lora": "choose a LoRA trained on SANA",
-}

@@ -15,7 +15,6 @@ RELATIVES = (
     (r"attn_res\.final_proj\.weight", "SANA-Video 2.0, which makes videos"),
     (r"raymap_embedder\.proj\.weight", "SANA-WM, which makes videos along a camera's path"),
     (r"\.attn\.A_log", "SANA-Streaming, which edits videos"),
-    (r"\.ff\.conv_temp\.weight|\.mlp\.t_conv\.weight", "SANA-Video or LongSANA, which make videos"),
     (r"meta_queries", "VIBE, which edits images by instructions that Qwen3-VL reads"),
     (r"\.mlp\.point_conv\.linear\.weight", "Sol-RL's SANA, which has linear layers for its 1x1 convolutions"),
     (r"\.ff\.inverted_conv\.qweight", "SANA in 4 bits for nunchaku; the loader's quantise saves memory in its place"),

@@ -19,6 +19,8 @@ TRANSFORMER = {
     "final_layer.linear": "proj_out",
     "final_layer": "",  # its scale_shift_table
 }
+# SANA-Video embeds patches of several frames
+VIDEO = {"x_embedder.proj": "patch_embedding"}
 # Sprint embeds its guidance beside the time
 SPRINT = {
     "t_embedder.mlp.0": "time_embed.timestep_embedder.linear_1",
@@ -40,6 +42,7 @@ BLOCK = {
     "mlp.inverted_conv.conv": ("ff.conv_inverted",),
     "mlp.depth_conv.conv": ("ff.conv_depth",),
     "mlp.point_conv.conv": ("ff.conv_point",),
+    "mlp.t_conv": ("ff.conv_temp",),  # of SANA-Video
 }
 # of NVIDIA's ControlNet: its copy of the first block of the model that it steers
 BASE_BLOCK = "base_block"
@@ -82,6 +85,8 @@ def transformer_origins(names: set[str]) -> dict[str, Origin]:
     "base_block" here.
     """
     modules = {**TRANSFORMER, **SPRINT} if any(name.startswith("cfg_embedder.") for name in names) else TRANSFORMER
+    if "blocks.0.mlp.t_conv.weight" in names:
+        modules = {**modules, **VIDEO}
     is_controlnet = any(name.startswith("controlnet.") for name in names)
     origins = {}
     for name in names.difference(UNUSED):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
-from ..reference import AUTO, NVIDIA, check_reference, set_reference
-from ..released import CROSS_HEADS, DC_AE_SCALE, DEFAULT_RESOLUTION, released_shift
+from ..reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, check_reference, set_reference
+from ..released import CROSS_HEADS, DC_AE_SCALE, DEFAULT_RESOLUTION, VIDEO_HEAD_DIM, released_shift
 from ..text import TextEncoder
 from ..weight_layout import arrange_convolutions
 from .configs import (
@@ -22,15 +22,17 @@ from .configs import (
     gemma_config,
     resolution_config,
     transformer_config,
+    video_config,
 )
-from .detect import FOLDERS, SCALES, TOKENIZERS, CheckpointInfo, find_part, follow, inspect_checkpoint
+from .detect import SCALES, TOKENIZERS, CheckpointInfo, follow, inspect_checkpoint
 from .files import INCOMPLETE, brief
 from .headers import Reader, read_file, read_tensors
+from .parts import FOLDERS, TRANSFORMERS, find_part, find_transformer
 from .schemas import read_shift
 from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
+    from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
 SHOWN = 3
 # in a configuration, what is not the library's
@@ -55,6 +57,8 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
             f"requirements: diffusers or transformers cannot be imported ({brief(error.__cause__ or error, 120)}); pip "
             "install -r requirements.txt with the Python that runs this"
         ) from error
+    if info.kind == "video_transformer":
+        check_video_class()
     try:
         return construct(info, resolution)
     except (CheckpointError, OSError, MemoryError, torch.OutOfMemoryError):
@@ -66,6 +70,30 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
             f"{info.name}: its config or its tensors' shapes build no {info.kind} ({reason}); use another file, or the "
             "model's own config.json"
         ) from error
+
+
+def check_video_class() -> None:
+    """Raise VersionError where diffusers is older than SANA-Video."""
+    import diffusers
+
+    if not hasattr(diffusers, "SanaVideoTransformer3DModel"):
+        raise VersionError(
+            f"diffusers: got {diffusers.__version__}, expected 0.36 or newer for SANA-Video; pip install -U diffusers"
+        )
+
+
+def construct_video(info: CheckpointInfo) -> torch.nn.Module:
+    """Return SANA-Video's transformer. Raises CheckpointError for an unknown width."""
+    from diffusers import SanaVideoTransformer3DModel
+
+    width = info.headers["patch_embedding.weight"].shape[0]
+    if info.config is None and width % VIDEO_HEAD_DIM:
+        raise CheckpointError(
+            f"{info.name}: got width {width}, expected a multiple of {VIDEO_HEAD_DIM}, for weights do not tell the "
+            "number of attention heads; put the model's config.json beside the file"
+        )
+    config = without_own_fields(info.config or video_config(info.headers))
+    return SanaVideoTransformer3DModel.from_config({**config, "patch_size": tuple(config["patch_size"])})
 
 
 def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
@@ -82,6 +110,10 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
             return Gemma2Model(Gemma2Config(**arguments))
         if info.kind == "autoencoder":
             return AutoencoderDC.from_config(info.config or autoencoder_config(info.headers))
+        if info.kind == "video_transformer":
+            module = construct_video(info)
+            set_reference(module, info.reference)
+            return module
         width = architecture(info.headers).width
         if info.config is None and width not in CROSS_HEADS:
             raise CheckpointError(
@@ -112,7 +144,7 @@ def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str
     `info` is as `inspect_checkpoint` returns it. A chosen `resolution` in pixels decides instead, and a chosen
     `reference` where it draws the released model with another shift than the file's own.
     """
-    part = find_part(info, "transformer")
+    part = find_transformer(info)
     pixels = resolution or part.resolution or DEFAULT_RESOLUTION
     own = released_shift(part.variant, pixels, part.reference)
     released = own if reference == AUTO else released_shift(part.variant, pixels, reference)
@@ -131,8 +163,10 @@ def text_reference(info: CheckpointInfo, reference: str = AUTO) -> str:
 
     Raises InputError for a name that is none.
     """
-    check_reference(reference)
-    return (info.reference or NVIDIA) if reference == AUTO else reference
+    check_reference(reference, READINGS)
+    own = (info.reference or NVIDIA) if reference == AUTO else reference
+    draws_videos = any(part.kind == "video_transformer" for part in info.parts)
+    return DIFFUSERS_VIDEO if draws_videos and own == DIFFUSERS else own
 
 
 def latent_scale(info: CheckpointInfo) -> float:
@@ -146,7 +180,7 @@ def latent_scale(info: CheckpointInfo) -> float:
 
 def recorded(info: CheckpointInfo, field: str) -> Any:
     """Return what a MODEL that ComfyUI has saved recorded of one of OWN_FIELDS, None where it did not."""
-    part = next((part for part in info.parts or (info,) if part.kind == "transformer"), None)
+    part = next((part for part in info.parts or (info,) if part.kind in TRANSFORMERS), None)
     return part.config.get(field) if part and part.config else None
 
 
@@ -250,6 +284,18 @@ def load_transformer(
             parameter.data = parameter.data.to(dtype)
         return module  # type: ignore[return-value]
     return load_part(info, dtype, resolution=resolution).to(device)  # type: ignore[return-value]
+
+
+def load_video_transformer(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, reference: str = AUTO
+) -> SanaVideoTransformer3DModel:
+    """Return SANA-Video's transformer in evaluation mode, from diffusers' or NVIDIA's layout.
+
+    `reference` is as for `load_transformer`. Raises CheckpointError, MissingFileError or ReadError, with the file's
+    name, for what is no whole SANA-Video transformer, and VersionError where diffusers does not have it yet.
+    """
+    info = follow(find_part(inspect_checkpoint(path), "video_transformer"), reference)
+    return load_part(info, dtype).to(device)  # type: ignore[return-value]
 
 
 def load_controlnet(

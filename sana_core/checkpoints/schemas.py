@@ -103,6 +103,10 @@ TRANSFORMER = {
     "latent_scale": FACTOR,
     "preview": lambda value: type(value) is dict and are_colours(value.get("rgb_factors"), value.get("rgb_bias")),
 }
+VIDEO = TRANSFORMER | {
+    "patch_size": lambda value: each(whole(1, 16), 3)(value) and len(value) == 3,
+    "rope_max_seq_len": WIDTH,
+}
 SIDE = {
     "block_types": lambda value: word(value) or each(word)(value),
     "block_out_channels": each(WIDTH),
@@ -155,7 +159,13 @@ GEMMA = {
     # what a saved CLIP adds to the library's
     "reference": word,
 }
-FIELDS = {"transformer": TRANSFORMER, "controlnet": TRANSFORMER, "autoencoder": AUTOENCODER, "text_encoder": GEMMA}
+FIELDS = {
+    "transformer": TRANSFORMER,
+    "video_transformer": VIDEO,
+    "controlnet": TRANSFORMER,
+    "autoencoder": AUTOENCODER,
+    "text_encoder": GEMMA,
+}
 # what PEFT says of an adapter, and in words; adapters that begin in other ways change the model's own weights too
 ABOVE_ZERO = (FACTOR, "a number above 0")
 PATTERNS = (patterns, "a table of numbers above 0 by simple patterns")
@@ -176,6 +186,11 @@ PEFT: dict[str, tuple[Check, str]] = {
 TELLING = {
     "transformer": {
         "patch_embed.proj.weight": 4,
+        "caption_projection.linear_1.weight": 2,
+        "transformer_blocks.0.ff.conv_point.weight": 4,
+    },
+    "video_transformer": {
+        "patch_embedding.weight": 5,
         "caption_projection.linear_1.weight": 2,
         "transformer_blocks.0.ff.conv_point.weight": 4,
     },

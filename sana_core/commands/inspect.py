@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
-from ..checkpoints.detect import describe
+from ..checkpoints.parts import describe
 
 EXAMPLE = """example:
   python -m sana_core inspect demo/sana-scenes"""

@@ -9,8 +9,8 @@ import torch
 
 from ..batch.fingerprint import weight_files
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
-from ..checkpoints.detect import describe
 from ..checkpoints.headers import SUFFIXES
+from ..checkpoints.parts import describe
 from ..errors import SanaError
 from ..lora import read_whole, written_names
 from ..whole_files import digest_file

@@ -14,7 +14,7 @@ import pytest
 from accelerate import init_empty_weights
 
 import sana_core
-from sana_core.checkpoints.detect import WANTED
+from sana_core.checkpoints.parts import WANTED
 
 WIDTH, HIDDEN = 2240, 6720
 
@@ -86,16 +86,9 @@ SANA = {"num_layers": 1}
 NUNCHAKU = quantised(*(f"transformer_blocks.0.{m}" for m in ("attn.qkv_proj", "ff.inverted_conv", "ff.point_conv")))
 VIBE = {"in_channels": 64, "out_channels": 32, "caption_channels": 2304, "num_layers": 1}
 GEMMA = "model.layers.0.mlp.gate_proj.weight"
-VIDEO = "SANA-Video or LongSANA, which make videos"
+VIDEO = re.escape("a SANA-Video transformer (video-2B-480p)")
 # what the file is: its names and shapes, and what it is called
 RELATIVES = {
-    "SANA-Video_2B_480p_diffusers": (lambda: library("SanaVideoTransformer3DModel", **SANA), VIDEO),
-    "SANA-Video_2B_720p_diffusers": (
-        lambda: library("SanaVideoTransformer3DModel", in_channels=128, patch_size=(1, 1, 1), **SANA),
-        VIDEO,
-    ),
-    "SANA_Video_2B_480p.pth": (nvidia, VIDEO),
-    "LongSANA_2B_480p_self_forcing": (nvidia, VIDEO),
     "SANA_Video_2.0_5B_720p.pth": (
         lambda: nvidia(feed_forward=SWIGLU, channels=128, patch=(1, 1, 1), top=RESIDUALS),
         "SANA-Video 2.0, which makes videos",

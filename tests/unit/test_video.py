@@ -1,0 +1,212 @@
+"""SANA-Video: its files are recognised, and its forward is that of diffusers' class and of NVIDIA's code (written down
+in tests/nvidia_video.py), at small random shapes."""
+
+import inspect
+import json
+
+import diffusers
+import layouts
+import nvidia_video
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, SanaVideoPipeline, SanaVideoTransformer3DModel
+from safetensors.torch import save_file
+
+import sana_core
+from sana_core import video
+from sana_core.checkpoints.convert import convert_checkpoint
+from sana_core.checkpoints.load import shift_of, text_reference
+from sana_core.reference import DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, RULES
+from sana_core.released import VIDEO_DEFAULTS, model_defaults
+from sana_core.sampling import SAMPLERS, own_arguments, own_sigmas
+from sana_core.text import instruction_text
+
+BOUND = 1e-5
+CAPTION = 32
+# channels of the latents, and the patch
+MODELS = {"480p": (16, 2), "720p": (128, 1)}
+
+
+def library(name, heads=4, dim=24, layers=3, seed=0):
+    """A small random model in diffusers' class."""
+    torch.manual_seed(seed)
+    channels, patch = MODELS[name]
+    width = heads * dim
+    model = SanaVideoTransformer3DModel(
+        in_channels=channels,
+        out_channels=channels,
+        patch_size=(1, patch, patch),
+        num_attention_heads=heads,
+        attention_head_dim=dim,
+        num_layers=layers,
+        num_cross_attention_heads=heads,
+        cross_attention_head_dim=dim,
+        cross_attention_dim=width,
+        caption_channels=CAPTION,
+        mlp_ratio=3.0,
+    )
+    for key, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.1)
+    return model.requires_grad_(False).eval()
+
+
+def inputs(name, frames=5):
+    generator = torch.Generator().manual_seed(3)
+    channels, patch = MODELS[name]
+    x = torch.randn(2, channels, frames, 4 * patch, 6 * patch, generator=generator)
+    mask = torch.ones(2, 20)
+    mask[0, 7:] = 0
+    return x, torch.tensor([700.7, 301.2]), torch.randn(2, 20, CAPTION, generator=generator), mask
+
+
+def given(timestep, frames):
+    """A time for each frame, that of the first 0."""
+    return timestep[:, None] * torch.tensor([0.0] + [1.0] * (frames - 1))
+
+
+@pytest.fixture(params=MODELS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def nvidia_file(name, tmp_path):
+    channels, patch = MODELS[name]
+    tensors = nvidia_video.random_video_file(224, 2, 48, channels, patch, CAPTION)
+    save_file(tensors, tmp_path / "video.safetensors")
+    return tensors, tmp_path / "video.safetensors"
+
+
+@pytest.mark.parametrize("part", [1, video.PART], ids=["a frame at a time", "at once"])
+def test_the_forward_is_diffusers(name, part, monkeypatch):
+    monkeypatch.setattr(video, "PART", part)
+    model, (x, timestep, embeds, mask) = library(name), inputs(name)
+    expected = model(x, embeds, timestep, encoder_attention_mask=mask).sample
+    torch.testing.assert_close(
+        sana_core.predict_velocity(model, x, timestep, embeds, mask), expected, atol=BOUND, rtol=0
+    )
+    # diffusers' pipeline gives a time for each position
+    times, patch = given(timestep, 5), MODELS[name][1]
+    positions = times[:, None, :, None, None].expand(-1, -1, -1, x.shape[3] // patch, x.shape[4] // patch)
+    expected = model(x, embeds, positions, encoder_attention_mask=mask).sample
+    torch.testing.assert_close(sana_core.predict_velocity(model, x, times, embeds, mask), expected, atol=BOUND, rtol=0)
+
+
+def test_the_forward_is_nvidias(name, nvidia_file):
+    tensors, path = nvidia_file
+    model = sana_core.load_video_transformer(path)
+    x, timestep, embeds, mask = inputs(name)
+    for times in (timestep, given(timestep, 5)):
+        expected = nvidia_video.forward(tensors, x, times, embeds, mask, heads=2, patch=MODELS[name][1])
+        got = sana_core.predict_velocity(model, x, times, embeds, mask)
+        assert (got - expected).abs().max() / expected.abs().max() < BOUND
+
+
+def test_each_layout_may_be_computed_as_the_other(name, nvidia_file, tmp_path):
+    tensors, path = nvidia_file
+    x, timestep, embeds, mask = inputs(name)
+    model = sana_core.load_video_transformer(path, reference=DIFFUSERS)
+    theirs = library(name, heads=2, dim=112, layers=2)
+    theirs = SanaVideoTransformer3DModel.from_config({**theirs.config, "mlp_ratio": 48 / 224})
+    theirs.load_state_dict(model.state_dict())
+    expected = theirs(x, embeds, timestep, encoder_attention_mask=mask).sample.detach()
+    got = sana_core.predict_velocity(model, x, timestep, embeds, mask)
+    assert (got - expected).abs().max() / expected.abs().max() < BOUND
+    # and back, from a file of diffusers' names without a configuration
+    file = tmp_path / "diffusers.safetensors"
+    save_file(theirs.state_dict(), file)
+    expected = nvidia_video.forward(tensors, x, timestep, embeds, mask, heads=2, patch=MODELS[name][1])
+    got = sana_core.predict_velocity(
+        sana_core.load_video_transformer(file, reference=NVIDIA), x, timestep, embeds, mask
+    )
+    assert (got - expected).abs().max() / expected.abs().max() < BOUND
+
+
+def test_files_are_recognised(name, nvidia_file, tmp_path):
+    info = sana_core.inspect_checkpoint(nvidia_file[1])
+    assert (info.kind, info.variant, info.layout) == ("video_transformer", f"video-2B-{name}", "original")
+    assert info.reference == NVIDIA and shift_of(info) == 8.0
+    # diffusers' folder, whose configuration tells the heads
+    model = library(name)
+    model.save_pretrained(tmp_path / "folder" / "transformer")
+    (tmp_path / "folder" / "model_index.json").write_text(json.dumps({"_class_name": "SanaVideoPipeline"}))
+    scheduler = DPMSolverMultistepScheduler(flow_shift=7.0, use_flow_sigmas=True, prediction_type="flow_prediction")
+    scheduler.save_pretrained(tmp_path / "folder" / "scheduler")
+    info = sana_core.inspect_checkpoint(tmp_path / "folder")
+    assert (info.kind, info.variant, info.layout) == ("pipeline", f"video-2B-{name}", "diffusers")
+    assert info.reference == DIFFUSERS and shift_of(info) == 7.0 and text_reference(info) == DIFFUSERS_VIDEO
+    loaded = sana_core.load_video_transformer(tmp_path / "folder")
+    assert loaded.config.num_attention_heads == 4 and model_defaults(loaded.config) == VIDEO_DEFAULTS
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+def test_one_file_of_any_layout_becomes_one_of_diffusers(name, nvidia_file, tmp_path):
+    convert_checkpoint(nvidia_file[1], tmp_path / "out.safetensors")
+    info = sana_core.inspect_checkpoint(tmp_path / "out.safetensors")
+    assert (info.kind, info.layout, info.reference) == ("video_transformer", "diffusers", NVIDIA)
+    first, second = (sana_core.load_video_transformer(path) for path in (nvidia_file[1], tmp_path / "out.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def guided(model, embeds, mask, timestep, x):
+    """What both loops below ask: the velocity of a step, guided by 6, of prompts [without, with]."""
+    without, positive = sana_core.predict_velocity(model, x.repeat(2, 1, 1, 1, 1), timestep, embeds, mask).chunk(2)
+    return without + 6.0 * (positive - without)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["text to video", "image to video"])
+def test_six_guided_steps_are_those_of_diffusers_scheduler(name, first):
+    """The library's model in its pipeline's loop, which steps the frames after a given one, and ours with a mask."""
+    model, (_, _, embeds, mask) = library(name), inputs(name)
+    channels, patch = MODELS[name]
+    noise, image = torch.randn(1, channels, 5, 4 * patch, 4 * patch), torch.randn(1, channels, 1, 4 * patch, 4 * patch)
+    start = int(first)
+    scheduler = DPMSolverMultistepScheduler(flow_shift=8.0, use_flow_sigmas=True, prediction_type="flow_prediction")
+    scheduler.set_timesteps(6)
+    x = torch.cat([image[:, :, :start], noise[:, :, start:]], 2)
+    for t in scheduler.timesteps:
+        times = t.float().expand(2, 1, 5, 4, 4).clone()
+        times[:, :, :start] = 0
+        out = model(x.repeat(2, 1, 1, 1, 1), embeds, times, encoder_attention_mask=mask).sample
+        without, positive = out.chunk(2)
+        moved = scheduler.step((without + 6 * (positive - without))[:, :, start:], t, x[:, :, start:]).prev_sample
+        x = torch.cat([x[:, :, :start], moved], 2)
+
+    flow, keep = SAMPLERS["flow_dpmpp_2m"], torch.ones(1, 1, 5, 1, 1)
+    keep[:, :, :start] = 0
+
+    def denoise(state, sigma):
+        state = state * keep + image * (1 - keep)
+        times = (keep.flatten() * (1000 * sigma).floor()).expand(2, -1)
+        out = state - sigma * guided(model, embeds, mask, times, state)
+        return out * keep + image * (1 - keep)
+
+    sigmas = own_sigmas(flow, RULES[DIFFUSERS], 6, 8.0)
+    got = flow.sample(denoise, noise * sigmas[0] / sigmas[0], sigmas, **own_arguments(flow, RULES[DIFFUSERS], None))
+    got = got * keep + image * (1 - keep)
+    assert (got - x).abs().max() / x.abs().max() < BOUND
+
+
+def test_the_instruction_is_the_pipelines():
+    lines = inspect.signature(SanaVideoPipeline.__call__).parameters["complex_human_instruction"].default
+    assert instruction_text(DIFFUSERS_VIDEO) == "\n".join(lines)
+
+
+def test_what_cannot_be_read_is_said(nvidia_file, name, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"not a SANA transformer: found a SANA-Video transformer .video-2B-{name}.; "):
+        sana_core.load_transformer(nvidia_file[1])
+    with pytest.raises(ValueError, match="^reference: got 'x', expected one of auto, nvidia, diffusers; choose one$"):
+        sana_core.load_video_transformer(nvidia_file[1], reference="x")
+    shapes = {key: tensor.shape for key, tensor in library(name).state_dict().items()}
+    file = layouts.sparse(shapes, tmp_path / "narrow.safetensors")
+    with pytest.raises(ValueError, match="got width 96, expected a multiple of 112, .*; put the model's config.json"):
+        sana_core.load_video_transformer(file)
+    shapes["patch_embedding.weight"] = (96, 32, 1, 1, 1)
+    layouts.sparse(shapes, file)
+    with pytest.raises(ValueError, match="latents with 32 channels, expected 16 or 128; use a released model"):
+        sana_core.inspect_checkpoint(file)
+    # a version without it, which says so lazily
+    monkeypatch.delattr(diffusers, "SanaVideoTransformer3DModel")
+    monkeypatch.delitem(diffusers._class_to_module, "SanaVideoTransformer3DModel")
+    with pytest.raises(RuntimeError, match="^diffusers: got .*, expected 0.36 or newer for SANA-Video; pip install"):
+        sana_core.load_video_transformer(nvidia_file[1])
