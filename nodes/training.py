@@ -8,13 +8,15 @@ from ..sana_core.latents import DOWNSCALE
 from ..sana_core.released import DEFAULT_RESOLUTION
 from ..sana_core.training.buckets import LARGEST_SIDE
 from ..sana_core.training.optimizers import NAMES
-from ..sana_core.training.settings import ADAPTERS, SCHEDULES, TARGETS
-from .host.folders import dataset_path, list_datasets, run_path, without_places
+from ..sana_core.training.settings import ADAPTERS, BASES, SCHEDULES, TARGETS
+from .host.folders import dataset_path, find_file, list_datasets, list_files, run_path, without_places
 
 DATASET = io.Custom("SANA_DATASET")
 # core's, of its own nodes for training
 LORA_MODEL, LOSS_MAP = io.Custom("LORA_MODEL"), io.Custom("LOSS_MAP")
 LARGEST_STEPS = 1_000_000
+# as ComfyUI's own Train LoRA calls it
+NO_LORA = "[None]"
 
 
 class SanaNodesDataset(io.ComfyNode):
@@ -167,6 +169,13 @@ def advanced_inputs() -> list:
         ),
         number("d0", 1e-6, 1.0, 1e-7, "Of prodigy: its first estimate of how far the weights have to go.", 1e-7),
         number("d_coef", 1.0, 1e3, 1e-3, "Of prodigy: a factor of the rate that it finds.", 1e-3),
+        choice(
+            "existing_lora",
+            (NO_LORA, *list_files("loras")),
+            "A LoRA to begin with. Set method, rank and targets to those of the file.",
+        ),
+        number("prior_loss_weight", 1.0, 1e3, 0.05, "How much the regularisation images count."),
+        choice("base", BASES, "int8 keeps the model in 8 bits while a lora or lokr is trained: about half the memory."),
     ]
 
 
@@ -187,7 +196,16 @@ class SanaNodesTrain(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["train lora", "sana lora training", "fine-tune", "dora", "lokr", "dreambooth"],
             is_output_node=True,
-            inputs=[*main_inputs(), *advanced_inputs()],
+            inputs=[
+                *main_inputs(),
+                *advanced_inputs(),
+                DATASET.Input(
+                    "regularisation",
+                    optional=True,
+                    tooltip="Other images of the same kind, such as other people, trained as often as yours so that "
+                    "the model keeps them.",
+                ),
+            ],
             outputs=[
                 LORA_MODEL.Output(display_name="lora", tooltip="For Save LoRA Weights and Load LoRA Model."),
                 LOSS_MAP.Output(display_name="loss_map", tooltip="The loss of each step, for Plot Loss Graph."),
@@ -197,19 +215,32 @@ class SanaNodesTrain(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, dataset, name: str, **own) -> io.NodeOutput:
+    def validate_inputs(cls, existing_lora: str = NO_LORA):
+        # a missing file is answered when it is read, as in SANA Load LoRA
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, existing_lora: str = NO_LORA, **others) -> str:
+        from .host.stamps import file_stamp
+
+        return "" if existing_lora == NO_LORA else file_stamp(lambda: find_file("loras", existing_lora))
+
+    @classmethod
+    def execute(cls, model, dataset, name: str, existing_lora: str = NO_LORA, **own) -> io.NodeOutput:
         from .host.links import check_links
         from .host.report import show_under_node
         from .host.training import make_settings, train_lora
 
         check_links(model=model, dataset=dataset)
-        for field in ("clip", "vae"):
+        for field in ("clip", "vae", "regularisation"):
             if own.get(field) is not None:
                 check_links(**{field: own[field]})
         # of what the API leaves out
         defaults = {each.id: each.default for each in advanced_inputs()}
+        start = "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora))
         with without_places():
-            settings = make_settings(model, dataset, run_path(name), {"validation_prompts": "", **defaults, **own})
+            own = {"validation_prompts": "", **defaults, **own, "start": start}
+            settings = make_settings(model, dataset, run_path(name), own)
             trained = train_lora(model, settings, cls.hidden.unique_id)
         show_under_node(trained.report, cls.hidden.unique_id)
         return io.NodeOutput(trained.lora, {"loss": trained.losses}, trained.model)

@@ -21,6 +21,7 @@ SOCKETS: dict[str, tuple[str, type]] = {
     "latent_image": ("LATENT", dict),
     "samples": ("LATENT", dict),
     "dataset": ("SANA_DATASET", Dataset),
+    "regularisation": ("SANA_DATASET", Dataset),
     "scorer": ("SANA_SCORER", HostScorer),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,8 @@ from ...sana_core.checkpoints.headers import read_file
 from ...sana_core.checks import check_whole
 from ...sana_core.errors import InputError
 from ...sana_core.released import SPRINT
-from ...sana_core.training.plan import plan_training, read_base
+from ...sana_core.training.plan import Base, Plan, plan_training, read_base
+from ...sana_core.training.proposal import fit_lines
 from ...sana_core.training.run_log import read_losses
 from ...sana_core.training.runs import find_states
 from ...sana_core.training.settings import (
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from .datasets import Dataset
+
+logger = logging.getLogger(__name__)
 
 # the node's whole numbers and their bounds; `check_settings` knows those of the others
 WHOLE = {
@@ -136,6 +140,11 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, own: Mapping
         check_whole(field, own[field], least, most)
     _, _, _, reference, _ = loaded_from(model)
     dtype = model.model.get_dtype_inference()
+    prior = own.get("regularisation")
+    if prior is not None and prior.resolution != dataset.resolution:
+        raise InputError(
+            f"regularisation: got resolution {prior.resolution}, expected dataset's {dataset.resolution}; set it so"
+        )
     phase = Phase(
         (dataset.folder,),
         dataset.resolution,
@@ -145,6 +154,11 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, own: Mapping
         learning_rate=own["learning_rate"],
         schedule=own["schedule"],
         warmup=int(own["warmup"]),
+        regularisation=() if prior is None else (prior.folder,),
+        prior_loss_weight=own["prior_loss_weight"],
+    )
+    method = Method(
+        own["method"], int(own["rank"]), own["alpha"] or None, own["targets"], start=own["start"], base=own["base"]
     )
     prompts = tuple(line.strip() for line in own["validation_prompts"].splitlines() if line.strip())
     return check_settings(
@@ -165,7 +179,7 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, own: Mapping
             checkpoint_gradients=own["checkpoint_gradients"],
             save_every=int(own["save_every"]),
             keep=int(own["keep"]),
-            method=Method(own["method"], int(own["rank"]), own["alpha"] or None, own["targets"]),
+            method=method,
             optimizer=Optimizer(
                 own["optimizer"], own["weight_decay"], own["gradient_clip"], own["ema"], own["d0"], own["d_coef"]
             ),
@@ -174,10 +188,16 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, own: Mapping
     )
 
 
-def memory_to_free(settings: Settings, device: torch.device) -> int:
-    """Return the bytes that have to be free on `device` for a run: the plan's, and what ComfyUI leaves free itself."""
-    needed = plan_training(settings, read_base(settings), accelerator=device.type != "cpu").largest.bytes
-    return int(needed * FRAGMENTS) + comfy.model_management.minimum_inference_memory()
+def memory_to_free(plan: Plan) -> int:
+    """Return the bytes that have to be free for a run: the plan's, and what ComfyUI leaves free itself."""
+    return int(plan.largest.bytes * FRAGMENTS) + comfy.model_management.minimum_inference_memory()
+
+
+def describe_fit(settings: Settings, base: Base, plan: Plan, memory: int) -> str:
+    """Return what a run takes of a GPU of `memory` bytes, and with which settings it fits where it does not."""
+    if plan.card <= memory:
+        return f"needs {plan.card / 1e9:.1f} of {memory / 1e9:.1f} GB"
+    return "; ".join(fit_lines(settings, base, plan, memory))
 
 
 def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained:
@@ -188,10 +208,18 @@ def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained
     """
     check_base(settings)
     management, device = comfy.model_management, model.load_device
+    base = read_base(settings)
+    plan = plan_training(settings, base, accelerator=device.type != "cpu")
     # other models may stay where there is room beside the run
-    management.free_memory(memory_to_free(settings, device), device)
+    management.free_memory(memory_to_free(plan), device)
     management.soft_empty_cache()
-    view = View(node_id, read_losses(Path(settings.out)))
+    fit = ""
+    if device.type != "cpu":
+        memory = management.get_total_memory(device)
+        fit = describe_fit(settings, base, plan, memory)
+        # it begins all the same: drivers lend memory, and the plan can be wrong
+        (logger.info if plan.card <= memory else logger.warning)(fit)
+    view = View(node_id, read_losses(Path(settings.out)), fit)
     # ComfyUI runs nodes in inference mode, whose tensors know no gradients; the run makes all of its own
     with torch.inference_mode(False), torch.enable_grad():
         poll = management.throw_exception_if_processing_interrupted

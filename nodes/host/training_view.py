@@ -27,9 +27,10 @@ DECAY = 0.95
 class View:
     """The node `node_id` on the canvas, while its run goes on."""
 
-    def __init__(self, node_id: str, losses: Sequence[float]) -> None:
-        """`losses` are those of the steps that the run has behind it."""
+    def __init__(self, node_id: str, losses: Sequence[float], fit: str = "") -> None:
+        """`losses` are those of the steps that the run has behind it, `fit` is what it takes of the GPU, in words."""
         self.node_id = node_id
+        self.fit = f"; {fit}" if fit else ""
         self.bar = comfy.utils.ProgressBar(1)
         self.pace = Pace()
         self.losses = list(losses)
@@ -40,7 +41,7 @@ class View:
     def progress(self, what: str, done: int, total: int) -> None:
         """Tell how much of the preparation is done."""
         self.pace.restart()
-        self.say(f"{what}: {done} of {total}", done == total)
+        self.say(f"{what}: {done} of {total}{self.fit}", done == total)
         self.bar.update_absolute(done, total)
 
     def report(self, line: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ def run_training(settings: Settings, ranks: Ranks, tensorboard: bool, wandb: boo
 
 def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[str]:
     """Return the table of a run's stages, and whether they fit a card of `card` GiB or this machine's; of several
-    `cards`, what each takes in every arrangement.
+    `cards`, or of one with a sharded or offloaded model, what each takes in every arrangement.
 
     Raises as `read_base` and `check_base` do, and InputError for a card that is none and too many of them.
     """
@@ -100,6 +100,7 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
     from ..training.arrangements import arrangement_lines
     from ..training.plan import plan_training, read_base
     from ..training.proposal import fit_lines, table_lines
+    from ..training.settings import DDP
     from ..training.share import check_shares
     from ..training.train import check_base
 
@@ -113,7 +114,7 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
         room = memory_info(chosen_device(settings.device))[1]
     plan = plan_training(settings, base)
     check_whole("cards", cards, 1, 4096)
-    if cards > 1:
+    if cards > 1 or settings.parallel.kind != DDP:
         check_shares(settings, cards)
         return [*table_lines(plan), "", *arrangement_lines(settings, base, cards, room)]
     return [*table_lines(plan), *fit_lines(settings, base, plan, room)]

@@ -163,7 +163,7 @@ def check_arranged(settings: Settings) -> Settings:
 def arrangement_lines(settings: Settings, base: Base, cards: int, card: float | None) -> list[str]:
     """Return the arrangements as a table in GB of each card, and the cheapest that fits a card of `card` bytes."""
     head = ("weights", "state", "work", "card", "host", "sent a step")
-    lines = [f"{f'GB on each of {cards} cards':24}" + "".join(f"{word:>12}" for word in head)]
+    lines = [f"{f'GB on each of {cards} GPUs' if cards > 1 else 'GB on one GPU':24}" + "".join(f"{word:>12}" for word in head)]
     for choice in arrangements(settings, base, cards):
         share = choice.share
         sizes = (share.weights, share.state, share.work, share.card, share.host, share.sent)
@@ -171,8 +171,8 @@ def arrangement_lines(settings: Settings, base: Base, cards: int, card: float | 
     if card is None:
         return lines
     found = cheapest(settings, base, cards, card)
-    name = f"GPUs of {card / 2**30:.4g} GB"
+    name = f"{cards} GPU{'s' if cards > 1 else ''} of {card / 2**30:.4g} GB"
     if found is None:
-        return [*lines, f"nothing fits {cards} {name}; take more of them, or a lower resolution"]
+        return [*lines, f"nothing fits {name}; take more of them, or a lower resolution"]
     taken = f"{found.share.card / GIGABYTE:.1f} GB on each, {found.share.sent / GIGABYTE:.2f} GB sent a step"
-    return [*lines, f"fits {cards} {name} with {'; '.join(found.changes)}: {taken}"]
+    return [*lines, f"fits {name} with {'; '.join(found.changes)}: {taken}"]

@@ -1,16 +1,21 @@
 """Training on the canvas: the LoRA in the next node and in core's, cancel and going on, and core's trainer on ours."""
 
 import random
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from fake_cuda import pack
+from in_process import NodeError
 from PIL import Image
 from safetensors.torch import load_file
 
 from demo.pictures import combinations, draw_scene, prompt, random_scene
+from sana_core.training.plan import plan_training, read_base
 from sana_core.training.runs import find_states
+from sana_core.training.settings import Phase, Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,6 +181,45 @@ def test_a_finished_run_is_not_trained_again_and_with_more_steps_goes_on(host, t
     longer = host.run(training_graph(name="four", steps=6, **own))
     assert longer["loss"] == whole["loss"] and same_tensors(longer["lora"], whole["lora"])
     assert log.read_text().startswith(stamp)
+
+
+def test_a_run_begins_with_an_existing_lora(host, training_graph, runs, put):
+    own = {"validate_every": 0, "draw": 1, "steps": 2}
+    lora = host.run(training_graph(name="before", **own))["lora"]
+    again = {"existing_lora": put("loras", "before.safetensors", lora), "learning_rate": 0.0, **own}
+    assert same_tensors(host.run(training_graph(name="after", **again))["lora"], lora)
+    with pytest.raises(NodeError, match="before.safetensors: .*got rank 4, but method.rank is 8; set rank to 4"):
+        host.run(training_graph(name="wider", **{**again, "rank": 8}))
+    with pytest.raises(NodeError, match="^loras: no file 'none.safetensors' in models/loras"):
+        host.run(training_graph(name="none", **{**again, "existing_lora": "none.safetensors"}))
+
+
+def test_regularisation_images_are_learnt_as_often_as_the_others(host, training_graph, runs):
+    shutil.copytree(host.models.parent / "input" / "two", host.models.parent / "input" / "others")
+    own, losses = {"validate_every": 0, "draw": 1, "steps": 4, "batch_size": 1}, {}
+    try:
+        for weight in (0.0, 1.0):
+            graph = training_graph(name=f"beside {weight:.0f}", prior_loss_weight=weight, **own)
+            graph["others"] = ("SanaNodesDataset", {"folder": "others", "resolution": 128})
+            graph["train"][1]["regularisation"] = ["others", 0]
+            losses[weight] = host.run(graph)["loss"]["loss"]
+            graph["others"][1]["resolution"] = 64
+            with pytest.raises(NodeError, match="^regularisation: got resolution 64, expected dataset's 128; set it so"):
+                host.run(graph)
+    finally:
+        shutil.rmtree(host.models.parent / "input" / "others")
+    # two of an epoch's four
+    assert [loss == 0.0 for loss in losses[0.0]].count(True) == 2 and all(losses[1.0])
+
+
+def test_before_it_begins_it_says_what_fits(host, checkpoint):
+    training = pack("nodes.host.training")
+    settings = Settings(str(checkpoint), "out", (Phase(("two",), 128, batch=64),), checkpoint_gradients=False)
+    base = read_base(settings)
+    plan = plan_training(settings, base)
+    assert re.fullmatch(r"needs 1\.\d of 24\.0 GB", training.describe_fit(settings, base, plan, 24 * 10**9))
+    short = training.describe_fit(settings, base, plan, plan.card - 1)
+    assert "does not fit a GPU of" in short and "fits with checkpoint_gradients = true" in short
 
 
 def test_prodigy_has_its_first_estimate_and_its_factor_from_the_node(host, training_graph, runs):

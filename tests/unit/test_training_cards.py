@@ -73,6 +73,15 @@ def test_the_command_prints_the_arrangements(checkpoint):
     assert sorted(kinds) == ["ddp", "fsdp", "fsdp_offload"] and lines[-1].startswith("fits 4 GPUs of 8 GB")
 
 
+def test_a_model_that_is_offloaded_on_one_gpu_is_planned(checkpoint):
+    settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
+    settings = replace(settings, model=str(checkpoint), parallel=Parallel("fsdp_offload"))
+    lines = command.plan_lines(settings, 8.0)
+    assert any(line.startswith("fsdp_offload") for line in lines) and lines[-1].startswith("fits 1 GPU of 8 GB")
+    whole, offloaded = (share("1.5-4.8B", kind, cards=1) for kind in ("ddp", "fsdp_offload"))
+    assert offloaded.card < whole.card / 2
+
+
 def test_a_base_in_8_bits_is_not_divided():
     settings = make_settings(method=EIGHT_BITS, accumulate=2)
     lines = arrangement_lines(settings, released_base("1.6B"), 2, None)
