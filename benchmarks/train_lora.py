@@ -2,8 +2,8 @@
 
 `python benchmarks/train_lora.py [STEPS]` writes benchmarks/train_lora.json: the shares of pictures of held-out
 combinations that the wide judge of demo/scenes finds right, of new combinations (windmills, turquoise things) and of
-old ones, before and after, means of four seeds, and how long the training took on all cores. A quarter of the pictures
-that the LoRA is trained on show what the model knows: without them it forgets that. "right_through_autoencoder" are
+old ones, before and after, means of four seeds, and how long the training took on all cores: "beside" regularisation
+images that show what the model knows, and "alone", without them. "right_through_autoencoder" are
 those of true paintings once the model's autoencoder has encoded and decoded them: no LoRA of the transformer can draw
 what that cannot.
 """
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ clip = 1.0
 
 [[phase]]
 data = "{data}"
+regularisation = {regularisation}
 resolution = 256
 batch = 16
 steps = {steps}
@@ -85,10 +87,11 @@ def new_combinations() -> tuple[list[Combination], list[Combination]]:
 
 
 def write_paintings(folder: Path) -> None:
-    """Paint what the LoRA is trained on."""
+    """Paint what the LoRA is trained on, and beside."""
     rng = random.Random(22)
     scenes = [scene_of(rng, rng.choice(new_combinations()[0])) for _ in range(PAINTINGS["new"])]
-    write_dataset(folder, scenes + training_scenes(rng, PAINTINGS["old"]), rng)
+    write_dataset(folder / "new", scenes, rng)
+    write_dataset(folder / "old", training_scenes(rng, PAINTINGS["old"]), rng)
 
 
 def with_lora(lora: Path, folder: Path) -> Path:
@@ -132,28 +135,33 @@ def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
     torch.set_num_threads(os.cpu_count() or 1)
     asked = {"new": new_combinations()[1], "old": combinations()[1][:HELD_OUT]}
+    result: dict[str, Any] = {
+        **description(),
+        "paintings": PAINTINGS,
+        "steps": steps,
+        "held_out": HELD_OUT,
+        "seeds": SEEDS,
+        "right_through_autoencoder": {which: through_autoencoder(wanted) for which, wanted in asked.items()},
+        "right_before": {which: right(wanted, CHECKPOINT) for which, wanted in asked.items()},
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_paintings(folder / "data")
-        text = SETTINGS.format(model=CHECKPOINT, out=folder / "out", data=folder / "data", steps=steps)
-        (folder / "settings.toml").write_text(text)
-        began = time.monotonic()
-        lora = train(read_settings(folder / "settings.toml"))
-        seconds = time.monotonic() - began
-        learnt = with_lora(lora, folder / "learnt")
-        result = {
-            **description(),
-            "paintings": PAINTINGS,
-            "steps": steps,
-            "training_seconds": round(seconds, 1),
-            "held_out": HELD_OUT,
-            "seeds": SEEDS,
-            "right_through_autoencoder": {which: through_autoencoder(wanted) for which, wanted in asked.items()},
-            "right_before": {which: right(wanted, CHECKPOINT) for which, wanted in asked.items()},
-            "right_after": {which: right(wanted, learnt) for which, wanted in asked.items()},
-        }
-    FILE.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(FILE.read_text())
+        write_paintings(folder)
+        for way, regularisation in (("beside", [str(folder / "old")]), ("alone", [])):
+            out = folder / way
+            text = SETTINGS.format(
+                model=CHECKPOINT, out=out, data=folder / "new", regularisation=regularisation, steps=steps
+            )
+            (folder / f"{way}.toml").write_text(text)
+            began = time.monotonic()
+            lora = train(read_settings(folder / f"{way}.toml"))
+            seconds = time.monotonic() - began
+            learnt = with_lora(lora, folder / f"{way} learnt")
+            result[way] = {
+                "training_seconds": round(seconds, 1),
+                "right_after": {which: right(wanted, learnt) for which, wanted in asked.items()},
+            }
+            FILE.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

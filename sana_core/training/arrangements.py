@@ -163,7 +163,8 @@ def check_arranged(settings: Settings) -> Settings:
 def arrangement_lines(settings: Settings, base: Base, cards: int, card: float | None) -> list[str]:
     """Return the arrangements as a table in GB of each card, and the cheapest that fits a card of `card` bytes."""
     head = ("weights", "state", "work", "card", "host", "sent a step")
-    lines = [f"{f'GB on each of {cards} GPUs' if cards > 1 else 'GB on one GPU':24}" + "".join(f"{word:>12}" for word in head)]
+    where = f"GB on each of {cards} GPUs" if cards > 1 else "GB on one GPU"
+    lines = [f"{where:24}" + "".join(f"{word:>12}" for word in head)]
     for choice in arrangements(settings, base, cards):
         share = choice.share
         sizes = (share.weights, share.state, share.work, share.card, share.host, share.sent)
