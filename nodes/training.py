@@ -73,16 +73,16 @@ class SanaNodesDataset(io.ComfyNode):
         return io.NodeOutput(dataset, sheet)
 
 
-def main_inputs() -> list:
-    """What people change, and what a MODEL of one file lacks."""
+def main_inputs(trained: str = "LoRA", name: str = "my-lora") -> list:
+    """What people change, and what a MODEL of one file lacks; `trained` is what comes of it."""
     return [
         io.Model.Input("model", tooltip="The MODEL of SANA Loader, with no LoRA or other patch on it."),
         DATASET.Input("dataset", tooltip="The images of SANA Dataset."),
         io.String.Input(
             "name",
-            default="my-lora",
-            tooltip="Name of the LoRA and of its folder in output/sana_training. The same name resumes a run; a new "
-            "name starts one.",
+            default=name,
+            tooltip=f"Name of the {trained} and of its folder in output/sana_training. The same name resumes a run; a "
+            "new name starts one.",
         ),
         io.Combo.Input(
             "method",
@@ -96,7 +96,7 @@ def main_inputs() -> list:
             default=500,
             min=1,
             max=LARGEST_STEPS,
-            tooltip="In all, also when a run is resumed: raise it to train a finished LoRA further.",
+            tooltip=f"In all, also when a run is resumed: raise it to train a finished {trained} further.",
         ),
         io.Float.Input(
             "learning_rate",
@@ -227,23 +227,80 @@ class SanaNodesTrain(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, dataset, name: str, existing_lora: str = NO_LORA, **own) -> io.NodeOutput:
-        from .host.links import check_links
         from .host.report import show_under_node
-        from .host.training import make_settings, train_lora
+        from .host.training import adapter_method, make_settings, train_lora
 
-        check_links(model=model, dataset=dataset)
-        for field in ("clip", "vae", "regularisation"):
-            if own.get(field) is not None:
-                check_links(**{field: own[field]})
-        # of what the API leaves out
-        defaults = {each.id: each.default for each in advanced_inputs()}
-        start = "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora))
+        check_sockets(model=model, dataset=dataset, **own)
+        own = {**defaults(), **own, "start": "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora))}
         with without_places():
-            own = {"validation_prompts": "", **defaults, **own, "start": start}
-            settings = make_settings(model, dataset, run_path(name), own)
+            settings = make_settings(model, dataset, run_path(name), adapter_method(own), own)
             trained = train_lora(model, settings, cls.hidden.unique_id)
         show_under_node(trained.report, cls.hidden.unique_id)
         return io.NodeOutput(trained.lora, {"loss": trained.losses}, trained.model)
 
 
-NODES = [SanaNodesDataset, SanaNodesTrain]
+class SanaNodesTrainControlNet(io.ComfyNode):
+    """
+    Trains a ControlNet for a SANA model, on images that each have a control image beside them.
+
+    For cat.png put cat-control.png, with its edges, depth or pose, beside it. Cancel saves; queue again to resume. The
+    ControlNet is saved in output/sana_training.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        blocks = io.Int.Input(
+            "blocks",
+            default=7,
+            min=1,
+            max=255,
+            tooltip="How many of the model's first blocks are copied and trained: 7 in NVIDIA's own; 3 for the demo "
+            "model.",
+        )
+        lora_alone = ("method", "rank", "validation_prompts", "targets", "alpha", "trigger")
+        lora_alone += ("existing_lora", "prior_loss_weight", "base")
+        model, dataset, name, *others = main_inputs("ControlNet", "my-controlnet")
+        inputs = [model, dataset, name, blocks, *others, *advanced_inputs()]
+        return io.Schema(
+            node_id="SanaNodesTrainControlNet",
+            display_name="SANA Train ControlNet",
+            category="SANA/training",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["train control net", "sana controlnet training"],
+            is_output_node=True,
+            inputs=[each for each in inputs if each.id not in lora_alone],
+            outputs=[
+                io.ControlNet.Output(tooltip="For Apply ControlNet, with SANA's VAE."),
+                LOSS_MAP.Output(display_name="loss_map", tooltip="The loss of each step, for Plot Loss Graph."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, model, dataset, name: str, blocks: int, **own) -> io.NodeOutput:
+        from .host.report import show_under_node
+        from .host.training import controlnet_method, make_settings, train_controlnet
+
+        check_sockets(model=model, dataset=dataset, **own)
+        with without_places():
+            settings = make_settings(model, dataset, run_path(name), controlnet_method(blocks), {**defaults(), **own})
+            control, losses, report = train_controlnet(model, settings, cls.hidden.unique_id)
+        show_under_node(report, cls.hidden.unique_id)
+        return io.NodeOutput(control, {"loss": losses})
+
+
+def defaults() -> dict[str, object]:
+    """Return the values of the inputs that the API leaves out."""
+    return {"validation_prompts": "", **{each.id: each.default for each in advanced_inputs()}}
+
+
+def check_sockets(**inputs) -> None:
+    """Raise InputError for the first link that is not of its socket's type."""
+    from .host.links import check_links
+
+    optional = ("clip", "vae", "regularisation")
+    sockets = {name: inputs[name] for name in ("model", "dataset")}
+    check_links(**sockets, **{name: inputs[name] for name in optional if inputs.get(name) is not None})
+
+
+NODES = [SanaNodesDataset, SanaNodesTrain, SanaNodesTrainControlNet]

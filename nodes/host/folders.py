@@ -30,6 +30,8 @@ MODELS = {"sana-scenes (bundled)": HERE / "demo" / "sana-scenes"}
 DATASETS = {
     "cyanotypes (bundled)": HERE / "recipes" / "cyanotypes",
     "red stars (bundled)": HERE / "recipes" / "stars",
+    # with control images
+    "silhouettes (bundled)": HERE / "recipes" / "silhouettes.tar",
 }
 # in ComfyUI's output folder, where SANA Train writes
 RUNS = "sana_training"

@@ -32,6 +32,7 @@ from ...sana_core.training.settings import (
 from ...sana_core.training.train import check_base, train
 from .clip import SanaTokenizer
 from .compat import loaded_from, patches_of
+from .controlnet import load_controlnet
 from .core_nodes import CORE_NODES
 from .folders import RUNS
 from .guidance import require_sana
@@ -43,6 +44,7 @@ from .vae import SanaAutoencoder
 
 if TYPE_CHECKING:
     import comfy.sd
+    from comfy.controlnet import ControlBase
     from comfy.model_patcher import ModelPatcher
 
     from .datasets import Dataset
@@ -51,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 # the node's whole numbers and their bounds; `check_settings` knows those of the others
 WHOLE = {
-    "rank": (1, 1024),
     "steps": (1, 1_000_000),
     "batch_size": (1, 4096),
     "accumulate": (1, 4096),
@@ -127,15 +128,28 @@ def path_of(patcher: ModelPatcher) -> str:
     return str(Path(loaded_from(patcher)[0]).absolute())
 
 
-def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, own: Mapping[str, Any]) -> Settings:
+def adapter_method(own: Mapping[str, Any]) -> Method:
+    """Return the method of SANA Train's inputs. Raises InputError for what is none."""
+    # widgets check their range, links do not
+    one_of("method", own["method"], ADAPTERS)
+    check_whole("rank", own["rank"], 1, 1024)
+    rank, alpha = int(own["rank"]), own["alpha"] or None
+    return Method(own["method"], rank, alpha, own["targets"], start=own["start"], base=own["base"])
+
+
+def controlnet_method(blocks: int) -> Method:
+    """Return the method of SANA Train ControlNet's inputs. Raises InputError for a number out of range."""
+    check_whole("blocks", blocks, 1, 255)
+    return Method("controlnet", blocks=int(blocks))
+
+
+def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Method, own: Mapping[str, Any]) -> Settings:
     """Return the settings of the run in `out`; `own` are the node's other inputs by their names.
 
     Raises InputError for a MODEL that cannot be trained, and for numbers and names out of range.
     """
     check_model(model)
     check_parts(model, own)
-    # widgets check their range, links do not
-    one_of("method", own["method"], ADAPTERS)
     for field, (least, most) in WHOLE.items():
         check_whole(field, own[field], least, most)
     _, _, _, reference, _ = loaded_from(model)
@@ -156,9 +170,6 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, own: Mapping
         warmup=int(own["warmup"]),
         regularisation=() if prior is None else (prior.folder,),
         prior_loss_weight=own["prior_loss_weight"],
-    )
-    method = Method(
-        own["method"], int(own["rank"]), own["alpha"] or None, own["targets"], start=own["start"], base=own["base"]
     )
     prompts = tuple(line.strip() for line in own["validation_prompts"].splitlines() if line.strip())
     return check_settings(
@@ -201,7 +212,31 @@ def describe_fit(settings: Settings, base: Base, plan: Plan, memory: int) -> str
 
 
 def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained:
-    """Train as `settings` say, from where the run in their folder stands, and return what came of it.
+    """Train a LoRA as `settings` say, from where the run in their folder stands, and return what came of it.
+
+    Raises as `run_training` does.
+    """
+    file, losses, said = run_training(model, settings, node_id)
+    # in memory of their own: the file is written again when the run goes on
+    lora = read_file(file)
+    trained, _, fits = apply_lora(model, None, file)
+    return Trained(lora, losses, trained, f"{fits}; {said}")
+
+
+def train_controlnet(model: ModelPatcher, settings: Settings, node_id: str) -> tuple[ControlBase, list[float], str]:
+    """Train a ControlNet as `settings` say, and return it, the loss of each step, and what there is to say.
+
+    Raises as `run_training` does.
+    """
+    folder, losses, said = run_training(model, settings, node_id)
+    control, what = load_controlnet(folder)
+    place = folder.relative_to(settings.out).as_posix()
+    return control, losses, f"{what}; {said}; to keep it, copy {place} to models/controlnet"
+
+
+def run_training(model: ModelPatcher, settings: Settings, node_id: str) -> tuple[Path, list[float], str]:
+    """Train as `settings` say, from where the run in their folder stands; return the file or folder of the result, the
+    loss of each step, and what there is to say of the run.
 
     Cancel saves where it stands. Raises InputError for a MODEL or a data set that cannot be used, InUseError for a run
     that another program is at, TrainingError for a loss that is not finite.
@@ -228,10 +263,7 @@ def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained
         except management.InterruptProcessingException:
             view.stop(max((step for step, _ in find_states(Path(settings.out))), default=0))
             raise
-        # in memory of their own: the file is written again when the run goes on
-        lora = read_file(file)
     losses = read_losses(Path(settings.out))
     management.soft_empty_cache()
-    trained, _, fits = apply_lora(model, None, file)
-    said = f"{fits}; {len(losses)} steps, {view.validation + ', ' if view.validation else ''}"
-    return Trained(lora, losses, trained, f"{said}in {RUNS}/{settings.name} of the output folder")
+    said = f"{len(losses)} steps, {view.validation + ', ' if view.validation else ''}"
+    return file, losses, f"{said}in {RUNS}/{settings.name} of the output folder"

@@ -212,6 +212,38 @@ def test_regularisation_images_are_learnt_as_often_as_the_others(host, training_
     assert [loss == 0.0 for loss in losses[0.0]].count(True) == 2 and all(losses[1.0])
 
 
+def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, runs):
+    inputs = {"name": "edges", "blocks": 3, "steps": 6, "learning_rate": 3e-3, "batch_size": 2, "gradient_clip": 1.0}
+    graph = base_graph(steps=2)
+    graph["load"][1]["model"] = "sana-scenes (bundled)"
+    graph["data"] = ("SanaNodesDataset", {"folder": "silhouettes (bundled)", "resolution": 128})
+    graph["train"] = ("SanaNodesTrainControlNet", {"model": ["load", 0], "dataset": ["data", 0], **inputs})
+    graph["hint"] = ("AnyValue", {"value": torch.rand(1, 128, 128, 3, generator=torch.Generator().manual_seed(3))})
+    texts = {"positive": ["positive", 0], "negative": ["negative", 0]}
+    steps = {"control_net": ["train", 0], "image": ["hint", 0], "vae": ["load", 2], "strength": 1.0}
+    graph["apply"] = ("ControlNetApplyAdvanced", {**texts, **steps, "start_percent": 0.0, "end_percent": 1.0})
+    graph["steered"] = ("SanaNodesSampler", {**graph["sample"][1], "positive": ["apply", 0], "negative": ["apply", 1]})
+    graph["catch steered"] = ("Catch", {"value": ["steered", 0], "name": "steered"})
+    graph["catch loss"] = ("Catch", {"value": ["train", 1], "name": "loss"})
+    graph["catch control"] = ("Catch", {"value": ["train", 0], "name": "control"})
+    made = host.run(graph)
+    assert len(made["loss"]["loss"]) == 6
+    assert (made["steered"]["samples"] - made["latent"]["samples"]).abs().mean() > 1e-3
+    folder = find_states(runs / "edges")[-1][1] / "controlnet"
+    saved, held = load_file(folder / "diffusion_pytorch_model.safetensors"), made["control"].control_model.state_dict()
+    assert saved.keys() == held.keys() and all(torch.equal(saved[name], held[name].cpu()) for name in saved)
+
+    graph["data"][1]["folder"] = "cyanotypes (bundled)"
+    graph["train"][1]["name"] = "none"
+    with pytest.raises(NodeError, match="has no control image, expected .*-control.png beside it"):
+        host.run(graph)
+    for blocks, pattern in ((0, "^blocks: got 0, expected a whole number"), (6, "^blocks: got 6 for a model of 6")):
+        graph["number"] = ("AnyValue", {"value": blocks})
+        graph["train"][1]["blocks"] = ["number", 0]
+        with pytest.raises(NodeError, match=pattern):
+            host.run(graph)
+
+
 def test_before_it_begins_it_says_what_fits(host, checkpoint):
     training = pack("nodes.host.training")
     settings = Settings(str(checkpoint), "out", (Phase(("two",), 128, batch=64),), checkpoint_gradients=False)
