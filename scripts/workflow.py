@@ -58,7 +58,7 @@ ROOM = {
     "SanaNodesLoader": (310, 60),
     **dict.fromkeys(("SanaNodesControlNetLoader", "SanaNodesLoraLoader"), (380, 60)),
     "SanaNodesPromptList": (WIDTH, 170),
-    "SanaNodesTrain": (300, 270),
+    "SanaNodesTrain": (300, 180),
     "SanaNodesPlan": (440, 260),
     "PreviewAny": (WIDTH, 100),
 }
