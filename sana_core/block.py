@@ -64,7 +64,7 @@ def run_block(
     del states, attended
     # on a CPU the kernel for softmax depends on how many queries there are
     row = size[1] if share is not None and hidden.device.type == "cpu" else None
-    crossed = cross_attention(block.attn2, hidden, constants.keys[i], constants.values[i], constants.bias, row)
+    crossed = cross_attention(block.attn2, hidden, constants.keys[i], constants.values[i], constants.bias, kernels, row)
     crossing = Branch(crossed, None)
     hidden, states = add_then_norm(hidden, crossing, block.norm2, shift_forward, scale_forward, kernels)
     del crossed, crossing
@@ -184,6 +184,7 @@ def cross_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     bias: torch.Tensor | None,
+    kernels: frozenset[str] = NO_KERNELS,
     row: int | None = None,
 ) -> torch.Tensor:
     """Softmax attention of `states` [B, N, D] to the tokens of P prompts, of which each has B / P pictures.
@@ -192,7 +193,7 @@ def cross_attention(
     """
     query = attention.to_q(states)
     if attention.norm_q is not None:
-        query = attention.norm_q(query)
+        query = rms_norm(attention.norm_q, query, kernels)
     # the pictures of a prompt stand in one row of queries, so that keys and values need no copies
     query = query.reshape(len(key), -1, query.shape[-1])
     if row is None:

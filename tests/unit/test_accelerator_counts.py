@@ -64,6 +64,14 @@ def test_a_guided_step_stays_within_its_launches_and_bytes():
     assert found == committed()["guided_step"]["1.6B, 1024 px"]
 
 
+def test_norms_of_queries_and_keys_are_a_launch_each():
+    """SANA-1.5 has three in a block, two beside the self-attention."""
+    layers, plain = 60, 13
+    found = counts.step("1.5-4.8B", 1024)
+    assert found["launches"] <= (plain + 3) * layers + 40
+    assert found == committed()["guided_step"]["1.5-4.8B, 1024 px"]
+
+
 def test_an_amd_card_launches_and_moves_as_much(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2")
     assert counts.step("1.6B", 1024) == committed()["guided_step"]["1.6B, 1024 px"]
