@@ -170,7 +170,7 @@ class DeviceDrawing:
         """Return what draws a chunk on `device`, for one thread."""
         index = next(i for i, (free, _) in enumerate(self.clones) if free == device)
         _, clone = self.clones.pop(index)
-        clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, one_at_a_time(self.loading))
+        clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, one_at_a_time(self.loading, poll))
         # a step of a CPU takes seconds; a compiled one is a single call
         if device.type == "cpu" and not clone.wrappers.get(WrappersMP.APPLY_MODEL):
             clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, polled(poll))
@@ -241,12 +241,18 @@ def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[list[Dra
     return results, shares
 
 
-def one_at_a_time(lock: threading.Lock) -> Any:
-    """Return a wrapper that lets one thread after another prepare its sampling."""
+def one_at_a_time(lock: threading.Lock, poll: Poll) -> Any:
+    """Return a wrapper that lets one thread after another prepare its sampling; `poll` ends that by raising."""
 
-    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(executor: Any, model: ModelPatcher, *args: Any, **kwargs: Any) -> Any:
         with lock:
-            return executor(*args, **kwargs)
+            try:
+                with Polled(poll):
+                    return executor(model, *args, **kwargs)
+            except BaseException:
+                # the LoRAs that are in the weights by now, of which ComfyUI does not know yet
+                model.detach()
+                raise
 
     return wrapper
 

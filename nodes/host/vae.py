@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...sana_core.decode.plan import Planner
 from ...sana_core.decode.stages import decoder_stages, encoder_stages
 from ...sana_core.errors import InputError
 from ...sana_core.latents import CHANNELS, DOWNSCALE
-from ...sana_core.polling import Poll
+from ...sana_core.polling import Poll, Polled
 from ...sana_core.weight_layout import arrange_convolutions
 from .compat import empty_vae, free_memory, remember_loader
 from .layers import keep_on_device
@@ -55,9 +56,11 @@ class SanaAutoencoder(AutoencoderDC):
             output_buffer = torch.empty(self.decode_output_shape(z.shape), device=device, dtype=weights.dtype)
         if "progress" not in options:
             options["progress"] = comfy.utils.ProgressBar(len(z) * z.shape[2] * DOWNSCALE).update_absolute
-        options.setdefault("poll", comfy.model_management.throw_exception_if_processing_interrupted)
+        poll = options.setdefault("poll", comfy.model_management.throw_exception_if_processing_interrupted)
         report = options.pop("report", None)
-        return decode_into(output_buffer, self, z, DecodeOptions(**options), report)
+        # a layer's strip takes a CPU seconds
+        with Polled(poll) if weights.device.type == "cpu" else nullcontext():
+            return decode_into(output_buffer, self, z, DecodeOptions(**options), report)
 
     def decode_tiled(
         self, z: torch.Tensor, tile_x: int = 16, tile_y: int = 16, overlap: int = 0, **ignored: Any

@@ -128,13 +128,13 @@ def test_cancel_stops_both_workers_and_the_next_run_is_whole(host, batch_graph):
     assert torch.equal(host.run(batch_graph(count=6))["image"], expected)
 
 
-@pytest.mark.parametrize("place", ["load", "step", "decode"])
+@pytest.mark.parametrize("place", ["load", "step", "decode", "layer"])
 def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, place):
     """Work of many small calls, any of which may be the last."""
     import comfy.model_patcher
 
-    pack = next(module for name, module in sys_modules() if name.endswith("nodes.host.batch_devices"))
     expected = host.run(batch_graph())["image"]
+    pack = next(module for name, module in sys_modules() if name.endswith("nodes.host.batch_devices"))
     heard = []
 
     def work_for_long(*args, **kwargs):
@@ -156,6 +156,10 @@ def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, pl
         elif place == "step":
             model = next(module for name, module in sys_modules() if name.endswith("nodes.host.model"))
             patch.setattr(model.SanaDiffusionModel, "forward", work_for_long)
+        elif place == "layer":
+            from fake_cuda import pack as module_of_the_pack
+
+            patch.setattr(module_of_the_pack("sana_core.decode.streaming"), "convolve", work_for_long)
         else:
             patch.setattr(pack, "decode_loaded", work_for_long)
         with pytest.raises(InterruptedError):
@@ -163,6 +167,30 @@ def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, pl
     assert heard
     host.nodes.interrupt_processing(False)
     assert torch.equal(host.run(batch_graph())["image"], expected)
+
+
+@pytest.mark.parametrize("devices", ["default", TWO])
+def test_interrupt_while_a_lora_is_added_leaves_nothing_of_it(host, batch_graph, with_lora, monkeypatch, devices):
+    import comfy.lora
+
+    expected = host.run(batch_graph())["image"]
+    real, added = comfy.lora.calculate_weight, []
+
+    def calculate_weight(*args, **kwargs):
+        added.append(args)
+        if len(added) == 3:
+            host.nodes.interrupt_processing()
+            # until the node hears of it
+            time.sleep(1)
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.lora, "calculate_weight", calculate_weight)
+        with pytest.raises(InterruptedError):
+            host.run(with_lora(devices=devices), keep_cache=True)
+    assert len(added) == 3
+    host.nodes.interrupt_processing(False)
+    assert torch.equal(host.run(batch_graph(), keep_cache=True)["image"], expected)
 
 
 def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph, caplog):
