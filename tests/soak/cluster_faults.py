@@ -41,8 +41,8 @@ RESULTS = ROOT / "benchmarks" / "cluster_faults.json"
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 MACHINES = 4
-# images of a batch, of each prompt; shared images; faults in a run
-BATCH, SHARED, FAULTS = 40, 8, 6
+# images of a batch, of each prompt; shared images; faults in a run, and in one of the command
+BATCH, SHARED, FAULTS, ENDS = 40, 14, 12, 3
 BATCH_SETTINGS, SHARED_SETTINGS = Settings(64, 64, 2), Settings(64, 128, 30)
 # seconds that an actor is slow for, and after a run until none may be left
 SLOW, LEFT = 4.0, 60.0
@@ -88,7 +88,8 @@ class Faults:
 
     def strike(self) -> str:
         """Let something fail and return what."""
-        fault = self.chance.choice(self.kinds)
+        # those of actors come first
+        fault = self.chance.choice(self.kinds if actors() else self.kinds[3:])
         fault()
         self.counts[fault.__name__] += 1
         return fault.__name__
@@ -204,31 +205,33 @@ def run_here(faults: Faults, silence: Silence, expected: torch.Tensor, split: bo
 
 
 def run_command(faults: Faults, expected: dict[str, bytes], folder: Path) -> int:
-    """Draw a batch by the command, end it by SIGTERM, or its cluster's head, and then draw the rest."""
+    """Draw a batch by the command, end it by SIGTERM, or its cluster's head, a few times, then draw the rest."""
     out, images = Path(tempfile.mkdtemp(dir=folder)), len(expected)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    kind = faults.chance.choice(["terminate_driver", "lose_head"])
 
     def start() -> subprocess.Popen[str]:
         words = [sys.executable, "-m", "sana_core", *words_of(folder, out), "--cluster", faults.cluster.address]
         return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    process, enough = start(), faults.chance.randrange(1, images // 2)
-    while len(list(out.glob("*.png"))) < enough:
-        assert process.poll() is None, process.stdout and process.stdout.read()
-        time.sleep(0.01)
-    if kind == "terminate_driver":
-        process.send_signal(signal.SIGTERM)
-    else:
-        for name in ("gcs_server", "raylet"):
-            os.kill(faults.cluster.head_node.all_processes[name][0].process.pid, signal.SIGKILL)
-    faults.counts[kind] += 1
-    said = process.communicate(timeout=150)[0]
-    assert "Traceback" not in said and "SIGTERM received" not in said, said
-    assert process.returncode == (128 + signal.SIGTERM if kind == "terminate_driver" else 1), (process.returncode, said)
-    if kind == "lose_head":
-        faults.end()
-        faults.start()
+    for number in range(1, ENDS + 1):
+        process, enough = start(), images * number // (ENDS + 1) + faults.chance.randrange(images // (2 * ENDS))
+        while len(list(out.glob("*.png"))) < enough:
+            assert process.poll() is None, process.stdout and process.stdout.read()
+            time.sleep(0.01)
+        kind = faults.chance.choice(["terminate_driver", "lose_head"])
+        if kind == "terminate_driver":
+            process.send_signal(signal.SIGTERM)
+        else:
+            for name in ("gcs_server", "raylet"):
+                os.kill(faults.cluster.head_node.all_processes[name][0].process.pid, signal.SIGKILL)
+        faults.counts[kind] += 1
+        said = process.communicate(timeout=150)[0]
+        assert "Traceback" not in said and "SIGTERM received" not in said, said
+        ended = 128 + signal.SIGTERM if kind == "terminate_driver" else 1
+        assert process.returncode == ended, (process.returncode, said)
+        if kind == "lose_head":
+            faults.end()
+            faults.start()
     process = start()
     said = process.communicate(timeout=600)[0]
     assert process.returncode == 0, said
