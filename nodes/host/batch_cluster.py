@@ -98,7 +98,6 @@ def finish_image(pixels: Any) -> torch.Tensor | None:
 def make_job(batch: Batch) -> tuple[Job, list[Embedding]]:
     """Return what the machines are told, and the encoded prompts. Raises InputError for what they cannot draw."""
     check_model(batch.model)
-    check_latent(batch.latent)
     path, resolution, reference = plain_file(batch.model)
     transformer = batch.model.model.diffusion_model
     prompts = split_prompts("positive", batch.positive, transformer)
@@ -125,7 +124,8 @@ def make_job(batch: Batch) -> tuple[Job, list[Embedding]]:
         paths.append(vae_path(batch.vae))
     weights = fingerprints(paths)
     settings = resolve_settings(settings, path)
-    job = Job(settings, weights, *paths, negative=negatives[0], resolution=resolution, latents=True)
+    under = image_under(batch)
+    job = Job(settings, weights, *paths, negative=negatives[0], resolution=resolution, latents=True, under=under)
     return job, prompts
 
 
@@ -158,12 +158,19 @@ def check_model(model: ModelPatcher) -> None:
         raise InputError(f"model: got a patch that a cluster cannot apply ({found}); {REMEDY}")
 
 
-def check_latent(latent: dict) -> None:
-    """Raise InputError unless `latent` is empty, and for a mask."""
-    if latent["samples"].any():
-        raise InputError(f"latent_image: got an image, a cluster begins with an empty latent; {REMEDY}")
-    if latent.get("noise_mask") is not None:
-        raise InputError(f"latent_image: got a mask, which a cluster cannot use; {REMEDY}")
+def image_under(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return latents in the model's scale and the mask, if any, of the image that is drawn over; None for none.
+
+    Raises InputError for a mask without an image.
+    """
+    latents, mask = batch.latent["samples"].float().cpu(), batch.latent.get("noise_mask")
+    if not latents.any():
+        if mask is not None:
+            raise InputError(f"latent_image: got a mask of an empty latent, which a cluster cannot use; {REMEDY}")
+        return None
+    if mask is not None:
+        mask = comfy.utils.reshape_mask(mask, latents.shape).float().cpu()
+    return batch.model.model.process_latent_in(latents), mask
 
 
 def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Embedding]:

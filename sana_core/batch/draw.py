@@ -15,6 +15,7 @@ from ..checkpoints.load import build_module, shift_of
 from ..checks import check_number
 from ..control import Control
 from ..decode import decode_latents
+from ..drawn_over import Under, draw_over
 from ..errors import InputError
 from ..forward import longest_prompt
 from ..guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
@@ -197,12 +198,13 @@ def sample(
     poll: Poll = no_poll,
     control: Control | None = None,
     shared: Shared | None = None,
+    under: Under | None = None,
 ) -> torch.Tensor:
     """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk`; `texts` are their prompts.
 
     `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising. `control`
     has one picture for all, or one for each. Without it, `shared` may compute the model on several devices; where that
-    is a process with its `span` of the rows, the latents are those rows.
+    is a process with its `span` of the rows, the latents are those rows. Each picture is drawn over `under`, if any.
     """
     transformer, shift = models.transformer, models.shift
     parts = drawn_together(chunk, transformer.device)
@@ -213,7 +215,8 @@ def sample(
             if control is not None and len(control.latents) > 1:
                 first = sum(map(len, parts[:number]))
                 steering = control._replace(latents=control.latents[first : first + len(part)])
-            drawn.append(sample(models, settings, part, list(islice(own, len(part))), negative, poll, steering))
+            prompts = list(islice(own, len(part)))
+            drawn.append(sample(models, settings, part, prompts, negative, poll, steering, under=under))
         return torch.cat(drawn)
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     flow = find_sampler(settings.sampler)
@@ -239,6 +242,8 @@ def sample(
     reference = reference_of(transformer)
     more = own_arguments(flow, reference, noise)
     sigmas = own_sigmas(flow, reference, settings.steps, shift)
+    if under is not None:
+        model, start = draw_over(under, model, start, sigmas[0])
     return flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
 
 

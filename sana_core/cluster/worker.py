@@ -32,6 +32,7 @@ from ..batch.fingerprint import difference, fingerprint
 from ..batch.hold import OWN, check_run
 from ..batch.plan import Chunk, Picture
 from ..batch.png import encode_png, file_name, write_picture
+from ..drawn_over import Under
 from ..errors import CheckpointError, OutputError
 from ..forward import Constants, Perturbation, prepare, velocity
 from ..guidance import Shared, Steered
@@ -49,7 +50,8 @@ class Job(NamedTuple):
     negative prompt where it comes encoded, once for all. `weights` has the fingerprint of each path. Pictures are
     returned as arrays [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all
     machines and the name of the run that holds it, the PNG files are written there, and their digests returned. With
-    `latents`, pairs: the latent [32, h, w] in the model's scale, and the array or None.
+    `latents`, pairs: the latent [32, h, w] in the model's scale, and the array or None. `under` are the latents and the
+    mask of the image that all are drawn over, if any.
     """
 
     settings: Settings
@@ -62,6 +64,7 @@ class Job(NamedTuple):
     described: Mapping[str, Any] | None = None
     shared: tuple[str, str] | None = None
     latents: bool = False
+    under: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def pack(self) -> dict[str, Any]:
         """Return the job in plain words, for `unpack`."""
@@ -135,7 +138,8 @@ class Worker:
         """Return the pictures of a chunk, as the job wants them; `prompts` are text, or encoded."""
         chunk: Chunk = tuple(Picture(*word) for word in words)
         texts = self.encode(prompts)
-        latents = sample(self.models, self.job.settings, chunk, texts, self.negative)
+        under = self.job.under and Under(*self.job.under)
+        latents = sample(self.models, self.job.settings, chunk, texts, self.negative, under=under)
         pictures: list[Any] = [None] * len(chunk)
         if self.models.autoencoder is not None:
             pictures = decode(self.models.autoencoder, latents)

@@ -127,13 +127,6 @@ def area(graph):
     graph["batch"][1]["positive"] = ["area", 0]
 
 
-def picture(graph):
-    graph["drawn"] = ("SanaNodesSampler", {**graph["batch"][1], "steps": 1})
-    for key in ("count", "devices", "chunk", "vae"):
-        del graph["drawn"][1][key]
-    graph["batch"][1]["latent_image"] = ["drawn", 0]
-
-
 def mask(graph):
     graph["mask"] = ("SolidMask", {"value": 1.0, "width": 128, "height": 128})
     graph["masked"] = ("SetLatentNoiseMask", {"samples": ["empty", 0], "mask": ["mask", 0]})
@@ -151,8 +144,7 @@ def eight_bits(graph):
         (rescale, r"model: got a patch that a cluster cannot apply \(.*\); remove it"),
         (combined, "positive: got 2 combined prompts, a cluster takes one"),
         (area, "positive: got area, .*which a cluster cannot use; remove it"),
-        (picture, "latent_image: got an image, a cluster begins with an empty latent"),
-        (mask, "latent_image: got a mask, which a cluster cannot use"),
+        (mask, "latent_image: got a mask of an empty latent, which a cluster cannot use"),
         (eight_bits, "model: a cluster has no quantised products; choose weight_dtype default or without fast"),
     ],
 )
