@@ -21,6 +21,7 @@ from . import (
     split,
     text,
     training,
+    video,
 )
 
 
@@ -30,7 +31,7 @@ class SanaExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         loading = (loader, model_switch, lora, controlnet)
-        drawing = (text, prompt_list, latent, guidance, split, sampler, batch, custom_sampling, decode, scorer)
+        drawing = (text, prompt_list, latent, video, guidance, split, sampler, batch, custom_sampling, decode, scorer)
         modules = (*loading, *drawing, training, plan, doctor)
         return [node for module in modules for node in module.NODES]
 

@@ -5,7 +5,7 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.errors import InputError
-from ..sana_core.reference import AUTO, REFERENCES
+from ..sana_core.reference import AUTO, READINGS, REFERENCES
 from ..sana_core.released import SIZES
 from .host.folders import find_file, list_files, list_models, model_path
 
@@ -219,7 +219,7 @@ class SanaNodesTextEncoderLoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "reference",
-                    options=list(REFERENCES),
+                    options=list(READINGS),
                     optional=True,
                     advanced=True,
                     tooltip="Whose reading of prompts to follow: choose that of the MODEL. auto: NVIDIA's.",

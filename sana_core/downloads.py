@@ -43,6 +43,13 @@ DOWNLOADS = {
         f"{HOST}/Efficient-Large-Model/Sana_600M_1024px_ControlNet_HED/resolve/main/checkpoints/"
         "Sana_600M_1024px_ControlNet_HED.pth",
     ),
+    # whole folders
+    "SANA-Video_2B_480p_diffusers": Download(
+        "diffusers", None, f"{HOST}/Efficient-Large-Model/SANA-Video_2B_480p_diffusers"
+    ),
+    "SANA-Video_2B_720p_diffusers": Download(
+        "diffusers", None, f"{HOST}/Efficient-Large-Model/SANA-Video_2B_720p_diffusers"
+    ),
 }
 
 

@@ -15,14 +15,13 @@ LARGEST = 16384
 LARGEST_BATCH = 4096
 
 
-def check_side(field: str, pixels: int) -> None:
-    """Raise InputError unless `pixels` is a multiple of 32 between 32 and 16384."""
-    if not (DOWNSCALE <= pixels <= LARGEST and pixels % DOWNSCALE == 0):
+def check_side(field: str, pixels: int, step: int = DOWNSCALE) -> None:
+    """Raise InputError unless `pixels` is a multiple of `step`, 32 for images, between 32 and 16384."""
+    if not (DOWNSCALE <= pixels <= LARGEST and pixels % step == 0):
         # this order makes 32 of NaN
-        nearest = round(min(LARGEST, max(DOWNSCALE, pixels)) / DOWNSCALE) * DOWNSCALE
+        nearest = round(min(LARGEST, max(DOWNSCALE, pixels)) / step) * step
         raise InputError(
-            f"{field}: got {pixels!r:.40}, expected a multiple of {DOWNSCALE} from {DOWNSCALE} to {LARGEST}; "
-            f"use {nearest}"
+            f"{field}: got {pixels!r:.40}, expected a multiple of {step} from {DOWNSCALE} to {LARGEST}; use {nearest}"
         )
 
 

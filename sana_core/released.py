@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import log
 from typing import Any, NamedTuple
 
@@ -86,6 +86,7 @@ VIDEOS = {
     ),
 }
 VIDEO_FRAMES, VIDEO_RATE = 81, 16  # frames, and frames a second
+LARGEST_FRAMES = 1025
 VIDEO_SHIFT = 8.0
 
 
@@ -241,11 +242,16 @@ def known_word(field: str, word: object, known: Collection[str], others: Mapping
 
 def own_size(width: int, height: int, resolution: int) -> tuple[int, int]:
     """Return (width, height) of the shape nearest to `width` x `height` that a model of `resolution` pixels learnt."""
-    ratio = log(width / height)
-    shape = min(SHAPES.values(), key=lambda shape: abs(log(shape[0] / shape[1]) - ratio))
+    shape = own_shape(width, height, SHAPES.values())
     # other resolutions are multiples; a model of 128 px is smaller than any released one
     cells = [max(1, round(side * resolution / DEFAULT_RESOLUTION / DOWNSCALE)) for side in shape]
     return cells[0] * DOWNSCALE, cells[1] * DOWNSCALE
+
+
+def own_shape(width: int, height: int, shapes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return the one of `shapes`, each (width, height), whose sides are most nearly as `width` to `height`."""
+    ratio = log(width / height)
+    return min(shapes, key=lambda shape: abs(log(shape[0] / shape[1]) - ratio))
 
 
 def size_note(width: int, height: int, resolution: int) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...sana_core.batch.plan import Picture, batch_pictures
 from ...sana_core.errors import InputError
 from ...sana_core.latents import CHANNELS, LARGEST_BATCH, check_channels
+from .guidance import require_images
 
 if TYPE_CHECKING:
     import comfy.sd
@@ -47,7 +48,9 @@ def count_prompts(conditioning: list) -> int:
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise InputError for a latent that is not one of SANA's or not of one picture, another VAE, too many pictures."""
+    """Raise InputError for SANA-Video, a latent that is not one of SANA's or not of one picture, another VAE, and too
+    many pictures."""
+    require_images(batch.model.model)
     check_channels("latent_image", batch.latent["samples"].shape)
     got = len(batch.latent["samples"])
     if got != 1:

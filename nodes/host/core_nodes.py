@@ -13,12 +13,12 @@ from comfy.patcher_extension import WrappersMP
 from ...sana_core.errors import InputError
 from ...sana_core.latents import DOWNSCALE
 from ...sana_core.lora import reference_note
-from ...sana_core.released import size_note
 from .report import Notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from comfy.model_patcher import ModelPatcher
 
 CORE_NODES = "sana_core_nodes"
@@ -53,15 +53,14 @@ def begin(executor, noise, *args, **kwargs):
     options, model = guider.model_options, guider.model_patcher.model
     check_guidance(options)
     notes = options["transformer_options"][NOTES] = Notes()
-    height, width = noise.shape[-2:]
-    if note := size_note(width * DOWNSCALE, height * DOWNSCALE, model.resolution):
+    if note := model.size_note(noise.shape):
         notes.add(note)
     # what ComfyUI's own loaders leave there of the last LoRA
     metadata = guider.model_patcher.get_attachment("lora_metadata") or {}
     if note := reference_note("LoRA", metadata, model.diffusion_model.config.reference):
         notes.add(note)
     guider.conds = {
-        field: [in_cells(field, cond, (height, width)) for cond in conds] for field, conds in guider.conds.items()
+        field: [in_cells(field, cond, noise.shape[2:]) for cond in conds] for field, conds in guider.conds.items()
     }
     for field, conds in guider.conds.items():
         for cond in conds:
@@ -106,12 +105,14 @@ def check_guidance(options: dict[str, Any]) -> None:
         raise InputError(f"model: got {names}, which needs layers that SANA does not have; remove it, or use SANA PAG")
 
 
-def in_cells(field: str, cond: dict, size: tuple[int, int]) -> dict:
+def in_cells(field: str, cond: dict, size: torch.Size) -> dict:
     """Return `cond` with its area in cells of SANA's latents of `size`, where it was in pixels.
 
-    Raises InputError for one that begins outside the image.
+    Raises InputError for one that begins outside the image, and for one of a video.
     """
     area = cond.get("area")
+    if area is not None and len(size) > 2:
+        raise InputError(f"{field}: got an area, which SANA-Video does not have; remove Conditioning (Set Area)")
     if area is None or area[0] == "percentage":
         return cond
     pixels = [AREA_CELL * value for value in area]

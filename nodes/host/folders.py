@@ -15,7 +15,7 @@ import folder_paths
 from ...sana_core.checkpoints.files import brief, parse_json, read_bytes
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.cluster.connection import ClusterSettings
-from ...sana_core.downloads import file_names, where_to_get
+from ...sana_core.downloads import DOWNLOADS, file_names, where_to_get
 from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,14 @@ def list_models() -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Return the folder or file that `name` of `list_models` means. Raises InputError for any other name."""
+    """Return the folder or file that `name` of `list_models` means.
+
+    Raises MissingFileError for a released folder that is not there, InputError for any other name.
+    """
+    if name not in list_models() and name in DOWNLOADS:
+        raise MissingFileError(
+            f"model: no folder {name!r} in models/diffusers; {where_to_get(name)}, or choose another"
+        )
     if name not in list_models():
         raise InputError(
             f"model: got {name!r:.40}, expected one of {', '.join(list_models())}; "

@@ -14,6 +14,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.errors import InputError
 from ...sana_core.guidance import PerturbedAttention, perturbed_attention
+from ...sana_core.released import is_video
 from .model import SanaModel
 from .prompts import PromptCondition
 
@@ -33,6 +34,13 @@ def require_sana(model: torch.nn.Module) -> SanaModel:
     return model
 
 
+def require_images(model: torch.nn.Module) -> SanaModel:
+    """Return `model`. Raises InputError unless it is a SANA model that draws images."""
+    if is_video(require_sana(model).diffusion_model.config):
+        raise InputError("model: got SANA-Video, expected a SANA model of images; draw videos with SANA Sampler")
+    return require_sana(model)
+
+
 def is_perturbed(conds: list[dict] | None) -> bool:
     return bool(conds) and conds[0]["model_conds"]["prompt"].cond.perturbed is not None
 
@@ -43,7 +51,7 @@ def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> M
     Raises InputError for a MODEL that is not SANA's or is SANA-Sprint, a scale that is not from 0 to 100, and blocks
     that the model does not have.
     """
-    attention = perturbed_attention(require_sana(model.model).diffusion_model.config, scale, blocks)
+    attention = perturbed_attention(require_images(model.model).diffusion_model.config, scale, blocks)
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, PERTURBED)
     # for machines of a cluster, where no function can go

@@ -20,6 +20,7 @@ SOCKETS: dict[str, tuple[str, type]] = {
     "negative": ("CONDITIONING", list),
     "latent_image": ("LATENT", dict),
     "samples": ("LATENT", dict),
+    "first_image": ("IMAGE", torch.Tensor),
     "dataset": ("SANA_DATASET", Dataset),
     "regularisation": ("SANA_DATASET", Dataset),
     "scorer": ("SANA_SCORER", HostScorer),

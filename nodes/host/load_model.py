@@ -12,8 +12,9 @@ import comfy.ops
 import comfy.supported_models_base
 import torch
 
-from ...sana_core.checkpoints import CheckpointInfo, find_part, follow, inspect_checkpoint
+from ...sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
 from ...sana_core.checkpoints.load import shift_of
+from ...sana_core.checkpoints.parts import find_transformer
 from ...sana_core.errors import InputError
 from ...sana_core.reference import AUTO, DIFFUSERS
 from .compat import add_lora_names, remember_loader
@@ -26,6 +27,7 @@ from .quantise import OFF, check_choice
 from .reference import follow_reference
 from .sampler_guard import refuse_unfit_samplers
 from .stamps import reloader
+from .video_model import SanaVideoDiffusionModel, SanaVideoModel, cell_bytes, video_format
 from .weights import load_component
 
 
@@ -40,11 +42,13 @@ class SanaConfig(comfy.supported_models_base.BASE):
 
     def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None, form: str) -> None:
         """`info` is the transformer in `checkpoint`, `form` the format that its blocks are quantised to."""
-        inner = info.headers["patch_embed.proj.weight"].shape[0]
+        is_video = info.kind == "video_transformer"
+        embedding = info.headers["patch_embedding.weight" if is_video else "patch_embed.proj.weight"]
+        inner = embedding.shape[0]
         # FreeU reads it
         super().__init__({**self.unet_config, "model_channels": inner})
         self.sampling_settings = {"shift": shift_of(checkpoint, resolution, info.reference)}
-        self.latent_format = latent_format(checkpoint)
+        self.latent_format = video_format(embedding.shape[1]) if is_video else latent_format(checkpoint)
         # fp16 overflows in SANA's weights but for the repositories made for it
         half = [torch.float16] if info.dtype == torch.float16 else []
         self.supported_inference_dtypes = [*half, torch.bfloat16, torch.float32]
@@ -53,7 +57,8 @@ class SanaConfig(comfy.supported_models_base.BASE):
         self.text = describe(info, resolution, form)
         # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
         hidden = 2 * info.headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
-        self.memory_usage_factor = (3 * hidden + 10 * inner) / (0.01 * 1024 * 1024)
+        cell = cell_bytes(embedding, hidden) if is_video else 3 * hidden + 10 * inner
+        self.memory_usage_factor = cell / (0.01 * 1024 * 1024)
 
 
 def describe(info: CheckpointInfo, resolution: int | None, form: str) -> str:
@@ -64,6 +69,8 @@ def describe(info: CheckpointInfo, resolution: int | None, form: str) -> str:
     size = f"{weight_count(info) / 1e6:.1f}M" if info.variant.startswith("custom") else info.variant
     pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
     parts = [f"SANA {size}", f"{pixels} px" if source == "config" else f"{pixels} px ({source})"]
+    if info.kind == "video_transformer":
+        parts = [f"SANA-Video {info.variant.removeprefix('video-')}"]
     parts += ["diffusers layout" if info.layout == DIFFUSERS else "NVIDIA's layout"]
     if (info.reference == DIFFUSERS) != (info.layout == DIFFUSERS):
         parts.append("computed as by diffusers" if info.reference == DIFFUSERS else "computed as by NVIDIA's code")
@@ -106,7 +113,7 @@ def load_model(
         raise InputError(f"weight_dtype: got {weight_dtype!r:.40}, expected one of {', '.join(WEIGHT_DTYPES)}")
     reload = reloader(load_model, path)
     checkpoint = inspect_checkpoint(path)
-    info = follow(find_part(checkpoint, "transformer"), reference)
+    info = follow(find_transformer(checkpoint), reference)
     check_choice(quantise, weight_dtype, info.quantised)
     config = SanaConfig(checkpoint, info, resolution, quantise)
     is_quantised = config.quant_config is not None
@@ -124,9 +131,10 @@ def load_model(
     )
     add_lora_names(model_keys)
     transformer = load_component(info, stored, compute, operations, resolution, quantise)
-    transformer.__class__ = SanaDiffusionModel
+    is_video = info.kind == "video_transformer"
+    transformer.__class__ = SanaVideoDiffusionModel if is_video else SanaDiffusionModel
 
-    model = SanaModel(config, comfy.model_base.ModelType.FLOW)
+    model = (SanaVideoModel if is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)
     model.diffusion_model = transformer
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
@@ -134,5 +142,7 @@ def load_model(
     keep_on_device(patcher)
     refuse_unfit_samplers(patcher)
     fit_core_nodes(patcher)
-    follow_reference(patcher)
+    # videos have a mask for each prompt
+    if not is_video:
+        follow_reference(patcher)
     return patcher

@@ -14,7 +14,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.forward import velocity
 from ...sana_core.latents import DOWNSCALE, check_channels
 from ...sana_core.reference import model_timestep
-from ...sana_core.released import GUIDANCE
+from ...sana_core.released import GUIDANCE, size_note
 from .prompts import Prompt, PromptBatch, PromptCondition
 from .saving import config_tensor
 
@@ -84,6 +84,18 @@ class SanaModel(comfy.model_base.BaseModel):
         """Pixels of the square pictures that it was trained with."""
         return self.diffusion_model.config.sample_size * DOWNSCALE
 
+    def check_latent(self, field: str, shape: torch.Size) -> None:
+        """Raise InputError unless `shape` is that of latents that the model draws."""
+        check_channels(field, shape)
+
+    def check_control(self, control) -> None:
+        """Raise InputError unless `control`, None or a chain of ControlNets, steers the model."""
+        check_controlnets(control, self.diffusion_model)
+
+    def size_note(self, shape: torch.Size) -> str:
+        """Return a line for the user where latents of `shape` are far from what the model learnt."""
+        return size_note(shape[3] * DOWNSCALE, shape[2] * DOWNSCALE, self.resolution)
+
     def process_timestep(self, timestep, **kwargs):
         return timestep * timestep_scale(self.model_sampling)
 
@@ -98,11 +110,11 @@ class SanaModel(comfy.model_base.BaseModel):
     def extra_conds(self, **kwargs):
         out = super().extra_conds(**kwargs)
         field, context = kwargs["prompt_type"], kwargs["cross_attn"]
-        check_channels("latent_image", kwargs["noise"].shape)
+        self.check_latent("latent_image", kwargs["noise"].shape)
         check_flow(self.model_sampling)
         check_count(field, context, kwargs["noise"])
         check_width(field, context, self.diffusion_model)
-        check_controlnets(kwargs.get("control"), self.diffusion_model)
+        self.check_control(kwargs.get("control"))
         mask = kwargs.get("attention_mask")
         out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
         # for ControlNets, training and what others hang into the call

@@ -8,6 +8,7 @@ from functools import cached_property
 import comfy.conds
 import torch
 
+from ...sana_core import video
 from ...sana_core.errors import InputError
 from ...sana_core.forward import Constants, Perturbation, prepare
 from ...sana_core.guidance import PerturbedAttention
@@ -72,13 +73,17 @@ class PromptBatch:
 
     @torch.compiler.disable
     def constants(self, transformer: torch.nn.Module, x: torch.Tensor) -> tuple[Constants, Perturbation | None]:
-        """Return the constants for `x` [B, 32, h, w], computed for the first call with these prompts and that shape."""
+        """Return the constants for `x` [B, 32, h, w] or [B, C, T, h, w].
+
+        They are computed for the first call with these prompts and that shape.
+        """
         key = (*map(id, self.prompts), tuple(x.shape), x.device, x.dtype)
         known = self.prompts[0].constants
         if key in known:
             return known[key]
         embeds, mask, perturbation = self.inputs(x)
-        found = prepare(transformer, embeds, mask, *x.shape[-2:]), perturbation
+        own = video.prepare if x.ndim == 5 else prepare
+        found = own(transformer, embeds, mask, *x.shape[2:]), perturbation
         if all(prompt.keep for prompt in self.prompts):
             known[key] = found
         return found

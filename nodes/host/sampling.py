@@ -16,7 +16,7 @@ import torch
 from comfy.model_sampling import ModelSamplingFlux
 from tqdm.auto import tqdm
 
-from ...sana_core.latents import DOWNSCALE, check_channels, noise_stream
+from ...sana_core.latents import noise_stream
 from ...sana_core.reference import reference_of
 from ...sana_core.released import SPRINT, Defaults, model_defaults
 from ...sana_core.sampling import check_sampler, find_sampler, own_arguments, own_sigmas
@@ -44,16 +44,18 @@ class FlowSampler(comfy.samplers.KSAMPLER):
         self.flow = find_sampler(name)
         self.noise = noise
 
-    def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, *args, **kwargs):
+    def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *args):
         check_sampler(require_sana(model_wrap.inner_model).diffusion_model.config, self.name)
         self.extra_options = {}
-        if latent_image is not None and not latent_image.any():
+        # a video's given frames are kept by the mask, and what is behind it is empty
+        free = latent_image if denoise_mask is None or latent_image is None else latent_image * denoise_mask
+        if free is not None and not free.any():
             # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1; what the host multiplies
             # by that again is not always the same bits
             # ModelNoiseScale, which hosts before 0.30 may not have
             self.extra_options = {"start": noise * getattr(model_wrap.inner_model.model_sampling, "noise_scale", 1.0)}
             noise = noise / sigmas[0]
-        return super().sample(model_wrap, sigmas, extra_args, callback, noise, latent_image, *args, **kwargs)
+        return super().sample(model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, *args)
 
     def run(self, model, x, sigmas, extra_args, callback, disable, start=None):
         """What KSAMPLER calls, with `x` noised by the host, or `start` in its place; cancel is polled every step."""
@@ -137,7 +139,7 @@ def sample(
     """
     require_sana(model.model)
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"))
-    check_channels("latent_image", samples.shape)
+    model.model.check_latent("latent_image", samples.shape)
     noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
     out = {k: v for k, v in latent.items() if k != "downscale_ratio_spacial"} | {SEED: sampling.seed}
     out["samples"] = comfy.sample.sample_custom(
@@ -163,7 +165,8 @@ def preview_callback(model: ModelPatcher, latents: torch.Tensor, steps: int) -> 
     The canvas writes the preview's size below it, and the server would enlarge it to 512 pixels.
     """
     previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
-    bar, side = comfy.utils.ProgressBar(steps), DOWNSCALE * max(latents.shape[-2:])
+    cell = model.model.latent_format.spacial_downscale_ratio
+    bar, side = comfy.utils.ProgressBar(steps), cell * max(latents.shape[-2:])
 
     def callback(step, x0, x, total):
         preview = previewer and previewer.decode_latent_to_preview_image("JPEG", x0)

@@ -22,7 +22,7 @@ from ...sana_core.split.speed import relative_speeds
 from .batch_devices import clone_patcher
 from .cluster import require_cluster
 from .folders import CLUSTER, TWO_WORKERS
-from .guidance import require_sana
+from .guidance import require_images
 from .model import SPLIT, picture_pixels
 from .split_cluster import share_on_cluster
 from .split_patches import check_patches
@@ -58,7 +58,7 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
 
     Raises InputError for a MODEL that is not SANA's, and for no cluster.
     """
-    check_splittable("model", require_sana(model.model).diffusion_model)
+    check_splittable("model", require_images(model.model).diffusion_model)
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
     patched.remove_attachments(SPLIT)

@@ -35,7 +35,7 @@ from .compat import loaded_from, patches_of
 from .controlnet import load_controlnet
 from .core_nodes import CORE_NODES
 from .folders import RUNS
-from .guidance import require_sana
+from .guidance import require_images
 from .layers import KEEP
 from .lora import apply_lora
 from .reference import SHARED_MASK
@@ -79,7 +79,7 @@ class Trained(NamedTuple):
 
 def check_model(model: ModelPatcher) -> None:
     """Raise InputError unless MODEL is a SANA model as its file has it: training begins there, and not from patches."""
-    require_sana(model.model)
+    require_images(model.model)
     # what the loader itself adds; `check_base` says what is wrong with Sprint
     patches = patches_of(model) - {SHARED_MASK, KEEP, SPRINT, CORE_NODES} | ({"LoRA"} if model.patches else set())
     if patches:

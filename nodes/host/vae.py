@@ -28,6 +28,7 @@ from .compat import empty_vae, free_memory, remember_loader
 from .layers import keep_on_device
 from .saving import config_tensor
 from .stamps import reloader
+from .video_vae import load_video_vae
 from .weights import read, wide_dtype
 
 # of the free memory
@@ -103,10 +104,14 @@ def reserved_bytes(planner: Planner) -> int:
 def load_vae(path: Path) -> comfy.sd.VAE:
     """Return the VAE of the checkpoint at `path`.
 
-    Raises CheckpointError or MissingFileError, with the file's name, for what is no DC-AE.
+    Raises CheckpointError or MissingFileError, with the file's name, for what is no DC-AE and no VAE of SANA-Video.
     """
     reload = reloader(load_vae_patcher, path)
-    info = find_part(inspect_checkpoint(path), "autoencoder")
+    checkpoint = inspect_checkpoint(path)
+    for part in checkpoint.parts or (checkpoint,):
+        if part.kind == "video_autoencoder":
+            return load_video_vae(part)
+    info = find_part(checkpoint, "autoencoder")
     device = comfy.model_management.vae_device()
     dtype = wide_dtype(device)
     vae = empty_vae(device, dtype)

@@ -51,7 +51,7 @@ def convert_checkpoint(
         )
     info = inspect_checkpoint(source)
     parts = info.parts or (info,)
-    if any(part.kind in ("other", "lora") for part in parts):
+    if any(part.kind in ("other", "lora", "video_autoencoder") for part in parts):
         raise CheckpointError(f"{info.name}: got {describe(info)}, expected a SANA model; choose another file")
     tensors, configs, lines = {}, {}, []
     for part in parts:

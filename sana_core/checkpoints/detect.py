@@ -56,8 +56,16 @@ CLASSES = {
     "video_transformer": ("SanaVideoTransformer3DModel",),
     "controlnet": ("SanaControlNetModel",),
     "autoencoder": ("AutoencoderDC",),
+    "video_autoencoder": ("AutoencoderKLWan", "AutoencoderKLLTX2Video"),
     "text_encoder": ("Gemma2Model", "Gemma2ForCausalLM"),
 }
+# what tells the VAEs of SANA-Video, Wan 2.1's and LTX-2's, in each layout
+VIDEO_VAES = (
+    ("diffusers", {"post_quant_conv.weight", "decoder.mid_block.attentions.0.to_qkv.weight"}),
+    ("original", {"decoder.head.0.gamma", "decoder.upsamples.0.residual.2.weight"}),
+    ("diffusers", {"latents_mean", "decoder.conv_in.conv.weight", "decoder.mid_block.resnets.0.conv1.conv.weight"}),
+    ("original", {"per_channel_statistics.mean-of-means", "decoder.conv_in.conv.weight"}),
+)
 # of the language model, and of ComfyUI's wrapper around it
 UNUSED_TEXT = ("lm_head.weight", "logit_scale")
 
@@ -67,7 +75,8 @@ class CheckpointInfo:
     """What a checkpoint is. `headers` and `origins` go by the names that the library's module has."""
 
     path: Path
-    # transformer, video_transformer, controlnet, autoencoder, text_encoder, lora, pipeline (see `parts`), or other
+    # transformer, controlnet, autoencoder, text_encoder, lora, video_transformer, video_autoencoder, pipeline (see
+    # `parts`), or other
     kind: str
     variant: str  # a name in released.VARIANTS or VIDEOS, the text encoder's, or what the file is if it is not SANA's
     layout: str  # diffusers, original, transformers, or comfy for a file with several components
@@ -237,6 +246,8 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
         variant = video_name(file, headers["patch_embedding.weight"].shape[1])
     elif kind == "autoencoder":
         variant = autoencoder_name(headers)
+    elif kind == "video_autoencoder":
+        variant = "wan-2.1" if "decoder.conv_in.conv.weight" not in headers else "ltx-2"
     elif kind == "text_encoder":
         width = headers["embed_tokens.weight"].shape[1]
         variant = GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")
@@ -316,6 +327,9 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
         return "autoencoder", "diffusers", same
     if "decoder.project_in.main.conv.weight" in names and any(name.endswith(".aggreg.0.0.weight") for name in names):
         return "autoencoder", "original", autoencoder_origins(names)
+    for layout, known in VIDEO_VAES:
+        if known <= names:
+            return "video_autoencoder", layout, same
     bare = {name.removeprefix("model."): Origin(name) for name in names.difference(UNUSED_TEXT)}
     # Gemma 3 has the same norms, and q_norm besides
     if "layers.0.pre_feedforward_layernorm.weight" in bare and "layers.0.self_attn.q_norm.weight" not in bare:

@@ -14,6 +14,7 @@ FOLDERS = {
     "transformer": "transformer",
     "video_transformer": "transformer",
     "autoencoder": "vae",
+    "video_autoencoder": "vae",
     "text_encoder": "text_encoder",
 }
 KINDS = {
@@ -21,6 +22,7 @@ KINDS = {
     "video_transformer": "SANA-Video transformer",
     "controlnet": "SANA ControlNet",
     "autoencoder": "DC-AE",
+    "video_autoencoder": "video VAE",
     "text_encoder": "Gemma 2 text encoder",
     "lora": "LoRA",
     "pipeline": "SANA pipeline",

@@ -127,6 +127,16 @@ AUTOENCODER = {
     "decoder_conv_act_fn": word,
     "scaling_factor": FACTOR,
 }
+# what of LTX-2's VAE the host reads; Wan 2.1's shapes tell all
+VIDEO_AUTOENCODER = {
+    "block_out_channels": each(WIDTH),
+    "decoder_block_out_channels": each(WIDTH),
+    "layers_per_block": each(BLOCKS, 16),
+    "decoder_layers_per_block": each(BLOCKS, 16),
+    "downsample_type": each(word, 16),
+    "decoder_causal": flag,
+    "timestep_conditioning": flag,
+}
 GEMMA = {
     "vocab_size": whole(1, 10_000_000),
     "hidden_size": WIDTH,
@@ -164,6 +174,7 @@ FIELDS = {
     "video_transformer": VIDEO,
     "controlnet": TRANSFORMER,
     "autoencoder": AUTOENCODER,
+    "video_autoencoder": VIDEO_AUTOENCODER,
     "text_encoder": GEMMA,
 }
 # what PEFT says of an adapter, and in words; adapters that begin in other ways change the model's own weights too
@@ -195,6 +206,7 @@ TELLING = {
         "transformer_blocks.0.ff.conv_point.weight": 4,
     },
     "autoencoder": {"decoder.conv_in.weight": 4},
+    "video_autoencoder": {},
     "text_encoder": {
         "embed_tokens.weight": 2,
         "layers.0.mlp.gate_proj.weight": 2,

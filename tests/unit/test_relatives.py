@@ -137,8 +137,6 @@ RELATIVES = {
         "a model in 4 bits of bitsandbytes",
     ),
     "Wan2.1_VAE.pth": (lambda: {"decoder.conv1.weight": (384, 16, 3, 3, 3)}, "a video VAE"),
-    "SANA-Video_2B_480p_diffusers/vae": (lambda: library("AutoencoderKLWan"), "a video VAE with 16 channels"),
-    "SANA-Video_2B_720p_diffusers/vae": (lambda: library("AutoencoderKLLTX2Video"), "a video VAE"),
 }
 LOADERS = {
     "transformer": sana_core.load_transformer,

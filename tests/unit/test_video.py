@@ -9,8 +9,15 @@ import layouts
 import nvidia_video
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, SanaVideoPipeline, SanaVideoTransformer3DModel
+from diffusers import (
+    AutoencoderKLLTX2Video,
+    AutoencoderKLWan,
+    DPMSolverMultistepScheduler,
+    SanaVideoPipeline,
+    SanaVideoTransformer3DModel,
+)
 from safetensors.torch import save_file
+from video_models import MODELS, scheduler, transformer
 
 import sana_core
 from sana_core import video
@@ -23,36 +30,11 @@ from sana_core.text import instruction_text
 
 BOUND = 1e-5
 CAPTION = 32
-# channels of the latents, and the patch
-MODELS = {"480p": (16, 2), "720p": (128, 1)}
-
-
-def library(name, heads=4, dim=24, layers=3, seed=0):
-    """A small random model in diffusers' class."""
-    torch.manual_seed(seed)
-    channels, patch = MODELS[name]
-    width = heads * dim
-    model = SanaVideoTransformer3DModel(
-        in_channels=channels,
-        out_channels=channels,
-        patch_size=(1, patch, patch),
-        num_attention_heads=heads,
-        attention_head_dim=dim,
-        num_layers=layers,
-        num_cross_attention_heads=heads,
-        cross_attention_head_dim=dim,
-        cross_attention_dim=width,
-        caption_channels=CAPTION,
-        mlp_ratio=3.0,
-    )
-    for key, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.1)
-    return model.requires_grad_(False).eval()
 
 
 def inputs(name, frames=5):
     generator = torch.Generator().manual_seed(3)
-    channels, patch = MODELS[name]
+    channels, patch, *_ = MODELS[name]
     x = torch.randn(2, channels, frames, 4 * patch, 6 * patch, generator=generator)
     mask = torch.ones(2, 20)
     mask[0, 7:] = 0
@@ -71,7 +53,7 @@ def name(request):
 
 @pytest.fixture
 def nvidia_file(name, tmp_path):
-    channels, patch = MODELS[name]
+    channels, patch, *_ = MODELS[name]
     tensors = nvidia_video.random_video_file(224, 2, 48, channels, patch, CAPTION)
     save_file(tensors, tmp_path / "video.safetensors")
     return tensors, tmp_path / "video.safetensors"
@@ -80,7 +62,7 @@ def nvidia_file(name, tmp_path):
 @pytest.mark.parametrize("part", [1, video.PART], ids=["a frame at a time", "at once"])
 def test_the_forward_is_diffusers(name, part, monkeypatch):
     monkeypatch.setattr(video, "PART", part)
-    model, (x, timestep, embeds, mask) = library(name), inputs(name)
+    model, (x, timestep, embeds, mask) = transformer(name), inputs(name)
     expected = model(x, embeds, timestep, encoder_attention_mask=mask).sample
     torch.testing.assert_close(
         sana_core.predict_velocity(model, x, timestep, embeds, mask), expected, atol=BOUND, rtol=0
@@ -106,7 +88,7 @@ def test_each_layout_may_be_computed_as_the_other(name, nvidia_file, tmp_path):
     tensors, path = nvidia_file
     x, timestep, embeds, mask = inputs(name)
     model = sana_core.load_video_transformer(path, reference=DIFFUSERS)
-    theirs = library(name, heads=2, dim=112, layers=2)
+    theirs = transformer(name, heads=2, dim=112, layers=2)
     theirs = SanaVideoTransformer3DModel.from_config({**theirs.config, "mlp_ratio": 48 / 224})
     theirs.load_state_dict(model.state_dict())
     expected = theirs(x, embeds, timestep, encoder_attention_mask=mask).sample.detach()
@@ -127,17 +109,40 @@ def test_files_are_recognised(name, nvidia_file, tmp_path):
     assert (info.kind, info.variant, info.layout) == ("video_transformer", f"video-2B-{name}", "original")
     assert info.reference == NVIDIA and shift_of(info) == 8.0
     # diffusers' folder, whose configuration tells the heads
-    model = library(name)
+    model = transformer(name)
     model.save_pretrained(tmp_path / "folder" / "transformer")
     (tmp_path / "folder" / "model_index.json").write_text(json.dumps({"_class_name": "SanaVideoPipeline"}))
-    scheduler = DPMSolverMultistepScheduler(flow_shift=7.0, use_flow_sigmas=True, prediction_type="flow_prediction")
-    scheduler.save_pretrained(tmp_path / "folder" / "scheduler")
+    DPMSolverMultistepScheduler.from_config(scheduler().config, flow_shift=7.0).save_pretrained(
+        tmp_path / "folder" / "scheduler"
+    )
     info = sana_core.inspect_checkpoint(tmp_path / "folder")
     assert (info.kind, info.variant, info.layout) == ("pipeline", f"video-2B-{name}", "diffusers")
     assert info.reference == DIFFUSERS and shift_of(info) == 7.0 and text_reference(info) == DIFFUSERS_VIDEO
     loaded = sana_core.load_video_transformer(tmp_path / "folder")
     assert loaded.config.num_attention_heads == 4 and model_defaults(loaded.config) == VIDEO_DEFAULTS
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_vaes_are_recognised_and_not_taken_for_images(name, layout, tmp_path):
+    """Diffusers' names are the library's; the original ones those that its conversion reads."""
+    if layout == "diffusers":
+        with torch.device("meta"):
+            shapes = {"480p": AutoencoderKLWan, "720p": AutoencoderKLLTX2Video}[name]().state_dict()
+    else:
+        names = {
+            "480p": ("decoder.head.0.gamma", "decoder.upsamples.0.residual.2.weight", "decoder.conv1.weight"),
+            "720p": ("per_channel_statistics.mean-of-means", "decoder.conv_in.conv.weight"),
+        }
+        shapes = {each: torch.empty(8, 16, 3, 3, 3) for each in names[name]}
+    file = layouts.sparse({key: tensor.shape for key, tensor in shapes.items()}, tmp_path / "vae.safetensors")
+    info = sana_core.inspect_checkpoint(file)
+    variant = {"480p": "wan-2.1", "720p": "ltx-2"}[name]
+    assert (info.kind, info.variant, info.layout) == ("video_autoencoder", variant, layout)
+    with pytest.raises(ValueError, match=f"not SANA's VAE, DC-AE f32c32: found a video VAE .{variant}.; get dc-ae"):
+        sana_core.load_autoencoder(file)
+    with pytest.raises(ValueError, match="expected a SANA model; choose another file"):
+        convert_checkpoint(file, tmp_path / "out.safetensors")
 
 
 def test_one_file_of_any_layout_becomes_one_of_diffusers(name, nvidia_file, tmp_path):
@@ -157,19 +162,19 @@ def guided(model, embeds, mask, timestep, x):
 @pytest.mark.parametrize("first", [False, True], ids=["text to video", "image to video"])
 def test_six_guided_steps_are_those_of_diffusers_scheduler(name, first):
     """The library's model in its pipeline's loop, which steps the frames after a given one, and ours with a mask."""
-    model, (_, _, embeds, mask) = library(name), inputs(name)
-    channels, patch = MODELS[name]
+    model, (_, _, embeds, mask) = transformer(name), inputs(name)
+    channels, patch, *_ = MODELS[name]
     noise, image = torch.randn(1, channels, 5, 4 * patch, 4 * patch), torch.randn(1, channels, 1, 4 * patch, 4 * patch)
     start = int(first)
-    scheduler = DPMSolverMultistepScheduler(flow_shift=8.0, use_flow_sigmas=True, prediction_type="flow_prediction")
-    scheduler.set_timesteps(6)
+    theirs = scheduler()
+    theirs.set_timesteps(6)
     x = torch.cat([image[:, :, :start], noise[:, :, start:]], 2)
-    for t in scheduler.timesteps:
+    for t in theirs.timesteps:
         times = t.float().expand(2, 1, 5, 4, 4).clone()
         times[:, :, :start] = 0
         out = model(x.repeat(2, 1, 1, 1, 1), embeds, times, encoder_attention_mask=mask).sample
         without, positive = out.chunk(2)
-        moved = scheduler.step((without + 6 * (positive - without))[:, :, start:], t, x[:, :, start:]).prev_sample
+        moved = theirs.step((without + 6 * (positive - without))[:, :, start:], t, x[:, :, start:]).prev_sample
         x = torch.cat([x[:, :, :start], moved], 2)
 
     flow, keep = SAMPLERS["flow_dpmpp_2m"], torch.ones(1, 1, 5, 1, 1)
@@ -197,7 +202,7 @@ def test_what_cannot_be_read_is_said(nvidia_file, name, tmp_path, monkeypatch):
         sana_core.load_transformer(nvidia_file[1])
     with pytest.raises(ValueError, match="^reference: got 'x', expected one of auto, nvidia, diffusers; choose one$"):
         sana_core.load_video_transformer(nvidia_file[1], reference="x")
-    shapes = {key: tensor.shape for key, tensor in library(name).state_dict().items()}
+    shapes = {key: tensor.shape for key, tensor in transformer(name).state_dict().items()}
     file = layouts.sparse(shapes, tmp_path / "narrow.safetensors")
     with pytest.raises(ValueError, match="got width 96, expected a multiple of 112, .*; put the model's config.json"):
         sana_core.load_video_transformer(file)

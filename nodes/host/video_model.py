@@ -1,0 +1,135 @@
+"""SANA-Video's transformer as what ComfyUI's samplers drive, and its latents in ComfyUI's formats."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import comfy.conds
+import comfy.latent_formats
+import comfy.model_management
+import comfy.utils
+import torch
+from diffusers import SanaVideoTransformer3DModel
+
+from ...sana_core.errors import InputError
+from ...sana_core.reference import model_timestep
+from ...sana_core.released import FAR, VIDEOS, VideoModel, own_shape
+from ...sana_core.video import velocity
+from .model import WHOLE_TIMESTEPS, SanaDiffusionModel, SanaModel
+from .prompts import PromptBatch
+from .saving import config_tensor
+
+if TYPE_CHECKING:
+    import comfy.sd
+
+    from ...sana_core.checkpoints.headers import Header
+
+
+def middle_frame(latents: torch.Tensor) -> torch.Tensor:
+    """Return the frame of `latents` [B, C, T, h, w] that previews show, [B, C, 1, h, w]: the first may be given."""
+    middle = latents.shape[2] // 2
+    return latents[:, :, middle : middle + 1]
+
+
+class WanLatents(comfy.latent_formats.Wan21):
+    """Latents of Wan 2.1's VAE."""
+
+    latent_rgb_factors_reshape = staticmethod(middle_frame)
+
+
+class LTXLatents(comfy.latent_formats.LTXV):
+    """Latents of LTX-2's VAE."""
+
+    latent_rgb_factors_reshape = staticmethod(middle_frame)
+
+
+def video_format(channels: int) -> comfy.latent_formats.LatentFormat:
+    """Return the format of latents with so many channels."""
+    return WanLatents() if channels == WanLatents.latent_channels else LTXLatents()
+
+
+def cell_bytes(embedding: Header, hidden: int) -> float:
+    """Return what a forward takes of memory for a cell of the latents and a byte of the dtype.
+
+    For a patch of several cells, that is two hidden tensors of the feed-forward and three of the inner width.
+    """
+    return (2 * hidden + 3 * embedding.shape[0]) / math.prod(embedding.shape[2:])
+
+
+class SanaVideoDiffusionModel(SanaVideoTransformer3DModel):
+    """The transformer with the call that ComfyUI makes; its parameters keep diffusers' names."""
+
+    forward = SanaDiffusionModel.forward
+
+    def _forward(
+        self,
+        x,
+        timesteps,
+        context,
+        control,
+        transformer_options,
+        attention_mask=None,
+        prompt: PromptBatch | None = None,
+        **kwargs,
+    ):
+        timesteps = model_timestep(self, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
+        if prompt is None or torch.is_grad_enabled():
+            return SanaVideoTransformer3DModel.forward(
+                self, x, context, timesteps, encoder_attention_mask=attention_mask, return_dict=False
+            )[0]
+        constants, _ = prompt.constants(self, x)
+        return velocity(self, x, timesteps, constants)
+
+
+class SanaVideoModel(SanaModel):
+    """What ComfyUI's samplers drive: as for images, with a time for each frame where frames are given."""
+
+    @property
+    def facts(self) -> VideoModel:
+        return VIDEOS[self.diffusion_model.config.in_channels]
+
+    @property
+    def resolution(self) -> int:
+        """The side of a square with the area of the videos that it was trained with."""
+        return round(math.prod(self.facts.size) ** 0.5)
+
+    def check_latent(self, field, shape):
+        channels, patch = self.diffusion_model.config.in_channels, self.diffusion_model.config.patch_size[1]
+        if len(shape) != 5 or shape[1] != channels or 0 in shape or shape[3] % patch or shape[4] % patch:
+            side = self.facts.downscale
+            raise InputError(
+                f"{field}: got a latent of shape {list(shape)}, expected [batch, {channels}, frames, height / {side}, "
+                f"width / {side}], sides of multiples of {patch}; use SANA Video Latent"
+            )
+
+    def check_control(self, control):
+        if control is not None:
+            raise InputError("control_net: got a ControlNet for SANA-Video, which has none; disconnect it")
+
+    def size_note(self, shape):
+        height, width = (side * self.facts.downscale for side in shape[3:])
+        if 1 / FAR < height * width / math.prod(self.facts.size) < FAR:
+            return ""
+        right = " x ".join(map(str, own_shape(width, height, self.facts.shapes)))
+        return f"{width} x {height} is far from this model's training size; use {right} for better videos"
+
+    def process_timestep(self, timestep, denoise_mask=None, **kwargs):
+        timestep = super().process_timestep(timestep)
+        # frames that are given are at time 0
+        return timestep if denoise_mask is None else timestep[:, None] * denoise_mask.mean((1, 3, 4))
+
+    def scale_latent_inpaint(self, sigma, noise, latent_image, **kwargs):
+        return latent_image
+
+    def extra_conds(self, **kwargs):
+        out = super().extra_conds(**kwargs)
+        if kwargs.get("denoise_mask") is not None:
+            out["denoise_mask"] = comfy.conds.CONDRegular(kwargs["denoise_mask"])
+        return out
+
+    def state_dict_for_saving(self, unet_state_dict, *others, **parts):
+        own = {"flow_shift": self.model_config.sampling_settings["shift"]}
+        config = config_tensor("video_transformer", {**self.diffusion_model.config, **own})
+        # past the images' model, which adds its own
+        return super(SanaModel, self).state_dict_for_saving({**unet_state_dict, **config}, *others, **parts)

@@ -1,0 +1,76 @@
+"""A small random SANA-Video as diffusers' folder: transformer, VAE like Wan 2.1's or LTX-2's, the tiny text encoder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from checkpoints import TINY
+from diffusers import (
+    AutoencoderKLLTX2Video,
+    AutoencoderKLWan,
+    DPMSolverMultistepScheduler,
+    SanaVideoTransformer3DModel,
+)
+
+# channels of the latents, the patch, pixels of a cell, and frames of a latent frame
+RATIOS = {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+MODELS = {"480p": (16, 2, 8, 4), "720p": (128, 1, 32, 8)}
+
+
+def transformer(name: str, caption: int = 32, heads: int = 4, dim: int = 24, layers: int = 3):
+    """A random model in diffusers' class."""
+    torch.manual_seed(0)
+    channels, patch, *_ = MODELS[name]
+    model = SanaVideoTransformer3DModel(
+        in_channels=channels,
+        out_channels=channels,
+        patch_size=(1, patch, patch),
+        num_attention_heads=heads,
+        attention_head_dim=dim,
+        num_layers=layers,
+        num_cross_attention_heads=heads,
+        cross_attention_head_dim=dim,
+        cross_attention_dim=heads * dim,
+        caption_channels=caption,
+        mlp_ratio=3.0,
+    )
+    return randomise(model)
+
+
+def autoencoder(name: str):
+    """A random VAE with few channels."""
+    torch.manual_seed(1)
+    if name == "480p":
+        return randomise(AutoencoderKLWan(base_dim=8))
+    side = {"block_out_channels": (128, 128, 128, 128), "layers_per_block": (1, 2, 2, 1, 1)}
+    decoder = {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1, 2, 1, 1)}
+    model = randomise(AutoencoderKLLTX2Video(**side, **decoder, **RATIOS))
+    model.latents_mean.normal_()
+    model.latents_std.uniform_(0.5, 2)
+    return model
+
+
+def randomise(model: torch.nn.Module) -> torch.nn.Module:
+    for key, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.1)
+    return model.requires_grad_(False).eval()
+
+
+def scheduler():
+    """The one of the released folders."""
+    return DPMSolverMultistepScheduler(flow_shift=8.0, use_flow_sigmas=True, prediction_type="flow_prediction")
+
+
+def save_folder(name: str, folder: Path) -> Path:
+    """Write a diffusers folder of that model; text encoder and tokenizer are those of sana-tiny."""
+    caption = json.loads((TINY / "text_encoder" / "config.json").read_text())["hidden_size"]
+    transformer(name, caption).save_pretrained(folder / "transformer")
+    autoencoder(name).save_pretrained(folder / "vae")
+    scheduler().save_pretrained(folder / "scheduler")
+    for part in ("text_encoder", "tokenizer"):
+        os.symlink(TINY / part, folder / part, target_is_directory=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "SanaVideoPipeline"}))
+    return folder
