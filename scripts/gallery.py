@@ -18,7 +18,7 @@ from host import ROOT, Server, base_directory, get, start_server
 from PIL import Image, ImageOps
 from playwright.sync_api import Page
 from templates import DOWNLOADED, SHOWING
-from thumbnails import CARDS, FOOT, SIDE, draw_card
+from thumbnails import CARDS, FOOT, SIDE, VIDEO_CARDS, draw_card
 from thumbnails import QUALITY as SHARP
 
 sys.path.append(str(ROOT))
@@ -60,8 +60,11 @@ def shoot(server: Server, page: Page, path: Path) -> Image.Image:
 def name_released_files(models: Path) -> None:
     """Make empty files of the names that the templates' loaders choose, which would be red without; none is read."""
     for name, file in DOWNLOADS.items():
-        (models / file.folder).mkdir(parents=True, exist_ok=True)
-        (models / file.folder / name).touch()
+        path = models / file.folder / name
+        # a folder is offered by its index
+        path = path / "model_index.json" if file.folder == "diffusers" else path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
 
 def wait_until_idle(server: Server) -> None:
@@ -115,7 +118,7 @@ def main() -> None:
         for name in sys.argv[1:] or names:
             picture = shoot(server, page, ROOT / "workflows" / f"{name}.json")
             picture.save(picture_of(name), quality=QUALITY)
-            if name not in CARDS:
+            if name not in CARDS | VIDEO_CARDS:
                 draw_thumbnail(server, page, ROOT / "workflows" / f"{name}.json", picture).save(
                     ROOT / "workflows" / f"{name}.jpg", quality=SHARP
                 )

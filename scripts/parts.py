@@ -12,6 +12,7 @@ BUNDLED = "sana-scenes (bundled)"
 OWN = "the loaders' files"
 GEMMA, DC_AE = "gemma_2_2b_it_elm_bf16.safetensors", "dc-ae-f32c32-sana-1.1.safetensors"
 K1, K2, K4 = (f"Sana_1600M_{size}_BF16.safetensors" for size in ("1024px", "2Kpx", "4Kpx"))
+VIDEO_480, VIDEO_720 = (f"SANA-Video_2B_{size}_diffusers" for size in ("480p", "720p"))
 SPRINT = "Sana_Sprint_1.6B_1024px.safetensors"
 # one that the bundled model knows, and a released one draws as well
 PROMPT = "a watercolour of a red lighthouse on the sea at dusk"
@@ -21,6 +22,17 @@ PROMPTS = "\n".join(
         "a flat drawing of a blue house in the snow at night",
         "a line drawing of a green tree among green hills at noon",
     )
+)
+# the example of diffusers' pipeline, and of its prompts how they end; 30 is much motion
+NO_VIDEO = (
+    "A chaotic sequence with misshapen, deformed limbs in heavy motion blur, sudden disappearance, jump cuts, jerky "
+    "movements, rapid shot changes, frames out of sync, inconsistent character shapes, temporal artifacts, jitter, and "
+    "ghosting effects, creating a disorienting visual experience."
+)
+MOTION = " motion score: 30."
+VIDEO_PROMPT = (
+    "Evening light, soft colours, wide shot. A red lighthouse stands on a rock in the sea, waves roll against it and "
+    "break into foam, gulls circle above, clouds drift slowly across the sky." + MOTION
 )
 # where MODEL, CLIP and VAE come from: a node of the graph that is named model, or from outside of a subgraph
 INSIDE: tuple[Link, Link, Link] = ("model", 0), ("model", 1), ("model", 2)
@@ -224,6 +236,37 @@ def with_and_without(prompt: str) -> Subgraph:
     return Subgraph("Without and with the LoRA", Graph(nodes, columns), {**TEXTS, **both}, outputs)
 
 
+def video(
+    name: str, model: str, size: tuple[int, int], prompt: str, first: Link | None = None, description: str = ""
+) -> Subgraph:
+    """A video of a released model from a prompt, and with `first` from an image too."""
+    given = {} if first is None else {"vae": INSIDE[2], "first_image": first}
+    latent = {"model": INSIDE[0], "width": size[0], "height": size[1], "frames": 81, "batch_size": 1, **given}
+    nodes = {
+        "model": Node("SanaNodesLoader", {"model": model}),
+        **texts(prompt, INSIDE[1]),
+        "empty": Node("SanaNodesVideoLatent", latent),
+        "sampler": sampler(("empty", 0), INSIDE[0], steps=50, guidance=6.0),
+        "decode": Node("VAEDecode", {"samples": ("sampler", 0), "vae": INSIDE[2]}),
+        "video": Node("CreateVideo", {"images": ("decode", 0), "fps": 16.0}),
+    }
+    nodes["negative"].inputs["text"] = NO_VIDEO
+    columns = ("Model", "model"), *DRAWING[:2], ("Result", "decode"), ("Video", "video")
+    widgets = {**TEXTS, **SIZE, "frames": "empty.frames", "fps": "video.fps", **SETTINGS, "model": "model.model"}
+    return Subgraph(name, Graph(nodes, columns), widgets, {"VIDEO": ("video", 0), **IMAGE}, description)
+
+
+def text_to_video() -> Subgraph:
+    about = "Generates a video of 5 seconds from a prompt with SANA-Video."
+    return video("SANA text to video", VIDEO_480, (832, 480), VIDEO_PROMPT, None, about)
+
+
+def image_to_video() -> Subgraph:
+    about = "Generates a video of 5 seconds that begins with an image, from a prompt, with SANA-Video."
+    prompt = "The subject of the image comes to life and moves, the camera moves slowly to the right." + MOTION
+    return video("SANA image to video", VIDEO_480, (832, 480), prompt, ("first image", 0), about)
+
+
 def guidance() -> Subgraph:
     nodes = {
         "pag": Node("SanaNodesPAG", {"model": OUTSIDE[0], "scale": 1.0, "blocks": ""}),
@@ -307,4 +350,6 @@ def blueprints() -> list[Subgraph]:
         ),
         second_pass(),
         batch(),
+        text_to_video(),
+        image_to_video(),
     ]

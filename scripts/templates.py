@@ -6,15 +6,16 @@ import re
 from typing import Any, NamedTuple
 
 import parts
-from parts import DC_AE, GEMMA, INSIDE, K1, K2, K4, SPRINT
+from parts import DC_AE, GEMMA, INSIDE, K1, K2, K4, SPRINT, VIDEO_480, VIDEO_720
 from setup import ROOT
 from workflow import DOWNLOADS, NOTE, Columns, Graph, Node, Subgraph
 
 # these need files that no switch replaces
-DOWNLOADED = {"SANA Sprint"}
+DOWNLOADED = {"SANA Sprint", "SANA text to video", "SANA image to video", "SANA text to video 720p"}
 # nodes that end a graph with an image on themselves
-SHOWING = ("SaveImage", "PreviewImage", "SanaNodesPlan", "SanaNodesDoctor")
+SHOWING = ("SaveImage", "SaveVideo", "PreviewImage", "SanaNodesPlan", "SanaNodesDoctor")
 SOURCES = {"model": ("model", 0), "clip": ("model", 1), "vae": ("model", 2)}
+FORMAT = {"format": "auto", "codec": "auto"}
 COMPARED = ("Before and after", "before save"), ("Compare", "compare")
 # pixels of the three nodes of a template that is one subgraph
 WIDE = 430
@@ -60,6 +61,21 @@ def released(name: str, subgraph: Subgraph, prefix: str, model: str) -> dict[str
     ]
     table = "\n".join(["| file | size | folder in models |", "|---|---|---|", *rows])
     return one_node(name, subgraph, prefix, f"\n\n{table}\n\nSave each file under the name in this table.")
+
+
+def video(name: str, subgraph: Subgraph, folder: str, image: str | None = None) -> Template:
+    """A note that says where the folder is, an image to begin with if there is one, the subgraph, and the video."""
+    where = f"\n\nDownload the folder [{folder}]({DOWNLOADS[folder].url}), whole, into `models/diffusers`."
+    first = {} if image is None else {"first": Node("LoadImage", {"image": image}, "First image", WIDE)}
+    links = {} if image is None else {"first image": ("first", 0)}
+    nodes = {
+        **note(name, where, WIDE),
+        **first,
+        "video": Node(subgraph, links, None, WIDE),
+        "save": Node("SaveVideo", {"video": ("video", 0), "filename_prefix": "video/sana", **FORMAT}, None, WIDE),
+    }
+    columns = ("", " ".join(("note", *first))), ("", "video"), ("", "save")
+    return Template(Graph(nodes, columns), (("video", "prompt"), ("video", "seed")))
 
 
 def before_and_after(before: tuple[str, int], after: tuple[str, int], name: str) -> dict[str, Node]:
@@ -285,6 +301,12 @@ def templates() -> dict[str, Template]:
         "SANA best settings for this card": cards,
         "SANA check this computer": doctor,
     }
+    large = parts.video("SANA text to video 720p", VIDEO_720, (1280, 704), parts.VIDEO_PROMPT)
+    videos: dict[str, tuple] = {
+        "SANA text to video": (parts.text_to_video(), VIDEO_480),
+        "SANA image to video": (parts.image_to_video(), VIDEO_480, "example.png"),
+        "SANA text to video 720p": (large, VIDEO_720),
+    }
     return {
         **one_node("SANA first image", parts.bundled_image(), "sana-first"),
         **released("SANA 1K", drawing("SANA text to image", K1, 1024), "sana-1024", K1),
@@ -295,4 +317,5 @@ def templates() -> dict[str, Template]:
         **released("SANA 8K", parts.large_8k(), "sana-8192", K4),
         **released("SANA Sprint", parts.sprint(), "sana-sprint", SPRINT),
         **{name: made(name) for name, made in others.items()},
+        **{name: video(name, *made) for name, made in videos.items()},
     }

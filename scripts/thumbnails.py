@@ -49,6 +49,12 @@ CARDS = {
     "SANA 8K": Card("a flat drawing of a blue house in the snow at night", 1, "1.6B", 8192),
     "SANA Sprint": Card("a flat drawing of an orange car in the desert at dusk", 4, "sprint-1.6B", 1024, "in 2 steps"),
 }
+# of templates of videos: a prompt and a seed of the demo model, and words
+VIDEO_CARDS = {
+    "SANA text to video": ("a watercolour of a red lighthouse on the sea at dusk", 3, "832 x 480, 81 frames"),
+    "SANA image to video": ("a flat drawing of a yellow boat on the sea at noon", 2, "from an image, 81 frames"),
+    "SANA text to video 720p": ("a watercolour of a red balloon over the sea at dawn", 1, "1280 x 704, 81 frames"),
+}
 
 
 def draw_card(images: Sequence[Image.Image], words: str) -> Image.Image:
@@ -91,6 +97,16 @@ def draw_released(card: Card) -> Image.Image:
     return drawn
 
 
+def draw_video(prompt: str, seed: int, words: str) -> Image.Image:
+    """Return the card of a template that makes a video: an image with the sign that it plays."""
+    (pixels,) = sana_core.generate([prompt], ROOT / "demo" / "sana-scenes", width=256, height=256, seed=seed)
+    drawn = draw_card([Image.fromarray(levels(pixels))], f"{words} - demo model's image")
+    middle = SIDE / 2, (SIDE - FOOT) / 2
+    corners = [(middle[0] + 60 * x, middle[1] + 60 * y) for x, y in ((1, 0), (-0.7, -0.9), (-0.7, 0.9))]
+    ImageDraw.Draw(drawn).polygon(corners, TEXT, PAPER, 4)
+    return drawn
+
+
 def draw_sign(width: int, height: int) -> Image.Image:
     """Return the pack's sign, the shapes that the bundled model knows, as icon or as banner."""
     picture = Image.new("RGB", (width, height), PAPER)
@@ -112,6 +128,8 @@ def draw_sign(width: int, height: int) -> Image.Image:
 def main() -> None:
     for name, card in CARDS.items():
         draw_released(card).save(ROOT / "workflows" / f"{name}.jpg", quality=QUALITY)
+    for name, card in VIDEO_CARDS.items():
+        draw_video(*card).save(ROOT / "workflows" / f"{name}.jpg", quality=QUALITY)
     draw_sign(400, 400).save(ROOT / "docs" / "icon.png")
     draw_sign(1260, 540).save(ROOT / "docs" / "banner.png")
 
