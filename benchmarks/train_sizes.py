@@ -1,8 +1,8 @@
 """Several resolutions mixed in one phase against phases one after another, at the same number of steps.
 
 `python benchmarks/train_sizes.py` writes benchmarks/train_sizes.json: a LoRA of the demo model on paintings that it
-does not know, at 256 px, at 384 px, first at the one and then at the other, and at both in one phase; the loss of each
-on held-out paintings of either size, the mean of SEEDS runs.
+does not know, at 256 px, at 384 px, first at the one and then at the other, and at both in one phase; the loss before,
+and of each, on held-out paintings of either size, the mean of SEEDS runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def phase(resolution: int, steps: int, rate: float = RATE, **own: Any) -> Phase:
     return Phase(("",), resolution, batch=4, steps=steps, learning_rate=rate, schedule="cosine", warmup=10, **own)
 
 
-WAYS = {
+WAYS: dict[str, tuple[Phase, ...]] = {
+    "before": (),
     "small": (phase(SMALL, STEPS),),
     "large": (phase(LARGE, STEPS),),
     "phases": (phase(SMALL, STEPS // 2), phase(LARGE, STEPS // 2)),
@@ -61,10 +62,10 @@ def settings_of(folder: Path, name: str, phases: tuple[Phase, ...], seed: int, *
     )
 
 
-def loss_at(resolution: int, folder: Path, name: str, seed: int, lora: Path) -> float:
+def loss_at(resolution: int, folder: Path, name: str, seed: int, lora: str) -> float:
     """Return the loss of the held-out paintings at `resolution`, of a run that goes on from `lora` at rate 0."""
     lines: list[Any] = []
-    method = Method(rank=8, targets="both", start=str(lora))
+    method = Method(rank=8, targets="both", start=lora)
     own = settings_of(
         folder,
         f"{name} at {resolution}",
@@ -87,7 +88,8 @@ def main() -> None:
             losses = []
             for seed in range(SEEDS):
                 method, held_out = Method(rank=8, targets="both"), Validation(0, 0.2)
-                lora = train(settings_of(folder, way, phases, seed, method=method, validation=held_out))
+                own = settings_of(folder, way, phases, seed, method=method, validation=held_out)
+                lora = str(train(own)) if phases else ""
                 losses.append([loss_at(each, folder, way, seed, lora) for each in (SMALL, LARGE)])
             means = [round(sum(each) / SEEDS, 4) for each in zip(*losses, strict=True)]
             found[way] = dict(zip((f"loss at {SMALL}", f"loss at {LARGE}"), means, strict=True))
