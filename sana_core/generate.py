@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .batch.best import find_best, pick_best, place_scorer
+from .batch.best import Drawing, draw_best, find_best, place_scorer
 from .batch.draw import Settings
 from .batch.local import draw_local
 from .batch.plan import Workload, batch_pictures
@@ -37,6 +37,7 @@ def generate(
 
     With `best`, `of` and `scorer`, the folder of a CLIP, `of` drafts of each prompt are made and only the `best` that
     fit it best returned, the better first; `report`, a dict, then gets "picked": prompt, seed, score and rank of each.
+    With `after` the drafts are scored after so many steps, and only the better ones drawn to the end.
 
     `settings` are these, `chunk`, the pictures that a device draws at once, without it as many as suit it, `say`, which
     is told what a cluster waits for, and the fields of `sana_core.batch.draw.Settings`: width, height, steps, guidance,
@@ -47,12 +48,36 @@ def generate(
     """
     chunk, say = settings.pop("chunk", None), settings.pop("say", no_words)
     report = settings.pop("report", {})
-    best = find_best(settings.pop("best", None), settings.pop("of", None), settings.pop("scorer", None), count)
+    choice = {name: settings.pop(name, None) for name in ("of", "scorer", "after")}
+    best = find_best(settings.pop("best", None), **choice, count=count)
     how = Settings(**settings)
     workload = Workload(prompts, batch_pictures(len(prompts), best.of if best else count, seed), chunk)
+    drawing = find_drawing(checkpoint, devices, cluster, split, say)
     if best:
         # before the drafts take their memory
         scorer = place_scorer(best, how, devices)
+        picks = sorted(
+            draw_best(drawing, workload, how, best, scorer), key=lambda pick: (pick.picture.prompt, pick.rank)
+        )
+        report["picked"] = [pick.describe(named=True) for pick in picks]
+        return torch.stack([pick.pixels for pick in picks])
+    # made when the first picture is there, for mistakes in sizes are found before
+    out = torch.empty(0)
+    for picture, pixels in drawing(workload, how):
+        if not len(out):
+            out = torch.empty(len(workload.pictures), *pixels.shape)
+        out[picture.number] = pixels
+    return out
+
+
+def find_drawing(
+    checkpoint: str | Path,
+    devices: Sequence[str | torch.device] | None,
+    cluster: str | ClusterSettings | None,
+    split: bool,
+    say: Callable[[str], None],
+) -> Drawing:
+    """Return what draws a workload: the cluster's GPUs or `devices`, with `split` all of them each picture."""
     if cluster is not None:
         from .cluster.batch import draw_on_cluster
         from .cluster.connection import ClusterSettings
@@ -60,21 +85,9 @@ def generate(
 
         where = ClusterSettings(cluster) if isinstance(cluster, str) else cluster
         draw_there = draw_split_on_cluster if split else draw_on_cluster
-        drawn = draw_there(workload, checkpoint, how, where, say=say)
-    elif split:
+        return lambda workload, how: draw_there(workload, checkpoint, how, where, say=say)
+    if split:
         from .split.draw import draw_split
 
-        drawn = draw_split(workload, checkpoint, how, devices)
-    else:
-        drawn = draw_local(workload, checkpoint, how, devices)
-    if best:
-        picks = sorted(pick_best(drawn, workload, best, scorer), key=lambda pick: (pick.picture.prompt, pick.rank))
-        report["picked"] = [pick.describe(named=True) for pick in picks]
-        return torch.stack([pick.pixels for pick in picks])
-    # made when the first picture is there, for mistakes in sizes are found before
-    out = torch.empty(0)
-    for picture, pixels in drawn:
-        if not len(out):
-            out = torch.empty(len(workload.pictures), *pixels.shape)
-        out[picture.number] = pixels
-    return out
+        return lambda workload, how: draw_split(workload, checkpoint, how, devices)
+    return lambda workload, how: draw_local(workload, checkpoint, how, devices)

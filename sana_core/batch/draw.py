@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
 from ..checkpoints.load import build_module, shift_of
-from ..checks import check_number
+from ..checks import check_number, check_whole
 from ..control import Control
 from ..decode import decode_latents
 from ..drawn_over import Under, draw_over
@@ -50,7 +50,8 @@ class Settings(NamedTuple):
     Perturbed attention of `pag_scale` acts in `pag_blocks`, like "8"; guidance acts from the first share of
     `guidance_interval` of the sampling to the second. `reference` is whose arithmetic is followed where NVIDIA's code
     and diffusers' differ: "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. `loras` are added to
-    the transformer's weights, each a file, on a cluster of each machine, and its strength.
+    the transformer's weights, each a file, on a cluster of each machine, and its strength. With `stop_after` the image
+    is what the model expects of it, x0, after so many of the steps.
     """
 
     width: int = DEFAULT_RESOLUTION
@@ -66,6 +67,7 @@ class Settings(NamedTuple):
     compiled: bool = False
     reference: str = AUTO
     loras: tuple[tuple[str, float], ...] = ()
+    stop_after: int | None = None
 
 
 def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
@@ -90,6 +92,8 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
     find_sampler(settings.sampler)
     check_sampler(config, settings.sampler)
     check_steps(settings.steps)
+    if settings.stop_after is not None:
+        check_whole("after", settings.stop_after, 1, settings.steps)
     check_number("guidance", settings.guidance, 0, LARGEST_GUIDANCE)
     check_number("guidance_interval", settings.guidance_interval[0], 0, 1)
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
@@ -242,6 +246,8 @@ def sample(
     reference = reference_of(transformer)
     more = own_arguments(flow, reference, noise)
     sigmas = own_sigmas(flow, reference, settings.steps, shift)
+    # a last step to sigma 0 is x0
+    sigmas = torch.cat([sigmas[: settings.stop_after or -1], sigmas[-1:]])
     if under is not None:
         model, start = draw_over(under, model, start, sigmas[0])
     return flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)

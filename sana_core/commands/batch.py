@@ -11,9 +11,9 @@ import time
 from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..batch.best import Best, find_best, pick_best, place_scorer, without_finished
+from ..batch.best import Best, draw_best, find_best, place_scorer, without_finished
 from ..batch.draw import Settings, resolve_settings
 from ..batch.fingerprint import KEPT, describe_settings
 from ..batch.folder import OutputFolder, read_manifest
@@ -26,6 +26,9 @@ from ..errors import InputError, OutputError, SanaError
 from ..polling import noting_interrupts
 from ..whole_files import make_folder
 from .options import add_drawing, cluster_of, say, settings_of
+
+if TYPE_CHECKING:
+    import torch
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
@@ -58,7 +61,7 @@ def read_prompts(file: Path) -> list[str]:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.out_shared and arguments.cluster is None:
         raise InputError("out-shared: it is for machines of a cluster; add --cluster, or leave it out")
-    best = find_best(arguments.best, arguments.of, arguments.scorer, arguments.count)
+    best = find_best(arguments.best, arguments.of, arguments.scorer, arguments.after, arguments.count)
     if best and arguments.out_shared:
         raise InputError("out-shared: drafts are chosen here and not where they are made; leave it out with --best")
     prompts, count = read_prompts(arguments.prompts), best.of if best else arguments.count
@@ -138,7 +141,7 @@ def draw(
     cluster = cluster_of(arguments)
     if best:
         if workload.left:
-            yield from draw_best(arguments, workload, settings, described, report, best)
+            yield from draw_picks(arguments, workload, settings, described, report, best)
         return
     if cluster is not None:
         from ..cluster.batch import draw_on_cluster
@@ -159,7 +162,7 @@ def draw(
             yield picture, encode_png(pixels, prompt, picture.seed, described, arguments.checkpoint)
 
 
-def draw_best(
+def draw_picks(
     arguments: argparse.Namespace,
     workload: Workload,
     settings: Settings,
@@ -168,15 +171,17 @@ def draw_best(
     best: Best,
 ) -> Generator[tuple[Picture, bytes], None, None]:
     """Yield the best drafts of each prompt that is not done, as PNG files with score and rank."""
-    scorer, cluster = place_scorer(best, settings, arguments.devices), cluster_of(arguments)
-    if cluster is not None:
+    scorer, cluster, devices = place_scorer(best, settings, arguments.devices), cluster_of(arguments), arguments.devices
+
+    def drawing(drafts: Workload, how: Settings) -> Generator[tuple[Picture, torch.Tensor], None, None]:
+        if cluster is None:
+            return draw_local(drafts, arguments.checkpoint, how, devices, report=report)
         from ..cluster.batch import draw_on_cluster
 
-        drafts = draw_on_cluster(workload, arguments.checkpoint, settings, cluster, report=report, say=say)
-    else:
-        drafts = draw_local(workload, arguments.checkpoint, settings, arguments.devices, report=report)
-    with closing(drafts):
-        for pick in pick_best(drafts, workload, best, scorer):
+        return draw_on_cluster(drafts, arguments.checkpoint, how, cluster, report=report, say=say)
+
+    with closing(draw_best(drawing, workload, settings, best, scorer)) as picks:
+        for pick in picks:
             prompt, seed = workload.prompts[pick.picture.prompt], pick.picture.seed
             yield pick.picture, encode_png(pick.pixels, prompt, seed, described, arguments.checkpoint, pick.describe())
 

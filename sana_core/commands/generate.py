@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         "best": arguments.best,
         "of": arguments.of,
         "scorer": arguments.scorer,
+        "after": arguments.after,
         "report": report,
     }
     settings = settings_of(arguments)._asdict()

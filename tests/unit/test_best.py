@@ -10,7 +10,9 @@ from PIL import Image
 
 import sana_core
 from sana_core.__main__ import main
+from sana_core.batch import draw
 from sana_core.errors import InputError
+from sana_core.sampling import find_sampler
 from sana_core.scorer import load_scorer
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
@@ -56,6 +58,37 @@ def test_the_best_are_the_drafts_that_score_most(checkpoint, clip, drafts, ranks
     assert [pick["score"] for pick in report["picked"]] == pytest.approx([float(score) for score in best], abs=1e-3)
     again = sana_core.generate(PROMPTS[:1], checkpoint, seed=seeds[0], **SIZE)
     assert torch.equal(images[:1], again)
+
+
+@pytest.mark.parametrize("sampler", ["flow_dpmpp_2m", "flow_euler"])
+def test_an_early_look_finishes_the_drafts_that_then_score_most(checkpoint, clip, monkeypatch, sampler):
+    """The scores after two of five steps are those of what the sampler itself expects there."""
+    own = {**SIZE, "steps": 5, "sampler": sampler}
+    expected = []
+
+    def watched(name):
+        flow = find_sampler(name)
+
+        def sample(model, x, sigmas, callback, **more):
+            seen = []
+            flow.sample(model, x, sigmas, callback=lambda state: seen.append(state["denoised"]), **more)
+            expected.append(seen[1])
+            return seen[1]
+
+        return flow._replace(sample=sample)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(draw, "find_sampler", watched)
+        early = sana_core.generate(PROMPTS[:1], checkpoint, seed=5, count=6, **own)
+    assert len(expected) == 6
+    scorer, whole = load_scorer(clip), sana_core.generate(PROMPTS[:1], checkpoint, seed=5, count=6, **own)
+    better = scorer.score(early, PROMPTS[0]).argsort(descending=True)[:2]
+    first = better[scorer.score(whole[better], PROMPTS[0]).argmax()]
+    for devices in (None, ["cpu", "cpu"]):
+        report = {}
+        best = {"best": 1, "of": 6, "after": 2, "scorer": clip, "report": report, "devices": devices}
+        images = sana_core.generate(PROMPTS[:1], checkpoint, seed=5, **best, **own)
+        assert torch.equal(images, whole[first][None]) and report["picked"][0]["seed"] == 5 + int(first)
 
 
 def command(name, what, checkpoint, clip, *options):
@@ -107,6 +140,22 @@ def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, m
     assert "4 of 4 images are there already" in capsys.readouterr().out
 
 
+def test_a_batch_with_an_early_look_ends_at_the_same_images_however_often_it_stops(
+    checkpoint, clip, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("\n".join(PROMPTS))
+    options = ("batch", "prompts.txt", checkpoint, clip, "--best", 1, "--after", 1)
+    assert command(*options) == 0
+    whole = {path.name: path.read_bytes() for path in Path("out").glob("*.png")}
+    assert len(whole) == 2 and json.loads(Path("out/manifest.json").read_text())["settings"]["after"] == 1
+    Path("out", max(whole)).unlink()
+    assert command(*options) == 0
+    assert {path.name: path.read_bytes() for path in Path("out").glob("*.png")} == whole
+    assert command(*options[:-1], 4, "--out", "other") == 1
+    assert "after: got 4, expected a whole number from 1 to 3" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -114,6 +163,7 @@ def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, m
         ({"of": 4}, "best: got only a part of best, of and scorer"),
         ({"best": 5, "of": 4, "scorer": "clip"}, "best: got 5, expected a whole number from 1 to 4"),
         ({"best": 1, "of": 4, "scorer": "clip", "count": 2}, "count: got 2 beside best"),
+        ({"after": 2}, "best: got only a part of best, of and scorer"),
     ],
 )
 def test_what_cannot_be_chosen_is_named(checkpoint, options, message):
