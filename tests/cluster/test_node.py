@@ -1,6 +1,8 @@
 """SANA Batch Sampler on a real Ray cluster, over HTTP: the operator's file, the same pictures, cancel."""
 
 import json
+import os
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -185,3 +187,15 @@ def test_a_patch_that_cannot_travel_is_refused_by_name(server, graph):
     nodes["patch"] = {"class_type": "ModelSamplingSD3", "inputs": {"model": ["1", 0], "shift": 5.0}}
     with pytest.raises(GraphError, match=r"model: got a patch that a cluster cannot apply \(model_sampling\)"):
         list(run_graph(server, nodes))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_end_with_comfyui_however_that_ends(server, graph):
+    list(run_graph(server, graph(seed=17)))
+    assert actors()
+    os.kill(server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while actors():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

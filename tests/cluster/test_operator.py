@@ -1,0 +1,49 @@
+"""What an operator reads of a run in Ray's own tools, and when actors that nobody wants any more end."""
+
+import time
+
+import pytest
+from machines import actors, add_node
+
+from sana_core.batch.draw import Settings
+from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.cluster.batch import draw_on_cluster, draw_with, make_job
+from sana_core.cluster.connection import ClusterSettings
+from sana_core.cluster.session import Session
+
+pytestmark = pytest.mark.timeout(300)
+
+SETTINGS = Settings(64, 64, 2)
+
+
+def test_ray_lists_the_job_by_its_name(cluster, checkpoint):
+    from ray._private.worker import global_worker
+
+    add_node(cluster)
+    workload = Workload(["a red circle"], batch_pictures(1, 4, 5), 1)
+    drawn = draw_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
+    next(drawn)
+    jobs = global_worker.gcs_client.get_all_job_info().values()
+    assert [job.config.metadata["job_name"] for job in jobs] == ["sana"]
+    drawn.close()
+
+
+def test_workers_that_nobody_wants_for_long_end(cluster, checkpoint):
+    add_node(cluster)
+    workload = Workload(["a red circle"], batch_pictures(1, 2, 5), 1)
+    job = make_job(workload, checkpoint, SETTINGS)
+    session = Session(ClusterSettings(cluster.client_address), idle=5.0)
+    for seed in range(2):
+
+        def work(ray, cache, beat):
+            return draw_with(ray, cache, job, workload, session.cluster, {}, beat)
+
+        before = {process.pid for process in actors()}
+        assert len(list(session.run("the same", dict, work))) == 2
+        # those of the first run draw in the second
+        assert not seed or {process.pid for process in actors()} == before
+    assert actors()
+    deadline = time.monotonic() + 60
+    while actors():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
