@@ -85,6 +85,11 @@ def command_line() -> int:
         # whoever read the output has gone, as head does; nor can the rest of it be flushed
         dup2(open_descriptor(devnull, O_WRONLY), sys.stdout.fileno())
         return 128 + 13
+    except OSError as error:
+        # as of a full disk; Python would flush the rest of it again at its end
+        dup2(open_descriptor(devnull, O_WRONLY), sys.stdout.fileno())
+        sys.stderr.write(f"output: it cannot be written ({error.strerror}); see the disk that it goes to\n")
+        return 1
 
 
 def end(number: int, frame: Any) -> NoReturn:

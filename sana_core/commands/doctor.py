@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ExistingFileError, OutputError
@@ -45,12 +46,18 @@ def run(arguments: argparse.Namespace) -> None:
         check_target(arguments.json)
     usual = TIMED_SECONDS if arguments.time else SECONDS
     seconds = usual if arguments.seconds is None else arguments.seconds
-    report = Report(seconds=seconds, tell=lambda what: sys.stderr.write(f"checking {what}\n"))
+    report = Report(seconds=seconds, tell=tell)
     examine(report, arguments.paths, arguments.device, arguments.time)
     if arguments.json is not None:
         with unfinished(arguments.json) as part:
             part.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     sys.stdout.write(report.markdown())
+
+
+def tell(what: str) -> None:
+    """Say what is checked next, if anybody can still read it."""
+    with suppress(OSError):
+        sys.stderr.write(f"checking {what}\n")
 
 
 def check_target(path: Path) -> None:

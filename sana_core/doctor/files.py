@@ -9,9 +9,9 @@ import torch
 
 from ..batch.fingerprint import weight_files
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
-from ..checkpoints.headers import SUFFIXES
+from ..checkpoints.headers import PICKLED, SUFFIXES
 from ..checkpoints.parts import describe
-from ..errors import SanaError
+from ..errors import CheckpointError, SanaError
 from ..lora import read_whole, written_names
 from ..whole_files import digest_file
 from .answers import check_models
@@ -35,23 +35,32 @@ SIZES = {1_249_044_836: "DC-AE 1.0 and 1.1", 5_228_717_512: "gemma-2-2b-it in on
 def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> None:
     """Add lines on the files at `paths`, and on what SANA's among them compute."""
     found, others = [], 0
-    for path in paths:
-        for candidate in candidates(report, path):
-            with report.checking(SECTION, candidate.name):
+    for path, candidate in ((named, found) for named in paths for found in candidates(report, named)):
+        if candidate != path and report.late(SECTION, f"{candidate.name} and the files after it"):
+            break
+        with report.checking(SECTION, candidate.name):
+            try:
                 info = inspect_checkpoint(candidate)
-                if info.kind == "other" and candidate != path:
-                    others += 1
-                    continue
-                found.append(info)
-                if info.kind != "lora":
-                    report.note(SECTION, candidate.name, f"{describe(info)}, {info.size / 1e9:.3f} GB")
+            except CheckpointError as error:
+                if candidate == path or candidate.suffix not in PICKLED:
+                    raise
+                # pickles of other programs hold more than weights
+                report.note(SECTION, candidate.name, f"not read: {error}")
+                continue
+            if info.kind == "other" and candidate != path:
+                others += 1
+                continue
+            found.append(info)
+            if info.kind != "lora":
+                report.note(SECTION, candidate.name, f"{describe(info)}, {info.size / 1e9:.3f} GB")
     check_loras(report, found, named=set(paths))
     if others:
         report.note(SECTION, "files of other models", str(others))
     sana = [info for info in found if info.kind not in ("lora", "other")]
     for info in sana:
         tokenizers = info.path.glob("**/tokenizer.[jm]*") if info.path.is_dir() else ()
-        for file in sorted({*weight_files(info), *tokenizers}):
+        # a pipe would be waited for
+        for file in sorted(file for file in {*weight_files(info), *tokenizers} if file.is_file()):
             check_digest(report, info, file)
     check_models(report, sana, device)
 
@@ -93,7 +102,10 @@ def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
 def check_loras(report: Report, found: Sequence[CheckpointInfo], named: set[Path]) -> None:
     """Add a line for each LoRA: which of the transformers here, the bundled one among them, it fits. Those of other
     models are not SANA's, and no fault unless they were named."""
-    here = [*found, *([inspect_checkpoint(BUNDLED)] if BUNDLED.is_dir() else [])]
+    here = list(found)
+    if BUNDLED.is_dir():
+        with report.checking(SECTION, "the bundled model"):
+            here.append(inspect_checkpoint(BUNDLED))
     transformers = [part for info in here for part in info.parts or (info,) if part.kind == "transformer"]
     others = 0
     for info in found:
@@ -102,26 +114,32 @@ def check_loras(report: Report, found: Sequence[CheckpointInfo], named: set[Path
         if info.path not in named and not has_layers_of_sana(info):
             others += 1
             continue
-        fits, why = [], ""
-        for part in transformers:
-            shapes = {
-                name.removesuffix(".weight"): torch.Size(header.shape)
-                for name, header in part.headers.items()
-                if name.endswith(".weight") and len(header.shape) > 1
-            }
-            try:
-                read_whole(info.path, shapes)
-                fits.append(part.variant)
-            except SanaError as error:
-                why = str(error)
-        if not transformers:
-            report.note(SECTION, info.path.name, "a LoRA; no transformer here to compare it with")
-        else:
-            variants = ", ".join(dict.fromkeys(part.variant for part in transformers))
-            got = f"fits {', '.join(dict.fromkeys(fits))}" if fits else why
-            report.add(SECTION, info.path.name, f"a LoRA of {variants}", got, RIGHT if fits else WRONG)
+        with report.checking(SECTION, info.path.name):
+            check_lora(report, info, transformers)
     if others:
         report.note(SECTION, "LoRAs of other models", str(others))
+
+
+def check_lora(report: Report, info: CheckpointInfo, transformers: Sequence[CheckpointInfo]) -> None:
+    """Add a line on which of `transformers` a LoRA fits."""
+    fits, why = [], ""
+    for part in transformers:
+        shapes = {
+            name.removesuffix(".weight"): torch.Size(header.shape)
+            for name, header in part.headers.items()
+            if name.endswith(".weight") and len(header.shape) > 1
+        }
+        try:
+            read_whole(info.path, shapes)
+            fits.append(part.variant)
+        except SanaError as error:
+            why = str(error)
+    if not transformers:
+        report.note(SECTION, info.path.name, "a LoRA; no transformer here to compare it with")
+    else:
+        variants = ", ".join(dict.fromkeys(part.variant for part in transformers))
+        got = f"fits {', '.join(dict.fromkeys(fits))}" if fits else why
+        report.add(SECTION, info.path.name, f"a LoRA of {variants}", got, RIGHT if fits else WRONG)
 
 
 def has_layers_of_sana(info: CheckpointInfo) -> bool:
@@ -129,4 +147,5 @@ def has_layers_of_sana(info: CheckpointInfo) -> bool:
     names = written_names(
         f"transformer_blocks.0.{layer}" for layer in ("attn1.to_q", "attn2.to_q", "ff.conv_inverted", "ff.conv_point")
     )
-    return any(header.startswith(f"{name}.") for header in info.headers for name in names)
+    begins = tuple(f"{name}." for name in names)
+    return any(header.startswith(begins) for header in info.headers)

@@ -25,7 +25,8 @@ def describe_machine(report: Report) -> None:
     """Add lines on versions, and on functions of torch that have been replaced."""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     report.note(SECTION, "system", system)
-    report.note(SECTION, "sana-nodes", commit() or "no git checkout")
+    with report.checking(SECTION, "sana-nodes"):
+        report.note(SECTION, "sana-nodes", commit() or "no git checkout")
     with report.checking(SECTION, "versions"):
         check_versions(report)
     for name in REPLACEABLE:

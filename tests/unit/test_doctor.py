@@ -1,8 +1,10 @@
 """The report of a machine that is right has no fault; of one that is not, it names what is broken."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path, PureWindowsPath
 
@@ -197,6 +199,51 @@ def test_a_file_that_is_broken_is_a_line_and_the_rest_is_checked(tmp_path):
     assert CYANOTYPE.name in {line.what for line in report.lines}
 
 
+def test_odd_files_are_lines_and_pickles_of_other_programs_are_no_faults(tmp_path):
+    vae, upscalers = tmp_path / "vae", tmp_path / "upscale_models"
+    vae.mkdir()
+    upscalers.mkdir()
+    # as of ESRGAN, and as torch wrote before 1.6
+    torch.save({"params": {"conv.weight": torch.ones(3, 3)}}, upscalers / "esrgan.pth")
+    torch.save({"conv.weight": torch.ones(3, 3)}, upscalers / "old.pth", _use_new_zipfile_serialization=False)
+    os.mkfifo(vae / "pipe.safetensors")
+    (vae / "folder.safetensors").mkdir()
+    (vae / "loop.safetensors").symlink_to("loop.safetensors")
+    (vae / "zero.safetensors").symlink_to("/dev/zero")
+    shutil.copy(CYANOTYPE, os.fsdecode(os.fsencode(vae) + b"/caf\xe9\xff.safetensors"))
+    model = shutil.copytree(SCENES, tmp_path / "model")
+    (model / "tokenizer" / "tokenizer.json").unlink()
+    os.mkfifo(model / "tokenizer" / "tokenizer.json")
+    report = Report()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "check_models", lambda *arguments: None)
+        check_files(report, [tmp_path], CPU)
+    assert faults(report).keys() == {"pipe.safetensors", "loop.safetensors", "zero.safetensors"}
+    noted = {line.what: line.got for line in report.lines if line.verdict == "noted"}
+    assert all(noted[name].startswith("not read: ") for name in ("esrgan.pth", "old.pth"))
+    assert r"caf\udce9\udcff.safetensors" in {line.what for line in report.lines}
+    assert report.markdown().encode() and json.dumps(report.as_json())
+
+
+def test_in_a_folder_of_thousands_what_there_is_no_time_for_is_one_line(tmp_path):
+    for index in range(50):
+        save_file({"weight": torch.ones(1)}, tmp_path / f"{index:03}.safetensors")
+    report = Report(seconds=0)
+    check_files(report, [tmp_path], CPU)
+    assert [(line.what, line.verdict) for line in report.lines] == [
+        ("000.safetensors and the files after it", "skipped")
+    ]
+
+
+def test_a_broken_bundled_model_hides_no_other_file(tmp_path, monkeypatch):
+    (tmp_path / "bundled").mkdir()
+    monkeypatch.setattr(files, "BUNDLED", tmp_path / "bundled")
+    report = Report()
+    check_files(report, [TINY / "transformer", CYANOTYPE], CPU)
+    assert faults(report).keys() == {"the bundled model", CYANOTYPE.name}
+    assert any(line.what.startswith("SHA-256") for line in report.lines)
+
+
 @pytest.mark.parametrize(
     "device, taken, asked", [("cuda", 1.05, 0), ("cuda", 1.2, 1), ("cuda", 0.8, 1), ("cpu", 1.6, 0)]
 )
@@ -359,3 +406,21 @@ def test_a_report_that_cannot_be_written_is_said_before_anything_is_checked(tmp_
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "there.json"]
     assert (tmp_path / "there.json").read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+@pytest.mark.parametrize("words", [("doctor", "--device", "cpu", "--seconds", "0"), ("plan", "1.6B")], ids=" ".join)
+def test_a_full_disk_behind_the_output_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "sana_core", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    (said,) = (line for line in done.stderr.splitlines() if not line.startswith("checking "))
+    assert done.returncode == 1 and "No space left on device" in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+def test_a_full_disk_behind_what_it_says_on_its_way_spoils_no_check():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "sana_core", "doctor", "--device", "cpu", "--seconds", "0"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, cwd=ROOT, text=True)
+    assert done.returncode == 0 and "OSError" not in done.stdout and " 0 with a fault" in done.stdout
