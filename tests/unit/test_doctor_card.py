@@ -1,0 +1,177 @@
+"""The doctor on GPUs that compute, as `pretend_card` has them: what is right has no fault, what is broken is named."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoders import f32c32
+from pretend_card import pretend_cards
+from safetensors.torch import save_file
+from setup import ROOT
+
+from sana_core.doctor import Report, arithmetic, examine, figures
+from sana_core.doctor.files import check_files
+from sana_core.doctor.machine import describe_devices
+from sana_core.kernels import trial
+
+SCENES, TINY = ROOT / "demo" / "sana-scenes", ROOT / "tests" / "models" / "sana-tiny"
+CYANOTYPE = ROOT / "demo" / "sana-scenes-cyanotype.safetensors"
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def no_trials(monkeypatch):
+    """Triton launches on none of these; its kernels are tried elsewhere."""
+    monkeypatch.setattr(trial, "TRIALS", {})
+    trial.refused_kernels.cache_clear()
+    yield
+    trial.refused_kernels.cache_clear()
+
+
+@pytest.fixture
+def cards(request, no_trials):
+    """One GPU, or as many as a test is parametrized with."""
+    with pretend_cards(getattr(request, "param", 1)) as cards:
+        yield cards
+
+
+both = pytest.mark.parametrize("cards", [1, 2], indirect=True)
+
+
+def faults(report):
+    return {line.what: line.got for line in report.faults}
+
+
+def rights(report):
+    return {line.what for line in report.lines if line.verdict == "right"}
+
+
+def test_tensors_of_several_devices_raise_and_bytes_are_counted():
+    with pretend_cards(2, total=1000) as cards:
+        x = torch.ones(10, device="cuda:0")
+        assert x.device == CARD and bool((~x.isnan()).all()) and x.cpu().device.type == "cpu"
+        for other in (torch.ones(10), x.to("cuda:1")):
+            with pytest.raises(RuntimeError, match="same device"):
+                x + other
+        with pytest.raises(TypeError):
+            x.numpy()
+        view = x[2:]
+        assert cards.alive[CARD] == 40 and torch.equal((view + 1.0).cpu(), torch.full((8,), 2.0))
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(250, device="cuda:0")
+        assert cards.alive[CARD] == 40
+        del x, view
+        assert not cards.alive[CARD]
+
+
+@both
+@pytest.mark.slow
+def test_a_right_gpu_has_no_fault_in_any_section(cards, monkeypatch):
+    # smaller, for a CPU computes
+    monkeypatch.setattr(figures, "STEPS", {True: (("0.6B", 128),)})
+    monkeypatch.setattr(figures, "DECODES", {True: (128,)})
+    monkeypatch.setattr(figures, "measure_text", lambda *arguments: None)
+    report = Report(seconds=5000)
+    examine(report, [SCENES, CYANOTYPE], "cuda", figures=True)
+    assert not report.faults, report.markdown()
+    steps = {
+        f"step of two blocks, width {width}, {dtype}" for width in (1152, 2240) for dtype in ("bfloat16", "float16")
+    }
+    assert rights(report) >= steps | {"decode out of memory", "sana-scenes, image beside diffusers'", CYANOTYPE.name}
+    assert rights(report) >= {"step, 0.6B, 128 px, bfloat16", "decode, 128 px, bfloat16"}
+    assert ("decode on two devices" in rights(report)) == (torch.cuda.device_count() == 2)
+
+
+@both
+def test_the_bundled_model_s_image_and_decodes_are_right_on_a_gpu(cards):
+    report = Report(seconds=1000)
+    describe_devices(report)
+    arithmetic.check_bundled(report, CARD)
+    arithmetic.check_decode(report, CARD)
+    assert not report.faults, report.markdown()
+    assert rights(report) >= {"image of the bundled model", "decode in strips", "decode out of memory"}
+    assert ("decode on two devices" in rights(report)) == (torch.cuda.device_count() == 2)
+    # all that was taken is given back
+    assert not any(cards.alive.values())
+
+
+def test_a_gpu_without_triton_says_which_kernels_are_missing_and_why(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("triton", "sana_core.kernels."))]:
+        if name != trial.__name__:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    trial.refused_kernels.cache_clear()
+    report = Report()
+    with pretend_cards():
+        describe_devices(report)
+    trial.refused_kernels.cache_clear()
+    assert faults(report).keys() == {"fused kernels, bfloat16", "fused kernels, float16"}
+    for got in faults(report).values():
+        assert all(f"not {name} (" in got for name in trial.TRIALS) and "triton" in got
+
+
+def test_attention_that_a_pack_has_replaced_is_named_on_a_gpu(cards, monkeypatch):
+    own = F.scaled_dot_product_attention
+
+    def coarse(query, key, value, **options):
+        return own(query.to(torch.float8_e4m3fn).to(query.dtype), key, value, **options)
+
+    right, wrong = Report(), Report()
+    arithmetic.check_attention(right, CARD, torch.float16)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", coarse)
+    arithmetic.check_attention(wrong, CARD, torch.float16)
+    assert not right.faults and faults(wrong).keys() == {"attention, float16"}
+
+
+def flip(folder):
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+
+
+def swap(folder):
+    shutil.rmtree(folder / "vae")
+    shutil.copytree(TINY / "vae", folder / "vae")
+
+
+@pytest.mark.parametrize("broken", [flip, swap])
+def test_a_broken_bundled_model_is_found_on_a_gpu(cards, tmp_path, monkeypatch, broken):
+    folder = shutil.copytree(SCENES, tmp_path / "model")
+    broken(folder)
+    monkeypatch.setattr(arithmetic, "BUNDLED", folder)
+    report = Report()
+    arithmetic.check_bundled(report, CARD)
+    assert "files of the bundled model" in faults(report)
+    assert ("image of the bundled model" in faults(report)) == (broken is swap)
+
+
+@pytest.mark.slow
+def test_a_users_files_that_are_broken_are_found_on_a_gpu(cards, tmp_path):
+    vae = tmp_path / "dc-ae.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in f32c32(1).state_dict().items()}, vae)
+    report = Report(seconds=5000)
+    check_files(report, [SCENES, TINY / "transformer", vae], CARD)
+    assert faults(report).keys() == {"dc-ae.safetensors, round trip"}, report.markdown()
+
+
+def test_a_gpu_that_computes_something_else_is_found(cards, monkeypatch):
+    def off(*arguments, **options):
+        return 1.02 * own(*arguments, **options)
+
+    own = F.linear
+    monkeypatch.setattr(F, "linear", off)
+    report = Report(seconds=1000)
+    arithmetic.check_bundled(report, CARD)
+    assert faults(report).keys() == {"image of the bundled model"}
+
+
+def test_a_gpu_that_runs_out_of_memory_is_a_line_and_no_end(no_trials):
+    report = Report(seconds=1000)
+    with pretend_cards(total=1_000_000):
+        arithmetic.check_bundled(report, CARD)
+        arithmetic.check_decode(report, CARD)
+    assert faults(report).keys() == {"image of the bundled model", "decode"}
+    assert all(got.startswith("OutOfMemoryError: CUDA out of memory") for got in faults(report).values())
