@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 from unittest import mock
 
@@ -104,6 +105,51 @@ def step(variant: str, pixels: int, perturbed: bool = False) -> dict[str, Any]:
     predicted = transformer_bytes(VARIANTS[variant], side, side, 1, DTYPE, True)
     second.peak = first.peak
     return figures(second, None if perturbed else predicted)
+
+
+def share(variant: str, pixels: int, passes: int, members: int) -> dict[str, Any]:
+    """Return the counts of one of so many members, of whom two are its neighbours if there are, that share the rows of
+    a step; the others' tensors lie on another device."""
+    from sana_core.forward import prepare, velocity
+    from sana_core.split.share import Share
+    from sana_core.split.threads import Table, ThreadExchange
+
+    class Met(ThreadExchange):
+        """What the others bring is there when it comes."""
+
+        def add(self, sums: torch.Tensor) -> torch.Tensor:
+            self.table.sums = [torch.empty_like(sums, device=SECOND)] * members
+            return super().add(sums)
+
+        def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            other = torch.empty_like(first, device=SECOND), torch.empty_like(last, device=SECOND)
+            self.table.edges = [other] * members
+            return super().swap(first, last)
+
+    side, counter = pixels // 32, Counter()
+    with fake_accelerators(Counter({torch.int64: TOKENS, torch.bool: False})), torch.no_grad():
+        model = transformer(variant, pixels)
+        prompts = torch.empty(passes, TOKENS, 2304, dtype=DTYPE, device=FIRST)
+        constants = prepare(model, prompts, torch.ones(passes, TOKENS, device=FIRST), side // members, side)
+        x = torch.empty(passes, 32, side // members, side, dtype=DTYPE, device=FIRST)
+        timestep = torch.empty(passes, device=FIRST)
+    table = Table(members)
+    table.barrier = Barrier(1)
+    own = Share(Met(table, min(1, members - 2), FIRST), side) if members > 1 else None
+    with fake_accelerators(counter), torch.no_grad():
+        velocity(model, x, timestep, constants, share=own)
+    return figures(counter)
+
+
+def shares() -> dict[str, Any]:
+    """Return the counts of one of several devices, as `sana_core.split` shares a guided step, and of one by rows."""
+    found = {}
+    for variant, pixels in STEPS[:3]:
+        for name, passes, members in (
+            ("one", 2, 1), ("one of two", 1, 1), ("one of two, by rows", 2, 2), ("one of four", 1, 2)
+        ):  # fmt: skip
+            found[f"{variant}, {pixels} px, {name}"] = share(variant, pixels, passes, members)
+    return found
 
 
 @functools.cache
@@ -239,6 +285,7 @@ def main() -> None:
         "before": BEFORE,
         "guided_step": {f"{name}, {pixels} px": step(name, pixels) for name, pixels in STEPS}
         | {"1.6B, 1024 px, PAG": step("1.6B", 1024, perturbed=True)},
+        "guided_step_of_a_share": shares(),
         "decode": {f"{pixels} px": decode(pixels) for pixels in SIDES},
         "decode_smallest": {f"{pixels} px": decode(pixels, smallest=True) for pixels in SMALL_SIDES},
         "decode_lite": {f"{pixels} px": decode(pixels, kind="lite") for pixels in SIDES},

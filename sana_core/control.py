@@ -46,7 +46,7 @@ def control_residuals(
     first = len(blocks) - len(projections)
     hidden = embed(controlnet, x, constants.position, share)
     signal = embed(controlnet, control_latents.to(x), None if first else constants.position, share)
-    time, _ = embed_time(controlnet, timestep, hidden)
+    time, _ = embed_time(controlnet, timestep, hidden, share=share)
     modulation = modulate(constants, time)
     patch = controlnet.config.patch_size
     size = x.shape[2] // patch, x.shape[3] // patch

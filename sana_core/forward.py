@@ -145,7 +145,7 @@ def velocity(
     patch = transformer.config.patch_size
     size = height // patch, width // patch
     carried: Carried = embed(transformer, x, constants.position, share), None
-    time, embedded = embed_time(transformer, timestep, carried[0], guidance)
+    time, embedded = embed_time(transformer, timestep, carried[0], guidance, share)
     modulation = modulate(constants, time)
     for i, block in enumerate(transformer.transformer_blocks):
         pictures = perturbation.pictures if perturbation is not None and i in perturbation.blocks else None
@@ -193,8 +193,14 @@ def embed_time(
     timestep: torch.Tensor,
     hidden: torch.Tensor,
     guidance: torch.Tensor | None = None,
+    share: Share | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what modulates the blocks [B, 6 D], and the embedded time [B, D], which the last layer takes."""
+    if share is not None and len(timestep) == 1 and hidden.device.type == "cpu":
+        # as a row of more: alone, CPUs multiply it by another kernel, to other bits than in a batch
+        two = None if guidance is None else guidance.expand(2)
+        time, embedded = embed_time(model, timestep.expand(2), hidden.expand(2, -1, -1), two)
+        return time[:1], embedded[:1]
     if guidance is None:
         return model.time_embed(timestep, batch_size=len(hidden), hidden_dtype=hidden.dtype)
     return model.time_embed(timestep, guidance=guidance, hidden_dtype=hidden.dtype)

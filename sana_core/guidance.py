@@ -70,16 +70,17 @@ def perturbed_attention(config: Any, scale: float, blocks: str) -> PerturbedAtte
 class Shared(NamedTuple):
     """What computes a picture's rows on several devices.
 
-    `run(x, work)` returns the velocity at the latents `x` from what `work` makes of each shard, and `members` are the
-    models by their number in a shard. `span` are the rows of a process that samples only those.
+    `run(x, work, parts)` returns the velocity at the latents `x` from what `work` makes of each shard, where the batch
+    is so many equal parts, a pass each, and `members` are the models by their number in a shard. `span` are the rows of
+    a process that samples only those.
     """
 
-    run: Callable[[torch.Tensor, Callable[[Shard], torch.Tensor]], torch.Tensor]
+    run: Callable[[torch.Tensor, Callable[[Shard], torch.Tensor], int], torch.Tensor]
     members: Sequence[Steered]
     span: Span | None = None
 
 
-def compute_whole(x: torch.Tensor, work: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
+def compute_whole(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
     """Return what `work` makes of the latents `x` as one shard."""
     return work(Shard(0, x, Span(0, x.shape[2]), x.shape[2], None))
 
@@ -130,10 +131,9 @@ def denoiser(
                 # multiplied in float32, as in diffusers and in ComfyUI: the same bits
                 embedded = torch.full((len(batch),), guidance, device=batch.device) * config.guidance_embeds_scale
             residuals = steer(steered.control, shard, sigma, whole_timesteps, steering)
-            fixed = part_of(fixed, shard.span, shard.height)
             return forward(steered.transformer, batch, timestep, fixed, embedded, perturbation, residuals, shard.share)
 
-        velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work).float()
+        velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
         # guided in x0 and in this order, as ComfyUI does it: the same bits with and without the host
         parts = list(x - sigma * velocities.unflatten(0, (count, len(x))))
         if perturbed:
@@ -165,7 +165,7 @@ class Steps:
         self.prepared: dict[tuple, Prepared] = {}
 
     def prepare(self, guided: bool, shard: Shard, pictures: int) -> Prepared:
-        """Return what a step of so many `pictures` needs for `shard`, with the uncond pass if it is `guided`."""
+        """Return what `shard` needs of a step of so many `pictures`, with the uncond pass if it is `guided`."""
         member, size = self.members[shard.member], (shard.height, shard.x.shape[3])
         key = (guided, shard.member, pictures, size)
         if key not in self.prepared:
@@ -175,7 +175,10 @@ class Steps:
                 passes[0] = (self.uncond[0], self.cond[1])
             place = Place(shard.x.device, pictures, size)
             self.prepared[key] = prepare_passes(member, passes, place, self.perturbed)
-        return self.prepared[key]
+        constants, perturbation, steering = self.prepared[key]
+        if perturbation is not None:
+            perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures))
+        return Prepared(part_of(constants, shard), perturbation, steering and part_of(steering, shard))
 
 
 class Place(NamedTuple):
@@ -214,7 +217,6 @@ def steer(
     latents = control.latents[:, :, slice(*shard.span)].to(batch)
     latents = latents.repeat(len(batch) // len(latents), 1, 1, 1)
     timestep = on_device(model_timestep(control.controlnet, sigma * 1000, whole), batch).expand(len(batch))
-    prompts = part_of(prompts, shard.span, shard.height)
     return control_residuals(control.controlnet, batch, timestep, prompts, latents, shard.share)
 
 

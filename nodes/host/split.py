@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# below so many pixels a step is too short for what the devices tell each other
+# below so many pixels a step is too short for what devices tell each other, unless two have a prompt each
 WORTHWHILE = 2048 * 2048
 
 
@@ -89,7 +89,8 @@ def share_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any
     check_patches(patcher, guider.conds)
     check_rows(noise.shape[2], len(known) + 1)
     pixels = picture_pixels(noise)
-    if math.prod(pixels) < WORTHWHILE:
+    apart = len(known) == 1 and len(guider.conds) > 1
+    if math.prod(pixels) < WORTHWHILE and not apart:
         few = "SANA Split Image: %d x %d pixels are few; one device may draw them as fast as several"
         logger.warning(few, *pixels)
     heads, free = heads_and_free(patcher, [with_patches_of(patcher, replica) for replica in known])
@@ -151,10 +152,13 @@ class Group:
             whole = shard.x.new_empty(1).expand(x.shape)
             constants, perturbation = prompt.constants(own, whole)
             rows = slice(shard.span.top * columns, shard.span.bottom * columns)
-            residuals = [None if one is None else one[:, rows].to(device) for one in control]
-            scale = None if guidance is None else guidance.to(device)
-            part = part_of(constants, shard.span, shard.height)
-            time = timesteps.to(device)
+            residuals = [None if one is None else shard.own(one)[:, rows].to(device) for one in control]
+            scale = None if guidance is None else shard.own(guidance).to(device)
+            if perturbation is not None:
+                perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures))
+            part = part_of(constants, shard)
+            time = shard.own(timesteps).to(device)
             return velocity(own, shard.x, time, part, scale, perturbation, residuals, shard.share)
 
-        return self.split.run(x, work, comfy.model_management.throw_exception_if_processing_interrupted)
+        poll = comfy.model_management.throw_exception_if_processing_interrupted
+        return self.split.run(x, work, len(prompt.prompts), poll)

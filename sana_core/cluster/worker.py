@@ -240,7 +240,7 @@ class Worker:
         span = share_rows(rows, speeds)[rank]
         with self.joined_to(rank, len(speeds), address) as exchange:
 
-            def run(x: torch.Tensor, work: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
+            def run(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
                 return work(Shard(0, x, span, rows, Share(exchange, x.shape[3])))
 
             shared = Shared(run, [Steered(self.models.transformer, None)], span)
@@ -272,9 +272,9 @@ class Worker:
             self.constants[key] = prepare(transformer, embeds.to(x), mask.to(x), *x.shape[-2:])
         perturbation = None if flags is None else Perturbation(flags.to(x.device), blocks)
         span = share_rows(x.shape[2], speeds)[rank]
-        constants = part_of(self.constants[key], span, x.shape[2])
         rows, own = x[:, :, slice(*span)], slice(*(edge * x.shape[3] for edge in span))
         control = [None if one is None else one[:, own].to(x) for one in inputs[3:]]
         with self.joined_to(rank, len(speeds), address) as exchange:
             share = Share(exchange, x.shape[3])
+            constants = part_of(self.constants[key], Shard(0, rows, span, x.shape[2], share))
             return velocity(transformer, rows, timestep, constants, guidance, perturbation, control, share).cpu()

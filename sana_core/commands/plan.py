@@ -60,21 +60,21 @@ def find_cost(arguments: argparse.Namespace) -> Cost:
     from ..batch.local import local_devices
     from ..errors import InputError
     from ..memory import DTYPES
-    from ..split.cost import LINKS, TFLOPS, split_cost
+    from ..split.cost import CARDS, LINKS, split_cost
     from ..split.probe import probe
 
     dtype = DTYPES[arguments.dtype]
     if arguments.link is not None:
-        tflops, link = TFLOPS[arguments.link], LINKS[arguments.link]
+        card, link = CARDS[arguments.link], LINKS[arguments.link]
     else:
         devices = local_devices(None)
         if len(devices) < 2:
             raise InputError(
                 f"link: got none, and this machine has no two devices to measure; give {' or '.join(LINKS)}"
             )
-        tflops, link = probe(devices, dtype)
+        card, link = probe(devices, dtype)
     size, element = (arguments.width, arguments.height), torch.empty(0, dtype=dtype).element_size()
-    return split_cost(arguments.variant, size, arguments.split, tflops, link, element=element)
+    return split_cost(arguments.variant, size, arguments.split, card, link, element=element)
 
 
 def describe(cost: Cost) -> list[str]:
@@ -83,10 +83,14 @@ def describe(cost: Cost) -> list[str]:
 
     together = cost.computing + cost.exchanging
     lines = [
-        f"{cost.devices} devices share an image: a guided step takes {together * 1e3:.1f} ms, on one "
-        f"{cost.alone * 1e3:.1f} ms, {cost.gain:.2f} times as fast",
-        f"{cost.exchanges} exchanges a step; in a block {cost.sum_bytes / 1e6:.2f} MB of sums from each device, and "
-        f"{cost.row_bytes / 1e6:.2f} MB for a neighbour",
+        f"{cost.devices} devices share an image{', the two prompts apart' if cost.groups > 1 else ''}: a guided step "
+        f"takes {together * 1e3:.1f} ms, on one {cost.alone * 1e3:.1f} ms, {cost.gain:.2f} times as fast",
+        f"each launches {cost.launches} and moves {cost.moved / 1e9:.1f} GB, one alone {cost.launches_alone} and "
+        f"{cost.moved_alone / 1e9:.1f} GB",
+        "they exchange nothing but the result of each step"
+        if cost.groups == cost.devices
+        else f"{cost.exchanges} exchanges a step; in a block {cost.sum_bytes / 1e6:.2f} MB of sums from each device, "
+        f"and {cost.row_bytes / 1e6:.2f} MB for a neighbour",
         "each device holds all the weights",
     ]
     return [*lines, "it does not pay at this size"] if cost.gain < LEAST_GAIN else lines

@@ -1,9 +1,10 @@
 """What sharing a picture takes and gains, from the shapes of the model and the speed of devices and links.
 
-Published speeds: H100 SXM 989 TFLOP/s dense in bf16, NVLink 900 GB/s in both directions together (NVIDIA H100 data
-sheet); RTX 4090 165 TFLOP/s dense in bf16 with fp32 sums (NVIDIA Ada whitepaper). Without peer access a copy goes by
-the host's memory, twice over PCIe: 4.0 with 8 lanes has 15.75 GB/s (PCI-SIG), so half of that. A link's latency is
-assumed, with its launch and the meeting of the threads.
+Published speeds: H100 SXM 989 TFLOP/s dense in bf16, 3.35 TB/s of memory, NVLink 900 GB/s in both directions together
+(NVIDIA H100 data sheet); RTX 4090 165 TFLOP/s dense in bf16 with fp32 sums, 1008 GB/s (NVIDIA Ada whitepaper). Without
+peer access a copy goes by the host's memory, twice over PCIe: 4.0 with 8 lanes has 15.75 GB/s (PCI-SIG), so half of
+that. A launch's time is assumed, and a link's latency, with its launch and the meeting of the threads.
+Launches and bytes are those of the fused kernels, held against tests/fake_accelerator.py.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import NamedTuple
 
 from ..errors import InputError
 from ..latents import CHANNELS, DOWNSCALE, check_side
-from ..released import HEAD_DIM, MAX_TOKENS, VARIANTS
+from ..released import HEAD_DIM, MAX_TOKENS, VARIANTS, Architecture
+from .rows import find_groups
 
 EXCHANGES = 2  # in a block
 # of the float64 that are summed
 SUM_BYTES = 8
 # below this it is not worth two cards' memory
 LEAST_GAIN = 1.2
+# launches outside the blocks and in one; of a norm; and in a block of a share, besides one for each other member
+OUTSIDE, BLOCK, NORMS, SHARED = 27, 13, 3, 4
 
 
 class Link(NamedTuple):
@@ -28,18 +32,49 @@ class Link(NamedTuple):
     latency: float
 
 
+class Card(NamedTuple):
+    """What a device computes and moves in a second, and the seconds of Python for a launch."""
+
+    tflops: float
+    bandwidth: float
+    launch: float
+
+
 LINKS = {"nvlink": Link(450e9, 10e-6), "pcie": Link(15.75e9 / 2, 50e-6)}
-TFLOPS = {"nvlink": 989.0, "pcie": 165.0}
+CARDS = {"nvlink": Card(989.0, 3.35e12, 5e-6), "pcie": Card(165.0, 1.008e12, 5e-6)}
+
+
+class Work(NamedTuple):
+    """What one device does in a step."""
+
+    launches: int
+    operations: float
+    product_bytes: float
+    other_bytes: float
+
+    @property
+    def moved(self) -> float:
+        return self.product_bytes + self.other_bytes
+
+    def seconds(self, card: Card, threads: int) -> float:
+        """Return how long it takes where so many threads of a process launch in turn, as Python lets them."""
+        products = max(self.operations / (card.tflops * 1e12), self.product_bytes / card.bandwidth)
+        return max(threads * self.launches * card.launch, products + self.other_bytes / card.bandwidth)
 
 
 class Cost(NamedTuple):
-    """A step of one picture on several devices. Bytes are those of one block: what a device brings of the sums, and one
-    row for a neighbour."""
+    """A step of one picture on several devices, in groups that compute equal parts of its passes. `sum_bytes` and
+    `row_bytes` are those of one block: what a device brings of the sums, and one row for a neighbour."""
 
     devices: int
+    groups: int
     exchanges: int  # in a step
     sum_bytes: int
     row_bytes: int
+    launches_alone: int
+    launches: int  # of each device
+    moved_alone: float  # bytes of its memory
+    moved: float
     alone: float  # seconds of a step on one device
     computing: float  # and on each of several, with the rows that two compute
     exchanging: float
@@ -51,12 +86,12 @@ class Cost(NamedTuple):
 
 
 def split_cost(
-    variant: str, size: tuple[int, int], devices: int, tflops: float, link: Link, passes: int = 2, element: int = 2
+    variant: str, size: tuple[int, int], devices: int, card: Card, link: Link, passes: int = 2, element: int = 2
 ) -> Cost:
     """Return the cost of a step with so many `passes`, 2 where it is guided, in numbers of `element` bytes.
 
-    `size` is width and height in pixels, `tflops` what a device computes in a second. Raises InputError for sides that
-    are not multiples of 32, and more devices than rows.
+    `size` is width and height in pixels, `card` each of the devices. Raises InputError for sides that are not multiples
+    of 32, and more devices than rows.
     """
     for field, side in zip(("width", "height"), size, strict=True):
         check_side(field, side)
@@ -64,17 +99,47 @@ def split_cost(
     if not 1 < devices <= rows:
         raise InputError(f"split: got {devices}, expected from 2 to {rows}, the rows of 32 pixels of the image")
     model = VARIANTS[variant]
-    heads, layers = model.width // HEAD_DIM, model.layers
-    sums = passes * heads * HEAD_DIM * (HEAD_DIM + 1) * SUM_BYTES
-    row = passes * columns * model.width * element
-    second = tflops * 1e12
-    position, hidden = position_flops(model.width, layers), hidden_flops(model.width)
-    own = -(-rows // devices)
-    twice = min(2, devices - 1)
-    computing = passes * columns * (own * position + twice * layers * hidden) / second
-    exchanging = link.latency * EXCHANGES + ((devices - 1) * sums + twice * row) / link.bandwidth
-    alone = passes * columns * rows * position / second
-    return Cost(devices, EXCHANGES * layers, sums, row, alone, computing, layers * exchanging)
+    groups = find_groups(passes, [1.0] * devices)
+    members, own = devices // groups, passes // groups
+    sums = row = exchanges = 0
+    # the velocities, on the first device at the end
+    exchanging = link.latency + passes * columns * rows * CHANNELS * element / link.bandwidth
+    if members > 1:
+        heads, exchanges = model.width // HEAD_DIM, EXCHANGES * model.layers
+        sums = own * heads * HEAD_DIM * (HEAD_DIM + 1) * SUM_BYTES
+        row = own * columns * model.width * element
+        block = link.latency * EXCHANGES + ((members - 1) * sums + neighbours(members) * row) / link.bandwidth
+        exchanging += model.layers * block
+    whole = work_of(model, columns, rows, passes, 1, element)
+    each = work_of(model, columns, -(-rows // members), own, members, element)
+    counts = whole.launches, each.launches, whole.moved, each.moved
+    seconds = whole.seconds(card, 1), each.seconds(card, devices)
+    return Cost(devices, groups, exchanges + 1, sums, row, *counts, *seconds, exchanging)
+
+
+def neighbours(members: int) -> int:
+    """Return how many rows of others a member computes too, at most."""
+    return min(2, members - 1)
+
+
+def work_of(model: Architecture, columns: int, rows: int, passes: int, members: int, element: int) -> Work:
+    """Return what one of so many `members` does for its `rows` of a step's `passes`.
+
+    Maps are counted in the model's width: what each operation of a block reads and writes.
+    """
+    width, layers = model.width, model.layers
+    own, window = passes * columns * rows, passes * columns * (rows + neighbours(members))
+    # query, key and value 4, their sums 2 and outputs 2, the other products of attention 2 each and its softmax 2, the
+    # feed-forward's last 3.5, and its first 6 with the neighbours' rows
+    products = 19.5 * own + 6 * window
+    # the three norms and gates 11, what the depthwise writes 2.5, and reads 5 and a fifth of it twice
+    others = (13.5 + 2 * NORMS * model.qk_norm) * own + 6 * window
+    others += 2 * window if members > 1 else 0  # the rows together with the neighbours'
+    matrices = layers * (13.5 * width + 2 * passes * MAX_TOKENS) * width + 7 * width**2
+    operations = own * position_flops(width, layers) + (window - own) * layers * hidden_flops(width)
+    block = BLOCK + NORMS * model.qk_norm + (SHARED + members - 1 if members > 1 else 0)
+    scale = layers * width * element
+    return Work(OUTSIDE + layers * block, operations, products * scale + matrices * element, others * scale)
 
 
 def position_flops(width: int, layers: int) -> int:

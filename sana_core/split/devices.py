@@ -11,7 +11,7 @@ import torch
 from ..accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..errors import InputError
 from ..polling import Poll, no_poll
-from .rows import Shard, Span, share_rows
+from .rows import Shard, find_groups, share_rows
 from .share import Share
 from .threads import Left, Table, ThreadExchange
 
@@ -36,29 +36,41 @@ class Split:
         self.living = list(range(len(devices)))
         self.exchanges: list[ThreadExchange] = []
 
-    def run(self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], poll: Poll = no_poll) -> torch.Tensor:
-        """Return what `work` makes of the latents `x` [B, 32, h, w], each member of its rows, on the device of `x`.
+    def run(
+        self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int = 1, poll: Poll = no_poll
+    ) -> torch.Tensor:
+        """Return what `work` makes of the latents `x` [B, 32, h, w], each member of its share, on the device of `x`.
 
-        `poll` is called many times a second and cancels by raising. Raises InputError for more members than rows, and
-        the error of the last member that fails.
+        Of so many equal `parts` of B, as a positive and a negative prompt, groups of members compute their own where
+        they can, and in a group each its rows. `poll` is called many times a second and cancels by raising. Raises
+        InputError for more members than rows, and the error of the last member that fails.
         """
         while True:
-            spans = share_rows(x.shape[2], [self.speeds[member] for member in self.living])
             try:
-                return torch.cat([part.to(x.device) for part in self.step(x, spans, work, poll)], dim=2)
+                return self.step(x, work, parts, poll)
             except MemberFailed as failed:
                 failure = failed
             # outside the handler, which would keep the failed work's tensors alive
             self.drop(failure.member, release_memory_of(failure.error))
 
-    def step(
-        self, x: torch.Tensor, spans: list[Span], work: Callable[[Shard], torch.Tensor], poll: Poll
-    ) -> list[torch.Tensor]:
-        """Return the rows that each living member has made. Raises MemberFailed."""
-        table, inference = Table(len(spans)), torch.is_inference_mode_enabled()
+    def step(self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int, poll: Poll) -> torch.Tensor:
+        """Return what the living members make of `x` together. Raises MemberFailed."""
+        speeds = [self.speeds[member] for member in self.living]
+        groups = find_groups(parts, speeds)
+        size = len(speeds) // groups
+        spans = [
+            span for first in range(0, len(speeds), size) for span in share_rows(x.shape[2], speeds[first:][:size])
+        ]
+        tables, inference = [Table(size) for _ in range(groups)], torch.is_inference_mode_enabled()
         devices = [self.devices[member] for member in self.living]
-        self.exchanges = [ThreadExchange(table, index, device) for index, device in enumerate(devices)]
+        self.exchanges = [
+            ThreadExchange(tables[index // size], index % size, device) for index, device in enumerate(devices)
+        ]
         cores = max(1, torch.get_num_threads() // max(1, sum(device.type == "cpu" for device in devices)))
+
+        def close_all() -> None:
+            for table in tables:
+                table.close()
 
         def compute(index: int) -> torch.Tensor:
             # these and the modes belong to the thread
@@ -68,11 +80,14 @@ class Split:
                 torch.get_device_module(devices[index]).set_device(devices[index])
             with torch.inference_mode(inference), torch.no_grad():
                 try:
-                    own = x[:, :, slice(*spans[index])].to(devices[index])
-                    share = Share(self.exchanges[index], x.shape[3])
-                    return work(Shard(self.living[index], own, spans[index], x.shape[2], share))
+                    own = x.chunk(groups)[index // size][:, :, slice(*spans[index])].to(devices[index])
+                    # on a CPU alone in its group too: the same bits for any number of members
+                    together = size > 1 or own.device.type == "cpu"
+                    share = Share(self.exchanges[index], x.shape[3]) if together else None
+                    place = spans[index], x.shape[2], share, index // size, groups
+                    return work(Shard(self.living[index], own, *place))
                 except BaseException:
-                    table.close()
+                    close_all()
                     raise
 
         with ThreadPoolExecutor(len(spans), "sana split") as pool:
@@ -81,9 +96,10 @@ class Split:
                 while wait(futures, SECONDS).not_done:
                     poll()
             finally:
-                # after a cancel; nobody is at the table any more otherwise
-                table.close()
-        return self.results(futures)
+                # after a cancel; nobody is at a table any more otherwise
+                close_all()
+        made = [part.to(x.device) for part in self.results(futures)]
+        return torch.cat([torch.cat(made[first : first + size], dim=2) for first in range(0, len(made), size)])
 
     def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
         errors = [(index, future.exception()) for index, future in enumerate(futures)]

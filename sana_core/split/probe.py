@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .cost import Link
+from .cost import Card, Link
 from .speed import wait_for
 
 SIDE = 4096
@@ -30,12 +30,16 @@ def seconds_of(work: Callable[[], object], devices: list[torch.device]) -> float
     return (time.perf_counter() - began) / runs
 
 
-def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> tuple[float, Link]:
-    """Return the TFLOP/s of the first device in `dtype`, and the link from the second to it."""
+def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> tuple[Card, Link]:
+    """Return what the first device does in `dtype`, and the link from the second to it."""
     first, second = devices[:2]
     square = torch.ones(SIDE, SIDE, device=first, dtype=dtype)
     tflops = 2 * SIDE**3 / seconds_of(lambda: square @ square, [first]) / 1e12
+    own, one = (torch.ones(size, device=first, dtype=torch.uint8) for size in (LARGE, 1))
+    launch = seconds_of(lambda: one.clone(), [first])
+    # read and written
+    bandwidth = 2 * LARGE / max(seconds_of(lambda: own.clone(), [first]) - launch, 1e-9)
     large, small = (torch.ones(size, device=second, dtype=torch.uint8) for size in (LARGE, 1))
     latency = seconds_of(lambda: small.to(first), [first, second])
     copied = seconds_of(lambda: large.to(first), [first, second])
-    return tflops, Link(LARGE / max(copied - latency, 1e-9), latency)
+    return Card(tflops, bandwidth, launch), Link(LARGE / max(copied - latency, 1e-9), latency)

@@ -1,5 +1,7 @@
 """SANA Split Image in the host: the two halves of the CPU draw what the whole draws, under every sampler."""
 
+import threading
+
 import pytest
 import torch
 from fake_cuda import pack
@@ -26,12 +28,12 @@ def split_graph(base_graph):
 
 @pytest.fixture
 def shards(host, monkeypatch):
-    """A list that grows by the transformer and the rows of each shard that is computed."""
+    """A list that grows by the transformer, the pictures and the rows of each shard that is computed."""
     module = pack("nodes.host.split")
     seen, velocity = [], module.velocity
 
     def counted(transformer, x, *args):
-        seen.append((transformer, x.shape[2]))
+        seen.append((transformer, len(x), x.shape[2]))
         return velocity(transformer, x, *args)
 
     monkeypatch.setattr(module, "velocity", counted)
@@ -55,8 +57,12 @@ def core_graph(graph):
 
 
 def test_two_halves_draw_what_the_whole_draws(host, base_graph, split_graph, shards):
-    assert_same(latents(host, split_graph()), latents(host, base_graph(steps=STEPS)))
-    assert len(shards) == 2 * STEPS and {rows for _, rows in shards} == {2}
+    """A prompt each where it is guided, and half of the rows where there is one."""
+    for guidance, shape in ((4.5, (1, 4)), (1.0, (1, 2))):
+        own = {"guidance": guidance, "steps": STEPS}
+        assert_same(latents(host, split_graph(**own)), latents(host, base_graph(**own)))
+        assert len(shards) == 2 * STEPS and {seen[1:] for seen in shards} == {shape}
+        shards.clear()
 
 
 def test_ksampler_and_custom_samplers_too(host, base_graph, custom_graph, split_graph, shards):
@@ -106,7 +112,7 @@ def test_memory_that_runs_out_on_one_leaves_the_picture_to_the_other(
     velocity, failed = split.velocity, []
 
     def short(transformer, x, *args):
-        if len(failed) == 0 and args[-1].exchange.index == 1:
+        if len(failed) == 0 and threading.current_thread().name.endswith("_1"):
             failed.append(transformer)
             raise torch.OutOfMemoryError("out of memory")
         return velocity(transformer, x, *args)

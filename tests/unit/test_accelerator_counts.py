@@ -8,6 +8,8 @@ from fake_accelerator import FIRST, SECOND, Counter, fake_accelerators
 from setup import ROOT
 
 from benchmarks import accelerator_counts as counts
+from sana_core.released import VARIANTS
+from sana_core.split.cost import work_of
 
 pytest.importorskip("triton")
 # before it, fake tensors on cuda ask for a driver
@@ -62,6 +64,29 @@ def test_a_guided_step_stays_within_its_launches_and_bytes():
     assert found["launches"] <= 300 and found["gigabytes_moved"] <= 11.5 and found["transfers"] == 0
     assert 0.95 <= found["predicted_of_peak"][0] <= 1.10
     assert found == committed()["guided_step"]["1.6B, 1024 px"]
+
+
+@pytest.mark.parametrize("passes, members", [(2, 1), (1, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("variant, pixels", [("1.6B", 1024), ("1.6B", 4096), ("0.6B", 1024), ("1.5-1.6B", 1024)])
+def test_plan_says_what_a_share_launches_and_moves(variant, pixels, passes, members):
+    side = pixels // 32
+    found = counts.share(variant, pixels, passes, members)
+    work = work_of(VARIANTS[variant], side, side // members, passes, members, 2)
+    assert abs(work.launches - found["launches"]) <= 2
+    assert 0.95 <= work.moved / 1e9 / found["gigabytes_moved"] <= 1.01
+    assert 0.97 <= work.product_bytes / 1e9 / found["gigabytes_of_products"] <= 1.01
+
+
+def test_a_share_of_two_moves_what_is_promised():
+    found = committed()["guided_step_of_a_share"]
+    for pixels, most in ((1024, 0.63), (2048, 0.55), (4096, 0.52)):
+        whole, apart, rows = (
+            found[f"1.6B, {pixels} px, {name}"] for name in ("one", "one of two", "one of two, by rows")
+        )
+        # the weights are read whole
+        assert apart["gigabytes_moved"] <= most * whole["gigabytes_moved"]
+        assert apart["gigabytes_moved"] < rows["gigabytes_moved"] and apart["launches"] < rows["launches"]
+    assert counts.share("1.6B", 1024, 1, 1) == found["1.6B, 1024 px, one of two"]
 
 
 def test_norms_of_queries_and_keys_are_a_launch_each():

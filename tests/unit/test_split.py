@@ -14,11 +14,11 @@ from sana_core.__main__ import main
 from sana_core.control import Control
 from sana_core.errors import InputError
 from sana_core.forward import Perturbation, prepare, velocity
-from sana_core.guidance import Shared, Steered, denoiser
+from sana_core.guidance import PerturbedAttention, Shared, Steered, denoiser
 from sana_core.split import draw
-from sana_core.split.cost import LINKS, position_flops, split_cost
+from sana_core.split.cost import CARDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
-from sana_core.split.rows import check_splittable, part_of, share_rows
+from sana_core.split.rows import check_splittable, find_groups, part_of, share_rows
 
 CPU = torch.device("cpu")
 # a row of 16 cells is the least: some CPUs' libraries multiply matrices of fewer rows in another order of additions.
@@ -34,7 +34,7 @@ def shared(transformer, x, timestep, constants, speeds, guidance=None, perturbat
     def work(shard):
         rows = slice(shard.span.top * x.shape[3], shard.span.bottom * x.shape[3])
         own = [None if one is None else one[:, rows] for one in control]
-        part = part_of(constants, shard.span, shard.height)
+        part = part_of(constants, shard)
         return velocity(transformer, shard.x, timestep, part, guidance, perturbation, own, shard.share)
 
     return split.run(x, work)
@@ -114,6 +114,40 @@ def test_the_two_exchanges_of_a_block_are_all_that_shards_hand_each_other():
         assert exchange.sum_bytes == 3 * sums and exchange.row_bytes == 3 * neighbours * row
 
 
+def test_members_as_many_as_the_prompts_meet_once_a_step_and_draw_the_same_bits():
+    """The positive and the negative prompt apart, and perturbed attention's pass where there is one."""
+    transformer = tiny_transformer("sana-1.5")
+    (embeds, mask), x = random_prompt(2), torch.randn(1, 32, 9, 16)
+    mask[1, 6:] = 0
+    cond, uncond = (embeds[:1], mask[:1]), (embeds[1:], mask[1:])
+
+    def draw(model, perturbed=None):
+        return denoiser(model, cond, uncond, 4.5, perturbed=perturbed)(x, torch.tensor(0.7))
+
+    def together(count, perturbed=None, speeds=None):
+        split = Split([CPU] * count, speeds)
+        got = draw(Shared(split.run, [Steered(transformer, None)] * count), perturbed)
+        return got, split.exchanges[-1]
+
+    whole, (rows, _) = draw(transformer), together(5)
+    assert relative(rows, whole) < 2e-6
+    # in groups of one, two, and by rows alone: members, their speeds, the rows that one takes from others
+    row = 3 * 16 * 32 * 4
+    for count, speeds, row_bytes in ((2, None, 0), (4, None, row), (2, [1, 3], 2 * row)):
+        got, exchange = together(count, speeds=speeds)
+        assert torch.equal(got, rows) and exchange.row_bytes == row_bytes
+    attention = PerturbedAttention(3.0, frozenset({1}))
+    (got, exchange), (rows, _) = together(3, attention), together(2, attention)
+    assert relative(got, draw(transformer, attention)) < 2e-6 and torch.equal(got, rows)
+    assert exchange.row_bytes == 0
+
+
+def test_groups_are_as_many_as_divide_prompts_and_members_unless_one_would_wait():
+    assert [find_groups(2, [1] * count) for count in (2, 3, 4, 6)] == [2, 1, 2, 2]
+    assert [find_groups(1, [1, 1]), find_groups(4, [1, 1]), find_groups(3, [1] * 3)] == [1, 2, 3]
+    assert [find_groups(2, [1, 1.1]), find_groups(2, [1, 2]), find_groups(2, [1, 2, 2, 1])] == [2, 1, 2]
+
+
 def test_rows_follow_the_speeds_and_nobody_is_without():
     assert share_rows(10, [1, 1]) == [(0, 5), (5, 10)]
     assert share_rows(10, [3, 1]) == [(0, 8), (8, 10)]
@@ -186,7 +220,7 @@ def test_cancel_ends_a_step_in_its_midst(step):
 
     with pytest.raises(Cancelled):
         Timer(0.2, begun.set).start()
-        Split([CPU] * 2).run(x, work, poll)
+        Split([CPU] * 2).run(x, work, poll=poll)
     assert not [thread for thread in enumerate_threads() if thread.name.startswith("sana split")]
 
 
@@ -235,12 +269,16 @@ def test_an_accelerator_is_named_once():
 def test_plan_says_what_devices_take_and_gain(capsys):
     main(["plan", "1.6B", "--width", "4096", "--height", "4096", "--split", "8", "--link", "nvlink"])
     out = capsys.readouterr().out
-    assert "8 devices share an image: a guided step takes 12.9 ms, on one 91.9 ms, 7.14 times as fast" in out
-    assert "40 exchanges a step; in a block 1.18 MB of sums from each device, and 1.15 MB for a neighbour" in out
+    assert "8 devices share an image, the two prompts apart: a guided step takes 17.6 ms, on one 109.0 ms" in out
+    assert "each launches 427 and moves 20.4 GB, one alone 287 and 135.0 GB" in out
+    assert "41 exchanges a step; in a block 0.59 MB of sums from each device, and 0.57 MB for a neighbour" in out
+    main(["plan", "1.6B", "--split", "2", "--link", "pcie"])
+    out = capsys.readouterr().out
+    assert "38.0 ms, 1.99 times as fast" in out and "they exchange nothing but the result" in out
     main(["plan", "0.6B", "--width", "512", "--height", "512", "--split", "4", "--link", "pcie"])
     assert "it does not pay at this size" in capsys.readouterr().out
     with pytest.raises(InputError, match="split: got 40, expected from 2 to 32"):
-        split_cost("1.6B", (1024, 1024), 40, 165.0, LINKS["pcie"])
+        split_cost("1.6B", (1024, 1024), 40, CARDS["pcie"], LINKS["pcie"])
 
 
 def test_a_step_s_arithmetic_is_that_of_the_counted_layers():
