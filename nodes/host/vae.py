@@ -118,7 +118,8 @@ def load_vae(path: Path) -> comfy.sd.VAE:
 
     # not adopted, nor under dynamic VRAM: strips use the weights many times, so all 0.6 GB stay on the device, and
     # ComfyUI does not bring them over again for each picture
-    autoencoder = load_part(info, dtype, read)
+    with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
+        autoencoder = load_part(info, dtype, read)
     autoencoder.__class__ = SanaAutoencoder
     comfy.model_management.archive_model_dtypes(autoencoder)
 

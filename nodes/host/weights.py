@@ -17,6 +17,7 @@ from ...sana_core.checkpoints.files import brief, parse_json
 from ...sana_core.checkpoints.headers import SAFETENSORS, read_file
 from ...sana_core.checkpoints.load import build_module, component_tensors, fill
 from ...sana_core.errors import CheckpointError
+from ...sana_core.polling import Polled
 from .layers import adopt, is_mixed, is_stored
 from .quantise import OFF, fill_quantised, is_product, linear_like, quantise
 
@@ -57,17 +58,18 @@ def load_component(
             f"{info.name}: got quantised weights, which are read of transformers and text encoders with "
             "diffusers' names; use the plain file"
         )
-    module = build_module(info, resolution)
-    tensors = component_tensors(info, read)
-    stored = {name for name, child in module.named_modules() if is_stored(child)}
-    if info.quantised:
-        tensors = load_quantised(module, tensors, info, operations)
-    wide = compute_dtype or weight_dtype
-    fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide)
-    if form != OFF:
-        quantise(module, form, operations, comfy.model_management.get_torch_device())
-    adopt(module, operations, wide)
-    comfy.model_management.archive_model_dtypes(module)
+    with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
+        module = build_module(info, resolution)
+        tensors = component_tensors(info, read)
+        stored = {name for name, child in module.named_modules() if is_stored(child)}
+        if info.quantised:
+            tensors = load_quantised(module, tensors, info, operations)
+        wide = compute_dtype or weight_dtype
+        fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide)
+        if form != OFF:
+            quantise(module, form, operations, comfy.model_management.get_torch_device())
+        adopt(module, operations, wide)
+        comfy.model_management.archive_model_dtypes(module)
     return module
 
 

@@ -5,6 +5,7 @@ import json
 import layouts
 import pytest
 import torch
+from fake_cuda import pack
 from in_process import NodeError
 from loading import catch, catch_all, check_forward
 
@@ -252,3 +253,25 @@ def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
         folder_paths.folder_names_and_paths.update(kept)
         # the lists that core keeps name the folder, which pytest deletes
         folder_paths.filename_list_cache.clear()
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_interrupt_is_heard_between_two_tensors(host, base_graph, monkeypatch, part):
+    """Of each part that SANA Loader reads."""
+    load = pack("sana_core.checkpoints.load")
+    real, looked = load.check_finite, []
+
+    def check_finite(name, key, tensor):
+        if part in str(name):
+            looked.append(key)
+            host.nodes.interrupt_processing(len(looked) == 2)
+        return real(name, key, tensor)
+
+    expected = host.run(base_graph())["image"]
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "check_finite", check_finite)
+        with pytest.raises(InterruptedError):
+            host.run(base_graph())
+    assert len(looked) == 2
+    host.nodes.interrupt_processing(False)
+    assert torch.equal(host.run(base_graph())["image"], expected)

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from fake_cuda import pack
 from in_process import NodeError
 
 LOAD = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
@@ -178,13 +179,21 @@ def test_cancel_ends_a_decode_at_once_and_the_next_one_is_whole(host, latent, mo
     options = {"method": method, "budget_gb": 0.05 if method == "strips" else 0.0}
     expected = decoded(host, graph, **options)["image"]
     check, calls = comfy.model_management.throw_exception_if_processing_interrupted, []
+    autoencoder, begun = pack("nodes.host.vae").SanaAutoencoder, []
+    decode = autoencoder.decode
+
+    def begin(self, *args, **kwargs):
+        begun.append(self)
+        return decode(self, *args, **kwargs)
 
     def count():
-        calls.append(1)
+        # loading polls too
+        calls.extend(begun)
         if len(calls) == poll:
             host.nodes.interrupt_processing()
         check()
 
+    monkeypatch.setattr(autoencoder, "decode", begin)
     monkeypatch.setattr(comfy.model_management, "throw_exception_if_processing_interrupted", count)
     with pytest.raises(InterruptedError) as stopped:
         decoded(host, graph, **options)
