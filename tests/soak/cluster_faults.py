@@ -282,7 +282,8 @@ def main() -> int:
     try:
         batch, shared, files = draw_expected(folder)
         while faults.counts.total() < arguments.faults and time.monotonic() - began < arguments.seconds:
-            way = faults.chance.choice(["batch", "batch", "split", "split", "command"])
+            # a head that is lost takes as long as a batch
+            way = faults.chance.choice([*["batch", "split"] * 4, "command"])
             if way == "command":
                 images = run_command(faults, files, folder)
             else:
