@@ -144,6 +144,20 @@ def test_core_decodes_what_diffusers_does(host, build, name):
     torch.testing.assert_close(got["frames"], expected.clamp(0, 1)[0].movedim(0, -1), atol=BOUND, rtol=0)
 
 
+def test_a_row_of_wans_latent_reaches_98_pixels():
+    """Behind the attention of its decoder; docs/video.md says what strips would cost."""
+    import comfy.ldm.wan.vae
+
+    torch.manual_seed(0)
+    vae = video_models.randomise(comfy.ldm.wan.vae.WanVAE(dim=8, z_dim=16, temperal_downsample=[False, True, True]))
+    latents, shift = torch.randn(1, 16, 2, 64, 4), torch.zeros(64)
+    vae.decoder.middle[2].register_forward_hook(lambda module, inputs, out: out + shift[:, None])
+    before = vae.decode(latents)
+    shift[32] = 1
+    (rows,) = (vae.decode(latents) - before).abs().amax((0, 1, 2, 4)).nonzero(as_tuple=True)
+    assert (int(rows.min()), int(rows.max())) == (32 * 8 - 98, 33 * 8 - 1 + 98)
+
+
 def custom(graph, model=("load", 0)):
     """`graph` with core's SamplerCustomAdvanced in the place of our sampler."""
     conds = {"model": list(model), "positive": ["positive", 0], "negative": ["negative", 0]}
