@@ -55,14 +55,19 @@ INTERMEDIATE_TIMESTEP = 1.3
 
 
 class VideoModel(NamedTuple):
-    """A SANA-Video model: its name, pixels of a cell and frames of a latent frame (the first stands for one), the
-    default width and height, and the shapes (width, height) that it learnt."""
+    """A SANA-Video model: its name, pixels of a cell, frames of a latent frame (the first stands for one), cells of a
+    patch's side, the default width and height, and the shapes (width, height) that it learnt; its parameters, its
+    VAE's, and the bytes of a decode in ComfyUI for a pixel and a byte of the dtype."""
 
     name: str
     downscale: int
     stride: int
+    patch: int
     size: tuple[int, int]
     shapes: tuple[tuple[int, int], ...]
+    parameters: int
+    vae_parameters: int
+    decode_bytes: int
 
 
 # by the channels of their latents, which are Wan 2.1's and LTX-2's (ASPECT_RATIO_VIDEO_480_MS and _720_MS in
@@ -72,22 +77,31 @@ VIDEOS = {
         "video-2B-480p",
         8,
         4,
+        2,
         (832, 480),
         ((896, 448), (832, 480), (768, 528), (720, 560), (672, 592), (624, 624))
         + ((592, 672), (560, 720), (528, 768), (496, 816), (480, 832), (448, 896)),
+        2_056_862_144,
+        126_892_531,
+        3627,
     ),
     128: VideoModel(
         "video-2B-720p",
         32,
         8,
+        1,
         (1280, 704),
         ((1344, 672), (1280, 704), (1152, 800), (1088, 832), (960, 960), (896, 1024), (832, 1088), (800, 1152))
         + ((736, 1248), (704, 1280), (672, 1344)),
+        2_057_148_928,
+        1_222_479_601,
+        1556,
     ),
 }
 VIDEO_FRAMES, VIDEO_RATE = 81, 16  # frames, and frames a second
 LARGEST_FRAMES = 1025
 VIDEO_SHIFT = 8.0
+VIDEO_WIDTH, VIDEO_HIDDEN, VIDEO_LAYERS = 2240, 6720, 20
 
 
 class Defaults(NamedTuple):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 THETA = 10000.0
 # positions whose queries and keys are in float32 at a time: all at once they would be the forward's peak
-PART = 2**13
+PART = 2**14
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ def video_latent(
     if not isinstance(base, SanaVideoModel):
         raise InputError("model: got one of images, expected SANA-Video; use SANA Empty Latent for an image")
     check_whole("batch_size", batch_size, 1, LARGEST_BATCH)
-    shape = video_shape(*size, frames, base.diffusion_model.config)
+    shape = video_shape(*size, frames, base.latent_format.latent_channels)
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     samples = torch.zeros((int(batch_size), *shape), device=device, dtype=dtype)
     if first_image is None:

@@ -16,6 +16,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.reference import model_timestep
 from ...sana_core.released import FAR, VIDEOS, VideoModel, own_shape
 from ...sana_core.video import velocity
+from ...sana_core.video_memory import token_bytes
 from .model import WHOLE_TIMESTEPS, SanaDiffusionModel, SanaModel
 from .prompts import PromptBatch
 from .saving import config_tensor
@@ -50,11 +51,8 @@ def video_format(channels: int) -> comfy.latent_formats.LatentFormat:
 
 
 def cell_bytes(embedding: Header, hidden: int) -> float:
-    """Return what a forward takes of memory for a cell of the latents and a byte of the dtype.
-
-    For a patch of several cells, that is two hidden tensors of the feed-forward and three of the inner width.
-    """
-    return (2 * hidden + 3 * embedding.shape[0]) / math.prod(embedding.shape[2:])
+    """Return what a forward takes of memory for a cell of the latents and a byte of the dtype."""
+    return token_bytes(embedding.shape[0], hidden) / math.prod(embedding.shape[2:])
 
 
 class SanaVideoDiffusionModel(SanaVideoTransformer3DModel):
@@ -95,7 +93,7 @@ class SanaVideoModel(SanaModel):
         return round(math.prod(self.facts.size) ** 0.5)
 
     def check_latent(self, field, shape):
-        channels, patch = self.diffusion_model.config.in_channels, self.diffusion_model.config.patch_size[1]
+        channels, patch = self.diffusion_model.config.in_channels, self.facts.patch
         if len(shape) != 5 or shape[1] != channels or 0 in shape or shape[3] % patch or shape[4] % patch:
             side = self.facts.downscale
             raise InputError(

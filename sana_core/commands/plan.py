@@ -17,12 +17,14 @@ EXAMPLE = """example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     from ..memory import DTYPES
-    from ..released import DECODERS, DEFAULT_RESOLUTION, VARIANTS
+    from ..released import DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES
     from ..split.cost import LINKS
+    from ..video_memory import VIDEO_VARIANTS
 
-    parser.add_argument("variant", choices=VARIANTS)
-    parser.add_argument("--width", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
-    parser.add_argument("--height", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
+    parser.add_argument("variant", choices=[*VARIANTS, *VIDEO_VARIANTS])
+    parser.add_argument("--width", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or a video model's own")
+    parser.add_argument("--height", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or a video model's own")
+    parser.add_argument("--frames", type=int, default=VIDEO_FRAMES, help="of a video")
     parser.add_argument("--batch", type=int, default=1, help="images generated together")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--vae", choices=DECODERS, default="dc-ae-f32c32")
@@ -32,10 +34,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from ..errors import InputError
     from ..memory import fitting_cards, plan_memory
+    from ..released import DEFAULT_RESOLUTION, VIDEOS
+    from ..video_memory import VIDEO_VARIANTS, plan_video
 
-    picture = arguments.width, arguments.height, arguments.batch
-    plan = plan_memory(arguments.variant, *picture, arguments.dtype, vae=arguments.vae)
+    is_video = arguments.variant in VIDEO_VARIANTS
+    own = VIDEOS[VIDEO_VARIANTS[arguments.variant]].size if is_video else (DEFAULT_RESOLUTION, DEFAULT_RESOLUTION)
+    arguments.width, arguments.height = arguments.width or own[0], arguments.height or own[1]
+    if is_video and arguments.split is not None:
+        raise InputError("split: got SANA-Video, which devices cannot share, expected a model of images; leave it out")
+    picture = arguments.width, arguments.height
+    if is_video:
+        plan = plan_video(arguments.variant, *picture, arguments.frames, arguments.batch, arguments.dtype)
+    else:
+        plan = plan_memory(arguments.variant, *picture, arguments.batch, arguments.dtype, vae=arguments.vae)
     cost = None if arguments.split is None else find_cost(arguments)
     if cost is not None:
         plan["split"] = {**cost._asdict(), "gain": cost.gain}

@@ -1,0 +1,98 @@
+"""Launches and memory of a SANA-Video forward on an accelerator, counted without one, beside diffusers' and the plan.
+
+`python benchmarks/video.py` writes benchmarks/video.json: what tests/fake_accelerator.py counts of the released
+configurations in bf16, 81 frames. Nothing of this has run on a card.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from fake_accelerator import FIRST, Counter, default_dtype, fake_accelerators  # noqa: E402
+
+from benchmarks.machine import description  # noqa: E402
+from sana_core import video  # noqa: E402
+from sana_core.released import MAX_TOKENS, VIDEO_FRAMES, VIDEO_LAYERS, VIDEOS  # noqa: E402
+from sana_core.video_latents import video_shape  # noqa: E402
+from sana_core.video_memory import plan_video  # noqa: E402
+
+# what the host gets when it reads the longest prompt, or whether none is padded
+READ = {torch.bool: False, torch.int64: MAX_TOKENS, torch.float32: MAX_TOKENS, torch.bfloat16: MAX_TOKENS}
+
+
+def transformer(channels: int, layers: int = VIDEO_LAYERS) -> torch.nn.Module:
+    from diffusers import SanaVideoTransformer3DModel
+
+    patch = (1, VIDEOS[channels].patch, VIDEOS[channels].patch)
+    config = {"in_channels": channels, "out_channels": channels, "patch_size": patch}
+    return SanaVideoTransformer3DModel(num_layers=layers, mlp_ratio=3.0, **config).eval()
+
+
+@torch.no_grad()
+def count(channels: int, prompts: int, given: bool = False, layers: int = VIDEO_LAYERS) -> dict[str, Any]:
+    """Return launches, and bytes beyond weights and what is kept of the prompts, of one forward of so many `prompts`.
+
+    With `given`, the first frame is.
+    """
+    shape = video_shape(*VIDEOS[channels].size, VIDEO_FRAMES, channels)
+    with fake_accelerators(), default_dtype(torch.bfloat16):
+        with FIRST:
+            model = transformer(channels, layers)
+            embeds, mask = torch.empty(prompts, MAX_TOKENS, 2304), torch.ones(prompts, MAX_TOKENS)
+            x, timestep = torch.empty(prompts, *shape), torch.empty((prompts, shape[1]) if given else (prompts,))
+        with Counter(READ):
+            constants = video.prepare(model, embeds, mask, *shape[1:])
+        with Counter() as counter:
+            video.velocity(model, x, timestep, constants)
+        return {"launches": counter.launches, "bytes": counter.peak[FIRST], "moved": counter.moved}
+
+
+@torch.no_grad()
+def count_library(channels: int, prompts: int) -> dict[str, Any]:
+    """As `count`, of diffusers' forward, which reads the prompts again in each step."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def in_places(query: Any, key: Any, value: Any, attn_mask: Any = None, **others: Any) -> torch.Tensor:
+        return attend(query, key, value, attn_mask=attn_mask)
+
+    shape = video_shape(*VIDEOS[channels].size, VIDEO_FRAMES, channels)
+    with fake_accelerators(), default_dtype(torch.bfloat16):
+        with FIRST:
+            model = transformer(channels)
+            embeds, mask = torch.empty(prompts, MAX_TOKENS, 2304), torch.ones(prompts, MAX_TOKENS)
+            x, timestep = torch.empty(prompts, *shape), torch.empty(prompts)
+        # the counter knows the attention by its arguments in their places
+        with Counter() as counter, mock.patch("torch.nn.functional.scaled_dot_product_attention", in_places):
+            model(x, embeds, timestep, encoder_attention_mask=mask, return_dict=False)
+        return {"launches": counter.launches, "bytes": counter.peak[FIRST], "moved": counter.moved}
+
+
+def main() -> None:
+    report: dict[str, Any] = {"machine": description(), "dtype": "bfloat16", "frames": VIDEO_FRAMES, "forwards": {}}
+    for channels, model in VIDEOS.items():
+        plan = plan_video(model.name, *model.size)
+        kept = 2 * VIDEO_LAYERS * MAX_TOKENS * 2240 * 2
+        for prompts in (1, 2):
+            planned = prompts * (plan["transformer"]["activations"] // 2 - kept)
+            report["forwards"][f"{model.name}, {prompts} prompts"] = {
+                **count(channels, prompts),
+                "planned_bytes": planned,
+                "first_frame_given": count(channels, prompts, True),
+                "diffusers": count_library(channels, prompts),
+            }
+    path = ROOT / "benchmarks" / "video.json"
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    sys.stdout.write(path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

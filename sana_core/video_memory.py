@@ -1,0 +1,55 @@
+"""Bytes that a video takes, stage by stage, as memory.py has those of an image.
+
+The decode is ComfyUI's, in chunks of frames; its bytes were counted on a card that was not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import InputError
+from .memory import CARDS, CONTEXT, DTYPES, text_bytes
+from .released import MAX_TOKENS, TEXT_PARAMETERS, VIDEO_FRAMES, VIDEO_HIDDEN, VIDEO_LAYERS, VIDEO_WIDTH, VIDEOS
+from .video_latents import video_shape
+
+VIDEO_VARIANTS = {model.name: channels for channels, model in VIDEOS.items()}
+
+
+def token_bytes(width: int, hidden: int) -> int:
+    """Return what a forward takes for a position and a byte of the dtype.
+
+    That is two tensors of the feed-forward, `hidden` wide with its gate, and three of the inner width.
+    """
+    return 2 * hidden + 3 * width
+
+
+def plan_video(
+    variant: str, width: int, height: int, frames: int = VIDEO_FRAMES, batch: int = 1, dtype: str = "bfloat16"
+) -> dict[str, Any]:
+    """Return the bytes of each stage of drawing `batch` videos of `frames` frames of `width` x `height` pixels.
+
+    It is as `plan_memory` returns it; "smallest" is with one of the two prompts at a time, as ComfyUI computes them
+    where memory is short. Raises InputError for an unknown variant or dtype, and for sizes that videos have not.
+    """
+    if variant not in VIDEO_VARIANTS:
+        raise InputError(f"variant: got {variant!r:.40}, expected one of {', '.join(VIDEO_VARIANTS)}")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype: got {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
+    channels, item = VIDEO_VARIANTS[variant], DTYPES[dtype].itemsize
+    model = VIDEOS[channels]
+    _, length, rows, columns = video_shape(width, height, frames, channels)
+    keys = 2 * VIDEO_LAYERS * MAX_TOKENS * VIDEO_WIDTH * item
+    alone = batch * length * (rows // model.patch) * (columns // model.patch) * item
+    alone *= token_bytes(VIDEO_WIDTH, 2 * VIDEO_HIDDEN)
+    decode = model.decode_bytes * width * height * item
+    stages: dict[str, dict[str, Any]] = {
+        "text": {"weights": TEXT_PARAMETERS * item, "activations": text_bytes(1, item)},
+        "transformer": {"weights": model.parameters * item, "activations": 2 * (keys + alone)},
+        "decode": {"weights": model.vae_parameters * item, "activations": decode, "methods": {"chunks": decode}},
+    }
+    largest = {name: stage["weights"] + stage["activations"] for name, stage in stages.items()}
+    smallest = max((largest | {"transformer": largest["transformer"] - alone - keys}).values())
+    size = {"width": width, "height": height, "frames": frames, "batch": batch}
+    fits = {card: smallest + CONTEXT <= card * 2**30 for card in CARDS}
+    given = {"variant": variant, **size, "dtype": dtype}
+    return {**given, **stages, "peak": max(largest.values()), "smallest": smallest, "fits": fits}
