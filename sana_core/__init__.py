@@ -27,6 +27,8 @@ from .memory import plan_memory
 from .predict import predict_velocity
 from .scorer import load_scorer
 from .text import encode_prompts
+from .video_generate import generate_video
+from .video_memory import plan_video
 
 __all__ = [
     "CheckpointError",
@@ -44,6 +46,7 @@ __all__ = [
     "encode_images",
     "encode_prompts",
     "generate",
+    "generate_video",
     "inspect_checkpoint",
     "load_autoencoder",
     "load_controlnet",
@@ -52,5 +55,6 @@ __all__ = [
     "load_transformer",
     "load_video_transformer",
     "plan_memory",
+    "plan_video",
     "predict_velocity",
 ]

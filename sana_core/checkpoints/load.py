@@ -298,6 +298,26 @@ def load_video_transformer(
     return load_part(info, dtype).to(device)  # type: ignore[return-value]
 
 
+def load_video_autoencoder(
+    info: CheckpointInfo, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return the video VAE in `info`, and mean and deviation [C, 1, 1, 1] of its latents, which models have without.
+
+    Raises CheckpointError for a file that is not in diffusers' layout with its configuration beside it.
+    """
+    import diffusers
+
+    part = find_part(info, "video_autoencoder")
+    if part.layout != "diffusers" or part.config is None:
+        raise CheckpointError(f"{part.name}: got a VAE without diffusers' configuration; use the diffusers folder")
+    library_class = getattr(diffusers, "AutoencoderKLWan" if part.variant == "wan-2.1" else "AutoencoderKLLTX2Video")
+    module = library_class.from_config(part.config)
+    module.load_state_dict(component_tensors(part))
+    own = module.config if part.variant == "wan-2.1" else vars(module)["_buffers"]
+    mean, std = (torch.as_tensor(own[f"latents_{name}"]).view(-1, 1, 1, 1).to(device) for name in ("mean", "std"))
+    return module.to(device, dtype).requires_grad_(False).train(False), mean, std
+
+
 def load_controlnet(
     path: str | Path,
     device: str | torch.device = "cpu",

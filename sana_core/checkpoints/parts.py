@@ -32,6 +32,7 @@ WANTED = {
     "video_transformer": "a SANA-Video transformer",
     "controlnet": "a SANA ControlNet",
     "autoencoder": "SANA's VAE, DC-AE f32c32",
+    "video_autoencoder": "SANA-Video's VAE",
     "text_encoder": "SANA's text encoder, Gemma-2-2b-it",
     "lora": "a LoRA",
 }
@@ -40,6 +41,7 @@ WHERE = {
     "video_transformer": "get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face",
     "controlnet": "get Sana_1600M_1024px_BF16_ControlNet_HED from Efficient-Large-Model on Hugging Face",
     "autoencoder": "get dc-ae-f32c32-sana-1.1-diffusers from mit-han-lab on Hugging Face",
+    "video_autoencoder": "get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face, whole",
     "text_encoder": "get gemma-2-2b-it from Efficient-Large-Model on Hugging Face; no account is needed",
     "lora": "choose a LoRA trained on SANA",
 }

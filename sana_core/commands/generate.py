@@ -5,22 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
+from ..batch.local import local_devices
 from ..batch.plan import Picture, batch_pictures
 from ..batch.png import ENTRY, file_name
+from ..errors import InputError
+from ..released import VIDEO_FRAMES
 from ..whole_files import check_free, make_folder, unfinished
-from .options import add_drawing, cluster_of, say, settings_of
+from .options import add_drawing, choose_dtype, cluster_of, say, settings_of
 
 EXAMPLE = """example:
   python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\
-      --checkpoint demo/sana-scenes --width 256 --height 256 --out output"""
+      --checkpoint demo/sana-scenes --width 256 --height 256 --out output
+  python -m sana_core generate "Waves roll against a lighthouse. motion score: 30." \\
+      --checkpoint SANA-Video_2B_480p_diffusers --frames 81 --out clip.mp4"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="+", help="one or more prompts")
     parser.add_argument("--overwrite", action="store_true", help="replace images that are in the folder")
     parser.add_argument("--split", action="store_true", help="all devices share each image together")
+    parser.add_argument("--frames", type=int, help="a video of so many, by SANA-Video; --out is its file, as clip.mp4")
+    parser.add_argument("--first", type=Path, help="the image that the video begins with")
     add_drawing(parser)
 
 
@@ -29,6 +37,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     from ..generate import generate
     from ..picture_files import LEVEL, levels
+
+    if arguments.frames is not None or arguments.first is not None:
+        run_video(arguments)
+        return
 
     pictures = batch_pictures(len(arguments.prompts), arguments.of or arguments.count, arguments.seed)
     paths = [arguments.out / file_name(picture) for picture in pictures]
@@ -60,3 +72,35 @@ def run(arguments: argparse.Namespace) -> None:
         with unfinished(path, replace=arguments.overwrite) as part:
             Image.fromarray(levels(pixels)).save(part, "PNG", pnginfo=text, compress_level=LEVEL)
         sys.stdout.write(f"{path}\n")
+
+
+# what images have and videos have not, and its value where nobody asks for it
+IMAGES_ONLY = {"count": 1, "best": None, "of": None, "split": False, "pag_scale": 0.0, "lora": None, "cluster": None}
+
+
+def run_video(arguments: argparse.Namespace) -> None:
+    """Draw one video and write it. Raises InputError for what only images have."""
+    from ..checkpoints import find_part, inspect_checkpoint
+    from ..released import VIDEOS
+    from ..video_files import check_writer, read_first, write_video
+    from ..video_generate import generate_video
+
+    wrong = [name for name, default in IMAGES_ONLY.items() if getattr(arguments, name) != default]
+    wrong += ["prompts"] * (len(arguments.prompts) > 1)
+    if wrong:
+        raise InputError(f"{wrong[0]}: it is for images, expected one video of one prompt with --frames; leave it out")
+    check_writer(arguments.out)
+    if not arguments.overwrite:
+        check_free([arguments.out])
+    make_folder(arguments.out.parent)
+    part = find_part(inspect_checkpoint(arguments.checkpoint), "video_transformer")
+    own = VIDEOS[part.headers["patch_embedding.weight"].shape[1]].size
+    size = arguments.width or own[0], arguments.height or own[1]
+    first = None if arguments.first is None else read_first(arguments.first, size)
+    settings = {name: getattr(arguments, name) for name in ("steps", "guidance", "sampler")}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    settings |= {"dtype": choose_dtype(arguments), "device": str(local_devices(arguments.devices)[0])}
+    shown = arguments.prompts[0], arguments.checkpoint, arguments.seed, arguments.frames or VIDEO_FRAMES
+    drawn = generate_video(*shown, size, first, arguments.negative_prompt, reference=arguments.reference, **settings)
+    write_video(arguments.out, drawn, arguments.overwrite)
+    sys.stdout.write(f"{arguments.out}\n")

@@ -27,8 +27,8 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     add("--of", type=int, metavar="N", help="drafts of each prompt; draft i uses seed + i")
     add("--after", type=int, metavar="STEPS", help="score drafts after so many steps, and finish only the better ones")
     add("--scorer", type=Path, help="folder of a CLIP, such as PickScore_v1, that says how well an image fits a prompt")
-    add("--width", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
-    add("--height", type=int, default=DEFAULT_RESOLUTION, help="pixels, a multiple of 32")
+    add("--width", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
+    add("--height", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
     add("--steps", type=int, help="default: the model's own, 20, or 2 for SANA-Sprint")
     add("--guidance", type=float, help="default: the model's own, 4.5")
     add("--sampler", help="default: the model's own, flow_dpmpp_2m, or scm for SANA-Sprint")
@@ -118,8 +118,8 @@ def choose_dtype(arguments: argparse.Namespace) -> str:
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return how the pictures are drawn; None stays where the model decides."""
     return Settings(
-        arguments.width,
-        arguments.height,
+        DEFAULT_RESOLUTION if arguments.width is None else arguments.width,
+        DEFAULT_RESOLUTION if arguments.height is None else arguments.height,
         arguments.steps,
         arguments.guidance,
         arguments.negative_prompt,

@@ -1,0 +1,53 @@
+"""Videos as MP4 files, by the library that ComfyUI uses (PyAV), and the image that one begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .errors import InputError, VersionError
+from .picture_files import levels
+from .released import VIDEO_RATE
+from .whole_files import unfinished
+
+
+def check_writer(path: Path) -> None:
+    """Raise InputError for a name that is not an MP4 file's, and VersionError where PyAV is not installed."""
+    if path.suffix.lower() != ".mp4":
+        raise InputError(f"out: got {path.name!r:.60} with --frames, expected a file like clip.mp4; name one")
+    try:
+        import av  # noqa: F401
+    except ImportError:
+        raise VersionError("requirements: an MP4 file needs PyAV; pip install av") from None
+
+
+def write_video(path: Path, video: torch.Tensor, replace: bool = False) -> None:
+    """Write `video` [3, T, H, W] in [-1, 1] as H.264, at SANA-Video's 16 frames a second.
+
+    The file appears whole or not at all. Raises ExistingFileError for one that is there, unless it is to `replace` it.
+    """
+    import av
+
+    with unfinished(path, replace=replace) as part, av.open(str(part), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=VIDEO_RATE)
+        stream.width, stream.height, stream.pix_fmt = video.shape[3], video.shape[2], "yuv420p"
+        for frame in video.unbind(1):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(levels(frame), format="rgb24")))
+        container.mux(stream.encode())
+
+
+def read_first(path: Path, size: tuple[int, int]) -> torch.Tensor:
+    """Return the image at `path` scaled and cut to `size`, (width, height), as [3, H, W] in [-1, 1].
+
+    Raises InputError for what is no image.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            fitted = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), size, Image.Resampling.LANCZOS)
+    except OSError as error:
+        raise InputError(f"first: cannot read {path} as an image ({error!s:.80}); choose another file") from None
+    return torch.from_numpy(np.array(fitted)).movedim(-1, 0) / 127.5 - 1

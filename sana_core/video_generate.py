@@ -1,0 +1,102 @@
+"""From a prompt, and perhaps an image, to a video in one call, without a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import video
+from .checkpoints import find_part, inspect_checkpoint, load_text_encoder, load_video_transformer
+from .checkpoints.load import load_video_autoencoder, shift_of
+from .errors import InputError
+from .forward import Constants
+from .latents import noise_stream
+from .reference import AUTO, model_timestep, reference_of
+from .released import VIDEO_DEFAULTS, VIDEO_FRAMES, VIDEOS, Defaults
+from .sampling import find_sampler, own_arguments, own_sigmas
+from .text import encode_prompts
+from .video_latents import video_shape
+
+if TYPE_CHECKING:
+    from diffusers import SanaVideoTransformer3DModel
+
+
+@torch.no_grad()
+def generate_video(
+    prompt: str,
+    checkpoint: str | Path,
+    seed: int = 0,
+    frames: int = VIDEO_FRAMES,
+    size: tuple[int, int] | None = None,
+    first: torch.Tensor | None = None,
+    negative_prompt: str = "",
+    **settings: Any,
+) -> torch.Tensor:
+    """Return a video [3, frames, height, width] in [-1, 1], float32 on the CPU, drawn by SANA-Video.
+
+    `checkpoint` is a diffusers folder, `size` (width, height), by default the model's own. `first` [3, height, width]
+    in [-1, 1] is the image that it begins with. `settings` are device ("cpu"), dtype ("float32"), sampler, steps,
+    guidance and reference. Raises InputError for sizes and frames that the model does not have, and as the loaders do.
+    """
+    device, dtype = settings.get("device", "cpu"), getattr(torch, settings.get("dtype", "float32"))
+    reference = settings.get("reference", AUTO)
+    how = VIDEO_DEFAULTS._replace(**{name: settings[name] for name in Defaults._fields if name in settings})
+    info = inspect_checkpoint(checkpoint)
+    channels = find_part(info, "video_transformer").headers["patch_embedding.weight"].shape[1]
+    width, height = size or VIDEOS[channels].size
+    shape = video_shape(width, height, frames, channels)
+    if first is not None and first.shape != (3, height, width):
+        raise InputError(f"first: got {list(first.shape)}, expected {[3, height, width]}; scale and cut the image")
+    prompts = encode(checkpoint, [negative_prompt, prompt], device, dtype, reference)
+    given = None
+    if first is not None:
+        vae, mean, std = load_video_autoencoder(info, device, dtype)
+        image = first[None, :, None].to(device, dtype)
+        given = (vae.encode(image).latent_dist.mode().float() - mean) / std
+        del vae
+    transformer = load_video_transformer(checkpoint, device, dtype, reference)
+    constants = video.prepare(transformer, *prompts, *shape[1:])
+    noise = next(noise_stream(torch.empty(1, *shape), seed)).to(device)
+    latents = sample(transformer, constants, noise, shift_of(info, None, reference), given, how)
+    del transformer, constants
+    vae, mean, std = load_video_autoencoder(info, device, dtype)
+    return vae.decode((latents * std + mean).to(dtype)).sample[0].float().clamp(-1, 1).cpu()
+
+
+def encode(
+    checkpoint: str | Path, prompts: list[str], device: str, dtype: torch.dtype, reference: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return embeddings [2, T, C] and mask [2, T] of a negative and a positive prompt, the latter instructed."""
+    encoder = load_text_encoder(checkpoint, device, dtype, reference)
+    negative, positive = (encode_prompts(encoder, [prompt], bool(i)) for i, prompt in enumerate(prompts))
+    return torch.cat([negative[0], positive[0]]), torch.cat([negative[1], positive[1]])
+
+
+def sample(
+    transformer: SanaVideoTransformer3DModel,
+    constants: Constants,
+    noise: torch.Tensor,
+    shift: float,
+    given: torch.Tensor | None,
+    how: Defaults,
+) -> torch.Tensor:
+    """Return latents [1, C, T, h, w] sampled from `noise`, their first frame `given` if there is one."""
+    flow, rules = find_sampler(how.sampler), reference_of(transformer)
+    keep = torch.ones(noise.shape[2], device=noise.device)
+    keep[:1] = given is None
+    held = 0.0 if given is None else given * (1 - keep)[:, None, None]
+
+    def hold(latents: torch.Tensor) -> torch.Tensor:
+        return latents * keep[:, None, None] + held
+
+    def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        x = hold(x)
+        timestep = model_timestep(transformer, keep * (1000 * sigma).to(keep), flow.whole_timesteps).expand(2, -1)
+        both = video.velocity(transformer, x.repeat(2, 1, 1, 1, 1).to(transformer.dtype), timestep, constants).float()
+        without, positive = (x - sigma * both).chunk(2)
+        return hold(without + how.guidance * (positive - without))
+
+    sigmas = own_sigmas(flow, rules, how.steps, shift)
+    return hold(flow.sample(denoise, noise, sigmas, **own_arguments(flow, rules, iter(()))))

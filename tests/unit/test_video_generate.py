@@ -1,0 +1,95 @@
+"""A video without a host, against diffusers' pipelines, and the command that writes it."""
+
+import re
+
+import pytest
+import torch
+import video_models
+from diffusers import SanaImageToVideoPipeline, SanaVideoPipeline
+from noise import noise_like
+from PIL import Image
+from transformers import AutoTokenizer, Gemma2Model
+
+from sana_core.__main__ import main
+from sana_core.video_files import read_first
+from sana_core.video_generate import generate_video
+
+PROMPT, NEGATIVE, SIDE, FRAMES = "A red circle rolls away. motion score: 30.", "a chaotic sequence", 64, 9
+
+
+@pytest.fixture(scope="module", params=video_models.MODELS)
+def folder(request, tmp_path_factory):
+    return request.param, video_models.save_folder(request.param, tmp_path_factory.mktemp("video"))
+
+
+@pytest.fixture
+def first(tmp_path):
+    """The path of an image of another shape."""
+    pixels = torch.randint(256, (90, 120, 3), generator=torch.Generator().manual_seed(5), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save(tmp_path / "first.png")
+    return tmp_path / "first.png"
+
+
+@pytest.mark.parametrize("begins", ["text", "image"])
+def test_it_is_the_pipelines_video(folder, first, begins):
+    name, path = folder
+    channels, _, cell, stride = video_models.MODELS[name]
+    encoder = Gemma2Model.from_pretrained(path / "text_encoder", attn_implementation="eager").float()
+    pipeline = (SanaVideoPipeline if begins == "text" else SanaImageToVideoPipeline)(
+        AutoTokenizer.from_pretrained(path / "tokenizer"),
+        encoder,
+        video_models.autoencoder(name),
+        video_models.transformer(name, encoder.config.hidden_size),
+        video_models.scheduler(),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    image = None if begins == "text" else read_first(first, (SIDE, SIDE))
+    noise = noise_like(torch.empty(1, channels, 1 + (FRAMES - 1) // stride, SIDE // cell, SIDE // cell), 3)
+    expected = pipeline(
+        prompt=PROMPT,
+        negative_prompt=NEGATIVE,
+        num_inference_steps=4,
+        guidance_scale=6.0,
+        latents=noise,
+        height=SIDE,
+        width=SIDE,
+        frames=FRAMES,
+        use_resolution_binning=False,
+        output_type="pt",
+        **({} if image is None else {"image": (image[None] + 1) / 2}),
+    ).frames[0]
+    got = generate_video(PROMPT, path, 3, FRAMES, (SIDE, SIDE), image, NEGATIVE, steps=4)
+    assert got.shape == (3, FRAMES, SIDE, SIDE)
+    torch.testing.assert_close(got.movedim(1, 0) / 2 + 0.5, expected, atol=1e-4, rtol=0)
+
+
+def test_the_command_writes_a_clip(folder, first, tmp_path):
+    import av
+
+    name, path = folder
+    out = tmp_path / "clips" / "clip.mp4"
+    given = ["generate", PROMPT, "--checkpoint", path, "--frames", FRAMES, "--first", first, "--steps", 2, "--out", out]
+    given = [str(word) for word in [*given, "--width", SIDE, "--height", SIDE, "--dtype", "float32"]]
+    assert not main(given)
+    with av.open(str(out)) as clip:
+        stream = clip.streams.video[0]
+        frames = list(clip.decode(stream))
+        assert (len(frames), frames[0].width, frames[0].height, stream.average_rate) == (FRAMES, SIDE, SIDE, 16)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--out", "clip.gif"], "^out: got 'clip.gif' with --frames, expected a file like clip.mp4; name one$"),
+        (["--count", "2"], "^count: it is for images, expected one video of one prompt with --frames; leave it out$"),
+        (["--first", "none.png"], "^first: cannot read none.png as an image .*; choose another file$"),
+        (["--frames", "8"], "^frames: got 8, expected a multiple of [48] and one more; use 9$"),
+    ],
+)
+def test_what_cannot_be_is_said(folder, tmp_path, monkeypatch, capsys, more, message):
+    monkeypatch.chdir(tmp_path)
+    given = ["generate", PROMPT, "--checkpoint", str(folder[1]), "--frames", "9", "--out", "clip.mp4", "--steps", "1"]
+    with pytest.raises((SystemExit, ValueError)) as failed:
+        raise SystemExit(main([*given, *more]))
+    said = capsys.readouterr().err.strip().splitlines()[-1].removeprefix("sana_core: ").removeprefix("error: ")
+    assert failed.value.code and re.match(message, said), said
