@@ -186,6 +186,18 @@ def through(graph, node, inputs):
     return graph
 
 
+def test_easycache_skips_steps_and_draws_nearly_the_video(host, build, name):
+    inputs = {"reuse_threshold": 3.0, "start_percent": 0.15, "end_percent": 0.95, "verbose": False}
+    graph = through(build(**OURS), "EasyCache", inputs)
+    got = host.run({**graph, "model": ("Catch", {"value": ["load", 0], "name": "model"})})
+    calls = []
+    hook = got["model"].model.diffusion_model.patch_embedding.register_forward_pre_hook(lambda *_: calls.append(1))
+    graph["sample"][1]["steps"] = 12
+    drawn = host.run(graph, keep_cache=True)["latent"]["samples"]
+    hook.remove()
+    assert 0 < len(calls) < 12 and drawn.isfinite().all()
+
+
 def test_guidance_limited_to_no_step_is_the_prompt_alone(host, build):
     limited = through(build(**OURS), "SanaNodesGuidanceInterval", {"start": 1.0, "end": 1.0})
     got, alone = host.run(limited), host.run(build(**{**OURS, "guidance": 1.0}))
