@@ -277,7 +277,7 @@ def cards(name: str) -> Template:
 
 
 def doctor(name: str) -> Template:
-    report = Node("PreviewAny", {"source": ("doctor", 0)}, "Report", 760, 700)
+    report = Node("PreviewAny", {"source": ("doctor", 0)}, "Report", 670, 700)
     nodes = {**note(name), "doctor": Node("SanaNodesDoctor", {}), "report": report}
     return Template(Graph(nodes, (("", "note doctor"), ("", "report"))), (("doctor", "files"), ("doctor", "time")))
 
