@@ -100,6 +100,7 @@ lint: setup
 
 bench: setup
 	$(VENV) benchmarks/start.py
+	$(VENV) benchmarks/doctor.py
 	$(VENV) benchmarks/load.py
 	$(VENV) benchmarks/sampling.py
 	$(VENV) benchmarks/decode.py
