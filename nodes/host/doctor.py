@@ -46,6 +46,7 @@ def examine_host(files: bool, time: bool = False) -> tuple[str, str]:
     )
     describe_host(report)
     examine(report, model_files() if files else (), str(management.get_torch_device()), time)
+    tell(report.summary())
     return report.markdown(), json.dumps(report.as_json(), indent=1)
 
 
@@ -59,7 +60,9 @@ def describe_host(report: Report) -> None:
     given = vars(comfy.cli_args.args)
     chosen = {name: value for name, value in given.items() if FLAGS.search(name) and changed(name, value)}
     report.note(SECTION, "options", ", ".join(f"{name} {value}" for name, value in sorted(chosen.items())) or "none")
-    packs = sorted(name for name in nodes.LOADED_MODULE_DIRS if not name.startswith(("nodes_", "comfy_")))
+    # those of ComfyUI's own extras may be paths
+    names = {Path(name).name for name in nodes.LOADED_MODULE_DIRS}
+    packs = sorted(name for name in names if not name.startswith(("nodes_", "comfy_")))
     report.note(SECTION, "packs", ", ".join(packs))
     for home, names in REPLACEABLE.items():
         module = importlib.import_module(home)

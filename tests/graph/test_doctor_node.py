@@ -54,11 +54,14 @@ def test_with_time_seconds_and_memory_are_measured_too(host, monkeypatch):
     # what there is no time for is a line too
     monkeypatch.setattr(own, "SECONDS", 0)
     monkeypatch.setattr(own, "TIMED_SECONDS", 0)
-    lines = {}
+    lines, told = {}, []
+    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: told.append(text))
     for time in (False, True):
         graph = {"doctor": ("SanaNodesDoctor", {"files": False, "time": time}), **CAUGHT}
         lines[time] = {line["what"] for line in json.loads(host.run(graph)["json"])["lines"]}
     assert lines[True] - lines[False] == {"step, 0.6B, 512 px", "decode, 512 px"} and lines[False] < lines[True]
+    # the node ends with the result
+    assert "checks, 0 with a fault" in told[-1]
 
 
 def test_interrupt_ends_it_before_the_next_operation(host, monkeypatch):
