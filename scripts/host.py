@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,6 +33,10 @@ def base_directory(name: str) -> Path:
     if link.resolve() != ROOT:  # none yet, or the checkout has moved
         link.unlink(missing_ok=True)
         link.symlink_to(ROOT, target_is_directory=True)
+    # which ComfyUI has in its own
+    example = base / "input" / "example.png"
+    example.parent.mkdir(exist_ok=True)
+    shutil.copy(comfyui_path() / "input" / example.name, example)
     return base
 
 

@@ -192,6 +192,17 @@ def stack_texts(texts: Sequence[Embedding]) -> Embedding:
     return torch.cat(embeds), torch.cat(mask)
 
 
+class ImageInputs(NamedTuple):
+    """The images that a chunk is drawn from besides its prompts: of a ControlNet, one for all or one for each, and what
+    each is drawn over."""
+
+    control: Control | None = None
+    under: Under | None = None
+
+
+NO_IMAGES = ImageInputs()
+
+
 @torch.no_grad()
 def sample(
     models: Models,
@@ -200,17 +211,16 @@ def sample(
     texts: Sequence[Embedding],
     negative: Embedding,
     poll: Poll = no_poll,
-    control: Control | None = None,
+    images: ImageInputs = NO_IMAGES,
     shared: Shared | None = None,
-    under: Under | None = None,
 ) -> torch.Tensor:
     """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk`; `texts` are their prompts.
 
-    `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising. `control`
-    has one picture for all, or one for each. Without it, `shared` may compute the model on several devices; where that
-    is a process with its `span` of the rows, the latents are those rows. Each picture is drawn over `under`, if any.
+    `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising.
+    Without a ControlNet, `shared` may compute the model on several devices; where that is a process with its `span` of
+    the rows, the latents are those rows.
     """
-    transformer, shift = models.transformer, models.shift
+    transformer, shift, control = models.transformer, models.shift, images.control
     parts = drawn_together(chunk, transformer.device)
     if len(parts) > 1:
         own, drawn = iter(texts), []
@@ -220,7 +230,8 @@ def sample(
                 first = sum(map(len, parts[:number]))
                 steering = control._replace(latents=control.latents[first : first + len(part)])
             prompts = list(islice(own, len(part)))
-            drawn.append(sample(models, settings, part, prompts, negative, poll, steering, under=under))
+            own_images = images._replace(control=steering)
+            drawn.append(sample(models, settings, part, prompts, negative, poll, own_images))
         return torch.cat(drawn)
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     flow = find_sampler(settings.sampler)
@@ -248,8 +259,8 @@ def sample(
     sigmas = own_sigmas(flow, reference, settings.steps, shift)
     # a last step to sigma 0 is x0
     sigmas = torch.cat([sigmas[: settings.stop_after or -1], sigmas[-1:]])
-    if under is not None:
-        model, start = draw_over(under, model, start, sigmas[0])
+    if images.under is not None:
+        model, start = draw_over(images.under, model, start, sigmas[0])
     return flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
 
 

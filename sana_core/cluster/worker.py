@@ -18,6 +18,7 @@ from ..accelerator import current_accelerator
 from ..batch.batch_size import has_room_for_encoder, largest_chunk
 from ..batch.draw import (
     Embedding,
+    ImageInputs,
     Settings,
     decode,
     encode_negative,
@@ -138,8 +139,8 @@ class Worker:
         """Return the pictures of a chunk, as the job wants them; `prompts` are text, or encoded."""
         chunk: Chunk = tuple(Picture(*word) for word in words)
         texts = self.encode(prompts)
-        under = self.job.under and Under(*self.job.under)
-        latents = sample(self.models, self.job.settings, chunk, texts, self.negative, under=under)
+        images = ImageInputs(under=self.job.under and Under(*self.job.under))
+        latents = sample(self.models, self.job.settings, chunk, texts, self.negative, images=images)
         pictures: list[Any] = [None] * len(chunk)
         if self.models.autoencoder is not None:
             pictures = decode(self.models.autoencoder, latents)

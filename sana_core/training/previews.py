@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from ..batch.draw import Embedding, Models, decode, encode_negative, encode_text, sample
+from ..batch.draw import Embedding, ImageInputs, Models, decode, encode_negative, encode_text, sample
 from ..batch.draw import Settings as Drawing
 from ..batch.plan import batch_pictures
 from ..checkpoints import load_autoencoder
@@ -125,7 +125,7 @@ def draw_validation(
     if learner.controlnet is not None and inputs.control is not None:
         control = Control(learner.controlnet, inputs.control)
     models = Models(transformer, None, learner.shift)
-    latents = sample(models, drawing, tuple(chunk), inputs.prompts, inputs.negative, poll, control)
+    latents = sample(models, drawing, tuple(chunk), inputs.prompts, inputs.negative, poll, ImageInputs(control))
     dtype = getattr(torch, settings.dtype)
     autoencoder = load_autoencoder(settings.source("autoencoder"), transformer.device, dtype)
     pictures = decode(autoencoder, latents, poll)

@@ -105,6 +105,9 @@ def test_a_blueprint_is_found_put_down_and_draws(canvas, name):
     shown = json.loads((ROOT / "subgraphs" / f"{name}.json").read_text(encoding="utf-8"))["nodes"][0]
     names = [entry["name"] for entry in shown["inputs"] if "widget" in entry]
     assert sent == dict(zip(names, shown["widgets_values"], strict=True))
+    if name.endswith("video"):
+        # no model that comes with the pack draws it
+        return
     page.evaluate(QUICK, 8)
     shown = page.evaluate(CONNECT, [name, OF_TEMPLATE if name == "SANA second pass" else []])
     if name == "SANA second pass":
