@@ -65,7 +65,7 @@ def released(name: str, subgraph: Subgraph, prefix: str, model: str) -> dict[str
 
 def video(name: str, subgraph: Subgraph, folder: str, image: str | None = None) -> Template:
     """A note that says where the folder is, an image to begin with if there is one, the subgraph, and the video."""
-    where = f"\n\nDownload the folder [{folder}]({DOWNLOADS[folder].url}), whole, into `models/diffusers`."
+    where = f"\n\nDownload the folder [{folder}]({DOWNLOADS[folder].url}), whole, into *models/diffusers*."
     first = {} if image is None else {"first": Node("LoadImage", {"image": image}, "First image", WIDE)}
     links = {} if image is None else {"first image": ("first", 0)}
     nodes = {
