@@ -52,7 +52,8 @@ CUT = """slack => {
             // the source of a note, which is not shown, and a report, which is scrolled
             if (field.closest(".comfy-markdown") || field.readOnly) continue;
             const {scrollWidth, clientWidth, scrollHeight, clientHeight} = field;
-            if (field.value && clientWidth && (scrollWidth > clientWidth + slack || scrollHeight > clientHeight + slack))
+            const out = scrollWidth > clientWidth + slack || scrollHeight > clientHeight + slack;
+            if (field.value && clientWidth && out)
                 cut.push(show(node) + field.value);
         }
     }
