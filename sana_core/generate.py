@@ -76,18 +76,21 @@ def find_drawing(
     cluster: str | ClusterSettings | None,
     split: bool,
     say: Callable[[str], None],
+    report: dict[str, Any] | None = None,
 ) -> Drawing:
-    """Return what draws a workload: the cluster's GPUs or `devices`, with `split` all of them each picture."""
+    """Return what draws a workload: the cluster's GPUs or `devices`, with `split` all of them each picture. Without
+    `split`, `report` gets what each has drawn."""
     if cluster is not None:
         from .cluster.batch import draw_on_cluster
         from .cluster.connection import ClusterSettings
         from .cluster.split import draw_split_on_cluster
 
         where = ClusterSettings(cluster) if isinstance(cluster, str) else cluster
-        draw_there = draw_split_on_cluster if split else draw_on_cluster
-        return lambda workload, how: draw_there(workload, checkpoint, how, where, say=say)
+        if split:
+            return lambda workload, how: draw_split_on_cluster(workload, checkpoint, how, where, say=say)
+        return lambda workload, how: draw_on_cluster(workload, checkpoint, how, where, report=report, say=say)
     if split:
         from .split.draw import draw_split
 
         return lambda workload, how: draw_split(workload, checkpoint, how, devices)
-    return lambda workload, how: draw_local(workload, checkpoint, how, devices)
+    return lambda workload, how: draw_local(workload, checkpoint, how, devices, report=report)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..batch.best import Best, draw_best, find_best, place_scorer, without_finished
 from ..batch.draw import Settings, resolve_settings
@@ -23,12 +23,10 @@ from ..batch.plan import Picture, Workload, batch_pictures
 from ..batch.png import encode_png
 from ..batch.progress import Progress
 from ..errors import InputError, OutputError, SanaError
+from ..generate import find_drawing
 from ..polling import noting_interrupts
 from ..whole_files import make_folder
 from .options import add_drawing, cluster_of, say, settings_of
-
-if TYPE_CHECKING:
-    import torch
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
@@ -171,15 +169,9 @@ def draw_picks(
     best: Best,
 ) -> Generator[tuple[Picture, bytes], None, None]:
     """Yield the best drafts of each prompt that is not done, as PNG files with score and rank."""
-    scorer, cluster, devices = place_scorer(best, settings, arguments.devices), cluster_of(arguments), arguments.devices
-
-    def drawing(drafts: Workload, how: Settings) -> Generator[tuple[Picture, torch.Tensor], None, None]:
-        if cluster is None:
-            return draw_local(drafts, arguments.checkpoint, how, devices, report=report)
-        from ..cluster.batch import draw_on_cluster
-
-        return draw_on_cluster(drafts, arguments.checkpoint, how, cluster, report=report, say=say)
-
+    scorer = place_scorer(best, settings, arguments.devices)
+    where = arguments.devices, cluster_of(arguments)
+    drawing = find_drawing(arguments.checkpoint, *where, split=False, say=say, report=report)
     with closing(draw_best(drawing, workload, settings, best, scorer)) as picks:
         for pick in picks:
             prompt, seed = workload.prompts[pick.picture.prompt], pick.picture.seed
