@@ -75,7 +75,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 # what images have and videos have not, and its value where nobody asks for it
-IMAGES_ONLY = {"count": 1, "best": None, "of": None, "split": False, "pag_scale": 0.0, "lora": None, "cluster": None}
+IMAGES_ONLY = {
+    **dict.fromkeys(("best", "of", "scorer", "after", "lora", "cluster")),
+    **{"count": 1, "split": False, "pag_scale": 0.0},
+}
 
 
 def run_video(arguments: argparse.Namespace) -> None:

@@ -82,6 +82,7 @@ def test_the_command_writes_a_clip(folder, first, tmp_path):
     [
         (["--out", "clip.gif"], "^out: got 'clip.gif' with --frames, expected a file like clip.mp4; name one$"),
         (["--count", "2"], "^count: it is for images, expected one video of one prompt with --frames; leave it out$"),
+        (["--after", "2"], "^after: it is for images, expected one video of one prompt with --frames; leave it out$"),
         (["--first", "none.png"], "^first: cannot read none.png as an image .*; choose another file$"),
         (["--frames", "8"], "^frames: got 8, expected a multiple of [48] and one more; use 9$"),
     ],
