@@ -13,7 +13,7 @@ ALONE = echo "once more, one at a time, what failed:"; \
 	OMP_NUM_THREADS=1 $(VENV) -m pytest -c tests/pytest.ini --last-failed --last-failed-no-failures none -x tests
 GPU_PYTHON ?= python3
 GPU_MINUTES ?= 8
-EACH ?= 30
+EACH ?= 10
 
 .PHONY: help setup demo serve gallery test test-all coverage mutants fuzz soak lint bench gpu gpu-wheels checkpoint lock audit
 
@@ -26,7 +26,7 @@ help:
 	@echo "make test-all     all tests, then other ComfyUIs, and the lowest and newest versions of all that the pack needs"
 	@echo "make fuzz [EXAMPLES=100000] [MINUTES=60]   broken files and inputs, for hours, resuming"
 	@echo "make coverage     the tests once more, and which lines and branches of sana_core and nodes they reach"
-	@echo "make mutants [EACH=30]   change the code in small ways, and count which changes the unit tests notice, for an hour or two"
+	@echo "make mutants [EACH=10]   change the code in small ways, and count which changes the unit tests notice, for hours"
 	@echo "make soak [GRAPHS=300] [KILLS=1000]   faults and hundreds of graphs on one server, for hours; figures in benchmarks/"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
