@@ -27,14 +27,12 @@ from ...sana_core.forward import longest_prompt
 from ...sana_core.latents import DOWNSCALE
 from ...sana_core.polling import Poll
 from ...sana_core.released import MAX_TOKENS, SPRINT
-from .cluster import WEIGHTS, fingerprints, plain_file, require_cluster, run_for, session_on
-from .compat import loaded_from, patches_of
-from .core_nodes import CORE_NODES, ENCODED
-from .guidance import INTERVAL, PERTURBED
-from .layers import KEEP
-from .model import SPLIT, SanaDiffusionModel, check_width
+from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
+from .compat import loaded_from
+from .core_nodes import ENCODED
+from .model import SanaDiffusionModel, check_width
+from .patches import INTERVAL, PERTURBED, staying
 from .prompts import Prompt
-from .reference import SHARED_MASK
 from .report import progress_under_running_node, words_under_running_node
 from .vae import SanaAutoencoder
 
@@ -139,22 +137,7 @@ def vae_path(vae: comfy.sd.VAE) -> str:
 
 def check_model(model: ModelPatcher) -> None:
     """Raise InputError for all patches of MODEL that cannot go to another machine: functions, and unknown kinds."""
-    # a MODEL that is split over the GPUs of this machine draws the same without them
-    patches = patches_of(model) - {
-        PERTURBED,
-        INTERVAL,
-        SPRINT,
-        SHARED_MASK,
-        KEEP,
-        CORE_NODES,
-        SPLIT,
-        "multigpu",
-        "multigpu_options",
-    }
-    # `changed_weights` sends the transformer's
-    patches |= {key for key in model.patches if not key.startswith(WEIGHTS)}
-    if patches:
-        found = ", ".join(sorted(patches))
+    if found := ", ".join(sorted(staying(model))):
         raise InputError(f"model: got a patch that a cluster cannot apply ({found}); {REMEDY}")
 
 

@@ -29,7 +29,7 @@ from ...sana_core.released import SPRINT
 from .batch_inputs import Batch
 from .compat import loaded_from
 from .folders import TWO_WORKERS
-from .model import SPLIT
+from .patches import SPLIT
 from .sampling import Sampling, sample, sample_sprint
 from .vae import SanaAutoencoder, decode_loaded, load_for_decode
 

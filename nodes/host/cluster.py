@@ -28,6 +28,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.polling import Poll
 from .compat import loaded_from
 from .folders import configured_cluster
+from .patches import WEIGHTS
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # the server's attribute
 SESSION = "sana_cluster_session"
-WEIGHTS = "diffusion_model."
 
 
 def require_cluster() -> ClusterSettings:

@@ -13,6 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from ...sana_core.errors import InputError
 from ...sana_core.latents import DOWNSCALE
 from ...sana_core.lora import reference_note
+from .patches import CORE_NODES
 from .report import Notes
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     import torch
     from comfy.model_patcher import ModelPatcher
 
-CORE_NODES = "sana_core_nodes"
 # in a sampling's transformer_options
 NOTES = "sana_notes"
 # the embeddings as they were encoded, in a conditioning beside what other nodes made of them

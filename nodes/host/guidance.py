@@ -16,6 +16,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.guidance import PerturbedAttention, perturbed_attention
 from ...sana_core.released import is_video
 from .model import SanaModel
+from .patches import INTERVAL, PERTURBED
 from .prompts import PromptCondition
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 # sigma as a number of the host, from samplers that know it; reading it from the device would wait for it
 SIGMA = "sana_sigma"
-PERTURBED = "sana_perturbed_attention"
-INTERVAL = "sana_guidance_interval"
 
 
 def require_sana(model: torch.nn.Module) -> SanaModel:

@@ -12,6 +12,8 @@ import comfy.ops
 import torch
 from comfy.patcher_extension import CallbacksMP
 
+from .patches import KEEP
+
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
 # rows of an embedding for the logits of so many tokens at once
 PART = 2**15
-# the key of a MODEL's callback that loads what ComfyUI cannot cast
-KEEP = "sana_keep_on_device"
 
 
 class LendingLayer:

@@ -15,13 +15,12 @@ from ...sana_core.forward import velocity
 from ...sana_core.latents import DOWNSCALE, check_channels
 from ...sana_core.reference import model_timestep
 from ...sana_core.released import GUIDANCE, size_note
+from .patches import SPLIT
 from .prompts import Prompt, PromptBatch, PromptCondition
 from .saving import config_tensor
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
-# Who shares the model's calls, by the device of a call: see split.py.
-SPLIT = "sana_split"
 # what the transformer reads at sigma 1
 TIMESTEPS = 1000
 

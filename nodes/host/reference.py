@@ -8,12 +8,11 @@ import comfy.conds
 from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.reference import reference_of
+from .patches import SHARED_MASK
 from .prompts import Prompt, PromptCondition
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-SHARED_MASK = "sana_shared_mask"
 
 
 def follow_reference(patcher: ModelPatcher) -> None:

@@ -23,9 +23,9 @@ from .batch_devices import clone_patcher
 from .cluster import require_cluster
 from .folders import CLUSTER, TWO_WORKERS
 from .guidance import require_images
-from .model import SPLIT, picture_pixels
-from .split_cluster import share_on_cluster
-from .split_patches import check_patches
+from .model import picture_pixels
+from .patches import SPLIT
+from .split_cluster import check_patches, share_on_cluster
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

@@ -17,11 +17,12 @@ from ...sana_core.batch.draw import Settings
 from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.split import Call, answer_calls
 from ...sana_core.cluster.worker import Job
+from ...sana_core.errors import InputError
 from ...sana_core.polling import Poll
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
-from .model import SPLIT, picture_pixels
+from .model import picture_pixels
+from .patches import SPLIT, unshared
 from .report import words_under_running_node
-from .split_patches import check_patches
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -48,6 +49,14 @@ def share_on_cluster(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: A
         say(f"{int(next(answers))} GPUs of the cluster share the image")
         guider.model_options["transformer_options"][SPLIT] = {model.load_device: ClusterGroup(calls, answers)}
         return executor(noise, *args, **kwargs)
+
+
+def check_patches(model: ModelPatcher, conds: dict) -> None:
+    """Raise InputError for patches that replace parts of the one model, which other devices cannot have."""
+    if found := ", ".join(sorted(unshared(model, conds))):
+        raise InputError(
+            f"model: got a patch that devices cannot share an image with ({found}); remove it, or SANA Split Image"
+        )
 
 
 def make_job(model: ModelPatcher, noise: torch.Tensor) -> Job:

@@ -14,7 +14,6 @@ from ...sana_core.checkpoints import inspect_checkpoint
 from ...sana_core.checkpoints.headers import read_file
 from ...sana_core.checks import check_whole
 from ...sana_core.errors import InputError
-from ...sana_core.released import SPRINT
 from ...sana_core.training.plan import Base, Plan, plan_training, read_base
 from ...sana_core.training.proposal import fit_lines
 from ...sana_core.training.run_log import read_losses
@@ -31,14 +30,12 @@ from ...sana_core.training.settings import (
 )
 from ...sana_core.training.train import check_base, train
 from .clip import SanaTokenizer
-from .compat import loaded_from, patches_of
+from .compat import loaded_from
 from .controlnet import load_controlnet
-from .core_nodes import CORE_NODES
 from .folders import RUNS
 from .guidance import require_images
-from .layers import KEEP
 from .lora import apply_lora
-from .reference import SHARED_MASK
+from .patches import untrained
 from .training_view import View
 from .vae import SanaAutoencoder
 
@@ -80,10 +77,7 @@ class Trained(NamedTuple):
 def check_model(model: ModelPatcher) -> None:
     """Raise InputError unless MODEL is a SANA model as its file has it: training begins there, and not from patches."""
     require_images(model.model)
-    # what the loader itself adds; `check_base` says what is wrong with Sprint
-    patches = patches_of(model) - {SHARED_MASK, KEEP, SPRINT, CORE_NODES} | ({"LoRA"} if model.patches else set())
-    if patches:
-        found = ", ".join(sorted(patches))
+    if found := ", ".join(sorted(untrained(model))):
         raise InputError(
             f"model: got a patch that training does not see ({found}), expected the model alone; connect SANA Loader"
         )

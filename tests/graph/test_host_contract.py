@@ -178,9 +178,9 @@ def test_an_unknown_kind_of_patch_is_named_and_does_not_go_to_a_cluster(host, ch
     from comfy.patcher_extension import CallbacksMP
     from fake_cuda import pack
 
-    compat, layers = pack("nodes.host.compat"), pack("nodes.host.layers")
+    compat, patches = pack("nodes.host.compat"), pack("nodes.host.patches")
     model = pack("nodes.host.load_model").load_model(checkpoint)
-    own = {layers.KEEP, pack("nodes.host.core_nodes").CORE_NODES}
+    own = {patches.KEEP, patches.CORE_NODES}
     assert compat.patches_of(model) == own
     model.frobnications = {}
     assert compat.patches_of(model) == own
