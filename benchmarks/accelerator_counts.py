@@ -71,8 +71,8 @@ def figures(counter: Counter, predicted: int | None = None) -> dict[str, Any]:
 def transformer(variant: str, pixels: int) -> Any:
     """Return a transformer of that variant with empty weights on the first accelerator."""
     from benchmarks.train_memory import transformer as build
-    from sana_core.released import VARIANTS
-    from sana_core.weight_layout import join_projections
+    from sana_core.model.known_models import VARIANTS
+    from sana_core.model.weight_layout import join_projections
 
     with torch.device(FIRST):
         made = build(VARIANTS[variant], DTYPE, pixels).requires_grad_(False)
@@ -83,9 +83,9 @@ def transformer(variant: str, pixels: int) -> Any:
 
 def step(variant: str, pixels: int, perturbed: bool = False) -> dict[str, Any]:
     """Return the counts of one guided step, a short negative prompt beside a long prompt; the peak is the first's."""
-    from sana_core.guidance import denoiser, perturbed_attention
     from sana_core.memory import transformer_bytes
-    from sana_core.released import VARIANTS
+    from sana_core.model.known_models import VARIANTS
+    from sana_core.sampling.guidance import denoiser, perturbed_attention
 
     # what prepare reads: the longest prompt, and whether all are as long
     scalars = {torch.int64: TOKENS, torch.bool: False}
@@ -110,7 +110,7 @@ def step(variant: str, pixels: int, perturbed: bool = False) -> dict[str, Any]:
 def share(variant: str, pixels: int, passes: int, members: int) -> dict[str, Any]:
     """Return the counts of one of so many members, of whom two are its neighbours if there are, that share the rows of
     a step; the others' tensors lie on another device."""
-    from sana_core.forward import prepare, velocity
+    from sana_core.model.forward import prepare, velocity
     from sana_core.split.share import Share
     from sana_core.split.threads import Table, ThreadExchange
 
@@ -156,7 +156,7 @@ def shares() -> dict[str, Any]:
 def autoencoder(device: torch.device = FIRST, kind: str = "f32c32") -> Any:
     import decoders
 
-    from sana_core.weight_layout import arrange_convolutions
+    from sana_core.model.weight_layout import arrange_convolutions
 
     with fake_accelerators(), torch.device(device), default_dtype(DTYPE):
         made = getattr(decoders, kind)(1)
@@ -169,7 +169,7 @@ def decode(pixels: int, smallest: bool = False, triton: bool = True, kind: str =
     """Return the counts of a decode in the plan for a card with much memory, or in the smallest."""
     from sana_core.decode.stages import decoder_stages
     from sana_core.decode.strips import StripSize, global_block, global_blocks, pixel_rows, project_latents
-    from sana_core.polling import no_poll
+    from sana_core.runtime.cancellation import no_poll
 
     model = autoencoder(kind=kind)
     decoder, stages = model.decoder, decoder_stages(model)
@@ -198,7 +198,7 @@ def encode(pixels: int, smallest: bool = False) -> dict[str, Any]:
     """Return the counts of an encode in the plan for a card with much memory, or in the smallest."""
     from sana_core.decode.encode import boundary_map, last_layers
     from sana_core.decode.stages import encoder_stages
-    from sana_core.polling import no_poll
+    from sana_core.runtime.cancellation import no_poll
 
     encoder, stages = autoencoder().encoder, encoder_stages(autoencoder())
     planner, plan = plan_for(stages, pixels, smallest)
@@ -225,7 +225,7 @@ def decode_on_two(pixels: int) -> dict[str, Any]:
     from sana_core.decode import devices
     from sana_core.decode.stages import decoder_stages
     from sana_core.decode.strips import StripSize, pixel_rows
-    from sana_core.polling import no_poll
+    from sana_core.runtime.cancellation import no_poll
 
     stages = decoder_stages(autoencoder())
     planner, plan = plan_for(stages, pixels, False, devices=2)

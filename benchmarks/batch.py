@@ -146,7 +146,7 @@ def ray_pool(workers: int) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from sana_core.batch.fingerprint import fingerprint
+    from sana_core.checkpoints.fingerprint import fingerprint
     from sana_core.cluster.actors import ActorCache
     from sana_core.cluster.batch import BatchPool
     from sana_core.cluster.connection import ClusterSettings, connect

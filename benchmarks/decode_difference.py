@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 import sana_core  # noqa: E402
 from demo.scenes.painting import paint  # noqa: E402
 from demo.scenes.world import Scene, Subject  # noqa: E402
-from sana_core.picture_files import levels  # noqa: E402
+from sana_core.runtime.image_files import levels  # noqa: E402
 
 SIDE, GAIN = 1024, 16
 SCENE = Scene(

@@ -23,7 +23,7 @@ from demo.scenes.judge import load, score  # noqa: E402
 from demo.scenes.world import combinations  # noqa: E402
 from sana_core import generate, load_scorer  # noqa: E402
 from sana_core.batch.best import FINISHED  # noqa: E402
-from sana_core.picture_files import levels  # noqa: E402
+from sana_core.runtime.image_files import levels  # noqa: E402
 
 OUT = Path(__file__).with_suffix(".json")
 DRAFTS, STEPS, SIDE = 8, 5, 256

@@ -78,7 +78,7 @@ def rates() -> dict[str, Any]:
     import torch
 
     from benchmarks.sampling_gpu import peak_rate, seconds
-    from sana_core.accelerator import current_accelerator
+    from sana_core.runtime.accelerator import current_accelerator
 
     device = current_accelerator() or torch.device("cpu")
     source = torch.randn(2**29, device=device, dtype=torch.bfloat16)
@@ -101,7 +101,7 @@ def compiled_step() -> dict[str, Any]:
     import torch
 
     from benchmarks.sampling_gpu import measure, peak_rate
-    from sana_core.accelerator import current_accelerator
+    from sana_core.runtime.accelerator import current_accelerator
 
     device = current_accelerator() or torch.device("cpu")
     return {"1.6B, 1024 px": measure("1.6B", 1024, peak_rate(device), device)}
@@ -127,7 +127,7 @@ def card() -> dict[str, Any]:
     """Which card, with which versions."""
     import torch
 
-    from sana_core.accelerator import current_accelerator
+    from sana_core.runtime.accelerator import current_accelerator
 
     device = current_accelerator()
     if device is None:

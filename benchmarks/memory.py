@@ -29,9 +29,9 @@ def measure_transformer(width: int, pixels: int, dtype: torch.dtype) -> tuple[in
     from diffusers import SanaTransformer2DModel
 
     from sana_core.decode.device_memory import PeakMemory
-    from sana_core.guidance import denoiser
     from sana_core.memory import transformer_bytes
-    from sana_core.released import CROSS_HEADS, Architecture
+    from sana_core.model.known_models import CROSS_HEADS, Architecture
+    from sana_core.sampling.guidance import denoiser
 
     heads = CROSS_HEADS[width]
     model = SanaTransformer2DModel(
@@ -58,7 +58,7 @@ def measure_text(dtype: torch.dtype) -> tuple[int, int]:
 
     from sana_core.decode.device_memory import PeakMemory
     from sana_core.memory import INSTRUCTION_TOKENS, text_bytes
-    from sana_core.released import MAX_TOKENS
+    from sana_core.model.known_models import MAX_TOKENS
 
     model = Gemma2Model(Gemma2Config(num_hidden_layers=BLOCKS, vocab_size=1000)).requires_grad_(False).to(dtype)
     ids = torch.randint(3, 1000, (1, INSTRUCTION_TOKENS + MAX_TOKENS))

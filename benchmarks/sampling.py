@@ -24,8 +24,8 @@ sys.path += [str(ROOT / "scripts"), str(ROOT)]
 
 from setup import comfyui_path  # noqa: E402
 
-from sana_core.guidance import denoiser  # noqa: E402
-from sana_core.sampling import SAMPLERS  # noqa: E402
+from sana_core.sampling.guidance import denoiser  # noqa: E402
+from sana_core.sampling.samplers import SAMPLERS  # noqa: E402
 
 BLOCKS = 6
 STEPS = 20

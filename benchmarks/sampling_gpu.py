@@ -14,8 +14,8 @@ import torch
 
 from sana_core.doctor.arithmetic import transformer as released
 from sana_core.doctor.figures import made_as
-from sana_core.forward import prepare, velocity
-from sana_core.released import VARIANTS, Architecture
+from sana_core.model.forward import prepare, velocity
+from sana_core.model.known_models import VARIANTS, Architecture
 
 TOKENS = 300
 RUNS = 20

@@ -23,7 +23,7 @@ BLOCKS = 6
 
 def transformer(variant: str, layers: int):
     from sana_core.doctor.arithmetic import transformer
-    from sana_core.released import VARIANTS
+    from sana_core.model.known_models import VARIANTS
 
     return transformer(VARIANTS[variant].width, layers)
 
@@ -32,7 +32,7 @@ def step(model, rows: int, columns: int):
     """A guided step's arguments at so many rows and columns: latents, timesteps, constants."""
     import torch
 
-    from sana_core.forward import prepare
+    from sana_core.model.forward import prepare
 
     x = torch.randn(2, 32, rows, columns, generator=torch.Generator().manual_seed(1))
     embeds = torch.randn(2, 20, model.config.caption_channels, generator=torch.Generator().manual_seed(2))
@@ -43,7 +43,7 @@ def shared_step(model, arguments, devices: int):
     """The velocity by so many shards, and the exchanges they had."""
     import torch
 
-    from sana_core.forward import velocity
+    from sana_core.model.forward import velocity
     from sana_core.split.devices import Split
 
     x, timestep, constants = arguments
@@ -69,7 +69,7 @@ def differences() -> dict:
     """The largest relative difference from the undivided forward, and whether all numbers of shards agree."""
     import torch
 
-    from sana_core.forward import velocity
+    from sana_core.model.forward import velocity
 
     # the same bits need the same threads
     torch.set_num_threads(1)
@@ -120,7 +120,7 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
     from decode import autoencoder
 
     from sana_core.decode import decode_latents
-    from sana_core.forward import velocity
+    from sana_core.model.forward import velocity
     from sana_core.split.processes import connect
     from sana_core.split.rows import share_rows
     from sana_core.split.share import Share

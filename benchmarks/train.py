@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from benchmarks.machine import description  # noqa: E402
 from benchmarks.sampling import small_model  # noqa: E402
 from benchmarks.train_lora import CHECKPOINT, write_pictures  # noqa: E402
-from sana_core.accelerator import current_accelerator  # noqa: E402
+from sana_core.runtime.accelerator import current_accelerator  # noqa: E402
 from sana_core.training.cache import Cache, ModelIds, build_cache  # noqa: E402
 from sana_core.training.dataset import read_dataset  # noqa: E402
 from sana_core.training.entries import Store  # noqa: E402
@@ -125,7 +125,7 @@ def epoch(folder: Path, batch: int) -> dict[str, Any]:
     from sana_core.batch.draw import load_encoder
     from sana_core.checkpoints import load_autoencoder, load_transformer
     from sana_core.decode import encode_images
-    from sana_core.text import encode_prompts
+    from sana_core.model.text import encode_prompts
 
     device = torch.device("cpu")
     autoencoder = load_autoencoder(CHECKPOINT, device, torch.float32)

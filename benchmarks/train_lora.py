@@ -118,7 +118,7 @@ def through_autoencoder(wanted: list[Combination]) -> dict[str, float]:
     """Return the shares of true paintings of `wanted` that are right after the autoencoder."""
     from sana_core.checkpoints import load_autoencoder
     from sana_core.decode import decode_latents, encode_images
-    from sana_core.picture_files import levels
+    from sana_core.runtime.image_files import levels
 
     autoencoder, rng = load_autoencoder(CHECKPOINT, torch.device("cpu"), torch.float32), random.Random(23)
     pictures = []

@@ -26,7 +26,7 @@ from fake_accelerator import FAKE, default_dtype  # noqa: E402
 from live_bytes import LiveBytes  # noqa: E402
 
 from benchmarks.machine import description  # noqa: E402
-from sana_core.released import CROSS_HEADS, MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
+from sana_core.model.known_models import CROSS_HEADS, MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.dataset import Sample  # noqa: E402
 from sana_core.training.learner import make_learner, take_step  # noqa: E402

@@ -38,7 +38,7 @@ from benchmarks.machine import description  # noqa: E402
 from benchmarks.sampling import small_model  # noqa: E402
 from benchmarks.train_memory import FULL, SAMPLES, make_settings  # noqa: E402
 from sana_core.memory import CONTEXT  # noqa: E402
-from sana_core.released import MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
+from sana_core.model.known_models import MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
 from sana_core.training.arrangements import ring, share_of  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.learner import make_learner, take_step  # noqa: E402

@@ -20,10 +20,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 from fake_accelerator import FIRST, Counter, default_dtype, fake_accelerators  # noqa: E402
 
 from benchmarks.machine import description  # noqa: E402
-from sana_core import video  # noqa: E402
-from sana_core.released import MAX_TOKENS, VIDEO_FRAMES, VIDEO_LAYERS, VIDEOS  # noqa: E402
-from sana_core.video_latents import video_shape  # noqa: E402
-from sana_core.video_memory import plan_video  # noqa: E402
+from sana_core.model.known_models import MAX_TOKENS, VIDEO_FRAMES, VIDEO_LAYERS, VIDEOS  # noqa: E402
+from sana_core.video import forward as video  # noqa: E402
+from sana_core.video.latents import video_shape  # noqa: E402
+from sana_core.video.memory import plan_video  # noqa: E402
 
 # what the host gets when it reads the longest prompt, or whether none is padded
 READ = {torch.bool: False, torch.int64: MAX_TOKENS, torch.float32: MAX_TOKENS, torch.bfloat16: MAX_TOKENS}

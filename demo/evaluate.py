@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 import sana_core
-from sana_core.picture_files import levels
+from sana_core.runtime.image_files import levels
 
 from .judge import Verdict, judge
 from .pictures import COLOURS, PIXELS, combinations, prompt

@@ -7,8 +7,8 @@ from pathlib import Path
 from PIL import Image, PngImagePlugin
 
 from sana_core import generate
-from sana_core.picture_files import levels
-from sana_core.whole_files import digest_file
+from sana_core.runtime.atomic_files import digest_file
+from sana_core.runtime.image_files import levels
 
 PROMPT = "a watercolour of a red lighthouse on the sea at dusk"
 SETTINGS = {"width": 256, "height": 256, "steps": 20, "guidance": 4.5, "seed": 0}

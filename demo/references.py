@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from sana_core.reference import DIFFUSERS, NVIDIA
+from sana_core.model.reference import DIFFUSERS, NVIDIA
 
 from .evaluate import GUIDANCE, draw, score
 from .pictures import combinations, prompt

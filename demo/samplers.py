@@ -14,12 +14,12 @@ import torch
 from PIL import Image, ImageDraw
 
 import sana_core
-from sana_core.guidance import PerturbedAttention, denoiser, perturbed_attention
-from sana_core.latents import noise_stream, picture_shape
-from sana_core.picture_files import levels
-from sana_core.released import SHIFT
-from sana_core.sampling import SAMPLERS, sample_scm
-from sana_core.text import TextEncoder
+from sana_core.model.known_models import SHIFT
+from sana_core.model.latents import noise_stream, picture_shape
+from sana_core.model.text import TextEncoder
+from sana_core.runtime.image_files import levels
+from sana_core.sampling.guidance import PerturbedAttention, denoiser, perturbed_attention
+from sana_core.sampling.samplers import SAMPLERS, sample_scm
 
 from .evaluate import score
 from .pictures import PIXELS, combinations, prompt

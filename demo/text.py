@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma2Model, GemmaTokenizer
 
-from sana_core.reference import DIFFUSERS
-from sana_core.text import instruction_text
+from sana_core.model.reference import DIFFUSERS
+from sana_core.model.text import instruction_text
 
 from .pictures import article, combinations, position_word, random_caption, random_scene, size_word
 from .step import take_step

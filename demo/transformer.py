@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from diffusers import AutoencoderDC, SanaTransformer2DModel
 
-from sana_core.released import SHIFT
-from sana_core.sampling import shift_sigmas
-from sana_core.text import TextEncoder, encode_prompts
+from sana_core.model.known_models import SHIFT
+from sana_core.model.text import TextEncoder, encode_prompts
+from sana_core.sampling.samplers import shift_sigmas
 
 from .autoencoder import to_pixels
 from .pictures import PIXELS, combinations, draw_scene, placed_scenes, random_caption, random_scene

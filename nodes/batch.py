@@ -5,11 +5,11 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.batch.plan import LARGEST_CHUNK, LARGEST_SEED
-from ..sana_core.checks import check_number, check_whole
-from ..sana_core.guidance import LARGEST_GUIDANCE
-from ..sana_core.latents import LARGEST_BATCH
-from ..sana_core.sampling import SAMPLERS
-from ..sana_core.schedules import LARGEST_STEPS
+from ..sana_core.model.latents import LARGEST_BATCH
+from ..sana_core.runtime.checks import check_number, check_whole
+from ..sana_core.sampling.guidance import LARGEST_GUIDANCE
+from ..sana_core.sampling.samplers import SAMPLERS
+from ..sana_core.sampling.schedules import LARGEST_STEPS
 from .host.folders import list_devices
 from .sampler import guidance_input, seed_input
 

@@ -4,8 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.sampling import SAMPLERS
-from ..sana_core.schedules import LARGEST_STEPS
+from ..sana_core.sampling.samplers import SAMPLERS
+from ..sana_core.sampling.schedules import LARGEST_STEPS
 
 NAMES = list(SAMPLERS)
 

@@ -4,10 +4,10 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.checks import check_number
 from ..sana_core.decode.plan import METHODS
 from ..sana_core.errors import InputError
-from ..sana_core.latents import CHANNELS, check_channels
+from ..sana_core.model.latents import CHANNELS, check_channels
+from ..sana_core.runtime.checks import check_number
 
 DEVICES = ["one", "all"]
 LARGEST_BUDGET = 1024.0

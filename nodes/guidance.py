@@ -4,8 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.checks import check_number
-from ..sana_core.guidance import LARGEST_GUIDANCE
+from ..sana_core.runtime.checks import check_number
+from ..sana_core.sampling.guidance import LARGEST_GUIDANCE
 
 
 class SanaNodesPAG(io.ComfyNode):

@@ -4,8 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.latents import DOWNSCALE, LARGEST, LARGEST_BATCH, check_side
-from ..sana_core.released import DEFAULT_RESOLUTION, SHAPES, SIZES, own_size, picture_size
+from ..sana_core.model.known_models import DEFAULT_RESOLUTION, SHAPES, SIZES, own_size, picture_size
+from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH, check_side
 from .host.latents import empty_latent
 
 

@@ -5,8 +5,8 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.errors import InputError
-from ..sana_core.reference import AUTO, READINGS, REFERENCES
-from ..sana_core.released import SIZES
+from ..sana_core.model.known_models import SIZES
+from ..sana_core.model.reference import AUTO, READINGS, REFERENCES
 from .host.folders import find_file, list_files, list_models, model_path
 
 

@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.checks import check_number
+from ..sana_core.runtime.checks import check_number
 from .host.folders import find_file, list_files
 
 LARGEST_STRENGTH = 100.0

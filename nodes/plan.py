@@ -4,8 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io, ui
 
-from ..sana_core.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
-from ..sana_core.released import DECODERS, DEFAULT_RESOLUTION, VARIANTS
+from ..sana_core.model.known_models import DECODERS, DEFAULT_RESOLUTION, VARIANTS
+from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
 
 
 class SanaNodesPlan(io.ComfyNode):

@@ -5,7 +5,7 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.errors import InputError
-from ..sana_core.latents import LARGEST_BATCH
+from ..sana_core.model.latents import LARGEST_BATCH
 
 
 class SanaNodesPromptList(io.ComfyNode):

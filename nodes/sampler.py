@@ -5,11 +5,11 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.batch.plan import LARGEST_SEED
-from ..sana_core.checks import check_number, check_whole
-from ..sana_core.guidance import LARGEST_GUIDANCE
-from ..sana_core.released import DEFAULTS, GUIDANCE, INTERMEDIATE_TIMESTEP, MAX_TIMESTEP, SPRINT
-from ..sana_core.sampling import SAMPLERS
-from ..sana_core.schedules import LARGEST_STEPS, last_steps, scm_sigmas
+from ..sana_core.model.known_models import DEFAULTS, GUIDANCE, INTERMEDIATE_TIMESTEP, MAX_TIMESTEP, SPRINT
+from ..sana_core.runtime.checks import check_number, check_whole
+from ..sana_core.sampling.guidance import LARGEST_GUIDANCE
+from ..sana_core.sampling.samplers import SAMPLERS
+from ..sana_core.sampling.schedules import LARGEST_STEPS, last_steps, scm_sigmas
 
 
 def seed_input() -> io.Int.Input:

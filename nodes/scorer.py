@@ -4,8 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.checks import check_whole
-from ..sana_core.latents import LARGEST_BATCH
+from ..sana_core.model.latents import LARGEST_BATCH
+from ..sana_core.runtime.checks import check_whole
 from .host.folders import list_scorers
 
 SCORER = io.Custom("SANA_SCORER")

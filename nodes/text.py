@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.released import MAX_TOKENS
+from ..sana_core.model.known_models import MAX_TOKENS
 
 
 class SanaNodesTextEncode(io.ComfyNode):

@@ -4,8 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.latents import DOWNSCALE
-from ..sana_core.released import DEFAULT_RESOLUTION
+from ..sana_core.model.known_models import DEFAULT_RESOLUTION
+from ..sana_core.model.latents import DOWNSCALE
 from ..sana_core.training.buckets import LARGEST_SIDE
 from ..sana_core.training.optimizers import NAMES
 from ..sana_core.training.settings import ADAPTERS, BASES, SCHEDULES, TARGETS

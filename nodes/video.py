@@ -4,8 +4,8 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.latents import LARGEST, LARGEST_BATCH
-from ..sana_core.released import LARGEST_FRAMES, VIDEO_FRAMES, VIDEOS
+from ..sana_core.model.known_models import LARGEST_FRAMES, VIDEO_FRAMES, VIDEOS
+from ..sana_core.model.latents import LARGEST, LARGEST_BATCH
 
 
 class SanaNodesVideoLatent(io.ComfyNode):

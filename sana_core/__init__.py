@@ -24,11 +24,11 @@ from .errors import (
 )
 from .generate import generate
 from .memory import plan_memory
+from .model.text import encode_prompts
 from .predict import predict_velocity
 from .scorer import load_scorer
-from .text import encode_prompts
-from .video_generate import generate_video
-from .video_memory import plan_video
+from .video.generate import generate_video
+from .video.memory import plan_video
 
 __all__ = [
     "CheckpointError",

@@ -16,8 +16,7 @@ from .decode.plan import Planner
 from .decode.run import TILES
 from .decode.stages import Stages
 from .errors import InputError
-from .latents import CHANNELS, DOWNSCALE, picture_shape
-from .released import (
+from .model.known_models import (
     DECODERS,
     ENCODER_LAYERS,
     ENCODER_PARAMETERS,
@@ -31,6 +30,7 @@ from .released import (
     Architecture,
     Decoder,
 )
+from .model.latents import CHANNELS, DOWNSCALE, picture_shape
 
 # names of weights to their shapes
 Shapes = Mapping[str, tuple[int, ...]]

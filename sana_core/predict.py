@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import video
-from .control import check_width, control_residuals
 from .errors import InputError
-from .forward import prepare, velocity
-from .reference import model_timestep
-from .released import GUIDANCE, is_video
+from .model.controlnet import check_width, control_residuals
+from .model.forward import prepare, velocity
+from .model.known_models import GUIDANCE, is_video
+from .model.reference import model_timestep
+from .video import forward as video
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel

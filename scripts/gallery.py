@@ -22,7 +22,7 @@ from thumbnails import CARDS, FOOT, SIDE, VIDEO_CARDS, draw_card
 from thumbnails import QUALITY as SHARP
 
 sys.path.append(str(ROOT))
-from sana_core.downloads import DOWNLOADS  # noqa: E402
+from sana_core.checkpoints.downloads import DOWNLOADS  # noqa: E402
 
 GALLERY, PAGE = ROOT / "docs" / "gallery", ROOT / "docs" / "gallery.md"
 SIZE, QUALITY = (1600, 900), 80

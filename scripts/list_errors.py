@@ -18,8 +18,8 @@ FILLED = "..."  # stands for what a message fills in
 SECTIONS = {
     "Several GPUs and clusters": r"(split|cluster)/|batch/(connection|ray_pool|session)|nodes/host/.*(cluster|split)",
     "Training": r"training|commands/train|nodes/dataset",
-    "Command line and batches": r"sana_core/(batch|commands)/|_files\.py$",
-    "Models and their files": r"sana_core/(checkpoints/|lora)|nodes/host/(folders|preview|quantise|stamps|weights)",
+    "Command line and batches": r"sana_core/(batch|commands)/|(_files|video/files|folder_lock)\.py$",
+    "Models and their files": r"sana_core/checkpoints/|nodes/host/(folders|preview|quantise|stamps|weights)",
     "Nodes, prompts and images": "",
 }
 

@@ -154,7 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--each", type=int, default=10, help="changes of each module (10)")
     parser.add_argument("--seed", default="0", help="of the draw (0)")
-    parser.add_argument("--only", nargs="+", help="modules, like sana_core/text.py; the figures are shown, not written")
+    parser.add_argument(
+        "--only", nargs="+", help="modules, like sana_core/model/text.py; the figures are shown, not written"
+    )
     parser.add_argument("--again", action="store_true", help="try what survived once more, with the tests as they are")
     parser.add_argument("--nearest", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

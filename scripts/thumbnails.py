@@ -18,7 +18,7 @@ from setup import ROOT
 sys.path.append(str(ROOT))
 import sana_core  # noqa: E402
 from sana_core.memory import fitting_cards, plan_memory  # noqa: E402
-from sana_core.picture_files import levels  # noqa: E402
+from sana_core.runtime.image_files import levels  # noqa: E402
 
 # pixels of a card, and of the line of words at its foot
 SIDE, FOOT, MARGIN, QUALITY = 512, 40, 14, 90

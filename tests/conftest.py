@@ -34,8 +34,8 @@ def spiece() -> bytes:
     """A sentencepiece model with Gemma's settings: BPE, bytes for what is unknown, text left as it is."""
     import sentencepiece
 
-    from sana_core.reference import NVIDIA
-    from sana_core.text import instruction_text
+    from sana_core.model.reference import NVIDIA
+    from sana_core.model.text import instruction_text
 
     prompts = [f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square")]
     model = io.BytesIO()

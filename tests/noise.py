@@ -2,7 +2,7 @@
 
 import torch
 
-from sana_core.latents import noise_stream
+from sana_core.model.latents import noise_stream
 
 
 def noise_like(latents: torch.Tensor, seed: int, indices: list[int] | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import sana_core
-from sana_core.picture_files import levels
+from sana_core.runtime.image_files import levels
 
 from ..evaluate import contact_sheet
 from ..scenes.evaluate import mean_score

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 import sana_core
-from sana_core.picture_files import levels
+from sana_core.runtime.image_files import levels
 
 from ..evaluate import contact_sheet
 from .captions import prompt

@@ -17,8 +17,8 @@ import torch
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 from transformers import AutoTokenizer
 
-from sana_core.accelerator import chosen_device
 from sana_core.checkpoints import load_text_encoder
+from sana_core.runtime.accelerator import chosen_device
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 

@@ -13,7 +13,7 @@ import comfy.lora
 import torch
 from comfy.weight_adapter import WeightAdapterBase
 
-from ...sana_core.lora import TWICE, Adapter, adapted
+from ...sana_core.checkpoints.lora import TWICE, Adapter, adapted
 
 UNREADABLE = "its tensors are not those of a LoRA that ComfyUI reads"
 

@@ -10,7 +10,7 @@ import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
 
-from ...sana_core.released import size_note
+from ...sana_core.model.known_models import size_note
 from .bars import BLUE, Bar, draw_bars
 from .batch_cluster import draw_on_cluster
 from .batch_devices import Share, draw_on_devices, find_devices

@@ -23,10 +23,10 @@ from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.batch import draw_with
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
-from ...sana_core.forward import longest_prompt
-from ...sana_core.latents import DOWNSCALE
-from ...sana_core.polling import Poll
-from ...sana_core.released import MAX_TOKENS, SPRINT
+from ...sana_core.model.forward import longest_prompt
+from ...sana_core.model.known_models import MAX_TOKENS, SPRINT
+from ...sana_core.model.latents import DOWNSCALE
+from ...sana_core.runtime.cancellation import Poll
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 from .compat import loaded_from
 from .core_nodes import ENCODED

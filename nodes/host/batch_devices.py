@@ -23,9 +23,9 @@ from ...sana_core.batch.loop import run_batch
 from ...sana_core.batch.plan import Chunk, Workload, drawn_together
 from ...sana_core.batch.queue import Queue
 from ...sana_core.errors import InputError
-from ...sana_core.latents import DOWNSCALE
-from ...sana_core.polling import Poll, Polled
-from ...sana_core.released import SPRINT
+from ...sana_core.model.known_models import SPRINT
+from ...sana_core.model.latents import DOWNSCALE
+from ...sana_core.runtime.cancellation import Poll, Polled
 from .batch_inputs import Batch
 from .compat import loaded_from
 from .folders import TWO_WORKERS

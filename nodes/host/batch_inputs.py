@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...sana_core.batch.plan import Picture, batch_pictures
 from ...sana_core.errors import InputError
-from ...sana_core.latents import CHANNELS, LARGEST_BATCH, check_channels
+from ...sana_core.model.latents import CHANNELS, LARGEST_BATCH, check_channels
 from .guidance import require_images
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from ...sana_core.checkpoints import find_part, inspect_checkpoint
 from ...sana_core.checkpoints.load import text_reference
 from ...sana_core.checkpoints.tokenizer import load_tokenizer
 from ...sana_core.errors import InputError
-from ...sana_core.reference import AUTO, NVIDIA
-from ...sana_core.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
-from ...sana_core.writing import most_likely, read_request, stop_tokens, write_tokens
+from ...sana_core.model.reference import AUTO, NVIDIA
+from ...sana_core.model.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
+from ...sana_core.model.text_generation import most_likely, read_request, stop_tokens, write_tokens
 from .compat import pixeldit_tokenizer, remember_loader
 from .core_nodes import ENCODED, no_effect
 from .layers import keep_on_device

@@ -18,14 +18,14 @@ import comfy.utils
 import torch
 from server import PromptServer
 
-from ...sana_core.batch.fingerprint import fingerprint
 from ...sana_core.batch.progress import Say
+from ...sana_core.checkpoints.fingerprint import fingerprint
 from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.connection import ClusterSettings
 from ...sana_core.cluster.session import Session
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
-from ...sana_core.polling import Poll
+from ...sana_core.runtime.cancellation import Poll
 from .compat import loaded_from
 from .folders import configured_cluster
 from .patches import WEIGHTS

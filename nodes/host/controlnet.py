@@ -11,10 +11,10 @@ import torch
 from diffusers import SanaControlNetModel
 
 from ...sana_core.checkpoints import find_part, follow, inspect_checkpoint
-from ...sana_core.control import control_residuals
 from ...sana_core.errors import InputError
-from ...sana_core.forward import prepare
-from ...sana_core.reference import AUTO, model_timestep
+from ...sana_core.model.controlnet import control_residuals
+from ...sana_core.model.forward import prepare
+from ...sana_core.model.reference import AUTO, model_timestep
 from .latents import latent_format
 from .layers import keep_on_device
 from .model import WHOLE_TIMESTEPS, timestep_scale

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from comfy.patcher_extension import WrappersMP
 
+from ...sana_core.checkpoints.lora import reference_note
 from ...sana_core.errors import InputError
-from ...sana_core.latents import DOWNSCALE
-from ...sana_core.lora import reference_note
+from ...sana_core.model.latents import DOWNSCALE
 from .patches import CORE_NODES
 from .report import Notes
 

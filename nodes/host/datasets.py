@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ...sana_core.polling import Poll
+from ...sana_core.runtime.cancellation import Poll
 from ...sana_core.training.buckets import Bucket, choose_bucket, is_smaller, part_of
 from ...sana_core.training.dataset import Sample, open_picture, read_dataset
 

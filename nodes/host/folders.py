@@ -12,10 +12,10 @@ from typing import Any
 import comfy.model_management
 import folder_paths
 
+from ...sana_core.checkpoints.downloads import DOWNLOADS, file_names, where_to_get
 from ...sana_core.checkpoints.files import brief, parse_json, read_bytes
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.cluster.connection import ClusterSettings
-from ...sana_core.downloads import DOWNLOADS, file_names, where_to_get
 from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.errors import InputError
-from ...sana_core.guidance import PerturbedAttention, perturbed_attention
-from ...sana_core.released import is_video
+from ...sana_core.model.known_models import is_video
+from ...sana_core.sampling.guidance import PerturbedAttention, perturbed_attention
 from .model import SanaModel
 from .patches import INTERVAL, PERTURBED
 from .prompts import PromptCondition

@@ -11,7 +11,7 @@ import torch
 from ...sana_core.checkpoints import CheckpointInfo
 from ...sana_core.checkpoints.load import latent_scale, recorded
 from ...sana_core.checkpoints.schemas import read_preview
-from ...sana_core.latents import CHANNELS, DOWNSCALE, picture_shape
+from ...sana_core.model.latents import CHANNELS, DOWNSCALE, picture_shape
 from .preview import find_taesana, taesana_previewer
 
 # DC-AE f32c32 sana-1.0, from the scaled latent to RGB in [0, 1], fitted by the authors of

@@ -17,14 +17,14 @@ from .patches import KEEP
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from ...sana_core.layers import WeightsUse
+    from ...sana_core.model.layers import WeightsUse
 
 # rows of an embedding for the logits of so many tokens at once
 PART = 2**15
 
 
 class LendingLayer:
-    """A layer of ComfyUI that lends its weights to a kernel as it would use them itself: see sana_core/layers.py."""
+    """A layer of ComfyUI that lends its weights to a kernel as it would use them itself (sana_core/model/layers.py)."""
 
     def with_weights(self, like: torch.Tensor, use: WeightsUse) -> torch.Tensor:
         """Return `use(weight, bias)` of the weights as ComfyUI casts, streams and patches them for the input `like`."""

@@ -16,7 +16,7 @@ from ...sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
 from ...sana_core.checkpoints.load import shift_of
 from ...sana_core.checkpoints.parts import find_transformer
 from ...sana_core.errors import InputError
-from ...sana_core.reference import AUTO, DIFFUSERS
+from ...sana_core.model.reference import AUTO, DIFFUSERS
 from .compat import add_lora_names, remember_loader
 from .core_nodes import fit_core_nodes
 from .latents import latent_format

@@ -11,8 +11,15 @@ import comfy.sd
 import torch
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
+from ...sana_core.checkpoints.lora import (
+    layer_weights,
+    listed,
+    misfit_error,
+    read_adapters,
+    reference_note,
+    written_names,
+)
 from ...sana_core.errors import InputError
-from ...sana_core.lora import layer_weights, listed, misfit_error, read_adapters, reference_note, written_names
 from .adapters import fitting_patches, patch_of
 from .model import SanaModel
 from .weights import read

@@ -9,12 +9,12 @@ import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-from ...sana_core.control import check_width as check_control_width
 from ...sana_core.errors import InputError
-from ...sana_core.forward import velocity
-from ...sana_core.latents import DOWNSCALE, check_channels
-from ...sana_core.reference import model_timestep
-from ...sana_core.released import GUIDANCE, size_note
+from ...sana_core.model.controlnet import check_width as check_control_width
+from ...sana_core.model.forward import velocity
+from ...sana_core.model.known_models import GUIDANCE, size_note
+from ...sana_core.model.latents import DOWNSCALE, check_channels
+from ...sana_core.model.reference import model_timestep
 from .patches import SPLIT
 from .prompts import Prompt, PromptBatch, PromptCondition
 from .saving import config_tensor

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from comfy.patcher_extension import WrappersMP
 
-from ...sana_core.released import SPRINT
+from ...sana_core.model.known_models import SPRINT
 from .compat import patches_of
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from functools import cached_property
 import comfy.conds
 import torch
 
-from ...sana_core import video
 from ...sana_core.errors import InputError
-from ...sana_core.forward import Constants, Perturbation, prepare
-from ...sana_core.guidance import PerturbedAttention
+from ...sana_core.model.forward import Constants, Perturbation, prepare
+from ...sana_core.sampling.guidance import PerturbedAttention
+from ...sana_core.video import forward as video
 
 
 class Prompt:

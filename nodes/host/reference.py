@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import comfy.conds
 from comfy.patcher_extension import WrappersMP
 
-from ...sana_core.reference import reference_of
+from ...sana_core.model.reference import reference_of
 from .patches import SHARED_MASK
 from .prompts import Prompt, PromptCondition
 

@@ -8,7 +8,7 @@ import comfy.samplers
 from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.errors import InputError
-from ...sana_core.released import SPRINT
+from ...sana_core.model.known_models import SPRINT
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

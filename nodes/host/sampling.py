@@ -16,11 +16,11 @@ import torch
 from comfy.model_sampling import ModelSamplingFlux
 from tqdm.auto import tqdm
 
-from ...sana_core.latents import noise_stream
-from ...sana_core.reference import reference_of
-from ...sana_core.released import SPRINT, Defaults, model_defaults
-from ...sana_core.sampling import check_sampler, find_sampler, own_arguments, own_sigmas
-from ...sana_core.schedules import start_later
+from ...sana_core.model.known_models import SPRINT, Defaults, model_defaults
+from ...sana_core.model.latents import noise_stream
+from ...sana_core.model.reference import reference_of
+from ...sana_core.sampling.samplers import check_sampler, find_sampler, own_arguments, own_sigmas
+from ...sana_core.sampling.schedules import start_later
 from .guidance import SIGMA, require_sana
 from .model import WHOLE_TIMESTEPS, check_flow
 

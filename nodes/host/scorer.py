@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ...sana_core.errors import InputError
-from ...sana_core.latents import check_channels
-from ...sana_core.picture_files import levels
+from ...sana_core.model.latents import check_channels
+from ...sana_core.runtime.image_files import levels
 from ...sana_core.scorer import Scorer, load_scorer
 from .bars import PAPER, TEXT, as_image
 from .folders import scorer_path

@@ -18,7 +18,7 @@ from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.split import Call, answer_calls
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
-from ...sana_core.polling import Poll
+from ...sana_core.runtime.cancellation import Poll
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 from .model import picture_pixels
 from .patches import SPLIT, unshared

@@ -12,8 +12,8 @@ import torch
 
 from ...sana_core.checkpoints import inspect_checkpoint
 from ...sana_core.checkpoints.headers import read_file
-from ...sana_core.checks import check_whole
 from ...sana_core.errors import InputError
+from ...sana_core.runtime.checks import check_whole
 from ...sana_core.training.plan import Base, Plan, plan_training, read_base
 from ...sana_core.training.proposal import fit_lines
 from ...sana_core.training.run_log import read_losses

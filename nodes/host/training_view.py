@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from server import PromptServer
 
-from ...sana_core.picture_files import levels
+from ...sana_core.runtime.image_files import levels
 from ...sana_core.training.pace import Pace, describe_validation
 
 # seconds between two lines of words, and between two curves

@@ -21,9 +21,9 @@ from ...sana_core.decode import DecodeOptions, decode_into, encode_images
 from ...sana_core.decode.plan import Planner
 from ...sana_core.decode.stages import decoder_stages, encoder_stages
 from ...sana_core.errors import InputError
-from ...sana_core.latents import CHANNELS, DOWNSCALE
-from ...sana_core.polling import Poll, Polled
-from ...sana_core.weight_layout import arrange_convolutions
+from ...sana_core.model.latents import CHANNELS, DOWNSCALE
+from ...sana_core.model.weight_layout import arrange_convolutions
+from ...sana_core.runtime.cancellation import Poll, Polled
 from .compat import empty_vae, free_memory, remember_loader
 from .layers import keep_on_device
 from .saving import config_tensor

@@ -8,10 +8,10 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from ...sana_core.checks import check_whole
 from ...sana_core.errors import InputError
-from ...sana_core.latents import LARGEST_BATCH
-from ...sana_core.video_latents import video_shape
+from ...sana_core.model.latents import LARGEST_BATCH
+from ...sana_core.runtime.checks import check_whole
+from ...sana_core.video.latents import video_shape
 from .guidance import require_sana
 from .video_model import SanaVideoModel
 

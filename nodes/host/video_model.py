@@ -13,10 +13,10 @@ import torch
 from diffusers import SanaVideoTransformer3DModel
 
 from ...sana_core.errors import InputError
-from ...sana_core.reference import model_timestep
-from ...sana_core.released import FAR, VIDEOS, VideoModel, own_shape
-from ...sana_core.video import velocity
-from ...sana_core.video_memory import token_bytes
+from ...sana_core.model.known_models import FAR, VIDEOS, VideoModel, own_shape
+from ...sana_core.model.reference import model_timestep
+from ...sana_core.video.forward import velocity
+from ...sana_core.video.memory import token_bytes
 from .model import WHOLE_TIMESTEPS, SanaDiffusionModel, SanaModel
 from .prompts import PromptBatch
 from .saving import config_tensor

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from ..accelerator import free_bytes
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.configs import architecture
-from ..latents import picture_shape
 from ..memory import transformer_bytes
-from ..released import Architecture
+from ..model.known_models import Architecture
+from ..model.latents import picture_shape
+from ..runtime.accelerator import free_bytes
 from .draw import Settings
 from .plan import LARGEST_CHUNK, draws_one_by_one
 

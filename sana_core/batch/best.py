@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checks import check_whole
+from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import InputError
+from ..runtime.checks import check_whole
 from ..scorer import Scorer, load_scorer
 from .draw import Settings
-from .fingerprint import digest_files, digest_json
 from .local import local_devices
 from .plan import LARGEST_COUNT, Picture, Workload
 

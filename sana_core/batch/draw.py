@@ -12,22 +12,22 @@ import torch
 
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
 from ..checkpoints.load import build_module, shift_of
-from ..checks import check_number, check_whole
-from ..control import Control
+from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
-from ..drawn_over import Under, draw_over
 from ..errors import InputError
-from ..forward import longest_prompt
-from ..guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
-from ..latents import noise_stream, picture_shape
-from ..lora import merge_loras, reference_note
-from ..polling import Poll, no_poll
-from ..reference import AUTO, reference_of
-from ..released import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
-from ..sampling import check_sampler, find_sampler, own_arguments, own_sigmas
-from ..schedules import check_steps, shift_sigmas
-from ..text import TextEncoder, encode_prompts
-from ..weight_layout import join_projections
+from ..model.controlnet import Control
+from ..model.forward import longest_prompt
+from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
+from ..model.latents import noise_stream, picture_shape
+from ..model.reference import AUTO, reference_of
+from ..model.text import TextEncoder, encode_prompts
+from ..model.weight_layout import join_projections
+from ..runtime.cancellation import Poll, no_poll
+from ..runtime.checks import check_number, check_whole
+from ..sampling.guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
+from ..sampling.masked import Under, draw_over
+from ..sampling.samplers import check_sampler, find_sampler, own_arguments, own_sigmas
+from ..sampling.schedules import check_steps, shift_sigmas
 from .plan import Chunk, drawn_together
 
 if TYPE_CHECKING:

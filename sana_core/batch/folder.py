@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ExistingFileError, InputError
-from ..whole_files import sync_folder, write_whole
-from .hold import Hold
+from ..runtime.atomic_files import sync_folder, write_whole
+from ..runtime.folder_lock import Hold
 from .plan import LARGEST_SEED, Picture
 from .png import describe_picture, digest_of, file_name, is_damaged, read_entry, write_picture
 

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
 from ..errors import InputError
-from ..polling import Poll, no_poll
+from ..runtime.accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
+from ..runtime.cancellation import Poll, no_poll
 from .batch_size import has_room_for_encoder, largest_chunk
 from .draw import (
     Embedding,

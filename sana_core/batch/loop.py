@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from ..accelerator import is_out_of_memory
+from ..runtime.accelerator import is_out_of_memory
 from .plan import Chunk, Picture
 from .queue import Queue
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checks import check_whole
 from ..errors import InputError
+from ..runtime.checks import check_whole
 
 LARGEST_SEED = 2**64 - 1
 LARGEST_COUNT = 100_000

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..picture_files import LEVEL, levels
-from ..whole_files import write_whole
+from ..runtime.atomic_files import write_whole
+from ..runtime.image_files import LEVEL, levels
 from .graph import ENTRY as GRAPH
 from .graph import graph_of
 from .plan import Picture

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ..errors import InputError
-from ..text import check_characters
+from ..model.text import check_characters
 from .plan import Chunk
 
 # prompts that are encoded before the first picture: a CPU takes long for one, an accelerator changes models for them

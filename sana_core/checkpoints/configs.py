@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from ..latents import DOWNSCALE
-from ..released import CROSS_HEADS, DC_AE_SCALE, GEMMA_HEAD_DIM, HEAD_DIM, POSITIONED, VIDEO_HEAD_DIM, Architecture
+from ..model.known_models import (
+    CROSS_HEADS,
+    DC_AE_SCALE,
+    GEMMA_HEAD_DIM,
+    HEAD_DIM,
+    POSITIONED,
+    VIDEO_HEAD_DIM,
+    Architecture,
+)
+from ..model.latents import DOWNSCALE
 from .headers import Header
 
 Headers = Mapping[str, Header]

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError
-from ..released import RESOLUTIONS
-from ..whole_files import unfinished
+from ..model.known_models import RESOLUTIONS
+from ..runtime.atomic_files import unfinished
 from .detect import TOKENIZERS, CheckpointInfo, inspect_checkpoint
 from .files import brief
 from .headers import SAFETENSORS, map_file

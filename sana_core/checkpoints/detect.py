@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from ..latents import DOWNSCALE
-from ..reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
-from ..released import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, VIDEOS, controlnet_name, variant_name
+from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, VIDEOS, controlnet_name, variant_name
+from ..model.latents import DOWNSCALE
+from ..model.reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
 from .configs import Headers, architecture, autoencoder_name, resolution_config
 from .files import REDOWNLOAD, brief, parse_json, read_json, shown
 from .foreign_models import foreign_model, relative

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
-from ..reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, check_reference, set_reference
-from ..released import CROSS_HEADS, DC_AE_SCALE, DEFAULT_RESOLUTION, VIDEO_HEAD_DIM, released_shift
-from ..text import TextEncoder
-from ..weight_layout import arrange_convolutions
+from ..model.known_models import CROSS_HEADS, DC_AE_SCALE, DEFAULT_RESOLUTION, VIDEO_HEAD_DIM, released_shift
+from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, check_reference, set_reference
+from ..model.text import TextEncoder
+from ..model.weight_layout import arrange_convolutions
 from .configs import (
     architecture,
     autoencoder_config,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..latents import CHANNELS
+from ..model.latents import CHANNELS
 from .files import INCOMPLETE, REDOWNLOAD, brief, read_json, shown
 from .headers import Header
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from ..text import Tokenizer
+from ..model.text import Tokenizer
 from .detect import CheckpointInfo
 from .files import REDOWNLOAD, brief, read_bytes, read_json, shown
 from .headers import read_tensors

@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoints.files import brief
 from ..errors import ClusterError
-from ..polling import Poll, no_poll
+from ..runtime.cancellation import Poll, no_poll
 
 
 @dataclass(eq=False)

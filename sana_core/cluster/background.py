@@ -9,7 +9,7 @@ from contextlib import closing
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from ..polling import Poll
+from ..runtime.cancellation import Poll
 
 T = TypeVar("T")
 # seconds between two calls of a poll

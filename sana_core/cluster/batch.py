@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from ..batch.draw import Settings, resolve_settings
-from ..batch.fingerprint import fingerprint
-from ..batch.hold import Hold
 from ..batch.loop import Outcome, run_batch
 from ..batch.plan import Chunk, Picture, Workload
 from ..batch.progress import Say, no_words
 from ..batch.queue import Queue
 from ..batch.windows import check_prompts
-from ..polling import Poll, no_poll
+from ..checkpoints.fingerprint import fingerprint
+from ..runtime.cancellation import Poll, no_poll
+from ..runtime.folder_lock import Hold
 from .actors import ActorCache, ActorError, DriverError
 from .connection import ClusterSettings
 from .pool import Pool

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 from ..batch.loop import GRACE
 from ..batch.progress import Say, no_words
 from ..checkpoints.files import brief
-from ..checks import check_number
 from ..errors import ClusterError, InputError
-from ..polling import Poll, no_poll
+from ..runtime.cancellation import Poll, no_poll
+from ..runtime.checks import check_number
 from .background import wait_for
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any
 from ..batch.progress import Say, counted, no_words
 from ..checkpoints.files import brief
 from ..errors import ClusterError
-from ..polling import Poll, no_poll
+from ..runtime.cancellation import Poll, no_poll
 from .actors import ActorCache, ActorError, ActorHandle, DriverError, last_words, named
 from .background import LOOK
 from .connection import ClusterSettings, import_ray

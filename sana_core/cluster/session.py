@@ -18,7 +18,7 @@ import torch
 from ..batch.progress import Say, no_words
 from ..checkpoints.files import brief
 from ..errors import ClusterError, SanaError
-from ..polling import Poll, no_poll
+from ..runtime.cancellation import Poll, no_poll
 from .actors import ActorCache, put_weights
 from .background import LOOK, LostError, wait_for, work_apart
 from .connection import CLIENT, IDLE, ClusterSettings, connect_client, connected, import_ray

@@ -20,8 +20,8 @@ from ..batch.plan import Picture, Workload
 from ..batch.progress import Say, no_words
 from ..batch.queue import FIRST_PATIENCE, PATIENCE
 from ..errors import ClusterError, InputError
-from ..latents import DOWNSCALE
-from ..polling import Poll, no_poll
+from ..model.latents import DOWNSCALE
+from ..runtime.cancellation import Poll, no_poll
 from ..split.draw import check_workload
 from .actors import ActorCache, ActorError, ActorHandle, DriverError, named
 from .background import LOOK

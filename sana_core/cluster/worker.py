@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..accelerator import current_accelerator
 from ..batch.batch_size import has_room_for_encoder, largest_chunk
 from ..batch.draw import (
     Embedding,
@@ -29,15 +28,16 @@ from ..batch.draw import (
     load_models,
     sample,
 )
-from ..batch.fingerprint import difference, fingerprint
-from ..batch.hold import OWN, check_run
 from ..batch.plan import Chunk, Picture
 from ..batch.png import encode_png, file_name, write_picture
-from ..drawn_over import Under
+from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
-from ..forward import Constants, Perturbation, prepare, velocity
-from ..guidance import Shared, Steered
-from ..latents import DOWNSCALE
+from ..model.forward import Constants, Perturbation, prepare, velocity
+from ..model.latents import DOWNSCALE
+from ..runtime.accelerator import current_accelerator
+from ..runtime.folder_lock import OWN, check_run
+from ..sampling.guidance import Shared, Steered
+from ..sampling.masked import Under
 from ..split.processes import ProcessExchange, connect
 from ..split.rows import Shard, part_of, share_rows
 from ..split.share import Share

@@ -15,17 +15,17 @@ from typing import Any
 
 from ..batch.best import Best, draw_best, find_best, place_scorer, without_finished
 from ..batch.draw import Settings, resolve_settings
-from ..batch.fingerprint import KEPT, describe_settings
 from ..batch.folder import OutputFolder, read_manifest
-from ..batch.hold import Hold, hold
 from ..batch.local import draw_local
 from ..batch.plan import Picture, Workload, batch_pictures
 from ..batch.png import encode_png
 from ..batch.progress import Progress
+from ..checkpoints.fingerprint import KEPT, describe_settings
 from ..errors import InputError, OutputError, SanaError
 from ..generate import find_drawing
-from ..polling import noting_interrupts
-from ..whole_files import make_folder
+from ..runtime.atomic_files import make_folder
+from ..runtime.cancellation import noting_interrupts
+from ..runtime.folder_lock import Hold, hold
 from .options import add_drawing, cluster_of, say, settings_of
 
 EXAMPLE = """example:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..decode.plan import METHODS
 from ..errors import InputError, ReadError
-from ..whole_files import check_free, unfinished
+from ..runtime.atomic_files import check_free, unfinished
 
 EXAMPLE = """example:
   python -m sana_core decode latents.safetensors --checkpoint demo/sana-scenes --out output --max-gb 2
@@ -34,13 +34,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     import torch
 
-    from ..accelerator import find_device
     from ..checkpoints import load_autoencoder
-    from ..checks import check_number
     from ..decode import DecodeOptions, decode_rows
-    from ..latents import DOWNSCALE
-    from ..picture_files import WRITERS, levels
-    from ..whole_files import make_folder
+    from ..model.latents import DOWNSCALE
+    from ..runtime.accelerator import find_device
+    from ..runtime.atomic_files import make_folder
+    from ..runtime.checks import check_number
+    from ..runtime.image_files import WRITERS, levels
 
     if arguments.max_gb is not None:
         check_number("max-gb", arguments.max_gb, 0, 1e6)
@@ -77,7 +77,7 @@ def read_latents(path: Path):  # type: ignore[no-untyped-def]
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    from ..latents import check_channels
+    from ..model.latents import check_channels
 
     try:
         # its own reader calls every file missing that it may not open

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ExistingFileError, OutputError
-from ..whole_files import unfinished
+from ..runtime.atomic_files import unfinished
 
 EXAMPLE = """example:
   python -m sana_core doctor ../../models"""

@@ -12,8 +12,8 @@ from ..batch.local import local_devices
 from ..batch.plan import Picture, batch_pictures
 from ..batch.png import ENTRY, file_name
 from ..errors import InputError
-from ..released import VIDEO_FRAMES
-from ..whole_files import check_free, make_folder, unfinished
+from ..model.known_models import VIDEO_FRAMES
+from ..runtime.atomic_files import check_free, make_folder, unfinished
 from .options import add_drawing, choose_dtype, cluster_of, say, settings_of
 
 EXAMPLE = """example:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     from PIL import Image, PngImagePlugin
 
     from ..generate import generate
-    from ..picture_files import LEVEL, levels
+    from ..runtime.image_files import LEVEL, levels
 
     if arguments.frames is not None or arguments.first is not None:
         run_video(arguments)
@@ -84,9 +84,9 @@ IMAGES_ONLY = {
 def run_video(arguments: argparse.Namespace) -> None:
     """Draw one video and write it. Raises InputError for what only images have."""
     from ..checkpoints import find_part, inspect_checkpoint
-    from ..released import VIDEOS
-    from ..video_files import check_writer, read_first, write_video
-    from ..video_generate import generate_video
+    from ..model.known_models import VIDEOS
+    from ..video.files import check_writer, read_first, write_video
+    from ..video.generate import generate_video
 
     wrong = [name for name, default in IMAGES_ONLY.items() if getattr(arguments, name) != default]
     wrong += ["prompts"] * (len(arguments.prompts) > 1)

@@ -6,13 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..accelerator import has_bf16
 from ..batch.draw import DTYPES, Settings
 from ..batch.local import local_devices
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError
-from ..reference import AUTO, REFERENCE_HELP, REFERENCES
-from ..released import DEFAULT_RESOLUTION
+from ..model.known_models import DEFAULT_RESOLUTION
+from ..model.reference import AUTO, REFERENCE_HELP, REFERENCES
+from ..runtime.accelerator import has_bf16
 
 
 def add_drawing(parser: argparse.ArgumentParser) -> None:

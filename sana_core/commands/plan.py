@@ -17,9 +17,9 @@ EXAMPLE = """example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     from ..memory import DTYPES
-    from ..released import DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES
+    from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES
     from ..split.cost import LINKS
-    from ..video_memory import VIDEO_VARIANTS
+    from ..video.memory import VIDEO_VARIANTS
 
     parser.add_argument("variant", choices=[*VARIANTS, *VIDEO_VARIANTS])
     parser.add_argument("--width", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or a video model's own")
@@ -36,8 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from ..errors import InputError
     from ..memory import fitting_cards, plan_memory
-    from ..released import DEFAULT_RESOLUTION, VIDEOS
-    from ..video_memory import VIDEO_VARIANTS, plan_video
+    from ..model.known_models import DEFAULT_RESOLUTION, VIDEOS
+    from ..video.memory import VIDEO_VARIANTS, plan_video
 
     is_video = arguments.variant in VIDEO_VARIANTS
     own = VIDEOS[VIDEO_VARIANTS[arguments.variant]].size if is_video else (DEFAULT_RESOLUTION, DEFAULT_RESOLUTION)

@@ -95,8 +95,8 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
 
     Raises as `read_base` and `check_base` do, and InputError for a card that is none and too many of them.
     """
-    from ..accelerator import chosen_device, current_accelerator, memory_info
-    from ..checks import check_number, check_whole
+    from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
+    from ..runtime.checks import check_number, check_whole
     from ..training.arrangements import arrangement_lines
     from ..training.plan import plan_training, read_base
     from ..training.proposal import fit_lines, table_lines
@@ -122,7 +122,7 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
 
 def warn_of_memory(settings: Settings) -> None:
     """Write a line where the accelerator that will train has less memory than that takes."""
-    from ..accelerator import chosen_device, memory_info
+    from ..runtime.accelerator import chosen_device, memory_info
     from ..training.plan import plan_training, read_base
     from ..training.settings import CONSISTENCY
 
@@ -189,7 +189,7 @@ def open_board(out: Path) -> Any:
 
 def open_wandb(settings: Settings) -> Any:
     """Return the run of wandb that a run's folder always has. Raises VersionError where it is not installed."""
-    from ..batch.fingerprint import digest_json
+    from ..checkpoints.fingerprint import digest_json
 
     try:
         import wandb

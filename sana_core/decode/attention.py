@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..polling import Poll
+from ..runtime.cancellation import Poll
 from .fused import fuses, gated_depthwise
 from .row_partition import RowPartition
 from .streaming import Block, Carry, Layer, chunks, in_place, norm_, run

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from ..accelerator import is_out_of_memory, release_memory_of
 from ..errors import InputError
-from ..polling import Poll, no_poll
-from ..weight_layout import arrange_convolutions
+from ..model.weight_layout import arrange_convolutions
+from ..runtime.accelerator import is_out_of_memory, release_memory_of
+from ..runtime.cancellation import Poll, no_poll
 from .attention import GLU_HALO, attend_rows, halo, score_pieces
 from .oom import OomRetry
 from .row_partition import LARGEST_TENSOR, RowPartition

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..accelerator import free_bytes
-from ..checks import check_finite
 from ..errors import InputError
-from ..polling import Poll, Polled, no_poll
+from ..runtime.accelerator import free_bytes
+from ..runtime.cancellation import Poll, Polled, no_poll
+from ..runtime.checks import check_finite
 from .attention import strips
 from .oom import plan_after_oom
 from .plan import Plan, Planner

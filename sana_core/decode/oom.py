@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..accelerator import is_out_of_memory, release_memory_of
-from ..polling import Poll
+from ..runtime.accelerator import is_out_of_memory, release_memory_of
+from ..runtime.cancellation import Poll
 from .plan import Plan, Planner, smaller
 from .row_partition import RowPartition
 from .stages import Stages

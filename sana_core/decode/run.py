@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..accelerator import free_bytes
-from ..checks import check_finite, check_number
 from ..errors import InputError
-from ..latents import check_channels
-from ..polling import Poll, Polled, no_poll
+from ..model.latents import check_channels
+from ..runtime.accelerator import free_bytes
+from ..runtime.cancellation import Poll, Polled, no_poll
+from ..runtime.checks import check_finite, check_number
 from .blended_tiles import decode_tiles
 from .device_memory import PeakMemory
 from .devices import Workers, shared_rows

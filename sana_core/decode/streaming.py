@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from ..polling import Poll
+from ..runtime.cancellation import Poll
 from . import fused
 
 Block = Any  # a module of diffusers, whose types say nothing of its layers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..polling import Poll
+from ..runtime.cancellation import Poll
 from .attention import attend_rows, score_pieces, strips
 from .row_partition import RowPartition, empty_partition
 from .stages import Stages

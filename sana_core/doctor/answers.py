@@ -17,11 +17,11 @@ import torch
 from ..checkpoints import CheckpointInfo, load_autoencoder, load_text_encoder, load_transformer
 from ..checkpoints.load import latent_scale, shift_of
 from ..decode import decode_latents, encode_images
-from ..forward import prepare, velocity
-from ..latents import CHANNELS, DOWNSCALE, noise_stream
-from ..reference import model_timestep
-from ..released import DECODERS, DEFAULT_RESOLUTION, VARIANTS
-from ..text import encode_prompts, instruction_text
+from ..model.forward import prepare, velocity
+from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, VARIANTS
+from ..model.latents import CHANNELS, DOWNSCALE, noise_stream
+from ..model.reference import model_timestep
+from ..model.text import encode_prompts, instruction_text
 from .arithmetic import BUNDLED, EXPECTED, noise, release
 from .report import NOTED, RIGHT, WRONG, Report
 
@@ -148,7 +148,7 @@ def check_loss(report: Report, model: Model, device: torch.device) -> None:
 
 def widest(device: torch.device) -> torch.dtype:
     """Return the type that the models are tried in."""
-    from ..accelerator import has_bf16
+    from ..runtime.accelerator import has_bf16
 
     return torch.bfloat16 if device.type != "cpu" and has_bf16(device) else torch.float32
 

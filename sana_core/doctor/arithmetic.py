@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .. import block
-from ..accelerator import empty_cache
 from ..kernels.trial import kernels_on
-from ..latents import CHANNELS
-from ..released import CROSS_HEADS, HEAD_DIM, TEXT_WIDTH
-from ..whole_files import digest_file
+from ..model import block
+from ..model.known_models import CROSS_HEADS, HEAD_DIM, TEXT_WIDTH
+from ..model.latents import CHANNELS
+from ..runtime.accelerator import empty_cache
+from ..runtime.atomic_files import digest_file
 from .machine import accelerator_dtypes, named
 from .report import Report
 
@@ -154,7 +154,7 @@ def convert(model: Any, dtype: torch.dtype) -> Any:
 
 def check_step(report: Report, device: torch.device, dtype: torch.dtype, width: int) -> None:
     """A call of two blocks of a released width, beside diffusers' own in the same type."""
-    from ..forward import prepare, velocity
+    from ..model.forward import prepare, velocity
 
     what = f"step of two blocks, width {width}, {named(dtype)}"
     if report.late(SECTION, what):
@@ -179,7 +179,7 @@ def check_bundled(report: Report, device: torch.device) -> None:
     from PIL import Image
 
     from ..generate import generate
-    from ..picture_files import levels
+    from ..runtime.image_files import levels
 
     what = "image of the bundled model"
     if not EXPECTED.is_file():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..accelerator import chosen_device
-from ..polling import Polled
+from ..runtime.accelerator import chosen_device
+from ..runtime.cancellation import Polled
 from .arithmetic import check_arithmetic
 from .figures import measure
 from .files import check_files

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ..accelerator import has_bf16
 from ..decode import DecodeOptions, decode_into
 from ..decode.device_memory import PeakMemory
-from ..forward import prepare, velocity
-from ..latents import CHANNELS, DOWNSCALE
 from ..memory import INSTRUCTION_TOKENS, plan_memory
-from ..released import DECODERS, ENCODER_LAYERS, HEAD_DIM, MAX_TOKENS, TEXT_WIDTH, VARIANTS, WIDTHS
+from ..model.forward import prepare, velocity
+from ..model.known_models import DECODERS, ENCODER_LAYERS, HEAD_DIM, MAX_TOKENS, TEXT_WIDTH, VARIANTS, WIDTHS
+from ..model.latents import CHANNELS, DOWNSCALE
+from ..runtime.accelerator import has_bf16
 from .arithmetic import noise, release, transformer
 from .machine import named
 from .report import Report

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from ..batch.fingerprint import weight_files
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
+from ..checkpoints.fingerprint import weight_files
 from ..checkpoints.headers import PICKLED, SUFFIXES
+from ..checkpoints.lora import read_whole, written_names
 from ..checkpoints.parts import describe
 from ..errors import CheckpointError, SanaError
-from ..lora import read_whole, written_names
-from ..whole_files import digest_file
+from ..runtime.atomic_files import digest_file
 from .answers import check_models
 from .arithmetic import BUNDLED
 from .report import RIGHT, WRONG, Report

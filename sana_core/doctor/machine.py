@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ..accelerator import current_accelerator, has_bf16, memory_info
 from ..kernels.trial import refused_kernels
+from ..runtime.accelerator import current_accelerator, has_bf16, memory_info
 from .report import Report
 
 HERE = Path(__file__).parents[2]

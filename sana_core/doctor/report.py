@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import first_line
-from ..polling import Poll, no_poll
+from ..runtime.cancellation import Poll, no_poll
 from .privacy import without_places
 
 RIGHT, WRONG, FAILED, SKIPPED, NOTED = "right", "WRONG", "FAILED", "skipped", "noted"

@@ -7,8 +7,8 @@ import logging
 
 import torch
 
-from ..accelerator import is_out_of_memory
 from ..errors import first_line
+from ..runtime.accelerator import is_out_of_memory
 
 WITHOUT = ("cpu", "meta")
 CHANNELS = 64

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import InputError
-from ..latents import CHANNELS, DOWNSCALE, check_side
-from ..released import HEAD_DIM, MAX_TOKENS, VARIANTS, Architecture
+from ..model.known_models import HEAD_DIM, MAX_TOKENS, VARIANTS, Architecture
+from ..model.latents import CHANNELS, DOWNSCALE, check_side
 from .rows import find_groups
 
 EXCHANGES = 2  # in a block

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-from ..accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..errors import InputError
-from ..polling import Poll, no_poll
+from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
+from ..runtime.cancellation import Poll, no_poll
 from .rows import Shard, find_groups, share_rows
 from .share import Share
 from .threads import Left, Table, ThreadExchange

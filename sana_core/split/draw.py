@@ -22,9 +22,9 @@ from ..batch.local import local_devices
 from ..batch.plan import Picture, Workload
 from ..batch.windows import check_prompts
 from ..errors import InputError
-from ..guidance import Shared, Steered
-from ..latents import DOWNSCALE
-from ..polling import Poll, no_poll
+from ..model.latents import DOWNSCALE
+from ..runtime.cancellation import Poll, no_poll
+from ..sampling.guidance import Shared, Steered
 from .devices import Split
 from .rows import check_rows, check_splittable
 from .speed import relative_speeds

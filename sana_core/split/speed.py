@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..block import feed_forward
+from ..model.block import feed_forward
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel

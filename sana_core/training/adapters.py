@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoints.lora import ROWS, Adapter, Tensors, adapted, dora_scale, product_of
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import InputError, VersionError
-from ..lora import ROWS, Adapter, Tensors, adapted, dora_scale, product_of
 from .settings import Method
 
 if TYPE_CHECKING:

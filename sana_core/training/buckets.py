@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from ..checks import check_whole
 from ..errors import InputError
-from ..latents import DOWNSCALE
-from ..released import SHAPES
+from ..model.known_models import SHAPES
+from ..model.latents import DOWNSCALE
+from ..runtime.checks import check_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -20,8 +20,8 @@ import torch
 
 from ..checkpoints.files import brief
 from ..errors import InputError, ReadError
-from ..latents import CHANNELS, DOWNSCALE
-from ..polling import Poll, no_poll
+from ..model.latents import CHANNELS, DOWNSCALE
+from ..runtime.cancellation import Poll, no_poll
 from .buckets import CROP_RULE, MIDDLE, Bucket, fit_picture
 from .dataset import Sample
 from .entries import Digests, Store, Tensors, digest_of, entry_path, read_entry

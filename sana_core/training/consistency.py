@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..reference import model_timestep, reference_of
+from ..model.reference import model_timestep, reference_of
 from .loss import drop_captions, mean_error
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..checkpoints.files import brief
 from ..errors import InputError, MissingFileError, SanaError
-from ..polling import Poll, no_poll
-from ..text import check_characters
+from ..model.text import check_characters
+from ..runtime.cancellation import Poll, no_poll
 from . import tars
 from .buckets import MIDDLE, Crop
 from .pictures import ENDINGS, Place, decode_picture, read_place, upright_size

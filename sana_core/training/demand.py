@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..memory import Shapes, count
-from ..released import MAX_TOKENS, TEXT_WIDTH, Architecture
+from ..model.known_models import MAX_TOKENS, TEXT_WIDTH, Architecture
 from .adapters import layer_names
 from .blockwise import BLOCK
 from .came import BUCKET, SMALLEST

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..batch.fingerprint import stamp
 from ..checkpoints.files import brief
+from ..checkpoints.fingerprint import stamp
 from ..errors import ExistingFileError, OutputError, ReadError
-from ..whole_files import write_whole
+from ..runtime.atomic_files import write_whole
 from .pictures import Place, read_place
 
 logger = logging.getLogger(__name__)

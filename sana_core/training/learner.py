@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..batch.fingerprint import digest_json
-from ..control import Control
+from ..checkpoints.fingerprint import digest_json
 from ..errors import CheckpointError, TrainingError
-from ..polling import Poll
-from ..reference import reference_of
-from ..released import GUIDANCE
+from ..model.controlnet import Control
+from ..model.known_models import GUIDANCE
+from ..model.reference import reference_of
+from ..runtime.cancellation import Poll
 from .adapters import add_adapter, without_dropout
 from .buckets import Bucket
 from .cache import Batch, Cache

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..polling import Poll
+from ..runtime.cancellation import Poll
 from .buckets import plan_epoch
 from .learner import (
     Data,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from ..control import Control
-from ..reference import model_timestep
-from ..released import GUIDANCE
-from ..schedules import shift_sigmas
+from ..model.controlnet import Control
+from ..model.known_models import GUIDANCE
+from ..model.reference import model_timestep
+from ..sampling.schedules import shift_sigmas
 from .settings import MODE, UNIFORM, Loss
 from .steering import steered, steering_residuals
 

@@ -13,7 +13,6 @@ from ..checkpoints.load import build_module
 from ..decode.plan import Planner
 from ..decode.stages import Stages, decoder_stages, encoder_stages
 from ..errors import InputError
-from ..latents import DOWNSCALE
 from ..memory import (
     CONTEXT,
     EMBEDDED,
@@ -25,7 +24,7 @@ from ..memory import (
     text_bytes,
     transformer_bytes,
 )
-from ..released import (
+from ..model.known_models import (
     DECODERS,
     ENCODER_PARAMETERS,
     MAX_TOKENS,
@@ -34,6 +33,7 @@ from ..released import (
     VARIANTS,
     Architecture,
 )
+from ..model.latents import DOWNSCALE
 from .adapters import check_layers
 from .buckets import shapes_at
 from .demand import FP32, frozen_bytes, state_bytes, step_demand, trained_shapes, weights_dtype

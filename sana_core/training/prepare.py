@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..batch.draw import load_encoder
-from ..batch.fingerprint import digest_json, fingerprint
 from ..checkpoints import load_autoencoder
+from ..checkpoints.fingerprint import digest_json, fingerprint
 from ..decode import encode_images
-from ..polling import Poll
-from ..text import TextEncoder, encode_prompts
-from ..whole_files import remove
+from ..model.text import TextEncoder, encode_prompts
+from ..runtime.atomic_files import remove
+from ..runtime.cancellation import Poll
 from .buckets import choose_bucket, is_smaller
 from .cache import ModelIds, build_cache
 from .dataset import Sample, check_controls

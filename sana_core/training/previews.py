@@ -15,14 +15,14 @@ from ..batch.draw import Embedding, ImageInputs, Models, decode, encode_negative
 from ..batch.draw import Settings as Drawing
 from ..batch.plan import batch_pictures
 from ..checkpoints import load_autoencoder
-from ..control import Control
 from ..decode import encode_images
 from ..errors import ExistingFileError
-from ..picture_files import LEVEL, levels
-from ..polling import Poll
-from ..released import model_defaults
-from ..text import TextEncoder
-from ..whole_files import write_whole
+from ..model.controlnet import Control
+from ..model.known_models import model_defaults
+from ..model.text import TextEncoder
+from ..runtime.atomic_files import write_whole
+from ..runtime.cancellation import Poll
+from ..runtime.image_files import LEVEL, levels
 from .buckets import CROP_RULE, Bucket, crop_picture
 from .cache import ModelIds
 from .entries import Store, Tensors, digest_of, entry_path, read_entry

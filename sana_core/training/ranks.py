@@ -22,8 +22,8 @@ from uuid import uuid4
 
 import torch
 
-from ..accelerator import chosen_device
 from ..errors import SanaError, TrainingError
+from ..runtime.accelerator import chosen_device
 from .heartbeats import Heart, name_lost
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..batch.fingerprint import digest_json
 from ..checkpoints.files import brief
+from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
-from ..whole_files import digest_file, remove, sync, sync_folder, unfinished, write_whole
+from ..runtime.atomic_files import digest_file, remove, sync, sync_folder, unfinished, write_whole
 from .ranks import ALONE, Ranks
 
 RUN, STEPS, LOG, PICTURES = "run.json", "steps", "log.jsonl", "pictures"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field
 
-from ..checks import check_number
 from ..errors import InputError
-from ..latents import DOWNSCALE, LARGEST
+from ..model.latents import DOWNSCALE, LARGEST
+from ..runtime.checks import check_number
 from .optimizers import NAMES, WHOLE
 
 ADAPTERS = ("lora", "dora", "lokr")

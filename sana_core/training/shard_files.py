@@ -18,7 +18,7 @@ import torch
 
 from ..checkpoints.files import brief
 from ..errors import CheckpointError, InputError, OutputError
-from ..whole_files import digest_file, sync
+from ..runtime.atomic_files import digest_file, sync
 from .learner import Learner
 from .runs import SHARDS, TENSORS, save_whole
 from .sharding import Shards

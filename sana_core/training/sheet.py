@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SanaError
-from ..whole_files import write_whole
+from ..runtime.atomic_files import write_whole
 from .pictures import Place, decode_picture, read_place
 from .run_log import read_log
 from .runs import PICTURES, stranger, writing

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..checkpoints.files import shown
+from ..checkpoints.lora import COLUMNS, ROWS, Tensors, read_whole
 from ..errors import InputError
-from ..lora import COLUMNS, ROWS, Tensors, read_whole
 from .adapters import SCALED, adapter_layers, layer_names, parts_of
 from .entries import digest_of
 from .pictures import Place, read_place

@@ -2,8 +2,8 @@
 
 Copies of the first blocks learn, and the projections around them, which begin at zero, so that at first nothing
 changes. All else is the model's own and frozen: the embeddings of picture, time and caption (SanaMSControlNet in
-NVlabs/Sana, diffusion/model/nets/sana_multi_scale_controlnet.py). `sana_core.control` tells where the signal joins and
-where it acts, in NVIDIA's code and in diffusers'.
+NVlabs/Sana, diffusion/model/nets/sana_multi_scale_controlnet.py). `sana_core.model.controlnet` tells where the signal
+joins and where it acts, in NVIDIA's code and in diffusers'.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..control import Control
 from ..errors import InputError
-from ..forward import DROPPED, embed
-from ..reference import DIFFUSERS, NVIDIA
+from ..model.controlnet import Control
+from ..model.forward import DROPPED, embed
+from ..model.reference import DIFFUSERS, NVIDIA
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..batch.hold import OWN, check_run, hold
-from ..polling import Poll
-from ..whole_files import make_folder
+from ..runtime.atomic_files import make_folder
+from ..runtime.cancellation import Poll
+from ..runtime.folder_lock import OWN, check_run, hold
 from .learner import Learner, whole_learner
 from .loop import Export, Preview, Watch
 from .ranks import Ranks

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..accelerator import chosen_device
-from ..batch.fingerprint import digest_json
 from ..checkpoints import find_part, inspect_checkpoint, load_transformer
+from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.load import build_module, shift_of
 from ..errors import InputError
-from ..polling import Poll, no_poll
+from ..runtime.accelerator import chosen_device
+from ..runtime.cancellation import Poll, no_poll
 from .adapters import adapter_tensors, add_adapter, check_layers, merged, write_adapter
 from .agreement import check_ranks, check_same
 from .learner import Learner, make_learner

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..polling import Poll
+from ..runtime.cancellation import Poll
 from .buckets import Crop
 from .dataset import Sample, read_dataset
 from .entries import digest_of

@@ -11,9 +11,9 @@ from parts import blueprints
 from setup import ROOT
 from templates import DOWNLOADED, SHOWING, templates
 
-from sana_core import downloads as released
 from sana_core.batch.draw import Settings
 from sana_core.batch.png import encode_png
+from sana_core.checkpoints import downloads as released
 from sana_core.checkpoints.headers import SUFFIXES
 
 TEMPLATES = sorted(ROOT.glob("workflows/*.json"))

@@ -13,7 +13,7 @@ from machines import add_node
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.draw import Settings, resolve_settings
-from sana_core.batch.fingerprint import fingerprint
+from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actors import ActorCache
 from sana_core.cluster.connection import IDLE, ClusterSettings, connected
 from sana_core.cluster.pool import Pool

@@ -17,15 +17,15 @@ from setup import ROOT
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.draw import Settings, resolve_settings
-from sana_core.batch.fingerprint import describe_settings, fingerprint
-from sana_core.batch.hold import hold
 from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.checkpoints.fingerprint import describe_settings, fingerprint
 from sana_core.cluster.actors import ActorCache
 from sana_core.cluster.batch import draw_on_cluster
 from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
 from sana_core.cluster.worker import Job
 from sana_core.errors import ClusterError
+from sana_core.runtime.folder_lock import hold
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
 from sana_core.training.settings import Method
 

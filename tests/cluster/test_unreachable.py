@@ -9,7 +9,7 @@ import pytest
 from sana_core.cluster.background import wait_for
 from sana_core.cluster.connection import connect_client, connected
 from sana_core.errors import ClusterError
-from sana_core.polling import no_poll
+from sana_core.runtime.cancellation import no_poll
 
 
 class Cancelled(BaseException):

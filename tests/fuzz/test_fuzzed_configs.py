@@ -13,11 +13,11 @@ from small import BUNDLED
 
 import sana_core
 from sana_core.batch.folder import OutputFolder
-from sana_core.batch.hold import Holder, hold, read_record
 from sana_core.batch.plan import batch_pictures
 from sana_core.batch.png import encode_png
 from sana_core.checkpoints.load import shift_of
 from sana_core.checkpoints.schemas import read_preview
+from sana_core.runtime.folder_lock import Holder, hold, read_record
 
 LOADERS = {
     "transformer": sana_core.load_transformer,

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import sana_core
 from sana_core.batch.png import encode_png, is_damaged, read_entry
 from sana_core.commands.batch import read_prompts
-from sana_core.guidance import perturbed_attention
-from sana_core.text import MAX_TOKENS, read_prompt
+from sana_core.model.text import MAX_TOKENS, read_prompt
+from sana_core.sampling.guidance import perturbed_attention
 
 PIECES = st.sampled_from(
     ["a red circle", "--ar 16:9", "--hw", "\0", "\r", "\u2028", "\x1b[31m", "\ufeff", "\u202e", "e\u0301", "\U0010ffff"]

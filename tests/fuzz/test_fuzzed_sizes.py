@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 from noise import noise_like
 
 import sana_core
-from sana_core import released, sampling, schedules
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.plan import batch_pictures, default_chunk_size, split_into_chunks
 from sana_core.decode import Tiles
-from sana_core.guidance import perturbed_attention
-from sana_core.latents import picture_shape
 from sana_core.memory import DTYPES
-from sana_core.released import DECODERS, VARIANTS
+from sana_core.model import known_models as released
+from sana_core.model.known_models import DECODERS, VARIANTS
+from sana_core.model.latents import picture_shape
+from sana_core.sampling import samplers as sampling
+from sana_core.sampling import schedules
+from sana_core.sampling.guidance import perturbed_attention
 
 SPECIAL = [0, 1, 2, 31, 32, 33, 64, 4096, 16384, 16416, 2**31, 2**63, 2**64 - 1, 2**64, 10**30, 10**400]
 SPECIAL += [-n for n in SPECIAL] + [0.5, 32.0, 64.5, 1e308, 5e-324, -0.0, math.inf, -math.inf, math.nan, True]

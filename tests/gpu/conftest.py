@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sana_core.accelerator import current_accelerator
+from sana_core.runtime.accelerator import current_accelerator
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "unit"))
 

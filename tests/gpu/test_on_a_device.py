@@ -12,10 +12,10 @@ from demo.judge import judge
 from sana_core import decode_latents, encode_images, encode_prompts, generate, load_text_encoder
 from sana_core.decode import DecodeOptions, decode_into
 from sana_core.doctor.arithmetic import transformer
-from sana_core.forward import prepare, velocity
 from sana_core.kernels.trial import TRIALS, kernels_on
-from sana_core.picture_files import levels
-from sana_core.released import VARIANTS
+from sana_core.model.forward import prepare, velocity
+from sana_core.model.known_models import VARIANTS
+from sana_core.runtime.image_files import levels
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 

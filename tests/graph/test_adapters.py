@@ -23,7 +23,7 @@ import sana_core
 from sana_core.__main__ import main
 from sana_core.batch import local
 from sana_core.batch.draw import Settings, resolve_settings
-from sana_core.batch.fingerprint import fingerprint
+from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster import worker
 from sana_core.split import draw
 

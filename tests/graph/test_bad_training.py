@@ -162,7 +162,7 @@ def test_a_name_with_another_run_in_it(host, pictures):
 
 
 def test_errors_name_no_place_outside_of_comfyuis_folders_and_no_process(host, pictures):
-    from sana_core.batch.hold import hold
+    from sana_core.runtime.folder_lock import hold
 
     graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
     graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": 128})

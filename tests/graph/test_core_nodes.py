@@ -11,7 +11,7 @@ from in_process import NodeError
 from safetensors.torch import save_file
 from variants import make_variant
 
-from sana_core.schedules import flow_dpm_sigmas
+from sana_core.sampling.schedules import flow_dpm_sigmas
 
 K_INPUTS = {"seed": 3, "steps": 8, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
 

@@ -15,7 +15,7 @@ def test_it_is_what_comfyui_does(host, masked):
     from comfy.model_sampling import CONST
     from comfy.samplers import KSamplerX0Inpaint
 
-    from sana_core.drawn_over import Under, draw_over
+    from sana_core.sampling.masked import Under, draw_over
 
     class Inner:
         """What the inpainting asks of a MODEL of flow matching."""

@@ -8,10 +8,10 @@ from noise import noise_like
 from sana_core import encode_prompts, load_text_encoder, load_transformer
 from sana_core.checkpoints import inspect_checkpoint
 from sana_core.checkpoints.load import latent_scale
-from sana_core.guidance import PerturbedAttention, denoiser
-from sana_core.latents import noise_stream
-from sana_core.sampling import flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
-from sana_core.schedules import scm_sigmas, shift_sigmas
+from sana_core.model.latents import noise_stream
+from sana_core.sampling.guidance import PerturbedAttention, denoiser
+from sana_core.sampling.samplers import flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
+from sana_core.sampling.schedules import scm_sigmas, shift_sigmas
 
 PROMPT = "a red circle on a blue background"
 CORE = {"seed": 3, "steps": 8, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}

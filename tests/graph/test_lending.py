@@ -99,7 +99,7 @@ def loaded(host, checkpoint, tmp_path):
 @pytest.mark.parametrize("options", [{}, {"weight_dtype": "fp8_e4m3fn"}], ids=["plain", "fp8"])
 @pytest.mark.parametrize("partly", [False, True])
 def test_the_weights_are_those_of_the_layer_s_own_call(loaded, partly, options):
-    lend = pack("sana_core.layers").with_weights
+    lend = pack("sana_core.model.layers").with_weights
     with torch.inference_mode():
         model = loaded(partly, **options)
         layers = [child for child in model.modules() if isinstance(child, torch.nn.Conv2d)]
@@ -120,7 +120,7 @@ def test_a_layer_with_an_adapter_in_bypass_mode_is_called_until_it_is_gone(loade
     from comfy.weight_adapter.bypass import BypassForwardHook
     from comfy.weight_adapter.lora import LoRAAdapter
 
-    lend = pack("sana_core.layers").with_weights
+    lend = pack("sana_core.model.layers").with_weights
     with torch.inference_mode():
         conv = loaded(False).get_submodule(CONVOLUTION)
         x = torch.randn(1, conv.in_channels, 4, 4)
@@ -134,7 +134,7 @@ def test_a_layer_with_an_adapter_in_bypass_mode_is_called_until_it_is_gone(loade
 
 
 def test_lending_is_no_break_in_a_graph(loaded):
-    lend = pack("sana_core.layers").with_weights
+    lend = pack("sana_core.model.layers").with_weights
     conv = loaded(False).get_submodule(CONVOLUTION)
     x = torch.randn(1, conv.in_channels, 4, 4)
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import sana_core
 from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.checkpoints.lora import merge_loras
 from sana_core.errors import CheckpointError, InputError
-from sana_core.lora import merge_loras
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
 from sana_core.training.settings import Method
 

@@ -12,7 +12,7 @@ from noise import noise_like
 from test_parity import with_ksampler
 
 import sana_core
-from sana_core.released import DC_AE_SCALE
+from sana_core.model.known_models import DC_AE_SCALE
 
 PROMPT, NEGATIVE = "a red circle on a blue background", "a green square"
 STEPS, GUIDANCE, SHIFT, HEADS = 8, 4.5, 3.0, 5

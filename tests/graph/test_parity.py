@@ -6,8 +6,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
 from noise import noise_like
 
 import sana_core
-from sana_core.reference import NVIDIA
-from sana_core.text import instruction_text
+from sana_core.model.reference import NVIDIA
+from sana_core.model.text import instruction_text
 
 PROMPT = "a red circle on a blue background"
 K_INPUTS = {"seed": 3, "steps": 8, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}

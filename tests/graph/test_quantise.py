@@ -166,7 +166,7 @@ def test_an_adapter_in_bypass_mode_works_around_a_quantised_convolution(load):
     from comfy.weight_adapter.bypass import BypassForwardHook
     from comfy.weight_adapter.lora import LoRAAdapter
 
-    layers = pack("sana_core.layers")
+    layers = pack("sana_core.model.layers")
     layer = load("int8").model.diffusion_model.get_submodule(FORWARD)
     states = torch.randn(1, 6, 400)
     up, down = torch.randn(160, 2, 1, 1), torch.randn(2, 400, 1, 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sana_core.released import RESOLUTIONS, SHAPES, own_size, size_note
+from sana_core.model.known_models import RESOLUTIONS, SHAPES, own_size, size_note
 
 
 @pytest.fixture

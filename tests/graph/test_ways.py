@@ -5,7 +5,7 @@ import torch
 from variants import SPRINT, make_variant
 from ways import CASES, HEIGHT, REFERENCES, SCENES, SEED, WIDTH, as_image, batched, check, generated, options
 
-from sana_core.picture_files import levels
+from sana_core.runtime.image_files import levels
 
 # the same bits need the same threads
 pytestmark = pytest.mark.usefixtures("one_thread")

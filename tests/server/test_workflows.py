@@ -7,7 +7,7 @@ import pytest
 from host import get
 from setup import ROOT
 
-from sana_core.downloads import DOWNLOADS
+from sana_core.checkpoints.downloads import DOWNLOADS
 
 WORKFLOWS = sorted(ROOT.glob("workflows/*.json"))
 BLUEPRINTS = sorted(ROOT.glob("subgraphs/*.json"))

@@ -39,7 +39,7 @@ from kill_train import (  # noqa: E402
 )
 
 from benchmarks.machine import description  # noqa: E402
-from sana_core import whole_files  # noqa: E402
+from sana_core.runtime import atomic_files as whole_files  # noqa: E402
 from sana_core.training import train  # noqa: E402
 from sana_core.training.run_log import read_losses  # noqa: E402
 from sana_core.training.settings import Settings  # noqa: E402

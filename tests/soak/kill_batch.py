@@ -38,9 +38,9 @@ from sana_core.batch.draw import (  # noqa: E402
     load_models,
     resolve_settings,
 )
-from sana_core.batch.fingerprint import fingerprint  # noqa: E402
 from sana_core.batch.plan import Picture  # noqa: E402
 from sana_core.batch.png import encode_png  # noqa: E402
+from sana_core.checkpoints.fingerprint import fingerprint  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "kills.json"
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]

@@ -11,14 +11,14 @@ from decoders import f32c32, noise
 from diffusers import SanaTransformer2DModel
 from diffusers.models.normalization import RMSNorm
 
-from sana_core import block, forward, layers
-from sana_core.accelerator import current_accelerator
 from sana_core.decode import attention, fused, streaming, strips
 from sana_core.kernels import trial
 from sana_core.kernels.channels import add_bias, rms_norm
 from sana_core.kernels.gated_depthwise import silu_depthwise_gate
 from sana_core.kernels.linear_attention import relu_attention
 from sana_core.kernels.modulation import add_gated, add_then_norm
+from sana_core.model import block, forward, layers
+from sana_core.runtime.accelerator import current_accelerator
 
 DEVICE = current_accelerator()
 if DEVICE is None:

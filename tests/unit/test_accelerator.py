@@ -11,9 +11,10 @@ import pytest
 import torch
 from decoders import f32c32
 
-from sana_core import accelerator, errors
+from sana_core import errors
 from sana_core.commands import options
 from sana_core.decode import decode_latents, device_memory, run
+from sana_core.runtime import accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (

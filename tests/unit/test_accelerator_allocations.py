@@ -9,8 +9,8 @@ from benchmarks import accelerator_counts as counts
 from sana_core.decode.encode import encode_one
 from sana_core.decode.oom import OomRetry, Report
 from sana_core.decode.stages import decoder_stages, encoder_stages
-from sana_core.guidance import denoiser
-from sana_core.polling import no_poll
+from sana_core.runtime.cancellation import no_poll
+from sana_core.sampling.guidance import denoiser
 
 pytest.importorskip("triton")
 # before it, fake tensors on cuda ask for a driver

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from sana_core.batch import fingerprint as module
-from sana_core.batch.fingerprint import difference, fingerprint
+from sana_core.checkpoints import fingerprint as module
+from sana_core.checkpoints.fingerprint import difference, fingerprint
 
 
 @pytest.fixture

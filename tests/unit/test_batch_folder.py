@@ -18,10 +18,10 @@ from PIL import Image
 from setup import ROOT
 
 import sana_core
-from sana_core import whole_files
 from sana_core.__main__ import main
-from sana_core.batch.fingerprint import fingerprint
 from sana_core.batch.folder import OutputFolder
+from sana_core.checkpoints.fingerprint import fingerprint
+from sana_core.runtime import atomic_files as whole_files
 
 # one process draws what another has drawn
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from sana_core.batch import hold as module
-from sana_core.batch.hold import OWN, check_run, hold
+from sana_core.runtime import folder_lock as module
+from sana_core.runtime.folder_lock import OWN, check_run, hold
 
 BEAT, WATCH = 0.1, 1.0
 

@@ -12,7 +12,7 @@ from sana_core.batch import local, windows
 from sana_core.batch.draw import Settings, encode_text, load_encoder
 from sana_core.batch.local import draw_local, local_devices
 from sana_core.batch.plan import Workload, batch_pictures, split_into_chunks
-from sana_core.latents import noise_stream
+from sana_core.model.latents import noise_stream
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SETTINGS = Settings(128, 128, steps=4)

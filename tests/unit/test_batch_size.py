@@ -7,7 +7,7 @@ from sana_core.batch import batch_size
 from sana_core.batch.draw import Settings
 from sana_core.batch.plan import LARGEST_CHUNK
 from sana_core.memory import transformer_bytes
-from sana_core.released import VARIANTS, Architecture
+from sana_core.model.known_models import VARIANTS, Architecture
 
 GPU = torch.device("cuda", 0)
 

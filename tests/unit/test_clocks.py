@@ -10,10 +10,10 @@ from setup import ROOT
 from test_batch_hold import another_run, kill, quick
 
 from sana_core.__main__ import main
-from sana_core.batch import fingerprint as fingerprints
-from sana_core.batch import hold as holds
-from sana_core.batch.fingerprint import fingerprint
-from sana_core.batch.hold import OWN, hold
+from sana_core.checkpoints import fingerprint as fingerprints
+from sana_core.checkpoints.fingerprint import fingerprint
+from sana_core.runtime import folder_lock as holds
+from sana_core.runtime.folder_lock import OWN, hold
 
 __all__ = ["quick"]  # a fixture
 YEAR = 365 * 86400.0

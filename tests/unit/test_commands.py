@@ -24,7 +24,7 @@ from setup import ROOT
 
 from sana_core import decode_latents, generate, inspect_checkpoint, load_autoencoder, load_transformer
 from sana_core.__main__ import COMMANDS, main
-from sana_core.picture_files import regroup
+from sana_core.runtime.image_files import regroup
 
 
 class Done(NamedTuple):

@@ -7,8 +7,8 @@ import torch
 from decoders import noise
 from tiny import random_prompt, tiny_transformer
 
-from sana_core.forward import Perturbation, prepare, velocity
-from sana_core.guidance import compile_mode, denoiser
+from sana_core.model.forward import Perturbation, prepare, velocity
+from sana_core.sampling.guidance import compile_mode, denoiser
 
 
 class Graphs:

@@ -8,9 +8,9 @@ from setup import ROOT
 
 import sana_core
 from demo.samplers import ROWS, STEPS
-from sana_core.guidance import denoiser
-from sana_core.sampling import SAMPLERS, sample_flow_dpmpp_2m, sample_scm
-from sana_core.schedules import flow_dpm_sigmas
+from sana_core.sampling.guidance import denoiser
+from sana_core.sampling.samplers import SAMPLERS, sample_flow_dpmpp_2m, sample_scm
+from sana_core.sampling.schedules import flow_dpm_sigmas
 
 PROMPTS = ["a red circle on a blue background", "a green square on a white background"]
 

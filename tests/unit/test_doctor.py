@@ -22,7 +22,7 @@ from sana_core.doctor.files import check_files
 from sana_core.doctor.machine import check_kernels, check_versions
 from sana_core.doctor.privacy import without_places
 from sana_core.kernels import trial
-from sana_core.whole_files import digest_file
+from sana_core.runtime.atomic_files import digest_file
 
 CPU = torch.device("cpu")
 SCENES, TINY = ROOT / "demo" / "sana-scenes", ROOT / "tests" / "models" / "sana-tiny"

@@ -9,7 +9,7 @@ import torch
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.draw import Settings, resolve_settings
-from sana_core.batch.fingerprint import fingerprint
+from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.batch import draw_on_cluster
 from sana_core.cluster.worker import Job, Worker
 from sana_core.commands.options import lora_of

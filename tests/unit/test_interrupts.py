@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from sana_core.commands import train
-from sana_core.polling import noting_interrupts
+from sana_core.runtime.cancellation import noting_interrupts
 
 
 class Deleted:

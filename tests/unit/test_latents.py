@@ -4,8 +4,8 @@ import pytest
 import torch
 from noise import noise_like
 
-from sana_core.checks import check_number
-from sana_core.latents import check_channels, picture_shape
+from sana_core.model.latents import check_channels, picture_shape
+from sana_core.runtime.checks import check_number
 
 
 def test_a_size_becomes_a_shape():

@@ -11,7 +11,7 @@ from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 import sana_core
 from sana_core.checkpoints import find_part
 from sana_core.checkpoints.load import build_module, latent_scale, shift_of
-from sana_core.released import VARIANTS, Architecture, variant_name
+from sana_core.model.known_models import VARIANTS, Architecture, variant_name
 
 COUNTS = {
     "0.6B": 591_747_872,

@@ -11,7 +11,7 @@ from setup import ROOT
 
 from sana_core import plan_memory
 from sana_core.memory import stages_of, transformer_parameters
-from sana_core.released import DECODERS, ENCODER_PARAMETERS, TEXT_PARAMETERS, VARIANTS, Architecture
+from sana_core.model.known_models import DECODERS, ENCODER_PARAMETERS, TEXT_PARAMETERS, VARIANTS, Architecture
 
 CONFIGS = {
     "0.6B": {"num_attention_heads": 36, "num_layers": 28, "num_cross_attention_heads": 16, "cross_attention_dim": 1152},

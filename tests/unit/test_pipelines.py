@@ -17,11 +17,11 @@ from diffusers import (
 from tiny import random_prompt, tiny_transformer
 
 from sana_core.checkpoints import load_autoencoder
-from sana_core.control import Control
-from sana_core.guidance import PerturbedAttention, Steered, denoiser, perturbed_attention
-from sana_core.latents import noise_stream
-from sana_core.sampling import SAMPLERS, flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
-from sana_core.schedules import last_steps, scm_sigmas
+from sana_core.model.controlnet import Control
+from sana_core.model.latents import noise_stream
+from sana_core.sampling.guidance import PerturbedAttention, Steered, denoiser, perturbed_attention
+from sana_core.sampling.samplers import SAMPLERS, flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
+from sana_core.sampling.schedules import last_steps, scm_sigmas
 
 COND, UNCOND = random_prompt(kept=9, seed=1), random_prompt(kept=2, seed=2)
 SIZES = [(128, 128), (96, 192)]

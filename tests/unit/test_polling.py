@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sana_core.polling import Polled
+from sana_core.runtime.cancellation import Polled
 
 
 class Cancelled(Exception):

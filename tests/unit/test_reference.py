@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 import sana_core
-from sana_core.guidance import denoiser
-from sana_core.reference import DIFFUSERS, NVIDIA, reference_of
-from sana_core.released import perturbed_block, released_shift
-from sana_core.sampling import SAMPLERS, own_arguments, own_sigmas
+from sana_core.model.known_models import perturbed_block, released_shift
+from sana_core.model.reference import DIFFUSERS, NVIDIA, reference_of
+from sana_core.sampling.guidance import denoiser
+from sana_core.sampling.samplers import SAMPLERS, own_arguments, own_sigmas
 
 CAPTION = 64
 BOUND = 1e-4

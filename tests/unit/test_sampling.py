@@ -6,8 +6,8 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, SCMScheduler
 
-from sana_core.reference import DIFFUSERS, NVIDIA, RULES
-from sana_core.sampling import (
+from sana_core.model.reference import DIFFUSERS, NVIDIA, RULES
+from sana_core.sampling.samplers import (
     SAMPLERS,
     check_sampler,
     find_sampler,
@@ -21,7 +21,7 @@ from sana_core.sampling import (
     sample_flow_euler,
     sample_scm,
 )
-from sana_core.schedules import last_steps, scm_sigmas, scm_timesteps, start_later
+from sana_core.sampling.schedules import last_steps, scm_sigmas, scm_timesteps, start_later
 
 STEPS_AND_SHIFTS = [(1, 3.0), (2, 3.0), (3, 2.5), (14, 3.0), (20, 3.0), (28, 6.0), (50, 1.5)]
 

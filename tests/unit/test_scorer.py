@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from sana_core.errors import CheckpointError, MissingFileError
-from sana_core.picture_files import levels
+from sana_core.runtime.image_files import levels
 from sana_core.scorer import load_scorer
 
 

@@ -11,10 +11,10 @@ from tiny import VARIANTS, random_prompt, tiny_transformer
 
 from sana_core import generate
 from sana_core.__main__ import main
-from sana_core.control import Control
 from sana_core.errors import InputError
-from sana_core.forward import Perturbation, prepare, velocity
-from sana_core.guidance import PerturbedAttention, Shared, Steered, denoiser
+from sana_core.model.controlnet import Control
+from sana_core.model.forward import Perturbation, prepare, velocity
+from sana_core.sampling.guidance import PerturbedAttention, Shared, Steered, denoiser
 from sana_core.split import draw
 from sana_core.split.cost import CARDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split

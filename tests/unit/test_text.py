@@ -11,8 +11,8 @@ from diffusers import SanaControlNetPipeline, SanaPAGPipeline, SanaPipeline, San
 from tiny import library_pipeline
 
 import sana_core
-from sana_core.reference import DIFFUSERS, NVIDIA
-from sana_core.text import instruction_text, read_prompt, select_tokens, tokenize
+from sana_core.model.reference import DIFFUSERS, NVIDIA
+from sana_core.model.text import instruction_text, read_prompt, select_tokens, tokenize
 
 PROMPTS = ["a red circle on a blue background", "a large white cross at the top left of a black background"]
 

@@ -9,7 +9,7 @@ from diffusers import SanaPipeline
 from safetensors import safe_open
 
 import sana_core
-from sana_core.lora import merge_loras
+from sana_core.checkpoints.lora import merge_loras
 from sana_core.training.adapters import adapter_layers, adapter_tensors, add_adapter, merged, write_adapter
 from sana_core.training.settings import Method
 

@@ -15,7 +15,7 @@ from PIL import Image
 from setup import ROOT
 
 from sana_core import InputError
-from sana_core.released import SHAPES, SIZES, picture_size
+from sana_core.model.known_models import SHAPES, SIZES, picture_size
 from sana_core.training.buckets import choose_bucket, fit_picture, plan_epoch
 
 SIDES = st.integers(1, 20000)

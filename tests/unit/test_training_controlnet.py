@@ -13,10 +13,10 @@ from pictures import write_pictures
 from setup import ROOT
 
 import sana_core
-from sana_core.control import Control
 from sana_core.errors import InputError
-from sana_core.polling import no_poll
-from sana_core.reference import model_timestep
+from sana_core.model.controlnet import Control
+from sana_core.model.reference import model_timestep
+from sana_core.runtime.cancellation import no_poll
 from sana_core.training import train
 from sana_core.training.learner import make_learner, validation_loss
 from sana_core.training.loss import flow_loss

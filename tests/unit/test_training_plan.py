@@ -13,12 +13,12 @@ from setup import ROOT
 
 from benchmarks import train_memory
 from benchmarks.train_memory import CONTROLNET, EIGHT_BITS, FULL, ROUNDED, count_step, make_settings
-from sana_core.accelerator import current_accelerator
 from sana_core.commands import train as command
 from sana_core.decode.stages import encoder_stages
 from sana_core.errors import InputError
 from sana_core.memory import CONTEXT, count, released_encoder, released_shapes
-from sana_core.released import VARIANTS, Architecture
+from sana_core.model.known_models import VARIANTS, Architecture
+from sana_core.runtime.accelerator import current_accelerator
 from sana_core.training.adapters import adapter_layers, add_adapter
 from sana_core.training.demand import frozen_bytes, state_bytes, trained_shapes
 from sana_core.training.optimizers import make_optimizer
@@ -355,9 +355,9 @@ def test_a_card_that_is_none_is_refused():
 def test_without_a_card_it_is_the_one_that_trains(monkeypatch):
     settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
     rooms = {torch.device("cuda:0"): 80 * 2**30, torch.device("cuda:1"): 2**28}
-    monkeypatch.setattr("sana_core.accelerator.current_accelerator", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr("sana_core.runtime.accelerator.current_accelerator", lambda: torch.device("cuda:0"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: len(rooms))
-    monkeypatch.setattr("sana_core.accelerator.memory_info", lambda device: (0, rooms[device]))
+    monkeypatch.setattr("sana_core.runtime.accelerator.memory_info", lambda device: (0, rooms[device]))
     assert command.plan_lines(settings, None)[-1].endswith("fits a GPU of 80 GB")
     assert "does not fit a GPU of 0.25 GB" in command.plan_lines(replace(settings, device="cuda:1"), None)[-2]
 
@@ -368,9 +368,9 @@ def test_a_card_that_is_too_small_is_warned_of(monkeypatch, capsys):
         command.warn_of_memory(settings)
         assert capsys.readouterr().err == ""
     card = torch.device("cuda:0")
-    monkeypatch.setattr("sana_core.accelerator.current_accelerator", lambda: card)
+    monkeypatch.setattr("sana_core.runtime.accelerator.current_accelerator", lambda: card)
     for room, warned in ((10**12, False), (10**8, True)):
-        monkeypatch.setattr("sana_core.accelerator.memory_info", lambda device, room=room: (room, room))
+        monkeypatch.setattr("sana_core.runtime.accelerator.memory_info", lambda device, room=room: (room, room))
         command.warn_of_memory(settings)
         text = capsys.readouterr().err
         assert bool(text) == warned

@@ -9,7 +9,7 @@ from PIL import Image
 from tiny import library_pipeline
 
 import sana_core
-from sana_core.picture_files import levels
+from sana_core.runtime.image_files import levels
 from sana_core.training.settings import Method, Phase, Settings, Validation
 from sana_core.training.train import check_base, train
 

@@ -19,8 +19,8 @@ from tiny import CAPTION, random_prompt, tiny_transformer
 import sana_core
 from sana_core.commands.train import plan_lines
 from sana_core.errors import InputError
-from sana_core.guidance import denoiser
-from sana_core.reference import set_reference
+from sana_core.model.reference import set_reference
+from sana_core.sampling.guidance import denoiser
 from sana_core.training import train
 from sana_core.training.adapters import add_adapter
 from sana_core.training.consistency import (

@@ -11,7 +11,7 @@ from pictures import write_pictures
 from PIL import Image, ImageOps
 
 from sana_core.errors import InputError
-from sana_core.polling import no_poll
+from sana_core.runtime.cancellation import no_poll
 from sana_core.training import train
 from sana_core.training.buckets import MIDDLE, Crop, choose_bucket, fit_picture
 from sana_core.training.dataset import open_picture, read_dataset

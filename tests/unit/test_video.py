@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from video_models import MODELS, scheduler, transformer
 
 import sana_core
-from sana_core import video
 from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.load import shift_of, text_reference
-from sana_core.reference import DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, RULES
-from sana_core.released import VIDEO_DEFAULTS, model_defaults
-from sana_core.sampling import SAMPLERS, own_arguments, own_sigmas
-from sana_core.text import instruction_text
+from sana_core.model.known_models import VIDEO_DEFAULTS, model_defaults
+from sana_core.model.reference import DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, RULES
+from sana_core.model.text import instruction_text
+from sana_core.sampling.samplers import SAMPLERS, own_arguments, own_sigmas
+from sana_core.video import forward as video
 
 BOUND = 1e-5
 CAPTION = 32

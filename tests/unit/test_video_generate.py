@@ -11,8 +11,8 @@ from PIL import Image
 from transformers import AutoTokenizer, Gemma2Model
 
 from sana_core.__main__ import main
-from sana_core.video_files import read_first
-from sana_core.video_generate import generate_video
+from sana_core.video.files import read_first
+from sana_core.video.generate import generate_video
 
 PROMPT, NEGATIVE, SIDE, FRAMES = "A red circle rolls away. motion score: 30.", "a chaotic sequence", 64, 9
 

@@ -6,8 +6,8 @@ import pytest
 from setup import ROOT
 
 from benchmarks.video import count
-from sana_core.released import VIDEOS
-from sana_core.video_memory import plan_video
+from sana_core.model.known_models import VIDEOS
+from sana_core.video.memory import plan_video
 
 KEPT = 2 * 20 * 300 * 2240 * 2
 

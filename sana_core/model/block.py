@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from diffusers.models.normalization import RMSNorm
     from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
 
+    from ..split.share import Share
     from .forward import Constants
-    from .split.share import Share
 
 NO_KERNELS: frozenset[str] = frozenset()
 
@@ -83,7 +83,7 @@ def add(hidden: torch.Tensor, branch: Branch | None, kernels: frozenset[str] = N
     if gate is None:
         return hidden + update
     if "modulation" in kernels:
-        from .kernels.modulation import add_gated
+        from ..kernels.modulation import add_gated
 
         return add_gated(hidden, update, gate)
     return torch.addcmul(hidden, gate, update)
@@ -99,7 +99,7 @@ def add_then_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `hidden` with `branch` added as by `add`, and its `norm`, times `scale`, plus `shift`, both [B, 1, D]."""
     if "modulation" in kernels:
-        from .kernels.modulation import add_then_norm
+        from ..kernels.modulation import add_then_norm
 
         return add_then_norm(hidden, branch or (None, None), shift, scale, norm.eps)
     hidden = add(hidden, branch)
@@ -138,7 +138,7 @@ def self_attention(
             rms_norm(norm, part, kernels) for norm, part in ((attention.norm_q, query), (attention.norm_k, key))
         )
     if "linear_attention" in kernels:
-        from .kernels.linear_attention import relu_attention
+        from ..kernels.linear_attention import relu_attention
 
         out = relu_attention(query, key, value, attention.heads, eps, None if share is None else share.exchange.add)
     else:
@@ -171,7 +171,7 @@ def rms_norm(norm: RMSNorm, states: torch.Tensor, kernels: frozenset[str]) -> to
     """Return diffusers' RMSNorm of `states` [B, N, D]."""
     if "channels" not in kernels:
         return norm(states)
-    from .kernels import channels
+    from ..kernels import channels
 
     rows = states.flatten(0, 1)
     out = with_weights(norm, states, lambda weight, bias: channels.rms_norm(rows, weight, bias, norm.eps))
@@ -252,7 +252,7 @@ def gated_depthwise(
     """Return value * silu(gate) [B, n, w, C] of the convolution `depth` of silu(`maps`) [B, h, w, 2 C]."""
     gated = None
     if "gated_depthwise" in kernels:
-        from .kernels.gated_depthwise import silu_depthwise_gate
+        from ..kernels.gated_depthwise import silu_depthwise_gate
 
         gated = with_weights(
             depth, maps, lambda weight, bias: silu_depthwise_gate(maps.contiguous(), weight.contiguous(), bias, edges)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import InputError
-from .reference import Reference
-from .released import DEFAULTS, SPRINT
+from ..errors import InputError
+from ..model.known_models import DEFAULTS, SPRINT
+from ..model.reference import Reference
 from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas, shift_sigmas
 
 __all__ = [

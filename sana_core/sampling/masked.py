@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from .sampling import Denoiser
+    from .samplers import Denoiser
 
 
 class Under(NamedTuple):

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .checks import check_number, check_whole
-from .errors import InputError
-from .released import INTERMEDIATE_TIMESTEP, MAX_TIMESTEP
+from ..errors import InputError
+from ..model.known_models import INTERMEDIATE_TIMESTEP, MAX_TIMESTEP
+from ..runtime.checks import check_number, check_whole
 
 # the timesteps of SANA's training
 LARGEST_STEPS = 1000

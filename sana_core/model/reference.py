@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import InputError
+from ..errors import InputError
 
 if TYPE_CHECKING:
     import torch

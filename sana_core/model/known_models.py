@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from math import log
 from typing import Any, NamedTuple
 
-from .errors import InputError
+from ..errors import InputError
 from .latents import DOWNSCALE
 from .reference import NVIDIA
 

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .checks import check_number
-from .control import Control, control_residuals
-from .errors import InputError
-from .forward import Constants, Perturbation, prepare, velocity
-from .reference import model_timestep, reference_of
-from .released import perturbed_block
-from .split.rows import Shard, Span, part_of
+from ..errors import InputError
+from ..model.controlnet import Control, control_residuals
+from ..model.forward import Constants, Perturbation, prepare, velocity
+from ..model.known_models import perturbed_block
+from ..model.reference import model_timestep, reference_of
+from ..runtime.checks import check_number
+from ..split.rows import Shard, Span, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from diffusers import SanaTransformer2DModel
 
-    from .sampling import Denoiser
+    from .samplers import Denoiser
 
 LARGEST_GUIDANCE = 100.0
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .checkpoints import CheckpointInfo, find_part, inspect_checkpoint
-from .checkpoints.files import brief, parse_json, read_json
-from .checkpoints.headers import read_file
-from .checkpoints.load import check_finite
-from .checkpoints.schemas import check_peft
-from .errors import InputError
-from .reference import RULES
+from ..errors import InputError
+from ..model.reference import RULES
+from . import CheckpointInfo, find_part, inspect_checkpoint
+from .files import brief, parse_json, read_json
+from .headers import read_file
+from .load import check_finite
+from .schemas import check_peft
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..kernels.trial import kernels_on
 from .block import Carried, add, add_then_norm, run_block, split_heads
-from .kernels.trial import kernels_on
 from .reference import all_blocks, reference_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
-    from .split.share import Share
+    from ..split.share import Share
 
 # head sizes of the linear attention that its kernels take: powers of two that a product of matrices can have
 FUSED_HEADS = (16, 32, 64)

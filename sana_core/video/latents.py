@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .checks import check_whole
-from .errors import InputError
-from .latents import check_side
-from .released import LARGEST_FRAMES, VIDEOS
+from ..errors import InputError
+from ..model.known_models import LARGEST_FRAMES, VIDEOS
+from ..model.latents import check_side
+from ..runtime.checks import check_whole
 
 
 def video_shape(width: int, height: int, frames: int, channels: int) -> tuple[int, int, int, int]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from .checks import check_whole
-from .errors import InputError
+from ..errors import InputError
+from ..runtime.checks import check_whole
 
 CHANNELS = 32
 DOWNSCALE = 32

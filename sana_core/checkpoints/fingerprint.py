@@ -10,17 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import CheckpointInfo, inspect_checkpoint
-from ..checkpoints.load import build_module, shift_of, text_reference
-from ..checkpoints.tokenizer import load_tokenizer
+from ..batch.draw import Settings
+from ..batch.png import digest_of
 from ..errors import ReadError
-from ..lora import peft_file
-from ..reference import AUTO
-from ..released import MAX_TOKENS
-from ..text import instruction_text
-from ..whole_files import digest_file
-from .draw import Settings
-from .png import digest_of
+from ..model.known_models import MAX_TOKENS
+from ..model.reference import AUTO
+from ..model.text import instruction_text
+from ..runtime.atomic_files import digest_file
+from . import CheckpointInfo, inspect_checkpoint
+from .load import build_module, shift_of, text_reference
+from .lora import peft_file
+from .tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

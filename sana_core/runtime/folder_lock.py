@@ -21,7 +21,7 @@ from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 from ..errors import InUseError, MissingFileError, OutputError, ReadError
-from ..whole_files import remove, write_whole
+from .atomic_files import remove, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .errors import InputError
+from ..errors import InputError
 
 
 def check_number(field: str, value: float, low: float, high: float) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from . import block as image
-from .block import NO_KERNELS, cross_attention, split_heads
-from .forward import Constants, modulate, prompt_constants
-from .reference import reference_of
+from ..model import block as image
+from ..model.block import NO_KERNELS, cross_attention, split_heads
+from ..model.forward import Constants, modulate, prompt_constants
+from ..model.reference import reference_of
 
 if TYPE_CHECKING:
     from diffusers import SanaVideoTransformer3DModel

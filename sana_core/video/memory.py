@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import InputError
-from .memory import CARDS, CONTEXT, DTYPES, text_bytes
-from .released import MAX_TOKENS, TEXT_PARAMETERS, VIDEO_FRAMES, VIDEO_HIDDEN, VIDEO_LAYERS, VIDEO_WIDTH, VIDEOS
-from .video_latents import video_shape
+from ..errors import InputError
+from ..memory import CARDS, CONTEXT, DTYPES, text_bytes
+from ..model.known_models import (
+    MAX_TOKENS,
+    TEXT_PARAMETERS,
+    VIDEO_FRAMES,
+    VIDEO_HIDDEN,
+    VIDEO_LAYERS,
+    VIDEO_WIDTH,
+    VIDEOS,
+)
+from .latents import video_shape
 
 VIDEO_VARIANTS = {model.name: channels for channels, model in VIDEOS.items()}
 

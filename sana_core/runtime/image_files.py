@@ -10,7 +10,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from .errors import InputError
+from ..errors import InputError
 
 Rows = Iterator[np.ndarray]  # uint8 [n, W, 3], from top to bottom
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .errors import InputError, VersionError
-from .polling import Poll, no_poll
+from ..errors import InputError, VersionError
+from ..runtime.cancellation import Poll, no_poll
 from .text import Tokenizer, check_characters
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..errors import InputError
 from .block import add, run_block
-from .errors import InputError
 from .forward import Constants, embed, embed_time, modulate
 from .reference import all_blocks
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-    from .split.share import Share
+    from ..split.share import Share
 
 
 class Control(NamedTuple):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from .errors import InputError, VersionError
-from .picture_files import levels
-from .released import VIDEO_RATE
-from .whole_files import unfinished
+from ..errors import InputError, VersionError
+from ..model.known_models import VIDEO_RATE
+from ..runtime.atomic_files import unfinished
+from ..runtime.image_files import levels
 
 
 def check_writer(path: Path) -> None:

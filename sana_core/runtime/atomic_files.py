@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from uuid import uuid4
 
-from .errors import ExistingFileError, OutputError
+from ..errors import ExistingFileError, OutputError
 
 # bytes read at a time
 BLOCK = 1 << 24

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .errors import InputError
+from ..errors import InputError
+from .known_models import MAX_TOKENS
 from .reference import DIFFUSERS_VIDEO, NVIDIA, RULES
-from .released import MAX_TOKENS
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model

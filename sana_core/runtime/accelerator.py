@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from .errors import InputError
+from ..errors import InputError
 
 # RDNA 2 and what is older
 AMD_WITHOUT_BF16 = ("gfx103", "gfx101", "gfx906", "gfx900", "gfx803")

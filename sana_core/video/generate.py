@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import video
-from .checkpoints import find_part, inspect_checkpoint, load_text_encoder, load_video_transformer
-from .checkpoints.load import load_video_autoencoder, shift_of
-from .errors import InputError
-from .forward import Constants
-from .latents import noise_stream
-from .reference import AUTO, model_timestep, reference_of
-from .released import VIDEO_DEFAULTS, VIDEO_FRAMES, VIDEOS, Defaults
-from .sampling import find_sampler, own_arguments, own_sigmas
-from .text import encode_prompts
-from .video_latents import video_shape
+from ..checkpoints import find_part, inspect_checkpoint, load_text_encoder, load_video_transformer
+from ..checkpoints.load import load_video_autoencoder, shift_of
+from ..errors import InputError
+from ..model.forward import Constants
+from ..model.known_models import VIDEO_DEFAULTS, VIDEO_FRAMES, VIDEOS, Defaults
+from ..model.latents import noise_stream
+from ..model.reference import AUTO, model_timestep, reference_of
+from ..model.text import encode_prompts
+from ..sampling.samplers import find_sampler, own_arguments, own_sigmas
+from . import forward as video
+from .latents import video_shape
 
 if TYPE_CHECKING:
     from diffusers import SanaVideoTransformer3DModel

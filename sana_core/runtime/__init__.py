@@ -1,0 +1,1 @@
+"""What all of `sana_core` stands on: devices, cancellation, files that are written whole, the lock of a folder."""
