@@ -17,6 +17,8 @@ LORA_MODEL, LOSS_MAP = io.Custom("LORA_MODEL"), io.Custom("LOSS_MAP")
 LARGEST_STEPS = 1_000_000
 # as ComfyUI's own Train LoRA calls it
 NO_LORA = "[None]"
+# an input that is left at its default as a rule
+ADVANCED = {"optional": True, "advanced": True}
 
 
 class SanaNodesDataset(io.ComfyNode):
@@ -122,22 +124,20 @@ def main_inputs(trained: str = "LoRA", name: str = "my-lora") -> list:
     ]
 
 
+def whole(name: str, default: int, least: int, tooltip: str, most: int = LARGEST_STEPS) -> io.Int.Input:
+    return io.Int.Input(name, default=default, min=least, max=most, tooltip=tooltip, **ADVANCED)
+
+
+def number(name: str, default: float, most: float, step: float, tooltip: str, least: float = 0.0) -> io.Float.Input:
+    return io.Float.Input(name, default=default, min=least, max=most, step=step, tooltip=tooltip, **ADVANCED)
+
+
+def choice(name: str, options: tuple[str, ...], tooltip: str) -> io.Combo.Input:
+    return io.Combo.Input(name, options=list(options), default=options[0], tooltip=tooltip, **ADVANCED)
+
+
 def advanced_inputs() -> list:
     """What is left at its default as a rule."""
-
-    def whole(name: str, default: int, least: int, tooltip: str, most: int = LARGEST_STEPS) -> io.Int.Input:
-        return io.Int.Input(name, default=default, min=least, max=most, optional=True, advanced=True, tooltip=tooltip)
-
-    def number(name: str, default: float, most: float, step: float, tooltip: str, least: float = 0.0) -> io.Float.Input:
-        return io.Float.Input(
-            name, default=default, min=least, max=most, step=step, optional=True, advanced=True, tooltip=tooltip
-        )
-
-    def choice(name: str, options: tuple[str, ...], tooltip: str) -> io.Combo.Input:
-        return io.Combo.Input(
-            name, options=list(options), default=options[0], optional=True, advanced=True, tooltip=tooltip
-        )
-
     return [
         choice("targets", TARGETS, "The layers that are trained. both learns more and needs more images."),
         number("alpha", 0.0, 1e5, 0.5, "The LoRA is scaled by alpha / rank; 0 means the rank, a scale of 1."),
@@ -154,19 +154,13 @@ def advanced_inputs() -> list:
             "ema", 0.0, 0.999999, 0.0001, "Decay of a moving average of the weights, which is then saved; 0 for none."
         ),
         io.Boolean.Input(
-            "checkpoint_gradients",
-            default=True,
-            optional=True,
-            advanced=True,
-            tooltip="On: needs far less memory, takes a third longer.",
+            "checkpoint_gradients", default=True, tooltip="On: needs far less memory, takes a third longer.", **ADVANCED
         ),
         whole("save_every", 500, 1, "Steps between saved states. Cancel saves too."),
         whole("keep", 3, 1, "How many states are kept, besides the best."),
         # not "seed", which the canvas would change with every run: another seed is another run
         whole("training_seed", 0, 0, "Seed of the noise and of the order of the images.", 2**63 - 1),
-        io.String.Input(
-            "trigger", default="", optional=True, advanced=True, tooltip="Words to note in the LoRA's file."
-        ),
+        io.String.Input("trigger", default="", tooltip="Words to note in the LoRA's file.", **ADVANCED),
         number("d0", 1e-6, 1.0, 1e-7, "Of prodigy: its first estimate of how far the weights have to go.", 1e-7),
         number("d_coef", 1.0, 1e3, 1e-3, "Of prodigy: a factor of the rate that it finds.", 1e-3),
         choice(

@@ -7,7 +7,6 @@ and draws on without it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import comfy.lora
 import torch
@@ -27,7 +26,7 @@ class ReadAdapter(WeightAdapterBase):
         self.loaded_keys = loaded_keys
         self.weights = weights
 
-    def calculate_weight(self, weight: torch.Tensor, key: str, strength: float, *args: Any, **options: Any):
+    def calculate_weight(self, weight: torch.Tensor, key: str, strength: float, *args, **options):
         scale, parts, tensors = self.weights
         return weight.copy_(adapted(weight, Adapter(dict(zip(parts, tensors, strict=True)), scale), strength))
 
@@ -41,7 +40,7 @@ def fitting_patches(
     layers: Mapping[str, dict[str, torch.Tensor]],
     keys: Mapping[str, str],
     shapes: Mapping[str, torch.Size],
-    patches: dict[str, Any],
+    patches: dict[str, object],
 ) -> dict[str, str]:
     """Add what ComfyUI can apply of a LoRA to `patches`, by weight, and return {layer that does not fit whole: why}.
 
@@ -86,7 +85,7 @@ def squeezed(shape: torch.Size) -> tuple[int, ...]:
     return tuple(shape[:2] if shape[2:] == (1, 1) else shape)
 
 
-def can_apply(patch: Any, shape: torch.Size) -> bool:
+def can_apply(patch: object, shape: torch.Size) -> bool:
     """Whether ComfyUI can apply `patch` to a weight of that shape."""
     # prompts run in inference mode, whose tensors have no version
     with torch.inference_mode(False):
@@ -101,7 +100,7 @@ def can_apply(patch: Any, shape: torch.Size) -> bool:
         return patched is weight and weight._version > 0
 
 
-def without_numbers(patch: Any) -> Any:
+def without_numbers(patch: object) -> object:
     """Return a copy of `patch` whose tensors have no numbers, without limits, which ask for some, and new shapes."""
     if isinstance(patch, WeightAdapterBase):
         return type(patch)(patch.loaded_keys, without_numbers(patch.weights))

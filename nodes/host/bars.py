@@ -1,4 +1,4 @@
-"""A chart of horizontal bars, which nodes show as their picture."""
+"""A chart of horizontal bars, which nodes show as their image."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def draw_bars(
     right: int = RIGHT,
 ) -> Image.Image:
     """Return the chart of `bars` on one scale; `title` has up to two lines, `line` is a length and its name."""
-    picture = Image.new("RGB", (WIDTH, TOP + len(bars) * STEP + BOTTOM), PAPER)
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(LETTERS)
+    image = Image.new("RGB", (WIDTH, TOP + len(bars) * STEP + BOTTOM), PAPER)
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(LETTERS)
     longest = max(bar.length for bar in bars) or 1.0
     if line is not None and line[0] > FARTHEST * longest:
         line = None
@@ -63,9 +63,9 @@ def draw_bars(
     for name, colour in legend:
         draw.text((x, bottom), name, colour, font)
         x += draw.textlength(name, font) + 20
-    return picture
+    return image
 
 
-def as_image(picture: Image.Image) -> torch.Tensor:
-    """Return `picture` as an IMAGE [1, H, W, 3] in [0, 1]."""
-    return torch.from_numpy(np.asarray(picture, np.float32) / 255)[None]
+def as_image(image: Image.Image) -> torch.Tensor:
+    """Return `image` as an IMAGE [1, H, W, 3] in [0, 1]."""
+    return torch.from_numpy(np.asarray(image, np.float32) / 255)[None]

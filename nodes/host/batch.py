@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from comfy_execution.graph_utils import ExecutionBlocker
@@ -16,7 +15,7 @@ from .batch_cluster import draw_on_cluster
 from .batch_devices import Share, draw_on_devices, find_devices
 from .batch_inputs import Batch, check_batch
 from .folders import CLUSTER
-from .model import picture_pixels
+from .model import image_pixels
 from .report import show_on_running_node
 from .sampling import SEED, resolution_of
 
@@ -24,12 +23,12 @@ from .sampling import SEED, resolution_of
 WORDS = 360
 
 
-def sample_batch(batch: Batch, choice: str) -> tuple[dict, Any, str]:
-    """Return the LATENT of the pictures, their IMAGE where there is a VAE, and a report; `choice` is the widget's.
+def sample_batch(batch: Batch, choice: str) -> tuple[dict, torch.Tensor | ExecutionBlocker, str]:
+    """Return the LATENT of the images, their IMAGE where there is a VAE, and a report; `choice` is the widget's.
 
     Where several devices have drawn, a chart of their shares takes the place of the last preview.
 
-    Raises InputError for a latent that is not one of SANA's or not of one picture, another VAE, too many pictures, a
+    Raises InputError for a latent that is not one of SANA's or not of one image, another VAE, too many images, a
     ControlNet on several devices, and what a cluster cannot draw; ClusterError for a cluster that is not there.
     """
     check_batch(batch)
@@ -37,17 +36,17 @@ def sample_batch(batch: Batch, choice: str) -> tuple[dict, Any, str]:
     if choice == CLUSTER:
         results, drawn = draw_on_cluster(batch)
         shares = {worker: Share(number) for worker, number in drawn.items()}
-        bar_total = len(batch.pictures)
+        bar_total = len(batch.images)
     else:
         results, shares = draw_on_devices(batch, find_devices(batch.model, choice))
-        bar_total = len(batch.pictures) * (len(batch.sigmas) - 1)
+        bar_total = len(batch.images) * (len(batch.sigmas) - 1)
     rest = {k: v for k, v in batch.latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
     latents, images = zip(*results, strict=True)
     indices = [index for _ in range(batch.prompts) for index in range(batch.count)]
     out = {**rest, "samples": torch.stack(latents), "batch_index": indices, SEED: batch.seed}
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images) if batch.vae is not None else blocked
-    note = size_note(*picture_pixels(batch.latent["samples"]), resolution_of(batch.model))
+    note = size_note(*image_pixels(batch.latent["samples"]), resolution_of(batch.model))
     text = describe(shares, time.monotonic() - started)
     if len(shares) > 1:
         show_on_running_node(draw_shares(text.partition(": ")[0], shares), bar_total)
@@ -56,17 +55,17 @@ def sample_batch(batch: Batch, choice: str) -> tuple[dict, Any, str]:
 
 def describe(shares: Mapping[str, Share], seconds: float) -> str:
     """Return how many pictures were drawn, how fast, and by whom."""
-    total = sum(share.pictures for share in shares.values())
-    by_device = ", ".join(f"{device} {share.pictures}" for device, share in sorted(shares.items()))
+    total = sum(share.images for share in shares.values())
+    by_device = ", ".join(f"{device} {share.images}" for device, share in sorted(shares.items()))
     return f"{total} images in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"
 
 
 def draw_shares(title: str, shares: Mapping[str, Share]) -> Image.Image:
-    """Return a bar for each device: its pictures, and where it is known its time for one and how many at once."""
+    """Return a bar for each device: its images, and where it is known its time for one and how many at once."""
     bars = []
     for device, share in sorted(shares.items()):
-        words = f"{share.pictures}"
+        words = f"{share.images}"
         if share.pace is not None:
             words += f", {share.pace:.2f} s each, {share.together} at once"
-        bars.append(Bar(device, ((share.pictures, BLUE),), words))
+        bars.append(Bar(device, ((share.images, BLUE),), words))
     return draw_bars(title, bars, right=WORDS)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
-from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import comfy.utils
 import latent_preview
+import numpy as np
 import torch
 
 from ...sana_core.batch.draw import Embedding, Settings, resolve_settings
@@ -28,16 +29,14 @@ from ...sana_core.model.known_models import MAX_TOKENS, SPRINT
 from ...sana_core.model.latents import DOWNSCALE
 from ...sana_core.runtime.cancellation import Poll
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
-from .compat import loaded_from
 from .core_nodes import ENCODED
 from .model import SanaDiffusionModel, check_width
 from .patches import INTERVAL, PERTURBED, staying
 from .prompts import Prompt
 from .report import progress_under_running_node, words_under_running_node
-from .vae import SanaAutoencoder
+from .vae import vae_path
 
 if TYPE_CHECKING:
-    import comfy.sd
     from comfy.model_patcher import ModelPatcher
 
     from .batch_inputs import Batch
@@ -47,8 +46,8 @@ REMEDY = "remove it, or choose all in devices"
 PLAIN = {"pooled_output", "attention_mask", ENCODED}
 
 
-def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Counter[str]]:
-    """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and how many each machine has drawn.
+def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
+    """Return LATENT rows and IMAGEs (None without a VAE) of the images, and how many each machine has drawn.
 
     Raises InputError for what a cluster cannot draw, for no cluster and for a broken file of it; ClusterError where no
     cluster or no GPU of it can be reached, and what a machine said where none is left.
@@ -56,22 +55,22 @@ def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Count
     cluster = require_cluster()
     job, prompts = make_job(batch)
     session = session_on(cluster)
-    pictures = batch.pictures
-    bar = comfy.utils.ProgressBar(len(pictures))
-    progress, show = Progress(len(pictures)), progress_under_running_node()
+    images = batch.images
+    bar = comfy.utils.ProgressBar(len(images))
+    progress, show = Progress(len(images)), progress_under_running_node()
     previewer = latent_preview.get_previewer(batch.model.load_device, batch.model.model.latent_format)
-    results: list[Any] = [None] * len(pictures)
+    results: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     report: dict[str, Any] = {}
-    workload = Workload(prompts, pictures, batch.chunk or None)
+    workload = Workload(prompts, images, batch.chunk or None)
     say = words_under_running_node()
 
-    def work(ray: Any, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, Any], None, None]:
+    def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, Any], None, None]:
         return draw_with(ray, cache, job, workload, session.cluster, report, beat, say)
 
     with closing(run_for(batch.model, session, job, work, "batch", say)) as drawn:
-        for picture, (array, pixels) in drawn:
+        for image, (array, pixels) in drawn:
             latent = torch.from_numpy(array.copy())
-            results[picture.number] = (finish_latent(batch.model, latent), finish_image(pixels))
+            results[image.number] = (finish_latent(batch.model, latent), finish_image(pixels))
             preview = previewer.decode_latent_to_preview_image("JPEG", latent[None]) if previewer else None
             bar.update_absolute(bar.current + 1, None, preview)
             progress.step()
@@ -79,7 +78,7 @@ def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, Any]], Count
     machines: Counter[str] = Counter()
     for worker, number in report["drawn"].items():
         machines[report["machines"][worker]] += number
-    return results, machines
+    return [results[number] for number in sorted(results)], machines
 
 
 def finish_latent(model: ModelPatcher, latent: torch.Tensor) -> torch.Tensor:
@@ -88,7 +87,7 @@ def finish_latent(model: ModelPatcher, latent: torch.Tensor) -> torch.Tensor:
     return model.model.process_latent_out(latent).to(device=device, dtype=dtype)
 
 
-def finish_image(pixels: Any) -> torch.Tensor | None:
+def finish_image(pixels: np.ndarray | None) -> torch.Tensor | None:
     """Return an array [3, H, W] in [-1, 1] as an IMAGE [H, W, 3] in [0, 1]."""
     return None if pixels is None else ((torch.from_numpy(pixels.copy()) + 1) / 2).movedim(0, -1)
 
@@ -119,20 +118,12 @@ def make_job(batch: Batch) -> tuple[Job, list[Embedding]]:
     )
     paths = [path]
     if batch.vae is not None:
-        paths.append(vae_path(batch.vae))
+        paths.append(vae_path(batch.vae, "a cluster"))
     weights = fingerprints(paths)
     settings = resolve_settings(settings, path)
     under = image_under(batch)
     job = Job(settings, weights, *paths, negative=negatives[0], resolution=resolution, latents=True, under=under)
     return job, prompts
-
-
-def vae_path(vae: comfy.sd.VAE) -> str:
-    """Return the file or folder that `vae` came from. Raises InputError for one that is not SANA's."""
-    if not isinstance(vae.first_stage_model, SanaAutoencoder):
-        got = type(vae.first_stage_model).__name__
-        raise InputError(f"vae: got {got}, which a cluster cannot load; use SANA Loader or SANA Load VAE")
-    return str(Path(loaded_from(vae.patcher)[0]).absolute())
 
 
 def check_model(model: ModelPatcher) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import comfy.model_management
 import comfy.utils
@@ -78,7 +78,7 @@ def clone_patcher(base: ModelPatcher, device: torch.device, taken: list[torch.nn
 def clone_models(model: ModelPatcher, devices: list[torch.device]) -> list[ModelPatcher]:
     """Return a clone of `model` for each of `devices`; the first on the model's own device shares its weights."""
     base = model.clone()
-    # of a picture that several devices share, each draws its own here
+    # of an image that several devices share, each draws its own here
     base.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
     base.remove_additional_models("multigpu")
     clones: list[ModelPatcher] = []
@@ -101,7 +101,7 @@ def clone_vae(vae: comfy.sd.VAE, device: torch.device) -> comfy.sd.VAE:
 
 
 def pick_prompts(conditioning: list, rows: list[int]) -> list:
-    """Return the CONDITIONING of pictures that show the prompts of those `rows`."""
+    """Return the CONDITIONING of images that show the prompts of those `rows`."""
     if len(set(rows)) == 1:
         rows = rows[:1]
     picked = []
@@ -135,7 +135,7 @@ class Progress:
         self.context = contextvars.copy_context()
 
     def step(self, x0: torch.Tensor, previewer: latent_preview.LatentPreviewer | None) -> None:
-        """Note one step of the pictures in `x0`."""
+        """Note one step of the images in `x0`."""
         preview = previewer.decode_latent_to_preview_image("JPEG", x0) if previewer else None
         with self.lock:
             self.context.run(self.bar.update_absolute, self.bar.current + len(x0), None, preview)
@@ -145,9 +145,9 @@ Drawn = tuple[torch.Tensor, torch.Tensor | None]  # row of a LATENT, and IMAGE w
 
 
 class Share(NamedTuple):
-    """What one device has drawn: pictures, seconds for each, and how many it drew at once at most."""
+    """What one device has drawn: images, seconds for each, and how many it drew at once at most."""
 
-    pictures: int
+    images: int
     pace: float | None = None
     together: int = 0
 
@@ -160,8 +160,8 @@ class DeviceDrawing:
         # each thread takes one of its device
         self.clones = list(zip(devices, clone_models(batch.model, devices), strict=True))
         self.vaes = {device: clone_vae(batch.vae, device) for device in devices} if batch.vae is not None else {}
-        self.progress = Progress(len(batch.pictures) * (len(batch.sigmas) - 1))
-        # pictures that each device drew at once at most
+        self.progress = Progress(len(batch.images) * (len(batch.sigmas) - 1))
+        # images that each device drew at once at most
         self.together: Counter[torch.device] = Counter()
         # ComfyUI's list of what is loaded where knows no threads
         self.loading = threading.Lock()
@@ -196,9 +196,9 @@ class DeviceDrawing:
     def sample(self, clone: ModelPatcher, part: Chunk, callback: Callable) -> torch.Tensor:
         """Return the latents of `part`, sampled as one batch."""
         batch = self.batch
-        rows = [picture.prompt for picture in part]
+        rows = [image.prompt for image in part]
         samples = batch.latent["samples"].repeat(len(part), 1, 1, 1)
-        start = {**batch.latent, "samples": samples, "batch_index": [picture.seed for picture in part]}
+        start = {**batch.latent, "samples": samples, "batch_index": [image.seed for image in part]}
         sampling = Sampling(batch.sampler, batch.sigmas, batch.guidance)
         positive = pick_prompts(batch.positive, rows)
         if batch.sampler == SPRINT:
@@ -217,7 +217,7 @@ class DeviceDrawing:
 
 
 def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[list[Drawn], dict[str, Share]]:
-    """Return LATENT rows and IMAGEs (None without a VAE) of the pictures, and what each worker has drawn, by its name.
+    """Return LATENT rows and IMAGEs (None without a VAE) of the images, and what each worker has drawn, by its name.
 
     Raises InputError for a ControlNet on several devices.
     """
@@ -225,26 +225,26 @@ def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[list[Dra
         raise InputError("devices: a ControlNet works on one device; choose default")
     shape = batch.latent["samples"].shape
     height, width = (side * DOWNSCALE for side in shape[2:])
-    workload = Workload((), batch.pictures, batch.chunk or None)
+    workload = Workload((), batch.images, batch.chunk or None)
     queue = Queue(workload.split(width, height, len(devices)))
     fitting = [] if batch.chunk else [chunk_that_fits(batch.model, shape, device) for device in devices]
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
     with Polled(cancel):
         drawing = DeviceDrawing(batch, devices)
-    results: list[Any] = [None] * len(workload.pictures)
+    results: dict[int, Drawn] = {}
     with closing(LocalPool(devices, drawing.prepare, cancel)) as pool:
         queue.limits.update(zip(pool.inboxes, fitting, strict=False))
-        for picture, result in run_batch(queue, pool):
-            results[picture.number] = result
+        for image, result in run_batch(queue, pool):
+            results[image.number] = result
     names = zip(pool.threads, devices, strict=True)
     shares = {name: Share(queue.drawn[name], queue.pace.get(name), drawing.together[device]) for name, device in names}
-    return results, shares
+    return [results[number] for number in sorted(results)], shares
 
 
-def one_at_a_time(lock: threading.Lock, poll: Poll) -> Any:
+def one_at_a_time(lock: threading.Lock, poll: Poll) -> Callable:
     """Return a wrapper that lets one thread after another prepare its sampling; `poll` ends that by raising."""
 
-    def wrapper(executor: Any, model: ModelPatcher, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(executor, model: ModelPatcher, *args, **kwargs):
         with lock:
             try:
                 with Polled(poll):
@@ -257,10 +257,10 @@ def one_at_a_time(lock: threading.Lock, poll: Poll) -> Any:
     return wrapper
 
 
-def polled(poll: Poll) -> Any:
+def polled(poll: Poll) -> Callable:
     """Return a wrapper that lets `poll` end a step in its midst, by raising."""
 
-    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(executor, *args, **kwargs):
         with Polled(poll):
             return executor(*args, **kwargs)
 

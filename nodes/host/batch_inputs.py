@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """`count` pictures of each prompt in `positive`, from `latent` of one picture. Without a VAE, no IMAGE."""
+    """`count` images of each prompt in `positive`, from `latent` of one image. Without a VAE, no IMAGE."""
 
     model: ModelPatcher
     positive: list
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
         return count_prompts(self.positive)
 
     @property
-    def pictures(self) -> list[Picture]:
+    def images(self) -> list[Picture]:
         return batch_pictures(self.prompts, self.count, self.seed)
 
 
@@ -48,7 +48,7 @@ def count_prompts(conditioning: list) -> int:
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise InputError for SANA-Video, a latent that is not one of SANA's or not of one picture, another VAE, and too
+    """Raise InputError for SANA-Video, a latent that is not one of SANA's or not of one image, another VAE, and too
     many pictures."""
     require_images(batch.model.model)
     check_channels("latent_image", batch.latent["samples"].shape)

@@ -58,7 +58,7 @@ class SanaTokenizer:
     ) -> dict[str, list[list[tuple]]]:
         """Without `instruction` from the caller, a prompt has it, and the empty text, which stands for none, does not.
 
-        `skip_template` is what only nodes that let the model write say. Raises InputError if they bring a picture.
+        `skip_template` is what only nodes that let the model write say. Raises InputError if they bring an image.
         """
         if skip_template is not None:
             check_text_alone(kwargs)
@@ -87,7 +87,7 @@ def token_pairs(reading: Reading, pad_token: int, tail: tuple = ()) -> dict[str,
 
 
 def check_text_alone(inputs: dict) -> None:
-    """Raise InputError if there is a picture, a video or a sound in the inputs of a node that lets Gemma 2 write."""
+    """Raise InputError if there is an image, a video or a sound in the inputs of a node that lets Gemma 2 write."""
     # images of a ComfyUI whose node takes several, none of which may be connected
     for field in ("image", "images", "video", "audio"):
         if inputs.get(field) is not None and len(inputs[field]):

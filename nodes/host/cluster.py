@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
 import comfy.float
 import comfy.lora
@@ -26,7 +26,7 @@ from ...sana_core.cluster.session import Session
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.runtime.cancellation import Poll
-from .compat import loaded_from
+from .compat import loaded_from, path_of
 from .folders import configured_cluster
 from .patches import WEIGHTS
 
@@ -64,15 +64,15 @@ def plain_file(model: ModelPatcher) -> tuple[str, int | None, str]:
 
     Raises InputError for weights that are multiplied as they are stored, in eight bits or fewer, by ComfyUI's layers.
     """
-    path, weight_dtype, resolution, reference, _ = loaded_from(model)
+    _, weight_dtype, resolution, reference, _ = loaded_from(model)
     if weight_dtype.endswith("fast") or model.model.model_config.quant_config:
         raise InputError(
             "model: a cluster has no quantised products; choose weight_dtype default or without fast, and quantise off"
         )
-    return str(Path(path).absolute()), resolution, reference
+    return path_of(model), resolution, reference
 
 
-def fingerprints(paths: list[str]) -> dict[str, Mapping[str, Any]]:
+def fingerprints(paths: list[str]) -> dict[str, Mapping[str, object]]:
     """Return the fingerprint of each path; the first time, all of the files is read. Cancel is polled."""
     poll = comfy.model_management.throw_exception_if_processing_interrupted
     return {path: fingerprint(path, lambda done, total: poll()) for path in paths}
@@ -82,7 +82,7 @@ def run_for(
     model: ModelPatcher,
     session: Session,
     job: Job,
-    work: Callable[[Any, ActorCache, Poll], Generator[T, None, None]],
+    work: Callable[[ModuleType, ActorCache, Poll], Generator[T, None, None]],
     kind: str,
     say: Say,
 ) -> Generator[T, None, None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import comfy.lora
 import comfy.model_management
@@ -30,7 +30,7 @@ PATCHES = {
     "hook_patches",
     "additional_models",
 }
-# and those that change no picture: what is loaded, what it replaced, notes of packs, and how to load it again
+# and those that change no image: what is loaded, what it replaced, notes of packs, and how to load it again
 STATE = {
     "attachments",
     "backup",
@@ -53,14 +53,19 @@ def free_memory(device: torch.device) -> int:
     return comfy.model_patcher.ModelPatcher.get_free_memory(None, device)
 
 
-def remember_loader(patcher: ModelPatcher, load: Callable[..., ModelPatcher], path: Path, *arguments: Any) -> None:
+def remember_loader(patcher: ModelPatcher, load: Callable[..., ModelPatcher], path: Path, *arguments: object) -> None:
     """Let ComfyUI make another copy of the weights of `patcher` by `load(path, *arguments)`."""
     patcher.cached_patcher_init = (load, (path, *arguments))
 
 
-def loaded_from(patcher: ModelPatcher) -> tuple[Any, ...]:
+def loaded_from(patcher: ModelPatcher) -> tuple:
     """Return the path and the arguments that `remember_loader` was given."""
     return patcher.cached_patcher_init[1]
+
+
+def path_of(patcher: ModelPatcher) -> str:
+    """Return the file or folder that the weights came from."""
+    return str(Path(loaded_from(patcher)[0]).absolute())
 
 
 def empty_vae(device: torch.device, dtype: torch.dtype) -> comfy.sd.VAE:

@@ -27,7 +27,7 @@ class SanaControlModel(SanaControlNetModel):
     device = None  # ComfyUI writes it; diffusers has a property without setter here
 
     def forward(self, x, timesteps, context, hint, attention_mask=None, sampled_timesteps=None):
-        """Return the residuals after the first blocks; `hint` is the control picture's scaled latent.
+        """Return the residuals after the first blocks; `hint` is the control image's scaled latent.
 
         `sampled_timesteps` are the sampler's own; ComfyUI rounds `timesteps` to the dtype of the weights.
         """
@@ -37,16 +37,16 @@ class SanaControlModel(SanaControlNetModel):
 
 
 class SanaControlNet(comfy.controlnet.ControlNet):
-    """ComfyUI's ControlNet, with the control picture's latent in the scale of the model that samples."""
+    """ComfyUI's ControlNet, with the control image's latent in the scale of the model that samples."""
 
     def pre_run(self, model, percent_to_timestep_function):
         super().pre_run(model, percent_to_timestep_function)
         self.latent_format = model.latent_format
 
     def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
-        pictures, hints = len(x_noisy) // batched_number, len(self.cond_hint_original)
-        if hints not in (1, pictures):
-            raise InputError(f"image: got {hints} control images for {pictures} images; give one, or one for each")
+        images, hints = len(x_noisy) // batched_number, len(self.cond_hint_original)
+        if hints not in (1, images):
+            raise InputError(f"image: got {hints} control images for {images} images; give one, or one for each")
         sampling = self.model_sampling_current
         timesteps = sampling.timestep(t) * timestep_scale(sampling)
         whole = transformer_options.get(WHOLE_TIMESTEPS, False)

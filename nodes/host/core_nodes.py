@@ -6,7 +6,7 @@ made a function stands in its qualified name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from comfy.patcher_extension import WrappersMP
 
@@ -82,7 +82,7 @@ def no_effect(name: str) -> str:
     return f"{name} has no effect on SANA"
 
 
-def unused(options: dict[str, Any]) -> list[str]:
+def unused(options: dict) -> list[str]:
     """Return the nodes whose patches of layers in a call's transformer options SANA's forward does not run."""
     patches = [patch for group in options.get("patches", {}).values() for patch in group]
     patches += [patch for group in options.get("patches_replace", {}).values() for patch in group.values()]
@@ -96,7 +96,7 @@ def node_of(patch: Callable) -> str:
     return getattr(patch, "__qualname__", type(patch).__qualname__).partition(".")[0]
 
 
-def check_guidance(options: dict[str, Any]) -> None:
+def check_guidance(options: dict) -> None:
     """Raise InputError for a node that guides by what its patch of a layer would have found."""
     guidance = [*options.get("sampler_pre_cfg_function", ()), *options.get("sampler_post_cfg_function", ())]
     waiting = set(map(node_of, guidance)) & set(unused(options["transformer_options"]))

@@ -1,4 +1,4 @@
-"""A data set as SANA Dataset hands it on, and as a sheet of its pictures, each in the shape that it is learnt in."""
+"""A data set as SANA Dataset hands it on, and as a sheet of its images, each in the shape that it is learnt in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BEGINNING = 28
 
 
 class Dataset(NamedTuple):
-    """What SANA Train learns: the pictures of a folder, cropped to shapes of about `resolution` pixels a side."""
+    """What SANA Train learns: the images of a folder, cropped to shapes of about `resolution` pixels a side."""
 
     folder: str
     resolution: int
@@ -34,7 +34,7 @@ class Dataset(NamedTuple):
 def look_at(folder: Path, resolution: int) -> tuple[Dataset, torch.Tensor, str]:
     """Return the data set, its contact sheet as IMAGE [1, H, W, 3], and what it holds in a line for the user.
 
-    Raises InputError for a resolution that is no multiple of 32, and SanaError for the first picture or caption that
+    Raises InputError for a resolution that is no multiple of 32, and SanaError for the first image or caption that
     cannot be used.
     """
     poll = comfy.model_management.throw_exception_if_processing_interrupted
@@ -58,7 +58,7 @@ def describe(members: dict[Bucket, list[Sample]]) -> str:
 
 
 def draw_sheet(members: dict[Bucket, list[Sample]], poll: Poll) -> Image.Image:
-    """Return the contact sheet: for each shape its number of pictures, and as many of them as there is room for."""
+    """Return the contact sheet: for each shape its number of images, and as many of them as there is room for."""
     most = COLUMNS * max(1, ROWS // len(members))
     shown = {bucket: samples[:most] for bucket, samples in members.items()}
     rows = {bucket: -(-len(samples) // COLUMNS) for bucket, samples in shown.items()}
@@ -82,11 +82,11 @@ def draw_sheet(members: dict[Bucket, list[Sample]], poll: Poll) -> Image.Image:
 
 
 def draw_cell(sheet: Image.Image, place: tuple[int, int], sample: Sample, bucket: Bucket) -> None:
-    """Draw a picture as it is cropped, its size and mask, and the beginning of its caption."""
+    """Draw an image as it is cropped, its size and mask, and the beginning of its caption."""
     scale = min(THUMBNAIL[0] / bucket[0], THUMBNAIL[1] / bucket[1])
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
-    picture = open_picture(sample)
-    sheet.paste(picture.resize(size, Image.Resampling.BOX, box=part_of(sample.size, bucket), reducing_gap=2.0), place)
+    image = open_picture(sample)
+    sheet.paste(image.resize(size, Image.Resampling.BOX, box=part_of(sample.size, bucket), reducing_gap=2.0), place)
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     words = " ".join(sample.caption.split()) or "(no caption)"
     caption = words if len(words) <= BEGINNING else f"{words[:BEGINNING]}..."

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import comfy.model_management
 import folder_paths
@@ -155,7 +154,7 @@ def scorer_path(name: str) -> Path:
 
 
 def list_datasets() -> list[str]:
-    """Return what SANA Dataset offers: the folders that ComfyUI's own nodes for it list, the bundled pictures last."""
+    """Return what SANA Dataset offers: the folders that ComfyUI's own nodes for it list, the bundled images last."""
     return [*folder_paths.get_input_subfolders(), *DATASETS]
 
 
@@ -221,7 +220,7 @@ def configured_cluster() -> ClusterSettings | None:
     raise InputError("devices: the server's cluster.json is broken; its operator finds why in the log")
 
 
-def cluster_in(document: Any) -> ClusterSettings:
+def cluster_in(document: object) -> ClusterSettings:
     """Return what `document` says of a cluster. Raises InputError for anything else."""
     match document:
         case {"address": str(address), **rest} if CLUSTER_ADDRESS.fullmatch(address):

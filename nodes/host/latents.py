@@ -100,7 +100,7 @@ def latent_format(info: CheckpointInfo) -> SanaLatents:
 
 
 def empty_latent(width: int, height: int, batch_size: int) -> dict:
-    """Return a LATENT of zeros for pictures of `width` x `height` pixels. Raises InputError for other sizes."""
+    """Return a LATENT of zeros for images of `width` x `height` pixels. Raises InputError for other sizes."""
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     samples = torch.zeros(picture_shape(width, height, batch_size), device=device, dtype=dtype)
     return {"samples": samples, "downscale_ratio_spacial": DOWNSCALE}

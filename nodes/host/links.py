@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import comfy.model_patcher
 import comfy.sd
 import torch
@@ -27,7 +25,7 @@ SOCKETS: dict[str, tuple[str, type]] = {
 }
 
 
-def check_links(**inputs: Any) -> None:
+def check_links(**inputs: object) -> None:
     """Raise InputError for the first of `inputs`, by a socket's name, that is not of the socket's type.
 
     ComfyUI checks the types of links, but lets a plain value stand in the place of a link, and a link of type *.

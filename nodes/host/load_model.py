@@ -11,6 +11,7 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models_base
 import torch
+from diffusers import SanaVideoTransformer3DModel
 
 from ...sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
 from ...sana_core.checkpoints.load import shift_of
@@ -129,20 +130,25 @@ def load_model(
     operations = comfy.ops.pick_operations(
         stored, compute, load_device, fp8_optimizations=weight_dtype.endswith("fast"), model_config=config
     )
-    add_lora_names(model_keys)
     transformer = load_component(info, stored, compute, operations, resolution, quantise)
-    is_video = info.kind == "video_transformer"
-    transformer.__class__ = SanaVideoDiffusionModel if is_video else SanaDiffusionModel
-
-    model = (SanaVideoModel if is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)
-    model.diffusion_model = transformer
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
+    model = model_of(transformer, config)
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
     remember_loader(patcher, reload, path, weight_dtype, resolution, reference, quantise)
+    add_lora_names(model_keys)
     keep_on_device(patcher)
     refuse_unfit_samplers(patcher)
     fit_core_nodes(patcher)
     # videos have a mask for each prompt
-    if not is_video:
+    if not isinstance(model, SanaVideoModel):
         follow_reference(patcher)
     return patcher
+
+
+def model_of(transformer: torch.nn.Module, config: SanaConfig) -> SanaModel:
+    """Return what ComfyUI's samplers drive, around the library's `transformer`."""
+    is_video = isinstance(transformer, SanaVideoTransformer3DModel)
+    transformer.__class__ = SanaVideoDiffusionModel if is_video else SanaDiffusionModel
+    model = (SanaVideoModel if is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)
+    model.diffusion_model = transformer
+    return model

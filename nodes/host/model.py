@@ -80,7 +80,7 @@ class SanaModel(comfy.model_base.BaseModel):
 
     @property
     def resolution(self) -> int:
-        """Pixels of the square pictures that it was trained with."""
+        """Pixels of the square images that it was trained with."""
         return self.diffusion_model.config.sample_size * DOWNSCALE
 
     def check_latent(self, field: str, shape: torch.Size) -> None:
@@ -126,8 +126,8 @@ class SanaModel(comfy.model_base.BaseModel):
         return out
 
 
-def picture_pixels(latents: torch.Tensor) -> tuple[int, int]:
-    """Return (width, height) of the pictures that latents [B, 32, h, w] stand for."""
+def image_pixels(latents: torch.Tensor) -> tuple[int, int]:
+    """Return (width, height) of the images that latents [B, 32, h, w] stand for."""
     return latents.shape[3] * DOWNSCALE, latents.shape[2] * DOWNSCALE
 
 
@@ -151,12 +151,12 @@ def check_flow(sampling) -> None:
 def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
     """Raise InputError where some of the prompts, rows of `embeds`, would not be drawn in the batch of `noise`.
 
-    Fewer prompts than pictures are drawn in turn, as ComfyUI repeats any batch.
+    Fewer prompts than images are drawn in turn, as ComfyUI repeats any batch.
     """
-    prompts, pictures = len(embeds), len(noise)
-    if prompts > pictures:
+    prompts, images = len(embeds), len(noise)
+    if prompts > images:
         raise InputError(
-            f"{field}: got {prompts} prompts for a batch of {pictures}, expected a batch_size of {prompts}; set it so, "
+            f"{field}: got {prompts} prompts for a batch of {images}, expected a batch_size of {prompts}; set it so, "
             "or use SANA Batch Sampler"
         )
 

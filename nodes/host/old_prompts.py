@@ -7,20 +7,19 @@ replaces is linked to another one by an input that has a new name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from server import PromptServer
 
 import nodes
 
 # a node's id, and {new_id} with old_id or set_value for each of its inputs
-Replacement = tuple[str, list[dict[str, Any]]]
+Replacement = tuple[str, list[dict[str, object]]]
 
 
 def replace_in_prompts(replacements: Mapping[str, Replacement]) -> None:
     """Let the server put `replacements`, by the old node's id, into each prompt; not for nodes that are installed."""
 
-    def is_old(node: Any) -> bool:
+    def is_old(node: object) -> bool:
         # clients send anything, which the server refuses afterwards
         if not isinstance(node, dict) or not isinstance(node.get("inputs"), dict):
             return False

@@ -1,4 +1,4 @@
-"""The memory plan as a picture: bars for each stage beside the card's memory."""
+"""The memory plan as an image: bars for each stage beside the card's memory."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def draw_plan(variant: str, width: int, height: int, batch_size: int, vae: str) 
         Bar(name, ((weights, BLUE), (size or 0, ORANGE)), amount(weights, size).split(",")[0])
         for name, weights, size in rows
     ]
-    picture = as_image(draw_bars(title.replace(": ", "\n"), bars, LEGEND, (card, f"{card / 1e9:.1f} GB here")))
+    image = as_image(draw_bars(title.replace(": ", "\n"), bars, LEGEND, (card, f"{card / 1e9:.1f} GB here")))
     lines = [
         title,
         f"this computer's memory: {card / 1e9:.1f} GB, of which the driver takes about {CONTEXT / 1e9:.1f} GB",
     ]
     lines += [f"{name}: {amount(weights, size)}" for name, weights, size in rows]
-    return picture, "\n".join(lines)
+    return image, "\n".join(lines)
 
 
 def amount(weights: int, size: int | None) -> str:

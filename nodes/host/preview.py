@@ -47,7 +47,7 @@ class ResidualBlock(torch.nn.Module):
 
 
 def taesana_decoder() -> torch.nn.Sequential:
-    """Return the decoder without weights: scaled latents [B, 32, h, w] to pictures [B, 3, 32h, 32w], about [0, 1]."""
+    """Return the decoder without weights: scaled latents [B, 32, h, w] to images [B, 3, 32h, 32w], about [0, 1]."""
     parts = [Squash(), layers.Conv2d(32, WIDTHS[0], 3, padding=1), torch.nn.ReLU()]
     for width, following in zip(WIDTHS, (*WIDTHS[1:], WIDTHS[-1]), strict=True):
         parts += [ResidualBlock(width) for _ in range(3)]
@@ -65,7 +65,7 @@ def find_taesana() -> str | None:
 
 
 def taesana_previewer(path: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function of scaled latents [B, 32, h, w] that gives pictures [B, 3, 32h, 32w] in [-1, 1].
+    """Return a function of scaled latents [B, 32, h, w] that gives images [B, 3, 32h, 32w] in [-1, 1].
 
     Raises CheckpointError for a file that is not TAESANA's decoder.
     """

@@ -15,7 +15,7 @@ from ...sana_core.video import forward as video
 
 
 class Prompt:
-    """One conditioning of a sampling: its embeddings [R, T, C] and mask [R, T], for one picture or R of them.
+    """One conditioning of a sampling: its embeddings [R, T, C] and mask [R, T], for one image or R of them.
 
     ComfyUI makes it anew for each sampling and drops it afterwards, and with it the constants that it holds. They are
     not kept where hooks may exchange the weights from step to step.
@@ -56,7 +56,7 @@ class Prompt:
         return self.copies[other]
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return embeddings and mask of `count` pictures, repeated in turn as ComfyUI repeats a batch."""
+        """Return embeddings and mask of `count` images, repeated in turn as ComfyUI repeats a batch."""
         index = torch.arange(count, device=self.embeds.device) % len(self.embeds)
         return self.embeds[index], self.mask[index]
 
@@ -90,9 +90,9 @@ class PromptBatch:
 
     def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Perturbation | None]:
         """Return embeddings [P, T, C] and mask [P, T] for `x` [B, 32, h, w], and where attention is perturbed."""
-        pictures = len(x) // len(self.prompts)
-        # one row of keys and values serves all pictures of a prompt, unless some prompt has one for each
-        count = 1 if all(len(prompt.embeds) == 1 for prompt in self.prompts) else pictures
+        images = len(x) // len(self.prompts)
+        # one row of keys and values serves all images of a prompt, unless some prompt has one for each
+        count = 1 if all(len(prompt.embeds) == 1 for prompt in self.prompts) else images
         longest = max(prompt.embeds.shape[1] for prompt in self.prompts)
         rows = [prompt.rows(count) for prompt in self.prompts]
         pads = [(0, longest - mask.shape[1]) for _, mask in rows]
@@ -104,7 +104,7 @@ class PromptBatch:
         perturbation = None
         if attention:
             flags = torch.tensor([prompt.perturbed is not None for prompt in self.prompts], device=x.device)
-            perturbation = Perturbation(flags.repeat_interleave(pictures)[:, None, None], attention.blocks)
+            perturbation = Perturbation(flags.repeat_interleave(images)[:, None, None], attention.blocks)
         return embeds, mask, perturbation
 
 

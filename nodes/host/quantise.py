@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import comfy.model_management
 import comfy.quant_ops
@@ -18,7 +17,7 @@ from ...sana_core.errors import InputError
 
 OFF = "off"
 # of each choice: ComfyUI's name of the format, and how a weight is quantised
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+FORMATS: dict[str, tuple[str, dict[str, object]]] = {
     "fp8": ("float8_e4m3fn", {"scale": "recalculate"}),
     "int8": ("int8_tensorwise", {"per_channel": True}),
     # rotated by Hadamard matrices, which spread outliers (ConvRot)
@@ -66,7 +65,7 @@ class Pointwise:
             return super().forward(x)
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
+    def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, torch.Tensor]:
         tensors = super().state_dict(*args, prefix=prefix, **kwargs)
         tensors[f"{prefix}weight"] = tensors[f"{prefix}weight"][..., None, None]
         return tensors
@@ -111,7 +110,7 @@ def quantise(module: torch.nn.Module, name: str, operations: type, device: torch
     for path, plain in [pair for pair in module.named_modules() if LAYERS.fullmatch(pair[0])]:
         comfy.model_management.throw_exception_if_processing_interrupted()
         weight = plain.weight.detach().flatten(1).to(device)
-        form: dict[str, Any] = {"format": algorithm}
+        form: dict[str, object] = {"format": algorithm}
         if options.get("convrot"):
             size = next(size for size in ROTATIONS if weight.shape[1] % size == 0)
             form |= {"convrot": True, "convrot_groupsize": size}

@@ -43,9 +43,9 @@ class Notes:
             PromptServer.instance.send_progress_text("\n".join(self.lines), context.node_id)
 
 
-def show_on_running_node(picture: Image.Image, bar_total: int) -> None:
-    """Show `picture` on the node that runs, where its previews are; its bar of `bar_total` is full by then."""
-    comfy.utils.ProgressBar(bar_total).update_absolute(bar_total, bar_total, ("JPEG", picture, None))
+def show_on_running_node(image: Image.Image, bar_total: int) -> None:
+    """Show `image` on the node that runs, where its previews are; its bar of `bar_total` is full by then."""
+    comfy.utils.ProgressBar(bar_total).update_absolute(bar_total, bar_total, ("JPEG", image, None))
 
 
 def words_under_running_node() -> Callable[[str], None]:

@@ -80,7 +80,7 @@ class FlowSampler(comfy.samplers.KSAMPLER):
 
 
 def later_noise(x: torch.Tensor, seed: int | None) -> Iterator[torch.Tensor]:
-    """Return the noise of `seed` after the first, which the picture started from."""
+    """Return the noise of `seed` after the first, which the image started from."""
     noise = noise_stream(x, seed or 0)
     next(noise)
     return noise
@@ -116,7 +116,7 @@ def shift_of(sampling) -> float:
 
 
 class Sampling(NamedTuple):
-    """How pictures are sampled: the sampler's name in SAMPLERS, its sigmas, the guidance, and the first seed."""
+    """How images are sampled: the sampler's name in SAMPLERS, its sigmas, the guidance, and the first seed."""
 
     sampler: str
     sigmas: torch.Tensor
@@ -132,7 +132,7 @@ def sample(
     sampling: Sampling,
     callback: Callable | None = None,
 ) -> dict:
-    """Return a LATENT of pictures sampled from `latent`; picture k uses seed + k, or seed + its batch_index.
+    """Return a LATENT of images sampled from `latent`; image k uses seed + k, or seed + its batch_index.
 
     `callback` takes the place of the node's progress and preview. Raises InputError for a MODEL, a LATENT or embeddings
     that are not SANA's.

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from ...sana_core.checkpoints.detect import CLASSES, SAVED_CONFIG
 
 
-def config_tensor(kind: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def config_tensor(kind: str, config: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return {name: bytes} of a component's configuration, for its state dict; `kind` is one of CLASSES."""
     known = {key: value for key, value in config.items() if key != "_name_or_path"}
     named = {"architectures": [CLASSES[kind][0]]} if kind == "text_encoder" else {"_class_name": CLASSES[kind][0]}

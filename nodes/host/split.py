@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import comfy.model_management
 import torch
@@ -23,11 +23,13 @@ from .batch_devices import clone_patcher
 from .cluster import require_cluster
 from .folders import CLUSTER, TWO_WORKERS
 from .guidance import require_images
-from .model import picture_pixels
+from .model import image_pixels
 from .patches import SPLIT
 from .split_cluster import check_patches, share_on_cluster
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from comfy.model_patcher import ModelPatcher
 
     from .prompts import PromptBatch
@@ -78,7 +80,7 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
     return patched, f"{len(devices)} devices share each image: {', '.join(map(str, devices))}"
 
 
-def share_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     """What ComfyUI calls around a sampling: load the replicas with the MODEL, and tell its calls who shares them.
 
     Raises InputError, before anything is loaded, for fewer rows than devices and for patches that replicas cannot have.
@@ -88,7 +90,7 @@ def share_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any
     known = patcher.get_attachment(SPLIT)
     check_patches(patcher, guider.conds)
     check_rows(noise.shape[2], len(known) + 1)
-    pixels = picture_pixels(noise)
+    pixels = image_pixels(noise)
     apart = len(known) == 1 and len(guider.conds) > 1
     if math.prod(pixels) < WORTHWHILE and not apart:
         few = "SANA Split Image: %d x %d pixels are few; one device may draw them as fast as several"
@@ -138,7 +140,7 @@ class Group:
         timesteps: torch.Tensor,
         prompt: PromptBatch,
         guidance: torch.Tensor | None,
-        control: Any,
+        control: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
         """Return the velocity at `x` as `forward.velocity` does, computed by all of the group; cancel is polled."""
         transformers = [transformer, *(replica.model.diffusion_model for replica in self.replicas)]

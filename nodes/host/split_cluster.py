@@ -6,10 +6,11 @@ velocity come back.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +21,7 @@ from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.runtime.cancellation import Poll
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
-from .model import picture_pixels
+from .model import image_pixels
 from .patches import SPLIT, unshared
 from .report import words_under_running_node
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from .prompts import PromptBatch
 
 
-def share_on_cluster(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def share_on_cluster(executor, noise: torch.Tensor, *args, **kwargs):
     """What ComfyUI calls around a sampling: let workers of the cluster load the MODEL, and answer its calls.
 
     Raises InputError, before anything is loaded, for what other machines cannot compute; ClusterError where no cluster
@@ -42,7 +43,7 @@ def share_on_cluster(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: A
     job, session, say = make_job(model, noise), session_on(require_cluster()), words_under_running_node()
     calls: SimpleQueue[Call] = SimpleQueue()
 
-    def work(ray: Any, cache: ActorCache, beat: Poll) -> Generator[torch.Tensor, None, None]:
+    def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[torch.Tensor, None, None]:
         return answer_calls(ray, cache, job, session.cluster, calls, beat, say)
 
     with closing(run_for(model, session, job, work, "split", say)) as answers:
@@ -63,7 +64,7 @@ def make_job(model: ModelPatcher, noise: torch.Tensor) -> Job:
     """Return what the machines are told. Raises InputError for weights that they cannot load."""
     path, resolution, reference = plain_file(model)
     dtype = str(model.model.get_dtype_inference()).removeprefix("torch.")
-    settings = Settings(*picture_pixels(noise), dtype=dtype, reference=reference)
+    settings = Settings(*image_pixels(noise), dtype=dtype, reference=reference)
     return Job(settings, fingerprints([path]), path, resolution=resolution)
 
 
@@ -82,15 +83,15 @@ class ClusterGroup:
         timesteps: torch.Tensor,
         prompt: PromptBatch,
         guidance: torch.Tensor | None,
-        control: Any,
+        control: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
         """Return the velocity at `x` as `forward.velocity` does; cancel is polled."""
         key = (*map(id, prompt.prompts), len(x))
         prompts = None
         if key not in self.numbers:
             embeds, mask, perturbation = prompt.inputs(x)
-            pictures, blocks = perturbation or (None, frozenset())
-            prompts = embeds.cpu(), mask.cpu(), None if pictures is None else pictures.cpu(), blocks
+            images, blocks = perturbation or (None, frozenset())
+            prompts = embeds.cpu(), mask.cpu(), None if images is None else images.cpu(), blocks
         number = self.numbers.setdefault(key, len(self.numbers))
         inputs = tuple(None if one is None else one.cpu() for one in (x, timesteps, guidance, *control))
         self.calls.put(Call(inputs, number, prompts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...sana_core.checkpoints.detect import SHARD
 from ...sana_core.checkpoints.files import shown
@@ -72,7 +72,7 @@ def reloader(load: Callable[..., ModelPatcher], path: Path) -> Callable[..., Mod
     """
     before = file_stamp(lambda: path)
 
-    def reload(*args: Any, **options: Any) -> ModelPatcher:
+    def reload(*args, **options) -> ModelPatcher:
         if file_stamp(lambda: path) != before:
             raise CheckpointError(
                 f"{shown(path)}: the file has changed since it was loaded, and a second copy of the model is wanted; "

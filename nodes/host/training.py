@@ -30,14 +30,14 @@ from ...sana_core.training.settings import (
 )
 from ...sana_core.training.train import check_base, train
 from .clip import SanaTokenizer
-from .compat import loaded_from
+from .compat import loaded_from, path_of
 from .controlnet import load_controlnet
 from .folders import RUNS
 from .guidance import require_images
 from .lora import apply_lora
 from .patches import untrained
 from .training_view import View
-from .vae import SanaAutoencoder
+from .vae import vae_path
 
 if TYPE_CHECKING:
     import comfy.sd
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from .datasets import Dataset
 
 logger = logging.getLogger(__name__)
+
+Inputs = Mapping[str, Any]  # of a node, by name
 
 # the node's whole numbers and their bounds; `check_settings` knows those of the others
 WHOLE = {
@@ -90,7 +92,7 @@ def check_model(model: ModelPatcher) -> None:
         raise InputError(f"model: got resolution {resolution} of its loader, which training does not see; choose auto")
 
 
-def check_parts(model: ModelPatcher, own: Mapping[str, Any]) -> None:
+def check_parts(model: ModelPatcher, own: Inputs) -> None:
     """Raise InputError where neither the file of MODEL nor an input has text encoder or autoencoder."""
     checkpoint = inspect_checkpoint(path_of(model))
     kinds = {part.kind for part in checkpoint.parts or (checkpoint,)}
@@ -108,21 +110,7 @@ def clip_path(clip: comfy.sd.CLIP | None) -> str:
     return path_of(clip.patcher)
 
 
-def vae_path(vae: comfy.sd.VAE | None) -> str:
-    """Return the checkpoint of VAE, nothing for none. Raises InputError unless it is SANA's."""
-    if vae is None:
-        return ""
-    if not isinstance(vae.first_stage_model, SanaAutoencoder):
-        got = type(vae.first_stage_model).__name__
-        raise InputError(f"vae: got {got}, which training cannot load; use SANA Loader or SANA Load VAE")
-    return path_of(vae.patcher)
-
-
-def path_of(patcher: ModelPatcher) -> str:
-    return str(Path(loaded_from(patcher)[0]).absolute())
-
-
-def adapter_method(own: Mapping[str, Any]) -> Method:
+def adapter_method(own: Inputs) -> Method:
     """Return the method of SANA Train's inputs. Raises InputError for what is none."""
     # widgets check their range, links do not
     one_of("method", own["method"], ADAPTERS)
@@ -137,23 +125,17 @@ def controlnet_method(blocks: int) -> Method:
     return Method("controlnet", blocks=int(blocks))
 
 
-def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Method, own: Mapping[str, Any]) -> Settings:
-    """Return the settings of the run in `out`; `own` are the node's other inputs by their names.
-
-    Raises InputError for a MODEL that cannot be trained, and for numbers and names out of range.
-    """
-    check_model(model)
-    check_parts(model, own)
+def make_phase(dataset: Dataset, own: Inputs) -> Phase:
+    """Return the only phase of the run. Raises InputError for whole numbers out of range, and for another resolution of
+    the regularisation images."""
     for field, (least, most) in WHOLE.items():
         check_whole(field, own[field], least, most)
-    _, _, _, reference, _ = loaded_from(model)
-    dtype = model.model.get_dtype_inference()
     prior = own.get("regularisation")
     if prior is not None and prior.resolution != dataset.resolution:
         raise InputError(
             f"regularisation: got resolution {prior.resolution}, expected dataset's {dataset.resolution}; set it so"
         )
-    phase = Phase(
+    return Phase(
         (dataset.folder,),
         dataset.resolution,
         batch=int(own["batch_size"]),
@@ -165,19 +147,30 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Meth
         regularisation=() if prior is None else (prior.folder,),
         prior_loss_weight=own["prior_loss_weight"],
     )
+
+
+def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Method, own: Inputs) -> Settings:
+    """Return the settings of the run in `out`; `own` are the node's other inputs by their names.
+
+    Raises InputError for a MODEL that cannot be trained, and for numbers and names out of range.
+    """
+    check_model(model)
+    check_parts(model, own)
+    _, _, _, reference, _ = loaded_from(model)
+    vae = own.get("vae")
     prompts = tuple(line.strip() for line in own["validation_prompts"].splitlines() if line.strip())
     return check_settings(
         Settings(
             model=path_of(model),
             out=str(out),
-            phase=(phase,),
+            phase=(make_phase(dataset, own),),
             name=out.name,
             text_encoder=clip_path(own.get("clip")),
-            autoencoder=vae_path(own.get("vae")),
+            autoencoder="" if vae is None else vae_path(vae, "training"),
             trigger=own["trigger"],
             seed=int(own["training_seed"]),
             # nothing trains in fp16
-            dtype="float32" if dtype == torch.float32 else "bfloat16",
+            dtype="float32" if model.model.get_dtype_inference() == torch.float32 else "bfloat16",
             reference=reference,
             device=str(model.load_device),
             caption_dropout=own["caption_dropout"],

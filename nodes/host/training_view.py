@@ -1,4 +1,4 @@
-"""What SANA Train shows while it trains: its bar and a line of words, the latest pictures, and the loss as a curve."""
+"""What SANA Train shows while it trains: its bar and a line of words, the latest images, and the loss as a curve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...sana_core.training.pace import Pace, describe_validation
 
 # seconds between two lines of words, and between two curves
 WORDS, CURVES = 0.5, 2.0
-# pixels: the preview's width, the curve's height, and the largest side of a picture
+# pixels: the preview's width, the curve's height, and the largest side of an image
 WIDTH, CURVE, LARGEST = 512, 128, 512
 PAPER, LINE, AVERAGE, TEXT = (250, 250, 248), (190, 205, 225), (40, 80, 150), (40, 40, 40)
 # of the moving average that is drawn over the losses, which jump with the times that are drawn
@@ -34,7 +34,7 @@ class View:
         self.bar = comfy.utils.ProgressBar(1)
         self.pace = Pace()
         self.losses = list(losses)
-        self.pictures: Image.Image | None = None
+        self.images: Image.Image | None = None
         self.validation = ""
         self.said, self.drawn = 0.0, 0.0
 
@@ -63,12 +63,11 @@ class View:
         """Tell that the run was cancelled and where it stands, which the host's own message of a cancel does not."""
         self.say(f"stopped and saved at step {step}; Run resumes from there" if step else "stopped before a step", True)
 
-    def show(self, step: int, pictures: Sequence[torch.Tensor]) -> None:
-        """Show the pictures [3, H, W] in [-1, 1] of a validation, side by side."""
-        images = [Image.fromarray(levels(picture)) for picture in pictures]
-        row = Image.fromarray(np.concatenate([np.asarray(image) for image in images], axis=1))
+    def show(self, step: int, images: Sequence[torch.Tensor]) -> None:
+        """Show the images [3, H, W] in [-1, 1] of a validation, side by side."""
+        row = Image.fromarray(np.concatenate([levels(image) for image in images], axis=1))
         scale = min(WIDTH / row.width, LARGEST / row.height)
-        self.pictures = row.resize((round(row.width * scale), round(row.height * scale)), Image.Resampling.BOX)
+        self.images = row.resize((round(row.width * scale), round(row.height * scale)), Image.Resampling.BOX)
         self.bar.update_absolute(self.bar.current, None, self.preview())
 
     def say(self, text: str, now: bool) -> None:
@@ -78,11 +77,11 @@ class View:
             PromptServer.instance.send_progress_text(text, self.node_id)
 
     def preview(self) -> tuple[str, Image.Image, None]:
-        """Return the latest pictures above the curve, as ComfyUI's progress takes a preview: at its own size."""
-        top = self.pictures.height if self.pictures is not None else 0
+        """Return the latest images above the curve, as ComfyUI's progress takes a preview: at its own size."""
+        top = self.images.height if self.images is not None else 0
         canvas = Image.new("RGB", (WIDTH, top + CURVE), PAPER)
-        if self.pictures is not None:
-            canvas.paste(self.pictures, ((WIDTH - self.pictures.width) // 2, 0))
+        if self.images is not None:
+            canvas.paste(self.images, ((WIDTH - self.images.width) // 2, 0))
         draw_curve(ImageDraw.Draw(canvas), self.losses, top)
         return "JPEG", canvas, None
 

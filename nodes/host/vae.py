@@ -24,7 +24,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.model.latents import CHANNELS, DOWNSCALE
 from ...sana_core.model.weight_layout import arrange_convolutions
 from ...sana_core.runtime.cancellation import Poll, Polled
-from .compat import empty_vae, free_memory, remember_loader
+from .compat import empty_vae, free_memory, path_of, remember_loader
 from .layers import keep_on_device
 from .saving import config_tensor
 from .stamps import reloader
@@ -41,12 +41,12 @@ class SanaAutoencoder(AutoencoderDC):
     """DC-AE with the calls that ComfyUI's VAE makes."""
 
     device = None  # ComfyUI writes it; diffusers has a property without setter here
-    comfy_has_chunked_io = True  # decode writes into ComfyUI's buffer, encode takes pictures from wherever they are
+    comfy_has_chunked_io = True  # decode writes into ComfyUI's buffer, encode takes images from wherever they are
 
     def decode_output_shape(self, shape: torch.Size) -> tuple[int, ...]:
         return (shape[0], 3, shape[2] * DOWNSCALE, shape[3] * DOWNSCALE)
 
-    def decode(self, z: torch.Tensor, output_buffer: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    def decode(self, z: torch.Tensor, output_buffer: torch.Tensor | None = None, **options) -> torch.Tensor:
         weights = next(self.parameters())
         if options.get("max_bytes") is None:
             devices = options.get("devices") or [weights.device]
@@ -64,7 +64,7 @@ class SanaAutoencoder(AutoencoderDC):
             return decode_into(output_buffer, self, z, DecodeOptions(**options), report)
 
     def decode_tiled(
-        self, z: torch.Tensor, tile_x: int = 16, tile_y: int = 16, overlap: int = 0, **ignored: Any
+        self, z: torch.Tensor, tile_x: int = 16, tile_y: int = 16, overlap: int = 0, **ignored
     ) -> torch.Tensor:
         """Decode in strips that need no more memory than tiles of this size, in rows and columns of latents, would."""
         planner = planner_of(self, z.shape, next(self.parameters()).dtype)
@@ -117,7 +117,7 @@ def load_vae(path: Path) -> comfy.sd.VAE:
     vae = empty_vae(device, dtype)
 
     # not adopted, nor under dynamic VRAM: strips use the weights many times, so all 0.6 GB stay on the device, and
-    # ComfyUI does not bring them over again for each picture
+    # ComfyUI does not bring them over again for each image
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
         autoencoder = load_part(info, dtype, read)
     autoencoder.__class__ = SanaAutoencoder
@@ -143,7 +143,7 @@ def load_vae(path: Path) -> comfy.sd.VAE:
     return vae
 
 
-def arrange(patcher: comfy.model_patcher.ModelPatcher, *load: Any) -> None:
+def arrange(patcher: comfy.model_patcher.ModelPatcher, *load) -> None:
     """Lay the weights out for the device that they are on; ComfyUI calls this when it has loaded them."""
     arrange_convolutions(patcher.model)
 
@@ -173,6 +173,14 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
             if device != vae.device:
                 comfy.model_management.free_memory(memory, device)
     return vae.decode(samples, options), report_text(report)
+
+
+def vae_path(vae: comfy.sd.VAE, reader: str) -> str:
+    """Return the checkpoint of `vae`, which `reader` loads again. Raises InputError unless it is SANA's."""
+    if not isinstance(vae.first_stage_model, SanaAutoencoder):
+        got = type(vae.first_stage_model).__name__
+        raise InputError(f"vae: got {got}, which {reader} cannot load; use SANA Loader or SANA Load VAE")
+    return path_of(vae.patcher)
 
 
 def load_for_decode(vae: comfy.sd.VAE, shape: torch.Size) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import comfy.ldm.lightricks.vae.causal_video_autoencoder
 import comfy.ldm.wan.vae
@@ -38,7 +38,7 @@ def load_video_vae(info: CheckpointInfo) -> comfy.sd.VAE:
     return vae
 
 
-def original_names(info: CheckpointInfo, config: dict[str, Any] | None) -> dict[str, str]:
+def original_names(info: CheckpointInfo, config: dict | None) -> dict[str, str]:
     """Return {diffusers' name: original name} of all tensors of the VAE `info`: the library converts the other way."""
     from diffusers.loaders.single_file_utils import convert_ltx2_vae_to_diffusers, convert_wan_vae_to_diffusers
 
@@ -50,7 +50,7 @@ def original_names(info: CheckpointInfo, config: dict[str, Any] | None) -> dict[
         return convert_wan_vae_to_diffusers({name: name for name in module.state_dict()})
 
 
-def ltx_config(own: dict[str, Any]) -> dict[str, Any]:
+def ltx_config(own: dict) -> dict:
     """Return Lightricks' configuration of the VAE that diffusers' configuration `own` describes."""
     widths = own.get("block_out_channels", [256, 512, 1024, 2048])
     layers = own.get("layers_per_block", [4, 6, 6, 2, 2])
