@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from machine import description
@@ -116,15 +117,14 @@ def loop_beside_pipeline(transformer: torch.nn.Module, pixels: int, kept: int, r
     return in_turn(ours, theirs, runs)
 
 
-def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -> dict:
-    """Core's KSampler on the MODEL of our loader, euler and normal, beside flow_euler in sana_core's loop."""
+def load_in_comfyui(transformer: torch.nn.Module) -> Any:
+    """Return the MODEL that the pack's loader in this process's ComfyUI makes of `transformer`."""
     import asyncio
 
     sys.path.insert(0, str(comfyui_path()))
     from comfy.cli_args import args
 
     args.cpu = True
-    import comfy.sample
     from server import PromptServer
 
     import nodes
@@ -145,7 +145,13 @@ def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -
         for part in (ROOT / "tests" / "models" / "sana-tiny").iterdir():
             if part.name != "transformer":
                 (folder / part.name).symlink_to(part)
-        model = package.load_model(folder)
+        return package.load_model(folder)
+
+
+def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -> dict:
+    """Core's KSampler on the MODEL of our loader, euler and normal, beside flow_euler in sana_core's loop."""
+    model = load_in_comfyui(transformer)
+    import comfy.sample
 
     cond, uncond = prompts(transformer, TOKENS)
     positive, negative = ([[embeds, {"attention_mask": mask}]] for embeds, mask in (cond, uncond))
@@ -154,19 +160,9 @@ def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -
 
     @torch.inference_mode()
     def core() -> torch.Tensor:
-        latent = comfy.sample.sample(
-            model,
-            noise,
-            STEPS,
-            GUIDANCE,
-            "euler",
-            "normal",
-            positive,
-            negative,
-            torch.zeros_like(noise),
-            disable_pbar=True,
-            seed=0,
-        )
+        how = (STEPS, GUIDANCE, "euler", "normal")
+        empty = torch.zeros_like(noise)
+        latent = comfy.sample.sample(model, noise, *how, positive, negative, empty, disable_pbar=True, seed=0)
         return model.model.latent_format.process_in(latent)
 
     @torch.inference_mode()

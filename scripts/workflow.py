@@ -277,35 +277,36 @@ def write_host(file: File, subgraph: Subgraph, node: Node, id_: int) -> Json:
         for each in written.values()
         if each["type"] in SAMPLERS
     ]
-    right = max(each["pos"][0] + each["size"][0] for each in written.values())
-    file.subgraphs.append(
-        {
-            "id": own,
-            "version": 1,
-            "state": {
-                "lastGroupId": len(graph["groups"]),
-                "lastNodeId": next(file.ids),
-                "lastLinkId": next(file.links),
-                "lastRerouteId": 0,
-            },
-            "revision": 0,
-            "config": {},
-            "name": subgraph.name,
-            "description": subgraph.description,
-            "category": "SANA",
-            "inputNode": {"id": -10, "bounding": [-180, 0, 128, 40 + 20 * len(inputs)]},
-            "outputNode": {"id": -20, "bounding": [right + 50, 0, 128, 40 + 20 * len(outputs)]},
-            "inputs": inputs,
-            "outputs": outputs,
-            "widgets": [],
-            **graph,
-            "extra": {},
-        }
-    )
+    file.subgraphs.append(definition(file, subgraph, graph, list(written.values()), inputs, outputs))
     ends = [(each["name"], each["type"]) for each in outputs]
     width, room = HOST
     out = frame(id_, own, node.title or subgraph.name, fields, ends, (node.width or width, room if exposed else ENTER))
     return {**out, "properties": {"previewExposures": exposed[-1:]}, "widgets_values": values}
+
+
+def definition(
+    file: File, subgraph: Subgraph, graph: Json, nodes: list[Json], inputs: list[Json], outputs: list[Json]
+) -> Json:
+    """Return `subgraph` as a file lists it: its `graph` of `nodes`, between its inputs and its outputs."""
+    right = max(each["pos"][0] + each["size"][0] for each in nodes)
+    last = {"lastGroupId": len(graph["groups"]), "lastNodeId": next(file.ids), "lastLinkId": next(file.links)}
+    return {
+        "id": fixed_id(file.name, subgraph.name),
+        "version": 1,
+        "state": {**last, "lastRerouteId": 0},
+        "revision": 0,
+        "config": {},
+        "name": subgraph.name,
+        "description": subgraph.description,
+        "category": "SANA",
+        "inputNode": {"id": -10, "bounding": [-180, 0, 128, 40 + 20 * len(inputs)]},
+        "outputNode": {"id": -20, "bounding": [right + 50, 0, 128, 40 + 20 * len(outputs)]},
+        "inputs": inputs,
+        "outputs": outputs,
+        "widgets": [],
+        **graph,
+        "extra": {},
+    }
 
 
 def ends_of(subgraph: Subgraph) -> dict[str, list[tuple[str, str]]]:

@@ -5,6 +5,7 @@ efficientvit/dc_ae.py, models/nn/ops.py, models/nn/norm.py), and dc_ai/aecore/mo
 for Lite. Functions of a dictionary of tensors; nothing of diffusers, and nothing of this project.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,23 +60,6 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     def norm(name: str, width: int) -> None:
         out[f"{name}.weight"] = out[f"{name}.bias"] = (width,)
 
-    def block(name: str, kind: str, width: int) -> None:
-        if kind == RES:
-            conv(f"{name}.main.conv1.conv", width, width)
-            conv(f"{name}.main.conv2.conv", width, width, bias=False)
-            norm(f"{name}.main.conv2.norm", width)
-            return
-        attention, feed_forward = f"{name}.context_module.main", f"{name}.local_module.main"
-        conv(f"{attention}.qkv.conv", width, 3 * width, 1, bias=False)
-        conv(f"{attention}.aggreg.0.0", 3 * width, 3 * width, 5, bias=False, groups=3 * width)
-        conv(f"{attention}.aggreg.0.1", 3 * width, 3 * width, 1, bias=False, groups=3 * width // DIM)
-        conv(f"{attention}.proj.conv", 2 * width, width, 1, bias=False)
-        norm(f"{attention}.proj.norm", width)
-        conv(f"{feed_forward}.inverted_conv.conv", width, 8 * width, 1)
-        conv(f"{feed_forward}.depth_conv.conv", 8 * width, 8 * width, 3, groups=8 * width)
-        conv(f"{feed_forward}.point_conv.conv", 4 * width, width, 1, bias=False)
-        norm(f"{feed_forward}.point_conv.norm", width)
-
     def up(name: str, inner: int, outer: int) -> None:
         conv(f"{name}.conv.conv", inner, outer * (4 if config.upsampling == "ConvPixelShuffle" else 1))
 
@@ -83,7 +67,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     conv("encoder.project_in.conv", 3, half.widths[0])
     for stage, (kind, width, depth) in enumerate(zip(*half, strict=True)):
         for number in range(depth):
-            block(f"encoder.stages.{stage}.op_list.{number}", kind, width)
+            block(conv, norm, f"encoder.stages.{stage}.op_list.{number}", kind, width)
         if stage + 1 < len(half.widths):
             conv(f"encoder.stages.{stage}.op_list.{depth}.main.conv", width, half.widths[stage + 1])
     conv("encoder.project_out.main.op_list.0.conv", half.widths[-1], config.latent_channels)
@@ -95,7 +79,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         if first:
             up(f"decoder.stages.{stage}.op_list.0.main", half.widths[stage + 1], width)
         for number in range(depth):
-            block(f"decoder.stages.{stage}.op_list.{first + number}", kind, width)
+            block(conv, norm, f"decoder.stages.{stage}.op_list.{first + number}", kind, width)
     if half.depths[0]:
         norm("decoder.project_out.op_list.0", half.widths[0])
         conv("decoder.project_out.op_list.2.conv", half.widths[0], 3)
@@ -103,6 +87,24 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         norm("decoder.project_out.op_list.0", half.widths[1])
         up("decoder.project_out.op_list.2", half.widths[1], 3)
     return out
+
+
+def block(conv: Callable, norm: Callable, name: str, kind: str, width: int) -> None:
+    if kind == RES:
+        conv(f"{name}.main.conv1.conv", width, width)
+        conv(f"{name}.main.conv2.conv", width, width, bias=False)
+        norm(f"{name}.main.conv2.norm", width)
+        return
+    attention, feed_forward = f"{name}.context_module.main", f"{name}.local_module.main"
+    conv(f"{attention}.qkv.conv", width, 3 * width, 1, bias=False)
+    conv(f"{attention}.aggreg.0.0", 3 * width, 3 * width, 5, bias=False, groups=3 * width)
+    conv(f"{attention}.aggreg.0.1", 3 * width, 3 * width, 1, bias=False, groups=3 * width // DIM)
+    conv(f"{attention}.proj.conv", 2 * width, width, 1, bias=False)
+    norm(f"{attention}.proj.norm", width)
+    conv(f"{feed_forward}.inverted_conv.conv", width, 8 * width, 1)
+    conv(f"{feed_forward}.depth_conv.conv", 8 * width, 8 * width, 3, groups=8 * width)
+    conv(f"{feed_forward}.point_conv.conv", 4 * width, width, 1, bias=False)
+    norm(f"{feed_forward}.point_conv.norm", width)
 
 
 def tensors(config: Config, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ basic_modules.py, sana_multi_scale_controlnet.py), without this package's code o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -41,22 +42,6 @@ def random_file(
         if bias:
             put(f"{name}.bias", out)
 
-    def block(name: str) -> None:
-        put(f"{name}.scale_shift_table", 6, width)
-        linear(f"{name}.attn.qkv", 3 * width, width, bias=False)
-        linear(f"{name}.attn.proj", width, width)
-        linear(f"{name}.cross_attn.q_linear", width, width)
-        linear(f"{name}.cross_attn.kv_linear", 2 * width, width)
-        linear(f"{name}.cross_attn.proj", width, width)
-        if qk_norm:
-            for part in ("attn", "cross_attn"):
-                put(f"{name}.{part}.q_norm.weight", width, mean=1.0)
-                put(f"{name}.{part}.k_norm.weight", width, mean=1.0)
-        linear(f"{name}.mlp.inverted_conv.conv", 2 * hidden, width, 1, 1)
-        put(f"{name}.mlp.depth_conv.conv.weight", 2 * hidden, 1, 3, 3)
-        put(f"{name}.mlp.depth_conv.conv.bias", 2 * hidden)
-        linear(f"{name}.mlp.point_conv.conv", width, hidden, 1, 1, bias=False)
-
     put("pos_embed", 1, cells**2, width)
     put("y_embedder.y_embedding", 300, caption)
     linear("x_embedder.proj", width, 32, 1, 1)
@@ -68,17 +53,35 @@ def random_file(
         linear(f"{name}.mlp.2", width, width)
     linear("t_block.1", 6 * width, width)
     for i in range(depth):
-        block(f"blocks.{i}")
+        block(put, linear, f"blocks.{i}", width, hidden, qk_norm)
     linear("final_layer.linear", 32, width)
     put("final_layer.scale_shift_table", 2, width)
     if sprint:
         linear("logvar_linear", 1, width)
     for i in range(copies):
-        block(f"controlnet.{i}.copied_block")
+        block(put, linear, f"controlnet.{i}.copied_block", width, hidden, qk_norm)
         linear(f"controlnet.{i}.after_proj", width, width)
     if copies:
         linear("controlnet.0.before_proj", width, width)
     return tensors
+
+
+def block(put: Callable, linear: Callable, name: str, width: int, hidden: int, qk_norm: bool) -> None:
+    """A block's tensors, by `put` and `linear`."""
+    put(f"{name}.scale_shift_table", 6, width)
+    linear(f"{name}.attn.qkv", 3 * width, width, bias=False)
+    linear(f"{name}.attn.proj", width, width)
+    linear(f"{name}.cross_attn.q_linear", width, width)
+    linear(f"{name}.cross_attn.kv_linear", 2 * width, width)
+    linear(f"{name}.cross_attn.proj", width, width)
+    if qk_norm:
+        for part in ("attn", "cross_attn"):
+            put(f"{name}.{part}.q_norm.weight", width, mean=1.0)
+            put(f"{name}.{part}.k_norm.weight", width, mean=1.0)
+    linear(f"{name}.mlp.inverted_conv.conv", 2 * hidden, width, 1, 1)
+    put(f"{name}.mlp.depth_conv.conv.weight", 2 * hidden, 1, 3, 3)
+    put(f"{name}.mlp.depth_conv.conv.bias", 2 * hidden)
+    linear(f"{name}.mlp.point_conv.conv", width, hidden, 1, 1, bias=False)
 
 
 def project(tensors: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -177,10 +180,8 @@ def forward(
     if cfg is not None:
         t = t + embed_scalar(tensors, "cfg_embedder", cfg * 0.1)
     t0 = project(tensors, "t_block.1", F.silu(t))
-    y = project(
-        tensors, "y_embedder.y_proj.fc2", F.gelu(project(tensors, "y_embedder.y_proj.fc1", y), approximate="tanh")
-    )
-    y = rms(tensors, "attention_y_norm", y, 1e-5)
+    y = F.gelu(project(tensors, "y_embedder.y_proj.fc1", y), approximate="tanh")
+    y = rms(tensors, "attention_y_norm", project(tensors, "y_embedder.y_proj.fc2", y), 1e-5)
 
     def run(name: str, states: torch.Tensor) -> torch.Tensor:
         return run_block(tensors, name, states, y, t0, mask, h, w, heads)

@@ -154,15 +154,8 @@ class Cards(TorchFunctionMode):
                 self.alive[key[0]] -= size
 
 
-@contextlib.contextmanager
-def pretend_cards(count: int = 1, total: int = 24 * 10**9, major: int = 8) -> Iterator[Cards]:
-    """Within it, this thread and those that it starts have `count` cards of compute capability `major`."""
-    cards = Cards(total)
-    run = threading.Thread.run
-
-    def run_with_cards(thread: threading.Thread) -> None:
-        with cards:
-            run(thread)
+def answers(cards: Cards, count: int, total: int, major: int) -> dict[Any, dict[str, Any]]:
+    """What torch says of such cards, by module."""
 
     def index(device: Any) -> torch.device:
         return on_card(device) or torch.device("cuda", 0)
@@ -174,7 +167,7 @@ def pretend_cards(count: int = 1, total: int = 24 * 10**9, major: int = 8) -> It
         cards.share = share
 
     properties = SimpleNamespace(major=major, minor=0, name="pretended", total_memory=total, gcnArchName="")
-    answers = {
+    return {
         torch.cuda: {
             "is_available": lambda: True,
             "device_count": lambda: count,
@@ -202,8 +195,20 @@ def pretend_cards(count: int = 1, total: int = 24 * 10**9, major: int = 8) -> It
             "synchronize": lambda device=None: None,
         },
     }
+
+
+@contextlib.contextmanager
+def pretend_cards(count: int = 1, total: int = 24 * 10**9, major: int = 8) -> Iterator[Cards]:
+    """Within it, this thread and those that it starts have `count` cards of compute capability `major`."""
+    cards = Cards(total)
+    run = threading.Thread.run
+
+    def run_with_cards(thread: threading.Thread) -> None:
+        with cards:
+            run(thread)
+
     with contextlib.ExitStack() as stack:
-        for module, own in answers.items():
+        for module, own in answers(cards, count, total, major).items():
             stack.enter_context(mock.patch.multiple(module, **own))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_cards))
         before = torch.__future__.get_overwrite_module_params_on_conversion()

@@ -230,45 +230,38 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[
     config = next((each for each in (saved, (config or {}).get(kind), config) if is_config_of(each, kind)), None)
     if config is not None:
         config = check_config(shown(file), kind, config)
-    variant, resolution, source, reference = "", None, "", ""
+    variant, resolution, source, reference = variant_of(file, kind, headers, stored), None, "", ""
     if config is not None and config.get("reference") in tuple(RULES):
         # written by convert, and by ComfyUI's nodes that save
         reference = config["reference"]
+    elif kind in (*TRANSFORMERS, "controlnet"):
+        reference = NVIDIA if layout == "original" else DIFFUSERS
     if kind in ("transformer", "controlnet"):
-        reference = reference or (NVIDIA if layout == "original" else DIFFUSERS)
-        variant = (variant_name if kind == "transformer" else controlnet_name)(architecture(headers))
         resolution, source = find_resolution(file, config, stored.get("pos_embed"))
         if config is not None and "sample_size" in config and "interpolation_scale" not in config:
             # configurations older than the argument
             config = {**config, **resolution_config(resolution)}
-    elif kind == "video_transformer":
-        reference = reference or (NVIDIA if layout == "original" else DIFFUSERS)
-        variant = video_name(file, headers["patch_embedding.weight"].shape[1])
-    elif kind == "autoencoder":
-        variant = autoencoder_name(headers)
-    elif kind == "video_autoencoder":
-        variant = "wan-2.1" if "decoder.conv_in.conv.weight" not in headers else "ltx-2"
-    elif kind == "text_encoder":
+    dtype, size = sizes.most_common(1)[0][0] if sizes else torch.float32, sum(sizes.values())
+    found = (file, kind, variant, layout, dtype, size, resolution, source, config, headers, origins, weights)
+    return CheckpointInfo(*found, reference=reference)
+
+
+def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Header]) -> str:
+    """Return the name of a component's variant; of a file that is not SANA's, what the tensors `stored` in it are."""
+    if kind == "transformer":
+        return variant_name(architecture(headers))
+    if kind == "controlnet":
+        return controlnet_name(architecture(headers))
+    if kind == "video_transformer":
+        return video_name(file, headers["patch_embedding.weight"].shape[1])
+    if kind == "autoencoder":
+        return autoencoder_name(headers)
+    if kind == "video_autoencoder":
+        return "ltx-2" if "decoder.conv_in.conv.weight" in headers else "wan-2.1"
+    if kind == "text_encoder":
         width = headers["embed_tokens.weight"].shape[1]
-        variant = GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")
-    elif kind == "other":
-        variant = foreign_model(stored)
-    dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
-    return CheckpointInfo(
-        file,
-        kind,
-        variant,
-        layout,
-        dtype,
-        sum(sizes.values()),
-        resolution,
-        source,
-        config,
-        headers,
-        origins,
-        weights,
-        reference=reference,
-    )
+        return GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")
+    return foreign_model(stored) if kind == "other" else ""
 
 
 def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:

@@ -114,7 +114,8 @@ def lycoris(file, algorithm, layers=LAYERS, **options):
         keep(file, name, module.get_merged_weight()[0] if name == DEPTHWISE else computed(layer, layer), before[name])
 
 
-def onetrainer(checkout):
+def read_onetrainer(checkout):
+    """OneTrainer's classes of adapters, and its conversions of their files, without what they import beside."""
     left_out = ("FusedModule", "oft_utils", "quantized", "quantized.LinearSVD")
     utils = ("config", "config.TrainConfig", "enum", "enum.ModelType", "enum.ModelFormat", "ModuleFilter")
     names = [f"modules.module.{name}" for name in left_out] + [f"modules.util.{name}" for name in utils]
@@ -125,7 +126,11 @@ def onetrainer(checkout):
     quantisation.get_unquantized_weight = lambda layer, dtype, device: layer.weight.detach()
     quantisation.get_weight_shape = lambda layer: layer.weight.shape
     makers = read_module(checkout, "modules/module/LoRAModule.py", *names)
-    convert = read_module(checkout, "modules/util/convert_lora_util.py")
+    return makers, read_module(checkout, "modules/util/convert_lora_util.py")
+
+
+def onetrainer(checkout):
+    makers, convert = read_onetrainer(checkout)
 
     def make(file, kind, form, *numbers, **options):
         _, plain = base(*LAYERS)
@@ -161,16 +166,8 @@ def onetrainer(checkout):
     make("onetrainer-dora-columns", makers.DoRAModule, flat, RANK, ALPHA, **columns)
     make("onetrainer-dora-columns-diffusers", makers.DoRAModule, convert.convert_to_diffusers, RANK, ALPHA, **columns)
     own = {"decompose_both": False, "decompose_factor": 8, "use_tucker": False, "full_matrix": False, **where}
-    make(
-        "onetrainer-dokr-columns",
-        makers.LoKrModule,
-        comfy,
-        RANK,
-        ALPHA,
-        weight_decompose=True,
-        dora_on_output=False,
-        **own,
-    )
+    own |= {"weight_decompose": True, "dora_on_output": False}
+    make("onetrainer-dokr-columns", makers.LoKrModule, comfy, RANK, ALPHA, **own)
 
 
 def kohya(checkout):

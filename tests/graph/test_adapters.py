@@ -105,9 +105,8 @@ def folder(host):
     made.rmdir()
 
 
-@pytest.fixture
-def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
-    """{way of drawing: a function of a file that gives the transformer's weights}."""
+def caught_models(monkeypatch):
+    """A list that gets what each way of drawing loads."""
     caught = []
 
     def caught_by(load):
@@ -119,6 +118,13 @@ def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
 
     for module in (local, worker, draw):
         monkeypatch.setattr(module, "load_models", caught_by(module.load_models))
+    return caught
+
+
+@pytest.fixture
+def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
+    """{way of drawing: a function of a file that gives the transformer's weights}."""
+    caught = caught_models(monkeypatch)
 
     def weights():
         return dict(caught.pop().transformer.named_parameters())
