@@ -25,8 +25,8 @@ CHOSEN = ("score", "rank")
 # settings of every manifest that was ever written
 KNOWN_BY = {"width", "height", "steps", "sampler"}
 # seconds between two manifests, and how many times as long as the last one took: one of 100,000 pictures has 30 MB
-REWRITE = 5.0
-PAUSE = 20
+MANIFEST_INTERVAL = 5.0
+MANIFEST_PAUSE = 20
 
 
 class OutputFolder:
@@ -126,7 +126,7 @@ class OutputFolder:
         sync_folder(self.path)
         self.manifest = stamp(path)
         now = time.monotonic()
-        self.rewrite = now + max(REWRITE, PAUSE * (now - started))
+        self.rewrite = now + max(MANIFEST_INTERVAL, MANIFEST_PAUSE * (now - started))
 
 
 def chosen(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 Draw = Callable[[Chunk], Sequence[R]]
 # seconds between two looks at who hangs, and two polls
-LOOK = 0.2
+POLL_INTERVAL = 0.2
 # how long the end waits for a thread to notice the cancel
-JOIN = 30.0
+JOIN_TIMEOUT = 30.0
 
 
 class Cancelled(Exception):
@@ -129,7 +129,7 @@ class LocalPool(Generic[R]):
     def wait(self) -> list[Outcome[R]]:
         self.cancel()
         try:
-            outcome = self.outcomes.get(timeout=LOOK)
+            outcome = self.outcomes.get(timeout=POLL_INTERVAL)
         except Empty:
             return []
         if outcome.error is None:
@@ -157,7 +157,7 @@ class LocalPool(Generic[R]):
         for inbox in self.inboxes.values():
             inbox.put(None)
         for thread in self.threads.values():
-            thread.join(JOIN)
+            thread.join(JOIN_TIMEOUT)
 
 
 def is_failure_of_device(outcome: Outcome) -> bool:

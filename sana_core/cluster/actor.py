@@ -73,7 +73,7 @@ class Actor:
             own = getattr(self, method, None) or getattr(self.worker, method)
             result = own(*loads(arguments), *map(loads, weights))
         except Exception as error:
-            accelerator = import_module(f"{PACKAGE}.accelerator")
+            accelerator = import_module(f"{PACKAGE}.runtime.accelerator")
             out_of_memory, driver = accelerator.is_out_of_memory(error), accelerator.is_driver_error(error)
             failure = "memory" if out_of_memory else "driver" if driver else "error"
             reason = str(error) or type(error).__name__

@@ -10,10 +10,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from ..runtime.cancellation import Poll
+from .timeouts import POLL_INTERVAL
 
 T = TypeVar("T")
-# seconds between two calls of a poll
-LOOK = 0.5
 
 
 class Left(Exception):
@@ -56,7 +55,7 @@ def work_apart(
         while True:
             poll()
             try:
-                found, error = results.get(timeout=LOOK)
+                found, error = results.get(timeout=POLL_INTERVAL)
             except Empty:
                 if time.monotonic() - heard[0] > silence:
                     raise LostError(f"no answer for {silence:.0f} s") from None

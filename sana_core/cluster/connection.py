@@ -17,17 +17,12 @@ from ..errors import ClusterError, InputError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
 from .background import wait_for
+from .timeouts import CONNECT_TIMEOUT, GPU_TIMEOUT
 
 T = TypeVar("T")
-# seconds for the cluster's head to answer, which may be busy; Ray's own tries take longer where nobody does
-ANSWER = 40.0
 CLIENT = "ray://"
 # what a run is called among the cluster's jobs
 NAMESPACE = "sana"
-# seconds that actors stay after a run of a server, each with its GPU and what it has loaded
-IDLE = 300.0
-# and that a run waits for a GPU, longer than those of another stay idle
-WAIT = 2 * IDLE
 # GPUs of a run, or processes on one
 LARGEST = 10_000
 
@@ -45,7 +40,7 @@ class ClusterSettings(NamedTuple):
     gpus_per_worker: float = 1.0
     resources: tuple[tuple[str, float], ...] = ()
     grace: float = GRACE
-    wait: float = WAIT
+    wait: float = GPU_TIMEOUT
 
     def check(self) -> None:
         """Raise InputError for numbers out of range, and for what no GPU can be divided into."""
@@ -138,7 +133,7 @@ def reach(address: str, work: Callable[[], T], undo: Callable[[T], Any], poll: P
 
     say(f"connecting to the cluster, {address}")
     try:
-        return wait_for(work, undo, poll, ANSWER)
+        return wait_for(work, undo, poll, CONNECT_TIMEOUT)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         # Ray's own advice names flags that are not ours
         text = brief(error)

@@ -16,22 +16,16 @@ from ..checkpoints.files import brief
 from ..errors import ClusterError
 from ..runtime.cancellation import Poll, no_poll
 from .actors import ActorCache, ActorError, ActorHandle, DriverError, last_words, named
-from .background import LOOK
 from .connection import ClusterSettings, import_ray
+from .timeouts import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT, POLL_INTERVAL
 from .worker import Job
 
 logger = logging.getLogger(__name__)
 
-# seconds between two looks at the cluster's machines, and at whether actors answer
-LOOK_AROUND = 3.0
 # starts of actors on one machine that may fail one after another
 LARGEST_TRIES = 5
 # actors that are asked for beside those that the cluster has GPUs for
 AHEAD = 8
-# seconds after which an actor that Ray has not placed is asked for on another machine too
-PATIENCE = 10.0
-# an actor that does not answer for so long hangs; one that loads may be kept by a slow disk
-SILENCE, LOADING_SILENCE = 30.0, 300.0
 
 
 class Pool:
@@ -108,7 +102,7 @@ class Pool:
             if actor not in pinged:
                 actor.since = now
                 self.pings[actor.handle.answer.remote()] = actor
-            elif now - actor.since > (SILENCE if actor.name in self.actors else LOADING_SILENCE):
+            elif now - actor.since > (ACTOR_TIMEOUT if actor.name in self.actors else LOADING_TIMEOUT):
                 self.drop(actor, TimeoutError(f"it has not answered for {now - actor.since:.0f} s"))
         able = {node: count for node in self.nodes if node not in self.refused and (count := self.capacity(node)) > 0}
         if self.together:
@@ -124,7 +118,7 @@ class Pool:
             for call in list(waiting)[max(0, room) :]:
                 self.ray.kill(self.asked.pop(call).handle)
             able[node] = room - len(waiting)
-        patient = [actor for actor in self.asked.values() if actor.node_id and now - actor.since < PATIENCE]
+        patient = [actor for actor in self.asked.values() if actor.node_id and now - actor.since < PLACEMENT_TIMEOUT]
         missing = self.most - len(self.held) - len(patient)
         # one on each machine before any gets a second
         while missing > 0 and (node := max(able, key=able.__getitem__, default="")) and able[node] > 0:
@@ -135,7 +129,7 @@ class Pool:
         for call in ahead[max(0, missing) :]:
             self.ray.kill(self.asked.pop(call).handle)
         _, failed = self.failures.get("", (0, 0.0))
-        if now - failed > PATIENCE:
+        if now - failed > PLACEMENT_TIMEOUT:
             for _ in range(min(missing, AHEAD) - len(ahead)):
                 self.ask(self.anywhere(), "")
 
@@ -163,7 +157,7 @@ class Pool:
         count = min(self.most - len(self.held), *(int(free.get(name, 0) / amount) for name, amount in needs.items()))
         if count + len(self.held) < 2:
             return
-        group, deadline = placement_group([needs] * count, strategy="PACK"), time.monotonic() + PATIENCE
+        group, deadline = placement_group([needs] * count, strategy="PACK"), time.monotonic() + PLACEMENT_TIMEOUT
         while True:
             self.poll()
             table = placement_group_table(group)
@@ -173,7 +167,7 @@ class Pool:
                 # somebody else was faster
                 remove_placement_group(group)
                 return
-            time.sleep(LOOK)
+            time.sleep(POLL_INTERVAL)
         self.cache.groups.append(group)
         for index, node_id in table["bundles_to_node_id"].items():
             if node_id not in self.refused:
@@ -186,7 +180,7 @@ class Pool:
         """
         self.poll()
         now = time.monotonic()
-        if now - self.looked > LOOK_AROUND:
+        if now - self.looked > HEALTH_CHECK_INTERVAL:
             self.look_around()
         if len(self.held) >= self.least:
             self.seen = now
@@ -200,11 +194,11 @@ class Pool:
             )
         waiting = [*calls, *self.pings, *self.starting, *self.asked]
         if not waiting:
-            time.sleep(LOOK)
+            time.sleep(POLL_INTERVAL)
             return []
         ready, _ = self.ray.wait(waiting, num_returns=len(waiting), timeout=0)
         if not ready:
-            ready, _ = self.ray.wait(waiting, num_returns=1, timeout=LOOK)
+            ready, _ = self.ray.wait(waiting, num_returns=1, timeout=POLL_INTERVAL)
         if not ready:
             self.report()
         for call in ready:
@@ -218,7 +212,7 @@ class Pool:
 
     def expects(self) -> bool:
         """Whether Ray may be about to place an actor; it takes long only where no machine has a GPU for it."""
-        return any(time.monotonic() - actor.since < SILENCE for actor in self.asked.values())
+        return any(time.monotonic() - actor.since < ACTOR_TIMEOUT for actor in self.asked.values())
 
     def all_refuse(self) -> bool:
         """Whether there are machines with GPUs, and all of them have refused; one that has died might come back."""

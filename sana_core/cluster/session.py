@@ -20,22 +20,18 @@ from ..checkpoints.files import brief
 from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
 from .actors import ActorCache, put_weights
-from .background import LOOK, LostError, wait_for, work_apart
-from .connection import CLIENT, IDLE, ClusterSettings, connect_client, connected, import_ray
+from .background import LostError, wait_for, work_apart
+from .connection import CLIENT, ClusterSettings, connect_client, connected, import_ray
+from .timeouts import ACTOR_IDLE_TIMEOUT, CALL_TIMEOUT, POLL_INTERVAL, PROBE_TIMEOUT
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-# no call of Ray's takes so long while its head lives; Ray itself gives up after 90
-SILENCE = 40.0
-# for a connection that was idle to prove itself
-PROOF = 5.0
 
 
 class Session:
     """The connection to a cluster, and the actors of the last run, which stay for the next that wants the same."""
 
-    def __init__(self, cluster: ClusterSettings, idle: float = IDLE) -> None:
+    def __init__(self, cluster: ClusterSettings, idle: float = ACTOR_IDLE_TIMEOUT) -> None:
         self.cluster, self.idle = cluster, idle
         self.busy = threading.Lock()  # held by the one run at a time, and by whoever ends the actors
         self.lost = False  # the head does not answer, and a call to it may never return
@@ -93,17 +89,17 @@ class Session:
                 self.busy.release()
 
         try:
-            yield from work_apart(work_there, poll, SILENCE)
+            yield from work_apart(work_there, poll, CALL_TIMEOUT)
         except LostError as error:
             raise self.lose(str(error)) from None
 
     def take(self, poll: Poll) -> None:
         """Wait until the last run, which was cancelled, has ended its actors. Raises ClusterError if it cannot."""
-        deadline = time.monotonic() + SILENCE
-        while not self.busy.acquire(timeout=LOOK):
+        deadline = time.monotonic() + CALL_TIMEOUT
+        while not self.busy.acquire(timeout=POLL_INTERVAL):
             poll()
             if time.monotonic() > deadline:
-                raise self.lose(f"no answer for {SILENCE:.0f} s")
+                raise self.lose(f"no answer for {CALL_TIMEOUT:.0f} s")
 
     def prove(self, poll: Poll) -> None:
         """Give up the connection of the last run if nobody answers there any more."""
@@ -111,7 +107,7 @@ class Session:
         if context is None:
             return
         try:
-            wait_for(self.look, lambda nodes: part(context), poll, PROOF)
+            wait_for(self.look, lambda nodes: part(context), poll, PROBE_TIMEOUT)
         except BaseException as error:
             # the thread that looks may be inside of the context for long
             self.context, self.cache, self.key = None, ActorCache(), None
@@ -140,7 +136,7 @@ class Session:
     def watch(self, context: Any) -> None:
         """End the actors and the connection when nobody has wanted them for long."""
         while self.context is context and not self.lost:
-            unwanted = self.unwanted.wait(LOOK)
+            unwanted = self.unwanted.wait(POLL_INTERVAL)
             idle = time.monotonic() - self.used > self.idle
             if (unwanted or idle) and self.busy.acquire(blocking=False):
                 try:
@@ -158,7 +154,7 @@ class Session:
 
     def leave(self) -> None:
         """End the connection for good, without a wait for what may never come."""
-        if self.busy.acquire(timeout=PROOF):
+        if self.busy.acquire(timeout=PROBE_TIMEOUT):
             self.end()
         else:
             self.lost = True

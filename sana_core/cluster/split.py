@@ -24,15 +24,13 @@ from ..model.latents import DOWNSCALE
 from ..runtime.cancellation import Poll, no_poll
 from ..split.draw import check_workload
 from .actors import ActorCache, ActorError, ActorHandle, DriverError, named
-from .background import LOOK
 from .batch import make_job
 from .connection import ClusterSettings
 from .pool import Pool
 from .session import run_alone
+from .timeouts import PEER_LOSS_TIMEOUT, POLL_INTERVAL
 from .worker import Job
 
-# after a member's error, how long the others have to notice it, which leaves them without a partner
-NOTICE = 20.0
 # how often a picture is begun anew where all members have gone: NCCL takes the others of a dead one along
 TRIES = 3
 
@@ -98,7 +96,7 @@ def answer_calls(
         while True:
             pool.poll()
             try:
-                call = calls.get(timeout=LOOK)
+                call = calls.get(timeout=POLL_INTERVAL)
             except Empty:
                 continue
             if call.prompts is not None:
@@ -214,7 +212,7 @@ class Group:
                     found[call] = self.pool.unpack(members[calls.index(call)].name, call)
                 except (MemoryError, ActorError, self.pool.ray.exceptions.RayError) as error:
                     found[call] = error
-                    deadline = min(deadline, time.monotonic() + NOTICE)
+                    deadline = min(deadline, time.monotonic() + PEER_LOSS_TIMEOUT)
             if time.monotonic() > deadline:
                 late = TimeoutError("no answer for far longer than usual, or since another's error")
                 found |= {call: late for call in calls if call not in found}

@@ -33,10 +33,10 @@ RUN = "run-"
 GONE = "gone-"
 MARK = "mark"
 # seconds between two renewals of the record
-BEAT = 5.0
+HEARTBEAT_INTERVAL = 5.0
 # a run of another machine is dead when its record stood still for so many seconds
-WATCH = 30.0
-LOOK = 0.5
+STALE_AFTER = 30.0
+POLL_INTERVAL = 0.5
 
 
 class Holder(NamedTuple):
@@ -62,7 +62,7 @@ class Hold:
         """Raise InUseError once another run has taken the folder, as this one was thought dead."""
         if self.lost.is_set():
             raise InUseError(
-                f"out: another run has taken {self.folder}, for this one gave no sign of life for {WATCH:.0f} s; "
+                f"out: another run has taken {self.folder}, for this one gave no sign of life for {STALE_AFTER:.0f} s; "
                 "the same command resumes later"
             )
 
@@ -72,7 +72,7 @@ class Hold:
 
     def renew(self) -> None:
         """What a thread does until the end: say every few seconds that the run lives."""
-        while not self.ended.wait(BEAT):
+        while not self.ended.wait(HEARTBEAT_INTERVAL):
             # a disk that is full or away for a moment is the concern of whoever writes pictures
             with suppress(OSError):
                 found = read_record(self.record)
@@ -193,7 +193,7 @@ def claim(held: Hold, locked: bool) -> None:
         watch(held, found)
         held.write(replace=True)
         # of two that take it at the same moment, one finds the other's record
-        time.sleep(BEAT)
+        time.sleep(HEARTBEAT_INTERVAL)
         found = read_record(held.record)
         if found is None or found.token != held.holder.token:
             raise in_use(held.folder, found)
@@ -207,11 +207,11 @@ def watch(held: Hold, found: Holder) -> None:
         found.host,
         found.pid,
         found.since,
-        WATCH,
+        STALE_AFTER,
     )
-    end = time.monotonic() + WATCH
+    end = time.monotonic() + STALE_AFTER
     while time.monotonic() < end:
-        time.sleep(LOOK)
+        time.sleep(POLL_INTERVAL)
         now = read_record(held.record)
         if now is None:
             return

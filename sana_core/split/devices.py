@@ -17,8 +17,8 @@ from .threads import Left, Table, ThreadExchange
 
 logger = logging.getLogger(__name__)
 
-# between two polls of the thread that waits
-SECONDS = 0.02
+# seconds between two polls of the thread that waits
+POLL_INTERVAL = 0.02
 
 
 class Split:
@@ -93,7 +93,7 @@ class Split:
         with ThreadPoolExecutor(len(spans), "sana split") as pool:
             futures = [pool.submit(compute, index) for index in range(len(spans))]
             try:
-                while wait(futures, SECONDS).not_done:
+                while wait(futures, POLL_INTERVAL).not_done:
                     poll()
             finally:
                 # after a cancel; nobody is at a table any more otherwise

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 # how long a member waits for the others; a block takes milliseconds
-WAIT = timedelta(seconds=60)
+PEER_TIMEOUT = timedelta(seconds=60)
 
 
 class ProcessExchange:
@@ -40,5 +40,5 @@ def connect(store: dist.Store, rank: int, world: int, device: torch.device) -> P
     Until `destroy_process_group`, of torch.distributed.
     """
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=WAIT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PEER_TIMEOUT)
     return ProcessExchange(rank, world)

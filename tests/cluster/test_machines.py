@@ -15,9 +15,10 @@ from sana_core.__main__ import main
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actors import ActorCache
-from sana_core.cluster.connection import IDLE, ClusterSettings, connected
+from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
 from sana_core.cluster.split import Group
+from sana_core.cluster.timeouts import ACTOR_IDLE_TIMEOUT
 from sana_core.cluster.worker import Job
 
 # an actor has one core
@@ -121,7 +122,7 @@ def test_a_cpu_that_draws_uses_its_cores_and_loading_takes_as_long_as_it_takes(c
 
 
 def test_a_run_waits_longer_than_the_workers_of_another_stay_idle():
-    assert ClusterSettings().wait > IDLE
+    assert ClusterSettings().wait > ACTOR_IDLE_TIMEOUT
 
 
 def test_a_machine_that_cannot_set_up_the_environment_costs_no_picture(cluster, checkpoint, caplog):

@@ -11,12 +11,16 @@ import pytest
 from sana_core.runtime import folder_lock as module
 from sana_core.runtime.folder_lock import OWN, check_run, hold
 
-BEAT, WATCH = 0.1, 1.0
+HEARTBEAT_INTERVAL, STALE_AFTER = 0.1, 1.0
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, value in (("BEAT", BEAT), ("WATCH", WATCH), ("LOOK", 0.05)):
+    for name, value in (
+        ("HEARTBEAT_INTERVAL", HEARTBEAT_INTERVAL),
+        ("STALE_AFTER", STALE_AFTER),
+        ("POLL_INTERVAL", 0.05),
+    ):
         monkeypatch.setattr(module, name, value)
 
 
@@ -101,7 +105,7 @@ def test_a_dead_run_of_this_machine_keeps_nobody_waiting(tmp_path, monkeypatch):
         kill(process)
         started = time.monotonic()
         with hold(tmp_path):
-            assert time.monotonic() - started < WATCH / 2
+            assert time.monotonic() - started < STALE_AFTER / 2
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -112,7 +116,7 @@ def test_a_dead_run_of_another_machine_is_watched_first(tmp_path, request, caplo
         kill(process)
         started = time.monotonic()
         with hold(tmp_path):
-            assert time.monotonic() - started > WATCH
+            assert time.monotonic() - started > STALE_AFTER
     assert f"was in use by a run on elsewhere (process {process.pid}, since 2" in caplog.text
 
 
@@ -120,7 +124,7 @@ def test_without_locks_the_record_tells_who_lives(tmp_path, no_locks):
     with another_run(tmp_path, "elsewhere") as (process, _):
         with pytest.raises(BlockingIOError, match=f"on elsewhere, process {process.pid}"):
             hold(tmp_path).__enter__()
-        time.sleep(3 * BEAT)
+        time.sleep(3 * HEARTBEAT_INTERVAL)
         assert process.is_alive()
 
 
@@ -135,7 +139,7 @@ def test_a_run_that_was_thought_dead_ends_when_it_wakes(tmp_path, no_locks):
             assert pipe.poll(30) and "another run has taken" in pipe.recv()
             process.join(30)
             check_run(tmp_path, held.run.name)
-            time.sleep(3 * BEAT)
+            time.sleep(3 * HEARTBEAT_INTERVAL)
             held.check()
 
 
