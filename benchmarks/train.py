@@ -27,12 +27,11 @@ from benchmarks.machine import description  # noqa: E402
 from benchmarks.sampling import small_model  # noqa: E402
 from benchmarks.train_lora import CHECKPOINT, write_pictures  # noqa: E402
 from sana_core.runtime.accelerator import current_accelerator  # noqa: E402
-from sana_core.training.cache import Cache, ModelIds, build_cache  # noqa: E402
+from sana_core.training.cache import Cache, ModelIds, Store, build_cache  # noqa: E402
 from sana_core.training.dataset import read_dataset  # noqa: E402
-from sana_core.training.entries import Store  # noqa: E402
-from sana_core.training.learner import Data, Learner, make_learner, take_step  # noqa: E402
+from sana_core.training.learner import Learner, make_learner, take_step  # noqa: E402
 from sana_core.training.loop import learn  # noqa: E402
-from sana_core.training.runs import Place  # noqa: E402
+from sana_core.training.schedule import Data, Place  # noqa: E402
 from sana_core.training.settings import Method, Optimizer, Phase, Settings  # noqa: E402
 
 FILE = ROOT / "benchmarks" / "train.json"

@@ -29,9 +29,9 @@ from benchmarks.machine import description  # noqa: E402
 from sana_core.model.known_models import CROSS_HEADS, MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.dataset import Sample  # noqa: E402
+from sana_core.training.images import Place as Picture  # noqa: E402
 from sana_core.training.learner import make_learner, take_step  # noqa: E402
-from sana_core.training.pictures import Place as Picture  # noqa: E402
-from sana_core.training.runs import Place  # noqa: E402
+from sana_core.training.schedule import Place  # noqa: E402
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings  # noqa: E402
 
 # of a step, which asks them for the weight of their loss

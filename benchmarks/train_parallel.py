@@ -39,12 +39,12 @@ from benchmarks.sampling import small_model  # noqa: E402
 from benchmarks.train_memory import FULL, SAMPLES, make_settings  # noqa: E402
 from sana_core.memory import CONTEXT  # noqa: E402
 from sana_core.model.known_models import MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
-from sana_core.training.arrangements import ring, share_of  # noqa: E402
+from sana_core.training.autofit import ring, share_of  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.learner import make_learner, take_step  # noqa: E402
 from sana_core.training.plan import released_base  # noqa: E402
 from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
-from sana_core.training.runs import Place  # noqa: E402
+from sana_core.training.schedule import Place  # noqa: E402
 from sana_core.training.settings import Method, Parallel, Settings  # noqa: E402
 
 CARDS, STEPS = 4, 8

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..sana_core.model.known_models import DEFAULT_RESOLUTION
 from ..sana_core.model.latents import DOWNSCALE
-from ..sana_core.training.buckets import LARGEST_SIDE
+from ..sana_core.training.images import LARGEST_SIDE
 from ..sana_core.training.optimizers import NAMES
 from ..sana_core.training.settings import ADAPTERS, BASES, SCHEDULES, TARGETS
 from .host.folders import dataset_path, find_file, list_datasets, list_files, run_path, without_places

@@ -11,8 +11,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ...sana_core.runtime.cancellation import Poll
-from ...sana_core.training.buckets import Bucket, choose_bucket, is_smaller, part_of
 from ...sana_core.training.dataset import Sample, open_picture, read_dataset
+from ...sana_core.training.images import Bucket, choose_bucket, is_smaller, part_of
 
 PAPER, TEXT, FAINT = (250, 250, 248), (40, 40, 40), (120, 120, 120)
 # of the sheet, in pixels: a cell with a thumbnail at its top and two lines of text, and the line above a shape's cells

@@ -11,7 +11,7 @@ from ...sana_core.checkpoints.detect import SHARD
 from ...sana_core.checkpoints.files import shown
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.errors import CheckpointError
-from ...sana_core.training.scan import list_folder
+from ...sana_core.training.data_files import list_folder
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

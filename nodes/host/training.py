@@ -14,8 +14,9 @@ from ...sana_core.checkpoints import inspect_checkpoint
 from ...sana_core.checkpoints.headers import read_file
 from ...sana_core.errors import InputError
 from ...sana_core.runtime.checks import check_whole
+from ...sana_core.training.autofit import fit_lines
 from ...sana_core.training.plan import Base, Plan, plan_training, read_base
-from ...sana_core.training.proposal import fit_lines
+from ...sana_core.training.preflight import check_base
 from ...sana_core.training.run_log import read_losses
 from ...sana_core.training.runs import find_states
 from ...sana_core.training.settings import (
@@ -28,7 +29,7 @@ from ...sana_core.training.settings import (
     check_settings,
     one_of,
 )
-from ...sana_core.training.train import check_base, train
+from ...sana_core.training.train import train
 from .clip import SanaTokenizer
 from .compat import loaded_from, path_of
 from .controlnet import load_controlnet

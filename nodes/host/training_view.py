@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from server import PromptServer
 
 from ...sana_core.runtime.image_files import levels
-from ...sana_core.training.pace import Pace, describe_validation
+from ...sana_core.training.run_log import Pace, describe_validation
 
 # seconds between two lines of words, and between two curves
 WORDS, CURVES = 0.5, 2.0

@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_training(settings: Settings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
     """Train as one of `ranks`, of which the first says how it goes."""
-    from ..training.pace import Pace, describe_validation
     from ..training.prepare import no_progress
+    from ..training.run_log import Pace, describe_validation
     from ..training.train import train
 
     if ranks.first:
@@ -97,12 +97,10 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
     """
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
-    from ..training.arrangements import arrangement_lines
+    from ..training.autofit import arrangement_lines, fit_lines, table_lines
     from ..training.plan import plan_training, read_base
-    from ..training.proposal import fit_lines, table_lines
+    from ..training.preflight import check_base, check_shares
     from ..training.settings import DDP
-    from ..training.share import check_shares
-    from ..training.train import check_base
 
     if card is not None:
         check_number("card", card, 1, 10_000)

@@ -8,6 +8,11 @@ a weight is the matrix [O, I], as in NVIDIA's training (diffusion/utils/optimize
 
 All other weights, biases and norms as well as the 3x3 depthwise convolutions [C, 1, 3, 3], keep the whole second
 moment as they do there: in SANA they are 0.2 % of the weights, so that factoring would save no memory to speak of.
+
+In 8 bits the average of updates has one scale for each block of 256 elements. A code q stands for sign(q) * (q / 127)^2
+of the largest value of its block. The square spends the codes on small values, of which an average of updates has most.
+It loses 0.7 % (RMS) of normal values, as evenly spaced codes do, and as little where the sizes in a block differ much,
+of which those lose 2.5 %; the dynamic type of Dettmers et al. 2022 (arXiv 2110.02861) loses 1.1 % of both.
 """
 
 from __future__ import annotations
@@ -16,8 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
-
-from .blockwise import dequantise, empty_codes, quantise
+from torch.nn import functional
 
 # added to the squares of gradients, and of differences; the authors' values, as is the limit of an update's RMS
 EPS = (1e-30, 1e-16)
@@ -26,12 +30,13 @@ CLIP = 1.0
 SMALLEST = 4096
 # elements that are updated side by side where ranks share the weights, so that their sums travel together
 BUCKET = 1 << 23
-
 State = dict[str, torch.Tensor]
 Total = Callable[[torch.Tensor], torch.Tensor]
 # gives sums of the rows that are here [n], and is sent those of all rows
 Update = Generator[torch.Tensor, torch.Tensor, None]
 Sums = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
+BLOCK = 256
+LARGEST = 127
 
 
 class CAME(torch.optim.Optimizer):
@@ -176,3 +181,33 @@ def rms(values: torch.Tensor) -> Sums:
     """Return the root of the mean square of `values` with those that are elsewhere."""
     sums = yield torch.stack([values.norm().square(), values.new_full((), values.numel())])
     return (sums[0] / sums[1]).sqrt()
+
+
+def empty_codes(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [like.shape] int8 and scales [blocks] fp32 that stand for zeros."""
+    return torch.zeros_like(like, dtype=torch.int8), like.new_zeros(-(-like.numel() // BLOCK), dtype=torch.float32)
+
+
+def quantise(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write `values`, fp32, into `codes` and `scales`. A block of zeros has scale 0."""
+    blocks = split(values)
+    largest = blocks.abs().amax(dim=1)
+    scales.copy_(largest)
+    # the smallest normal number divides a block of zeros
+    fractions = blocks.abs().div_(largest.clamp(min=torch.finfo(blocks.dtype).tiny)[:, None])
+    found = fractions.sqrt_().mul_(LARGEST).round_().copysign_(blocks)
+    codes.copy_(found.flatten()[: values.numel()].view(values.shape))
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the values [codes.shape] fp32 that `codes` and `scales` stand for."""
+    blocks = split(codes.float())
+    values = blocks.mul_(blocks.abs()).mul_(scales.div(LARGEST**2)[:, None])
+    return values.flatten()[: codes.numel()].view(codes.shape)
+
+
+def split(values: torch.Tensor) -> torch.Tensor:
+    """Return `values` in blocks [n, BLOCK], the last one filled up with zeros."""
+    missing = -values.numel() % BLOCK
+    # padded by nothing it would be a copy
+    return (functional.pad(values.flatten(), (0, missing)) if missing else values).reshape(-1, BLOCK)

@@ -19,10 +19,8 @@ from ..checkpoints.files import brief
 from ..errors import InputError, MissingFileError, SanaError
 from ..model.text import check_characters
 from ..runtime.cancellation import Poll, no_poll
-from . import tars
-from .buckets import MIDDLE, Crop
-from .pictures import ENDINGS, Place, decode_picture, read_place, upright_size
-from .scan import find_inside, list_folder
+from .data_files import TAR_ENDINGS, check_inner, find_inside, list_folder, list_shards, list_tar
+from .images import ENDINGS, MIDDLE, Crop, Place, decode_picture, read_place, upright_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -130,7 +128,7 @@ def read_any(path: Path, add: Add, faults: Faults) -> None:
         for fault in found:
             faults.add(fault)
         read_files({name: Place(file) for name, file in files.items()}, "", add)
-        shards = {name: file for name, file in files.items() if name.lower().endswith(tars.ENDINGS)}
+        shards = {name: file for name, file in files.items() if name.lower().endswith(TAR_ENDINGS)}
         read_tars(shards, add, faults)
     elif not path.exists():
         raise MissingFileError(f"dataset: no file or folder {path}, expected a folder of images; see its spelling")
@@ -140,7 +138,7 @@ def read_any(path: Path, add: Add, faults: Faults) -> None:
         read_tars({path.name: path}, add, faults)
     elif path.name == "wids-meta.json":
         document = parse(read_place(Place(path), path.name, LARGEST_LIST), path.name)
-        shards = {inner: find_inside(path.parent, inner, path.name) for inner in tars.list_shards(document, path.name)}
+        shards = {inner: find_inside(path.parent, inner, path.name) for inner in list_shards(document, path.name)}
         read_tars(shards, add, faults)
     else:
         raise InputError(f"dataset: got the file {path.name}, expected a folder, a .jsonl or an uncompressed .tar")
@@ -158,7 +156,7 @@ def read_tars(shards: Mapping[str, Path], add: Add, faults: Faults) -> None:
     """Give `add` the samples of each tar, the faults of whole tars to `faults`."""
     for shard, file in sorted(shards.items()):
         try:
-            read_files(tars.list_tar(file, shard), f"{shard}:", add)
+            read_files(list_tar(file, shard), f"{shard}:", add)
         except SanaError as fault:
             faults.add(fault)
 
@@ -303,14 +301,14 @@ def read_jsonl(path: Path, add: Add) -> None:
     def read_line(number: int, line: bytes) -> Sample:
         where = f"{path.name} line {number}"
         document = parse(line, where)
-        inner = tars.check_inner(document.get("file_name", document.get("image")), where)
+        inner = check_inner(document.get("file_name", document.get("image")), where)
         if first.setdefault(inner, number) != number:
             raise InputError(f"{where}: {inner} stands in line {first[inner]} already, expected it once; remove one")
         picture = Place(find_inside(path.parent, inner, where))
         # the latter is what diffusers' trainers of ControlNets call it
         others = (document.get("mask"), document.get("control", document.get("conditioning_image")))
         mask, control = (
-            None if other is None else Place(find_inside(path.parent, tars.check_inner(other, where), where))
+            None if other is None else Place(find_inside(path.parent, check_inner(other, where), where))
             for other in others
         )
         return make_sample(inner, pick_captions(document, where), picture, mask, control)

@@ -8,79 +8,58 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..checkpoints.fingerprint import digest_json
 from ..errors import CheckpointError, TrainingError
 from ..model.controlnet import Control
 from ..model.known_models import GUIDANCE
 from ..model.reference import reference_of
 from ..runtime.cancellation import Poll
-from .adapters import add_adapter, without_dropout
-from .buckets import Bucket
-from .cache import Batch, Cache
+from .adapters import add_adapter, begin_at, needs_start, without_dropout
+from .cache import Batch
 from .came import CAME
-from .consistency import (
+from .controlnet import begin_controlnet
+from .loss import (
+    DROPOUT,
     Point,
     Prompt,
     consistency_error,
     consistency_loss,
     data_point,
-    taught,
-    training_angles,
-    training_guidance,
-)
-from .dataset import Sample
-from .ema import average_decay, averaged_weights, restore_average, start_average, update_average
-from .loss import (
-    DROPOUT,
     draw_training,
     drop_captions,
     flow_loss,
     generator,
+    taught,
+    training_angles,
+    training_guidance,
     training_sigmas,
     validation_noise,
     validation_times,
 )
 from .optimizer_state import optimizer_state, restore_optimizer
-from .optimizers import make_optimizer, set_learning_rate, step_optimizer, validation_weights
+from .optimizers import (
+    average_decay,
+    averaged_weights,
+    make_optimizer,
+    restore_average,
+    set_learning_rate,
+    start_average,
+    step_optimizer,
+    update_average,
+    validation_weights,
+)
 from .quantised_base import quantise_base
 from .ranks import ALONE, Ranks
-from .runs import Place
+from .schedule import Data, Place
 from .settings import CONSISTENCY, DDP, Settings
 from .sharding import Shards, clip_sharded, gather, local_parameters, replicate, shard, take_gradients
-from .share import Piece, share_step
-from .start import begin_at, needs_start
-from .steering import begin_controlnet
-from .stream import Stream
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
 # times at which each held-out picture is looked at
 VALIDATION_TIMES = 8
-
-
-class Data(NamedTuple):
-    """The pictures of a phase, by their indices in `samples`, which are also those of the cache."""
-
-    samples: Sequence[Sample]
-    cache: Cache | Stream
-    training: list[int]
-    held_out: list[int]
-    buckets: list[Bucket]  # of each sample
-    digest: str  # of `digest_data`
-    variants: dict[int, list[int]] = {}  # noqa: RUF012  # of each image, of which an epoch learns one, by the first
-
-
-def digest_data(order: Any, contents: Any) -> str:
-    """Return a digest of the `order` in which samples are learnt, and of their `contents`, None where nobody looks."""
-    return "-".join(digest_json(each) if each is not None else "" for each in (order, contents))
-
-
-def same_epochs(first: str, second: str) -> bool:
-    """Whether digests of `digest_data` are of the same epochs, as far as both know their contents."""
-    return all(
-        one == other or not (one and other) for one, other in zip(first.split("-"), second.split("-"), strict=True)
-    )
+# indices of samples of one shape, and whether they count; they do not where a rank only keeps the others company
+Piece = tuple[list[int], bool]
 
 
 class Learner(NamedTuple):
@@ -386,3 +365,25 @@ def whole_learner(learner: Learner, device: torch.device, trained_alone: bool) -
     # an optimizer without weights, for nothing learns any more
     optimizer = make_optimizer(learner.settings.optimizer.name, [torch.nn.Parameter(torch.zeros(1))], 0.0)
     return Learner(found[0], learner.shift, learner.settings, parameters, optimizer, None, controlnet)
+
+
+def share_step(group: Sequence[Sequence[int]], rank: int, count: int) -> list[Piece]:
+    """Return what the rank of that number learns of the batches of a step, in as many pieces as all others.
+
+    A rank that has fewer would leave the others waiting for its gradients. Whole batches are dealt out, or where there
+    are fewer than ranks, parts of each. Where some are left over, idle ranks run a dummy batch of zero loss.
+    """
+    pieces = list(group)
+    if len(group) < count:
+        parts = -(-count // len(group))
+        pieces = [piece for batch in group for piece in divide(batch, parts)]
+    rounds = -(-len(pieces) // count)
+    own = [(list(piece), True) for piece in pieces[rank::count]]
+    return own + [(list(pieces[0][:1]), False)] * (rounds - len(own))
+
+
+def divide(batch: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """Return `batch` in at most so many parts, of which none is more than one longer than another."""
+    parts = min(parts, len(batch))
+    bounds = [number * len(batch) // parts for number in range(parts + 1)]
+    return [batch[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]

@@ -10,27 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ..runtime.cancellation import Poll
-from .buckets import plan_epoch
-from .learner import (
-    Data,
-    Learner,
-    arrange_sums,
-    averaged,
-    restore,
-    same_epochs,
-    take_step,
-    tensors_of,
-    validation_loss,
-)
-from .rates import after_step, learning_rate, steps_left
+from .learner import Learner, arrange_sums, averaged, restore, take_step, tensors_of, validation_loss, whole_learner
+from .ranks import Ranks
 from .run_log import append_log
 from .runs import (
-    Best,
-    Place,
     State,
     begin_run,
-    better,
     check_facts,
     check_finite,
     find_states,
@@ -39,16 +27,27 @@ from .runs import (
     step_folder,
     write_state,
 )
+from .schedule import (
+    Best,
+    Data,
+    Group,
+    Place,
+    advance,
+    after_step,
+    all_steps_left,
+    better,
+    is_due,
+    learning_rate,
+    same_epochs,
+    steps_left,
+)
 from .settings import Phase
 from .shard_files import chosen_save, own_values, read_tensors, shard_count, unpacked, whole_values
-from .variants import choose
 
 logger = logging.getLogger(__name__)
 
 # share of a phase by which more was done than its steps say, from which on somebody has added steps
 LONGER = 0.05
-# indices of samples, in the batches of one step
-Group = list[list[int]]
 # called with the line of the log of each step and validation
 Report = Callable[[Mapping[str, Any]], None]
 # writes what others load into a folder
@@ -84,12 +83,12 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
     """
     settings, ranks = learner.settings, learner.ranks
     place, best, validated = resume(learner, data, folder)
-    place, groups = advance(place, data, learner)
+    place, groups = advance(place, data, learner.settings)
     saved = place.step
     if groups:
         warn_of_rate(settings.phase[place.phase], place, len(groups))
         arrange_sums(learner, data[place.phase], groups[place.position], place)
-    digests, total = [own.digest for own in data], place.step + all_steps_left(learner, data, place)
+    digests, total = [own.digest for own in data], place.step + all_steps_left(settings, data, place)
 
     def save() -> None:
         nonlocal saved
@@ -115,7 +114,7 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
             raise
 
     while True:
-        if validated != place.step and is_due(learner, place, finished=not groups):
+        if validated != place.step and is_due(settings, place, finished=not groups):
             with saving():
                 found = validate(learner, data[place.phase], folder, place, watch)
             validated = place.step
@@ -131,22 +130,9 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
             append_log(folder.out, line)
         place = after_step(settings.phase[place.phase], place, len(groups))
         if place.position == len(groups) or place.phase_step == settings.phase[place.phase].steps:
-            place, groups = advance(place, data, learner)
+            place, groups = advance(place, data, learner.settings)
         with saving():
             watch.report({**line, "steps": total})
-
-
-def warn_of_rate(phase: Phase, place: Place, count: int) -> None:
-    """Log where the learning rate of a phase has fallen before it was made longer."""
-    behind = max(0, place.phase_step - phase.warmup)
-    share = behind / (behind + steps_left(phase, place, count))
-    if phase.schedule != "constant" and place.done - share > LONGER:
-        logger.warning(
-            "phase %d has more steps than it had, and continues from its learning rate of %.2g; for a higher one set "
-            "schedule to constant, or add a [[phase]]",
-            place.phase + 1,
-            learning_rate(phase, place),
-        )
 
 
 def learn(learner: Learner, data: Data, group: Group, place: Place) -> dict[str, Any]:
@@ -166,10 +152,17 @@ def learn(learner: Learner, data: Data, group: Group, place: Place) -> dict[str,
     }
 
 
-def is_due(learner: Learner, place: Place, finished: bool) -> bool:
-    """Whether there is a validation at `place`: before the first step, every `every` steps, and at the end."""
-    every = learner.settings.validation.every
-    return bool(every) and (place.step % every == 0 or finished)
+def warn_of_rate(phase: Phase, place: Place, count: int) -> None:
+    """Log where the learning rate of a phase has fallen before it was made longer."""
+    behind = max(0, place.phase_step - phase.warmup)
+    share = behind / (behind + steps_left(phase, place, count))
+    if phase.schedule != "constant" and place.done - share > LONGER:
+        logger.warning(
+            "phase %d has more steps than it had, and continues from its learning rate of %.2g; for a higher one set "
+            "schedule to constant, or add a [[phase]]",
+            place.phase + 1,
+            learning_rate(phase, place),
+        )
 
 
 def validate(learner: Learner, data: Data, folder: Folder, place: Place, watch: Watch) -> float | None:
@@ -215,42 +208,53 @@ def resume(learner: Learner, data: Sequence[Data], folder: Folder) -> tuple[Plac
         logger.warning("images or batches of phase %d have changed, so its epoch begins again", place.phase + 1)
     place = place._replace(position=0)
     # what has ended stays as it is; else the validation's may be others too
-    ended = not advance(place, data, learner)[1]
+    ended = not advance(place, data, learner.settings)[1]
     return (place, state.best, state.validated) if ended else (place, None, None)
 
 
-def advance(place: Place, data: Sequence[Data], learner: Learner) -> tuple[Place, list[Group]]:
-    """Return where the next step is, and the groups of its epoch; none when the last phase is at its end."""
-    settings = learner.settings
-    while True:
-        phase = settings.phase[place.phase]
-        groups = plan(phase, data[place.phase], settings.seed + place.phase, place.epoch)
-        if place.position >= len(groups):
-            place = place._replace(epoch=place.epoch + 1, position=0)
-            groups = plan(phase, data[place.phase], settings.seed + place.phase, place.epoch)
-        if place.phase_step < phase.steps if phase.steps is not None else place.epoch < (phase.epochs or 0):
-            return place, groups
-        if place.phase + 1 == len(settings.phase):
-            return place, []
-        place = Place(place.step, place.phase + 1)
+def watch_together(ranks: Ranks, watch: Watch) -> Watch:
+    """Return `watch` for several ranks: what one of them cancels, all do, at the same step; the first is told alone."""
+    if ranks.size == 1:
+        return watch
+    failed: list[BaseException] = []
+
+    def report(line: Mapping[str, Any]) -> None:
+        try:
+            if ranks.first:
+                watch.report(line)
+        except BaseException as error:
+            # the others hear of it when they are asked next
+            failed.append(error)
+
+    def poll() -> None:
+        error = failed[0] if failed else None
+        try:
+            watch.poll()
+        except BaseException as raised:
+            error = raised
+        ranks.agree(error)
+
+    return Watch(report, poll, watch.export, watch.preview)
 
 
-def plan(phase: Phase, data: Data, seed: int, epoch: int) -> list[Group]:
-    """Return the groups of batches of an epoch, one for each step."""
-    buckets = [data.buckets[index] for index in data.training]
-    batches = plan_epoch(buckets, phase.batch, seed, epoch)
-    batches = [[data.training[index] for index in batch] for batch in batches]
-    # after the batches are made, for all variants of an image have its shape
-    batches = [[choose(data.samples, data.variants.get(each, [each]), seed, epoch) for each in own] for own in batches]
-    return [batches[start : start + phase.accumulate] for start in range(0, len(batches), phase.accumulate)]
+def export_together(ranks: Ranks, export: Export) -> Export:
+    """Return `export`, of a learner that `ranks` share: the first writes what it gathers from all."""
+
+    def write(learner: Learner, part: Path) -> None:
+        # what a LoRA's file has besides is not the base; a DoRA's needs that to be written for ComfyUI
+        alone = learner.settings.method.kind in ("lora", "lokr")
+        whole = whole_learner(learner, torch.device("cpu"), trained_alone=alone)
+        ranks.first_does(lambda: export(whole, part) if whole is not None else None)
+
+    return write
 
 
-def all_steps_left(learner: Learner, data: Sequence[Data], place: Place) -> int:
-    """Return how many steps there are from `place` to the end."""
-    left = 0
-    for number in range(place.phase, len(data)):
-        phase = learner.settings.phase[number]
-        # every epoch has as many, for the pictures are the same
-        count = len(plan(phase, data[number], learner.settings.seed, 0))
-        left += steps_left(phase, place if number == place.phase else Place(), count)
-    return left
+def preview_together(ranks: Ranks, preview: Preview) -> Preview:
+    """Return `preview`, of a learner that `ranks` share: the first draws, on the whole model, which its device holds
+    meanwhile."""
+
+    def draw(learner: Learner, step: int) -> None:
+        whole = whole_learner(learner, learner.device, trained_alone=False)
+        ranks.first_does(lambda: preview(whole, step) if whole is not None else None)
+
+    return draw

@@ -1,8 +1,13 @@
-"""The optimizers by name, and what a step of theirs, its rate and its weights for validation need besides."""
+"""The optimizers by name, stochastic rounding of weights in bf16, and the moving average of what is trained.
+
+bf16 has 8 bits of precision: an update of less than 1/512 of a weight is rounded away every time. Computed in fp32 and
+rounded up or down by chance, in proportion to how near each is, it is there in expectation (Zamirai et al. 2020, arXiv
+2010.06192). No fp32 copy of the weights is kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +15,6 @@ import torch
 
 from ..errors import InputError, VersionError
 from .came import CAME
-from .ema import kept_weights
-from .rounding import step_rounded
 
 # the rates of the averages, the authors' own
 BETAS = {
@@ -25,6 +28,9 @@ BETAS = {
 NAMES = tuple(BETAS)
 # their steps join sums over all parameters or count for a whole group, so that no parameter can step by itself
 WHOLE = ("prodigy", "schedulefree")
+# of fp32's 23 bits of fraction those that bf16 leaves out
+DROPPED = 16
+Tensors = Mapping[str, torch.Tensor]
 
 
 def make_optimizer(
@@ -149,3 +155,100 @@ def validation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             yield
         finally:
             optimizer.train()  # type: ignore[attr-defined]
+
+
+def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return `values`, fp32, rounded in place to numbers that bf16 holds, up or down so that their expectation stays.
+
+    `generator` lies on the device of `values`. A number that bf16 holds stays itself, infinity and NaN too.
+    """
+    bits = values.view(torch.int32)
+    bits.add_(torch.randint(1 << DROPPED, bits.shape, generator=generator, dtype=torch.int32, device=bits.device))
+    bits.bitwise_and_(-1 << DROPPED)
+    return values
+
+
+@torch.no_grad()
+def step_rounded(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    generator: torch.Generator,
+) -> None:
+    """Take the step of one parameter of `group` in fp32 and round it stochastically to the parameter's bf16.
+
+    The optimizer must treat each parameter by itself. Its state is then in fp32, and that of `parameter`.
+    """
+    assert parameter.grad is not None
+    master = torch.nn.Parameter(parameter.detach().float())
+    master.grad = parameter.grad.float()
+    groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [master]}]
+    optimizer.state[master] = optimizer.state.pop(parameter, {})
+    try:
+        optimizer.step()
+    finally:
+        optimizer.state[parameter] = optimizer.state.pop(master)
+        optimizer.param_groups = groups
+    # one in fp32 is its own master
+    if parameter.dtype != torch.float32:
+        parameter.copy_(round_stochastically(master.detach(), generator))
+
+
+def start_average(parameters: Tensors) -> dict[str, torch.Tensor]:
+    """Return the average of `parameters` before the first step: copies in fp32, by name."""
+    return {name: parameter.detach().float().clone() for name, parameter in parameters.items()}
+
+
+def average_decay(decay: float, step: int) -> float:
+    """Return how much of the average the step with number `step`, from 0 on, keeps.
+
+    min(decay, (1 + step) / (10 + step)), so that the average of a short run is not that of its start (TensorFlow's
+    ExponentialMovingAverage, diffusers' EMAModel).
+    """
+    return min(decay, (1 + step) / (10 + step))
+
+
+@torch.no_grad()
+def update_average(average: Tensors, parameters: Tensors, decay: float) -> None:
+    """Move `average` to decay * average + (1 - decay) * parameters, in place; after each step of the optimizer."""
+    for name, parameter in parameters.items():
+        average[name].lerp_(parameter.detach().float(), 1.0 - decay)
+
+
+@torch.no_grad()
+def restore_average(average: Tensors, saved: Tensors) -> None:
+    """Write the values of `saved`, an average as it was written, into `average`. Raises InputError where they differ
+    in names or shapes."""
+    for name in average.keys() | saved.keys():
+        if name not in saved or name not in average or saved[name].shape != average[name].shape:
+            raise InputError(
+                f"ema: got an average of other weights, first {name:.80}, expected one of the trained ones; resume "
+                "with the settings that it was saved with"
+            )
+    for name, values in saved.items():
+        average[name].copy_(values)
+
+
+@contextmanager
+def averaged_weights(parameters: Tensors, average: Tensors) -> Iterator[None]:
+    """Hold the average in `parameters`, in their dtype, and put the trained weights back after, bit for bit."""
+    with kept_weights(parameters.values()):
+        fill(parameters, average)
+        yield
+
+
+@contextmanager
+def kept_weights(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give `parameters` back the values that they have now, bit for bit; they lie in the CPU's memory meanwhile."""
+    parameters = list(parameters)
+    kept = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+    try:
+        yield
+    finally:
+        fill(dict(enumerate(parameters)), dict(enumerate(kept)))
+
+
+@torch.no_grad()
+def fill(targets: Mapping, values: Mapping) -> None:
+    for name, target in targets.items():
+        target.copy_(values[name])

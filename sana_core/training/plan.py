@@ -35,8 +35,8 @@ from ..model.known_models import (
 )
 from ..model.latents import DOWNSCALE
 from .adapters import check_layers
-from .buckets import shapes_at
-from .demand import FP32, frozen_bytes, state_bytes, step_demand, trained_shapes, weights_dtype
+from .images import shapes_at
+from .memory_model import FP32, frozen_bytes, state_bytes, step_demand, trained_shapes, weights_dtype
 from .settings import CONSISTENCY, Phase, Settings
 
 # copies in fp32 of the largest weight while an adapter is added to it

@@ -1,7 +1,13 @@
-"""What a run learns from: its data sets, read and encoded, by one process or by several that share the work."""
+"""What a run learns from: its data sets, read and encoded, by one process or by several that share the work.
+
+Repeats, sizes, crops, mirrors and captions of an image are its variants: each is a sample with entries of its own in
+the cache, and an epoch learns one of each image's. So what an epoch draws depends on the seed and its number alone, and
+costs no encoding.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,23 +25,19 @@ from ..decode import encode_images
 from ..model.text import TextEncoder, encode_prompts
 from ..runtime.atomic_files import remove
 from ..runtime.cancellation import Poll
-from .buckets import choose_bucket, is_smaller
-from .cache import ModelIds, build_cache
-from .dataset import Sample, check_controls
-from .entries import Store
-from .learner import Data, digest_data
-from .pictures import Place
+from .cache import ModelIds, Store, Stream, build_cache, digest_of
+from .dataset import Sample, check_controls, read_dataset
+from .images import Crop, Place, choose_bucket, is_smaller
+from .loss import CHOICE, generator
 from .previews import Inputs, encode_validation
 from .ranks import Ranks
+from .schedule import Data, digest_data
 from .settings import Phase, Settings
-from .stream import Stream
-from .variants import groups_of, read_phase, vary
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
 
 logger = logging.getLogger(__name__)
-
 Progress = Callable[[str, int, int], None]
 # of `fingerprint`, what embeddings and latents depend on
 TEXT_MARKS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instruction")
@@ -254,3 +256,62 @@ def hold_out(names: Sequence[str], share: float) -> list[int]:
     if share:
         chosen = (chosen or order[:1])[: len(names) - 1]
     return sorted(chosen)
+
+
+def read_phase(phase: Phase, poll: Poll) -> list[Sample]:
+    """Return the samples of `phase`, each image of its data sets as often as that is repeated, then as many of its
+    regularisation images, once more for each of its resolutions. Raises as `read_dataset` does."""
+    samples: list[Sample] = []
+    for path, repeats, weight in itertools.zip_longest(phase.data, phase.repeats, phase.weights):
+        found = [each._replace(weight=1.0 if weight is None else weight) for each in read_dataset(Path(path), poll)]
+        samples += found * (repeats or 1)
+    prior = [each for path in phase.regularisation for each in read_dataset(Path(path), poll)]
+    for each in itertools.islice(itertools.cycle(prior), len(samples)):
+        samples.append(each._replace(weight=phase.prior_loss_weight, prior=True))
+    sizes = (phase.resolution, *phase.resolutions)
+    return [each._replace(resolution=size) for size in sizes for each in samples]
+
+
+def vary(samples: Sequence[Sample], phase: Phase) -> list[Sample]:
+    """Return the variants of each of `samples`, whose `group` is the number of its image among them."""
+    return [
+        each._replace(group=number, crop=crop, caption=caption, share=share)
+        for number, each in enumerate(samples)
+        for crop in crops_of(each, phase)
+        for caption, share in captions_of(each, phase)
+    ]
+
+
+def crops_of(sample: Sample, phase: Phase) -> list[Crop]:
+    """Return the middle, or `crops` places that depend on the name, and of each its mirror image with `flip`."""
+    places = [Crop()]
+    if phase.crops > 1:
+        numbers = generator(CHOICE, (seed_of(sample.name),)).random((phase.crops, 2)).round(4).tolist()
+        places = [Crop(*each) for each in numbers]
+    return places + ([each._replace(mirrored=True) for each in places] if phase.flip else [])
+
+
+def captions_of(sample: Sample, phase: Phase) -> list[tuple[str, float]]:
+    """Return the captions with their shares, of each `tag_orders` orders of what its commas divide; the first
+    `keep_tags` stay where they are (kohya's shuffle_caption and keep_tokens)."""
+    found = []
+    for caption, share in sample.captions or [(sample.caption, 1.0)]:
+        tags, orders = caption.split(", "), {caption: None}
+        first, numbers = phase.keep_tags, generator(CHOICE, (seed_of(caption),))
+        for _ in range(phase.tag_orders - 1):
+            turns = numbers.permutation(len(tags[first:]))
+            orders[", ".join(tags[:first] + [tags[first + turn] for turn in turns])] = None
+        found += [(order, share / len(orders)) for order in orders]
+    return found
+
+
+def seed_of(text: str) -> int:
+    return int(digest_of(text.encode())[:16], 16)
+
+
+def groups_of(samples: Sequence[Sample]) -> dict[int, list[int]]:
+    """Return the indices of each image's variants by the first of them."""
+    groups: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.group, []).append(index)
+    return {indices[0]: indices for indices in groups.values()}

@@ -28,41 +28,13 @@ from ..checkpoints.tensor_files import write_tensors
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
 from ..runtime.atomic_files import digest_file, remove, sync, sync_folder, unfinished, write_whole
 from .ranks import ALONE, Ranks
+from .schedule import Best, Place
 
 RUN, STEPS, LOG, PICTURES = "run.json", "steps", "log.jsonl", "pictures"
 STATE, TENSORS, SHARDS = "state.json", "state.safetensors", "shards"
 # of the facts, the digests of models
 MODELS = ("model", "teacher")
 NAME = re.compile(r"step-(\d{7,})")
-
-
-class Place(NamedTuple):
-    """Where a run stands, after `step` steps: in its phases, `position` steps of that epoch done, and the share `done`
-    of what follows the phase's warmup."""
-
-    step: int = 0
-    phase: int = 0
-    phase_step: int = 0
-    epoch: int = 0
-    position: int = 0
-    done: float = 0.0
-
-
-class Best(NamedTuple):
-    """The lowest validation loss of a phase, the step that it was measured at, 0 while only what is not trained has
-    been, and the phase's first one."""
-
-    loss: float
-    step: int
-    phase: int
-    first: float
-
-
-def better(best: Best | None, loss: float, place: Place) -> Best:
-    """Return the best validation after one at `place`; those of another phase are of other pictures."""
-    if best is None or best.phase != place.phase:
-        return Best(loss, place.step, place.phase, loss)
-    return best._replace(loss=loss, step=place.step) if not best.step or loss < best.loss else best
 
 
 class State(NamedTuple):

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoints import find_part, inspect_checkpoint, load_transformer
+from ..checkpoints import load_transformer
 from ..checkpoints.fingerprint import digest_json
-from ..checkpoints.load import build_module, shift_of
-from ..errors import InputError
 from ..runtime.accelerator import chosen_device
+from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import Poll, no_poll
-from .adapters import adapter_tensors, add_adapter, check_layers, merged, write_adapter
-from .agreement import check_ranks, check_same
+from ..runtime.folder_lock import OWN, check_run, hold
+from .adapters import (
+    adapter_tensors,
+    add_adapter,
+    merged,
+    start_fact,
+    write_adapter,
+)
 from .learner import Learner, make_learner
-from .loop import Folder, Report, Watch, run
+from .loop import Folder, Report, Watch, export_together, preview_together, run, watch_together
+from .preflight import check_base, check_launch, check_ranks, check_same
 from .prepare import TEACHER, Progress, digest_models, no_progress, prepare, read_samples
-from .previews import draw_validation
+from .previews import draw_validation, write_sheet
 from .ranks import ALONE, Ranks, say
-from .runs import PICTURES, Best, check_folder, check_places, publish, step_folder
+from .runs import PICTURES, check_folder, check_places, publish, step_folder, writing
+from .schedule import Best
 from .settings import DDP, FLOW, Settings
 from .sharding import describe_shares
-from .share import check_shares
-from .sheet import write_sheet
-from .start import begin_at, needs_start, start_fact
-from .steering import check_steerable
-from .teacher import check_loss_fits, load_teacher
-from .together import export_together, held_together, preview_together, watch_together
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
@@ -112,38 +113,6 @@ def put_result(settings: Settings, parts: Path, last: int, best: Best | None) ->
     if best is not None:
         publish(out, parts, last_file(settings), step_folder(out, last))
     return publish(out, parts, lora_file(settings), chosen)
-
-
-def check_launch(settings: Settings, ranks: Ranks) -> None:
-    """Raise InputError where what `settings` ask of several processes cannot be had of `ranks`."""
-    check_shares(settings, ranks.size)
-    if settings.parallel.kind != DDP and not ranks.launched:
-        raise InputError(
-            f"parallel: got {settings.parallel.kind} in a process that no launcher has started, expected several; "
-            "start with torchrun, see docs/training-command.md, or choose ddp"
-        )
-
-
-def check_base(settings: Settings) -> float:
-    """Return the shift of the model that is trained; only headers are read.
-
-    Raises InputError for a model that the loss or a ControlNet does not fit, for a teacher that does not fit it, and
-    for an adapter to start from that does not fit the settings, and CheckpointError or MissingFileError for what is no
-    SANA or not all of one.
-    """
-    for kind in ("text_encoder", "autoencoder"):
-        find_part(inspect_checkpoint(settings.source(kind)), kind)
-    info = find_part(inspect_checkpoint(settings.model), "transformer")
-    module: Any = build_module(info)
-    check_loss_fits(module.config, settings.loss)
-    if settings.method.kind == "controlnet":
-        check_steerable(module.config, settings.method.blocks)
-    if not settings.method.whole:
-        check_layers(dict(module.named_modules()), settings.method)
-    if needs_start(settings):
-        add_adapter(module, settings.method, settings.seed)
-        begin_at(module, settings.method)
-    return shift_of(info, None, settings.reference)
 
 
 def model_facts(marks: dict[str, Any]) -> dict[str, Any]:
@@ -253,3 +222,31 @@ def last_file(settings: Settings) -> str:
 def whole_part(settings: Settings) -> str:
     """Return the name of the folder that holds the weights, where no adapter is trained."""
     return "controlnet" if settings.method.kind == "controlnet" else "transformer"
+
+
+def load_teacher(settings: Settings, device: torch.device) -> SanaTransformer2DModel | None:
+    """Return the teacher, frozen, None where there is none. Raises as `load_transformer` does."""
+    if not settings.loss.teacher:
+        return None
+    dtype = getattr(torch, settings.dtype)
+    return load_transformer(settings.loss.teacher, device, dtype, reference=settings.reference).requires_grad_(False)
+
+
+@contextmanager
+def held_together(out: Path, ranks: Ranks) -> Iterator[tuple[Path, Poll]]:
+    """Hold the run's folder `out` for all `ranks`; give the folder for unfinished files, and what checks the hold.
+
+    Raises InUseError for a folder in which another run writes, OutputError where it cannot be written, and
+    MissingFileError for a rank that sees another folder under that name.
+    """
+    with ExitStack() as stack:
+
+        def begin() -> Any:
+            make_folder(out)
+            with writing(out):
+                return stack.enter_context(hold(out))
+
+        held = ranks.first_does(begin)
+        name = ranks.from_first(None if held is None else held.run.name)
+        ranks.each_does(lambda: check_run(out, name))
+        yield out / OWN / name, (lambda: None) if held is None else held.check

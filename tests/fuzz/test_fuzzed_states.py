@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
 from safetensors.torch import load_file
 
-from sana_core.training.runs import Best, Place, State, begin_run, check_folder, read_state, write_state
+from sana_core.training.runs import State, begin_run, check_folder, read_state, write_state
+from sana_core.training.schedule import Best, Place
 
 FACTS = {"seed": 0, "rank": 2}
 TENSORS = {"parameter.a": torch.arange(6.0).reshape(2, 3), "optimizer.0.step": torch.tensor(2.0)}

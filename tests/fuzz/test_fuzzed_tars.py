@@ -8,7 +8,7 @@ from mutations import changed_bytes
 from PIL import Image
 
 from sana_core.training.dataset import open_picture, read_dataset
-from sana_core.training.pictures import opened_place
+from sana_core.training.images import opened_place
 
 
 def packed():

@@ -177,7 +177,7 @@ def cache_on_disks_of_all_sizes():
     import torch
 
     from sana_core import OutputError
-    from sana_core.training.entries import DIGESTS, read_entry
+    from sana_core.training.cache import DIGESTS, read_entry
 
     torch.set_num_threads(1)
     models = test_training_cache.Models()

@@ -16,7 +16,8 @@ from setup import ROOT
 
 from sana_core import InputError
 from sana_core.model.known_models import SHAPES, SIZES, picture_size
-from sana_core.training.buckets import choose_bucket, fit_picture, plan_epoch
+from sana_core.training.images import choose_bucket, fit_picture
+from sana_core.training.schedule import plan_epoch
 
 SIDES = st.integers(1, 20000)
 BUCKETS = st.lists(st.sampled_from([(128, 128), (160, 96), (96, 160), (256, 64)]), max_size=60)
@@ -91,7 +92,7 @@ def test_the_orders_of_many_epochs_are_fair():
 def test_the_plan_depends_neither_on_the_hash_seed_nor_on_the_global_generators():
     """This process has a hash seed of its own."""
     code = (
-        f"import sys; sys.path.append({str(ROOT)!r}); import numpy, torch; from sana_core.training.buckets import *;"
+        f"import sys; sys.path.append({str(ROOT)!r}); import numpy, torch; from sana_core.training.schedule import *;"
         "numpy.random.seed(1); torch.manual_seed(1); before = torch.get_rng_state();"
         "print(plan_epoch([(128, 128), (160, 96)] * 9, 3, 5, 2), torch.equal(torch.get_rng_state(), before))"
     )

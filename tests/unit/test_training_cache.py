@@ -15,11 +15,10 @@ from setup import ROOT
 
 import sana_core
 from sana_core import ExistingFileError, InputError, OutputError, ReadError
-from sana_core.training import entries
-from sana_core.training.buckets import choose_bucket, fit_picture
-from sana_core.training.cache import ModelIds, build_cache
+from sana_core.training import cache
+from sana_core.training.cache import ModelIds, Store, build_cache
 from sana_core.training.dataset import open_picture, read_dataset
-from sana_core.training.entries import Store
+from sana_core.training.images import choose_bucket, fit_picture
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 IDS = ModelIds("tiny autoencoder", "tiny encoder")
@@ -146,7 +145,7 @@ def test_a_second_build_calls_nothing_and_writes_nothing(tmp_path, data, models,
     before = content(tmp_path / "cache")
     models.calls.clear()
     # pictures that have not changed are not even read
-    monkeypatch.setattr(entries, "read_place", lambda *words: pytest.fail("read"))
+    monkeypatch.setattr(cache, "read_place", lambda *words: pytest.fail("read"))
     second = build(tmp_path / "cache", data, models)
     assert models.calls == [] and content(tmp_path / "cache") == before
     same(first.load([0, 3]), second.load([0, 3]))
@@ -154,7 +153,7 @@ def test_a_second_build_calls_nothing_and_writes_nothing(tmp_path, data, models,
 
 def test_digests_that_were_lost_are_made_again(tmp_path, data, models):
     build(tmp_path / "cache", data, models)
-    file = tmp_path / "cache" / entries.DIGESTS
+    file = tmp_path / "cache" / cache.DIGESTS
     before = file.read_bytes()
     file.unlink()
     models.calls.clear()
@@ -167,7 +166,7 @@ OTHERS = (b"", b"{", b"{}", b"[1]", b"5", b'{"a": 5}', b'{"a": "of"}', b"\xff", 
 
 @pytest.mark.parametrize("content", OTHERS)
 def test_a_file_of_others_in_the_place_of_digests_is_named_and_stays(tmp_path, data, models, content):
-    file = tmp_path / "cache" / entries.DIGESTS
+    file = tmp_path / "cache" / cache.DIGESTS
     file.parent.mkdir()
     file.write_bytes(content)
     with pytest.raises(ExistingFileError, match="^cache: .*digests.json is not of a training's cache; "):
@@ -215,7 +214,7 @@ def test_what_changes_misses_and_nothing_else_does(tmp_path, data, models, chang
         same(changed.load([index]), fresh.load([index]))
     # what was there stays, for the settings of before
     after = content(tmp_path / "cache")
-    assert all(after[path] == data for path, data in before.items() if path.name != entries.DIGESTS)
+    assert all(after[path] == data for path, data in before.items() if path.name != cache.DIGESTS)
 
 
 @pytest.mark.parametrize("call", range(1, 9))
@@ -341,7 +340,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, data, models, monkeyp
         ):
             build(tmp_path / "cache", data, models)
     for path in content(tmp_path / "cache"):
-        entries.read_entry(tmp_path / "cache" / path)
+        cache.read_entry(tmp_path / "cache" / path)
     done = len(models.calls) - 1
     models.calls.clear()
     build(tmp_path / "cache", data, models)
@@ -356,7 +355,7 @@ def test_a_folder_that_is_a_file_is_named(tmp_path, data, models):
 
 
 def test_a_picture_that_changes_while_it_is_read_is_not_kept_under_the_old_key(tmp_path, data, models, monkeypatch):
-    read = entries.Digests.of
+    read = cache.Digests.of
 
     def then_change(self, place, name):
         digest = read(self, place, name)
@@ -365,7 +364,7 @@ def test_a_picture_that_changes_while_it_is_read_is_not_kept_under_the_old_key(t
         return digest
 
     with monkeypatch.context() as patch:
-        patch.setattr(entries.Digests, "of", then_change)
+        patch.setattr(cache.Digests, "of", then_change)
         with pytest.raises(ReadError, match="^2.png: was written while it was read"):
             build(tmp_path / "cache", data, models)
     fresh = build(tmp_path / "fresh", data, models)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sana_core.training.blockwise import BLOCK, dequantise, empty_codes, quantise
+from sana_core.training.came import BLOCK, dequantise, empty_codes, quantise
 from sana_core.training.optimizer_state import optimizer_state
 from sana_core.training.optimizers import make_optimizer
 

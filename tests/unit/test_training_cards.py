@@ -8,11 +8,11 @@ from setup import ROOT
 
 from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings
 from sana_core.commands import train as command
-from sana_core.training.arrangements import arrangement_lines, cheapest, pieces_of, share_of
+from sana_core.training.autofit import arrangement_lines, cheapest, pieces_of, share_of
+from sana_core.training.learner import share_step
 from sana_core.training.plan import released_base
 from sana_core.training.settings import Parallel
 from sana_core.training.settings_file import read_settings
-from sana_core.training.share import share_step
 
 GB = 2**30
 

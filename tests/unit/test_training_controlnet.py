@@ -18,13 +18,13 @@ from sana_core.model.controlnet import Control
 from sana_core.model.reference import model_timestep
 from sana_core.runtime.cancellation import no_poll
 from sana_core.training import train
+from sana_core.training.controlnet import begin_controlnet, check_steerable
 from sana_core.training.learner import make_learner, validation_loss
 from sana_core.training.loss import flow_loss
 from sana_core.training.prepare import digest_models, no_progress, prepare, read_samples
 from sana_core.training.ranks import ALONE
 from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
 from sana_core.training.settings_file import read_settings
-from sana_core.training.steering import begin_controlnet, check_steerable
 
 REFERENCES = ("diffusers", "nvidia")
 

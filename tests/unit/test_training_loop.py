@@ -14,8 +14,7 @@ from setup import ROOT
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
 from sana_core.training import learner, train
-from sana_core.training.pace import describe_validation
-from sana_core.training.run_log import read_log
+from sana_core.training.run_log import describe_validation, read_log
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, Settings, Validation, check_settings
 

@@ -11,22 +11,20 @@ from pictures import write_pictures
 from safetensors.torch import load_file, save_file
 
 from sana_core import InputError, VersionError
-from sana_core.training.ema import (
-    average_decay,
-    averaged_weights,
-    restore_average,
-    start_average,
-    update_average,
-)
 from sana_core.training.optimizer_state import optimizer_state, restore_optimizer
 from sana_core.training.optimizers import (
     NAMES,
+    average_decay,
+    averaged_weights,
     make_optimizer,
+    restore_average,
+    round_stochastically,
     set_learning_rate,
+    start_average,
     step_optimizer,
+    update_average,
     validation_weights,
 )
-from sana_core.training.rounding import round_stochastically
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings
 from sana_core.training.train import train as train_run

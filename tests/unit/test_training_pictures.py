@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from sana_core import InputError, ReadError, SanaError
 from sana_core.training.dataset import open_picture, read_dataset
-from sana_core.training.pictures import decode_picture
+from sana_core.training.images import decode_picture
 
 
 @pytest.mark.parametrize("turn", range(1, 9))

@@ -20,14 +20,14 @@ from sana_core.memory import CONTEXT, count, released_encoder, released_shapes
 from sana_core.model.known_models import VARIANTS, Architecture
 from sana_core.runtime.accelerator import current_accelerator
 from sana_core.training.adapters import adapter_layers, add_adapter
-from sana_core.training.demand import frozen_bytes, state_bytes, trained_shapes
+from sana_core.training.autofit import fit_lines, propose
+from sana_core.training.controlnet import begin_controlnet
+from sana_core.training.memory_model import frozen_bytes, state_bytes, trained_shapes
 from sana_core.training.optimizers import make_optimizer
 from sana_core.training.plan import plan_training, read_base, released_base, training_stage
-from sana_core.training.proposal import fit_lines, propose
 from sana_core.training.quantised_base import quantise_base
 from sana_core.training.settings import Method, Validation
 from sana_core.training.settings_file import read_settings
-from sana_core.training.steering import begin_controlnet
 
 SMALL = Architecture(640, 2)
 CARDS = {name: size * 2**30 for name, size in (("4", 4), ("8", 8), ("12", 12), ("16", 16), ("24", 24))}

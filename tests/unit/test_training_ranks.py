@@ -12,12 +12,12 @@ from tiny import CAPTION, tiny_transformer
 from sana_core.errors import InputError
 from sana_core.training.cache import Batch
 from sana_core.training.came import CAME
-from sana_core.training.learner import make_learner, take_step, validation_loss, whole_learner
+from sana_core.training.learner import make_learner, share_step, take_step, validation_loss, whole_learner
+from sana_core.training.preflight import check_shares
 from sana_core.training.ranks import ALONE
-from sana_core.training.runs import Place
+from sana_core.training.schedule import Place
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, Settings, check_settings
 from sana_core.training.sharding import describe_shares
-from sana_core.training.share import check_shares, share_step
 from sana_core.training.train import as_saved
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")

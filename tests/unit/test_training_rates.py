@@ -15,9 +15,7 @@ from diffusers.optimization import get_polynomial_decay_schedule_with_warmup as 
 from pictures import write_pictures
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR
 
-from sana_core.training.buckets import plan_epoch
-from sana_core.training.rates import after_step, learning_rate, steps_left
-from sana_core.training.runs import Place
+from sana_core.training.schedule import Place, after_step, learning_rate, plan_epoch, steps_left
 from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
 from sana_core.training.train import train
 

@@ -177,12 +177,12 @@ def test_a_rank_that_differs_is_refused_by_name_before_the_first_step(settings, 
 
 
 def test_a_rank_with_other_code_is_refused_by_name(settings, monkeypatch):
-    from sana_core.training import agreement
+    from sana_core.training import preflight
 
-    own, real = settings(), agreement.code_facts
+    own, real = settings(), preflight.code_facts
 
     def other(ranks):
-        monkeypatch.setattr(agreement, "code_facts", lambda: {**real(), "sana_core": str(ranks.rank)})
+        monkeypatch.setattr(preflight, "code_facts", lambda: {**real(), "sana_core": str(ranks.rank)})
         return train.train(own, ranks=ranks)
 
     for found in outcomes(2, other):

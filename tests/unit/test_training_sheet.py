@@ -8,9 +8,9 @@ from pictures import write_pictures
 from PIL import Image
 
 from sana_core.errors import ExistingFileError
+from sana_core.training.previews import BEST, COLUMNS, GAP, HEAD, SHEET, best_step, columns_of
 from sana_core.training.run_log import read_log
 from sana_core.training.settings import Method, Phase, Settings, Validation
-from sana_core.training.sheet import BEST, COLUMNS, GAP, HEAD, SHEET, best_step, columns_of
 from sana_core.training.train import train
 
 PROMPTS = ("a red circle", "a blue square")

@@ -23,18 +23,19 @@ from sana_core.model.reference import set_reference
 from sana_core.sampling.guidance import denoiser
 from sana_core.training import train
 from sana_core.training.adapters import add_adapter
-from sana_core.training.consistency import (
+from sana_core.training.loss import (
     Prompt,
     consistency_error,
     consistency_loss,
     data_point,
+    draw_training,
     tangent,
     taught,
     training_angles,
     training_guidance,
     trigflow_velocity,
+    validation_times,
 )
-from sana_core.training.loss import draw_training, validation_times
 from sana_core.training.quantised_base import quantise_base
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, Settings, Validation, check_settings

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 import sana_core
 from sana_core.errors import CheckpointError, InputError, MissingFileError
 from sana_core.training import train
-from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
+from sana_core.training.adapters import adapter_tensors, add_adapter, begin_at, write_adapter
 from sana_core.training.settings import Method, Phase, Settings, check_settings
-from sana_core.training.start import begin_at
 
 RANK = 4
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -12,8 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sana_core.training import cache, train
-from sana_core.training import stream as streaming
-from sana_core.training.arrangements import share_of
+from sana_core.training.autofit import share_of
 from sana_core.training.plan import plan_training, read_base
 from sana_core.training.settings import Method, Parallel, Phase, Settings, Validation, check_settings
 
@@ -84,8 +83,7 @@ def test_each_rank_reads_and_encodes_its_own_pictures_alone(settings, monkeypatc
         read.append(sample.name)
         return real(encode, sample, *others)
 
-    for module in (cache, streaming):
-        monkeypatch.setattr(module, "encode_picture", encode_picture)
+    monkeypatch.setattr(cache, "encode_picture", encode_picture)
 
     def both(ranks):
         return str(train.train(own, ranks=ranks)), list(read)

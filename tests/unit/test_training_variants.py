@@ -13,14 +13,13 @@ from PIL import Image, ImageOps
 from sana_core.errors import InputError
 from sana_core.runtime.cancellation import no_poll
 from sana_core.training import train
-from sana_core.training.buckets import MIDDLE, Crop, choose_bucket, fit_picture
 from sana_core.training.dataset import open_picture, read_dataset
-from sana_core.training.loop import plan
-from sana_core.training.prepare import prepare, read_samples
+from sana_core.training.images import MIDDLE, Crop, choose_bucket, fit_picture
+from sana_core.training.prepare import groups_of, prepare, read_phase, read_samples, vary
 from sana_core.training.ranks import ALONE
 from sana_core.training.run_log import read_log
+from sana_core.training.schedule import choose, plan
 from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
-from sana_core.training.variants import choose, groups_of, read_phase, vary
 
 
 @pytest.fixture

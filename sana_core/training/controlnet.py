@@ -24,8 +24,9 @@ from ..model.reference import DIFFUSERS, NVIDIA
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
+
 # what a ControlNet's configuration has of the model's
-SHARED = (
+COPIED = (
     "in_channels",
     "out_channels",
     "num_attention_heads",
@@ -69,7 +70,7 @@ def begin_controlnet(transformer: SanaTransformer2DModel, blocks: int, dtype: to
     from diffusers import SanaControlNetModel
 
     transformer.requires_grad_(False)
-    config = {name: transformer.config[name] for name in SHARED}
+    config = {name: transformer.config[name] for name in COPIED}
     with init_empty_weights():
         controlnet = SanaControlNetModel(num_layers=blocks, **config)
     for name in ("patch_embed", "time_embed", "caption_projection", "caption_norm"):

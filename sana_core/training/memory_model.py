@@ -17,8 +17,7 @@ import torch
 from ..memory import Shapes, count
 from ..model.known_models import MAX_TOKENS, TEXT_WIDTH, Architecture
 from .adapters import layer_names
-from .blockwise import BLOCK
-from .came import BUCKET, SMALLEST
+from .came import BLOCK, BUCKET, SMALLEST
 from .settings import Method, Phase, Settings
 
 FP32 = torch.float32.itemsize
@@ -138,6 +137,7 @@ HELD = {
     # fp32 weights, cast where they are used
     ("full", "float32"): Held(Maps(44.2, 4, 1), Maps(4.1, 7, 0.63), Maps(43.7, 13, 1.79), Maps(2, 0)),
 }
+
 HELD_FP32 = {
     ("lora", "attention"): Held(Maps(34.2, 2), Maps(5, 1), Maps(39.2, 3)),
     ("lora", "feed_forward"): Held(Maps(31.2, 2), Maps(-3.2, -2), Maps(37.2, 3)),
@@ -150,6 +150,7 @@ HELD_FP32 = {
     ("lokr", "both"): Held(Maps(34.2, 2, 0.87), Maps(3.5, 1), Maps(37.7, 3, 1.19), heavy=1.37),
     ("full", "float32"): Held(Maps(38.2, 2), Maps(3.5, 5, 0.16), Maps(40.7, 7, 0.16)),
 }
+
 # over a base in 8 bits, whose weights are made anew for each product
 HELD_INT8 = {
     ("lora", "attention"): Held(Maps(43.7, 6), Maps(7.5, 1.5), Maps(51.3, 8.3), heavy=0.66, small=40.3),
@@ -163,6 +164,7 @@ HELD_INT8 = {
     ),
     ("lokr", "both"): Held(Maps(49.7, 6, 1.74), Maps(11.2, 2.3, 0.02), Maps(60.8, 8.3, 2.15), heavy=2.8, small=42.7),
 }
+
 HELD_INT8_FP32 = {
     ("lora", "attention"): Held(Maps(30.6, 2), Maps(7.5, 2), Maps(38.5, 3), heavy=0.62, small=25.2),
     ("lora", "feed_forward"): Held(Maps(30.8, 2), Maps(-1.4, 0), Maps(36.5, 3), heavy=0.63, small=21.9),
@@ -197,20 +199,27 @@ STEERING = {
         Maps(39.2, 2), Maps(31.1, 2), Maps(7, 0), Maps(38.8, 2.5, 0.17), Maps(2, 0), Maps(33.5, 3)
     ),
 }
+
 # the first residual acts after the second block, before which the frozen model needs no gradients
 UNSTEERED = 2
+
 # what the norms of query and key, which SANA-1.5 has, add in a block: of frozen ones in bf16, of trained ones, of those
 # that are in fp32 beside bf16, and where all is in fp32
 NORMED, TRAINED_NORMS, MIXED_NORMS, FP32_NORMS = Maps(9, 3), Maps(12, 4), Maps(18, 5), Maps(3.3, 1)
+
 # layers with an adapter in a block whose inputs, times A, are kept in fp32: of all latents, and of the tokens
 RANK_MAPS = {"attention": (6, 2), "feed_forward": (2, 0), "both": (8, 2)}
+
 # what the adapters of a block take as their inputs, in maps of all latents (2.5 for the second convolution) and of
 # all tokens. Of each, dropout keeps a byte a number, and beside a forward in fp32 what it has left in
 INPUTS = {"attention": Maps(6, 2), "feed_forward": Maps(3.5, 0), "both": Maps(9.5, 2)}
+
 # copies in fp32 of the largest parameter in an optimizer's step; schedulefree's are of all parameters
 STEP_COPIES = {"adamw": 0, "adamw8bit": 2, "came": 2, "came8bit": 3, "prodigy": 1}
+
 # beside them, where the parameter is in bf16: itself and its gradient; and then itself, and the bits to round by
 ROUNDING_COPIES, ROUNDED = 2, 3
+
 MOMENTS = 2
 
 

@@ -1,7 +1,8 @@
-"""Pictures of anybody's making, from their bytes to RGB: turned upright, on white, 8 bits, or refused by name."""
+"""Images of anybody's making, from their bytes to pixels of the shape that they are learned at, or refused by name."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -10,9 +11,13 @@ from stat import S_ISREG
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from ..checkpoints.files import brief
 from ..errors import InputError, MissingFileError, ReadError, SanaError
+from ..model.known_models import SHAPES
+from ..model.latents import DOWNSCALE
+from ..runtime.checks import check_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,6 +31,10 @@ LARGEST_FILE = 1 << 30
 ROWS = 64
 # of EXIF, which says how the camera was held: CIPA DC-008, section 4.6.5
 ORIENTATION = 0x0112
+# of the rule that `fit_picture` crops by; a higher one makes every cached latent anew
+CROP_RULE = 1
+LARGEST_SIDE = 8192
+Bucket = tuple[int, int]
 
 
 class Place(NamedTuple):
@@ -181,3 +190,83 @@ def eight_bits(image: Image, name: str) -> Image:
         rows = np.asarray(image.crop((0, top, image.width, min(top + ROWS, image.height))))
         result.paste(Image.fromarray(grey[rows]), (0, top))
     return result
+
+
+class Crop(NamedTuple):
+    """Which part of an image is learnt: the shares of what is cut off that lie to its left and above it."""
+
+    left: float = 0.5
+    top: float = 0.5
+    mirrored: bool = False
+
+
+MIDDLE = Crop()
+
+
+def choose_bucket(size: tuple[int, int], resolution: int) -> Bucket:
+    """Return (width, height) of the shape at `resolution` pixels whose ratio is nearest to that of `size`.
+
+    The shapes are SANA's forty, those of them whose sides are multiples of 32 at this resolution. Raises InputError for
+    a resolution that is not a multiple of 32.
+    """
+    check_whole("resolution", resolution, DOWNSCALE, LARGEST_SIDE)
+    if resolution % DOWNSCALE:
+        raise InputError(
+            f"resolution: got {resolution}, expected a multiple of {DOWNSCALE}; 1024 is what most models know"
+        )
+    ratio = math.log(size[0] / size[1])
+    return min(shapes_at(resolution), key=lambda shape: abs(math.log(shape[0] / shape[1]) - ratio))
+
+
+def shapes_at(resolution: int) -> list[Bucket]:
+    """Return (width, height) of those of SANA's shapes whose sides are multiples of 32 at `resolution` pixels."""
+    whole = 1024 * DOWNSCALE
+    return [
+        (width * resolution // 1024, height * resolution // 1024)
+        for width, height in SHAPES.values()
+        if width * resolution % whole == 0 and height * resolution % whole == 0
+    ]
+
+
+def fit_picture(
+    image: Image, mask: Image | None, bucket: Bucket, crop: Crop = MIDDLE
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return pixels [3, h, w] in [-1, 1] and the loss's weight of each latent cell [1, h / 32, w / 32] in [0, 1].
+
+    The picture (RGB) is scaled by Lanczos to cover the bucket (width, height) and cut to `crop`; the mask (L, of
+    the same size) with it, and then averaged over cells. Both float32.
+    """
+    from PIL.Image import Resampling
+
+    width, height = bucket
+    pixels = torch.from_numpy(np.asarray(crop_picture(image, bucket, crop), np.float32).transpose(2, 0, 1) / 127.5 - 1)
+    pixels = pixels.flip(-1) if crop.mirrored else pixels
+    if mask is None:
+        return pixels.contiguous(), None
+    box = part_of(image.size, bucket, crop)
+    cells = mask.resize((width // DOWNSCALE, height // DOWNSCALE), Resampling.BOX, box=box)
+    weight = torch.from_numpy(np.asarray(cells, dtype=np.float32)[None] / 255)
+    return pixels.contiguous(), weight.flip(-1) if crop.mirrored else weight
+
+
+def crop_picture(image: Image, bucket: Bucket, crop: Crop = MIDDLE) -> Image:
+    """Return `image` scaled by Lanczos to cover the bucket (width, height), and cut to `crop`, not mirrored."""
+    from PIL.Image import Resampling
+
+    return image.resize(bucket, Resampling.LANCZOS, box=part_of(image.size, bucket, crop))
+
+
+def is_smaller(size: tuple[int, int], bucket: Bucket) -> bool:
+    """Whether a picture of that (width, height) has to be enlarged to be learnt."""
+    return any(side < other for side, other in zip(size, bucket, strict=True))
+
+
+def part_of(size: tuple[int, int], bucket: Bucket, crop: Crop = MIDDLE) -> tuple[float, float, float, float]:
+    """Return (left, top, right, bottom) of the largest part of `size`, at `crop`, that has the bucket's ratio.
+
+    To cut before scaling gives the same pixels but for rounding, and a panorama does not grow to a gigabyte on the way.
+    """
+    scale = min(size[0] / bucket[0], size[1] / bucket[1])
+    width, height = (min(side, scale * other) for side, other in zip(size, bucket, strict=True))
+    left, top = (size[0] - width) * crop.left, (size[1] - height) * crop.top
+    return left, top, left + width, top + height

@@ -1,0 +1,164 @@
+"""What is checked before the first step: that model, loss and adapter fit, and that all ranks have the same."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields, is_dataclass
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import node
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoints import find_part, inspect_checkpoint
+from ..checkpoints.files import brief
+from ..checkpoints.load import build_module, shift_of
+from ..errors import InputError
+from .adapters import (
+    add_adapter,
+    begin_at,
+    check_layers,
+    needs_start,
+)
+from .controlnet import check_steerable
+from .ranks import Ranks
+from .settings import DDP, FLOW, Loss, Settings
+
+if TYPE_CHECKING:
+    pass
+
+# of a configuration, what a teacher has to have as its pupil has it
+SHARED_WITH_TEACHER = ("in_channels", "caption_channels")
+# what each machine may keep elsewhere: models and pictures are compared by what is in them
+PLACES = ("model", "text_encoder", "autoencoder", "cache", "out", "data", "device", "teacher", "start", "control")
+LIBRARIES = ("torch", "diffusers", "transformers", "peft")
+
+
+def check_launch(settings: Settings, ranks: Ranks) -> None:
+    """Raise InputError where what `settings` ask of several processes cannot be had of `ranks`."""
+    check_shares(settings, ranks.size)
+    if settings.parallel.kind != DDP and not ranks.launched:
+        raise InputError(
+            f"parallel: got {settings.parallel.kind} in a process that no launcher has started, expected several; "
+            "start with torchrun, see docs/training-command.md, or choose ddp"
+        )
+
+
+def check_base(settings: Settings) -> float:
+    """Return the shift of the model that is trained; only headers are read.
+
+    Raises InputError for a model that the loss or a ControlNet does not fit, for a teacher that does not fit it, and
+    for an adapter to start from that does not fit the settings, and CheckpointError or MissingFileError for what is no
+    SANA or not all of one.
+    """
+    for kind in ("text_encoder", "autoencoder"):
+        find_part(inspect_checkpoint(settings.source(kind)), kind)
+    info = find_part(inspect_checkpoint(settings.model), "transformer")
+    module: Any = build_module(info)
+    check_loss_fits(module.config, settings.loss)
+    if settings.method.kind == "controlnet":
+        check_steerable(module.config, settings.method.blocks)
+    if not settings.method.whole:
+        check_layers(dict(module.named_modules()), settings.method)
+    if needs_start(settings):
+        add_adapter(module, settings.method, settings.seed)
+        begin_at(module, settings.method)
+    return shift_of(info, None, settings.reference)
+
+
+def check_loss_fits(config: Any, loss: Loss) -> None:
+    """Raise InputError unless `loss` is for the transformer with `config`, and its teacher too; only headers are read.
+
+    Raises CheckpointError or MissingFileError for a teacher that is no SANA.
+    """
+    if loss.kind == FLOW:
+        if config.guidance_embeds:
+            raise InputError(
+                "model: got a SANA-Sprint model, which this loss would undo; train the SANA it came from, or in a "
+                "settings file set loss.kind to consistency"
+            )
+        return
+    if not config.guidance_embeds:
+        raise InputError(
+            "model: got one that is not SANA-Sprint with loss consistency, expected SANA-Sprint; set loss.kind to flow"
+        )
+    if not loss.teacher:
+        return
+    own: Any = build_module(find_part(inspect_checkpoint(loss.teacher), "transformer")).config
+    if own.guidance_embeds:
+        raise InputError("teacher: got a SANA-Sprint model, expected the SANA that it came from; name that")
+    for name in SHARED_WITH_TEACHER:
+        if own[name] != config[name]:
+            raise InputError(
+                f"teacher: got {name} {own[name]}, expected the model's {config[name]}; name the SANA it came from"
+            )
+
+
+def check_shares(settings: Settings, count: int) -> None:
+    """Raise InputError unless a step of each phase has a picture for each of `count` ranks, and replicas are even."""
+    for number, phase in enumerate(settings.phase, 1):
+        pictures = phase.batch * phase.accumulate
+        if pictures < count:
+            raise InputError(
+                f"batch: got {phase.batch} and accumulate {phase.accumulate} in phase {number} for {count} processes, "
+                f"expected {count} images in a step; set accumulate to {-(-count // phase.batch)}"
+            )
+    if count % settings.parallel.replicas:
+        raise InputError(
+            f"replicas: got {settings.parallel.replicas} for {count} processes, expected a number that divides them"
+        )
+
+
+def check_same(ranks: Ranks, facts: dict[str, Any], what: str) -> None:
+    """Raise InputError, on all ranks, that names the first of `facts` that another rank has otherwise than the first.
+
+    `what` are the facts of, for the error.
+    """
+    found = ranks.of_all((node(), facts))
+    host, expected = found[0]
+    for number, (own_host, own) in enumerate(found):
+        for name in sorted(expected.keys() | own.keys()):
+            if own.get(name) != expected.get(name):
+                raise InputError(
+                    f"{what}: rank {number} on {own_host} has {name} {brief(own.get(name))}, but rank 0 on {host} has "
+                    f"{brief(expected.get(name))}; start all with the same"
+                )
+
+
+def all_values(settings: Any, before: str = "") -> dict[str, Any]:
+    """Return the values of `settings` by their names, without places."""
+    found: dict[str, Any] = {}
+    for each in fields(settings):
+        value, name = getattr(settings, each.name), before + each.name
+        if each.name in PLACES:
+            found[name] = len(value) if isinstance(value, tuple) else bool(value) if each.name != "device" else None
+        elif is_dataclass(value):
+            found |= all_values(value, f"{name}.")
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            for number, inner in enumerate(value, 1):
+                found |= all_values(inner, f"{name} {number}: ")
+        else:
+            found[name] = value
+    return found
+
+
+def code_facts() -> dict[str, Any]:
+    """Return the digest of this package's code, and the versions that a step's numbers depend on."""
+    package = Path(__file__).parents[1]
+    digest = sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()} ".encode() + file.read_bytes())
+    found: dict[str, Any] = {"sana_core": digest.hexdigest()[:16], "Python": "{}.{}".format(*sys.version_info)}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def check_ranks(ranks: Ranks, settings: Settings) -> None:
+    """Raise InputError where a rank has other settings or other code than the first."""
+    if ranks.size > 1:
+        check_same(ranks, all_values(settings), "settings")
+        check_same(ranks, code_facts(), "code")
