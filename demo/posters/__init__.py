@@ -5,5 +5,7 @@
 
     python -m demo.posters.judge
     python -m demo.posters.autoencoder FOLDER/autoencoder --minutes 600
-    python -m demo.posters.recipe FOLDER --autoencoder FOLDER/autoencoder/vae --minutes 600
+    python -m demo.posters.recipe FOLDER --minutes 600
+
+What is done of it lies in `parts`, where the next run of the recipe finds it.
 """

@@ -1,7 +1,9 @@
-"""Make the model of posters: `python -m demo.posters.recipe FOLDER --autoencoder VAE --minutes 600`.
+"""Make the model of posters: `python -m demo.posters.recipe FOLDER --minutes 600`.
 
-VAE is what `demo.posters.autoencoder` made; the judge is trained before. Each stage goes on where it was left in
-FOLDER, and the trainer stops when the time is spent. The result is FOLDER/sana-posters, and FOLDER/report on it.
+It begins with what demo/posters/parts holds of the model; without that, with FOLDER/autoencoder/vae, which
+`demo.posters.autoencoder` made, and a text encoder that it trains. The judge is trained before. Each stage goes on
+where it was left in FOLDER, and the trainer stops when the time is spent. The result is FOLDER/sana-posters, and
+FOLDER/report on it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from .transformer import deepen
 from .world import SIZES, Scene, training_scenes
 
 HERE = Path(__file__).parent
-SCENES = HERE.parent / "sana-scenes"
+SCENES, PARTS = HERE.parent / "sana-scenes", HERE / "parts"
 # by the side of a square: how many pictures, and the shift. SANA's 3 is for the 1024 tokens of 1024 px; the more
 # there are the less noise hides, by the root of their number (Esser et al., "Scaling Rectified Flow Transformers",
 # 2024, section 5.3.2), here of 64 and of 256 tokens.
@@ -90,7 +92,7 @@ def write_pictures(folder: Path, resolution: int, count: int) -> None:
     write_dataset(folder, islice(training_scenes(rng), count), rng, painted, random_caption)
 
 
-def make(folder: Path, autoencoder: Path, until: float) -> None:
+def make(folder: Path, until: float) -> None:
     """Go on with the recipe in `folder`. Raises Spent when the clock passes `until`."""
 
     def poll() -> None:
@@ -99,7 +101,9 @@ def make(folder: Path, autoencoder: Path, until: float) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     parts = folder / "parts"
-    vae = make_autoencoder(autoencoder, parts / "vae")
+    if PARTS.is_dir():
+        shutil.copytree(PARTS, parts, dirs_exist_ok=True)
+    vae = make_autoencoder(folder / "autoencoder" / "vae", parts / "vae")
     if not (parts / "text_encoder" / "config.json").is_file():
         tokenizer, language_model = text.train(log_losses(folder / "text_encoder.jsonl"), documents, SIZE)
         tokenizer.save_pretrained(parts / "tokenizer")
@@ -132,13 +136,12 @@ def make(folder: Path, autoencoder: Path, until: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--autoencoder", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     try:
-        make(arguments.folder, arguments.autoencoder, time.monotonic() + 60 * arguments.minutes)
+        make(arguments.folder, time.monotonic() + 60 * arguments.minutes)
     except Spent:
         sys.stderr.write("the time is spent; the same command goes on from here\n")
 

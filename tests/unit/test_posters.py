@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import shutil
 import re
 from dataclasses import replace
 
@@ -156,10 +157,11 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "evaluate", lambda *paths: evaluated.append(paths))
     monkeypatch.setattr(recipe, "ENCODED", 2)
     monkeypatch.setattr(autoencoder, "MEASURED", 1)
-    start = TINY / "vae"
+    monkeypatch.setattr(recipe, "PARTS", tmp_path / "nothing")
+    shutil.copytree(TINY / "vae", tmp_path / "autoencoder" / "vae")
     with pytest.raises(recipe.Spent):
-        recipe.make(tmp_path, start, until=0.0)
-    recipe.make(tmp_path, start, until=float("inf"))
+        recipe.make(tmp_path, until=0.0)
+    recipe.make(tmp_path, until=float("inf"))
     assert evaluated == [(tmp_path / "sana-posters", tmp_path / "report")]
     found = inspect_checkpoint(tmp_path / "sana-posters")
     assert find_part(found, "transformer").resolution == 512 and shift_of(found) == 1.5
