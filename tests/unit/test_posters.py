@@ -2,8 +2,8 @@
 
 import itertools
 import random
-import shutil
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
