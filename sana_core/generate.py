@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .batch.best import Drawing, draw_best, find_best, place_scorer
-from .batch.draw import Settings
+from .batch.draw import Settings, resolve_settings
 from .batch.local import draw_local
 from .batch.plan import Workload, batch_pictures
 from .batch.progress import no_words
+from .errors import InputError
 
 if TYPE_CHECKING:
     from .cluster.connection import ClusterSettings
@@ -37,7 +38,8 @@ def generate(
 
     With `best`, `of` and `scorer`, the folder of a CLIP, `of` drafts of each prompt are made and only the `best` that
     fit it best returned, the better first; `report`, a dict, then gets "picked": prompt, seed, score and rank of each.
-    With `after` the drafts are scored after so many steps, and only the better ones drawn to the end.
+    With `after` the drafts are scored every so many steps, and the worse half goes, until two for each that is kept are
+    left, which are drawn to the end.
 
     `settings` are these, `chunk`, the pictures that a device draws at once, without it as many as suit it, `say`, which
     is told what a cluster waits for, and the fields of `sana_core.batch.draw.Settings`: width, height, steps, guidance,
@@ -51,6 +53,12 @@ def generate(
     choice = {name: settings.pop(name, None) for name in ("of", "scorer", "after")}
     best = find_best(settings.pop("best", None), **choice, count=count)
     how = Settings(**settings)
+    if best:
+        how = resolve_settings(how, checkpoint)
+        if best.after is not None and split:
+            raise InputError(
+                f"after: got {best.after} with split, where devices share one image; leave one of them out"
+            )
     workload = Workload(prompts, batch_pictures(len(prompts), best.of if best else count, seed), chunk)
     drawing = find_drawing(checkpoint, devices, cluster, split, say)
     if best:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +14,9 @@ import torch
 
 from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import InputError
+from ..model.latents import picture_shape
 from ..runtime.checks import check_whole
+from ..sampling.trail import WHOLE, Draft, Round
 from ..scorer import Scorer, load_scorer
 from .draw import Settings
 from .local import local_devices
@@ -20,25 +24,37 @@ from .plan import LARGEST_COUNT, Picture, Workload
 
 # of those that are kept, how many times as many are drawn to the end
 FINISHED = 2
-# prompts whose drafts are looked at early together: a run that is cut off loses no more
-GROUP = 64
+# prompts whose drafts are looked at early together, of which a run that is cut off loses no more; and what their x0
+# may take of the memory
+GROUP, KEPT_BYTES = 64, 2**29
 
 # draws a workload by settings
-Drawing = Callable[[Workload, Settings], Generator[tuple[Picture, torch.Tensor], None, None]]
+Drawing = Callable[[Workload, Settings], Generator[tuple[Picture, Any], None, None]]
 
 
 class Best(NamedTuple):
-    """Of `of` drafts of each prompt, the `keep` that the scorer in the folder `scorer` likes best; with `after` it has
-    looked at all after so many steps, and only the better ones, `finished`, were drawn to the end."""
+    """Of `of` drafts of each prompt, the `keep` that the scorer in the folder `scorer` likes best.
+
+    With `after` it looks at them every so many steps, and the worse half goes, until twice as many as are kept are
+    left.
+    """
 
     keep: int
     of: int
     scorer: Path
     after: int | None = None
 
-    @property
-    def finished(self) -> int:
-        return min(self.of, FINISHED * self.keep)
+    def looks(self, steps: int) -> list[tuple[int, int]]:
+        """Return after how many of `steps` there is a look, and how many drafts of a prompt go on from there."""
+        found, left, least = list[tuple[int, int]](), self.of, min(self.of, FINISHED * self.keep)
+        if self.after is None:
+            return found
+        check_whole("after", self.after, 1, steps)
+        for step in range(self.after, steps, self.after):
+            if left > least:
+                left = max(least, math.ceil(left / 2))
+                found.append((step, left))
+        return found
 
     def describe(self) -> dict[str, Any]:
         """Return what a choice depends on besides the drafts, as the manifest has it."""
@@ -84,30 +100,80 @@ def place_scorer(best: Best, settings: Settings, devices: Sequence[str | torch.d
     return load_scorer(best.scorer, device, torch.float32 if device.type == "cpu" else getattr(torch, settings.dtype))
 
 
+class Look(NamedTuple):
+    """What an early look has found of a draft, which has the x0 [k, 32, h, w] of its steps so far."""
+
+    picture: Picture
+    score: float
+    x0s: torch.Tensor
+
+
+class Rounds:
+    """The drafts of a workload, a round after the other: all run some steps, at a look the worse half of each prompt
+    goes, and the others go on from their own steps. Nothing is drawn twice."""
+
+    def __init__(self, workload: Workload, settings: Settings, best: Best) -> None:
+        assert settings.steps is not None
+        self.workload, self.looks = workload, best.looks(settings.steps)
+        x0s = 4 * settings.steps * math.prod(picture_shape(settings.width, settings.height, best.of))
+        self.group = max(1, min(GROUP, KEPT_BYTES // x0s)) * best.of if self.looks else max(1, workload.left)
+        self.numbers = count()
+        # of this round: the drafts by their numbers in it, and what was seen of them
+        self.drafts: dict[int, Picture] = {}
+        self.seen: list[Look] = []
+
+    def workloads(self) -> Iterator[Workload]:
+        """Yield each round; before the next is asked for, what it has drawn must be in `seen`."""
+        left = [picture for picture in self.workload.pictures if picture.number not in self.workload.done]
+        for first in range(0, len(left), self.group):
+            group, past = left[first : first + self.group], dict[Picture, torch.Tensor]()
+            for step, kept in self.looks:
+                yield self.begin(group, step, past)
+                past = {look.picture: look.x0s for look in better_of_each_prompt(self.seen, kept)}
+                group = sorted(past)
+            yield self.begin(group, None, past)
+
+    def begin(self, group: list[Picture], until: int | None, past: dict[Picture, torch.Tensor]) -> Workload:
+        """Return the workload of `group`, on from their steps in `past`, with numbers that are new and without gaps."""
+        self.drafts, self.seen = {next(self.numbers): picture for picture in group}, []
+        own = {number: past[picture] for number, picture in self.drafts.items() if past}
+        pictures = [picture._replace(number=number) for number, picture in self.drafts.items()]
+        return self.workload._replace(
+            pictures=pictures, done=frozenset(), round=Round(until, own) if until or own else WHOLE
+        )
+
+
+def better_of_each_prompt(looks: Iterable[Look], kept: int) -> Iterator[Look]:
+    """Yield the `kept` best of each prompt; of equal scores the lower seed goes first."""
+    ranked = sorted(looks, key=lambda look: (look.picture.prompt, -look.score, look.picture.number))
+    for _, rivals in groupby(ranked, key=lambda look: look.picture.prompt):
+        yield from islice(rivals, kept)
+
+
 def draw_best(
     drawing: Drawing, workload: Workload, settings: Settings, best: Best, scorer: Scorer
 ) -> Generator[Pick, None, None]:
     """Yield the best of each prompt of `workload` that is not done, in the order of their ranks.
 
-    Drafts that go on after an early look are drawn from their seeds again, so that they are what each is alone, and any
-    worker can: of 8 drafts that are looked at after 4 of 20 steps that is a tenth of the steps.
+    Raises InputError where the first look would be after more steps than `settings` have.
     """
-    if best.after is None:
-        with closing(drawing(workload, settings)) as drawn:
-            yield from pick_best(drawn, workload, best, scorer)
-        return
-    left = [picture for picture in workload.pictures if picture.number not in workload.done]
-    for first in range(0, len(left), GROUP * best.of):
-        group = workload._replace(pictures=left[first : first + GROUP * best.of])
-        with closing(drawing(group, settings._replace(stop_after=best.after))) as drafts:
-            picks = pick_best(drafts, group, best._replace(keep=best.finished), scorer)
-            chosen = sorted(pick.picture for pick in picks)
-        # chunks begin by number
-        dense = [picture._replace(number=number) for number, picture in enumerate(chosen)]
-        finished = group._replace(pictures=dense, done=frozenset())
-        with closing(drawing(finished, settings)) as drawn:
-            for pick in pick_best(drawn, finished, best._replace(of=best.finished), scorer):
-                yield pick._replace(picture=chosen[pick.picture.number])
+    rounds = Rounds(workload, settings, best)
+    later = rounds.workloads()
+    first = next(later)
+
+    def whole() -> Iterator[tuple[Picture, torch.Tensor]]:
+        for picture, result in drawn:
+            picture = rounds.drafts[picture.number]
+            if isinstance(result, Draft):
+                prompt = workload.prompts[picture.prompt]
+                assert result.pixels is not None
+                rounds.seen.append(Look(picture, float(scorer.score(result.pixels[None], prompt)[0]), result.x0s))
+            else:
+                yield picture, result
+
+    finished = rounds.looks[-1][1] if rounds.looks else best.of
+    with closing(drawing(first._replace(later=later), settings)) as drawn:
+        yield from pick_best(whole(), workload, best._replace(of=finished), scorer)
 
 
 def pick_best(

@@ -23,11 +23,12 @@ from ..model.reference import AUTO, reference_of
 from ..model.text import TextEncoder, encode_prompts
 from ..model.weight_layout import join_projections
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.checks import check_number, check_whole
+from ..runtime.checks import check_number
 from ..sampling.guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
 from ..sampling.masked import Under, draw_over
 from ..sampling.samplers import check_sampler, find_sampler, own_arguments, own_sigmas
 from ..sampling.schedules import check_steps, shift_sigmas
+from ..sampling.trail import WHOLE, Draft, Round, Trail
 from .plan import Chunk, drawn_together
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ class Settings(NamedTuple):
     Perturbed attention of `pag_scale` acts in `pag_blocks`, like "8"; guidance acts from the first share of
     `guidance_interval` of the sampling to the second. `reference` is whose arithmetic is followed where NVIDIA's code
     and diffusers' differ: "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. `loras` are added to
-    the transformer's weights, each a file, on a cluster of each machine, and its strength. With `stop_after` the image
-    is what the model expects of it, x0, after so many of the steps.
+    the transformer's weights, each a file, on a cluster of each machine, and its strength.
     """
 
     width: int = DEFAULT_RESOLUTION
@@ -67,7 +67,6 @@ class Settings(NamedTuple):
     compiled: bool = False
     reference: str = AUTO
     loras: tuple[tuple[str, float], ...] = ()
-    stop_after: int | None = None
 
 
 def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
@@ -92,8 +91,6 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
     find_sampler(settings.sampler)
     check_sampler(config, settings.sampler)
     check_steps(settings.steps)
-    if settings.stop_after is not None:
-        check_whole("after", settings.stop_after, 1, settings.steps)
     check_number("guidance", settings.guidance, 0, LARGEST_GUIDANCE)
     check_number("guidance_interval", settings.guidance_interval[0], 0, 1)
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
@@ -194,10 +191,11 @@ def stack_texts(texts: Sequence[Embedding]) -> Embedding:
 
 class ImageInputs(NamedTuple):
     """The images that a chunk is drawn from besides its prompts: of a ControlNet, one for all or one for each, and what
-    each is drawn over."""
+    each is drawn over; and the steps that are drawn already, of pictures that are drawn together."""
 
     control: Control | None = None
     under: Under | None = None
+    trail: Trail | None = None
 
 
 NO_IMAGES = ImageInputs()
@@ -257,10 +255,10 @@ def sample(
     reference = reference_of(transformer)
     more = own_arguments(flow, reference, noise)
     sigmas = own_sigmas(flow, reference, settings.steps, shift)
-    # a last step to sigma 0 is x0
-    sigmas = torch.cat([sigmas[: settings.stop_after or -1], sigmas[-1:]])
     if images.under is not None:
         model, start = draw_over(images.under, model, start, sigmas[0])
+    if images.trail is not None:
+        model, sigmas = images.trail.follow(model), sigmas[: images.trail.until + 1]
     return flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
 
 
@@ -293,10 +291,24 @@ def draw(
     texts: Sequence[Embedding],
     negative: Embedding,
     poll: Poll = no_poll,
-) -> list[torch.Tensor]:
-    """Return the decoded pictures of `sample`."""
-    assert models.autoencoder is not None
-    return decode(models.autoencoder, sample(models, settings, chunk, texts, negative, poll), poll)
+    round: Round = WHOLE,
+) -> list[Any]:
+    """Return the decoded pictures of `sample`, or the Drafts of a `round` that ends before the last step."""
+    assert models.autoencoder is not None and settings.steps is not None
+    if round is WHOLE:
+        return decode(models.autoencoder, sample(models, settings, chunk, texts, negative, poll), poll)
+    own, drawn = iter(texts), list[Any]()
+    for part in drawn_together(chunk, models.transformer.device):
+        past = [round.past[picture.number] for picture in part] if round.past else []
+        trail = Trail(round.until or settings.steps, list(torch.stack(past, 1)) if past else [])
+        prompts = list(islice(own, len(part)))
+        latents = sample(models, settings, part, prompts, negative, poll, ImageInputs(trail=trail))
+        if round.until is None:
+            drawn += decode(models.autoencoder, latents, poll)
+        else:
+            x0s = torch.stack(trail.x0s, 1).cpu()
+            drawn += map(Draft, x0s, decode(models.autoencoder, trail.x0s[-1], poll))
+    return drawn
 
 
 def embeddings_of(chunk: Chunk, prompts: Sequence[str], texts: Mapping[str, Embedding]) -> list[Embedding]:

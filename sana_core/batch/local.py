@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
+from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,7 @@ import torch
 from ..errors import InputError
 from ..runtime.accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
+from ..sampling.trail import WHOLE
 from .batch_size import has_room_for_encoder, largest_chunk
 from .draw import (
     Embedding,
@@ -204,15 +206,22 @@ class LocalDrawing:
         self.prompts, self.checkpoint, self.settings = prompts, checkpoint, settings
         self.models: dict[torch.device, Models] = {}
         self.loading = threading.Lock()
-        self.encoded: tuple[dict[str, Embedding], Embedding]
+        self.encoded: tuple[dict[str, Embedding], Any] = {}, None
+        self.round = WHOLE
 
     def encode(self, window: Sequence[Chunk], device: torch.device) -> None:
-        """Encode the prompts of `window` on `device`, in the place of its models where memory is short."""
+        """Encode the prompts of `window` on `device`, in the place of its models where memory is short.
+
+        A later round of drafts has the prompts of the one before.
+        """
+        prompts = prompts_of(window, self.prompts)
+        if self.encoded[0].keys() >= set(prompts):
+            return
         if not has_room_for_encoder(self.checkpoint, self.settings, device):
             with self.loading:
                 self.models.pop(device, None)
         encoder = load_encoder(self.checkpoint, device, self.settings.dtype, self.settings.reference)
-        self.encoded = encode_texts(encoder, prompts_of(window, self.prompts), self.settings.negative_prompt)
+        self.encoded = encode_texts(encoder, prompts, self.settings.negative_prompt)
 
     def models_on(self, device: torch.device) -> Models:
         """Return the models on `device`, loaded where they are not; threads on one device share its weights."""
@@ -229,19 +238,20 @@ class LocalDrawing:
                 )
             return self.models[device]
 
-    def prepare(self, device: torch.device, poll: Poll) -> Draw[torch.Tensor]:
+    def prepare(self, device: torch.device, poll: Poll) -> Draw[Any]:
         """Return what draws a chunk on `device`, its models loaded."""
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
         self.models_on(device)
 
-        def draw_chunk(chunk: Chunk) -> Sequence[torch.Tensor]:
-            texts, negative = self.encoded
-            if any(self.prompts[picture.prompt] not in texts for picture in chunk):
-                # a copy that is late by a window: others have drawn all of it, and nobody will look at it
+        def draw_chunk(chunk: Chunk) -> Sequence[Any]:
+            (texts, negative), own_round = self.encoded, self.round
+            late = any(self.prompts[picture.prompt] not in texts for picture in chunk)
+            if late or (own_round.past and chunk[0].number not in own_round.past):
+                # a copy that is late by a window or a round: others have drawn all of it, and nobody will look at it
                 return [torch.empty(0)] * len(chunk)
             own = embeddings_of(chunk, self.prompts, texts)
-            return draw(self.models_on(device), self.settings, chunk, own, negative, poll)
+            return draw(self.models_on(device), self.settings, chunk, own, negative, poll, own_round)
 
         return draw_chunk
 
@@ -253,8 +263,9 @@ def draw_local(
     devices: Sequence[str | torch.device] | None = None,
     grace: float = GRACE,
     report: dict[str, Any] | None = None,
-) -> Generator[tuple[Picture, torch.Tensor], None, None]:
-    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], as they finish.
+) -> Generator[tuple[Picture, Any], None, None]:
+    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], as they finish, or of a round that ends
+    before the last step its Draft.
 
     The prompts are encoded some at a time, on the first device, where the text encoder is only meanwhile: before the
     models, and later beside them, or in their place where memory is short. A chunk is thought to hang after `grace`
@@ -267,19 +278,22 @@ def draw_local(
     check_prompts(workload.prompts)
     found = local_devices(devices)
     settings = resolve_settings(settings, checkpoint)
-    chunks, queue = workload.split(settings.width, settings.height, len(found)), Queue()
+    queue = Queue()
     if report is not None:
         report["drawn"] = queue.drawn
     drawing = LocalDrawing(workload.prompts, checkpoint, settings)
-    pool: LocalPool[torch.Tensor] | None = None
+    pool: LocalPool[Any] | None = None
     with ExitStack() as stack:
-        for window in windows(chunks, first_window(found[0])):
-            drawing.encode(window, found[0])
-            if pool is None:
-                fitting = [] if workload.chunk else [largest_chunk(checkpoint, settings, device) for device in found]
-                pool = stack.enter_context(closing(LocalPool(found, drawing.prepare)))
-                if report is not None:
-                    report["ready"] = pool.inboxes
-                queue.limits.update(zip(pool.inboxes, fitting, strict=False))
-            queue.add(window)
-            yield from run_batch(queue, pool, grace)
+        for each in chain((workload,), workload.later):
+            chunks = each.split(settings.width, settings.height, len(found))
+            for window in windows(chunks, first_window(found[0])):
+                drawing.encode(window, found[0])
+                drawing.round = each.round
+                if pool is None:
+                    fitting = [largest_chunk(checkpoint, settings, device) for device in found if not workload.chunk]
+                    pool = stack.enter_context(closing(LocalPool(found, drawing.prepare)))
+                    if report is not None:
+                        report["ready"] = pool.inboxes
+                    queue.limits.update(zip(pool.inboxes, fitting, strict=False))
+                queue.add(window)
+                yield from run_batch(queue, pool, grace)

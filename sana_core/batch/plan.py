@@ -10,6 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..runtime.checks import check_whole
+from ..sampling.trail import WHOLE, Round
 
 LARGEST_SEED = 2**64 - 1
 LARGEST_COUNT = 100_000
@@ -85,13 +86,16 @@ def drawn_together(chunk: Chunk, device: torch.device) -> list[Chunk]:
 class Workload(NamedTuple):
     """The pictures of a run: all but those whose number is in `done`, `chunk` at once on a worker, None for what suits.
 
-    `prompts` are text, or encoded where the workers get them so.
+    `prompts` are text, or encoded where the workers get them so. Of pictures that are drawn in rounds, `round` is this
+    one, and `later` gives the following ones of the same prompts when all of this is drawn, with numbers of their own.
     """
 
     prompts: Sequence[Any]
     pictures: Sequence[Picture]
     chunk: int | None = None
     done: frozenset[int] = frozenset()
+    round: Round = WHOLE
+    later: Iterable[Workload] = ()
 
     @property
     def left(self) -> int:

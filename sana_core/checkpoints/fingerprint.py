@@ -40,14 +40,13 @@ Progress = Callable[[int, int], None]
 def describe_settings(
     settings: Settings, checkpoint: str | Path, progress: Progress = lambda done, total: None
 ) -> dict[str, Any]:
-    """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn,
-    and what `stop_after` draws is kept nowhere.
+    """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn.
 
     `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises
     CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete.
     """
     described = settings._asdict()
-    del described["compiled"], described["loras"], described["stop_after"]
+    del described["compiled"], described["loras"]
     if settings.loras:
         described["loras"] = [
             {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras

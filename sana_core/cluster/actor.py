@@ -89,11 +89,11 @@ class Actor:
             self.worker = worker
         return self.worker.begin(job)
 
-    def draw(self, chunk: list[Any], prompts: list[Any]) -> list[Any]:
+    def draw(self, chunk: list[Any], prompts: list[Any], *round: Any) -> list[Any]:
         """Return the images of a chunk."""
         started = time.monotonic()
         try:
-            drawn = self.worker.draw(chunk, prompts)
+            drawn = self.worker.draw(chunk, prompts, *round)
         except BaseException:
             self.failures.inc()
             raise

@@ -19,6 +19,7 @@ from ..batch.windows import check_prompts
 from ..checkpoints.fingerprint import fingerprint
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.folder_lock import Hold
+from ..sampling.trail import Draft
 from .actors import ActorCache, ActorError, DriverError
 from .connection import ClusterSettings
 from .pool import Pool
@@ -71,7 +72,10 @@ def draw_on_cluster(
         return
     with closing(run_alone(cluster, work, no_poll, say)) as drawn:
         for picture, result in drawn:
-            yield picture, torch.from_numpy(result.copy()) if described is None else result
+            if isinstance(result, tuple):
+                yield picture, Draft(*result)
+            else:
+                yield picture, torch.from_numpy(result.copy()) if described is None else result
 
 
 def draw_with(
@@ -101,6 +105,9 @@ def draw_with(
             queue.limits = pool.loaded
         try:
             yield from run_batch(queue, batch, cluster.grace)
+            for batch.workload in workload.later:
+                queue.add(batch.workload.split(job.settings.width, job.settings.height, max(1, len(pool.actors))))
+                yield from run_batch(queue, batch, cluster.grace)
         except BaseException:
             batch.drop_busy()
             raise
@@ -112,7 +119,7 @@ class BatchPool:
     depth = 2
 
     def __init__(self, pool: Pool, workload: Workload) -> None:
-        self.pool, self.prompts = pool, workload.prompts
+        self.pool, self.workload = pool, workload
         self.flying: dict[Any, tuple[str, Chunk]] = {}
         self.now = time.monotonic
 
@@ -120,8 +127,10 @@ class BatchPool:
         return list(self.pool.actors)
 
     def submit(self, worker: str, chunk: Chunk) -> None:
-        prompts = [self.prompts[picture.prompt] for picture in chunk]
-        arguments = [tuple(picture) for picture in chunk], prompts
+        prompts = [self.workload.prompts[picture.prompt] for picture in chunk]
+        until, past = self.workload.round
+        own = [past[picture.number] for picture in chunk] if past else []
+        arguments = [tuple(picture) for picture in chunk], prompts, until, own
         self.flying[self.pool.call(self.pool.actors[worker], "draw", arguments)] = (worker, chunk)
 
     def wait(self) -> list[Outcome[Any]]:

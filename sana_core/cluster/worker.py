@@ -20,6 +20,7 @@ from ..batch.draw import (
     ImageInputs,
     Settings,
     decode,
+    draw,
     encode_negative,
     encode_text,
     encode_texts,
@@ -38,6 +39,7 @@ from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
 from ..sampling.guidance import Shared, Steered
 from ..sampling.masked import Under
+from ..sampling.trail import Draft, Round
 from ..split.processes import ProcessExchange, connect
 from ..split.rows import Shard, part_of, share_rows
 from ..split.share import Share
@@ -135,10 +137,24 @@ class Worker:
             self.negative = job.negative
         return largest_chunk(job.transformer, job.settings, self.models.transformer.device, loaded=True)
 
-    def draw(self, words: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
-        """Return the pictures of a chunk, as the job wants them; `prompts` are text, or encoded."""
+    def draw(
+        self,
+        words: Sequence[tuple[int, int, int]],
+        prompts: Sequence[Any],
+        until: int | None = None,
+        past: Sequence[torch.Tensor] = (),
+    ) -> list[Any]:
+        """Return the pictures of a chunk, as the job wants them; `prompts` are text, or encoded.
+
+        In rounds, they go on from the `past` of each up to the step `until`, and come as the fields of a Draft.
+        """
         chunk: Chunk = tuple(Picture(*word) for word in words)
         texts = self.encode(prompts)
+        if until is not None or past:
+            numbers = [picture.number for picture in chunk]
+            own = Round(until, dict(zip(numbers, past, strict=True)) if past else {})
+            drawn = draw(self.models, self.job.settings, chunk, texts, self.negative, round=own)
+            return [tuple(each) if isinstance(each, Draft) else each.numpy() for each in drawn]
         images = ImageInputs(under=self.job.under and Under(*self.job.under))
         latents = sample(self.models, self.job.settings, chunk, texts, self.negative, images=images)
         pictures: list[Any] = [None] * len(chunk)

@@ -25,7 +25,7 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     add("--count", type=int, default=1, help="images of each prompt")
     add("--best", type=int, metavar="K", help="keep only the K of --of drafts that --scorer likes best")
     add("--of", type=int, metavar="N", help="drafts of each prompt; draft i uses seed + i")
-    add("--after", type=int, metavar="STEPS", help="score drafts after so many steps, and finish only the better ones")
+    add("--after", type=int, metavar="STEPS", help="score drafts every so many steps; half of them go each time")
     add("--scorer", type=Path, help="folder of a CLIP, such as PickScore_v1, that says how well an image fits a prompt")
     add("--width", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
     add("--height", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")

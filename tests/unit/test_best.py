@@ -11,6 +11,7 @@ from PIL import Image
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch import draw
+from sana_core.batch.best import find_best
 from sana_core.errors import InputError
 from sana_core.sampling.samplers import find_sampler
 from sana_core.scorer import load_scorer
@@ -60,9 +61,9 @@ def test_the_best_are_the_drafts_that_score_most(checkpoint, clip, drafts, ranks
     assert torch.equal(images[:1], again)
 
 
-@pytest.mark.parametrize("sampler", ["flow_dpmpp_2m", "flow_euler"])
-def test_an_early_look_finishes_the_drafts_that_then_score_most(checkpoint, clip, monkeypatch, sampler):
-    """The scores after two of five steps are those of what the sampler itself expects there."""
+@pytest.mark.parametrize("sampler", ["flow_dpmpp_2m", "flow_dpmpp_3m", "flow_euler"])
+def test_in_rounds_half_of_the_drafts_go_and_no_step_is_drawn_twice(checkpoint, clip, monkeypatch, sampler):
+    """Scores after one and two of five steps are those of what the sampler itself expects there, undisturbed."""
     own = {**SIZE, "steps": 5, "sampler": sampler}
     expected = []
 
@@ -71,24 +72,46 @@ def test_an_early_look_finishes_the_drafts_that_then_score_most(checkpoint, clip
 
         def sample(model, x, sigmas, callback, **more):
             seen = []
-            flow.sample(model, x, sigmas, callback=lambda state: seen.append(state["denoised"]), **more)
-            expected.append(seen[1])
-            return seen[1]
+            drawn = flow.sample(model, x, sigmas, callback=lambda state: seen.append(state["denoised"]), **more)
+            expected.append(seen)
+            return drawn
 
         return flow._replace(sample=sample)
 
     with monkeypatch.context() as patch:
         patch.setattr(draw, "find_sampler", watched)
-        early = sana_core.generate(PROMPTS[:1], checkpoint, seed=5, count=6, **own)
-    assert len(expected) == 6
-    scorer, whole = load_scorer(clip), sana_core.generate(PROMPTS[:1], checkpoint, seed=5, count=6, **own)
-    better = scorer.score(early, PROMPTS[0]).argsort(descending=True)[:2]
-    first = better[scorer.score(whole[better], PROMPTS[0]).argmax()]
+        whole = sana_core.generate(PROMPTS[:1], checkpoint, seed=5, count=6, **own)
+    models = draw.load_models(checkpoint, torch.device("cpu"), "float32", checkpoint)
+    scorer = load_scorer(clip)
+
+    def scores(step, drafts):
+        pictures = torch.cat([torch.stack(draw.decode(models.autoencoder, expected[i][step - 1])) for i in drafts])
+        return scorer.score(pictures, PROMPTS[0])
+
+    three = sorted(scores(1, range(6)).argsort(descending=True)[:3].tolist())
+    two = sorted(three[i] for i in scores(2, three).argsort(descending=True)[:2])
+    first = two[int(scorer.score(whole[two], PROMPTS[0]).argmax())]
+    calls = []
+    denoiser = draw.denoiser
+
+    def counted(*args):
+        model = denoiser(*args)
+        return lambda x, sigma: calls.append(float(sigma)) or model(x, sigma)
+
+    monkeypatch.setattr(draw, "denoiser", counted)
     for devices in (None, ["cpu", "cpu"]):
         report = {}
-        best = {"best": 1, "of": 6, "after": 2, "scorer": clip, "report": report, "devices": devices}
+        best = {"best": 1, "of": 6, "after": 1, "scorer": clip, "report": report, "devices": devices}
         images = sana_core.generate(PROMPTS[:1], checkpoint, seed=5, **best, **own)
-        assert torch.equal(images, whole[first][None]) and report["picked"][0]["seed"] == 5 + int(first)
+        assert torch.equal(images, whole[first][None]) and report["picked"][0]["seed"] == 5 + first
+    # a chunk may be drawn by two at the end of a round
+    alone = calls[: 6 + 3 + 2 * 3]
+    assert [alone.count(sigma) for sigma in sorted(set(alone), reverse=True)] == [6, 3, 2, 2, 2]
+
+
+@pytest.mark.parametrize("of, after, expected", [(8, 1, [(1, 4), (2, 2)]), (3, 2, [(2, 2)]), (2, 1, []), (8, 5, [])])
+def test_half_go_each_time_until_twice_as_many_as_are_kept_are_left(of, after, expected):
+    assert find_best(1, of, "clip", after).looks(5) == expected
 
 
 def command(name, what, checkpoint, clip, *options):

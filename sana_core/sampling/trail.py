@@ -1,0 +1,56 @@
+"""The steps of pictures that are drawn already, by which their sampling goes on: what each step has predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .samplers import Denoiser
+
+
+class Trail:
+    """The x0 [B, 32, h, w] of each step of a batch so far, of which `until` are drawn.
+
+    A sampler that begins again and is told these is where it was, to the bit, with all that it remembers: DPM-Solver
+    its past, SCM its noise. So nothing but them has to be kept, and no sampler has to know of it.
+    """
+
+    def __init__(self, until: int, x0s: Sequence[torch.Tensor] = ()) -> None:
+        self.until, self.x0s = until, list(x0s)
+
+    def follow(self, model: Denoiser) -> Denoiser:
+        """Return `model` for one sampling; it is only called for the steps that are new, which are noted."""
+        told = iter(self.x0s[:])
+
+        def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+            known = next(told, None)
+            if known is not None:
+                return known.to(x.device)
+            self.x0s.append(model(x, sigma))
+            return self.x0s[-1]
+
+        return denoise
+
+
+class Round(NamedTuple):
+    """Which steps of drafts are drawn: up to the step `until`, None for the last, on from those whose x0
+    [k, 32, h, w] are in `past`, by the number of the picture."""
+
+    until: int | None = None
+    past: Mapping[int, torch.Tensor] = MappingProxyType({})
+
+
+WHOLE = Round()
+
+
+class Draft(NamedTuple):
+    """A picture that is drawn up to some step: its `x0s` [k, 32, h, w], and the last of them as `pixels` [3, H, W] in
+    [-1, 1]; in their place the `score` of a verifier, which needs none."""
+
+    x0s: torch.Tensor
+    pixels: torch.Tensor | None
+    score: float | None = None
