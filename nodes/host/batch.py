@@ -9,6 +9,7 @@ import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
 
+from ...sana_core.errors import InputError
 from ...sana_core.model.known_models import size_note
 from .bars import BLUE, Bar, draw_bars
 from .batch_cluster import draw_on_cluster
@@ -34,15 +35,18 @@ def sample_batch(batch: Batch, choice: str) -> tuple[dict, torch.Tensor | Execut
     check_batch(batch)
     started = time.monotonic()
     if choice == CLUSTER:
-        results, drawn = draw_on_cluster(batch)
+        if batch.early is not None:
+            raise InputError("scorer: got one on a cluster, which draws all drafts whole; choose all in devices")
+        rows, drawn = draw_on_cluster(batch)
+        results = dict(zip(batch.images, rows, strict=True))
         shares = {worker: Share(number) for worker, number in drawn.items()}
         bar_total = len(batch.images)
     else:
         results, shares = draw_on_devices(batch, find_devices(batch.model, choice))
         bar_total = len(batch.images) * (len(batch.sigmas) - 1)
     rest = {k: v for k, v in batch.latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
-    latents, images = zip(*results, strict=True)
-    indices = [index for _ in range(batch.prompts) for index in range(batch.count)]
+    latents, images = zip(*results.values(), strict=True)
+    indices = [image.number % batch.count for image in results]
     out = {**rest, "samples": torch.stack(latents), "batch_index": indices, SEED: batch.seed}
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images) if batch.vae is not None else blocked

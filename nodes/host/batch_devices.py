@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextvars
 import copy
 import logging
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,14 +19,17 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.batch.batch_size import find_architecture, pictures_that_fit
+from ...sana_core.batch.best import Rounds
 from ...sana_core.batch.local import Draw, LocalPool
 from ...sana_core.batch.loop import run_batch
-from ...sana_core.batch.plan import Chunk, Workload, drawn_together
+from ...sana_core.batch.plan import Chunk, Picture, Workload, drawn_together
 from ...sana_core.batch.queue import Queue
 from ...sana_core.errors import InputError
 from ...sana_core.model.known_models import SPRINT
 from ...sana_core.model.latents import DOWNSCALE
 from ...sana_core.runtime.cancellation import Poll, Polled
+from ...sana_core.sampling.trail import WHOLE, Draft, Trail
+from .batch_early import count_steps, find_looks, look_at, note_look, trail_of
 from .batch_inputs import Batch
 from .compat import loaded_from
 from .folders import TWO_WORKERS
@@ -155,18 +159,24 @@ class Share(NamedTuple):
 class DeviceDrawing:
     """What the threads of a batch share: a clone of the MODEL and of the VAE for each device, and the progress."""
 
-    def __init__(self, batch: Batch, devices: list[torch.device]) -> None:
+    def __init__(self, batch: Batch, devices: list[torch.device], steps: int) -> None:
         self.batch = batch
         # each thread takes one of its device
         self.clones = list(zip(devices, clone_models(batch.model, devices), strict=True))
         self.vaes = {device: clone_vae(batch.vae, device) for device in devices} if batch.vae is not None else {}
-        self.progress = Progress(len(batch.images) * (len(batch.sigmas) - 1))
+        self.progress = Progress(steps)
+        self.round = WHOLE
         # images that each device drew at once at most
         self.together: Counter[torch.device] = Counter()
         # ComfyUI's list of what is loaded where knows no threads
         self.loading = threading.Lock()
 
-    def prepare(self, device: torch.device, poll: Poll) -> Draw[Drawn]:
+    @property
+    def done(self) -> int:
+        """How many steps all images of the round have already."""
+        return len(next(iter(self.round.past.values()), ()))
+
+    def prepare(self, device: torch.device, poll: Poll) -> Draw[Drawn | Draft]:
         """Return what draws a chunk on `device`, for one thread."""
         index = next(i for i, (free, _) in enumerate(self.clones) if free == device)
         _, clone = self.clones.pop(index)
@@ -180,26 +190,42 @@ class DeviceDrawing:
 
         def callback(step: int, x0: torch.Tensor, x: torch.Tensor, total: int) -> None:
             poll()
-            self.progress.step(x0, previewer)
+            # the steps of earlier rounds are told again
+            if step >= self.done:
+                self.progress.step(x0, previewer)
 
-        def draw(chunk: Chunk) -> list[Drawn]:
-            parts = drawn_together(chunk, device)
+        def draw(chunk: Chunk) -> list[Drawn | Draft]:
+            parts, own = drawn_together(chunk, device), self.round
+            if own.past and chunk[0].number not in own.past:
+                # a copy that is late by a round: others have drawn all of it, and nobody will look at it
+                return [(torch.empty(0), None)] * len(chunk)
             # inference mode belongs to the thread
             with torch.inference_mode():
-                out = torch.cat([self.sample(clone, part, callback) for part in parts])
-                images = [self.decode(device, each, poll) if self.vaes else None for each in out]
+                drawn = [each for part in parts for each in self.draw_part(device, clone, part, callback, poll)]
             self.together[device] = max(self.together[device], *map(len, parts))
-            return list(zip(out, images, strict=True))
+            return drawn
 
         return draw
 
-    def sample(self, clone: ModelPatcher, part: Chunk, callback: Callable) -> torch.Tensor:
-        """Return the latents of `part`, sampled as one batch."""
+    def draw_part(
+        self, device: torch.device, clone: ModelPatcher, part: Chunk, callback: Callable, poll: Poll
+    ) -> Sequence[Drawn | Draft]:
+        """Return the latents of `part`, and with a VAE its images; of a round that ends early the Drafts."""
+        trail = trail_of(self.batch, part, self.round)
+        out = self.sample(clone, part, callback, trail)
+        if self.round.until is None:
+            return [(each, self.decode(device, each, poll) if self.vaes else None) for each in out]
+        positive = pick_prompts(self.batch.positive, [image.prompt for image in part])
+        latent_out = clone.model.process_latent_out
+        return look_at(self.batch, trail, positive, lambda x0: self.decode(device, latent_out(x0), poll))
+
+    def sample(self, clone: ModelPatcher, part: Chunk, callback: Callable, trail: Trail) -> torch.Tensor:
+        """Return the latents of `part`, sampled as one batch on from its `trail`."""
         batch = self.batch
         rows = [image.prompt for image in part]
         samples = batch.latent["samples"].repeat(len(part), 1, 1, 1)
         start = {**batch.latent, "samples": samples, "batch_index": [image.seed for image in part]}
-        sampling = Sampling(batch.sampler, batch.sigmas, batch.guidance)
+        sampling = Sampling(batch.sampler, batch.sigmas[: trail.until + 1], batch.guidance, trail=trail)
         positive = pick_prompts(batch.positive, rows)
         if batch.sampler == SPRINT:
             return sample_sprint(clone, positive, start, sampling, callback)["samples"]
@@ -216,29 +242,35 @@ class DeviceDrawing:
         return decode_loaded(own, latent[None], poll)[0]
 
 
-def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[list[Drawn], dict[str, Share]]:
+def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[dict[Picture, Drawn], dict[str, Share]]:
     """Return LATENT rows and IMAGEs (None without a VAE) of the images, and what each worker has drawn, by its name.
 
-    Raises InputError for a ControlNet on several devices.
+    Raises InputError for a ControlNet on several devices, and as `find_looks` does.
     """
     if len(devices) > 1 and any("control" in rest for _, rest in [*batch.positive, *batch.negative]):
         raise InputError("devices: a ControlNet works on one device; choose default")
     shape = batch.latent["samples"].shape
     height, width = (side * DOWNSCALE for side in shape[2:])
-    workload = Workload((), batch.images, batch.chunk or None)
-    queue = Queue(workload.split(width, height, len(devices)))
+    looks, queue = find_looks(batch), Queue()
+    rounds = Rounds(Workload((), batch.images, batch.chunk or None), batch.count, looks, math.prod(shape[2:]))
     fitting = [] if batch.chunk else [chunk_that_fits(batch.model, shape, device) for device in devices]
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
     with Polled(cancel):
-        drawing = DeviceDrawing(batch, devices)
-    results: dict[int, Drawn] = {}
+        drawing = DeviceDrawing(batch, devices, count_steps(batch, looks))
+    results: dict[Picture, Drawn] = {}
     with closing(LocalPool(devices, drawing.prepare, cancel)) as pool:
         queue.limits.update(zip(pool.inboxes, fitting, strict=False))
-        for image, result in run_batch(queue, pool):
-            results[image.number] = result
+        for workload in rounds.workloads():
+            drawing.round = workload.round
+            queue.add(workload.split(width, height, len(devices)))
+            for image, result in [(rounds.drafts[image.number], each) for image, each in run_batch(queue, pool)]:
+                if isinstance(result, Draft):
+                    rounds.seen.append(note_look(batch, image, result))
+                else:
+                    results[image] = result
     names = zip(pool.threads, devices, strict=True)
     shares = {name: Share(queue.drawn[name], queue.pace.get(name), drawing.together[device]) for name, device in names}
-    return [results[number] for number in sorted(results)], shares
+    return dict(sorted(results.items())), shares
 
 
 def one_at_a_time(lock: threading.Lock, poll: Poll) -> Callable:

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     import torch
     from comfy.model_patcher import ModelPatcher
 
+    from .batch_early import Early
+
 
 class Batch(NamedTuple):
-    """`count` images of each prompt in `positive`, from `latent` of one image. Without a VAE, no IMAGE."""
+    """`count` images of each prompt in `positive`, from `latent` of one image. Without a VAE, no IMAGE. With
+    `early` only the better ones are drawn to the end."""
 
     model: ModelPatcher
     positive: list
@@ -29,6 +32,7 @@ class Batch(NamedTuple):
     sigmas: torch.Tensor
     chunk: int
     vae: comfy.sd.VAE | None
+    early: Early | None = None
 
     @property
     def prompts(self) -> int:

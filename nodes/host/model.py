@@ -21,6 +21,8 @@ from .saving import config_tensor
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
+# Who looks at hidden states of the prompt: a Watch of sana_core.
+WATCH = "sana_watch"
 # what the transformer reads at sigma 1
 TIMESTEPS = 1000
 
@@ -72,7 +74,13 @@ class SanaDiffusionModel(SanaTransformer2DModel):
         if group is not None:
             return group.velocity(self, x, timesteps, prompt, guidance, residuals)
         constants, perturbation = prompt.constants(self, x)
-        return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
+        # ComfyUI draws the passes of a step together or one after another; 0 is the prompt's
+        passes, watch = transformer_options.get("cond_or_uncond", ()), transformer_options.get(WATCH)
+        if watch is None or 0 not in passes:
+            return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
+        out = velocity(self, x, timesteps, constants._replace(watch=watch), guidance, perturbation, residuals)
+        watch.keep(passes.index(0), len(x) // len(passes))
+        return out
 
 
 class SanaModel(comfy.model_base.BaseModel):

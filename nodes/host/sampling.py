@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import comfy.model_management
@@ -21,8 +22,9 @@ from ...sana_core.model.latents import noise_stream
 from ...sana_core.model.reference import reference_of
 from ...sana_core.sampling.samplers import check_sampler, find_sampler, own_arguments, own_sigmas
 from ...sana_core.sampling.schedules import start_later
+from ...sana_core.sampling.trail import Trail
 from .guidance import SIGMA, require_sana
-from .model import WHOLE_TIMESTEPS, check_flow
+from .model import WATCH, WHOLE_TIMESTEPS, check_flow
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -35,14 +37,15 @@ SEED = "sana_seed"
 class FlowSampler(comfy.samplers.KSAMPLER):
     """A sampler of sana_core as ComfyUI's SAMPLER.
 
-    `noise` is where scm takes its noise from; without it, from the seed that the host hands over.
+    `noise` is where scm takes its noise from; without it, from the seed that the host hands over. It goes on by the
+    `trail`, if any.
     """
 
-    def __init__(self, name: str, noise: Iterator[torch.Tensor] | None = None) -> None:
+    def __init__(self, name: str, noise: Iterator[torch.Tensor] | None = None, trail: Trail | None = None) -> None:
         super().__init__(self.run)
         self.name = name
         self.flow = find_sampler(name)
-        self.noise = noise
+        self.noise, self.trail = noise, trail
 
     def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *args):
         check_sampler(require_sana(model_wrap.inner_model).diffusion_model.config, self.name)
@@ -61,7 +64,11 @@ class FlowSampler(comfy.samplers.KSAMPLER):
         """What KSAMPLER calls, with `x` noised by the host, or `start` in its place; cancel is polled every step."""
         x = x if start is None else start
         options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.flow.whole_timesteps}
-        line = iter(sigmas.tolist())
+        line, trail = iter(sigmas.tolist()), self.trail
+        if trail is not None:
+            options[WATCH] = trail.watch
+            # of the steps that are not drawn yet
+            line = islice(line, len(trail.x0s), None)
 
         def denoise(x, sigma):
             comfy.model_management.throw_exception_if_processing_interrupted()
@@ -76,7 +83,7 @@ class FlowSampler(comfy.samplers.KSAMPLER):
                 callback(state)
                 bar.update()
 
-            return self.flow.sample(denoise, x, sigmas, report, **more)
+            return self.flow.sample(trail.follow(denoise) if trail else denoise, x, sigmas, report, **more)
 
 
 def later_noise(x: torch.Tensor, seed: int | None) -> Iterator[torch.Tensor]:
@@ -116,12 +123,14 @@ def shift_of(sampling) -> float:
 
 
 class Sampling(NamedTuple):
-    """How images are sampled: the sampler's name in SAMPLERS, its sigmas, the guidance, and the first seed."""
+    """How images are sampled: the sampler's name in SAMPLERS, its sigmas, the guidance, the first seed, and the steps
+    that are there already, if any."""
 
     sampler: str
     sigmas: torch.Tensor
     guidance: float
     seed: int = 0
+    trail: Trail | None = None
 
 
 def sample(
@@ -146,7 +155,7 @@ def sample(
         model,
         next(noise),
         sampling.guidance,
-        FlowSampler(sampling.sampler, noise),
+        FlowSampler(sampling.sampler, noise, sampling.trail),
         sampling.sigmas,
         positive,
         negative,

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ...sana_core.errors import InputError
 from ...sana_core.model.latents import check_channels
+from ...sana_core.model.verifier import Verifier, is_verifier, load_verifier
 from ...sana_core.runtime.image_files import levels
 from ...sana_core.scorer import Scorer, load_scorer
 from .bars import PAPER, TEXT, as_image
@@ -27,14 +28,24 @@ SIDE, LINE, LETTERS = 256, 30, 18
 
 
 class HostScorer(NamedTuple):
-    """A scorer, and what moves its model."""
+    """A scorer of images, and what moves its model; or a verifier, which reads hidden states of drafts."""
 
-    scorer: Scorer
-    patcher: comfy.model_patcher.ModelPatcher
+    scorer: Scorer | None = None
+    patcher: comfy.model_patcher.ModelPatcher | None = None
+    verifier: Verifier | None = None
+
+    def score(self, pixels: torch.Tensor, prompt: str) -> float:
+        """Return how well an image [3, H, W] in [-1, 1] fits `prompt`. Raises InputError for a verifier."""
+        if self.scorer is None or self.patcher is None:
+            raise InputError("scorer: got a verifier, which reads unfinished drafts; connect it to SANA Batch Sampler")
+        comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
+        return float(self.scorer.score(pixels[None], prompt)[0])
 
 
 def load(name: str) -> HostScorer:
-    """Return the scorer of that name. Raises what `load_scorer` does."""
+    """Return the scorer of that name. Raises what `load_scorer` and `load_verifier` do."""
+    if is_verifier(scorer_path(name)):
+        return HostScorer(verifier=load_verifier(scorer_path(name)))
     management = comfy.model_management
     device, home = management.text_encoder_device(), management.text_encoder_offload_device()
     scorer = load_scorer(scorer_path(name), home, management.text_encoder_dtype(device))
@@ -58,9 +69,8 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
     for number, draft in enumerate(samples):
         comfy.model_management.throw_exception_if_processing_interrupted()
         image = vae.decode(draft[None])[0]
-        comfy.model_management.load_models_gpu([loaded.patcher], force_full_load=True)
         pixels = image.movedim(-1, 0) * 2 - 1
-        score = float(loaded.scorer.score(pixels[None], prompt)[0])
+        score = loaded.score(pixels, prompt)
         kept = sorted([*kept, (-score, number, image)], key=lambda each: each[:2])[:best]
         cells.append((levels(pixels), score, seeds[number]))
         bar.update_absolute(number + 1)

@@ -14,7 +14,8 @@ import torch
 
 from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import InputError
-from ..model.latents import picture_shape
+from ..model.latents import CHANNELS, picture_shape
+from ..model.verifier import is_verifier
 from ..runtime.checks import check_whole
 from ..sampling.trail import WHOLE, Draft, Round
 from ..scorer import Scorer, load_scorer
@@ -36,29 +37,29 @@ class Best(NamedTuple):
     """Of `of` drafts of each prompt, the `keep` that the scorer in the folder `scorer` likes best.
 
     With `after` it looks at them every so many steps, and the worse half goes, until twice as many as are kept are
-    left.
+    left, or at the last look all but those. A verifier, which reads `hidden` states, looks until those that are kept
+    are left.
     """
 
     keep: int
     of: int
     scorer: Path
     after: int | None = None
+    hidden: bool = False
 
     def looks(self, steps: int) -> list[tuple[int, int]]:
         """Return after how many of `steps` there is a look, and how many drafts of a prompt go on from there."""
-        found, left, least = list[tuple[int, int]](), self.of, min(self.of, FINISHED * self.keep)
         if self.after is None:
-            return found
+            return []
         check_whole("after", self.after, 1, steps)
-        for step in range(self.after, steps, self.after):
-            if left > least:
-                left = max(least, math.ceil(left / 2))
-                found.append((step, left))
-        return found
+        # a picture after the last step is the whole
+        last = steps if self.hidden else steps - 1
+        return looks_every(self.after, last, self.of, self.keep if self.hidden else FINISHED * self.keep)
 
     def describe(self) -> dict[str, Any]:
         """Return what a choice depends on besides the drafts, as the manifest has it."""
-        files = {self.scorer / name for name in ("model.safetensors", "config.json", "tokenizer.json")}
+        names = ["model.safetensors", "config.json", *([] if self.hidden else ["tokenizer.json"])]
+        files = {self.scorer / name for name in names}
         digests = digest_files(files, lambda done, total: None)
         weights = digest_json([digests[file] for file in sorted(files)])
         early = {} if self.after is None else {"after": self.after}
@@ -91,11 +92,17 @@ def find_best(
         raise InputError(f"count: got {count} beside best; of says how many drafts of each prompt there are")
     check_whole("of", of, 1, LARGEST_COUNT)
     check_whole("best", keep, 1, of)
-    return Best(int(keep), int(of), Path(scorer), after)
+    hidden = is_verifier(Path(scorer))
+    if hidden and after is None:
+        raise InputError("after: got none with a verifier, which looks at unfinished drafts; say every how many steps")
+    return Best(int(keep), int(of), Path(scorer), after, hidden)
 
 
-def place_scorer(best: Best, settings: Settings, devices: Sequence[str | torch.device] | None) -> Scorer:
-    """Return the scorer on the first of `devices`, or the one that this machine would draw on."""
+def place_scorer(best: Best, settings: Settings, devices: Sequence[str | torch.device] | None) -> Scorer | None:
+    """Return the scorer on the first of `devices`, or the one that this machine would draw on; a verifier is where
+    drafts are."""
+    if best.hidden:
+        return None
     device = local_devices(devices)[0]
     return load_scorer(best.scorer, device, torch.float32 if device.type == "cpu" else getattr(torch, settings.dtype))
 
@@ -108,15 +115,28 @@ class Look(NamedTuple):
     x0s: torch.Tensor
 
 
+def looks_every(after: int, last: int, of: int, finish: int) -> list[tuple[int, int]]:
+    """Return the looks at `of` drafts every `after` steps up to the step `last`: the step, and how many go on then.
+
+    Half of them each time, at the last one the `finish` that are drawn to the end.
+    """
+    found, left = list[tuple[int, int]](), of
+    for step in range(after, last + 1, after):
+        if left > finish:
+            left = finish if step + after > last else max(finish, math.ceil(left / 2))
+            found.append((step, left))
+    return found
+
+
 class Rounds:
     """The drafts of a workload, a round after the other: all run some steps, at a look the worse half of each prompt
     goes, and the others go on from their own steps. Nothing is drawn twice."""
 
-    def __init__(self, workload: Workload, settings: Settings, best: Best) -> None:
-        assert settings.steps is not None
-        self.workload, self.looks = workload, best.looks(settings.steps)
-        x0s = 4 * settings.steps * math.prod(picture_shape(settings.width, settings.height, best.of))
-        self.group = max(1, min(GROUP, KEPT_BYTES // x0s)) * best.of if self.looks else max(1, workload.left)
+    def __init__(self, workload: Workload, of: int, looks: Sequence[tuple[int, int]], cells: int) -> None:
+        """Each prompt has `of` drafts, each of so many `cells` of latents; `looks` are those of `looks_every`."""
+        self.workload, self.looks = workload, looks
+        x0s = 4 * CHANNELS * cells * of * max((step for step, _ in looks), default=1)
+        self.group = max(1, min(GROUP, KEPT_BYTES // x0s)) * of if looks else max(1, workload.left)
         self.numbers = count()
         # of this round: the drafts by their numbers in it, and what was seen of them
         self.drafts: dict[int, Picture] = {}
@@ -151,33 +171,44 @@ def better_of_each_prompt(looks: Iterable[Look], kept: int) -> Iterator[Look]:
 
 
 def draw_best(
-    drawing: Drawing, workload: Workload, settings: Settings, best: Best, scorer: Scorer
+    drawing: Drawing, workload: Workload, settings: Settings, best: Best, scorer: Scorer | None
 ) -> Generator[Pick, None, None]:
     """Yield the best of each prompt of `workload` that is not done, in the order of their ranks.
 
     Raises InputError where the first look would be after more steps than `settings` have.
     """
-    rounds = Rounds(workload, settings, best)
+    assert settings.steps is not None
+    cells = math.prod(picture_shape(settings.width, settings.height, 1)[2:])
+    rounds = Rounds(workload, best.of, best.looks(settings.steps), cells)
     later = rounds.workloads()
     first = next(later)
+
+    scores: dict[Picture, float] = {}
+
+    def score(picture: Picture, pixels: torch.Tensor) -> float:
+        return (
+            scores[picture]
+            if scorer is None
+            else float(scorer.score(pixels[None], workload.prompts[picture.prompt])[0])
+        )
 
     def whole() -> Iterator[tuple[Picture, torch.Tensor]]:
         for picture, result in drawn:
             picture = rounds.drafts[picture.number]
             if isinstance(result, Draft):
-                prompt = workload.prompts[picture.prompt]
-                assert result.pixels is not None
-                rounds.seen.append(Look(picture, float(scorer.score(result.pixels[None], prompt)[0]), result.x0s))
+                scores[picture] = score(picture, result.pixels) if result.score is None else result.score
+                rounds.seen.append(Look(picture, scores[picture], result.x0s))
             else:
                 yield picture, result
 
     finished = rounds.looks[-1][1] if rounds.looks else best.of
+    settings = settings._replace(verifier=str(best.scorer) if best.hidden else None)
     with closing(drawing(first._replace(later=later), settings)) as drawn:
-        yield from pick_best(whole(), workload, best._replace(of=finished), scorer)
+        yield from pick_best(whole(), best._replace(of=finished), score)
 
 
 def pick_best(
-    drawn: Iterable[tuple[Picture, torch.Tensor]], workload: Workload, best: Best, scorer: Scorer
+    drawn: Iterable[tuple[Picture, torch.Tensor]], best: Best, score_of: Callable[[Picture, torch.Tensor], float]
 ) -> Generator[Pick, None, None]:
     """Yield the best of each prompt, in the order of their ranks, when all drafts of the prompt are there.
 
@@ -187,8 +218,7 @@ def pick_best(
     seen: defaultdict[int, int] = defaultdict(int)
     kept: defaultdict[int, list[Pick]] = defaultdict(list)
     for picture, pixels in drawn:
-        score = float(scorer.score(pixels[None], workload.prompts[picture.prompt])[0])
-        rivals = [*kept[picture.prompt], Pick(picture, pixels, score, 0)]
+        rivals = [*kept[picture.prompt], Pick(picture, pixels, score_of(picture, pixels), 0)]
         rivals.sort(key=lambda pick: (-pick.score, pick.picture.number))
         kept[picture.prompt] = rivals[: best.keep]
         seen[picture.prompt] += 1

@@ -16,11 +16,12 @@ from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
 from ..errors import InputError
 from ..model.controlnet import Control
-from ..model.forward import longest_prompt
+from ..model.forward import Watch, longest_prompt
 from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
 from ..model.latents import noise_stream, picture_shape
 from ..model.reference import AUTO, reference_of
 from ..model.text import TextEncoder, encode_prompts
+from ..model.verifier import Verifier, check_verifier, load_verifier
 from ..model.weight_layout import join_projections
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
@@ -51,7 +52,8 @@ class Settings(NamedTuple):
     Perturbed attention of `pag_scale` acts in `pag_blocks`, like "8"; guidance acts from the first share of
     `guidance_interval` of the sampling to the second. `reference` is whose arithmetic is followed where NVIDIA's code
     and diffusers' differ: "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. `loras` are added to
-    the transformer's weights, each a file, on a cluster of each machine, and its strength.
+    the transformer's weights, each a file, on a cluster of each machine, and its strength. `verifier` is the
+    folder, there too, of what scores drafts by hidden states.
     """
 
     width: int = DEFAULT_RESOLUTION
@@ -67,6 +69,7 @@ class Settings(NamedTuple):
     compiled: bool = False
     reference: str = AUTO
     loras: tuple[tuple[str, float], ...] = ()
+    verifier: str | None = None
 
 
 def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
@@ -85,6 +88,7 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
         guidance=defaults.guidance if settings.guidance is None else settings.guidance,
         reference=info.reference,
         loras=tuple((str(Path(file).absolute()), strength) for file, strength in settings.loras),
+        verifier=settings.verifier and str(Path(settings.verifier).absolute()),
     )
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     picture_shape(settings.width, settings.height, 1)
@@ -96,6 +100,8 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
     if settings.pag_scale:
         perturbed_attention(config, settings.pag_scale, settings.pag_blocks)
+    if settings.verifier is not None:
+        check_verifier(load_verifier(settings.verifier), config)
     for _, strength in settings.loras:
         check_number("lora", strength, -LARGEST_STRENGTH, LARGEST_STRENGTH)
     merge_loras(module, settings.loras)
@@ -150,11 +156,12 @@ def encode_texts(
 
 
 class Models(NamedTuple):
-    """A checkpoint on one device, without its text encoder."""
+    """A checkpoint on one device, without its text encoder, and what looks at its drafts."""
 
     transformer: SanaTransformer2DModel
     autoencoder: AutoencoderDC | None
     shift: float
+    verifier: Verifier | None = None
 
 
 def load_models(
@@ -165,18 +172,20 @@ def load_models(
     resolution: int | None = None,
     reference: str = AUTO,
     loras: Sequence[tuple[str, float]] = (),
+    verifier: str | None = None,
 ) -> Models:
-    """Return the transformer of `checkpoint` with `loras`, and the autoencoder of that checkpoint, if any, on `device`.
+    """Return the transformer of `checkpoint` with `loras`, and the autoencoder of that checkpoint and the `verifier` in
+    that folder, if any, on `device`.
 
-    `resolution` in pixels and `reference` override what the
-    checkpoint says. Raises CheckpointError, MissingFileError or ReadError for what cannot be loaded, and as
-    `merge_loras` does.
+    `resolution` in pixels and `reference` override what the checkpoint says. Raises CheckpointError, MissingFileError
+    or ReadError for what cannot be loaded, and as `merge_loras` does.
     """
     transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution, reference)
     merge_loras(transformer, loras)
     join_projections(transformer)
     decoder = None if autoencoder is None else load_decoder(autoencoder, device, dtype)
-    return Models(transformer, decoder, shift_of(inspect_checkpoint(checkpoint), resolution, reference))
+    shift = shift_of(inspect_checkpoint(checkpoint), resolution, reference)
+    return Models(transformer, decoder, shift, None if verifier is None else load_verifier(verifier, device))
 
 
 def stack_texts(texts: Sequence[Embedding]) -> Embedding:
@@ -238,7 +247,7 @@ def sample(
     if settings.pag_scale:
         perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
     model = denoiser(
-        shared or Steered(transformer, control),
+        shared or Steered(transformer, control, images.trail.watch if images.trail else None),
         stack_texts(texts),
         stack_texts([negative]),
         settings.guidance,
@@ -300,14 +309,19 @@ def draw(
     own, drawn = iter(texts), list[Any]()
     for part in drawn_together(chunk, models.transformer.device):
         past = [round.past[picture.number] for picture in part] if round.past else []
-        trail = Trail(round.until or settings.steps, list(torch.stack(past, 1)) if past else [])
+        watch = Watch(models.verifier.block) if models.verifier and round.until else None
+        trail = Trail(round.until or settings.steps, list(torch.stack(past, 1)) if past else [], watch)
         prompts = list(islice(own, len(part)))
         latents = sample(models, settings, part, prompts, negative, poll, ImageInputs(trail=trail))
         if round.until is None:
             drawn += decode(models.autoencoder, latents, poll)
         else:
             x0s = torch.stack(trail.x0s, 1).cpu()
-            drawn += map(Draft, x0s, decode(models.autoencoder, trail.x0s[-1], poll))
+            if models.verifier is None or watch is None:
+                drawn += map(Draft, x0s, decode(models.autoencoder, trail.x0s[-1], poll))
+            else:
+                scores = models.verifier.score(watch.states, *stack_texts(prompts))
+                drawn += [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
     return drawn
 
 

@@ -235,6 +235,7 @@ class LocalDrawing:
                     self.checkpoint,
                     reference=settings.reference,
                     loras=settings.loras,
+                    verifier=settings.verifier,
                 )
             return self.models[device]
 

@@ -40,13 +40,14 @@ Progress = Callable[[int, int], None]
 def describe_settings(
     settings: Settings, checkpoint: str | Path, progress: Progress = lambda done, total: None
 ) -> dict[str, Any]:
-    """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn.
+    """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn,
+    and `verifier` which are.
 
     `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises
     CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete.
     """
     described = settings._asdict()
-    del described["compiled"], described["loras"]
+    del described["compiled"], described["loras"], described["verifier"]
     if settings.loras:
         described["loras"] = [
             {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras

@@ -113,6 +113,7 @@ class Worker:
             job.resolution,
             settings.reference,
             settings.loras,
+            settings.verifier,
         )
         with torch.no_grad():
             for name, weight in changed.items():
@@ -202,7 +203,7 @@ class Worker:
 
     def decode_one(self, checkpoint: str, latents: torch.Tensor) -> torch.Tensor:
         """Return the pixels [3, H, W] in [-1, 1] of the latents [1, 32, h, w]; the decoder stays for the next."""
-        transformer, decoder, _ = self.models
+        transformer, decoder = self.models.transformer, self.models.autoencoder
         if decoder is None:
             decoder = load_decoder(checkpoint, transformer.device, self.job.settings.dtype)
             self.models = self.models._replace(autoencoder=decoder)

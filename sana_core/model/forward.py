@@ -31,6 +31,17 @@ FUSED_HEADS = (16, 32, 64)
 DROPPED = -10000.0
 
 
+class Watch:
+    """Keeps the hidden states [B, N, D] that the last call had behind `block`."""
+
+    def __init__(self, block: int) -> None:
+        self.block, self.states = block, torch.empty(0)
+
+    def keep(self, part: int, pictures: int) -> None:
+        """Keep those of one of the parts, of so many pictures each, that the batch had."""
+        self.states = self.states[part * pictures : (part + 1) * pictures].clone()
+
+
 class Constants(NamedTuple):
     """What a batch of prompts and a size fix for all steps. P prompts of T tokens, N positions, L blocks."""
 
@@ -41,6 +52,7 @@ class Constants(NamedTuple):
     tables: torch.Tensor  # [L, 6, D]
     kernels: frozenset[str]  # those of sana_core.kernels that do what lies between the layers
     eps: float  # in the denominator of the linear attention
+    watch: Watch | None = None  # who looks on
 
 
 class Perturbation(NamedTuple):
@@ -154,6 +166,8 @@ def velocity(
         if residual is not None:
             hidden = add(*carried, constants.kernels)
             carried = hidden + residual.to(hidden.dtype), None
+        if constants.watch is not None and i == constants.watch.block:
+            constants.watch.states = add(*carried, constants.kernels)
     out = transformer.proj_out(last_norm(transformer, carried, embedded, constants.kernels))
     out = out.unflatten(1, size).unflatten(-1, (patch, patch, -1))
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, height, width)

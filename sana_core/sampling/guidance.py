@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..model.controlnet import Control, control_residuals
-from ..model.forward import Constants, Perturbation, prepare, velocity
+from ..model.forward import Constants, Perturbation, Watch, prepare, velocity
 from ..model.known_models import perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..runtime.checks import check_number
@@ -34,10 +34,12 @@ class PerturbedAttention(NamedTuple):
 
 
 class Steered(NamedTuple):
-    """A transformer with a ControlNet, which acts in all passes of a step."""
+    """A transformer with a ControlNet, which acts in all passes of a step, and who looks at the states of one: that of
+    the prompts."""
 
     transformer: SanaTransformer2DModel
     control: Control | None
+    watch: Watch | None = None
 
 
 class Prepared(NamedTuple):
@@ -134,6 +136,8 @@ def denoiser(
             return forward(steered.transformer, batch, timestep, fixed, embedded, perturbation, residuals, shard.share)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
+        if members[0].watch is not None:
+            members[0].watch.keep(int(guided), len(x))
         # guided in x0 and in this order, as ComfyUI does it: the same bits with and without the host
         parts = list(x - sigma * velocities.unflatten(0, (count, len(x))))
         if perturbed:
@@ -178,7 +182,8 @@ class Steps:
         constants, perturbation, steering = self.prepared[key]
         if perturbation is not None:
             perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures))
-        return Prepared(part_of(constants, shard), perturbation, steering and part_of(steering, shard))
+        own = part_of(constants, shard)._replace(watch=member.watch)
+        return Prepared(own, perturbation, steering and part_of(steering, shard))
 
 
 class Place(NamedTuple):

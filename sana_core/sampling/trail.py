@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
+    from ..model.forward import Watch
     from .samplers import Denoiser
 
 
@@ -16,11 +17,12 @@ class Trail:
     """The x0 [B, 32, h, w] of each step of a batch so far, of which `until` are drawn.
 
     A sampler that begins again and is told these is where it was, to the bit, with all that it remembers: DPM-Solver
-    its past, SCM its noise. So nothing but them has to be kept, and no sampler has to know of it.
+    its past, SCM its noise. So nothing but them has to be kept, and no sampler has to know of it. `watch` looks at the
+    hidden states of the last step.
     """
 
-    def __init__(self, until: int, x0s: Sequence[torch.Tensor] = ()) -> None:
-        self.until, self.x0s = until, list(x0s)
+    def __init__(self, until: int, x0s: Sequence[torch.Tensor] = (), watch: Watch | None = None) -> None:
+        self.until, self.x0s, self.watch = until, list(x0s), watch
 
     def follow(self, model: Denoiser) -> Denoiser:
         """Return `model` for one sampling; it is only called for the steps that are new, which are noted."""
@@ -52,5 +54,5 @@ class Draft(NamedTuple):
     [-1, 1]; in their place the `score` of a verifier, which needs none."""
 
     x0s: torch.Tensor
-    pixels: torch.Tensor | None
+    pixels: Any
     score: float | None = None

@@ -11,10 +11,12 @@ import time
 
 import pytest
 import torch
+from clips import save_clip
 from machines import actors, add_node, send_to_an_actor
 from setup import ROOT
 
 import sana_core
+from demo.verifier import save
 from sana_core.__main__ import main
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.plan import Workload, batch_pictures
@@ -25,6 +27,7 @@ from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
 from sana_core.cluster.worker import Job
 from sana_core.errors import ClusterError
+from sana_core.model.verifier import Verifier
 from sana_core.runtime.folder_lock import hold
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
 from sana_core.training.settings import Method
@@ -79,6 +82,25 @@ def test_a_cluster_draws_with_a_lora(cluster, checkpoint, tmp_path):
     there = sana_core.generate(PROMPTS, checkpoint, cluster=cluster.address, **options)
     assert torch.equal(there, sana_core.generate(PROMPTS, checkpoint, **options))
     assert not torch.equal(there, sana_core.generate(PROMPTS, checkpoint, **{**options, "loras": []}))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["clip", "verifier"])
+def test_drafts_go_on_from_their_own_steps_on_whichever_machine(cluster, checkpoint, tmp_path, kind):
+    for _ in range(2):
+        add_node(cluster)
+    folder = tmp_path / kind
+    if kind == "clip":
+        save_clip(folder)
+    else:
+        torch.manual_seed(3)
+        save(Verifier(2, 160, 64, 96, 4, 2, 3), folder)
+    how = {"seed": 5, "best": 1, "of": 6, "after": 1, "scorer": folder, "width": 64, "height": 64, "steps": 4}
+    here, there = {}, {}
+    expected = sana_core.generate(PROMPTS, checkpoint, report=here, **how)
+    cluster_of = ClusterSettings(cluster.address)
+    assert torch.equal(sana_core.generate(PROMPTS, checkpoint, cluster=cluster_of, report=there, **how), expected)
+    assert there == here
 
 
 @pytest.mark.timeout(200)

@@ -38,9 +38,9 @@ def slow_draw(monkeypatch):
     def put(before):
         real = local.draw
 
-        def wrapped(models, settings, chunk, texts, negative, poll):
+        def wrapped(models, settings, chunk, texts, negative, poll, round):
             before(chunk, poll)
-            return real(models, settings, chunk, texts, negative, poll)
+            return real(models, settings, chunk, texts, negative, poll, round)
 
         monkeypatch.setattr(local, "draw", wrapped)
 

@@ -1,0 +1,97 @@
+"""Early looks at the drafts of SANA Batch Sampler: the worse half goes, the others go on from their own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import comfy.model_management
+import torch
+
+from ...sana_core.batch.best import Look, looks_every
+from ...sana_core.errors import InputError
+from ...sana_core.model.forward import Watch
+from ...sana_core.model.verifier import check_verifier
+from ...sana_core.runtime.image_files import levels
+from ...sana_core.sampling.trail import Draft, Round, Trail
+
+if TYPE_CHECKING:
+    from ...sana_core.batch.plan import Chunk, Picture
+    from .batch_inputs import Batch
+    from .scorer import HostScorer
+
+
+class Early(NamedTuple):
+    """Who looks at drafts, every how many steps, how many of a prompt are drawn to the end, and the prompts' text."""
+
+    scorer: HostScorer
+    after: int
+    finish: int
+    text: str
+
+
+def find_looks(batch: Batch) -> list[tuple[int, int]]:
+    """Return after which steps there is a look, and how many drafts of a prompt go on from there.
+
+    Raises InputError for a verifier of another model, and where a scorer of images lacks a VAE or the prompts.
+    """
+    early = batch.early
+    if early is None:
+        return []
+    if early.scorer.verifier is not None:
+        check_verifier(early.scorer.verifier, batch.model.model.diffusion_model.config)
+    elif batch.vae is None:
+        raise InputError("vae: got none beside a scorer, which looks at images; connect the one of SANA Loader")
+    elif len(texts_of(early.text, batch.prompts)) != batch.prompts:
+        got = f"{len(texts_of(early.text, batch.prompts))} lines of text for {batch.prompts} prompts"
+        raise InputError(f"prompt: got {got}; write there what the images shall show, one prompt a line")
+    # an image after the last step is the whole
+    last = len(batch.sigmas) - 1 - (early.scorer.verifier is None)
+    return looks_every(early.after, last, batch.count, early.finish)
+
+
+def texts_of(text: str, prompts: int) -> list[str]:
+    """Return the texts of so many prompts, of which several are one a line each."""
+    lines = [text] if prompts == 1 else text.splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+def count_steps(batch: Batch, looks: list[tuple[int, int]]) -> int:
+    """Return how many steps of images are drawn in all."""
+    total, left, done = 0, batch.count, 0
+    for step, kept in [*looks, (len(batch.sigmas) - 1, 0)]:
+        total, left, done = total + left * (step - done), kept, step
+    return batch.prompts * total
+
+
+def trail_of(batch: Batch, part: Chunk, own: Round) -> Trail:
+    """Return the steps of `part` so far, and who looks at the last one of the round."""
+    past = [own.past[image.number] for image in part if own.past]
+    verifier = batch.early and batch.early.scorer.verifier
+    watch = Watch(verifier.block) if verifier and own.until else None
+    return Trail(own.until or len(batch.sigmas) - 1, list(torch.stack(past, 1)) if past else [], watch)
+
+
+def look_at(batch: Batch, trail: Trail, positive: list, decode: Callable[[torch.Tensor], torch.Tensor]) -> list[Draft]:
+    """Return the Drafts of a `trail`, with what they would be, of `decode`, as uint8 [H, W, 3]; in its place the score
+    of a verifier for the prompts `positive`."""
+    x0s = torch.stack(trail.x0s, 1).cpu()
+    if trail.watch is None or batch.early is None or batch.early.scorer.verifier is None:
+        return [
+            Draft(each, levels(decode(x0).movedim(-1, 0) * 2 - 1)) for each, x0 in zip(x0s, trail.x0s[-1], strict=True)
+        ]
+    embeds, rest = positive[0]
+    mask = rest.get("attention_mask")
+    mask = torch.ones(embeds.shape[:2]) if mask is None else mask
+    scores = batch.early.scorer.verifier.score(trail.watch.states, embeds, mask)
+    return [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
+
+
+def note_look(batch: Batch, image: Picture, draft: Draft) -> Look:
+    """Return how well a draft fits its prompt: between two rounds, when no thread draws and it may take memory."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
+    if draft.score is not None or batch.early is None:
+        return Look(image, draft.score or 0.0, draft.x0s)
+    pixels = torch.from_numpy(draft.pixels).movedim(-1, 0) / 127.5 - 1
+    text = texts_of(batch.early.text, batch.prompts)[image.prompt]
+    return Look(image, batch.early.scorer.score(pixels, text), draft.x0s)

@@ -1,0 +1,89 @@
+"""What says by hidden states of an early step how well a draft will show its prompt: no picture has to be decoded.
+
+After Bucciarelli et al., "Tiny Inference-Time Scaling with Latent Verifiers" (2026). Theirs for SANA-Sprint is a
+language model of half a billion parameters behind block 7, ours a small network for one transformer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..checkpoints.files import REDOWNLOAD, brief, read_json
+from ..checkpoints.headers import read_file
+from ..errors import CheckpointError, InputError
+from .forward import longest_prompt
+
+KIND = "sana_verifier"
+# of config.json, besides model_type, and the largest that each may be
+SIZES = {"block": 255, "hidden": 16384, "text": 16384, "width": 1024, "heads": 64, "layers": 12, "said": 64}
+
+
+class Verifier(nn.Module):
+    """Reads each token of the prompt beside the states behind `block`, and says of `said` things whether they will be
+    right. `hidden` and `text` are how wide states and embeddings are."""
+
+    def __init__(self, block: int, hidden: int, text: int, width: int, heads: int, layers: int, said: int) -> None:
+        super().__init__()
+        self.block, self.sizes = block, (hidden, text)
+        self.states = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, width))
+        self.words = nn.Sequential(nn.LayerNorm(text), nn.Linear(text, width))
+        layer = nn.TransformerDecoderLayer(width, heads, 2 * width, 0.1, batch_first=True, norm_first=True)
+        self.reader = nn.TransformerDecoder(layer, layers, nn.LayerNorm(width))
+        self.says = nn.Linear(width, said)
+
+    def forward(self, states: torch.Tensor, embeds: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, said] of states [B, N, hidden] and prompts [B, T, text] with their `mask` [B, T]."""
+        kept = mask != 0
+        read = self.reader(self.words(embeds), self.states(states), tgt_key_padding_mask=~kept)
+        weight = kept.to(read)[..., None]
+        return self.says((read * weight).sum(1) / weight.sum(1))
+
+    @torch.no_grad()
+    def score(self, states: torch.Tensor, embeds: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the logarithm [B] of how likely all is right, float32 on the CPU."""
+        device = self.says.weight.device
+        count, longest = len(states), longest_prompt(mask)
+        rows = (each.to(device).float() for each in (states, embeds[:, :longest].expand(count, -1, -1)))
+        return F.logsigmoid(self(*rows, mask[:, :longest].to(device).expand(count, -1))).sum(1).cpu()
+
+
+def is_verifier(folder: Path) -> bool:
+    """Whether `folder` says that it holds a verifier. Raises what `read_json` does."""
+    return folder.is_dir() and read_json(folder / "config.json").get("model_type") == KIND
+
+
+def load_verifier(folder: str | Path, device: str | torch.device = "cpu") -> Verifier:
+    """Return the verifier in `folder`, in float32: config.json and model.safetensors.
+
+    Raises CheckpointError for what is none or broken, MissingFileError or ReadError for a file that cannot be read.
+    """
+    folder = Path(folder)
+    config: dict[str, Any] = read_json(folder / "config.json")
+    for name, largest in SIZES.items():
+        if type(config.get(name)) is not int or not (name != "block") <= config[name] <= largest:
+            got = f"{brief(config.get(name))} in {folder.name}/config.json"
+            raise CheckpointError(f"{name}: got {got}, expected a whole number up to {largest}; {REDOWNLOAD}")
+    if config["width"] % config["heads"]:
+        raise CheckpointError(f"width: got no multiple of heads in {folder.name}/config.json; {REDOWNLOAD}")
+    with torch.device("meta"):
+        verifier = Verifier(**{name: config[name] for name in SIZES})
+    try:
+        verifier.load_state_dict(read_file(folder / "model.safetensors"), assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{folder.name}: its weights are of another verifier ({brief(error)}); {REDOWNLOAD}"
+        ) from error
+    return verifier.float().requires_grad_(False).train(False).to(device)
+
+
+def check_verifier(verifier: Verifier, config: Any) -> None:
+    """Raise InputError unless `verifier` reads the states of the transformer with `config`."""
+    own = config.num_attention_heads * config.attention_head_dim, config.caption_channels
+    if verifier.sizes != own or verifier.block >= config.num_layers:
+        got = f"states of width {verifier.sizes[0]} behind block {verifier.block}"
+        raise InputError(f"scorer: got a verifier of {got}, expected one made for this model; use a CLIP")
