@@ -103,6 +103,7 @@ bench: setup
 	$(VENV) benchmarks/doctor.py
 	$(VENV) benchmarks/load.py
 	$(VENV) benchmarks/sampling.py
+	$(VENV) benchmarks/step_cache.py
 	$(VENV) benchmarks/decode.py
 	$(VENV) benchmarks/decode_lite.py
 	$(VENV) benchmarks/memory.py

@@ -43,10 +43,10 @@ def generate(
 
     `settings` are these, `chunk`, the pictures that a device draws at once, without it as many as suit it, `say`, which
     is told what a cluster waits for, and the fields of `sana_core.batch.draw.Settings`: width, height, steps, guidance,
-    negative_prompt, sampler, pag_scale, pag_blocks, guidance_interval, dtype, compiled, reference, loras. Raises
-    InputError for a size that is not a multiple of 32, numbers out of range and a LoRA that does not fit,
-    CheckpointError, MissingFileError or ReadError for a file that cannot be loaded. A prompt of more than 300 tokens is
-    cut, with a warning in the log.
+    negative_prompt, sampler, pag_scale, pag_blocks, guidance_interval, dtype, compiled, reference, loras,
+    step_cache. Raises InputError for a size that is not a multiple of 32, numbers out of range and a LoRA that does not
+    fit, CheckpointError, MissingFileError or ReadError for a file that cannot be loaded. A prompt of more than 300
+    tokens is cut, with a warning in the log.
     """
     chunk, say = settings.pop("chunk", None), settings.pop("say", no_words)
     report = settings.pop("report", {})

@@ -178,6 +178,8 @@ def draw_best(
     Raises InputError where the first look would be after more steps than `settings` have.
     """
     assert settings.steps is not None
+    if settings.step_cache and best.after is not None:
+        raise InputError("step_cache: got it with after, whose drafts are continued later; leave one of them out")
     cells = math.prod(picture_shape(settings.width, settings.height, 1)[2:])
     rounds = Rounds(workload, best.of, best.looks(settings.steps), cells)
     later = rounds.workloads()

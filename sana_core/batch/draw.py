@@ -20,6 +20,7 @@ from ..model.forward import Watch, longest_prompt
 from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
 from ..model.latents import noise_stream, picture_shape
 from ..model.reference import AUTO, reference_of
+from ..model.step_cache import StepCache
 from ..model.text import TextEncoder, encode_prompts
 from ..model.verifier import Verifier, check_verifier, load_verifier
 from ..model.weight_layout import join_projections
@@ -53,7 +54,8 @@ class Settings(NamedTuple):
     `guidance_interval` of the sampling to the second. `reference` is whose arithmetic is followed where NVIDIA's code
     and diffusers' differ: "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. `loras` are added to
     the transformer's weights, each a file, on a cluster of each machine, and its strength. `verifier` is the
-    folder, there too, of what scores drafts by hidden states.
+    folder, there too, of what scores drafts by hidden states. Above 0, `step_cache` is the share by which
+    the first block's update may change while the others are left out: faster, nearly the same image (step_cache.py).
     """
 
     width: int = DEFAULT_RESOLUTION
@@ -70,6 +72,7 @@ class Settings(NamedTuple):
     reference: str = AUTO
     loras: tuple[tuple[str, float], ...] = ()
     verifier: str | None = None
+    step_cache: float = 0.0
 
 
 def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
@@ -95,6 +98,9 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
     find_sampler(settings.sampler)
     check_sampler(config, settings.sampler)
     check_steps(settings.steps)
+    check_number("step_cache", settings.step_cache, 0, 1)
+    if settings.step_cache and settings.compiled:
+        raise InputError("step_cache: got it with compile, which makes one graph of all blocks; leave one of them out")
     check_number("guidance", settings.guidance, 0, LARGEST_GUIDANCE)
     check_number("guidance_interval", settings.guidance_interval[0], 0, 1)
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
@@ -228,7 +234,9 @@ def sample(
     the rows, the latents are those rows.
     """
     transformer, shift, control = models.transformer, models.shift, images.control
-    parts = drawn_together(chunk, transformer.device)
+    cache = StepCache(settings.step_cache) if settings.step_cache else None
+    # what a step may leave out is said for a whole batch
+    parts = drawn_together(chunk, transformer.device) if cache is None else [(picture,) for picture in chunk]
     if len(parts) > 1:
         own, drawn = iter(texts), []
         for number, part in enumerate(parts):
@@ -255,6 +263,7 @@ def sample(
         perturbed,
         (ends[0], ends[1]),
         settings.compiled,
+        cache,
     )
     shape = picture_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [picture.seed for picture in chunk])

@@ -48,6 +48,9 @@ def describe_settings(
     """
     described = settings._asdict()
     del described["compiled"], described["loras"], described["verifier"]
+    if not settings.step_cache:
+        # folders from before there was one can be continued
+        del described["step_cache"]
     if settings.loras:
         described["loras"] = [
             {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras

@@ -58,6 +58,14 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
         "float16 is for models made for it",
     )
     add("--compile", action="store_true", help="torch.compile, with CUDA graphs in torch 2.14 or later")
+    add(
+        "--step-cache",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="inexact but faster: where the first block's output changes by less than SHARE from one step to the next, "
+        "like 0.1, the other blocks are left out",
+    )
     add("--chunk", type=int, help="images that a device makes at once; default: what suits it")
     add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all GPUs, or the CPU")
     add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: use all its GPUs")
@@ -131,6 +139,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         arguments.compile,
         arguments.reference,
         tuple(arguments.lora or ()),
+        step_cache=arguments.step_cache,
     )
 
 

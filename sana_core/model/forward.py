@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
     from ..split.share import Share
+    from .step_cache import StepCache
 
 # head sizes of the linear attention that its kernels take: powers of two that a product of matrices can have
 FUSED_HEADS = (16, 32, 64)
@@ -145,13 +146,14 @@ def velocity(
     perturbation: Perturbation | None = None,
     control: Sequence[torch.Tensor | None] = (),
     share: Share | None = None,
+    cache: StepCache | None = None,
 ) -> torch.Tensor:
     """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the model's reference computes it.
 
     B is a multiple of the P prompts in `constants`; each prompt has B / P pictures, one after another. `timestep` and
     `guidance` [B], that of distilled models, are already in the model's scale. `control` are the residuals of
     `control_residuals`: number i is added after block i. With a `share` in a picture that several devices compute, `x`,
-    the position embedding and `control` are those of its rows.
+    the position embedding and `control` are those of its rows. With a `cache` blocks may be left out.
     """
     height, width = x.shape[-2:]
     patch = transformer.config.patch_size
@@ -159,6 +161,8 @@ def velocity(
     carried: Carried = embed(transformer, x, constants.position, share), None
     time, embedded = embed_time(transformer, timestep, carried[0], guidance, share)
     modulation = modulate(constants, time)
+    if cache is not None:
+        cache.begin(carried[0])
     for i, block in enumerate(transformer.transformer_blocks):
         pictures = perturbation.pictures if perturbation is not None and i in perturbation.blocks else None
         carried = run_block(block, i, carried, modulation, constants, size, pictures, share)
@@ -168,6 +172,16 @@ def velocity(
             carried = hidden + residual.to(hidden.dtype), None
         if constants.watch is not None and i == constants.watch.block:
             constants.watch.states = add(*carried, constants.kernels)
+        if cache is not None and i == 0:
+            carried = add(*carried, constants.kernels), None
+            found = cache.find(carried[0])
+            if found is not None:
+                carried = found, None
+                break
+    else:
+        if cache is not None:
+            carried = add(*carried, constants.kernels), None
+            cache.end(carried[0])
     out = transformer.proj_out(last_norm(transformer, carried, embedded, constants.kernels))
     out = out.unflatten(1, size).unflatten(-1, (patch, patch, -1))
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, height, width)

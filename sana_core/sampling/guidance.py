@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from diffusers import SanaTransformer2DModel
 
+    from ..model.step_cache import StepCache
     from .samplers import Denoiser
 
 LARGEST_GUIDANCE = 100.0
@@ -96,6 +97,7 @@ def denoiser(
     perturbed: PerturbedAttention | None = None,
     interval: tuple[float, float] = (1.0, 0.0),
     compiled: bool = False,
+    cache: StepCache | None = None,
 ) -> Denoiser:
     """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one for each picture.
 
@@ -106,6 +108,7 @@ def denoiser(
     Classifier-free guidance counts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
     1, outside the interval and in a distilled model, which gets it as an embedding, there is no uncond pass. All passes
     of a step are one batch. `compiled` runs the forward through torch.compile, with CUDA graphs where it has them.
+    With a `cache`, for one sampling on one device, blocks may be left out.
     """
     if not isinstance(transformer, Shared):
         steered = transformer if isinstance(transformer, Steered) else Steered(transformer, None)
@@ -133,7 +136,8 @@ def denoiser(
                 # multiplied in float32, as in diffusers and in ComfyUI: the same bits
                 embedded = torch.full((len(batch),), guidance, device=batch.device) * config.guidance_embeds_scale
             residuals = steer(steered.control, shard, sigma, whole_timesteps, steering)
-            return forward(steered.transformer, batch, timestep, fixed, embedded, perturbation, residuals, shard.share)
+            own = timestep, fixed, embedded, perturbation, residuals, shard.share, cache
+            return forward(steered.transformer, batch, *own)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
         if members[0].watch is not None:

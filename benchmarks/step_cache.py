@@ -1,0 +1,65 @@
+"""What `--step-cache` costs: how far images are from those of all steps, beside images of as few steps.
+
+The demo model on the CPU in fp32, its own 20 steps. Writes benchmarks/step_cache.json: by the share, of all steps the
+part that was computed whole, and the mean difference in levels of 255; and that of images drawn in as many steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from machine import description
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from sana_core import generate  # noqa: E402
+from sana_core.batch import draw  # noqa: E402
+from sana_core.model.step_cache import StepCache  # noqa: E402
+
+PROMPTS = [
+    "a flat drawing of a red boat on the sea at dusk",
+    "a flat drawing of a blue house in the snow at night",
+    "a flat drawing of a green tree on a hill at noon",
+]
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.3)
+STEPS = 20
+
+
+def images(steps: int = STEPS, share: float = 0.0) -> torch.Tensor:
+    size = {"width": 256, "height": 256}
+    return generate(PROMPTS, ROOT / "demo" / "sana-scenes", devices=["cpu"], steps=steps, step_cache=share, **size)
+
+
+def away(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return round(float(127.5 * (got - expected).abs().mean()), 2)
+
+
+def main() -> None:
+    expected, found = images(), {}
+    for share in SHARES:
+        caches: list[StepCache] = []
+
+        def noted(share: float, caches: list[StepCache] = caches) -> StepCache:
+            caches.append(StepCache(share))
+            return caches[-1]
+
+        with mock.patch.object(draw, "StepCache", noted):
+            got = images(share=share)
+        computed = sum(cache.steps - cache.reused for cache in caches) / len(PROMPTS)
+        found[str(share)] = {
+            "steps_computed": round(computed, 1),
+            "levels_away": away(got, expected),
+            "levels_away_of_as_few_steps": away(images(round(computed)), expected),
+        }
+        sys.stderr.write(f"{share}: {found[str(share)]}\n")
+    document = {**description(), "steps": STEPS, "shares": found}
+    (ROOT / "benchmarks" / "step_cache.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
