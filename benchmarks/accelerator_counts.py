@@ -111,7 +111,7 @@ def share(variant: str, pixels: int, passes: int, members: int) -> dict[str, Any
     """Return the counts of one of so many members, of whom two are its neighbours if there are, that share the rows of
     a step; the others' tensors lie on another device."""
     from sana_core.model.forward import prepare, velocity
-    from sana_core.split.share import Share
+    from sana_core.model.share import Share
     from sana_core.split.threads import Table, ThreadExchange
 
     class Met(ThreadExchange):

@@ -31,7 +31,7 @@ from demo.verifier import DRAWN, Drafts  # noqa: E402
 from sana_core import load_scorer  # noqa: E402
 from sana_core.batch.best import FINISHED, looks_every  # noqa: E402
 from sana_core.batch.draw import decode  # noqa: E402
-from sana_core.model.verifier import load_verifier  # noqa: E402
+from sana_core.batch.verifier import load_verifier  # noqa: E402
 
 OUT, KEPT = Path(__file__).with_suffix(".json"), ROOT / ".cache" / "drafts"
 DRAFTS, LOOKS = 8, (1, 2, 3)

@@ -121,9 +121,9 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
 
     from sana_core.decode import decode_latents
     from sana_core.model.forward import velocity
+    from sana_core.model.row_shards import share_rows
+    from sana_core.model.share import Share
     from sana_core.split.processes import connect
-    from sana_core.split.rows import share_rows
-    from sana_core.split.share import Share
 
     torch.set_num_threads(2 if mode == "threads" else 1)
     os.sched_setaffinity(0, {rank} if mode == "processes" else {0} if mode == "one" else {0, 1})

@@ -28,8 +28,8 @@ from sana_core.batch.draw import (
     stack_texts,
 )
 from sana_core.batch.plan import Picture
+from sana_core.batch.verifier import KIND, SIZES, Verifier
 from sana_core.model.forward import Watch
-from sana_core.model.verifier import KIND, SIZES, Verifier
 from sana_core.runtime.image_files import levels
 from sana_core.sampling.trail import Trail
 

@@ -1,5 +1,6 @@
 """SANA outside ComfyUI: load, encode, sample, decode. Heavy libraries are imported where they are used."""
 
+from .batch.scorer import load_scorer
 from .checkpoints import (
     inspect_checkpoint,
     load_autoencoder,
@@ -26,7 +27,6 @@ from .generate import generate
 from .memory import plan_memory
 from .model.text import encode_prompts
 from .predict import predict_velocity
-from .scorer import load_scorer
 from .video.generate import generate_video
 from .video.memory import plan_video
 

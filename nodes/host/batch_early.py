@@ -9,9 +9,9 @@ import comfy.model_management
 import torch
 
 from ...sana_core.batch.best import Look, looks_every
+from ...sana_core.batch.verifier import check_verifier
 from ...sana_core.errors import InputError
 from ...sana_core.model.forward import Watch
-from ...sana_core.model.verifier import check_verifier
 from ...sana_core.runtime.image_files import levels
 from ...sana_core.sampling.trail import Draft, Round, Trail
 

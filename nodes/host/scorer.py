@@ -11,11 +11,11 @@ import comfy.utils
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from ...sana_core.batch.scorer import Scorer, load_scorer
+from ...sana_core.batch.verifier import Verifier, is_verifier, load_verifier
 from ...sana_core.errors import InputError
 from ...sana_core.model.latents import check_channels
-from ...sana_core.model.verifier import Verifier, is_verifier, load_verifier
 from ...sana_core.runtime.image_files import levels
-from ...sana_core.scorer import Scorer, load_scorer
 from .bars import PAPER, TEXT, as_image
 from .folders import scorer_path
 from .sampling import SEED

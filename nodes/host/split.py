@@ -16,8 +16,8 @@ from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.errors import InputError
 from ...sana_core.model.forward import velocity
+from ...sana_core.model.row_shards import Shard, check_rows, check_splittable, part_of
 from ...sana_core.split.devices import Split
-from ...sana_core.split.rows import Shard, check_rows, check_splittable, part_of
 from ...sana_core.split.speed import relative_speeds
 from .batch_devices import clone_patcher
 from .cluster import require_cluster

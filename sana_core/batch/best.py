@@ -15,13 +15,13 @@ import torch
 from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import InputError
 from ..model.latents import CHANNELS, picture_shape
-from ..model.verifier import is_verifier
 from ..runtime.checks import check_whole
 from ..sampling.trail import WHOLE, Draft, Round
-from ..scorer import Scorer, load_scorer
 from .draw import Settings
 from .local import local_devices
 from .plan import LARGEST_COUNT, Picture, Workload
+from .scorer import Scorer, load_scorer
+from .verifier import is_verifier
 
 # of those that are kept, how many times as many are drawn to the end
 FINISHED = 2

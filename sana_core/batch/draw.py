@@ -22,7 +22,6 @@ from ..model.latents import noise_stream, picture_shape
 from ..model.reference import AUTO, reference_of
 from ..model.step_cache import StepCache
 from ..model.text import TextEncoder, encode_prompts
-from ..model.verifier import Verifier, check_verifier, load_verifier
 from ..model.weight_layout import join_projections
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
@@ -32,6 +31,7 @@ from ..sampling.samplers import check_sampler, find_sampler, own_arguments, own_
 from ..sampling.schedules import check_steps, shift_sigmas
 from ..sampling.trail import WHOLE, Draft, Round, Trail
 from .plan import Chunk, drawn_together
+from .verifier import Verifier, check_verifier, load_verifier
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaTransformer2DModel

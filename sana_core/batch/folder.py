@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ExistingFileError, InputError
-from ..runtime.atomic_files import sync_folder, write_whole
+from ..runtime.atomic_files import digest_of, sync_folder, write_whole
 from ..runtime.folder_lock import Hold
 from .plan import LARGEST_SEED, Picture
-from .png import describe_picture, digest_of, file_name, is_damaged, read_entry, write_picture
+from .png import describe_picture, file_name, is_damaged, read_entry, write_picture
 
 MANIFEST = "manifest.json"
 # what a draft that was chosen says besides

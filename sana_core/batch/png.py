@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.atomic_files import write_whole
+from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.image_files import LEVEL, levels
 from .graph import ENTRY as GRAPH
 from .graph import graph_of
@@ -55,10 +55,6 @@ def encode_png(
     stream = io.BytesIO()
     Image.fromarray(levels(pixels)).save(stream, "PNG", pnginfo=words, compress_level=LEVEL)
     return stream.getvalue()
-
-
-def digest_of(png: bytes) -> str:
-    return hashlib.sha256(png).hexdigest()
 
 
 def read_texts(data: bytes) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""All that a picture depends on besides prompt and seed, in words and digests that tell one machine from another."""
+"""What a checkpoint brings to its images, in digests that tell one machine from another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..batch.draw import Settings
-from ..batch.png import digest_of
 from ..errors import ReadError
 from ..model.known_models import MAX_TOKENS
 from ..model.reference import AUTO
 from ..model.text import instruction_text
-from ..runtime.atomic_files import digest_file
+from ..runtime.atomic_files import digest_file, digest_of
 from . import CheckpointInfo, inspect_checkpoint
 from .load import build_module, shift_of, text_reference
 from .lora import peft_file
@@ -24,8 +22,6 @@ from .tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# of the description; a higher one where the same words mean other pictures
-VERSION = 2
 # bytes from which on a file's digest is kept beside it; a smaller one is read in no time
 KEPT = 1 << 26
 # what a kept digest begins with
@@ -35,28 +31,6 @@ IDLE = {"transformers_version", "dtype", "torch_dtype", "architectures"}
 PROBE = "  A Caf\u00e9,\tin 3  colours \U0001f3a8 "
 
 Progress = Callable[[int, int], None]
-
-
-def describe_settings(
-    settings: Settings, checkpoint: str | Path, progress: Progress = lambda done, total: None
-) -> dict[str, Any]:
-    """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn,
-    and `verifier` which are.
-
-    `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises
-    CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete.
-    """
-    described = settings._asdict()
-    del described["compiled"], described["loras"], described["verifier"]
-    if not settings.step_cache:
-        # folders from before there was one can be continued
-        del described["step_cache"]
-    if settings.loras:
-        described["loras"] = [
-            {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras
-        ]
-    described["guidance_interval"] = list(settings.guidance_interval)
-    return {"version": VERSION, **described, **fingerprint(checkpoint, progress, None, settings.reference)}
 
 
 def fingerprint(

@@ -35,14 +35,14 @@ from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
 from ..model.forward import Constants, Perturbation, prepare, velocity
 from ..model.latents import DOWNSCALE
+from ..model.row_shards import Shard, part_of, share_rows
+from ..model.share import Share
 from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
 from ..sampling.guidance import Shared, Steered
 from ..sampling.masked import Under
 from ..sampling.trail import Draft, Round
 from ..split.processes import ProcessExchange, connect
-from ..split.rows import Shard, part_of, share_rows
-from ..split.share import Share
 from ..split.speed import device_name, measure
 
 

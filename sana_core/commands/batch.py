@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ..batch.best import Best, draw_best, find_best, place_scorer, without_finished
+from ..batch.description import describe_settings
 from ..batch.draw import Settings, resolve_settings
 from ..batch.folder import OutputFolder, read_manifest
 from ..batch.local import draw_local
 from ..batch.plan import Picture, Workload, batch_pictures
 from ..batch.png import encode_png
 from ..batch.progress import Progress
-from ..checkpoints.fingerprint import KEPT, describe_settings
+from ..checkpoints.fingerprint import KEPT
 from ..errors import InputError, OutputError, SanaError
 from ..generate import find_drawing
 from ..runtime.atomic_files import make_folder

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from diffusers.models.normalization import RMSNorm
     from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
 
-    from ..split.share import Share
     from .forward import Constants
+    from .share import Share
 
 NO_KERNELS: frozenset[str] = frozenset()
 

@@ -14,7 +14,7 @@ from .reference import all_blocks
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-    from ..split.share import Share
+    from .share import Share
 
 
 class Control(NamedTuple):

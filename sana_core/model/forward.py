@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
-    from ..split.share import Share
+    from .share import Share
     from .step_cache import StepCache
 
 # head sizes of the linear attention that its kernels take: powers of two that a product of matrices can have

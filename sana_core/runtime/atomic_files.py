@@ -86,6 +86,11 @@ def make_folder(path: Path) -> None:
         ) from error
 
 
+def digest_of(data: bytes) -> str:
+    """Return the SHA-256 of `data`, in hexadecimal."""
+    return sha256(data).hexdigest()
+
+
 def digest_file(path: Path, read: Callable[[int], None] = lambda count: None) -> str:
     """Return the digest of what is in a file; `read` is told of the bytes as they are read. Raises OSError."""
     digest = sha256()

@@ -13,8 +13,8 @@ from ..model.controlnet import Control, control_residuals
 from ..model.forward import Constants, Perturbation, Watch, prepare, velocity
 from ..model.known_models import perturbed_block
 from ..model.reference import model_timestep, reference_of
+from ..model.row_shards import Shard, Span, part_of
 from ..runtime.checks import check_number
-from ..split.rows import Shard, Span, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

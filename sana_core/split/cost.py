@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..errors import InputError
 from ..model.known_models import HEAD_DIM, MAX_TOKENS, VARIANTS, Architecture
 from ..model.latents import CHANNELS, DOWNSCALE, check_side
-from .rows import find_groups
+from ..model.row_shards import find_groups
 
 EXCHANGES = 2  # in a block
 # of the float64 that are summed

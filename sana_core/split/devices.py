@@ -9,10 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 from ..errors import InputError
+from ..model.row_shards import Shard, find_groups, share_rows
+from ..model.share import Share
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
-from .rows import Shard, find_groups, share_rows
-from .share import Share
 from .threads import Left, Table, ThreadExchange
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from ..batch.plan import Picture, Workload
 from ..batch.windows import check_prompts
 from ..errors import InputError
 from ..model.latents import DOWNSCALE
+from ..model.row_shards import check_rows, check_splittable
 from ..runtime.cancellation import Poll, no_poll
 from ..sampling.guidance import Shared, Steered
 from .devices import Split
-from .rows import check_rows, check_splittable
 from .speed import relative_speeds
 
 

@@ -18,16 +18,17 @@ from setup import ROOT
 import sana_core
 from demo.verifier import save
 from sana_core.__main__ import main
+from sana_core.batch.description import describe_settings
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.plan import Workload, batch_pictures
-from sana_core.checkpoints.fingerprint import describe_settings, fingerprint
+from sana_core.batch.verifier import Verifier
+from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actors import ActorCache
 from sana_core.cluster.batch import draw_on_cluster
 from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
 from sana_core.cluster.worker import Job
 from sana_core.errors import ClusterError
-from sana_core.model.verifier import Verifier
 from sana_core.runtime.folder_lock import hold
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
 from sana_core.training.settings import Method

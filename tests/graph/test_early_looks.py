@@ -7,7 +7,7 @@ import torch
 from clips import PROMPT, save_clip
 
 from demo.verifier import save
-from sana_core.model.verifier import Verifier
+from sana_core.batch.verifier import Verifier
 
 SAMPLING = {"steps": 4, "guidance": 4.5, "sampler": "flow_dpmpp_2m"}
 OPTIONS = {**SAMPLING, "count": 6, "seed": 7, "devices": "cpu x 2", "chunk": 0}

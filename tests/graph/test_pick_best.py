@@ -6,7 +6,7 @@ import pytest
 import torch
 from clips import PROMPT, save_clip
 
-from sana_core.scorer import load_scorer
+from sana_core.batch.scorer import load_scorer
 
 
 @pytest.fixture

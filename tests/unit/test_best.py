@@ -12,9 +12,9 @@ import sana_core
 from sana_core.__main__ import main
 from sana_core.batch import draw
 from sana_core.batch.best import find_best
+from sana_core.batch.scorer import load_scorer
 from sana_core.errors import InputError
 from sana_core.sampling.samplers import find_sampler
-from sana_core.scorer import load_scorer
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SIZE = {"width": 64, "height": 64, "steps": 3}

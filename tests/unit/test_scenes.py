@@ -16,9 +16,9 @@ from demo.scenes.autoencoder import CHANNELS, LAYERS
 from demo.scenes.captions import SAID, prompt, random_caption
 from demo.scenes.dataset import write_dataset
 from demo.scenes.painting import paint
+from sana_core.batch.scorer import load_scorer
 from sana_core.checkpoints import load_text_encoder
 from sana_core.model.text import encode_prompts
-from sana_core.scorer import load_scorer
 from sana_core.training.dataset import check_controls, read_dataset
 from sana_core.training.settings_file import read_settings
 

@@ -16,9 +16,9 @@ from transformers import (
     SiglipModel,
 )
 
+from sana_core.batch.scorer import load_scorer
 from sana_core.errors import CheckpointError, MissingFileError
 from sana_core.runtime.image_files import levels
-from sana_core.scorer import load_scorer
 
 
 @pytest.fixture

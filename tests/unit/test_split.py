@@ -14,11 +14,11 @@ from sana_core.__main__ import main
 from sana_core.errors import InputError
 from sana_core.model.controlnet import Control
 from sana_core.model.forward import Perturbation, prepare, velocity
+from sana_core.model.row_shards import check_splittable, find_groups, part_of, share_rows
 from sana_core.sampling.guidance import PerturbedAttention, Shared, Steered, denoiser
 from sana_core.split import draw
 from sana_core.split.cost import CARDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
-from sana_core.split.rows import check_splittable, find_groups, part_of, share_rows
 
 CPU = torch.device("cpu")
 # a row of 16 cells is the least: some CPUs' libraries multiply matrices of fewer rows in another order of additions.

@@ -9,9 +9,9 @@ import sana_core
 from demo.verifier import Drafts, order_of, read, save, train
 from demo.verifier import gather as gather_draft
 from sana_core.batch import draw
+from sana_core.batch.verifier import Verifier, load_verifier
 from sana_core.checkpoints import load_transformer
 from sana_core.errors import CheckpointError, InputError, MissingFileError
-from sana_core.model.verifier import Verifier, load_verifier
 
 PROMPT = "a red circle on a blue background"
 SIZE = {"width": 64, "height": 64, "steps": 4}

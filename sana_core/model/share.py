@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
-from ..model.block import feed_forward
-from ..model.layers import pointwise
+from .block import feed_forward
+from .layers import pointwise
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.sana_transformer import GLUMBConv

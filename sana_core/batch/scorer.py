@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checkpoints.files import REDOWNLOAD, brief, read_json
-from .checkpoints.schemas import refuse_code
-from .errors import CheckpointError, MissingFileError
-from .runtime.cancellation import Poll, no_poll
-from .runtime.image_files import levels
+from ..checkpoints.files import REDOWNLOAD, brief, read_json
+from ..checkpoints.schemas import refuse_code
+from ..errors import CheckpointError, MissingFileError
+from ..runtime.cancellation import Poll, no_poll
+from ..runtime.image_files import levels
 
 KIND = "clip"
 SUITABLE = "use a CLIP that has both, such as openai/clip-vit-large-patch14 or yuvalkirstain/PickScore_v1"

@@ -16,7 +16,7 @@ from torch import nn
 from ..checkpoints.files import REDOWNLOAD, brief, read_json
 from ..checkpoints.headers import read_file
 from ..errors import CheckpointError, InputError
-from .forward import longest_prompt
+from ..model.forward import longest_prompt
 
 KIND = "sana_verifier"
 # of config.json, besides model_type, and the largest that each may be

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-    from ..model.forward import Constants
+    from .forward import Constants
     from .share import Share
 
 

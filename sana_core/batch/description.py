@@ -1,0 +1,34 @@
+"""All that an image depends on besides prompt and seed, as a manifest holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.fingerprint import Progress, fingerprint
+from .draw import Settings
+
+# of the description; a higher one where the same words mean other images
+VERSION = 2
+
+
+def describe_settings(
+    settings: Settings, checkpoint: str | Path, progress: Progress = lambda done, total: None
+) -> dict[str, Any]:
+    """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn,
+    and `verifier` which are.
+
+    `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises
+    CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete.
+    """
+    described = settings._asdict()
+    del described["compiled"], described["loras"], described["verifier"]
+    if not settings.step_cache:
+        # folders from before there was one can be continued
+        del described["step_cache"]
+    if settings.loras:
+        described["loras"] = [
+            {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras
+        ]
+    described["guidance_interval"] = list(settings.guidance_interval)
+    return {"version": VERSION, **described, **fingerprint(checkpoint, progress, None, settings.reference)}
