@@ -16,10 +16,10 @@ SOURCES = sorted([*ROOT.glob("sana_core/**/*.py"), *ROOT.glob("nodes/**/*.py")])
 FILLED = "..."  # stands for what a message fills in
 # sections and the files whose errors they list; the first that matches
 SECTIONS = {
-    "Several GPUs and clusters": r"(split|cluster)/|batch/(connection|ray_pool|session)|nodes/host/.*(cluster|split)",
+    "Several GPUs and clusters": r"(split|cluster)/|model/(row_shards|share)|nodes/host/.*(cluster|split)",
     "Training": r"training|commands/train|nodes/dataset",
-    "Command line and batches": r"sana_core/(batch|commands)/|(_files|video/files|folder_lock)\.py$",
-    "Models and their files": r"sana_core/checkpoints/|nodes/host/(folders|preview|quantise|stamps|weights)",
+    "Command line and batches": r"sana_core/(batch(?!/(scorer|verifier))|commands)/|(_files|video/files|folder_lock)\.py$",
+    "Models and their files": r"sana_core/(checkpoints/|batch/(scorer|verifier))|nodes/host/(folders|preview|quantise|stamps|weights)",
     "Nodes, prompts and images": "",
 }
 

@@ -238,16 +238,7 @@ def sample(
     # what a step may leave out is said for a whole batch
     parts = drawn_together(chunk, transformer.device) if cache is None else [(picture,) for picture in chunk]
     if len(parts) > 1:
-        own, drawn = iter(texts), []
-        for number, part in enumerate(parts):
-            steering = control
-            if control is not None and len(control.latents) > 1:
-                first = sum(map(len, parts[:number]))
-                steering = control._replace(latents=control.latents[first : first + len(part)])
-            prompts = list(islice(own, len(part)))
-            own_images = images._replace(control=steering)
-            drawn.append(sample(models, settings, part, prompts, negative, poll, own_images))
-        return torch.cat(drawn)
+        return sample_apart(models, settings, parts, texts, negative, poll, images)
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     flow = find_sampler(settings.sampler)
     ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), shift).tolist()
@@ -255,7 +246,7 @@ def sample(
     if settings.pag_scale:
         perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
     model = denoiser(
-        shared or Steered(transformer, control, images.trail.watch if images.trail else None),
+        shared or Steered(transformer, control, images.trail.watch if images.trail else None, cache),
         stack_texts(texts),
         stack_texts([negative]),
         settings.guidance,
@@ -263,7 +254,6 @@ def sample(
         perturbed,
         (ends[0], ends[1]),
         settings.compiled,
-        cache,
     )
     shape = picture_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [picture.seed for picture in chunk])
@@ -278,6 +268,26 @@ def sample(
     if images.trail is not None:
         model, sigmas = images.trail.follow(model), sigmas[: images.trail.until + 1]
     return flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
+
+
+def sample_apart(
+    models: Models,
+    settings: Settings,
+    parts: Sequence[Chunk],
+    texts: Sequence[Embedding],
+    negative: Embedding,
+    poll: Poll,
+    images: ImageInputs,
+) -> torch.Tensor:
+    """Return what `sample` makes of the `parts` of a chunk, one after another."""
+    own, drawn, control = iter(texts), [], images.control
+    for number, part in enumerate(parts):
+        if control is not None and len(control.latents) > 1:
+            first = sum(map(len, parts[:number]))
+            images = images._replace(control=control._replace(latents=control.latents[first : first + len(part)]))
+        prompts = list(islice(own, len(part)))
+        drawn.append(sample(models, settings, part, prompts, negative, poll, images))
+    return torch.cat(drawn)
 
 
 @torch.no_grad()

@@ -68,6 +68,12 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     )
     add("--chunk", type=int, help="images that a device makes at once; default: what suits it")
     add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all GPUs, or the CPU")
+    add_cluster(parser)
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the options whose values `cluster_of` reads."""
+    add = parser.add_argument
     add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: use all its GPUs")
     add("--gpus", type=int, help="of the cluster, at most so many; default: all")
     add("--gpus-per-worker", type=float, default=1.0, help="of the cluster, for each process: 0.5 for two on a GPU")

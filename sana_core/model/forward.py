@@ -54,6 +54,7 @@ class Constants(NamedTuple):
     kernels: frozenset[str]  # those of sana_core.kernels that do what lies between the layers
     eps: float  # in the denominator of the linear attention
     watch: Watch | None = None  # who looks on
+    cache: StepCache | None = None  # by which blocks may be left out
 
 
 class Perturbation(NamedTuple):
@@ -146,21 +147,20 @@ def velocity(
     perturbation: Perturbation | None = None,
     control: Sequence[torch.Tensor | None] = (),
     share: Share | None = None,
-    cache: StepCache | None = None,
 ) -> torch.Tensor:
     """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the model's reference computes it.
 
     B is a multiple of the P prompts in `constants`; each prompt has B / P pictures, one after another. `timestep` and
     `guidance` [B], that of distilled models, are already in the model's scale. `control` are the residuals of
     `control_residuals`: number i is added after block i. With a `share` in a picture that several devices compute, `x`,
-    the position embedding and `control` are those of its rows. With a `cache` blocks may be left out.
+    the position embedding and `control` are those of its rows.
     """
     height, width = x.shape[-2:]
     patch = transformer.config.patch_size
     size = height // patch, width // patch
     carried: Carried = embed(transformer, x, constants.position, share), None
     time, embedded = embed_time(transformer, timestep, carried[0], guidance, share)
-    modulation = modulate(constants, time)
+    modulation, cache = modulate(constants, time), constants.cache
     if cache is not None:
         cache.begin(carried[0])
     for i, block in enumerate(transformer.transformer_blocks):

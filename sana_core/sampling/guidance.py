@@ -41,6 +41,7 @@ class Steered(NamedTuple):
     transformer: SanaTransformer2DModel
     control: Control | None
     watch: Watch | None = None
+    cache: StepCache | None = None  # of one sampling on one device
 
 
 class Prepared(NamedTuple):
@@ -97,7 +98,6 @@ def denoiser(
     perturbed: PerturbedAttention | None = None,
     interval: tuple[float, float] = (1.0, 0.0),
     compiled: bool = False,
-    cache: StepCache | None = None,
 ) -> Denoiser:
     """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one for each picture.
 
@@ -108,7 +108,6 @@ def denoiser(
     Classifier-free guidance counts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
     1, outside the interval and in a distilled model, which gets it as an embedding, there is no uncond pass. All passes
     of a step are one batch. `compiled` runs the forward through torch.compile, with CUDA graphs where it has them.
-    With a `cache`, for one sampling on one device, blocks may be left out.
     """
     if not isinstance(transformer, Shared):
         steered = transformer if isinstance(transformer, Steered) else Steered(transformer, None)
@@ -136,21 +135,26 @@ def denoiser(
                 # multiplied in float32, as in diffusers and in ComfyUI: the same bits
                 embedded = torch.full((len(batch),), guidance, device=batch.device) * config.guidance_embeds_scale
             residuals = steer(steered.control, shard, sigma, whole_timesteps, steering)
-            own = timestep, fixed, embedded, perturbation, residuals, shard.share, cache
-            return forward(steered.transformer, batch, *own)
+            return forward(steered.transformer, batch, timestep, fixed, embedded, perturbation, residuals, shard.share)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
         if members[0].watch is not None:
             members[0].watch.keep(int(guided), len(x))
         # guided in x0 and in this order, as ComfyUI does it: the same bits with and without the host
-        parts = list(x - sigma * velocities.unflatten(0, (count, len(x))))
-        if perturbed:
-            last = parts.pop()
-            shift = perturbed.scale * (parts[-1] - last)
-            parts = [part + shift for part in parts]
-        return parts[0] + (parts[1] - parts[0]) * guidance if guided else parts[0]
+        return combine(list(x - sigma * velocities.unflatten(0, (count, len(x)))), guided, guidance, perturbed)
 
     return model
+
+
+def combine(
+    x0s: list[torch.Tensor], guided: bool, guidance: float, perturbed: PerturbedAttention | None
+) -> torch.Tensor:
+    """Return the guided x0 of those of a step's passes: without the prompt if `guided`, with it, perturbed."""
+    if perturbed:
+        last = x0s.pop()
+        shift = perturbed.scale * (x0s[-1] - last)
+        x0s = [x0 + shift for x0 in x0s]
+    return x0s[0] + (x0s[1] - x0s[0]) * guidance if guided else x0s[0]
 
 
 def compile_mode() -> str:
@@ -186,7 +190,7 @@ class Steps:
         constants, perturbation, steering = self.prepared[key]
         if perturbation is not None:
             perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures))
-        own = part_of(constants, shard)._replace(watch=member.watch)
+        own = part_of(constants, shard)._replace(watch=member.watch, cache=member.cache)
         return Prepared(own, perturbation, steering and part_of(steering, shard))
 
 
