@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit"), st
 
 from fake_accelerator import FIRST, SECOND, Counter, default_dtype, fake_accelerators  # noqa: E402
 
-from benchmarks.machine import description  # noqa: E402
+from benchmarks.machine import write  # noqa: E402
 
 DTYPE = torch.bfloat16
 TOKENS = 300
@@ -280,7 +279,6 @@ def in_host() -> dict[str, Any]:
 
 def main() -> None:
     result = {
-        **description(),
         "note": "counted on fake tensors, in bf16; nothing of this has run on a card",
         "before": BEFORE,
         "guided_step": {f"{name}, {pixels} px": step(name, pixels) for name, pixels in STEPS}
@@ -295,9 +293,7 @@ def main() -> None:
         "encode_smallest": {f"{pixels} px": encode(pixels, smallest=True) for pixels in SMALL_SIDES},
         **in_host(),
     }
-    text = json.dumps(result, indent=2) + "\n"
-    (ROOT / "benchmarks" / "accelerator_counts.json").write_text(text)
-    sys.stdout.write(text)
+    write(__file__, result)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ adds to a weight, by their Frobenius norms, in fp32.
 
 from __future__ import annotations
 
-import json
 import re
 
-from machine import ROOT, description, printed_by
+from machine import printed_by, write
 
 TESTS = "tests/graph/test_adapters.py"
 BOUND = 1e-6
@@ -19,8 +18,8 @@ def main() -> None:
     table: dict[str, dict[str, float | str]] = {}
     for name, way, result in re.findall(r"^\.*(\S+) x (.+): (\S+)$", printed_by(TESTS), re.MULTILINE):
         table.setdefault(name, {})[way] = result if result.isalpha() else float(result)
-    report = {**description(), "bound": BOUND, "relative_difference": table}
-    (ROOT / "benchmarks" / "adapters.json").write_text(json.dumps(report, indent=2) + "\n")
+    report = {"bound": BOUND, "relative_difference": table}
+    write(__file__, report)
 
 
 if __name__ == "__main__":

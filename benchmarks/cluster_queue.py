@@ -6,7 +6,6 @@ cluster connects, starts the worker and loads; the second finds it there.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -19,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "cluster")]
 
 from host import free_port, run_graph, start_server  # noqa: E402
-from machine import description  # noqa: E402
+from machine import write  # noqa: E402
 from machines import add_node  # noqa: E402
 from queues import batch_graph, configure  # noqa: E402
 
@@ -46,10 +45,8 @@ def main() -> None:
                     seconds[devices].append(round(time.perf_counter() - started, 2))
     finally:
         cluster.shutdown()
-    own = description()
     figures = {
-        **own,
-        "versions": {**own["versions"], "ray": version("ray")},
+        "ray": version("ray"),
         "pictures": COUNT,
         "steps": STEPS,
         "first_queue": {devices: runs[0] for devices, runs in seconds.items()},
@@ -59,9 +56,7 @@ def main() -> None:
         ),
         "target": 2.0,
     }
-    text = json.dumps(figures, indent=2) + "\n"
-    (ROOT / "benchmarks" / "cluster_queue.json").write_text(text)
-    sys.stdout.write(text)
+    write(__file__, figures)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import description  # noqa: E402
+from machine import ROOT, write
 
 DOCTOR = ("-m", "sana_core", "doctor", "demo/sana-scenes", "demo/sana-scenes-cyanotype.safetensors")
 RUNS = {
@@ -56,10 +53,8 @@ def measure(words: tuple[str, ...], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        document = description() | {name: measure(words, Path(folder)) for name, words in RUNS.items()}
-    text = json.dumps(document, indent=2) + "\n"
-    (ROOT / "benchmarks" / "doctor.json").write_text(text)
-    sys.stdout.write(text)
+        document = {name: measure(words, Path(folder)) for name, words in RUNS.items()}
+    write(__file__, document)
 
 
 if __name__ == "__main__":

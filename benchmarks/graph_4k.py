@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from checkpoints import link_tiny  # noqa: E402
 from host import base_directory, images_of, run_graph, start_server  # noqa: E402
-from machine import description  # noqa: E402
+from machine import write  # noqa: E402
 
 SIDE = 4096
 
@@ -40,15 +40,12 @@ def main() -> None:
         whole = round(time.perf_counter() - started, 1)
         assert len(images_of(events)) == 1
     figures = {
-        **description(),
         "pixels": SIDE,
         "steps": graph[names["SanaNodesSampler"]]["inputs"]["steps"],
         "seconds": whole,
         "seconds_of_nodes": seconds,
     }
-    text = json.dumps(figures, indent=2) + "\n"
-    (ROOT / "benchmarks" / "graph_4k.json").write_text(text)
-    sys.stdout.write(text)
+    write(__file__, figures)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ sys.path += [str(ROOT), str(ROOT / "scripts")]
 
 from host import post, run_graph, start_server  # noqa: E402
 
-from benchmarks.machine import description  # noqa: E402
+from benchmarks.machine import write  # noqa: E402
 
 # presses of Interrupt
 MOMENTS = 10
@@ -71,13 +71,11 @@ def main() -> None:
             if pressed:
                 silences.append(round(ended - pressed, 2))
     figures = {
-        "machine": description(),
         "load_of_the_machine": round(os.getloadavg()[0], 1),
         "whole_run_s": round(whole, 1),
         "from_interrupt_to_end_s": silences,
     }
-    (ROOT / "benchmarks" / "interrupt.json").write_text(json.dumps(figures, indent=2) + "\n")
-    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+    write(__file__, figures)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,13 @@ the file in the page cache.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from machine import ROOT, last_line, write
+
 RUNS = 3
 
 # The sum reads every byte: load_file itself maps the file and reads nothing, ours has looked for NaN.
@@ -77,9 +72,8 @@ def main() -> None:
         runs: dict[str, list[dict]] = {name: [] for name in STEPS}
         for _ in range(RUNS):
             for name, step in STEPS.items():
-                command = [sys.executable, "-c", PROCESS.format(step=step), str(ROOT), str(path), folder]
-                out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                runs[name].append(json.loads(out.splitlines()[-1]))
+                command = ("-c", PROCESS.format(step=step), str(ROOT), str(path), folder)
+                runs[name].append(last_line(*command))
     results = {
         name: {
             "seconds": round(statistics.median(run["seconds"] for run in all_runs), 4),
@@ -88,18 +82,13 @@ def main() -> None:
         for name, all_runs in runs.items()
     }
     figures = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "safetensors")}
-        | {"python": platform.python_version()},
+        "safetensors": version("safetensors"),
         "runs": RUNS,
         "file_gigabytes": round(size / 1e9, 3),
         "results": results,
         "ratio_to_load_file_read": round(results["ours"]["seconds"] / results["load_file, read"]["seconds"], 3),
     }
-    text = json.dumps(figures, indent=2) + "\n"
-    (ROOT / "benchmarks" / "load.json").write_text(text)
-    sys.stdout.write(text)
+    write(__file__, figures)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ step, so that the prompts are most of the work.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -15,13 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import description  # noqa: E402
+from machine import ROOT, write
 
 PROMPTS = 100_000
-RESULTS = Path(__file__).with_suffix(".json")
 
 
 def main() -> None:
@@ -51,14 +46,13 @@ def main() -> None:
             seconds = time.perf_counter() - started
             running.terminate()
     document = {
-        **description(),
         "prompts": PROMPTS,
         "seconds_to_first_picture": round(first, 1),
         "pictures": number,
         "seconds": round(seconds),
         "resident_megabytes_after": resident,
     }
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    write(__file__, document)
 
 
 if __name__ == "__main__":

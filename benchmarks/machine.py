@@ -1,7 +1,11 @@
-"""What every benchmark writes beside its figures: when, where, with which versions; and what a test prints."""
+"""What every benchmark writes beside its figures: when, where, with which versions; and what a process or test prints.
+
+To import it puts the project on the path of a benchmark that is started as a script.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -9,8 +13,11 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+# the last, for its nodes/ must not stand before ComfyUI's nodes.py
+sys.path.append(str(ROOT))
 
 
 def description() -> dict:
@@ -26,3 +33,17 @@ def printed_by(test: str) -> str:
     """Run the tests of that file, which all have to pass, and return what they print."""
     command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "-s", test]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def write(benchmark: str, figures: dict[str, Any]) -> None:
+    """Write `figures` of the file `benchmark` to the .json beside it, behind the description, and print them."""
+    text = json.dumps({**description(), **figures}, indent=2) + "\n"
+    Path(benchmark).with_suffix(".json").write_text(text)
+    sys.stdout.write(text)
+
+
+def last_line(*command: str, **environment: str) -> Any:
+    """Return what the JSON in the last line says that Python prints for `command`."""
+    own = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, *command], env=own, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])

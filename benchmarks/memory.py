@@ -7,17 +7,10 @@ its own; the figures of the decode are in decode.json.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import description  # noqa: E402
+from machine import last_line, write
 
 BLOCKS = 2
 DTYPES = ("float32", "bfloat16")
@@ -71,10 +64,7 @@ def measure_text(dtype: torch.dtype) -> tuple[int, int]:
 
 def child(arguments: list[str]) -> dict:
     # glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
-    command = [sys.executable, __file__, *arguments]
-    out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    measured, predicted = json.loads(out.splitlines()[-1])
+    measured, predicted = last_line(__file__, *arguments, MALLOC_MMAP_THRESHOLD_="1000000")
     return {
         "measured_megabytes": round(measured / 1e6, 1),
         "predicted_megabytes": round(predicted / 1e6, 1),
@@ -90,16 +80,13 @@ def main() -> None:
         sys.stdout.write(f"\n{json.dumps(result)}")
         return
     figures = {
-        **description(),
         "text": {dtype: child([dtype]) for dtype in DTYPES},
         "transformer": {
             f"width {width}, {pixels} px, {dtype}": child([str(width), str(pixels), dtype])
             for width, pixels, dtype in TRANSFORMERS
         },
     }
-    text = json.dumps(figures, indent=2) + "\n"
-    (ROOT / "benchmarks" / "memory.json").write_text(text)
-    sys.stdout.write(text)
+    write(__file__, figures)
 
 
 if __name__ == "__main__":

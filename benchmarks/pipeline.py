@@ -16,14 +16,11 @@ from pathlib import Path
 
 import torch
 from diffusers import SanaPipeline
-from machine import description
+from machine import ROOT, write
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import sana_core  # noqa: E402
-from demo.scenes.captions import prompt, random_caption  # noqa: E402
-from demo.scenes.world import combinations, training_scenes  # noqa: E402
+import sana_core
+from demo.scenes.captions import prompt, random_caption
+from demo.scenes.world import combinations, training_scenes
 
 SIDE, STEPS = 512, 4
 # what the model never saw in training: capitals, marks, other writing, words that it does not know, none, too many
@@ -80,7 +77,6 @@ def main() -> None:
             rows.append({"prompt": text[:60], "largest": float(levels.max()), "mean": float(levels.mean())})
             sys.stderr.write(f"{len(rows)}: {rows[-1]}\n")
     report = {
-        **description(),
         "pixels": SIDE,
         "steps": STEPS,
         "prompts": len(rows),
@@ -88,7 +84,7 @@ def main() -> None:
         "mean_levels": round(sum(row["mean"] for row in rows) / len(rows), 7),
         "largest_by_prompt": {row["prompt"]: round(row["largest"], 5) for row in rows},
     }
-    (ROOT / "benchmarks" / "pipeline.json").write_text(json.dumps(report, indent=2) + "\n")
+    write(__file__, report)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ What cards alone quantise is rounded here by the same library's plain torch.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from benchmarks.machine import description  # noqa: E402
+from benchmarks.machine import write  # noqa: E402
 
 SIGMAS = (0.9, 0.5, 0.1)
 TOKENS = 40
@@ -123,14 +122,11 @@ def main() -> None:
         forms = offer_all()
         files = {"sana-tiny": ROOT / "tests" / "models" / "sana-tiny", "1.6B wide": wide_file(Path(folder))}
         result = {
-            **description(),
             "note": "relative errors beside the plain file in fp32; 1.6B wide is two blocks with random weights; what "
             "is not quantised is in fp32 here, on cards in bf16",
             "errors": {name: errors(file, CELLS[name], forms) for name, file in files.items()},
         }
-    text = json.dumps(result, indent=2) + "\n"
-    (ROOT / "benchmarks" / "quantised.json").write_text(text)
-    sys.stdout.write(text)
+    write(__file__, result)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ take for themselves, fragmentation and the driver are not in it.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from fake_accelerator import FAKE, default_dtype  # noqa: E402
 from live_bytes import LiveBytes  # noqa: E402
 
-from benchmarks.machine import description  # noqa: E402
+from benchmarks.machine import write  # noqa: E402
 from sana_core.model.known_models import CROSS_HEADS, MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.dataset import Sample  # noqa: E402
@@ -238,9 +237,7 @@ def main() -> None:
             found.setdefault(variant, {})[describe(settings)] = compare(variant, settings)
             sys.stderr.write(f"{variant} {describe(settings)}: {found[variant][describe(settings)]}\n")
     note = "counted on fake tensors in a second step; nothing of this has run on a card"
-    text = json.dumps({**description(), "note": note, "steps": found}, indent=2) + "\n"
-    (ROOT / "benchmarks" / "train_memory.json").write_text(text)
-    sys.stdout.write(text)
+    write(__file__, {"note": note, "steps": found})
 
 
 if __name__ == "__main__":

@@ -6,24 +6,19 @@ state, the bytes of it, and its share of the time of the run.
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from machine import ROOT, write
 
-from benchmarks.machine import description  # noqa: E402
-from sana_core.training import loop  # noqa: E402
-from sana_core.training.settings import Method, Validation  # noqa: E402
-from sana_core.training.settings_file import read_settings  # noqa: E402
-from sana_core.training.train import train  # noqa: E402
+from sana_core.training import loop
+from sana_core.training.settings import Method, Validation
+from sana_core.training.settings_file import read_settings
+from sana_core.training.train import train
 
-FILE = ROOT / "benchmarks" / "train_saving.json"
 STEPS, EVERY = 200, 100
 
 
@@ -58,7 +53,7 @@ def figures_of(method: Method) -> dict[str, Any]:
 
 def main() -> None:
     figures = {"lora": figures_of(Method(rank=8, targets="both")), "full": figures_of(Method("full"))}
-    FILE.write_text(json.dumps({**description(), "steps": STEPS, "save_every": EVERY, **figures}, indent=2) + "\n")
+    write(__file__, {"steps": STEPS, "save_every": EVERY, **figures})
 
 
 if __name__ == "__main__":

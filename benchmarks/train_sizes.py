@@ -7,7 +7,6 @@ and of each, on held-out paintings of either size, the mean of SEEDS runs.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
@@ -16,18 +15,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from machine import ROOT, write
 
-from benchmarks.machine import description  # noqa: E402
-from demo.posters.captions import random_caption  # noqa: E402
-from demo.posters.painting import paint  # noqa: E402
-from demo.posters.world import training_scenes  # noqa: E402
-from demo.scenes.dataset import write_dataset  # noqa: E402
-from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation  # noqa: E402
-from sana_core.training.train import train  # noqa: E402
+from demo.posters.captions import random_caption
+from demo.posters.painting import paint
+from demo.posters.world import training_scenes
+from demo.scenes.dataset import write_dataset
+from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation
+from sana_core.training.train import train
 
-FILE = ROOT / "benchmarks" / "train_sizes.json"
 SMALL, LARGE = 256, 384
 STEPS, PAINTINGS, SEEDS = 200, 100, 3
 RATE = 1e-3
@@ -94,7 +90,7 @@ def main() -> None:
             means = [round(sum(each) / SEEDS, 4) for each in zip(*losses, strict=True)]
             found[way] = dict(zip((f"loss at {SMALL}", f"loss at {LARGE}"), means, strict=True))
             sys.stderr.write(f"{way}: {found[way]}\n")
-    FILE.write_text(json.dumps({**description(), "steps": STEPS, "seeds": SEEDS, "ways": found}, indent=2) + "\n")
+    write(__file__, {"steps": STEPS, "seeds": SEEDS, "ways": found})
 
 
 if __name__ == "__main__":
