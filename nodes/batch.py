@@ -132,7 +132,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
     ) -> io.NodeOutput:
         from .host.batch import sample_batch
         from .host.batch_early import Early
-        from .host.batch_inputs import Batch
+        from .host.batch_inputs import BatchInputs
         from .host.links import check_links
         from .host.report import show_under_node
         from .host.sampling import schedule
@@ -152,7 +152,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
         check_whole("chunk", chunk, 0, LARGEST_CHUNK)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
         sigmas = schedule(model, sampler, steps)
-        batch = Batch(
+        batch = BatchInputs(
             model, positive, negative, latent_image, count, seed, guidance, sampler, sigmas, chunk, vae, early
         )
         latent, images, text = sample_batch(batch, devices)

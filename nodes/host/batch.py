@@ -13,8 +13,8 @@ from ...sana_core.errors import InputError
 from ...sana_core.model.known_models import size_note
 from .bars import BLUE, Bar, draw_bars
 from .batch_cluster import draw_on_cluster
-from .batch_devices import Share, draw_on_devices, find_devices
-from .batch_inputs import Batch, check_batch
+from .batch_devices import DeviceStats, draw_on_devices, find_devices
+from .batch_inputs import BatchInputs, check_batch
 from .folders import CLUSTER
 from .model import image_pixels
 from .report import show_on_running_node
@@ -24,10 +24,10 @@ from .sampling import SEED, resolution_of
 WORDS = 360
 
 
-def sample_batch(batch: Batch, choice: str) -> tuple[dict, torch.Tensor | ExecutionBlocker, str]:
+def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | ExecutionBlocker, str]:
     """Return the LATENT of the images, their IMAGE where there is a VAE, and a report; `choice` is the widget's.
 
-    Where several devices have drawn, a chart of their shares takes the place of the last preview.
+    Where several devices have drawn, a chart of their images takes the place of the last preview.
 
     Raises InputError for a latent that is not one of SANA's or not of one image, another VAE, too many images, a
     ControlNet on several devices, and what a cluster cannot draw; ClusterError for a cluster that is not there.
@@ -39,10 +39,10 @@ def sample_batch(batch: Batch, choice: str) -> tuple[dict, torch.Tensor | Execut
             raise InputError("scorer: got one on a cluster, which draws all drafts whole; choose all in devices")
         rows, drawn = draw_on_cluster(batch)
         results = dict(zip(batch.images, rows, strict=True))
-        shares = {worker: Share(number) for worker, number in drawn.items()}
+        stats = {worker: DeviceStats(number) for worker, number in drawn.items()}
         bar_total = len(batch.images)
     else:
-        results, shares = draw_on_devices(batch, find_devices(batch.model, choice))
+        results, stats = draw_on_devices(batch, find_devices(batch.model, choice))
         bar_total = len(batch.images) * (len(batch.sigmas) - 1)
     rest = {k: v for k, v in batch.latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
     latents, images = zip(*results.values(), strict=True)
@@ -51,25 +51,25 @@ def sample_batch(batch: Batch, choice: str) -> tuple[dict, torch.Tensor | Execut
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images) if batch.vae is not None else blocked
     note = size_note(*image_pixels(batch.latent["samples"]), resolution_of(batch.model))
-    text = describe(shares, time.monotonic() - started)
-    if len(shares) > 1:
-        show_on_running_node(draw_shares(text.partition(": ")[0], shares), bar_total)
+    text = describe(stats, time.monotonic() - started)
+    if len(stats) > 1:
+        show_on_running_node(draw_stats(text.partition(": ")[0], stats), bar_total)
     return out, image, "\n".join([text, note] if note else [text])
 
 
-def describe(shares: Mapping[str, Share], seconds: float) -> str:
+def describe(stats: Mapping[str, DeviceStats], seconds: float) -> str:
     """Return how many pictures were drawn, how fast, and by whom."""
-    total = sum(share.images for share in shares.values())
-    by_device = ", ".join(f"{device} {share.images}" for device, share in sorted(shares.items()))
+    total = sum(own.images for own in stats.values())
+    by_device = ", ".join(f"{device} {own.images}" for device, own in sorted(stats.items()))
     return f"{total} images in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"
 
 
-def draw_shares(title: str, shares: Mapping[str, Share]) -> Image.Image:
+def draw_stats(title: str, stats: Mapping[str, DeviceStats]) -> Image.Image:
     """Return a bar for each device: its images, and where it is known its time for one and how many at once."""
     bars = []
-    for device, share in sorted(shares.items()):
-        words = f"{share.images}"
-        if share.pace is not None:
-            words += f", {share.pace:.2f} s each, {share.together} at once"
-        bars.append(Bar(device, ((share.images, BLUE),), words))
+    for device, own in sorted(stats.items()):
+        words = f"{own.images}"
+        if own.pace is not None:
+            words += f", {own.pace:.2f} s each, {own.together} at once"
+        bars.append(Bar(device, ((own.images, BLUE),), words))
     return draw_bars(title, bars, right=WORDS)

@@ -33,20 +33,20 @@ from .core_nodes import ENCODED
 from .model import SanaDiffusionModel, check_width
 from .patches import INTERVAL, PERTURBED, staying
 from .prompts import Prompt
-from .report import progress_under_running_node, words_under_running_node
+from .report import progress_under_running_node, status_under_running_node
 from .vae import vae_path
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from .batch_inputs import Batch
+    from .batch_inputs import BatchInputs
 
 REMEDY = "remove it, or choose all in devices"
 # what a CONDITIONING of SANA Text Encode has besides the embeddings
 PLAIN = {"pooled_output", "attention_mask", ENCODED}
 
 
-def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
+def draw_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
     """Return LATENT rows and IMAGEs (None without a VAE) of the images, and how many each machine has drawn.
 
     Raises InputError for what a cluster cannot draw, for no cluster and for a broken file of it; ClusterError where no
@@ -62,12 +62,12 @@ def draw_on_cluster(batch: Batch) -> tuple[list[tuple[torch.Tensor, torch.Tensor
     results: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     report: dict[str, Any] = {}
     workload = Workload(prompts, images, batch.chunk or None)
-    say = words_under_running_node()
+    status = status_under_running_node()
 
     def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, Any], None, None]:
-        return draw_with(ray, cache, job, workload, session.cluster, report, beat, say)
+        return draw_with(ray, cache, job, workload, session.cluster, report, beat, status)
 
-    with closing(run_for(batch.model, session, job, work, "batch", say)) as drawn:
+    with closing(run_for(batch.model, session, job, work, "batch", status)) as drawn:
         for image, (array, pixels) in drawn:
             latent = torch.from_numpy(array.copy())
             results[image.number] = (finish_latent(batch.model, latent), finish_image(pixels))
@@ -92,7 +92,7 @@ def finish_image(pixels: np.ndarray | None) -> torch.Tensor | None:
     return None if pixels is None else ((torch.from_numpy(pixels.copy()) + 1) / 2).movedim(0, -1)
 
 
-def make_job(batch: Batch) -> tuple[Job, list[Embedding]]:
+def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
     """Return what the machines are told, and the encoded prompts. Raises InputError for what they cannot draw."""
     check_model(batch.model)
     path, resolution, reference = plain_file(batch.model)
@@ -132,7 +132,7 @@ def check_model(model: ModelPatcher) -> None:
         raise InputError(f"model: got a patch that a cluster cannot apply ({found}); {REMEDY}")
 
 
-def image_under(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def image_under(batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Return latents in the model's scale and the mask, if any, of the image that is drawn over; None for none.
 
     Raises InputError for a mask without an image.

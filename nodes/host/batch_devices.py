@@ -30,7 +30,7 @@ from ...sana_core.model.latents import DOWNSCALE
 from ...sana_core.runtime.cancellation import Poll, Polled
 from ...sana_core.sampling.trail import WHOLE, Draft, Trail
 from .batch_early import count_steps, find_looks, look_at, note_look, trail_of
-from .batch_inputs import Batch
+from .batch_inputs import BatchInputs
 from .compat import loaded_from
 from .folders import TWO_WORKERS
 from .patches import SPLIT
@@ -129,7 +129,7 @@ def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device
     return pictures_that_fit(device, room, find_architecture(path), width, height, model.model.get_dtype_inference())
 
 
-class Progress:
+class StepBar:
     """The node's bar over the steps of all devices, with the latest preview."""
 
     def __init__(self, total: int) -> None:
@@ -148,7 +148,7 @@ class Progress:
 Drawn = tuple[torch.Tensor, torch.Tensor | None]  # row of a LATENT, and IMAGE where there is a VAE
 
 
-class Share(NamedTuple):
+class DeviceStats(NamedTuple):
     """What one device has drawn: images, seconds for each, and how many it drew at once at most."""
 
     images: int
@@ -159,12 +159,12 @@ class Share(NamedTuple):
 class DeviceDrawing:
     """What the threads of a batch share: a clone of the MODEL and of the VAE for each device, and the progress."""
 
-    def __init__(self, batch: Batch, devices: list[torch.device], steps: int) -> None:
+    def __init__(self, batch: BatchInputs, devices: list[torch.device], steps: int) -> None:
         self.batch = batch
         # each thread takes one of its device
         self.clones = list(zip(devices, clone_models(batch.model, devices), strict=True))
         self.vaes = {device: clone_vae(batch.vae, device) for device in devices} if batch.vae is not None else {}
-        self.progress = Progress(steps)
+        self.progress = StepBar(steps)
         self.round = WHOLE
         # images that each device drew at once at most
         self.together: Counter[torch.device] = Counter()
@@ -242,7 +242,9 @@ class DeviceDrawing:
         return decode_loaded(own, latent[None], poll)[0]
 
 
-def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[dict[Picture, Drawn], dict[str, Share]]:
+def draw_on_devices(
+    batch: BatchInputs, devices: list[torch.device]
+) -> tuple[dict[Picture, Drawn], dict[str, DeviceStats]]:
     """Return LATENT rows and IMAGEs (None without a VAE) of the images, and what each worker has drawn, by its name.
 
     Raises InputError for a ControlNet on several devices, and as `find_looks` does.
@@ -269,8 +271,10 @@ def draw_on_devices(batch: Batch, devices: list[torch.device]) -> tuple[dict[Pic
                 else:
                     results[image] = result
     names = zip(pool.threads, devices, strict=True)
-    shares = {name: Share(queue.drawn[name], queue.pace.get(name), drawing.together[device]) for name, device in names}
-    return dict(sorted(results.items())), shares
+    stats = {
+        name: DeviceStats(queue.drawn[name], queue.pace.get(name), drawing.together[device]) for name, device in names
+    }
+    return dict(sorted(results.items())), stats
 
 
 def one_at_a_time(lock: threading.Lock, poll: Poll) -> Callable:

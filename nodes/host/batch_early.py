@@ -17,7 +17,7 @@ from ...sana_core.sampling.trail import Draft, Round, Trail
 
 if TYPE_CHECKING:
     from ...sana_core.batch.plan import Chunk, Picture
-    from .batch_inputs import Batch
+    from .batch_inputs import BatchInputs
     from .scorer import HostScorer
 
 
@@ -30,7 +30,7 @@ class Early(NamedTuple):
     text: str
 
 
-def find_looks(batch: Batch) -> list[tuple[int, int]]:
+def find_looks(batch: BatchInputs) -> list[tuple[int, int]]:
     """Return after which steps there is a look, and how many drafts of a prompt go on from there.
 
     Raises InputError for a verifier of another model, and where a scorer of images lacks a VAE or the prompts.
@@ -56,7 +56,7 @@ def texts_of(text: str, prompts: int) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def count_steps(batch: Batch, looks: list[tuple[int, int]]) -> int:
+def count_steps(batch: BatchInputs, looks: list[tuple[int, int]]) -> int:
     """Return how many steps of images are drawn in all."""
     total, left, done = 0, batch.count, 0
     for step, kept in [*looks, (len(batch.sigmas) - 1, 0)]:
@@ -64,7 +64,7 @@ def count_steps(batch: Batch, looks: list[tuple[int, int]]) -> int:
     return batch.prompts * total
 
 
-def trail_of(batch: Batch, part: Chunk, own: Round) -> Trail:
+def trail_of(batch: BatchInputs, part: Chunk, own: Round) -> Trail:
     """Return the steps of `part` so far, and who looks at the last one of the round."""
     past = [own.past[image.number] for image in part if own.past]
     verifier = batch.early and batch.early.scorer.verifier
@@ -72,7 +72,9 @@ def trail_of(batch: Batch, part: Chunk, own: Round) -> Trail:
     return Trail(own.until or len(batch.sigmas) - 1, list(torch.stack(past, 1)) if past else [], watch)
 
 
-def look_at(batch: Batch, trail: Trail, positive: list, decode: Callable[[torch.Tensor], torch.Tensor]) -> list[Draft]:
+def look_at(
+    batch: BatchInputs, trail: Trail, positive: list, decode: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Draft]:
     """Return the Drafts of a `trail`, with what they would be, of `decode`, as uint8 [H, W, 3]; in its place the score
     of a verifier for the prompts `positive`."""
     x0s = torch.stack(trail.x0s, 1).cpu()
@@ -87,7 +89,7 @@ def look_at(batch: Batch, trail: Trail, positive: list, decode: Callable[[torch.
     return [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
 
 
-def note_look(batch: Batch, image: Picture, draft: Draft) -> Look:
+def note_look(batch: BatchInputs, image: Picture, draft: Draft) -> Look:
     """Return how well a draft fits its prompt: between two rounds, when no thread draws and it may take memory."""
     comfy.model_management.throw_exception_if_processing_interrupted()
     if draft.score is not None or batch.early is None:

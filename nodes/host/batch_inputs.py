@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .batch_early import Early
 
 
-class Batch(NamedTuple):
+class BatchInputs(NamedTuple):
     """`count` images of each prompt in `positive`, from `latent` of one image. Without a VAE, no IMAGE. With
     `early` only the better ones are drawn to the end."""
 
@@ -51,7 +51,7 @@ def count_prompts(conditioning: list) -> int:
     return rows.pop() if rows else 1
 
 
-def check_batch(batch: Batch) -> None:
+def check_batch(batch: BatchInputs) -> None:
     """Raise InputError for SANA-Video, a latent that is not one of SANA's or not of one image, another VAE, and too
     many pictures."""
     require_images(batch.model.model)

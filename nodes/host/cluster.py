@@ -84,7 +84,7 @@ def run_for(
     job: Job,
     work: Callable[[ModuleType, ActorCache, Poll], Generator[T, None, None]],
     kind: str,
-    say: Say,
+    status: Say,
 ) -> Generator[T, None, None]:
     """Yield what `Session.run` does of `work`, by workers of that `kind` that have loaded what `job` says and the LoRAs
     of MODEL; they go with it. Cancel is polled.
@@ -97,7 +97,7 @@ def run_for(
         weakref.finalize(model.model, session.forget, key)
         return changed_weights(model)
 
-    return session.run(key, changed, work, comfy.model_management.throw_exception_if_processing_interrupted, say)
+    return session.run(key, changed, work, comfy.model_management.throw_exception_if_processing_interrupted, status)
 
 
 def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from ...sana_core.doctor import Report, examine
 from ...sana_core.doctor.machine import installed
 from ...sana_core.doctor.report import SECONDS, TIMED_SECONDS
 from .folders import BUNDLED, find_file, list_files, list_models, model_path
-from .report import words_under_running_node
+from .report import status_under_running_node
 
 SECTION = "ComfyUI"
 KINDS = ("diffusion_models", "text_encoders", "vae", "controlnet", "loras")
@@ -38,7 +38,7 @@ def examine_host(files: bool, time: bool = False) -> tuple[str, str]:
     `time` what text, step and decode take."""
     management = comfy.model_management
     management.unload_all_models()
-    tell = words_under_running_node()
+    tell = status_under_running_node()
     report = Report(
         management.throw_exception_if_processing_interrupted,
         TIMED_SECONDS if time else SECONDS,

@@ -48,7 +48,7 @@ def show_on_running_node(image: Image.Image, bar_total: int) -> None:
     comfy.utils.ProgressBar(bar_total).update_absolute(bar_total, bar_total, ("JPEG", image, None))
 
 
-def words_under_running_node() -> Callable[[str], None]:
+def status_under_running_node() -> Callable[[str], None]:
     """Return what writes a text under the node that runs now, and into the log, from any thread."""
     node_id = get_executing_context().node_id
     return lambda text: show_under_node(f"SANA: {text}", node_id)

@@ -23,7 +23,7 @@ from ...sana_core.runtime.cancellation import Poll
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 from .model import image_pixels
 from .patches import SPLIT, unshared
-from .report import words_under_running_node
+from .report import status_under_running_node
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -40,14 +40,14 @@ def share_on_cluster(executor, noise: torch.Tensor, *args, **kwargs):
     guider = executor.class_obj
     model = guider.model_patcher
     check_patches(model, guider.conds)
-    job, session, say = make_job(model, noise), session_on(require_cluster()), words_under_running_node()
+    job, session, status = make_job(model, noise), session_on(require_cluster()), status_under_running_node()
     calls: SimpleQueue[Call] = SimpleQueue()
 
     def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[torch.Tensor, None, None]:
-        return answer_calls(ray, cache, job, session.cluster, calls, beat, say)
+        return answer_calls(ray, cache, job, session.cluster, calls, beat, status)
 
-    with closing(run_for(model, session, job, work, "split", say)) as answers:
-        say(f"{int(next(answers))} GPUs of the cluster share the image")
+    with closing(run_for(model, session, job, work, "split", status)) as answers:
+        status(f"{int(next(answers))} GPUs of the cluster share the image")
         guider.model_options["transformer_options"][SPLIT] = {model.load_device: ClusterGroup(calls, answers)}
         return executor(noise, *args, **kwargs)
 

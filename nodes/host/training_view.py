@@ -41,19 +41,19 @@ class View:
     def progress(self, what: str, done: int, total: int) -> None:
         """Tell how much of the preparation is done."""
         self.pace.restart()
-        self.say(f"{what}: {done} of {total}{self.fit}", done == total)
+        self.status(f"{what}: {done} of {total}{self.fit}", done == total)
         self.bar.update_absolute(done, total)
 
     def report(self, line: Mapping[str, Any]) -> None:
         """Tell of a step or a validation, given as the line of the log."""
         if "validation_loss" in line:
             self.validation = describe_validation(line)
-            self.say(self.validation, True)
+            self.status(self.validation, True)
             return
         # a run that was killed goes on some steps before the end of its log
         self.losses[line["step"] - 1 :] = [line["loss"]]
         last = line["step"] == line["steps"]
-        self.say(self.pace.describe(line), last)
+        self.status(self.pace.describe(line), last)
         now = time.monotonic()
         due = last or now - self.drawn >= CURVES
         self.drawn = now if due else self.drawn
@@ -61,7 +61,8 @@ class View:
 
     def stop(self, step: int) -> None:
         """Tell that the run was cancelled and where it stands, which the host's own message of a cancel does not."""
-        self.say(f"stopped and saved at step {step}; Run resumes from there" if step else "stopped before a step", True)
+        stopped = f"stopped and saved at step {step}; Run resumes from there" if step else "stopped before a step"
+        self.status(stopped, True)
 
     def show(self, step: int, images: Sequence[torch.Tensor]) -> None:
         """Show the images [3, H, W] in [-1, 1] of a validation, side by side."""
@@ -70,7 +71,7 @@ class View:
         self.images = row.resize((round(row.width * scale), round(row.height * scale)), Image.Resampling.BOX)
         self.bar.update_absolute(self.bar.current, None, self.preview())
 
-    def say(self, text: str, now: bool) -> None:
+    def status(self, text: str, now: bool) -> None:
         """Write `text` under the node, unless the last one is only just there."""
         if now or time.monotonic() - self.said >= WORDS:
             self.said = time.monotonic()
