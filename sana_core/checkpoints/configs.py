@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from ..model.known_models import (
     Architecture,
 )
 from ..model.latents import DOWNSCALE
+from .files import Json
 from .headers import Header
 
 Headers = Mapping[str, Header]
@@ -46,7 +46,7 @@ def architecture(headers: Headers) -> Architecture:
     )
 
 
-def transformer_config(headers: Headers, resolution: int) -> dict[str, Any]:
+def transformer_config(headers: Headers, resolution: int) -> Json:
     """Return SanaTransformer2DModel's configuration for tensors with diffusers' names, at `resolution` pixels.
 
     The width has to be one of CROSS_HEADS, because the shapes do not tell the number of heads.
@@ -72,7 +72,7 @@ def transformer_config(headers: Headers, resolution: int) -> dict[str, Any]:
     }
 
 
-def video_config(headers: Headers) -> dict[str, Any]:
+def video_config(headers: Headers) -> Json:
     """Return SanaVideoTransformer3DModel's configuration for tensors with diffusers' names; heads are 112 wide."""
     width, channels, *patch = headers["patch_embedding.weight"].shape
     heads = width // VIDEO_HEAD_DIM
@@ -91,13 +91,13 @@ def video_config(headers: Headers) -> dict[str, Any]:
     }
 
 
-def controlnet_config(headers: Headers, resolution: int) -> dict[str, Any]:
+def controlnet_config(headers: Headers, resolution: int) -> Json:
     """Return SanaControlNetModel's configuration under the same condition."""
     config = transformer_config(headers, resolution)
     return {key: value for key, value in config.items() if key not in ("guidance_embeds", "qk_norm")}
 
 
-def resolution_config(resolution: int) -> dict[str, Any]:
+def resolution_config(resolution: int) -> Json:
     """Return what a configuration says of the size that a model was trained at."""
     return {
         "sample_size": resolution // DOWNSCALE,
@@ -116,9 +116,9 @@ def autoencoder_name(headers: Headers) -> str:
     return f"dc-ae-lite-f32c{channels}" if is_lite(headers) else f"dc-ae-f32c{channels}"
 
 
-def autoencoder_config(headers: Headers) -> dict[str, Any]:
+def autoencoder_config(headers: Headers) -> Json:
     """Return AutoencoderDC's configuration for tensors with diffusers' names."""
-    config: dict[str, Any] = {
+    config: Json = {
         "latent_channels": headers["decoder.conv_in.weight"].shape[1],
         "downsample_block_type": "Conv",
         "upsample_block_type": "interpolate",
@@ -169,7 +169,7 @@ def stage_config(headers: Headers, stage: str, last: bool) -> tuple[str, int, in
     )
 
 
-def gemma_config(headers: Headers) -> dict[str, Any]:
+def gemma_config(headers: Headers) -> Json:
     """Return Gemma2Config's arguments for tensors with transformers' names; heads are 256 wide, as in 2B and 9B."""
     layer = "layers.0."
     return {

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isqrt
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, 
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
 from .configs import Headers, architecture, autoencoder_name, resolution_config
-from .files import REDOWNLOAD, brief, parse_json, read_json, shown
+from .files import REDOWNLOAD, Json, brief, parse_json, read_json, shown
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, read_tensors
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
@@ -84,7 +83,7 @@ class CheckpointInfo:
     size: int  # bytes of tensors
     resolution: int | None = None  # pixels of the pictures that it was trained with
     resolution_from: str = ""  # config, position embedding, file name, or assumed
-    config: Mapping[str, Any] | None = None  # the library's, where one lies beside the weights or in them
+    config: Json | None = None  # the library's, where one lies beside the weights or in them
     headers: Headers = field(default_factory=dict, repr=False)
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     weights: Weights = field(default=Weights({}, {}), repr=False)
@@ -194,7 +193,7 @@ def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointIn
     )
 
 
-def own_config(file: Path, weights: Weights) -> dict[str, Any] | None:
+def own_config(file: Path, weights: Weights) -> Json | None:
     """Return the configuration in the file's metadata or beside it, None if there is none.
 
     Raises CheckpointError for one that is no JSON object, MissingFileError for a link to nowhere, and ReadError.
@@ -206,7 +205,7 @@ def own_config(file: Path, weights: Weights) -> dict[str, Any] | None:
     return read_json(beside) if beside.exists() or beside.is_symlink() else None
 
 
-def saved_config(file: Path, weights: Weights, name: str) -> dict[str, Any]:
+def saved_config(file: Path, weights: Weights, name: str) -> Json:
     """Return the configuration in a tensor of the file. Raises CheckpointError for a tensor that holds none."""
     header = weights.headers[name]
     if header.dtype != torch.uint8 or len(header.shape) != 1 or header.size > LARGEST_CONFIG:
@@ -214,7 +213,7 @@ def saved_config(file: Path, weights: Weights, name: str) -> dict[str, Any]:
     return parse_json(read_tensors(weights, [name])[name].numpy().tobytes(), f"{shown(file)}: {brief(name)}")
 
 
-def recognise(file: Path, names: dict[str, str], weights: Weights, config: dict[str, Any] | None) -> CheckpointInfo:
+def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json | None) -> CheckpointInfo:
     """Return what the tensors are that `names` {name without prefix: name in the file} holds."""
     stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
     kind, layout, origins = classify(set(stored))
@@ -287,7 +286,7 @@ def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
     return replace(info, origins=origins, headers=headers)
 
 
-def is_config_of(config: Any, kind: str) -> bool:
+def is_config_of(config: object, kind: str) -> bool:
     """Whether `config` is one of the library's class for `kind`; a config.json beside a file may be of another."""
     if not isinstance(config, dict):
         return False
@@ -354,7 +353,7 @@ def part_header(name: str, header: Header, origin: Origin) -> Header:
     return header._replace(shape=(first // origin.parts, *rest))
 
 
-def find_resolution(file: Path, config: dict[str, Any] | None, positions: Header | None) -> tuple[int, str]:
+def find_resolution(file: Path, config: Json | None, positions: Header | None) -> tuple[int, str]:
     """Return the size in pixels that the model was trained at, and what told it. Raises CheckpointError.
 
     NVIDIA's files carry a position embedding of that many latent cells, read or not; diffusers' carry none.

@@ -12,6 +12,9 @@ from typing import Any
 
 from ..errors import CheckpointError, MissingFileError, ReadError
 
+# a JSON object, as it was read or is to be written: a configuration, an index, metadata
+Json = dict[str, Any]
+
 REDOWNLOAD = "download it again"
 INCOMPLETE = f"the file is incomplete, or of another model: {REDOWNLOAD}"
 # configurations and indexes of SANA's models have under 1 MB
@@ -84,7 +87,7 @@ def check_start(file: Path, start: bytes) -> None:
         )
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, object]]) -> Json:
     """Return the dict of `pairs`. Raises ValueError for a key that stands twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
@@ -92,7 +95,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> dict[str, Any]:
+def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> Json:
     """Return the JSON object that `text` is; `name` is how errors call it, `make` a dict of its pairs.
 
     Raises CheckpointError for anything else, with `unique` also for a key that stands twice.
@@ -108,7 +111,7 @@ def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> 
     return content
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> Json:
     """Return the JSON object in `file`.
 
     Raises CheckpointError for anything else and for more than 16 MB, MissingFileError, and ReadError.

@@ -16,6 +16,7 @@ from ..model.reference import AUTO
 from ..model.text import instruction_text
 from ..runtime.atomic_files import digest_file, digest_of
 from . import CheckpointInfo, inspect_checkpoint
+from .files import Json
 from .load import build_module, shift_of, text_reference
 from .lora import peft_file
 from .tokenizer import load_tokenizer
@@ -38,7 +39,7 @@ def fingerprint(
     progress: Progress = lambda done, total: None,
     kept: Path | None = None,
     reference: str = AUTO,
-) -> dict[str, Any]:
+) -> Json:
     """Return what a checkpoint brings to its pictures: digests of weights, configurations, tokenizer, instruction, and
     the shift.
 
@@ -49,7 +50,7 @@ def fingerprint(
     """
     info = inspect_checkpoint(checkpoint)
     digests = digest_files(weight_files(info), progress, kept)
-    found: dict[str, Any] = {}
+    found: Json = {}
     for part in info.parts or (info,):
         found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in weight_files(part)))
         if part.kind == "lora":  # its configuration is in its files
@@ -66,17 +67,17 @@ def fingerprint(
     return found
 
 
-def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def difference(own: Mapping[str, object], other: Mapping[str, object]) -> str:
     """Return the names of what differs, empty where nothing does."""
     return ", ".join(name for name in {**own, **other} if own.get(name) != other.get(name))
 
 
-def digest_json(value: Any) -> str:
+def digest_json(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def resolved_config(info: CheckpointInfo) -> dict[str, Any]:
+def resolved_config(info: CheckpointInfo) -> Json:
     """Return the configuration of the library's module for `info`, its defaults included."""
     config: Any = build_module(info).config
     words = config.to_dict() if info.kind == "text_encoder" else dict(config)

@@ -25,7 +25,7 @@ from .configs import (
     video_config,
 )
 from .detect import SCALES, TOKENIZERS, CheckpointInfo, follow, inspect_checkpoint
-from .files import INCOMPLETE, brief
+from .files import INCOMPLETE, Json, brief
 from .headers import Reader, read_file, read_tensors
 from .parts import FOLDERS, TRANSFORMERS, find_part, find_transformer
 from .schemas import read_shift
@@ -121,7 +121,7 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
                 "tell the number of attention heads; put the model's config.json beside the file"
             )
         is_controlnet = info.kind == "controlnet"
-        from_shapes: Callable[..., dict[str, Any]] = controlnet_config if is_controlnet else transformer_config
+        from_shapes: Callable[..., Json] = controlnet_config if is_controlnet else transformer_config
         config = dict(info.config or from_shapes(info.headers, info.resolution))
         if resolution is not None:
             config.update(resolution_config(resolution))
@@ -133,7 +133,7 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     return module
 
 
-def without_own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_own_fields(config: Json) -> Json:
     return {key: value for key, value in config.items() if key not in OWN_FIELDS}
 
 
@@ -195,7 +195,7 @@ def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[st
 
 
 def fill(
-    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], name: str, dtype_of: Callable[[str], Any]
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], name: str, dtype_of: Callable[[str], torch.dtype]
 ) -> None:
     """Make `tensors` the parameters of `module` that are on the meta device, each as `dtype_of` its name says.
 

@@ -6,14 +6,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..errors import InputError
 from ..model.reference import RULES
 from . import CheckpointInfo, find_part, inspect_checkpoint
-from .files import brief, parse_json, read_json
+from .files import Json, brief, parse_json, read_json
 from .headers import read_file
 from .load import check_finite
 from .schemas import check_peft
@@ -167,7 +167,7 @@ def parts_of(tensors: Tensors) -> Tensors | None:
     return parts if len(parts) == len(tensors) else None
 
 
-def adapter_of(parts: Tensors, layer: str, shape: torch.Size, settings: Mapping[str, Any]) -> Adapter:
+def adapter_of(parts: Tensors, layer: str, shape: torch.Size, settings: Json) -> Adapter:
     """Return the adapter that the `parts` in a file are of a weight of `shape`.
 
     Raises KeyError, IndexError or RuntimeError where they are none; the arithmetic is tried without numbers.
@@ -249,7 +249,7 @@ def tucker(core: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch
     return torch.einsum("ij...,ip,jr->pr...", core, left, right)
 
 
-def file_scale(parts: Tensors, layer: str, settings: Mapping[str, Any]) -> float:
+def file_scale(parts: Tensors, layer: str, settings: Json) -> float:
     """Return what the file's program multiplies the product of a layer's `parts` by.
 
     LyCORIS leaves a LoKr of two whole matrices as it is, PEFT scales that too. Raises RuntimeError for several alphas.
@@ -264,7 +264,7 @@ def file_scale(parts: Tensors, layer: str, settings: Mapping[str, Any]) -> float
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
-def of_layer(settings: Mapping[str, Any], field: str, layer: str) -> float | None:
+def of_layer(settings: Json, field: str, layer: str) -> float | None:
     """Return PEFT's alpha or rank of `layer`: of the first pattern that its name ends with, else that of all."""
     for pattern, value in (settings.get(f"{field}_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
@@ -272,7 +272,7 @@ def of_layer(settings: Mapping[str, Any], field: str, layer: str) -> float | Non
     return next((settings[name] for name in PEFT_NAMES[field] if settings.get(name) is not None), None)
 
 
-def peft_settings(info: CheckpointInfo) -> dict[str, Any]:
+def peft_settings(info: CheckpointInfo) -> Json:
     """Return the settings that PEFT wrote beside the file, or diffusers into it, none where they did not.
 
     Raises CheckpointError for settings that are not PEFT's, or of adapters that are not read here.

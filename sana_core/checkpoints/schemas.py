@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..model.latents import CHANNELS
-from .files import INCOMPLETE, REDOWNLOAD, brief, read_json, shown
+from .files import INCOMPLETE, REDOWNLOAD, Json, brief, read_json, shown
 from .headers import Header
 
 Check = Callable[[Any], bool]
@@ -47,21 +47,21 @@ def are_colours(factors: Any, bias: Any) -> bool:
     return rows and finite(bias) and len(bias) == 3
 
 
-def flag(value: Any) -> bool:
+def flag(value: object) -> bool:
     return type(value) is bool
 
 
-def word(value: Any) -> bool:
+def word(value: object) -> bool:
     return type(value) is str and len(value) <= 100
 
 
-def table(value: Any) -> bool:
+def table(value: object) -> bool:
     return (
         type(value) is dict and len(value) <= 20 and all(word(each) or number(0, 1e9)(each) for each in value.values())
     )
 
 
-def patterns(value: Any) -> bool:
+def patterns(value: object) -> bool:
     """Whether `value` has numbers by regular expressions that match any name quickly, for a file says which."""
 
     def quick(pattern: str) -> bool:
@@ -218,7 +218,7 @@ TELLING["controlnet"] = TELLING["transformer"]
 BLOCK_NUMBER = re.compile(r"\.0*(\d+)(?=\.)", re.ASCII)
 
 
-def check_config(name: str, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def check_config(name: str, kind: str, config: Json) -> Json:
     """Return what the library's class for `kind` may be given of `config`. `name` is the file's.
 
     Raises CheckpointError for a field out of its bounds, and for one that would have code of others run.
@@ -236,7 +236,7 @@ def check_config(name: str, kind: str, config: Mapping[str, Any]) -> dict[str, A
     return {key: config[key] for key in fields if key in config} if kind == "text_encoder" else dict(config)
 
 
-def refuse_code(name: str, config: Mapping[str, Any]) -> None:
+def refuse_code(name: str, config: Json) -> None:
     """Raise CheckpointError for a configuration that names code of its own."""
     if "auto_map" in config:
         raise CheckpointError(
@@ -292,7 +292,7 @@ def read_preview(file: Path) -> tuple[list[list[float]], list[float]]:
     return factors, bias
 
 
-def check_peft(name: str, settings: Mapping[str, Any]) -> None:
+def check_peft(name: str, settings: Json) -> None:
     """Raise CheckpointError for PEFT's settings of an adapter that are broken, or mean more than its tensors say."""
     for field, (check, expected) in PEFT.items():
         if not optional(check)(settings.get(field)):

@@ -13,6 +13,7 @@ from sana_core.training.runs import find_states
 from sana_core.training.settings import Loss, Method, Phase, Settings, Validation, check_settings
 from sana_core.training.train import train
 
+STEPS = 6
 PROMPTS = ("a red circle on a blue background", "a green star on a white background")
 
 
@@ -31,64 +32,74 @@ def pictures(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def run(pictures, tmp_path):
+    """A function of settings that trains for STEPS on the pictures, and draws PROMPTS before and after."""
+
+    def start(model, rate, validation=(), **own):
+        phase = (Phase((str(pictures),), 128, batch=4, steps=STEPS, learning_rate=rate),)
+        looks = Validation(every=STEPS, prompts=PROMPTS, **dict(validation))
+        out = str(tmp_path / "out")
+        return train(check_settings(Settings(str(model), out, phase, dtype="float32", validation=looks, **own)))
+
+    return start
+
+
+@pytest.fixture
+def check(host, tmp_path):
+    """A function of a prompt's number and a graph: the run's last picture is the graph's, and is not its first."""
+
+    def compare(number, graph):
+        drawn = host.run(graph)["image"][0]
+        canvas = (127.5 * (2 * drawn)).round().numpy().astype(np.uint8)
+        before, seen = (
+            np.asarray(Image.open(tmp_path / "out" / "pictures" / f"step-{step:07d}-{number:02d}.png"))
+            for step in (0, STEPS)
+        )
+        assert np.abs(seen.astype(int) - before).mean() > 0.3
+        assert (seen == canvas).all(), np.abs(seen.astype(int) - canvas).max()
+        return drawn
+
+    return compare
+
+
+def put_lora(host, file):
+    (host.models / "loras").mkdir(exist_ok=True)
+    shutil.copyfile(file, host.models / "loras" / file.name)
+    return {"model": ["load", 0], "lora_name": file.name, "strength_model": 1.0}
+
+
 # the shift of sana-scenes is its own
 @pytest.mark.parametrize(
     "name, kind", [("sana-tiny", "lora"), ("sana-tiny", "dora"), ("sana-tiny", "lokr"), ("sana-scenes", "lora")]
 )
-def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, checkpoint, pictures, tmp_path, name, kind):
-    settings = check_settings(
-        Settings(
-            model=str(CHECKPOINTS[name]),
-            out=str(tmp_path / "out"),
-            name=f"{name}-{kind}",
-            dtype="float32",
-            phase=(Phase((str(pictures),), 128, batch=4, steps=6, learning_rate=3e-2),),
-            method=Method(kind, rank=4, alpha=3.0, targets="both"),
-            validation=Validation(every=6, prompts=PROMPTS, steps=6),
-        )
-    )
-    file = train(settings)
-    loras = host.models / "loras"
-    loras.mkdir(exist_ok=True)
-    (loras / file.name).write_bytes(file.read_bytes())
+def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, run, check, tmp_path, name, kind):
+    method = Method(kind, rank=4, alpha=3.0, targets="both")
+    file = run(CHECKPOINTS[name], 3e-2, {"steps": STEPS}, name=f"{name}-{kind}", method=method)
     assert (find_states(tmp_path / "out")[-1][1] / file.name).read_bytes() == file.read_bytes()
+    lora = put_lora(host, file)
     for number, text in enumerate(PROMPTS):
-        drawn = {}
-        for loader in ("SanaNodesLoraLoader", "LoraLoaderModelOnly"):
-            graph = base_graph(seed=number, steps=6, text=text)
-            graph["load"][1]["model"] = name if name == "sana-tiny" else f"{name} (bundled)"
-            graph["lora"] = (loader, {"model": ["load", 0], "lora_name": file.name, "strength_model": 1.0})
-            graph["sample"][1]["model"] = ["lora", 0]
-            drawn[loader] = host.run(graph)["image"][0]
-        assert torch.equal(*drawn.values())
-        canvas = (127.5 * (2 * drawn["SanaNodesLoraLoader"])).round().numpy().astype(np.uint8)
-        seen = np.asarray(Image.open(tmp_path / "out" / "pictures" / f"step-0000006-{number:02d}.png"))
-        before = np.asarray(Image.open(tmp_path / "out" / "pictures" / f"step-0000000-{number:02d}.png"))
-        assert np.abs(seen.astype(int) - before).mean() > 0.3
-        assert (seen == canvas).all(), np.abs(seen.astype(int) - canvas).max()
+        graph = base_graph(seed=number, steps=STEPS, text=text)
+        graph["load"][1]["model"] = name if name == "sana-tiny" else f"{name} (bundled)"
+        graph["sample"][1]["model"] = ["lora", 0]
+        ours, core = (
+            check(number, {**graph, "lora": (loader, lora)})
+            for loader in ("SanaNodesLoraLoader", "LoraLoaderModelOnly")
+        )
+        assert torch.equal(ours, core)
 
 
 @pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
-def test_the_picture_under_control_is_that_of_the_canvas(host, base_graph, checkpoint, pictures, tmp_path, reference):
+def test_the_picture_under_control_is_that_of_the_canvas(host, base_graph, run, check, checkpoint, pictures, reference):
     controls = [pictures / f"{number}-control.png" for number in range(len(PROMPTS))]
-    settings = check_settings(
-        Settings(
-            model=str(checkpoint),
-            out=str(tmp_path / "out"),
-            dtype="float32",
-            reference=reference,
-            phase=(Phase((str(pictures),), 128, batch=4, steps=6, learning_rate=1e-2),),
-            method=Method("controlnet", blocks=3),
-            validation=Validation(every=6, prompts=PROMPTS, steps=6, control=tuple(map(str, controls))),
-        )
-    )
-    folder = host.models / "controlnet" / f"followed-{reference}"
-    shutil.copytree(train(settings), folder)
+    validation = {"steps": STEPS, "control": tuple(map(str, controls))}
+    trained = run(checkpoint, 1e-2, validation, reference=reference, method=Method("controlnet", blocks=3))
+    folder = shutil.copytree(trained, host.models / "controlnet" / f"followed-{reference}")
     try:
         for number, text in enumerate(PROMPTS):
             (host.models.parent / "input").mkdir(exist_ok=True)
             shutil.copy(controls[number], host.models.parent / "input")
-            graph = base_graph(seed=number, steps=6, text=text)
+            graph = base_graph(seed=number, steps=STEPS, text=text)
             graph["load"][1]["reference"] = reference
             name = f"{folder.name}/diffusion_pytorch_model.safetensors"
             graph["control"] = ("SanaNodesControlNetLoader", {"control_net_name": name, "reference": "auto"})
@@ -98,45 +109,19 @@ def test_the_picture_under_control_is_that_of_the_canvas(host, base_graph, check
             inputs |= {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
             graph["apply"] = ("ControlNetApplyAdvanced", inputs)
             graph["sample"][1].update(positive=["apply", 0], negative=["apply", 1])
-            drawn = host.run(graph)["image"][0]
-            canvas = (127.5 * (2 * drawn)).round().numpy().astype(np.uint8)
-            seen, before = (
-                np.asarray(Image.open(tmp_path / "out" / "pictures" / f"step-{step:07d}-{number:02d}.png"))
-                for step in (6, 0)
-            )
-            assert np.abs(seen.astype(int) - before).mean() > 0.3
-            assert (seen == canvas).all(), np.abs(seen.astype(int) - canvas).max()
+            check(number, graph)
     finally:
         shutil.rmtree(folder)
 
 
-def test_the_picture_of_a_sprint_run_is_that_of_the_canvas(host, base_graph, variants, checkpoint, pictures, tmp_path):
-    settings = check_settings(
-        Settings(
-            model=str(variants / "sprint"),
-            out=str(tmp_path / "out"),
-            name="trained-sprint",
-            dtype="float32",
-            phase=(Phase((str(pictures),), 128, batch=4, steps=6, learning_rate=3e-2),),
-            method=Method("lora", rank=4, targets="both"),
-            loss=Loss("consistency", str(checkpoint), tangent_warmup=3),
-            validation=Validation(every=6, prompts=PROMPTS),
-        )
-    )
-    file = train(settings)
-    loras = host.models / "loras"
-    loras.mkdir(exist_ok=True)
-    (loras / file.name).write_bytes(file.read_bytes())
+def test_the_picture_of_a_sprint_run_is_that_of_the_canvas(host, base_graph, variants, run, check, checkpoint):
+    loss = Loss("consistency", str(checkpoint), tangent_warmup=3)
+    method = Method("lora", rank=4, targets="both")
+    lora = put_lora(host, run(variants / "sprint", 3e-2, name="trained-sprint", method=method, loss=loss))
     for number, text in enumerate(PROMPTS):
         graph = base_graph(text=text)
         graph["load"][1]["model"] = "sprint"
-        graph["lora"] = ("SanaNodesLoraLoader", {"model": ["load", 0], "lora_name": file.name, "strength_model": 1.0})
+        graph["lora"] = ("SanaNodesLoraLoader", lora)
         links = {"model": ["lora", 0], "positive": ["positive", 0], "latent_image": ["empty", 0]}
         graph["sample"] = ("SanaNodesSprint", {**links, "seed": number, "steps": 2, "guidance": 4.5})
-        canvas = (127.5 * (2 * host.run(graph)["image"][0])).round().numpy().astype(np.uint8)
-        seen, before = (
-            np.asarray(Image.open(tmp_path / "out" / "pictures" / f"step-{step:07d}-{number:02d}.png"))
-            for step in (6, 0)
-        )
-        assert np.abs(seen.astype(int) - before).mean() > 0.3
-        assert (seen == canvas).all(), np.abs(seen.astype(int) - canvas).max()
+        check(number, graph)
