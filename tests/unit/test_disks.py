@@ -1,47 +1,57 @@
 """Real disks that are full or read-only: small ones in memory, mounted where only the test's own process sees them."""
 
 import contextlib
+import ctypes
 import io
 import os
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from setup import ROOT
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PAGE = 4096
+# of linux/sched.h and sys/mount.h
+CLONE_NEWNS, CLONE_NEWUSER, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x4000, 0x40000
 
 
-def unshare(*command, **options):
-    """Run a command as the root of a world of its own, with its own mounts."""
-    return subprocess.run(["unshare", "--user", "--map-root-user", "--mount", *command], **options)
-
-
-@pytest.fixture
-def mounting():
-    """Skips where this machine lets nobody mount, as some distributions and all but Linux do."""
-    if (
-        shutil.which("unshare") is None
-        or unshare("mount", "-t", "tmpfs", "none", "/mnt", capture_output=True).returncode
-    ):
-        pytest.skip("no mounts of one's own here")
+def unshare():
+    """Become the root of a world of one's own, with its own mounts, as the command does. Raises OSError."""
+    user, group, libc = os.getuid(), os.getgid(), ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", name).write_text(text)
+    libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
 
 
 @pytest.fixture
-def apart(mounting, tmp_path):
-    """A function that calls one of this module's functions in a process that may mount, in an empty folder."""
+def apart(tmp_path):
+    """A function that calls another in a process that may mount, in an empty folder.
+
+    Skips where this machine lets nobody mount, as some distributions and all but Linux do.
+    """
+
+    def try_it():
+        unshare()
+        mount("tried", "size=4k")
 
     def call(function):
-        places = [str(ROOT / folder) for folder in ("tests/unit", "tests", "scripts")] + [str(ROOT)]
-        code = f"import sys; sys.path += {places}; import test_disks as t; t.{function.__name__}()"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = unshare(sys.executable, "-c", code, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+        def work():
+            unshare()
+            function()
+
+        if Forked(try_it, tmp_path).poll(0):
+            pytest.skip("no mounts of one's own here")
+        (tmp_path / "tried").rmdir()
+        process = Forked(work, tmp_path)
+        said = process.communicate()
+        assert process.returncode == 0, said[0][-500:] + said[1][-2000:]
 
     return call
 

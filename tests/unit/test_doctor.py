@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path, PureWindowsPath
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from decoders import f32c32
+from forked import command
 from safetensors.torch import load_file, save_file
 from setup import ROOT
 
@@ -412,15 +412,16 @@ def test_a_report_that_cannot_be_written_is_said_before_anything_is_checked(tmp_
 @pytest.mark.parametrize("words", [("doctor", "--device", "cpu", "--seconds", "0"), ("plan", "1.6B")], ids=" ".join)
 def test_a_full_disk_behind_the_output_is_one_line(words):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "sana_core", *words]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True)
-    (said,) = (line for line in done.stderr.splitlines() if not line.startswith("checking "))
+        done = command(*words, before=lambda: os.dup2(full.fileno(), 1))
+        _, said = done.communicate()
+    (said,) = (line for line in said.splitlines() if not line.startswith("checking "))
     assert done.returncode == 1 and "No space left on device" in said
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
 def test_a_full_disk_behind_what_it_says_on_its_way_spoils_no_check():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "sana_core", "doctor", "--device", "cpu", "--seconds", "0"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, cwd=ROOT, text=True)
-    assert done.returncode == 0 and "OSError" not in done.stdout and " 0 with a fault" in done.stdout
+        words = ("doctor", "--device", "cpu", "--seconds", "0")
+        done = command(*words, before=lambda: os.dup2(full.fileno(), 2))
+        said, _ = done.communicate()
+    assert done.returncode == 0 and "OSError" not in said and " 0 with a fault" in said

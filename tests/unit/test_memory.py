@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from setup import ROOT
 
 from sana_core import plan_memory
+from sana_core.__main__ import main
 from sana_core.memory import stages_of, transformer_parameters
 from sana_core.model.known_models import DECODERS, ENCODER_PARAMETERS, TEXT_PARAMETERS, VARIANTS, Architecture
 
@@ -146,9 +145,10 @@ def test_the_table_of_the_memory_page_is_what_is_predicted():
         assert got == pytest.approx(list(map(float, figures.split(" GB | "))), abs=0.06)
 
 
-def test_plan_prints_a_table_and_json():
-    command = [sys.executable, "-m", "sana_core", "plan", "0.6B", "--width", "2048", "--height", "1024"]
-    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_plan_prints_a_table_and_json(capsys):
+    words = ["plan", "0.6B", "--width", "2048", "--height", "1024"]
+    assert main(words) == 0
+    table = capsys.readouterr().out
     assert "decode, strips" in table and "fits a GPU of 6 GB" in table
-    text = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert json.loads(text)["width"] == 2048
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["width"] == 2048

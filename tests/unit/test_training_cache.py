@@ -1,8 +1,8 @@
 """The cache, with the bundled VAE and text encoder: what it returns is what they return, once, whatever happens."""
 
 import errno
+import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from data_sets import open_mask
+from forked import Forked
 from PIL import Image
 from setup import ROOT
 
@@ -246,35 +247,17 @@ def test_polling_cancels_between_any_two_entries(tmp_path, data, models):
     assert len(models.calls) == 3
 
 
-CODE = """
-import sys
-sys.path[:0] = {places}
-from pathlib import Path
-import test_training_cache as t
-t.torch.set_num_threads(1)
-models = t.Models()
-print("ready", flush=True)
-sys.stdin.readline()
-t.build(Path({cache!r}), Path({data!r}), models)
-print(len(models.calls))
-"""
-
-
 def test_two_processes_that_build_at_once_do_each_other_no_harm(tmp_path, data, models):
-    places = [str(ROOT / folder) for folder in ("tests/unit", "tests", "scripts")] + [str(ROOT)]
-    code = CODE.format(places=places, cache=str(tmp_path / "cache"), data=str(data))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for _ in range(2)
-    ]
-    assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
-    for process in both:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    said = [process.communicate(timeout=300)[0] for process in both]
+    ready = multiprocessing.get_context("fork").Barrier(2)
+
+    def work():
+        own = Models()
+        ready.wait()
+        build(tmp_path / "cache", data, own)
+        sys.stdout.write(str(len(own.calls)))
+
+    both = [Forked(work) for _ in range(2)]
+    said = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert all(1 <= int(text) <= 8 for text in said) and sum(map(int, said)) >= 8
     assert not list((tmp_path / "cache").rglob("*.part"))

@@ -3,14 +3,12 @@
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from forked import command
 from pictures import write_pictures
 from safetensors.torch import load_file
-from setup import ROOT
 
 from sana_core.training.run_log import read_log
 
@@ -40,9 +38,7 @@ def start(folder, checkpoint, name):
     values = {"model": checkpoint, "out": folder / name, "cache": folder / "cache", "data": folder / "pictures"}
     file = folder / f"{name}.toml"
     file.write_text(SETTINGS.format(**{key: json.dumps(str(value)) for key, value in values.items()}))
-    return subprocess.Popen(
-        [sys.executable, "-m", "sana_core", "train", str(file)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+    return command("train", file)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +11,7 @@ from setup import ROOT
 
 from benchmarks import train_memory
 from benchmarks.train_memory import CONTROLNET, EIGHT_BITS, FULL, ROUNDED, count_step, make_settings
+from sana_core.__main__ import main
 from sana_core.commands import train as command
 from sana_core.decode.stages import encoder_stages
 from sana_core.errors import InputError
@@ -339,9 +338,10 @@ def test_validation_draws_with_a_copy_of_a_controlnet():
     assert stage.weights == 2 * count(base.shapes.values()) + 6 * trained
 
 
-def test_the_command_prints_the_stages_and_whether_they_fit():
-    line = [sys.executable, "-m", "sana_core", "train", str(ROOT / "recipes" / "lora_bundled.toml"), "--plan"]
-    out = subprocess.run([*line, "--card", "4"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+def test_the_command_prints_the_stages_and_whether_they_fit(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert main(["train", str(ROOT / "recipes" / "lora_bundled.toml"), "--plan", "--card", "4"]) == 0
+    out = capsys.readouterr().out
     assert "phase 1: 256 px, batch 4" in out and out.endswith(": fits a GPU of 4 GB\n")
     assert not (ROOT / "output").exists() or "lora-bundled" not in {each.name for each in (ROOT / "output").iterdir()}
 
