@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -81,7 +82,17 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
     when `watch` cancels by raising. Raises InputError where the folder has another run, CheckpointError for a
     broken state, TrainingError for a loss that is not finite, and OSError where a state cannot be written.
     """
+    with ThreadPoolExecutor(1, "sana training state") as behind:
+        return run_phases(learner, data, folder, watch, behind)
+
+
+def run_phases(
+    learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch, behind: Executor
+) -> tuple[Place, Best | None]:
+    """Train as `run` does, with states put in their place by a thread `behind`."""
     settings, ranks = learner.settings, learner.ranks
+    completing = Future[None]()
+    completing.set_result(None)
     place, best, validated = resume(learner, data, folder)
     place, groups = advance(place, data, learner.settings)
     saved = place.step
@@ -90,19 +101,31 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
         arrange_sums(learner, data[place.phase], groups[place.position], place)
     digests, total = [own.digest for own in data], place.step + all_steps_left(settings, data, place)
 
+    def settle() -> None:
+        """Wait for the last state."""
+        ranks.first_does(completing.result)
+
     def save() -> None:
-        nonlocal saved
+        nonlocal saved, completing
+        settle()
+        complete: Callable[[], object] = lambda: None  # noqa: E731
         if place.step != saved:
             tensors, values = tensors_of(learner)
             ranks.each_does(lambda: check_finite(tensors, place.step))
             values, shares = whole_values(learner, values), shard_count(learner)
             state = State(place, tensors, values, dict(folder.facts), digests, best, validated, shares)
-            save_tensors = chosen_save(learner)
-            write_state(folder.out, folder.parts, state, lambda part: export(learner, watch, part), save_tensors, ranks)
+            write = partial(export, learner, watch)
+            complete = write_state(folder.out, folder.parts, state, write, chosen_save(learner), ranks)
             saved = place.step
         # a run that was killed behind its last state has not removed them
         kept = None if best is None else best.step
-        ranks.first_does(lambda: remove_older(folder.out, folder.parts, settings.keep, kept))
+
+        def put() -> None:
+            complete()
+            remove_older(folder.out, folder.parts, settings.keep, kept)
+
+        if ranks.first:
+            completing = behind.submit(put)
 
     @contextmanager
     def saving() -> Iterator[None]:
@@ -111,9 +134,13 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
             yield
         except BaseException:
             save()
+            settle()
             raise
 
     while True:
+        if ranks.size == 1 and completing.done():
+            # where a disk is full, say so at once
+            settle()
         if validated != place.step and is_due(settings, place, finished=not groups):
             with saving():
                 found = validate(learner, data[place.phase], folder, place, watch)
@@ -122,6 +149,7 @@ def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) ->
         if not groups or place.step % settings.save_every == 0 or (best is not None and best.step == place.step):
             save()
         if not groups:
+            settle()
             return place, best if best is not None and best.phase == place.phase else None
         with saving():
             watch.poll()

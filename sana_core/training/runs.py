@@ -147,8 +147,10 @@ def check_folder(out: Path, names: Iterable[str], phases: int, own: Mapping[str,
 
 def check_places(out: Path) -> None:
     """Raise ExistingFileError for what others have put where a state is to be written, now or later."""
+    found = [each for each in (out / STEPS).glob("step-*") if NAME.fullmatch(each.name)]
+    # behind them, for a state may come or go meanwhile
     known = {folder for _, folder in find_states(out)}
-    taken = [each for each in (out / STEPS).glob("step-*") if NAME.fullmatch(each.name) and each not in known]
+    taken = [each for each in found if each not in known and each.exists()]
     if taken:
         raise stranger(min(taken))
 
@@ -181,9 +183,9 @@ def adapters_in(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def save_whole(tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:
-    """Write `tensors` into one file in the folder `part`; return its digest by its name. Raises OSError."""
+    """Write `tensors` into one file in the folder `part`, whose digest is taken later. Raises OSError."""
     write_tensors(part / TENSORS, tensors)
-    return {TENSORS: digest_file(part / TENSORS)}
+    return {}
 
 
 def write_state(
@@ -193,28 +195,31 @@ def write_state(
     export: Callable[[Path], None],
     save: Callable[[Mapping[str, torch.Tensor], Path], dict[str, str]] = save_whole,
     ranks: Ranks = ALONE,
-) -> Path:
-    """Write `state` and what `export` adds to its folder; return that. It appears whole and on the disk, or not at all.
+) -> Callable[[], None]:
+    """Write `state` and what `export` adds into a folder in `parts`, which is on the same disk; return what gives that
+    its place, where it appears whole and on the disk, or not at all.
 
-    Until then it lies in `parts`, a folder of the same disk. All `ranks` have to call this; `export` and `save`, which
-    returns the digests of what it has written, are called on each, the rest is the first's. Raises OSError.
+    What is returned is for the first rank to call, once, in any thread, while the weights may change: digests and the
+    disk take longer than to write. All `ranks` have to call this; `export` and `save`, which returns the digests that
+    it has taken, are called on each. Both raise OutputError.
     """
     folder, part = step_folder(out, state.place.step), parts / f".state-{state.place.step}.part"
+    document = {**state._asdict(), "place": state.place._asdict()}
+    del document["tensors"]
+    digests: dict[str, str] = {}
 
     def begin() -> None:
         remove(part)
         part.mkdir()
 
-    def finish(digests: dict[str, str]) -> None:
+    def finish() -> None:
         for path in part.rglob("*"):
             name = path.relative_to(part).as_posix()
             if path.is_file() and name not in digests:
                 digests[name] = digest_file(path)
-        document = {**state._asdict(), "place": state.place._asdict(), "files": digests}
-        del document["tensors"]
         # as it will be read
-        document = json.loads(json.dumps(document))
-        (part / STATE).write_text(json.dumps({**document, "digest": digest_json(document)}, indent=1, sort_keys=True))
+        whole = json.loads(json.dumps({**document, "files": digests}))
+        (part / STATE).write_text(json.dumps({**whole, "digest": digest_json(whole)}, indent=1, sort_keys=True))
         sync(part)
         folder.parent.mkdir(exist_ok=True)
         if folder.exists():
@@ -222,17 +227,26 @@ def write_state(
         part.rename(folder)
         sync_folder(folder.parent)
 
-    try:
-        with writing(folder):
-            ranks.first_does(begin)
-            export(part)
-            own = ranks.each_does(lambda: save(state.tensors, part))
-            digests = {name: digest for found in ranks.of_all(own) for name, digest in found.items()}
-            ranks.first_does(lambda: finish(digests))
-    finally:
-        if ranks.first:
-            shutil.rmtree(part, ignore_errors=True)
-    return folder
+    @contextmanager
+    def in_part() -> Iterator[None]:
+        try:
+            with writing(folder):
+                yield
+        except BaseException:
+            if ranks.first:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    def complete() -> None:
+        with in_part():
+            finish()
+
+    with in_part():
+        ranks.first_does(begin)
+        export(part)
+        own = ranks.each_does(lambda: save(state.tensors, part))
+        digests.update({name: digest for found in ranks.of_all(own) for name, digest in found.items()})
+    return complete
 
 
 def remove_older(out: Path, parts: Path, keep: int, best: int | None) -> None:

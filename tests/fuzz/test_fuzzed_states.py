@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
 from safetensors.torch import load_file
 
-from sana_core.training.runs import State, begin_run, check_folder, read_state, write_state
+from sana_core.training.runs import State, begin_run, check_folder, read_state, step_folder, write_state
 from sana_core.training.schedule import Best, Place
 
 FACTS = {"seed": 0, "rank": 2}
@@ -25,7 +25,8 @@ def state(tmp_path_factory):
     parts = out / "parts"
     parts.mkdir(parents=True)
     begin_run(out, parts, FACTS)
-    return write_state(out, parts, STATE, lambda part: (part / "x.safetensors").write_bytes(b"lora"))
+    write_state(out, parts, STATE, lambda part: (part / "x.safetensors").write_bytes(b"lora"))()
+    return step_folder(out, STATE.place.step)
 
 
 def look(state):

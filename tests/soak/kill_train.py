@@ -136,7 +136,9 @@ def in_save(number: int) -> Prepare:
                 if count == number:
                     die()
 
-        loop.write_state, loop.remove_older = watched(loop.write_state), watched(loop.remove_older)
+        write, loop.remove_older = watched(loop.write_state), watched(loop.remove_older)
+        # and what it returns, which another thread calls
+        loop.write_state = lambda *values: watched(write(*values))
         train.publish = watched(train.publish)
         sys.addaudithook(hook)
 
