@@ -15,9 +15,10 @@ from ...sana_core.checkpoints.headers import read_file
 from ...sana_core.errors import InputError
 from ...sana_core.runtime.checks import check_whole
 from ...sana_core.training.autofit import fit_lines
+from ...sana_core.training.duration import REACHED, measured_seconds
 from ...sana_core.training.plan import Base, Plan, plan_training, read_base
 from ...sana_core.training.preflight import check_base
-from ...sana_core.training.run_log import read_losses
+from ...sana_core.training.run_log import clock, read_losses
 from ...sana_core.training.runs import find_states
 from ...sana_core.training.settings import (
     ADAPTERS,
@@ -37,7 +38,7 @@ from .folders import RUNS
 from .guidance import require_images
 from .lora import apply_lora
 from .patches import untrained
-from .training_view import View
+from .training_view import View, read_sheet
 from .vae import vae_path
 
 if TYPE_CHECKING:
@@ -69,12 +70,14 @@ FRAGMENTS = 1.1
 
 
 class Trained(NamedTuple):
-    """What a run ends with: the LoRA's tensors as its file has them, the loss of each step, and MODEL with the LoRA."""
+    """What a run ends with: the LoRA's tensors as its file has them, the loss of each step, MODEL with the LoRA, what
+    to say of it, and the sheet of its validations as IMAGE, where it has drawn any."""
 
     lora: dict[str, torch.Tensor]
     losses: list[float]
     model: ModelPatcher
     report: str
+    sheet: torch.Tensor | None
 
 
 def check_model(model: ModelPatcher) -> None:
@@ -187,6 +190,11 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Meth
     )
 
 
+def newest_step(settings: Settings) -> int:
+    """Return the step that the run goes on from, 0 for a new one."""
+    return max((step for step, _ in find_states(Path(settings.out))), default=0)
+
+
 def memory_to_free(plan: Plan) -> int:
     """Return the bytes that have to be free for a run: the plan's, and what ComfyUI leaves free itself."""
     return int(plan.largest.bytes * FRAGMENTS) + comfy.model_management.minimum_inference_memory()
@@ -208,7 +216,7 @@ def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained
     # in memory of their own: the file is written again when the run goes on
     lora = read_file(file)
     trained, _, fits = apply_lora(model, None, file)
-    return Trained(lora, losses, trained, f"{fits}; {said}")
+    return Trained(lora, losses, trained, f"{fits}; {said}", read_sheet(Path(settings.out)))
 
 
 def train_controlnet(model: ModelPatcher, settings: Settings, node_id: str) -> tuple[ControlBase, list[float], str]:
@@ -242,6 +250,8 @@ def run_training(model: ModelPatcher, settings: Settings, node_id: str) -> tuple
         fit = describe_fit(settings, base, plan, memory)
         # it begins all the same: drivers lend memory, and the plan can be wrong
         (logger.info if plan.card <= memory else logger.warning)(fit)
+        seconds = measured_seconds(settings, base, device, newest_step(settings))
+        fit += f"; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
     view = View(node_id, read_losses(Path(settings.out)), fit)
     # ComfyUI runs nodes in inference mode, whose tensors know no gradients; the run makes all of its own
     with torch.inference_mode(False), torch.enable_grad():
@@ -249,7 +259,7 @@ def run_training(model: ModelPatcher, settings: Settings, node_id: str) -> tuple
         try:
             file = train(settings, view.report, view.progress, poll, view.show)
         except management.InterruptProcessingException:
-            view.stop(max((step for step, _ in find_states(Path(settings.out))), default=0))
+            view.stop(newest_step(settings))
             raise
     losses = read_losses(Path(settings.out))
     management.soft_empty_cache()

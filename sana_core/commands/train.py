@@ -1,7 +1,7 @@
 """Train a LoRA, DoRA, LoKr or all weights, as a TOML file says. Ctrl+C saves; the same command goes on.
 
-With --plan it only says what memory that takes, and what settings fit. Started by torchrun or accelerate launch,
-several processes train one model, as [parallel] in the file says.
+With --plan it only says what memory and time that takes, and what settings fit. Started by torchrun or accelerate
+launch, several processes train one model, as [parallel] in the file says.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensorboard", action="store_true", help="also write what tensorboard shows into the run's folder"
     )
-    parser.add_argument("--plan", action="store_true", help="predict the memory, train nothing")
+    parser.add_argument("--plan", action="store_true", help="predict memory and time, train nothing")
     parser.add_argument("--card", type=float, metavar="GB", help="with --plan: a GPU to fit; without it this machine's")
     parser.add_argument("--cards", type=int, default=1, metavar="N", help="with --plan: how many train together")
 
@@ -90,14 +90,15 @@ def run_training(settings: Settings, ranks: Ranks, tensorboard: bool, wandb: boo
 
 
 def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[str]:
-    """Return the table of a run's stages, and whether they fit a card of `card` GiB or this machine's; of several
-    `cards`, or of one with a sharded or offloaded model, what each takes in every arrangement.
+    """Return the table of a run's stages, how long its steps take, and whether they fit a card of `card` GiB or this
+    machine's; of several `cards`, or of one with a sharded or offloaded model, what each takes in every arrangement.
 
     Raises as `read_base` and `check_base` do, and InputError for a card that is none and too many of them.
     """
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
     from ..training.autofit import arrangement_lines, fit_lines, table_lines
+    from ..training.duration import duration_lines
     from ..training.plan import plan_training, read_base
     from ..training.preflight import check_base, check_shares
     from ..training.settings import DDP
@@ -112,10 +113,11 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
         room = memory_info(chosen_device(settings.device))[1]
     plan = plan_training(settings, base)
     check_whole("cards", cards, 1, 4096)
+    lines = [*table_lines(plan), *duration_lines(settings, base, cards), ""]
     if cards > 1 or settings.parallel.kind != DDP:
         check_shares(settings, cards)
-        return [*table_lines(plan), "", *arrangement_lines(settings, base, cards, room)]
-    return [*table_lines(plan), *fit_lines(settings, base, plan, room)]
+        return [*lines, *arrangement_lines(settings, base, cards, room)]
+    return [*lines, *fit_lines(settings, base, plan, room)]
 
 
 def warn_of_memory(settings: Settings) -> None:

@@ -1,0 +1,61 @@
+"""The operations of a step that are predicted are those that torch counts in the trainer's own."""
+
+import math
+
+import pytest
+import torch
+from setup import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import train_memory
+from benchmarks.train_memory import CONTROLNET, FULL, count_step, make_settings
+from sana_core.memory import released_shapes
+from sana_core.model.known_models import Architecture
+from sana_core.training import duration
+from sana_core.training.duration import duration_lines, step_operations
+from sana_core.training.plan import read_base, released_base
+from sana_core.training.settings import Method
+from sana_core.training.settings_file import read_settings
+
+MODEL = Architecture(2240, 8)
+
+
+def convolution_backward(gradient, inner, weight, bias, stride, padding, dilation, transposed, _, groups, mask, **_out):
+    """What torch counts, where it takes no gradient of a depthwise weight for that of a dense one."""
+    return 2 * gradient[0] * math.prod(gradient[2:]) * math.prod(weight) * sum(mask[:2])
+
+
+OWN = {torch.ops.aten.convolution_backward: convolution_backward}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"method": Method(rank=16)},
+        {"method": Method(rank=16, targets="both"), "checkpoint": False, "batch": 2},
+        {"method": FULL, "accumulate": 2},
+        {"method": FULL, "checkpoint": False},
+        {"method": CONTROLNET},
+    ],
+)
+def test_operations_are_those_that_torch_counts(own, monkeypatch):
+    settings, take_step = make_settings(**own), train_memory.take_step
+    counter = FlopCounterMode(display=False, custom_mapping=OWN)
+
+    def counted(*values):
+        with counter:
+            return take_step(*values)
+
+    monkeypatch.setattr(train_memory, "take_step", counted)
+    # what is counted is square
+    monkeypatch.setattr(duration, "largest_shape", lambda side: (side // 32, side // 32))
+    count_step(MODEL, settings, steps=1)
+    base = released_base("1.6B")._replace(model=MODEL, shapes=released_shapes(MODEL))
+    assert step_operations(settings, base, settings.phase[0]) == pytest.approx(counter.get_total_flops(), rel=0.08)
+
+
+def test_the_lines_name_each_phase_and_what_several_gpus_take():
+    settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
+    base = read_base(settings)
+    (one,), (four,) = duration_lines(settings, base), duration_lines(settings, base, 4)
+    assert one.startswith("phase 1: a step of ") and one.count(" in all") == 2 and "on 4 H100s" in four
