@@ -24,8 +24,9 @@ from sana_core.training.train import train  # noqa: E402
 
 FILE = ROOT / "benchmarks" / "train_recipes.json"
 TEMPLATE = ROOT / "workflows" / "SANA train a LoRA.json"
+BUNDLED = ("lora_bundled", "controlnet_bundled", "style_bundled", "person_bundled", "concept_bundled")
 RECIPES = {
-    **{name: ROOT / "recipes" / f"{name}.toml" for name in ("lora_bundled", "controlnet_bundled")},
+    **{name: ROOT / "recipes" / f"{name}.toml" for name in BUNDLED},
     "style": ROOT / "demo" / "scenes" / "style.toml",
     TEMPLATE.stem: TEMPLATE,
 }
