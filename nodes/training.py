@@ -2,7 +2,7 @@
 
 from inspect import cleandoc
 
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 
 from ..sana_core.model.known_models import DEFAULT_RESOLUTION
 from ..sana_core.model.latents import DOWNSCALE
@@ -177,8 +177,9 @@ class SanaNodesTrain(io.ComfyNode):
     """
     Trains a LoRA on a SANA model, with previews while it trains.
 
-    The node shows the loss and the validation images. Cancel saves; queue again to resume. To train a finished LoRA
-    further, raise steps. The LoRA is saved in output/sana_training.
+    The node shows the loss and the validation images, and at the end all of them over time, the best marked. Cancel
+    saves; queue again to resume. To train a finished LoRA further, raise steps. The LoRA is saved in
+    output/sana_training.
     """
 
     @classmethod
@@ -230,7 +231,8 @@ class SanaNodesTrain(io.ComfyNode):
             settings = make_settings(model, dataset, run_path(name), adapter_method(own), own)
             trained = train_lora(model, settings, cls.hidden.unique_id)
         show_under_node(trained.report, cls.hidden.unique_id)
-        return io.NodeOutput(trained.lora, {"loss": trained.losses}, trained.model)
+        shown = None if trained.sheet is None else ui.PreviewImage(trained.sheet)
+        return io.NodeOutput(trained.lora, {"loss": trained.losses}, trained.model, ui=shown)
 
 
 class SanaNodesTrainControlNet(io.ComfyNode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import comfy.utils
@@ -13,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from server import PromptServer
 
 from ...sana_core.runtime.image_files import levels
+from ...sana_core.training.previews import SHEET
 from ...sana_core.training.run_log import Pace, describe_validation
 
 # seconds between two lines of words, and between two curves
@@ -109,3 +111,11 @@ def draw_curve(draw: ImageDraw.ImageDraw, losses: Sequence[float], top: int) -> 
     draw.text((8, top + 2), f"{high:.4f}", TEXT, font)
     draw.text((8, top + CURVE - 16), f"{low:.4f}", TEXT, font)
     draw.text((WIDTH // 2, top + CURVE - 16), f"loss, {len(losses)} steps", TEXT, font)
+
+
+def read_sheet(out: Path) -> torch.Tensor | None:
+    """Return the sheet of the validations of the run in `out` as IMAGE [1, H, W, 3], None where none was drawn."""
+    if not (out / SHEET).exists():
+        return None
+    with Image.open(out / SHEET) as sheet:
+        return torch.from_numpy(np.asarray(sheet.convert("RGB"), np.float32) / 255)[None]

@@ -3,7 +3,7 @@
 import io
 import json
 
-from host import post, run_graph
+from host import get, post, run_graph
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -36,6 +36,11 @@ def test_a_run_is_seen_interrupted_and_goes_on(server):
     assert texts[-1].endswith(b"30 steps, in sana_training/whole of the output folder")
     preview = Image.open(io.BytesIO([event for event in own if event[3] != TEXT][-1][8:]))
     assert preview.format == "JPEG" and preview.size == (512, 512 + 128)
+    executed = [event["data"] for event in events if isinstance(event, dict) and event["type"] == "executed"]
+    (shown,) = next(each["output"]["images"] for each in executed if each["node"] == "3")
+    fetched = get(server, "/view", **shown)
+    sheet = Image.open(server.output / "sana_training" / "whole" / "validations.png")
+    assert Image.open(io.BytesIO(fetched)).tobytes() == sheet.tobytes()
 
     for event in run_graph(server, training("broken")):
         if isinstance(event, dict) and event["type"] == "progress" and event["data"]["max"] == STEPS:
