@@ -149,7 +149,8 @@ def make_phase(dataset: Dataset, own: Inputs) -> Phase:
         schedule=own["schedule"],
         warmup=int(own["warmup"]),
         regularisation=() if prior is None else (prior.folder,),
-        prior_loss_weight=own["prior_loss_weight"],
+        # without images the widget waits for some
+        prior_loss_weight=1.0 if prior is None else own["prior_loss_weight"],
     )
 
 
@@ -163,6 +164,7 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Meth
     _, _, _, reference, _ = loaded_from(model)
     vae = own.get("vae")
     prompts = tuple(line.strip() for line in own["validation_prompts"].splitlines() if line.strip())
+    prompts = prompts if own["validate_every"] else ()
     return check_settings(
         Settings(
             model=path_of(model),

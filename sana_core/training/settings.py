@@ -234,6 +234,10 @@ def check_settings(settings: Settings) -> Settings:
     for side in ("width", "height"):
         check_side(f"validation.{side}", getattr(validation, side), 0)
     check_control(method, validation)
+    if validation.prompts and not validation.every:
+        raise InputError(
+            "every: got 0 with validation.prompts, expected the steps between two validations; set it, or remove them"
+        )
     check_parallel(settings)
     if not settings.phase:
         raise InputError("phase: got none, expected one or more [[phase]] tables; see recipes/")
@@ -259,6 +263,8 @@ def check_loss(loss: Loss, method: Method) -> None:
     check_number("loss.logit_std", loss.logit_std, 1e-3, 10)
     # a density up to here: Esser et al. 2024, arXiv 2403.03206, section 3.1
     check_number("loss.mode_scale", loss.mode_scale, -1, 1.75)
+    for field_name, times in (("logit_mean", LOGIT_NORMAL), ("logit_std", LOGIT_NORMAL), ("mode_scale", MODE)):
+        check_used("loss", loss, field_name, loss.times == times, f"times {times}")
     if loss.kind == CONSISTENCY and loss != Loss(loss.kind, loss.teacher, loss.tangent_warmup):
         raise InputError("times: got others with loss consistency, which has its own; remove what sets them")
     if loss.kind == CONSISTENCY and method.whole:
@@ -309,8 +315,18 @@ def check_phase(name: str, phase: Phase) -> None:
     one_of(f"{name}: schedule", phase.schedule, SCHEDULES + SHAPED)
     check_number(f"{name}: cycles", phase.cycles, 1, 10**6)
     check_number(f"{name}: power", phase.power, 1e-3, 1e3)
-    for side in (phase.resolution, *phase.resolutions):
+    sides = (phase.resolution, *phase.resolutions)
+    for side in sides:
         check_side(f"{name}: resolution", side, DOWNSCALE)
+    if len({*sides}) < len(sides):
+        raise InputError(f"{name}: resolutions: got a size twice, expected others than {phase.resolution}; remove it")
+    for field_name, used, needed in (
+        ("prior_loss_weight", phase.regularisation, "regularisation"),
+        ("keep_tags", phase.tag_orders > 1, "tag_orders"),
+        ("cycles", phase.schedule == "cosine_with_restarts", "schedule cosine_with_restarts"),
+        ("power", phase.schedule == "polynomial", "schedule polynomial"),
+    ):
+        check_used(name, phase, field_name, bool(used), needed)
     for field_name, numbers, low, high in (("repeats", phase.repeats, 1, 10**4), ("weights", phase.weights, 0, 10**3)):
         for number in numbers:
             check_number(f"{name}: {field_name}", number, low, high)
@@ -318,6 +334,8 @@ def check_phase(name: str, phase: Phase) -> None:
             raise InputError(
                 f"{name}: got {len(numbers)} {field_name} for {len(phase.data)} sets of data, expected one for each"
             )
+    if phase.weights and not any(phase.weights):
+        raise InputError(f"{name}: weights: got 0 alone, of which nothing is learned; raise one")
     check_number(f"{name}: prior_loss_weight", phase.prior_loss_weight, 0, 10**3)
     for field_name, low, high in (("crops", 1, 64), ("tag_orders", 1, 64), ("keep_tags", 0, 10**3)):
         check_number(f"{name}: {field_name}", getattr(phase, field_name), low, high)
@@ -331,6 +349,15 @@ def check_phase(name: str, phase: Phase) -> None:
     check_number(f"{name}: steps", 1 if phase.steps is None else phase.steps, 1, 10**9)
     if not phase.data:
         raise InputError(f"{name}: got no data, expected one or more folders; name the folder of your images")
+
+
+def check_used(name: str, settings: Phase | Loss, field_name: str, used: bool, needed: str) -> None:
+    """Raise InputError where the field of `settings` is not its default, and has no effect without what is `needed`."""
+    value = getattr(settings, field_name)
+    if value != getattr(type(settings), field_name) and not used:
+        raise InputError(
+            f"{name}: {field_name}: got {value} without {needed}, where it does nothing; set that, or remove this"
+        )
 
 
 def check_side(name: str, pixels: int, low: int) -> None:

@@ -27,7 +27,7 @@ from .learner import Learner, make_learner
 from .loop import Folder, Report, Watch, export_together, preview_together, run, watch_together
 from .preflight import check_base, check_launch, check_ranks, check_same
 from .prepare import TEACHER, Progress, digest_models, no_progress, prepare, read_samples
-from .previews import draw_validation, write_sheet
+from .previews import SHEET, check_own, draw_validation, write_sheet
 from .ranks import ALONE, Ranks, say
 from .runs import PICTURES, check_folder, check_places, publish, step_folder, writing
 from .schedule import Best
@@ -79,6 +79,8 @@ def train(
 
         names = () if settings.method.whole else (lora_file(settings), last_file(settings))
         ranks.first_does(lambda: check_folder(out, names, len(settings.phase), settings_facts(settings)))
+        if settings.validation.prompts:
+            ranks.first_does(lambda: check_own(out / SHEET))
         samples = ranks.each_does(lambda: read_samples(settings, watched))
         device = ranks.device or chosen_device(settings.device)
         marks = digest_models(settings, progress if ranks.first else no_progress)

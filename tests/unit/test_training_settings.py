@@ -62,6 +62,30 @@ WRONG = {
         r"phase: got \[phase\], expected a list of tables; write \[\[phase\]\]$",
     ),
     "a name with a folder": ("name = '../x'" + WHOLE, "name: got '../x', expected the name of a file"),
+    "nothing counts": (
+        WHOLE + "weights = [0]",
+        "phase 1: weights: got 0 alone, of which nothing is learned; raise one",
+    ),
+    "a size twice": (
+        WHOLE + "resolutions = [1024]",
+        "phase 1: resolutions: got a size twice, expected others than 1024; remove it",
+    ),
+    "prior without images": (
+        WHOLE + "prior_loss_weight = 0.5",
+        "phase 1: prior_loss_weight: got 0.5 without regularisation, where it does nothing; set that, or remove this",
+    ),
+    "power without polynomial": (
+        WHOLE + "power = 2.0",
+        "phase 1: power: got 2.0 without schedule polynomial, where it does nothing; set that, or remove this",
+    ),
+    "mean of other times": (
+        WHOLE + '[loss]\ntimes = "uniform"\nlogit_mean = 0.5',
+        "loss: logit_mean: got 0.5 without times logit_normal, where it does nothing; set that, or remove this",
+    ),
+    "prompts that are never drawn": (
+        WHOLE + '[validation]\nprompts = ["a fox"]',
+        "every: got 0 with validation.prompts, expected the steps between two validations; set it, or remove them",
+    ),
     "repeats": (
         WHOLE + "repeats = [1, 2]",
         "phase 1: got 2 repeats for 1 sets of data, expected one for each",
