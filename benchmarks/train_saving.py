@@ -22,7 +22,6 @@ from sana_core.training.settings import Method, Validation
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
-FILE = ROOT / "benchmarks" / "train_saving.json"
 # those of the run that is measured, how often it saves, and how often that run would whose share is told
 STEPS, EVERY, TOLD = 60, 10, 100
 
@@ -39,8 +38,8 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
         return lambda: None
 
     found: dict[str, Any] = {}
-    for way, write in (("behind", write_state), ("at_once", at_once)):
-        loop.write_state = write
+    for way, put in (("behind", write_state), ("at_once", at_once)):
+        loop.write_state = put
         times: list[float] = []
         steps: list[float] = []
 
@@ -66,7 +65,7 @@ def main() -> None:
     methods = {"lora": Method(rank=8, targets="both"), "full": Method("full")}
     with tempfile.TemporaryDirectory() as cache:
         figures = {name: figures_of(method, cache) for name, method in methods.items()}
-    FILE.write_text(json.dumps({**description(), "steps": STEPS, "save_every": TOLD, **figures}, indent=2) + "\n")
+    write(__file__, {"steps": STEPS, "save_every": TOLD, **figures})
 
 
 if __name__ == "__main__":
