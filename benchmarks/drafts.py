@@ -71,12 +71,15 @@ def see(drafts: Drafts, wanted: Combination, seeds: range, clock: Clock) -> dict
     return {"prompt": said, "drafts": seen}
 
 
-def choose(rows: list[dict[str, Any]], looks: list[tuple[int, int]], by: str, finally_by: str) -> float:
-    """Return whether the draft that rounds of `looks` keep is right."""
-    left = rows
+def choose(rows: list[dict[str, Any]], looks: list[tuple[int, int]], by: str) -> float:
+    """Return whether the draft that rounds of `looks` keep is right; the scorer chooses among those that are whole."""
+    left, seen = rows, [0.0] * len(LOOKS)
     for step, kept in looks:
-        left = sorted(left, key=lambda row: -row[by][LOOKS.index(step)])[:kept]
-    return max(left, key=lambda row: row[finally_by][-1])["right"] if len(left) > 1 else left[0]["right"]
+        # the looks so far: a verifier's scores are added up
+        seen[step - 1] = 1.0
+        weights = seen if by == "verifier" else [0.0] * (step - 1) + [1.0]
+        left = sorted(left, key=lambda row: -sum(w * s for w, s in zip(weights, row[by], strict=False) if w))[:kept]
+    return left[0]["right"] if len(left) == 1 else max(left, key=lambda row: row["clip"][-1])["right"]
 
 
 def cost(times: dict[str, float], count: int, looks: list[tuple[int, int]], by: str, scored: bool) -> float:
@@ -91,7 +94,7 @@ def cost(times: dict[str, float], count: int, looks: list[tuple[int, int]], by: 
 
 def report(prompts: list[list[dict[str, Any]]], times: dict[str, float]) -> dict[str, Any]:
     """Return what each way keeps and costs, of drawing, decoding and scoring as many drafts whole."""
-    last = DRAWN - 1
+    last, known = DRAWN - 1, load_verifier(recipe.FOLDER).last_look(DRAWN)
     found: dict[str, Any] = {}
     for count in (count for count in COUNTS if count <= len(prompts[0])):
         rows = [rows[:count] for rows in prompts]
@@ -99,13 +102,12 @@ def report(prompts: list[list[dict[str, Any]]], times: dict[str, float]) -> dict
         ways = {
             "all drawn, by the scorer": ([], "clip", True),
             "rounds, by the scorer": (looks_every(1, last, count, min(count, FINISHED)), "clip", True),
-            "rounds, by the verifier": (looks_every(1, DRAWN, count, 1), "verifier", False),
-            "rounds by the verifier, the last two by the scorer": (looks_every(1, last, count, 2), "verifier", True),
+            "rounds, by the verifier": (looks_every(1, known, count, 1), "verifier", False),
         }
         found[str(count)] = {"some right": mean([max(row["right"] for row in each) for each in rows])}
         for name, (looks, by, scored) in ways.items():
             found[str(count)][name] = {
-                "right": mean([choose(each, looks, by, "clip" if scored else "verifier") for each in rows]),
+                "right": mean([choose(each, looks, by) for each in rows]),
                 "cost": round(cost(times, count, looks, by, scored) / whole, 3),
             }
     return found

@@ -28,7 +28,7 @@ from sana_core.batch.draw import (
     stack_texts,
 )
 from sana_core.batch.plan import Picture
-from sana_core.batch.verifier import KIND, SIZES, Verifier
+from sana_core.batch.verifier import KIND, Shape, Verifier
 from sana_core.model.forward import Watch
 from sana_core.runtime.image_files import levels
 from sana_core.sampling.trail import Trail
@@ -38,7 +38,7 @@ from .step import take_step
 # steps of a draft, and after how many of them its states are kept
 DRAWN, LOOKS = 5, (1, 2)
 WIDTH, HEADS, LAYERS = 96, 4, 2
-STEPS, BATCH, LEARNING_RATE = 1500, 64, 1e-3
+STEPS, BATCH, LEARNING_RATE = 700, 48, 1e-3
 # of the drafts, one in this many is not learned from
 HELD_OUT_ONE_IN = 8
 
@@ -127,7 +127,8 @@ def train(
     random.Random(13).shuffle(files)
     held_out, examples = (read(part, encode) for part in (files[::HELD_OUT_ONE_IN], files_without(files)))
     hidden, text, said = examples.states.shape[-1], examples.embeds.shape[-1], examples.said.shape[-1]
-    verifier = Verifier(block, hidden, text, WIDTH, HEADS, LAYERS, said).train()
+    shape = Shape(block, hidden, text, WIDTH, HEADS, LAYERS, said, 100 * LOOKS[-1] // DRAWN)
+    verifier = Verifier(shape).train()
     optimizer = torch.optim.AdamW(verifier.parameters(), LEARNING_RATE, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
     for step in range(steps):
@@ -150,9 +151,7 @@ def files_without(files: list[Path]) -> list[Path]:
 def save(verifier: Verifier, folder: Path) -> None:
     """Write config.json and model.safetensors, as `load_verifier` reads them."""
     folder.mkdir(exist_ok=True)
-    hidden, text = verifier.sizes
-    sizes = verifier.block, hidden, text, WIDTH, HEADS, LAYERS, verifier.says.out_features
-    config = {"model_type": KIND, **dict(zip(SIZES, sizes, strict=True))}
+    config = {"model_type": KIND, **verifier.shape._asdict()}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     tensors = {name: tensor.half().contiguous() for name, tensor in verifier.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")

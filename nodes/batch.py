@@ -26,8 +26,7 @@ def early_inputs() -> list:
         io.String.Input(
             "prompt",
             optional=True,
-            default="",
-            multiline=True,
+            force_input=True,
             tooltip="With a scorer: the prompt as text, or one prompt per line.",
         ),
         io.Int.Input(
@@ -143,7 +142,6 @@ class SanaNodesBatchSampler(io.ComfyNode):
         early = None
         if scorer is not None:
             check_links(scorer=scorer)
-            check_whole("after", after, 1, steps)
             check_whole("finish", finish, 1, LARGEST_BATCH)
             early = Early(scorer, after, finish, prompt)
         # widgets check their range, links do not

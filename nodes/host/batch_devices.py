@@ -267,7 +267,7 @@ def draw_on_devices(
             queue.add(workload.split(width, height, len(devices)))
             for image, result in [(rounds.drafts[image.number], each) for image, each in run_batch(queue, pool)]:
                 if isinstance(result, Draft):
-                    rounds.seen.append(note_look(batch, image, result))
+                    note_look(rounds, batch, image, result)
                 else:
                     results[image] = result
     names = zip(pool.threads, devices, strict=True)

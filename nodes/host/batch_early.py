@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import comfy.model_management
 import torch
 
-from ...sana_core.batch.best import Look, looks_every
+from ...sana_core.batch.best import Rounds, looks_every
 from ...sana_core.batch.verifier import check_verifier
 from ...sana_core.errors import InputError
 from ...sana_core.model.forward import Watch
+from ...sana_core.runtime.checks import check_whole
 from ...sana_core.runtime.image_files import levels
 from ...sana_core.sampling.trail import Draft, Round, Trail
 
@@ -45,8 +46,10 @@ def find_looks(batch: BatchInputs) -> list[tuple[int, int]]:
     elif len(texts_of(early.text, batch.prompts)) != batch.prompts:
         got = f"{len(texts_of(early.text, batch.prompts))} lines of text for {batch.prompts} prompts"
         raise InputError(f"prompt: got {got}; write there what the images shall show, one prompt a line")
+    verifier, steps = early.scorer.verifier, len(batch.sigmas) - 1
     # an image after the last step is the whole
-    last = len(batch.sigmas) - 1 - (early.scorer.verifier is None)
+    last = steps - 1 if verifier is None else verifier.last_look(steps)
+    check_whole("after", early.after, 1, max(1, last))
     return looks_every(early.after, last, batch.count, early.finish)
 
 
@@ -68,7 +71,7 @@ def trail_of(batch: BatchInputs, part: Chunk, own: Round) -> Trail:
     """Return the steps of `part` so far, and who looks at the last one of the round."""
     past = [own.past[image.number] for image in part if own.past]
     verifier = batch.early and batch.early.scorer.verifier
-    watch = Watch(verifier.block) if verifier and own.until else None
+    watch = Watch(verifier.shape.block) if verifier and own.until else None
     return Trail(own.until or len(batch.sigmas) - 1, list(torch.stack(past, 1)) if past else [], watch)
 
 
@@ -89,11 +92,12 @@ def look_at(
     return [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
 
 
-def note_look(batch: BatchInputs, image: Picture, draft: Draft) -> Look:
-    """Return how well a draft fits its prompt: between two rounds, when no thread draws and it may take memory."""
+def note_look(rounds: Rounds, batch: BatchInputs, image: Picture, draft: Draft) -> None:
+    """Note how well a draft fits its prompt: between two rounds, when no thread draws and a scorer may take memory."""
     comfy.model_management.throw_exception_if_processing_interrupted()
     if draft.score is not None or batch.early is None:
-        return Look(image, draft.score or 0.0, draft.x0s)
+        rounds.note(image, draft.score or 0.0, draft.x0s, added=True)
+        return
     pixels = torch.from_numpy(draft.pixels).movedim(-1, 0) / 127.5 - 1
     text = texts_of(batch.early.text, batch.prompts)[image.prompt]
-    return Look(image, batch.early.scorer.score(pixels, text), draft.x0s)
+    rounds.note(image, batch.early.scorer.score(pixels, text), draft.x0s, added=False)

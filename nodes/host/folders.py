@@ -42,7 +42,9 @@ BUNDLED = {
     "text_encoders": MODELS,
     "vae": MODELS,
     "controlnet": {"sana-scenes-edges (bundled)": HERE / "demo" / "sana-scenes-edges"},
-    "clip_vision": {"sana-scenes-scorer (bundled)": HERE / "demo" / "sana-scenes-scorer"},
+    "clip_vision": {
+        f"sana-scenes-{name} (bundled)": HERE / "demo" / f"sana-scenes-{name}" for name in ("scorer", "verifier")
+    },
     "loras": {"sana-scenes-cyanotype (bundled)": HERE / "demo" / "sana-scenes-cyanotype.safetensors"},
 }
 # of a sharded model, the first file stands for all

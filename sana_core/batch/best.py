@@ -21,7 +21,7 @@ from .draw import Settings
 from .local import local_devices
 from .plan import LARGEST_COUNT, Picture, Workload
 from .scorer import Scorer, load_scorer
-from .verifier import is_verifier
+from .verifier import Verifier, is_verifier, load_verifier
 
 # of those that are kept, how many times as many are drawn to the end
 FINISHED = 2
@@ -37,7 +37,7 @@ class Best(NamedTuple):
     """Of `of` drafts of each prompt, the `keep` that the scorer in the folder `scorer` likes best.
 
     With `after` it looks at them every so many steps, and the worse half goes, until twice as many as are kept are
-    left, or at the last look all but those. A verifier, which reads `hidden` states, looks until those that are kept
+    left, or at the last look all but those. A `verifier`, which reads hidden states, looks until those that are kept
     are left.
     """
 
@@ -45,20 +45,23 @@ class Best(NamedTuple):
     of: int
     scorer: Path
     after: int | None = None
-    hidden: bool = False
+    verifier: Verifier | None = None
 
     def looks(self, steps: int) -> list[tuple[int, int]]:
         """Return after how many of `steps` there is a look, and how many drafts of a prompt go on from there."""
         if self.after is None:
             return []
+        if self.verifier is not None:
+            last = self.verifier.last_look(steps)
+            check_whole("after", self.after, 1, last)
+            return looks_every(self.after, last, self.of, self.keep)
         check_whole("after", self.after, 1, steps)
         # a picture after the last step is the whole
-        last = steps if self.hidden else steps - 1
-        return looks_every(self.after, last, self.of, self.keep if self.hidden else FINISHED * self.keep)
+        return looks_every(self.after, steps - 1, self.of, FINISHED * self.keep)
 
     def describe(self) -> dict[str, Any]:
         """Return what a choice depends on besides the drafts, as the manifest has it."""
-        names = ["model.safetensors", "config.json", *([] if self.hidden else ["tokenizer.json"])]
+        names = ["model.safetensors", "config.json", *([] if self.verifier else ["tokenizer.json"])]
         files = {self.scorer / name for name in names}
         digests = digest_files(files, lambda done, total: None)
         weights = digest_json([digests[file] for file in sorted(files)])
@@ -92,16 +95,16 @@ def find_best(
         raise InputError(f"count: got {count} beside best; of says how many drafts of each prompt there are")
     check_whole("of", of, 1, LARGEST_COUNT)
     check_whole("best", keep, 1, of)
-    hidden = is_verifier(Path(scorer))
-    if hidden and after is None:
+    verifier = load_verifier(scorer) if is_verifier(Path(scorer)) else None
+    if verifier is not None and after is None:
         raise InputError("after: got none with a verifier, which looks at unfinished drafts; say every how many steps")
-    return Best(int(keep), int(of), Path(scorer), after, hidden)
+    return Best(int(keep), int(of), Path(scorer), after, verifier)
 
 
 def place_scorer(best: Best, settings: Settings, devices: Sequence[str | torch.device] | None) -> Scorer | None:
     """Return the scorer on the first of `devices`, or the one that this machine would draw on; a verifier is where
     drafts are."""
-    if best.hidden:
+    if best.verifier is not None:
         return None
     device = local_devices(devices)[0]
     return load_scorer(best.scorer, device, torch.float32 if device.type == "cpu" else getattr(torch, settings.dtype))
@@ -141,6 +144,7 @@ class Rounds:
         # of this round: the drafts by their numbers in it, and what was seen of them
         self.drafts: dict[int, Picture] = {}
         self.seen: list[Look] = []
+        self.scores: dict[Picture, float] = {}
 
     def workloads(self) -> Iterator[Workload]:
         """Yield each round; before the next is asked for, what it has drawn must be in `seen`."""
@@ -152,6 +156,12 @@ class Rounds:
                 past = {look.picture: look.x0s for look in better_of_each_prompt(self.seen, kept)}
                 group = sorted(past)
             yield self.begin(group, None, past)
+
+    def note(self, picture: Picture, score: float, x0s: torch.Tensor, added: bool) -> None:
+        """Note what a look has found of a draft. A verifier's scores, logarithms, are `added` up, for where it errs
+        differs from step to step."""
+        self.scores[picture] = score + (self.scores.get(picture, 0.0) if added else 0.0)
+        self.seen.append(Look(picture, self.scores[picture], x0s))
 
     def begin(self, group: list[Picture], until: int | None, past: dict[Picture, torch.Tensor]) -> Workload:
         """Return the workload of `group`, on from their steps in `past`, with numbers that are new and without gaps."""
@@ -185,26 +195,23 @@ def draw_best(
     later = rounds.workloads()
     first = next(later)
 
-    scores: dict[Picture, float] = {}
-
     def score(picture: Picture, pixels: torch.Tensor) -> float:
-        return (
-            scores[picture]
-            if scorer is None
-            else float(scorer.score(pixels[None], workload.prompts[picture.prompt])[0])
-        )
+        if scorer is None:
+            return rounds.scores[picture]
+        return float(scorer.score(pixels[None], workload.prompts[picture.prompt])[0])
 
     def whole() -> Iterator[tuple[Picture, torch.Tensor]]:
         for picture, result in drawn:
             picture = rounds.drafts[picture.number]
-            if isinstance(result, Draft):
-                scores[picture] = score(picture, result.pixels) if result.score is None else result.score
-                rounds.seen.append(Look(picture, scores[picture], result.x0s))
-            else:
+            if not isinstance(result, Draft):
                 yield picture, result
+            elif result.score is None:
+                rounds.note(picture, score(picture, result.pixels), result.x0s, added=False)
+            else:
+                rounds.note(picture, result.score, result.x0s, added=True)
 
     finished = rounds.looks[-1][1] if rounds.looks else best.of
-    settings = settings._replace(verifier=str(best.scorer) if best.hidden else None)
+    settings = settings._replace(verifier=str(best.scorer) if best.verifier else None)
     with closing(drawing(first._replace(later=later), settings)) as drawn:
         yield from pick_best(whole(), best._replace(of=finished), score)
 

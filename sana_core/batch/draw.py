@@ -328,7 +328,7 @@ def draw(
     own, drawn = iter(texts), list[Any]()
     for part in drawn_together(chunk, models.transformer.device):
         past = [round.past[picture.number] for picture in part] if round.past else []
-        watch = Watch(models.verifier.block) if models.verifier and round.until else None
+        watch = Watch(models.verifier.shape.block) if models.verifier and round.until else None
         trail = Trail(round.until or settings.steps, list(torch.stack(past, 1)) if past else [], watch)
         prompts = list(islice(own, len(part)))
         latents = sample(models, settings, part, prompts, negative, poll, ImageInputs(trail=trail))

@@ -7,7 +7,7 @@ language model of half a billion parameters behind block 7, ours a small network
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +19,42 @@ from ..errors import CheckpointError, InputError
 from ..model.forward import longest_prompt
 
 KIND = "sana_verifier"
-# of config.json, besides model_type, and the largest that each may be
-SIZES = {"block": 255, "hidden": 16384, "text": 16384, "width": 1024, "heads": 64, "layers": 12, "said": 64}
+# the largest that each part of a Shape may be
+LARGEST = (255, 16384, 16384, 1024, 64, 12, 64, 100)
+
+
+class Shape(NamedTuple):
+    """What config.json says besides model_type."""
+
+    block: int  # of the transformer, behind which it reads
+    hidden: int  # how wide the states there are
+    text: int  # and the prompts' embeddings
+    width: int
+    heads: int
+    layers: int
+    said: int  # of how many things it says whether they will be right
+    percent: int  # of the steps, the first, in which it was taught
 
 
 class Verifier(nn.Module):
-    """Reads each token of the prompt beside the states behind `block`, and says of `said` things whether they will be
-    right. `hidden` and `text` are how wide states and embeddings are."""
+    """Reads the tokens of the prompt beside the states behind a block; says of each thing whether it will be right."""
 
-    def __init__(self, block: int, hidden: int, text: int, width: int, heads: int, layers: int, said: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.block, self.sizes = block, (hidden, text)
+        self.shape = shape
+        _, hidden, text, width, heads, layers, said, _ = shape
         self.states = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, width))
         self.words = nn.Sequential(nn.LayerNorm(text), nn.Linear(text, width))
         layer = nn.TransformerDecoderLayer(width, heads, 2 * width, 0.1, batch_first=True, norm_first=True)
         self.reader = nn.TransformerDecoder(layer, layers, nn.LayerNorm(width))
         self.says = nn.Linear(width, said)
 
+    def last_look(self, steps: int) -> int:
+        """Return the last of so many steps after which it knows what it sees."""
+        return max(1, steps * self.shape.percent // 100)
+
     def forward(self, states: torch.Tensor, embeds: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, said] of states [B, N, hidden] and prompts [B, T, text] with their `mask` [B, T]."""
+        """Return logits [B, K] of states [B, N, hidden] and prompts [B, T, text] with their `mask` [B, T]."""
         kept = mask != 0
         read = self.reader(self.words(embeds), self.states(states), tgt_key_padding_mask=~kept)
         weight = kept.to(read)[..., None]
@@ -64,14 +81,14 @@ def load_verifier(folder: str | Path, device: str | torch.device = "cpu") -> Ver
     """
     folder = Path(folder)
     config: dict[str, Any] = read_json(folder / "config.json")
-    for name, largest in SIZES.items():
+    for name, largest in zip(Shape._fields, LARGEST, strict=True):
         if type(config.get(name)) is not int or not (name != "block") <= config[name] <= largest:
             got = f"{brief(config.get(name))} in {folder.name}/config.json"
             raise CheckpointError(f"{name}: got {got}, expected a whole number up to {largest}; {REDOWNLOAD}")
     if config["width"] % config["heads"]:
         raise CheckpointError(f"width: got no multiple of heads in {folder.name}/config.json; {REDOWNLOAD}")
     with torch.device("meta"):
-        verifier = Verifier(**{name: config[name] for name in SIZES})
+        verifier = Verifier(Shape(*(config[name] for name in Shape._fields)))
     try:
         verifier.load_state_dict(read_file(folder / "model.safetensors"), assign=True)
     except RuntimeError as error:
@@ -84,6 +101,7 @@ def load_verifier(folder: str | Path, device: str | torch.device = "cpu") -> Ver
 def check_verifier(verifier: Verifier, config: Any) -> None:
     """Raise InputError unless `verifier` reads the states of the transformer with `config`."""
     own = config.num_attention_heads * config.attention_head_dim, config.caption_channels
-    if verifier.sizes != own or verifier.block >= config.num_layers:
-        got = f"states of width {verifier.sizes[0]} behind block {verifier.block}"
+    shape = verifier.shape
+    if shape[1:3] != own or shape.block >= config.num_layers:
+        got = f"states of width {shape.hidden} behind block {shape.block}"
         raise InputError(f"scorer: got a verifier of {got}, expected one made for this model; use a CLIP")

@@ -21,7 +21,7 @@ from sana_core.__main__ import main
 from sana_core.batch.description import describe_settings
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.plan import Workload, batch_pictures
-from sana_core.batch.verifier import Verifier
+from sana_core.batch.verifier import Shape, Verifier
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actors import ActorCache
 from sana_core.cluster.batch import draw_on_cluster
@@ -85,7 +85,7 @@ def test_a_cluster_draws_with_a_lora(cluster, checkpoint, tmp_path):
     assert not torch.equal(there, sana_core.generate(PROMPTS, checkpoint, **{**options, "loras": []}))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["clip", "verifier"])
 def test_drafts_go_on_from_their_own_steps_on_whichever_machine(cluster, checkpoint, tmp_path, kind):
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_drafts_go_on_from_their_own_steps_on_whichever_machine(cluster, checkpo
         save_clip(folder)
     else:
         torch.manual_seed(3)
-        save(Verifier(2, 160, 64, 96, 4, 2, 3), folder)
+        save(Verifier(Shape(2, 160, 64, 96, 4, 2, 3, 100)), folder)
     how = {"seed": 5, "best": 1, "of": 6, "after": 1, "scorer": folder, "width": 64, "height": 64, "steps": 4}
     here, there = {}, {}
     expected = sana_core.generate(PROMPTS, checkpoint, report=here, **how)

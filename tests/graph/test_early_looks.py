@@ -7,7 +7,7 @@ import torch
 from clips import PROMPT, save_clip
 
 from demo.verifier import save
-from sana_core.batch.verifier import Verifier
+from sana_core.batch.verifier import Shape, Verifier
 
 SAMPLING = {"steps": 4, "guidance": 4.5, "sampler": "flow_dpmpp_2m"}
 OPTIONS = {**SAMPLING, "count": 6, "seed": 7, "devices": "cpu x 2", "chunk": 0}
@@ -18,7 +18,7 @@ def drawing(host, base_graph):
     """A function that runs the node, with a scorer in a folder or without, and returns what the outputs caught."""
     folders = [host.models / "clip_vision" / name for name in ("clip", "verifier")]
     save_clip(folders[0])
-    save(Verifier(1, 160, 64, 96, 4, 2, 3), folders[1])
+    save(Verifier(Shape(1, 160, 64, 96, 4, 2, 3, 100)), folders[1])
 
     def run(scorer=None, vae=True, **options):
         graph = base_graph()
@@ -52,7 +52,7 @@ def test_those_that_are_left_are_what_they_are_without_a_scorer(drawing, scorer,
     [
         ({"scorer": "clip", "prompt": PROMPT, "vae": False}, "vae: got none beside a scorer"),
         ({"scorer": "clip"}, "prompt: got 0 lines of text for 1 prompts"),
-        ({"scorer": "clip", "prompt": PROMPT, "after": 5}, "after: got 5, expected a whole number from 1 to 4"),
+        ({"scorer": "clip", "prompt": PROMPT, "after": 5}, "after: got 5, expected a whole number from 1 to 3"),
     ],
 )
 def test_what_a_scorer_lacks_is_named(drawing, options, message):

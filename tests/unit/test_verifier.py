@@ -9,7 +9,7 @@ import sana_core
 from demo.verifier import Drafts, order_of, read, save, train
 from demo.verifier import gather as gather_draft
 from sana_core.batch import draw
-from sana_core.batch.verifier import Verifier, load_verifier
+from sana_core.batch.verifier import Shape, Verifier, load_verifier
 from sana_core.checkpoints import load_transformer
 from sana_core.errors import CheckpointError, InputError, MissingFileError
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def folder(tmp_path_factory):
     torch.manual_seed(4)
     made = tmp_path_factory.mktemp("models") / "verifier"
-    save(Verifier(BLOCK, 160, 64, 96, 4, 2, 3), made)
+    save(Verifier(Shape(BLOCK, 160, 64, 96, 4, 2, 3, 100)), made)
     return made
 
 
@@ -108,7 +108,7 @@ def test_a_broken_one_is_named(folder, tmp_path, changed, message):
 
 
 def test_missing_weights_and_a_verifier_of_another_model_are_named(checkpoint, folder, tmp_path):
-    save(Verifier(BLOCK, 192, 64, 96, 4, 2, 3), tmp_path / "other")
+    save(Verifier(Shape(BLOCK, 192, 64, 96, 4, 2, 3, 100)), tmp_path / "other")
     with pytest.raises(InputError, match="scorer: got a verifier of states of width 192 behind block 2"):
         generate(checkpoint, tmp_path / "other")
     with pytest.raises(InputError, match="after: got none with a verifier"):
