@@ -117,6 +117,18 @@ def prompt_constants(
     return keys, values, bias, tables
 
 
+def pad_prompts(constants: Constants, length: int) -> Constants:
+    """Return `constants` with prompts of `length` tokens, of which those that are added get no attention: then one
+    compiled forward, and its CUDA graphs, serve every prompt."""
+    own = constants.keys[0]
+    bias = own.new_zeros(len(own), 1, 1, own.shape[2]) if constants.bias is None else constants.bias
+    more = length - own.shape[2]
+    # in memory for 8 tokens more, as in prompt_constants
+    bias = F.pad(F.pad(bias, (0, more), value=DROPPED), (0, -length % 8))[..., :length]
+    keys, values = ([F.pad(part, (0, 0, 0, more)) for part in parts] for parts in (constants.keys, constants.values))
+    return constants._replace(keys=keys, values=values, bias=bias)
+
+
 def position_embedding(
     transformer: SanaTransformer2DModel | SanaControlNetModel, like: torch.Tensor, height: int, width: int
 ) -> torch.Tensor | None:

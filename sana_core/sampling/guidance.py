@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..model.controlnet import Control, control_residuals
-from ..model.forward import Constants, Perturbation, Watch, prepare, velocity
+from ..model.forward import Constants, Perturbation, Watch, pad_prompts, prepare, velocity
 from ..model.known_models import perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, Span, part_of
@@ -117,7 +117,7 @@ def denoiser(
     first = members[0].transformer
     config, dtype = first.config, first.dtype
     forward = torch.compile(velocity, mode=compile_mode()) if compiled else velocity
-    steps = Steps(members, cond, uncond, perturbed)
+    steps = Steps(members, cond, uncond, perturbed, compiled)
 
     def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         high, low = interval
@@ -172,8 +172,10 @@ class Steps:
         cond: tuple[torch.Tensor, torch.Tensor],
         uncond: tuple[torch.Tensor, torch.Tensor],
         perturbed: PerturbedAttention | None,
+        compiled: bool,
     ) -> None:
         self.members, self.cond, self.uncond, self.perturbed = members, cond, uncond, perturbed
+        self.compiled = compiled
         self.prepared: dict[tuple, Prepared] = {}
 
     def prepare(self, guided: bool, shard: Shard, pictures: int) -> Prepared:
@@ -186,7 +188,10 @@ class Steps:
             if guided and reference_of(member.transformer).shared_mask:
                 passes[0] = (self.uncond[0], self.cond[1])
             place = Place(shard.x.device, pictures, size)
-            self.prepared[key] = prepare_passes(member, passes, place, self.perturbed)
+            found = prepare_passes(member, passes, place, self.perturbed)
+            if self.compiled:
+                found = found._replace(constants=pad_prompts(found.constants, self.cond[1].shape[1]))
+            self.prepared[key] = found
         constants, perturbation, steering = self.prepared[key]
         if perturbation is not None:
             perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures))

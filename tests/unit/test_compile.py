@@ -81,6 +81,18 @@ def test_a_guided_sampling_compiles_once(graphs, monkeypatch):
     assert graphs.count == 1
 
 
+def test_prompts_of_all_lengths_and_seeds_are_one_compilation_and_the_same_latents(graphs, monkeypatch):
+    transformer = tiny_transformer()
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode: plain(function, fullgraph=True, backend=graphs))
+    for seed, (positive, negative) in enumerate(((10, 3), (7, 2), (None, 10), (1, 1))):
+        prompts = random_prompt(1, kept=positive, seed=seed), random_prompt(1, kept=negative, seed=seed + 9)
+        x, sigma = noise(1, 32, 4, 4, seed=seed), torch.tensor(0.7)
+        got, expected = (denoiser(transformer, *prompts, 4.5, compiled=each)(x, sigma) for each in (True, False))
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+    assert graphs.count == 1
+
+
 @pytest.mark.parametrize(
     "version, modes",
     [("2.6.0+cu124", ["default", "reduce-overhead"]), ("2.14.1", ["reduce-overhead"] * 2)],
