@@ -27,12 +27,12 @@ from benchmarks.machine import description  # noqa: E402
 from benchmarks.sampling import small_model  # noqa: E402
 from benchmarks.train_lora import CHECKPOINT, write_pictures  # noqa: E402
 from sana_core.runtime.accelerator import current_accelerator  # noqa: E402
-from sana_core.training.cache import Cache, ModelIds, Store, build_cache  # noqa: E402
+from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cache  # noqa: E402
 from sana_core.training.dataset import read_dataset  # noqa: E402
-from sana_core.training.learner import Learner, make_learner, take_step  # noqa: E402
 from sana_core.training.loop import learn  # noqa: E402
-from sana_core.training.schedule import Data, Place  # noqa: E402
+from sana_core.training.schedule import Data, TrainProgress  # noqa: E402
 from sana_core.training.settings import Method, Optimizer, Phase, Settings  # noqa: E402
+from sana_core.training.train_state import TrainState, make_train_state, take_step  # noqa: E402
 
 FILE = ROOT / "benchmarks" / "train.json"
 STEPS = 30
@@ -54,7 +54,9 @@ def settings(batch: int, steps: int = 10**6) -> Settings:
 def read_data(folder: Path, cache_name: str, side: int, encode_pixels: Callable, encode_caption: Callable) -> Data:
     samples = read_dataset(folder / "data")[:PICTURES]
     buckets = [(side, side)] * len(samples)
-    cache = build_cache(samples, buckets, Store(folder / cache_name), encode_pixels, encode_caption, ModelIds("a", "t"))
+    cache = build_cache(
+        samples, buckets, Store(folder / cache_name), Encoders(encode_pixels, encode_caption), ModelIds("a", "t")
+    )
     return Data(samples, cache, list(range(len(samples))), [], buckets, "")
 
 
@@ -71,7 +73,7 @@ def random_data(folder: Path, side: int, width: int) -> Data:
     return read_data(folder, f"random-{side}", side, pixels, caption)
 
 
-def bare_step(learner: Learner, batches: Sequence[Any], number: int) -> None:
+def bare_step(learner: TrainState, batches: Sequence[Any], number: int) -> None:
     """Take the same step as `take_step`, of a batch in memory, and no more than what PyTorch needs for it."""
     batch = batches[number % len(batches)]
     noise = torch.randn_like(batch.latents)
@@ -88,7 +90,7 @@ def bare_step(learner: Learner, batches: Sequence[Any], number: int) -> None:
 
 def step(transformers: Sequence[Any], data: Data, batch: int) -> dict[str, Any]:
     """Compare the steps of a run with the bare ones, each on a transformer of its own."""
-    own, bare = (make_learner(one, 3.0, settings(batch)) for one in transformers)
+    own, bare = (make_train_state(one, 3.0, settings(batch)) for one in transformers)
     groups = [[list(range(start, start + batch))] for start in range(0, len(data.samples) - batch + 1, batch)]
     batches = [data.cache.load(group[0]) for group in groups]
     for group in bare.optimizer.param_groups:
@@ -96,7 +98,7 @@ def step(transformers: Sequence[Any], data: Data, batch: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"run": [], "bare": []}
     for number in range(STEPS + 3):
         began = time.process_time()
-        learn(own, data, groups[number % len(groups)], Place(number), len(groups))
+        learn(own, data, groups[number % len(groups)], TrainProgress(number))
         between = time.process_time()
         bare_step(bare, batches, number)
         seconds["run"].append(between - began)
@@ -138,13 +140,13 @@ def epoch(folder: Path, batch: int) -> dict[str, Any]:
         folder, "encoded", 128, pixels, lambda text, instruction: encode_prompts(encoder, [text], instruction)
     )
     encoding = time.process_time() - began
-    learner = make_learner(load_transformer(CHECKPOINT, device, torch.float32), 1.0, settings(batch))
+    learner = make_train_state(load_transformer(CHECKPOINT, device, torch.float32), 1.0, settings(batch))
     groups = [[list(range(start, start + batch))] for start in range(0, len(data.samples) - batch + 1, batch)]
     timed = TimedCache(data.cache)
-    take_step(learner, data, groups[0], Place(), 1e-4)
+    take_step(learner, data, groups[0], TrainProgress(), 1e-4)
     began = time.process_time()
     for number, group in enumerate(groups):
-        take_step(learner, data._replace(cache=timed), group, Place(number), 1e-4)  # type: ignore[arg-type]
+        take_step(learner, data._replace(cache=timed), group, TrainProgress(number), 1e-4)  # type: ignore[arg-type]
     steps = time.process_time() - began
     return {
         "pictures": len(data.samples),

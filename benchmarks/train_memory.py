@@ -28,13 +28,13 @@ from benchmarks.machine import write  # noqa: E402
 from sana_core.model.known_models import CROSS_HEADS, MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.dataset import Sample  # noqa: E402
-from sana_core.training.images import Place as Picture  # noqa: E402
-from sana_core.training.learner import make_learner, take_step  # noqa: E402
-from sana_core.training.schedule import Place  # noqa: E402
+from sana_core.training.images import FileRange  # noqa: E402
+from sana_core.training.schedule import TrainProgress  # noqa: E402
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings  # noqa: E402
+from sana_core.training.train_state import make_train_state, take_step  # noqa: E402
 
 # of a step, which asks them for the weight of their loss
-SAMPLES = [Sample("", "", (0, 0), Picture(Path()))] * 64
+SAMPLES = [Sample("", "", (0, 0), FileRange(Path()))] * 64
 FULL, ROUNDED = Method("full"), Method("full", weights="bfloat16")
 CONTROLNET, ROUNDED_CONTROLNET = Method("controlnet"), Method("controlnet", weights="bfloat16")
 EIGHT_BITS = Method(base="int8")
@@ -173,12 +173,12 @@ def count_step(model: Architecture, settings: Settings, fake: bool = True, steps
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         weights = settings.method.weights if settings.method.kind == "full" else settings.dtype
         made = transformer(model, getattr(torch, weights), phase.resolution)
-        learner = make_learner(made, 3.0, settings)
+        learner = make_train_state(made, 3.0, settings)
         data: Any = SimpleNamespace(cache=SimpleNamespace(load=load, empty=empty_prompt(dtype)), samples=SAMPLES)
         group = [list(range(phase.batch)) for _ in range(phase.accumulate)]
         for step in range(steps):
             live.restart()
-            take_step(learner, data, group, Place(step), 1e-4)
+            take_step(learner, data, group, TrainProgress(step), 1e-4)
         return Counted(live.alive, live.peak)
 
 

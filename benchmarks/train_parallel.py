@@ -41,11 +41,11 @@ from sana_core.memory import CONTEXT  # noqa: E402
 from sana_core.model.known_models import MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
 from sana_core.training.autofit import ring, share_of  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
-from sana_core.training.learner import make_learner, take_step  # noqa: E402
 from sana_core.training.plan import released_base  # noqa: E402
 from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
-from sana_core.training.schedule import Place  # noqa: E402
+from sana_core.training.schedule import TrainProgress  # noqa: E402
 from sana_core.training.settings import Method, Parallel, Settings  # noqa: E402
+from sana_core.training.train_state import make_train_state, take_step  # noqa: E402
 
 CARDS, STEPS = 4, 8
 # the issue's two: all weights with AdamW at 1024 px in batches of 1, and the GiB of the cards
@@ -103,14 +103,14 @@ def count_rank(model: Architecture, settings: Settings, steps: int = 2) -> int:
         stack.enter_context(live)
         weights = settings.method.weights if settings.method.kind == "full" else settings.dtype
         made = train_memory.transformer(model, getattr(torch, weights), phase.resolution)
-        learner = make_learner(made, 3.0, settings, ranks=Ranks(0, CARDS, True, torch.device("cpu")))
+        learner = make_train_state(made, 3.0, settings, ranks=Ranks(0, CARDS, True, torch.device("cpu")))
         del made
         side, empty = phase.resolution // 32, train_memory.empty_prompt(dtype)
         cache = SimpleNamespace(load=lambda indices: fake_batch(len(indices), side, dtype), empty=empty)
         data: Any = SimpleNamespace(cache=cache, samples=SAMPLES)
         for step in range(steps):
             live.restart()
-            take_step(learner, data, [[index] for index in range(phase.accumulate)], Place(step), 1e-4)
+            take_step(learner, data, [[index] for index in range(phase.accumulate)], TrainProgress(step), 1e-4)
     torch.distributed.destroy_process_group()
     return live.peak
 
@@ -149,7 +149,7 @@ def seconds(ranks: Ranks, kind: str, bare: bool) -> float:
     """Return the median seconds of a step of two pictures: the trainer's, or those of a loop without a trainer."""
     torch.manual_seed(0)
     settings = speed_settings(kind)
-    learner = make_learner(small_model().requires_grad_(False), 3.0, settings, ranks=ranks)
+    learner = make_train_state(small_model().requires_grad_(False), 3.0, settings, ranks=ranks)
     batch, empty = fake_batch(1, 16, torch.float32), train_memory.empty_prompt(torch.float32)
     data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=empty), samples=SAMPLES)
     found = []
@@ -158,7 +158,7 @@ def seconds(ranks: Ranks, kind: str, bare: bool) -> float:
         if bare:
             bare_step(learner, batch)
         else:
-            take_step(learner, data, [[0], [1]], Place(step), 1e-4)
+            take_step(learner, data, [[0], [1]], TrainProgress(step), 1e-4)
         found.append(time.perf_counter() - began)
     return statistics.median(found[2:])
 
@@ -172,10 +172,10 @@ def bare_step(learner: Any, batch: Batch) -> None:
         out = learner.transformer(x, batch.embeds, sigma * 1000, encoder_attention_mask=batch.mask, return_dict=False)
         return (out[0] - (noise - batch.latents)).square().mean()
 
-    (learner.replica(loss) if learner.replica is not None else loss()).backward()
-    owners = learner.parameters if learner.shards is None else learner.shards.trained
+    (learner.layout.replica(loss) if learner.layout.replica is not None else loss()).backward()
+    owners = learner.parameters if learner.layout.shards is None else learner.layout.shards.trained
     torch.nn.utils.clip_grad_norm_(list(owners.values()), 0.1)
-    if learner.shards is not None:
+    if learner.layout.shards is not None:
         for name, parameter in learner.parameters.items():
             parameter.grad = owners[name].grad.to_local()
             owners[name].grad = None

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ...sana_core.runtime.cancellation import Poll
-from ...sana_core.training.dataset import Sample, open_picture, read_dataset
+from ...sana_core.training.dataset import Sample, open_image, read_dataset
 from ...sana_core.training.images import Bucket, choose_bucket, is_smaller, part_of
 
 PAPER, TEXT, FAINT = (250, 250, 248), (40, 40, 40), (120, 120, 120)
@@ -85,7 +85,7 @@ def draw_cell(sheet: Image.Image, place: tuple[int, int], sample: Sample, bucket
     """Draw an image as it is cropped, its size and mask, and the beginning of its caption."""
     scale = min(THUMBNAIL[0] / bucket[0], THUMBNAIL[1] / bucket[1])
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
-    image = open_picture(sample)
+    image = open_image(sample)
     sheet.paste(image.resize(size, Image.Resampling.BOX, box=part_of(sample.size, bucket), reducing_gap=2.0), place)
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     words = " ".join(sample.caption.split()) or "(no caption)"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import comfy.utils
 import numpy as np
@@ -15,7 +14,7 @@ from server import PromptServer
 
 from ...sana_core.runtime.image_files import levels
 from ...sana_core.training.previews import SHEET
-from ...sana_core.training.run_log import Pace, describe_validation
+from ...sana_core.training.run_log import Eta, Line, describe_validation
 
 # seconds between two lines of words, and between two curves
 WORDS, CURVES = 0.5, 2.0
@@ -34,7 +33,7 @@ class View:
         self.node_id = node_id
         self.fit = f"; {fit}" if fit else ""
         self.bar = comfy.utils.ProgressBar(1)
-        self.pace = Pace()
+        self.eta = Eta()
         self.losses = list(losses)
         self.images: Image.Image | None = None
         self.validation = ""
@@ -42,11 +41,11 @@ class View:
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Tell how much of the preparation is done."""
-        self.pace.restart()
+        self.eta.restart()
         self.status(f"{what}: {done} of {total}{self.fit}", done == total)
         self.bar.update_absolute(done, total)
 
-    def report(self, line: Mapping[str, Any]) -> None:
+    def report(self, line: Line) -> None:
         """Tell of a step or a validation, given as the line of the log."""
         if "validation_loss" in line:
             self.validation = describe_validation(line)
@@ -55,7 +54,7 @@ class View:
         # a run that was killed goes on some steps before the end of its log
         self.losses[line["step"] - 1 :] = [line["loss"]]
         last = line["step"] == line["steps"]
-        self.status(self.pace.describe(line), last)
+        self.status(self.eta.describe(line), last)
         now = time.monotonic()
         due = last or now - self.drawn >= CURVES
         self.drawn = now if due else self.drawn

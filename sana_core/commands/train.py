@@ -10,7 +10,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from ..errors import VersionError
 
 if TYPE_CHECKING:
     from ..training.ranks import Ranks
+    from ..training.run_log import Line
     from ..training.settings import Settings
 
 # seconds in which signals are one wish to stop
@@ -56,16 +57,16 @@ def run(arguments: argparse.Namespace) -> None:
 def run_training(settings: Settings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
     """Train as one of `ranks`, of which the first says how it goes."""
     from ..training.prepare import no_progress
-    from ..training.run_log import Pace, describe_validation
+    from ..training.run_log import Eta, describe_validation
     from ..training.train import train
 
     if ranks.first:
         warn_of_memory(settings)
     board = open_board(Path(settings.out)) if tensorboard else None
     weights_and_biases = open_wandb(settings) if wandb else None
-    pace = Pace()
+    eta = Eta()
 
-    def report(line: Mapping[str, Any]) -> None:
+    def report(line: Line) -> None:
         for name in ("loss", "learning_rate", "grad_norm", "validation_loss"):
             if board is not None and name in line:
                 board.add_scalar(name, line[name], line["step"])
@@ -74,11 +75,11 @@ def run_training(settings: Settings, ranks: Ranks, tensorboard: bool, wandb: boo
         if "validation_loss" in line:
             sys.stderr.write(f"\r{describe_validation(line)}\n")
             return
-        sys.stderr.write(f"\r{pace.describe(line)} ")
+        sys.stderr.write(f"\r{eta.describe(line)} ")
         sys.stderr.flush()
 
     def progress(what: str, done: int, total: int) -> None:
-        pace.restart()
+        eta.restart()
         sys.stderr.write(f"\r{what}: {done} of {total} " + ("\n" if done == total else ""))
         sys.stderr.flush()
 
@@ -155,7 +156,7 @@ def stopping() -> Iterator[Callable[[], None]]:
             return
         since = time.monotonic()
         asked.append(number)
-        sys.stderr.write("\nstops after this step and saves; once more ends it at once\n")
+        sys.stderr.write("\nstops after this step and saves; press Ctrl+C again to quit now\n")
 
     def poll() -> None:
         if asked:

@@ -1,7 +1,7 @@
 """LoRA, DoRA and LoKr on a SANA transformer: peft's layers, and files that other programs open.
 
 The file has diffusers' names. The scale alpha / rank is folded into the weights, so that a program that does not know
-where PEFT keeps alpha draws the same picture.
+where PEFT keeps alpha draws the same image.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..checkpoints.lora import COLUMNS, ROWS, Adapter, Tensors, adapted, dora_sc
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import InputError, VersionError
 from .cache import digest_of
-from .images import Place, read_place
+from .images import FileRange, read_range
 from .runs import find_states, read_run
 from .settings import ADAPTERS, TARGETS, Method, Settings
 
@@ -230,7 +230,7 @@ def needs_start(settings: Settings) -> bool:
     return bool(settings.method.start) and not find_states(Path(settings.out))
 
 
-def start_fact(settings: Settings) -> str:
+def start_digest(settings: Settings) -> str:
     """Return the digest of the file `method.start`, or what the run has noted of one that is gone since.
 
     Raises MissingFileError or ReadError for a file that cannot be read.
@@ -238,7 +238,7 @@ def start_fact(settings: Settings) -> str:
     file, known = settings.method.start, read_run(Path(settings.out))[0] or {}
     if not Path(file).exists() and "start" in known:
         return known["start"]
-    return digest_of(read_place(Place(Path(file)), file))
+    return digest_of(read_range(FileRange(Path(file)), file))
 
 
 def check_kind(parts: Collection[str], kind: str, file: str) -> None:
@@ -246,7 +246,7 @@ def check_kind(parts: Collection[str], kind: str, file: str) -> None:
     tells = {"hada_w1_a": "loha", "lokr_w1": "lokr", "lokr_w1_a": "lokr", COLUMNS: "dora of columns", ROWS: "dora"}
     got = next((own for part, own in tells.items() if part in parts), "lora")
     if got not in ADAPTERS:
-        raise InputError(f"{file}: got a {got}, expected {', '.join(ADAPTERS)}; begin without start")
+        raise InputError(f"{file}: got a {got}, expected {', '.join(ADAPTERS)}; remove method.start")
     if got != kind:
         raise InputError(f"{file}: got a {got}, but method.kind is {kind}; set kind to {got}")
 
@@ -264,14 +264,14 @@ def check_targets(
             )
     first = min(set(found) ^ set(trained))
     where = "missing" if first in trained else "more than is trained"
-    raise InputError(f"{file}: its layers are of no targets, {first} is {where}; begin without start")
+    raise InputError(f"{file}: its layers are of no targets, {first} is {where}; remove method.start")
 
 
 def check_parts(found: Tensors, own: Mapping[str, torch.Tensor], name: str) -> None:
     """Raise InputError unless the file's tensors of a layer have the shapes of its adapter."""
     for part in sorted(own.keys() | found.keys()):
         if part not in found or part not in own:
-            raise InputError(f"{name}: {part} is {'missing' if part in own else 'too much'}; begin without start")
+            raise InputError(f"{name}: {part} is {'missing' if part in own else 'unexpected'}; remove method.start")
         got, expected = (list(tensor.shape) for tensor in (found[part], own[part]))
         if squeezed(got) == squeezed(expected):
             continue

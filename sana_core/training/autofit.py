@@ -217,7 +217,7 @@ def step_share(settings: Settings, base: Base, phase: Phase, cards: int) -> Shar
 
 
 def pieces_of(phase: Phase, cards: int) -> tuple[int, int]:
-    """Return in how many pieces a card learns its share of a step, and how many pictures the largest has."""
+    """Return in how many pieces a card learns its share of a step, and how many images the largest has."""
     parts = -(-cards // phase.accumulate) if phase.accumulate < cards else 1
     parts = min(parts, phase.batch)
     return -(-phase.accumulate * parts // cards), -(-phase.batch // parts)

@@ -1,9 +1,9 @@
 """Latents and embeddings on disk, so that neither VAE nor text encoder is in memory while a model learns.
 
     folder/latents/ab/KEY.safetensors    latents [32, h, w] float32, weight [1, h, w] float32 where there is a mask;
-                                         of control pictures likewise
+                                         of control images likewise
     folder/texts/ab/KEY.safetensors      embeds [T, C] in the encoder's dtype, mask [T] uint8, without the padding
-    folder/digests.json                  the digests of pictures, so that unchanged files are not read again
+    folder/digests.json                  the digests of images, so that unchanged files are not read again
 
 A key is the digest of all that the entry depends on. So what changes is another entry, and nothing is ever stale. An
 entry is written whole, with the digest of its numbers; whoever writes it writes the same.
@@ -29,20 +29,26 @@ from ..model.latents import CHANNELS, DOWNSCALE
 from ..runtime.atomic_files import write_whole
 from ..runtime.cancellation import Poll, no_poll
 from .dataset import Sample
-from .images import CROP_RULE, MIDDLE, Bucket, Place, decode_mask, decode_picture, fit_picture, read_place
+from .images import CROP_RULE, MIDDLE, Bucket, FileRange, decode_image, decode_mask, fit_image, read_range
 
 # pixels [1, 3, H, W] in [-1, 1] to latents [1, 32, H / 32, W / 32], scaled by the autoencoder's scaling_factor
 EncodePixels = Callable[[torch.Tensor], torch.Tensor]
 # caption, and whether the instruction stands before it, to embeds [1, T, C] and mask [1, T]
 EncodeCaption = Callable[[str, bool], tuple[torch.Tensor, torch.Tensor]]
-Progress = Callable[[int, int], None]
 logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
-# of the entries; a higher one makes all of them anew
+# of the entries; a higher one makes all of them again
 VERSION = 1
 DIGESTS = "digests.json"
 # the tensor in an entry that tells whether the others are what was written
 CHECK = "sha256"
+
+
+class Encoders(NamedTuple):
+    """What latents and embeddings are made by."""
+
+    pixels: EncodePixels
+    caption: EncodeCaption
 
 
 class ModelIds(NamedTuple):
@@ -60,7 +66,7 @@ class Batch(NamedTuple):
     mask: torch.Tensor  # [B, T] int64
     weight: torch.Tensor | None  # [B, 1, h, w] float32 of the loss, None where no sample has a mask
     names: list[str]
-    control: torch.Tensor | None = None  # [B, 32, h, w] float32, the control pictures'
+    control: torch.Tensor | None = None  # [B, 32, h, w] float32, the control images'
 
 
 class Cache(NamedTuple):
@@ -77,24 +83,24 @@ class Cache(NamedTuple):
 
         Raises ReadError for an entry that was damaged or removed since the cache was built.
         """
-        pictures, texts = ([read_entry(paths[index]) for index in indices] for paths in (self.latents, self.texts))
+        images, texts = ([read_entry(paths[index]) for index in indices] for paths in (self.latents, self.texts))
         controls = [read_entry(self.controls[index]) for index in indices] if self.controls else []
-        return join_batch([self.names[index] for index in indices], pictures, texts, controls)
+        return join_batch([self.names[index] for index in indices], images, texts, controls)
 
 
 def join_batch(
-    names: list[str], pictures: Sequence[Tensors], texts: Sequence[Tensors], controls: Sequence[Tensors]
+    names: list[str], images: Sequence[Tensors], texts: Sequence[Tensors], controls: Sequence[Tensors]
 ) -> Batch:
-    """Return samples of one bucket as a batch, from what `encode_picture` and `encode_tokens` return of each."""
+    """Return samples of one bucket as a batch, from what `encode_image` and `encode_tokens` return of each."""
     length = max(len(text["mask"]) for text in texts)
     embeds = torch.stack([pad(text["embeds"], length) for text in texts])
     mask = torch.stack([pad(text["mask"], length).long() for text in texts])
     weight = None
-    if any("weight" in picture for picture in pictures):
-        ones = torch.ones(1, *pictures[0]["latents"].shape[1:])
-        weight = torch.stack([picture.get("weight", ones) for picture in pictures])
-    latents = torch.stack([picture["latents"] for picture in pictures])
-    control = torch.stack([picture["latents"] for picture in controls]) if controls else None
+    if any("weight" in image for image in images):
+        ones = torch.ones(1, *images[0]["latents"].shape[1:])
+        weight = torch.stack([image.get("weight", ones) for image in images])
+    latents = torch.stack([image["latents"] for image in images])
+    control = torch.stack([image["latents"] for image in controls]) if controls else None
     return Batch(latents, embeds, mask, weight, names, control)
 
 
@@ -102,23 +108,22 @@ def build_cache(
     samples: Sequence[Sample],
     buckets: Sequence[Bucket],
     store: Store,
-    encode_pixels: EncodePixels,
-    encode_caption: EncodeCaption,
+    encode: Encoders,
     ids: ModelIds,
     poll: Poll = no_poll,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Cache:
     """Return the cache of `samples`, cropped to their `buckets`, after encoding what `store` does not hold yet.
 
-    Control pictures are cropped and encoded as pictures are, where all samples have one.
-    The encoders are called for that alone: all captions first, then all pictures, so that the first call of each may
-    load its model and drop the other. `ids` has to change with whatever they depend on. `poll` is called for each entry
-    and cancels by raising; what was encoded stays, and the next call goes on. `progress` gets how many entries of how
-    many are there. Raises OutputError for a folder that cannot be written, and as `Digests` and `open_picture` do.
+    Control images are cropped and encoded as images are, where all samples have one. `encode` is called for that
+    alone: all captions first, then all images, so that the first call of each may load its model and drop the other.
+    `ids` has to change with whatever they depend on. `poll` is called for each entry and cancels by raising; what was
+    encoded stays, and the next call resumes. `progress` gets how many entries of how many are there. Raises OutputError
+    for a folder that cannot be written, and as `Digests` and `open_image` do.
     """
-    steering = [control_sample(sample) for sample in samples if sample.control is not None]
-    steering = steering if len(steering) == len(samples) else []
-    total, done = 2 * len(samples) + len(steering) + 1, 0
+    controlled = [control_sample(sample) for sample in samples if sample.control is not None]
+    controlled = controlled if len(controlled) == len(samples) else []
+    total, done = 2 * len(samples) + len(controlled) + 1, 0
     digests, known = Digests(store), set[Path]()
 
     def find_or(path: Path, make: Callable[[], Tensors]) -> Path:
@@ -131,30 +136,28 @@ def build_cache(
         poll()
         return path
 
-    empty = find_or(
-        entry_path(store.folder, "texts", ["empty", ids.text_encoder]), partial(encode_text, encode_caption, "", False)
-    )
-    texts = []
-    for sample in samples:
-        path = entry_path(store.folder, "texts", ["caption", sample.caption, ids.text_encoder])
-        texts.append(find_or(path, partial(encode_tokens, encode_caption, sample.caption)))
+    def find_text(parts: list[str], make: Callable[[], Tensors]) -> Path:
+        return find_or(entry_path(store.folder, "texts", [*parts, ids.text_encoder]), make)
 
     def find_latents(sample: Sample, bucket: Bucket) -> Path:
-        parts = [digests.of(place, sample.name) for place in (sample.picture, sample.mask) if place]
+        parts = [digests.of(place, sample.name) for place in (sample.image, sample.mask) if place]
         own = [] if sample.crop == MIDDLE else [sample.crop]
         path = entry_path(store.folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder, *own])
-        return find_or(path, partial(encode_picture, encode_pixels, sample, bucket, parts))
+        return find_or(path, partial(encode_image, encode.pixels, sample, bucket, parts))
 
+    empty = find_text(["empty"], partial(encode_text, encode.caption, "", False))
+    captions = [sample.caption for sample in samples]
+    texts = [find_text(["caption", each], partial(encode_tokens, encode.caption, each)) for each in captions]
     try:
         latents = [find_latents(*each) for each in zip(samples, buckets, strict=True)]
-        controls = [find_latents(*each) for each in zip(steering, buckets, strict=False)]
+        controls = [find_latents(*each) for each in zip(controlled, buckets, strict=False)]
     finally:
         digests.save()
     return Cache([sample.name for sample in samples], latents, texts, read_entry(empty), controls)
 
 
 def control_sample(sample: Sample) -> Sample:
-    """Return the control picture of `sample`, which has one, as a sample of its own."""
+    """Return the control image of `sample`, which has one, as a sample of its own."""
     assert sample.control is not None
     return Sample(f"{sample.name} (control image)", "", sample.size, sample.control, crop=sample.crop)
 
@@ -177,19 +180,17 @@ def encode_tokens(encode: EncodeCaption, caption: str) -> Tensors:
     return {name: values[:length].contiguous() for name, values in text.items()}
 
 
-def encode_picture(
-    encode: EncodePixels, sample: Sample, bucket: Bucket, digests: Sequence[str] | None = None
-) -> Tensors:
-    """Return latents [32, h, w] of a sample's picture, and weight [1, h, w] of its mask, if it has one.
+def encode_image(encode: EncodePixels, sample: Sample, bucket: Bucket, digests: Sequence[str] | None = None) -> Tensors:
+    """Return latents [32, h, w] of a sample's image, and weight [1, h, w] of its mask, if it has one.
 
-    `digests` are those of picture and mask by which an entry is found. Raises as `open_picture` does, ReadError for
+    `digests` are those of image and mask by which an entry is found. Raises as `open_image` does, ReadError for
     files that have changed since, and InputError for a mask that is all black and for latents that are not finite.
     """
-    parts = [read_place(place, sample.name) for place in (sample.picture, sample.mask) if place]
+    parts = [read_range(place, sample.name) for place in (sample.image, sample.mask) if place]
     if digests is not None and [digest_of(part) for part in parts] != digests:
         raise ReadError(f"{sample.name}: was written while it was read; wait until it is whole")
     mask = decode_mask(parts[1], f"{sample.name} (mask)") if sample.mask else None
-    pixels, weight = fit_picture(decode_picture(parts[0], sample.name), mask, bucket, sample.crop)
+    pixels, weight = fit_image(decode_image(parts[0], sample.name), mask, bucket, sample.crop)
     if weight is not None and not weight.any():
         raise InputError(f"{sample.name}: its mask is black where it is cropped, expected white where to learn")
     latents = encode(pixels[None]).detach()[0].float().cpu()
@@ -212,26 +213,25 @@ class Stream(NamedTuple):
 
     samples: Sequence[Sample]
     buckets: Sequence[Bucket]
-    encode_pixels: EncodePixels
-    encode_caption: EncodeCaption
+    encode: Encoders
     empty: Tensors  # embeds [T, C] and mask [T], without instruction, the padding included
 
     @torch.no_grad()
     def load(self, indices: Sequence[int]) -> Batch:
         """Return the samples with these indices, of one bucket, as a cache of them would to the bit.
 
-        Reads the pictures, and raises as `build_cache` does.
+        Reads the images, and raises as `build_cache` does.
         """
         chosen = [self.samples[index] for index in indices]
         buckets = [self.buckets[index] for index in indices]
-        pictures = [encode_picture(self.encode_pixels, *each) for each in zip(chosen, buckets, strict=True)]
-        texts = [encode_tokens(self.encode_caption, sample.caption) for sample in chosen]
+        images = [encode_image(self.encode.pixels, *each) for each in zip(chosen, buckets, strict=True)]
+        texts = [encode_tokens(self.encode.caption, sample.caption) for sample in chosen]
         controls = [
-            encode_picture(self.encode_pixels, control_sample(sample), bucket)
+            encode_image(self.encode.pixels, control_sample(sample), bucket)
             for sample, bucket in zip(chosen, buckets, strict=True)
             if sample.control is not None
         ]
-        return join_batch([sample.name for sample in chosen], pictures, texts, controls)
+        return join_batch([sample.name for sample in chosen], images, texts, controls)
 
 
 class Store(NamedTuple):
@@ -269,7 +269,7 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def entry_path(folder: Path, kind: str, parts: Sequence[Any]) -> Path:
+def entry_path(folder: Path, kind: str, parts: Sequence[object]) -> Path:
     """Return where the entry is that depends on `parts`, of JSON, and on nothing else."""
     key = digest_of(json.dumps([VERSION, *parts]).encode())
     return folder / kind / key[:2] / f"{key}.safetensors"
@@ -312,7 +312,7 @@ def find_entry(path: Path) -> bool:
 
 
 class Digests:
-    """The digests of pictures, kept in a cache's folder with the stamps of the files, so that each is read once.
+    """The digests of images, kept in a cache's folder with the stamps of the files, so that each is read once.
 
     Raises ExistingFileError for a file of others under that name, which stays as it is if it comes later too.
     """
@@ -336,21 +336,21 @@ class Digests:
             f"cache: {self.file} is not of a training's cache; move it away, or choose another folder"
         )
 
-    def of(self, place: Place, name: str) -> str:
-        """Return the digest of the bytes at `place`. Raises as `read_place` does."""
+    def of(self, place: FileRange, name: str) -> str:
+        """Return the digest of the bytes at `place`. Raises as `read_range` does."""
         key = json.dumps([str(place.file.absolute()), place.start, place.length])
         try:
             stamped = stamp(place.file)
         except OSError:
             stamped = None
         if stamped is None or self.kept.get(key, [None])[0] != stamped:
-            self.kept[key] = [stamped, digest_of(read_place(place, name))]
+            self.kept[key] = [stamped, digest_of(read_range(place, name))]
             self.changed = True
         return self.kept[key][1]
 
     def save(self) -> None:
         """Keep them beside what others have kept meanwhile; a folder that cannot be written makes the next run read the
-        pictures again."""
+        images again."""
         if self.changed:
             with suppress(OSError):
                 self.store.write(self.file, json.dumps({**self.read(), **self.kept}).encode())

@@ -1,7 +1,7 @@
 """A ControlNet that begins as a copy of the model that it will steer, and its residuals with gradients.
 
 Copies of the first blocks learn, and the projections around them, which begin at zero, so that at first nothing
-changes. All else is the model's own and frozen: the embeddings of picture, time and caption (SanaMSControlNet in
+changes. All else is the model's own and frozen: the embeddings of image, time and caption (SanaMSControlNet in
 NVlabs/Sana, diffusion/model/nets/sana_multi_scale_controlnet.py). `sana_core.model.controlnet` tells where the signal
 joins and where it acts, in NVIDIA's code and in diffusers'.
 """

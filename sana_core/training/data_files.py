@@ -7,13 +7,13 @@ lists them.
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
 
 from ..checkpoints.files import brief
 from ..errors import InputError, MissingFileError, ReadError, SanaError
-from .images import Place, opened_place
+from .images import FileRange, opened_range
 
 TAR_ENDINGS = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
@@ -93,16 +93,16 @@ class Headers(FileIO):
         return super().read(size)
 
 
-def list_tar(file: Path, name: str) -> dict[str, Place]:
+def list_tar(file: Path, name: str) -> dict[str, FileRange]:
     """Return where the bytes of each file in the tar are, by the member's name; `name` is how errors call the tar.
 
     Raises ReadError for a tar that is damaged or not whole, InputError for members that are no plain files, have the
-    same name, or names that lead elsewhere, and as `opened_place` does.
+    same name, or names that lead elsewhere, and as `opened_range` does.
     """
-    members: dict[str, Place] = {}
+    members: dict[str, FileRange] = {}
     try:
         # a tar may be larger than memory: what is read of it are headers
-        with opened_place(Place(file), name, largest=1 << 62), Headers(file) as stream:
+        with opened_range(FileRange(file), name, largest=1 << 62), Headers(file) as stream:
             with tarfile.open(fileobj=stream, mode="r:") as archive:
                 while member := archive.next():
                     if member.isdir():
@@ -112,7 +112,7 @@ def list_tar(file: Path, name: str) -> dict[str, Place]:
                         raise InputError(f"{name}: holds {inner} twice; make the tar again")
                     if len(members) == MOST_MEMBERS:
                         raise InputError(f"{name}: expected at most {MOST_MEMBERS} files in a tar; divide it")
-                    members[inner] = Place(file, member.offset_data, member.size)
+                    members[inner] = FileRange(file, member.offset_data, member.size)
             # tarfile takes any damage behind the first member for the end
             stream.seek(archive.offset)
             end = stream.read(tarfile.BLOCKSIZE)
@@ -132,18 +132,22 @@ def check_member(member: tarfile.TarInfo, name: str) -> str:
     return check_inner(member.name, name)
 
 
-def check_inner(inner: Any, name: str) -> str:
+def check_inner(inner: object, name: str) -> str:
     """Return the path `inner`, with slashes and without a leading ./, once it is one that stays in its folder.
 
     Raises InputError for an absolute one by the rules of any system, one with .., and one that cannot be printed.
     """
-    windows = PureWindowsPath(inner) if isinstance(inner, str) else None
-    if windows is None or not inner or not inner.isprintable() or windows.anchor or ".." in windows.parts:
+    if not isinstance(inner, str) or not inner or not inner.isprintable() or leads_out(inner):
         raise InputError(f"{name}: got the path {brief(inner)}, expected one inside the data set; rename it")
     return str(PurePosixPath(inner))
 
 
-def list_shards(document: Any, name: str) -> list[str]:
+def leads_out(inner: str) -> bool:
+    windows = PureWindowsPath(inner)
+    return bool(windows.anchor) or ".." in windows.parts
+
+
+def list_shards(document: Mapping[str, object], name: str) -> list[str]:
     """Return the tars that wids-meta.json lists. Raises InputError for another document and for paths elsewhere."""
     shards = document.get("shardlist")
     if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):

@@ -1,8 +1,8 @@
-"""A data set as a list of samples: pictures with captions, masks and control pictures, from a folder, jsonl or tars.
+"""A data set as a list of samples: images with captions, masks and control images, from a folder, jsonl or tars.
 
 Files that belong together have one stem: `a.png`, its caption `a.txt`, or else `a.json` with "prompt", "caption" or
 "text", its mask `a-mask.png` or `a.mask.png`, and likewise the `a-control.png` that a ControlNet learns to follow. An
-empty `a.txt` is a picture that is learnt without a caption; a missing one is an error. Names that begin with a dot are
+empty `a.txt` is an image that is learned without a caption; a missing one is an error. Names that begin with a dot are
 not looked at.
 """
 
@@ -20,14 +20,14 @@ from ..errors import InputError, MissingFileError, SanaError
 from ..model.text import check_characters
 from ..runtime.cancellation import Poll, no_poll
 from .data_files import TAR_ENDINGS, check_inner, find_inside, list_folder, list_shards, list_tar
-from .images import ENDINGS, MIDDLE, Crop, Place, decode_picture, read_place, upright_size
+from .images import ENDINGS, MIDDLE, Crop, FileRange, decode_image, read_range, upright_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
-# of Hugging Face's folders of pictures, and of WebDataset's
+# of Hugging Face's folders of images, and of WebDataset's
 LISTS = ("metadata.jsonl", "wids-meta.json")
 MASKS = ("-mask", ".mask")
 CONTROLS = ("-control", ".control")
@@ -44,14 +44,14 @@ Captions = tuple[tuple[str, float], ...]
 
 
 class Sample(NamedTuple):
-    """A picture, and what it shows."""
+    """An image, and what it shows."""
 
     name: str  # relative path, or tar:member
     caption: str
     size: tuple[int, int]  # width, height, upright
-    picture: Place
-    mask: Place | None = None
-    control: Place | None = None
+    image: FileRange
+    mask: FileRange | None = None
+    control: FileRange | None = None
     captions: Captions = ()  # where there are several
     # by the settings of a phase, of `variants`
     resolution: int = 0
@@ -94,8 +94,8 @@ def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
     """Return the samples of a folder with all in it, of a .jsonl, a .tar, or the tars that a wids-meta.json lists.
 
     A folder that holds metadata.jsonl or wids-meta.json is what that lists. Sorted by name, a jsonl's in its own order.
-    Of pictures only the headers are read; `poll` is called for each and cancels by raising. Raises SanaError for the
-    first fault, with the number of the others, which the log names; InputError for a data set without pictures.
+    Of images only the headers are read; `poll` is called for each and cancels by raising. Raises SanaError for the
+    first fault, with the number of the others, which the log names; InputError for a data set without images.
     """
     path = Path(path)
     faults = Faults()
@@ -127,7 +127,7 @@ def read_any(path: Path, add: Add, faults: Faults) -> None:
         files, found = list_folder(path)
         for fault in found:
             faults.add(fault)
-        read_files({name: Place(file) for name, file in files.items()}, "", add)
+        read_files({name: FileRange(file) for name, file in files.items()}, "", add)
         shards = {name: file for name, file in files.items() if name.lower().endswith(TAR_ENDINGS)}
         read_tars(shards, add, faults)
     elif not path.exists():
@@ -137,19 +137,19 @@ def read_any(path: Path, add: Add, faults: Faults) -> None:
     elif path.suffix == ".tar":
         read_tars({path.name: path}, add, faults)
     elif path.name == "wids-meta.json":
-        document = parse(read_place(Place(path), path.name, LARGEST_LIST), path.name)
+        document = parse(read_range(FileRange(path), path.name, LARGEST_LIST), path.name)
         shards = {inner: find_inside(path.parent, inner, path.name) for inner in list_shards(document, path.name)}
         read_tars(shards, add, faults)
     else:
         raise InputError(f"dataset: got the file {path.name}, expected a folder, a .jsonl or an uncompressed .tar")
 
 
-def open_picture(sample: Sample) -> Image:
-    """Return the sample's picture as RGB, upright, transparent parts on white.
+def open_image(sample: Sample) -> Image:
+    """Return the sample's image as RGB, upright, transparent parts on white.
 
     Raises ReadError for a broken one, MissingFileError, and InputError.
     """
-    return decode_picture(read_place(sample.picture, sample.name), sample.name)
+    return decode_image(read_range(sample.image, sample.name), sample.name)
 
 
 def read_tars(shards: Mapping[str, Path], add: Add, faults: Faults) -> None:
@@ -161,22 +161,22 @@ def read_tars(shards: Mapping[str, Path], add: Add, faults: Faults) -> None:
             faults.add(fault)
 
 
-def read_files(files: Mapping[str, Place], before: str, add: Add) -> None:
-    """Give `add` each picture of `files` with what belongs to it; `before` stands before the names in errors."""
+def read_files(files: Mapping[str, FileRange], before: str, add: Add) -> None:
+    """Give `add` each image of `files` with what belongs to it; `before` stands before the names in errors."""
     stems: dict[str, dict[str, list[str]]] = {}
     for name in sorted(files):
         suffix = PurePosixPath(name).suffix
-        kind = "picture" if suffix.lower() in ENDINGS else suffix.lower()
+        kind = "image" if suffix.lower() in ENDINGS else suffix.lower()
         stems.setdefault(name[: len(name) - len(suffix)], {}).setdefault(kind, []).append(name)
     masks, controls = (companions(stems, marks) for marks in (MASKS, CONTROLS))
     taken = {name for found in (masks, controls) for names in found.values() for name in names}
     alone = []
     for stem, kinds in sorted(stems.items()):
-        pictures = [name for name in kinds.get("picture", []) if name not in taken]
-        if pictures:
+        images = [name for name in kinds.get("image", []) if name not in taken]
+        if images:
             add(
-                lambda stem=stem, kinds=kinds, pictures=pictures: pair(  # type: ignore[misc]
-                    files, before, stem, kinds, pictures, masks.get(stem, []), controls.get(stem, [])
+                lambda stem=stem, kinds=kinds, images=images: pair(  # type: ignore[misc]
+                    files, before, stem, kinds, images, masks.get(stem, []), controls.get(stem, [])
                 )
             )
         elif ".txt" in kinds:
@@ -186,51 +186,53 @@ def read_files(files: Mapping[str, Place], before: str, add: Add) -> None:
 
 
 def companions(stems: Mapping[str, Mapping[str, list[str]]], marks: Iterable[str]) -> dict[str, list[str]]:
-    """Return {stem of a picture: the pictures whose stem is that with one of `marks` behind it}."""
+    """Return {stem of an image: the images whose stem is that with one of `marks` behind it}."""
     found: dict[str, list[str]] = {}
     for stem in stems:
         base = next((stem[: -len(mark)] for mark in marks if stem.endswith(mark)), None)
-        if base is not None and "picture" in stems.get(base, {}):
-            found.setdefault(base, []).extend(stems[stem].get("picture", []))
+        if base is not None and "image" in stems.get(base, {}):
+            found.setdefault(base, []).extend(stems[stem].get("image", []))
     return found
 
 
 def pair(
-    files: Mapping[str, Place],
+    files: Mapping[str, FileRange],
     before: str,
     stem: str,
     kinds: Mapping[str, list[str]],
-    pictures: list[str],
+    images: list[str],
     masks: list[str],
     controls: list[str],
 ) -> Sample:
     """Return the sample of the files with this stem, by their kinds."""
-    name = before + pictures[0]
-    both = next((names for names in (masks, controls, pictures) if len(names) > 1), None)
+    name = before + images[0]
+    both = next((names for names in (masks, controls, images) if len(names) > 1), None)
     if both:
         raise InputError(f"{name}: {both[0]} and {both[1]} have one name, expected one of them; rename the other")
     for kind, read in ((".txt", read_caption), (".json", read_prompts)):
         for text in kinds.get(kind, [])[:1]:
-            captions = read(read_place(files[text], before + text, LARGEST_CAPTION), before + text)
+            captions = read(read_range(files[text], before + text, LARGEST_CAPTION), before + text)
             mask, control = (files[names[0]] if names else None for names in (masks, controls))
-            return make_sample(name, captions, files[pictures[0]], mask, control)
+            return make_sample(name, captions, files[images[0]], mask, control)
     raise InputError(f"{name}: has no caption, expected {PurePosixPath(stem).name}.txt beside it; an empty one is none")
 
 
-def make_sample(name: str, captions: Captions, picture: Place, mask: Place | None, control: Place | None) -> Sample:
-    """Return the sample. Raises as `upright_size` does, and InputError for what is of another size than the picture."""
-    size = upright_size(picture, name)
+def make_sample(
+    name: str, captions: Captions, image: FileRange, mask: FileRange | None, control: FileRange | None
+) -> Sample:
+    """Return the sample. Raises as `upright_size` does, and InputError for what is of another size than the image."""
+    size = upright_size(image, name)
     for kind, place in (("mask", mask), ("control image", control)):
         other = size if place is None else upright_size(place, f"{name} ({kind})")
         if other != size:
             raise InputError(
                 f"{name}: its {kind} is {other[0]} x {other[1]}, expected the image's {size[0]} x {size[1]}; scale it"
             )
-    return Sample(name, captions[0][0], size, picture, mask, control, captions if len(captions) > 1 else ())
+    return Sample(name, captions[0][0], size, image, mask, control, captions if len(captions) > 1 else ())
 
 
 def check_controls(samples: Iterable[Sample]) -> None:
-    """Raise InputError for the first sample without a control picture, with the number of the others."""
+    """Raise InputError for the first sample without a control image, with the number of the others."""
     faults = Faults()
     for name in [sample.name for sample in samples if sample.control is None]:
         stem = PurePosixPath(name).stem
@@ -295,7 +297,7 @@ def read_jsonl(path: Path, add: Add) -> None:
 
     Paths are relative to the file's folder and stay in it.
     """
-    lines = BytesIO(read_place(Place(path), path.name, LARGEST_LIST))
+    lines = BytesIO(read_range(FileRange(path), path.name, LARGEST_LIST))
     first: dict[str, int] = {}
 
     def read_line(number: int, line: bytes) -> Sample:
@@ -304,14 +306,14 @@ def read_jsonl(path: Path, add: Add) -> None:
         inner = check_inner(document.get("file_name", document.get("image")), where)
         if first.setdefault(inner, number) != number:
             raise InputError(f"{where}: {inner} stands in line {first[inner]} already, expected it once; remove one")
-        picture = Place(find_inside(path.parent, inner, where))
+        image = FileRange(find_inside(path.parent, inner, where))
         # the latter is what diffusers' trainers of ControlNets call it
         others = (document.get("mask"), document.get("control", document.get("conditioning_image")))
         mask, control = (
-            None if other is None else Place(find_inside(path.parent, check_inner(other, where), where))
+            None if other is None else FileRange(find_inside(path.parent, check_inner(other, where), where))
             for other in others
         )
-        return make_sample(inner, pick_captions(document, where), picture, mask, control)
+        return make_sample(inner, pick_captions(document, where), image, mask, control)
 
     for number, line in enumerate(lines, 1):
         if line.strip():

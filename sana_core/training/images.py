@@ -27,17 +27,17 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 # bytes; a file is read into memory whole
 LARGEST_FILE = 1 << 30
-# of a picture with 16 bits, that are converted at once
+# of an image with 16 bits, that are converted at once
 ROWS = 64
 # of EXIF, which says how the camera was held: CIPA DC-008, section 4.6.5
 ORIENTATION = 0x0112
-# of the rule that `fit_picture` crops by; a higher one makes every cached latent anew
+# of the rule that `fit_image` crops by; a higher one makes every cached latent again
 CROP_RULE = 1
 LARGEST_SIDE = 8192
 Bucket = tuple[int, int]
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Where bytes are: in a file, or in a part of one, as a tar's member is."""
 
     file: Path
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def opened_place(place: Place, name: str, largest: int = LARGEST_FILE) -> Iterator[tuple[IO[bytes], int]]:
+def opened_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> Iterator[tuple[IO[bytes], int]]:
     """Give a stream of the bytes at `place`, and their number; `name` is how errors call them.
 
     Raises MissingFileError, ReadError, and InputError for what is no regular file or has more than `largest` bytes.
@@ -72,9 +72,9 @@ def opened_place(place: Place, name: str, largest: int = LARGEST_FILE) -> Iterat
         raise ReadError(f"{name}: cannot be read ({reason}); see its rights, its links and its disk") from error
 
 
-def read_place(place: Place, name: str, largest: int = LARGEST_FILE) -> bytes:
-    """Return the bytes at `place`. Raises as `opened_place` does, and ReadError for a file that ends before them."""
-    with opened_place(place, name, largest) as (stream, length):
+def read_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> bytes:
+    """Return the bytes at `place`. Raises as `opened_range` does, and ReadError for a file that ends before them."""
+    with opened_range(place, name, largest) as (stream, length):
         data = stream.read(length) if length else b""
     if len(data) < length:
         raise ReadError(f"{name}: got {len(data)} bytes, expected {length}; the file was cut short, copy it again")
@@ -83,7 +83,7 @@ def read_place(place: Place, name: str, largest: int = LARGEST_FILE) -> bytes:
 
 @contextmanager
 def opened_image(stream: IO[bytes], name: str) -> Iterator[Image]:
-    """Give the picture in `stream`, of which only the header is read.
+    """Give the image in `stream`, of which only the header is read.
 
     Raises ReadError for anything that Pillow fails at, inside the context too, and InputError for one of more pixels
     than Pillow's limit.
@@ -108,20 +108,20 @@ def opened_image(stream: IO[bytes], name: str) -> Iterator[Image]:
 
 
 def turn_of(image: Image) -> int:
-    """Return EXIF's orientation of a picture that is not loaded yet, 1 to 8; 1 where Pillow turns it itself."""
+    """Return EXIF's orientation of an image that is not loaded yet, 1 to 8; 1 where Pillow turns it itself."""
     from PIL.Image import Image as AnyImage
 
-    # PNG's own getexif would decode the whole picture to look behind it
+    # PNG's own getexif would decode the whole image to look behind it
     turn = 1 if image.format == "TIFF" else AnyImage.getexif(image).get(ORIENTATION, 1)
     return turn if turn in range(1, 9) else 1
 
 
-def upright_size(place: Place, name: str) -> tuple[int, int]:
-    """Return (width, height) of the picture at `place` once it is upright; only its header is read.
+def upright_size(place: FileRange, name: str) -> tuple[int, int]:
+    """Return (width, height) of the image at `place` once it is upright; only its header is read.
 
-    Raises as `opened_place` and `opened_image` do, and InputError for an animated one.
+    Raises as `opened_range` and `opened_image` do, and InputError for an animated one.
     """
-    with opened_place(place, name) as (stream, length):
+    with opened_range(place, name) as (stream, length):
         if not length:
             raise ReadError(f"{name}: got an empty file, expected an image; copy it again, or remove it")
         with opened_image(stream, name) as image:
@@ -131,13 +131,13 @@ def upright_size(place: Place, name: str) -> tuple[int, int]:
 
 
 def check_single(image: Image, name: str) -> None:
-    """Raise InputError for an animated picture. What phones and scanners put behind the first one is no animation."""
+    """Raise InputError for an animated image. What phones and scanners put behind the first one is no animation."""
     if image.format in ("GIF", "PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
         raise InputError(f"{name}: got an animated image, expected a single one; save the frame that you want")
 
 
 def upright(image: Image) -> Image:
-    """Return the picture as it is looked at."""
+    """Return the image as it is looked at."""
     from PIL.Image import Transpose
 
     turn = turn_of(image)
@@ -154,8 +154,8 @@ def upright(image: Image) -> Image:
     return image.transpose(turns[turn]) if turn in turns else image
 
 
-def decode_picture(data: bytes, name: str) -> Image:
-    """Return the picture in `data` as RGB, upright, what is transparent on white, 16 bits rounded to 8.
+def decode_image(data: bytes, name: str) -> Image:
+    """Return the image in `data` as RGB, upright, what is transparent on white, 16 bits rounded to 8.
 
     Raises as `opened_image`, and InputError for an animated one and for pixels that are no colours.
     """
@@ -171,8 +171,8 @@ def decode_picture(data: bytes, name: str) -> Image:
 
 
 def decode_mask(data: bytes, name: str) -> Image:
-    """Return the mask in `data` in mode L, upright: white where the loss counts. Raises as `decode_picture`."""
-    return decode_picture(data, name).convert("L")
+    """Return the mask in `data` in mode L, upright: white where the loss counts. Raises as `decode_image`."""
+    return decode_image(data, name).convert("L")
 
 
 def eight_bits(image: Image, name: str) -> Image:
@@ -193,7 +193,7 @@ def eight_bits(image: Image, name: str) -> Image:
 
 
 class Crop(NamedTuple):
-    """Which part of an image is learnt: the shares of what is cut off that lie to its left and above it."""
+    """Which part of an image is learned: the shares of what is cut off that lie to its left and above it."""
 
     left: float = 0.5
     top: float = 0.5
@@ -228,18 +228,18 @@ def shapes_at(resolution: int) -> list[Bucket]:
     ]
 
 
-def fit_picture(
+def fit_image(
     image: Image, mask: Image | None, bucket: Bucket, crop: Crop = MIDDLE
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return pixels [3, h, w] in [-1, 1] and the loss's weight of each latent cell [1, h / 32, w / 32] in [0, 1].
 
-    The picture (RGB) is scaled by Lanczos to cover the bucket (width, height) and cut to `crop`; the mask (L, of
+    The image (RGB) is scaled by Lanczos to cover the bucket (width, height) and cut to `crop`; the mask (L, of
     the same size) with it, and then averaged over cells. Both float32.
     """
     from PIL.Image import Resampling
 
     width, height = bucket
-    pixels = torch.from_numpy(np.asarray(crop_picture(image, bucket, crop), np.float32).transpose(2, 0, 1) / 127.5 - 1)
+    pixels = torch.from_numpy(np.asarray(crop_image(image, bucket, crop), np.float32).transpose(2, 0, 1) / 127.5 - 1)
     pixels = pixels.flip(-1) if crop.mirrored else pixels
     if mask is None:
         return pixels.contiguous(), None
@@ -249,7 +249,7 @@ def fit_picture(
     return pixels.contiguous(), weight.flip(-1) if crop.mirrored else weight
 
 
-def crop_picture(image: Image, bucket: Bucket, crop: Crop = MIDDLE) -> Image:
+def crop_image(image: Image, bucket: Bucket, crop: Crop = MIDDLE) -> Image:
     """Return `image` scaled by Lanczos to cover the bucket (width, height), and cut to `crop`, not mirrored."""
     from PIL.Image import Resampling
 
@@ -257,7 +257,7 @@ def crop_picture(image: Image, bucket: Bucket, crop: Crop = MIDDLE) -> Image:
 
 
 def is_smaller(size: tuple[int, int], bucket: Bucket) -> bool:
-    """Whether a picture of that (width, height) has to be enlarged to be learnt."""
+    """Whether an image of that (width, height) has to be enlarged to be learned."""
     return any(side < other for side, other in zip(size, bucket, strict=True))
 
 

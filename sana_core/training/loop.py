@@ -1,12 +1,13 @@
-"""A run: its phases one after another, with states, validation and pictures on the way."""
+"""A run: its phases one after another, with states, validation and images on the way."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.cancellation import Poll
-from .learner import Learner, arrange_sums, averaged, restore, take_step, tensors_of, validation_loss, whole_learner
 from .ranks import Ranks
-from .run_log import append_log
+from .run_log import Line, append_log
 from .runs import (
-    State,
+    SavedState,
     begin_run,
-    check_facts,
+    check_config,
     check_finite,
     find_states,
     read_state,
@@ -32,7 +32,7 @@ from .schedule import (
     Best,
     Data,
     Group,
-    Place,
+    TrainProgress,
     advance,
     after_step,
     all_steps_left,
@@ -42,31 +42,32 @@ from .schedule import (
     same_epochs,
     steps_left,
 )
-from .settings import Phase
-from .shard_files import chosen_save, own_values, read_tensors, shard_count, unpacked, whole_values
+from .settings import Phase, Settings
+from .state_files import chosen_save, own_values, read_tensors, restore, tensors_of, unpacked, whole_values
+from .train_state import TrainState, averaged, gather_weights, take_step, validation_loss, warm_up_ddp_buckets
 
 logger = logging.getLogger(__name__)
 
 # share of a phase by which more was done than its steps say, from which on somebody has added steps
 LONGER = 0.05
 # called with the line of the log of each step and validation
-Report = Callable[[Mapping[str, Any]], None]
+Report = Callable[[Line], None]
 # writes what others load into a folder
-Export = Callable[[Learner, Path], None]
-# draws and keeps the validation's pictures, for the step that it is given
-Preview = Callable[[Learner, int], None]
+Export = Callable[[TrainState, Path], None]
+# makes and keeps the validation's images, for the step that it is given
+Preview = Callable[[TrainState, int], None]
 
 
-class Folder(NamedTuple):
+class RunDir(NamedTuple):
     """Where a run writes: its folder, one of the same disk for what is not finished, and what may not change in it."""
 
     out: Path
     parts: Path
-    facts: Mapping[str, Any]
+    config: dict[str, Any]
 
 
-class Watch(NamedTuple):
-    """What a run tells and asks on its way."""
+class Callbacks(NamedTuple):
+    """What a run tells and asks on its way. `export` and `preview` are called on the first rank, with whole weights."""
 
     report: Report
     poll: Poll
@@ -74,104 +75,172 @@ class Watch(NamedTuple):
     preview: Preview | None = None
 
 
-def run(learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch) -> tuple[Place, Best | None]:
-    """Train `learner` from the newest state in `folder` to the end of the last phase; return where it ended, and the
-    best validation of that phase where there was one.
+@dataclass
+class Run:
+    """A run as it stands between two steps."""
 
-    `data` is that of each phase. States are written every `save_every` steps, for the best validation, at the end, and
-    when `watch` cancels by raising. Raises InputError where the folder has another run, CheckpointError for a
-    broken state, TrainingError for a loss that is not finite, and OSError where a state cannot be written.
+    state: TrainState
+    data: Sequence[Data]  # of each phase
+    folder: RunDir
+    callbacks: Callbacks
+    behind: Executor  # of the thread that puts states in their place
+    progress: TrainProgress = TrainProgress()
+    best: Best | None = None
+    validated: int | None = None  # the step of the last validation
+    groups: Sequence[Group] = ()  # of the epoch, none at the end of the last phase
+    saved: int = 0  # the step of the last state
+    completing: Future[None] | None = None  # of that, until it is in its place
+
+    @property
+    def settings(self) -> Settings:
+        return self.state.settings
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.state.ranks
+
+    @property
+    def phase(self) -> Phase:
+        return self.settings.phase[self.progress.phase]
+
+    @property
+    def best_of_phase(self) -> Best | None:
+        return self.best if self.best is not None and self.best.phase == self.progress.phase else None
+
+    def advance(self) -> None:
+        """Go to where the next step is, in the next epoch or phase if this one is at its end."""
+        self.progress, self.groups = advance(self.progress, self.data, self.settings)
+
+    def is_save_due(self) -> bool:
+        step = self.progress.step
+        return (
+            not self.groups
+            or step % self.settings.save_every == 0
+            or (self.best is not None and self.best.step == step)
+        )
+
+
+def run(state: TrainState, data: Sequence[Data], folder: RunDir, callbacks: Callbacks) -> Run:
+    """Train `state` from the newest saved one in `folder` to the end of the last phase; return the run as it ended.
+
+    `data` is that of each phase. States are saved every `save_every` steps, for the best validation, at the end, and
+    when one of `callbacks` cancels by raising. Raises InputError where the folder has another run, CheckpointError for
+    a broken state, TrainingError for a loss that is not finite, and OSError where a state cannot be written.
     """
     with ThreadPoolExecutor(1, "sana training state") as behind:
-        return run_phases(learner, data, folder, watch, behind)
+        now = Run(state, data, folder, together(callbacks, state.ranks), behind)
+        resume(now)
+        run_phases(now)
+        return now
 
 
-def run_phases(
-    learner: Learner, data: Sequence[Data], folder: Folder, watch: Watch, behind: Executor
-) -> tuple[Place, Best | None]:
-    """Train as `run` does, with states put in their place by a thread `behind`."""
-    settings, ranks = learner.settings, learner.ranks
-    completing = Future[None]()
-    completing.set_result(None)
-    place, best, validated = resume(learner, data, folder)
-    place, groups = advance(place, data, learner.settings)
-    saved = place.step
-    if groups:
-        warn_of_rate(settings.phase[place.phase], place, len(groups))
-        arrange_sums(learner, data[place.phase], groups[place.position], place)
-    digests, total = [own.digest for own in data], place.step + all_steps_left(settings, data, place)
-
-    def settle() -> None:
-        """Wait for the last state."""
-        ranks.first_does(completing.result)
-
-    def save() -> None:
-        nonlocal saved, completing
-        settle()
-        complete: Callable[[], object] = lambda: None  # noqa: E731
-        if place.step != saved:
-            tensors, values = tensors_of(learner)
-            ranks.each_does(lambda: check_finite(tensors, place.step))
-            values, shares = whole_values(learner, values), shard_count(learner)
-            state = State(place, tensors, values, dict(folder.facts), digests, best, validated, shares)
-            write = partial(export, learner, watch)
-            complete = write_state(folder.out, folder.parts, state, write, chosen_save(learner), ranks)
-            saved = place.step
-        # a run that was killed behind its last state has not removed them
-        kept = None if best is None else best.step
-
-        def put() -> None:
-            complete()
-            remove_older(folder.out, folder.parts, settings.keep, kept)
-
-        if ranks.first:
-            completing = behind.submit(put)
-
-    @contextmanager
-    def saving() -> Iterator[None]:
-        """Save when what is told or asked in this context cancels."""
-        try:
-            yield
-        except BaseException:
-            save()
-            settle()
-            raise
-
+def run_phases(now: Run) -> None:
+    """Train from where the run stands to the end of the last phase."""
+    total = now.progress.step + all_steps_left(now.settings, now.data, now.progress)
     while True:
-        if ranks.size == 1 and completing.done():
+        if now.ranks.size == 1 and now.completing is not None and now.completing.done():
             # where a disk is full, say so at once
-            settle()
-        if validated != place.step and is_due(settings, place, finished=not groups):
-            with saving():
-                found = validate(learner, data[place.phase], folder, place, watch)
-            validated = place.step
-            best = best if found is None else better(best, found, place)
-        if not groups or place.step % settings.save_every == 0 or (best is not None and best.step == place.step):
-            save()
-        if not groups:
-            settle()
-            return place, best if best is not None and best.phase == place.phase else None
-        with saving():
-            watch.poll()
-        line = learn(learner, data[place.phase], groups[place.position], place)
-        if ranks.first:
-            append_log(folder.out, line)
-        place = after_step(settings.phase[place.phase], place, len(groups))
-        if place.position == len(groups) or place.phase_step == settings.phase[place.phase].steps:
-            place, groups = advance(place, data, learner.settings)
-        with saving():
-            watch.report({**line, "steps": total})
+            settle(now)
+        with saved_when_cancelled(now):
+            validate_if_due(now)
+        if now.is_save_due():
+            save(now)
+        if not now.groups:
+            return settle(now)
+        with saved_when_cancelled(now):
+            now.callbacks.poll()
+        line = learn(now.state, now.data[now.progress.phase], now.groups[now.progress.position], now.progress)
+        if now.ranks.first:
+            append_log(now.folder.out, line)
+        now.progress = after_step(now.phase, now.progress, len(now.groups))
+        if now.progress.position == len(now.groups) or now.progress.phase_step == now.phase.steps:
+            now.advance()
+        with saved_when_cancelled(now):
+            now.callbacks.report({**line, "steps": total})
 
 
-def learn(learner: Learner, data: Data, group: Group, place: Place) -> dict[str, Any]:
-    """Take the step at `place`, and return its line of the log."""
-    rate = learning_rate(learner.settings.phase[place.phase], place)
+@contextmanager
+def saved_when_cancelled(now: Run) -> Iterator[None]:
+    """Save when a callback in this context cancels."""
+    try:
+        yield
+    except BaseException:
+        save(now)
+        settle(now)
+        raise
+
+
+def settle(now: Run) -> None:
+    """Wait for the last state to be in its place."""
+    completing = now.completing
+    now.ranks.run_on_rank0(lambda: None if completing is None else completing.result())
+
+
+def save(now: Run) -> None:
+    """Save the run's state unless the last one is of this step; a thread gives it its place, and removes those that are
+    not kept."""
+    state, folder, ranks = now.state, now.folder, now.ranks
+    settle(now)
+    complete: Callable[[], None] | None = None
+    if now.progress.step != now.saved:
+        tensors, values = tensors_of(state)
+        ranks.run_on_all(partial(check_finite, tensors, now.progress.step))
+        digests, shards = [own.digest for own in now.data], state.layout.parts
+        values = whole_values(state, values)
+        saved = SavedState(now.progress, tensors, values, folder.config, digests, now.best, now.validated, shards)
+        complete = write_state(folder.out, folder.parts, saved, partial(export, now), chosen_save(state), ranks)
+        now.saved = now.progress.step
+    # a run that was killed behind its last state has not removed them
+    kept = None if now.best is None else now.best.step
+
+    def put() -> None:
+        if complete is not None:
+            complete()
+        remove_older(folder.out, folder.parts, now.settings.keep, kept)
+
+    if ranks.first:
+        now.completing = now.behind.submit(put)
+
+
+def export(now: Run, part: Path) -> None:
+    """Write what others load into the folder `part`: on the first rank, with what all have gathered."""
+    with averaged(now.state):
+        # what a LoRA's file has besides is not the base; a DoRA's needs that to be written for ComfyUI
+        alone = now.settings.method.kind in ("lora", "lokr")
+        whole = gather_weights(now.state, torch.device("cpu"), trained_alone=alone)
+        now.ranks.run_on_rank0(lambda: whole and now.callbacks.export(whole, part))
+
+
+def validate_if_due(now: Run) -> None:
+    """Take the validation loss, where images are held out, and make the validation's images."""
+    state, step = now.state, now.progress.step
+    if now.validated == step or not is_due(now.settings, now.progress, finished=not now.groups):
+        return
+    data, preview, found = now.data[now.progress.phase], now.callbacks.preview, None
+    with averaged(state):
+        if data.held_out:
+            found = validation_loss(state, data, now.callbacks.poll)
+            line: Line = {"step": step, "validation_loss": found}
+            if now.ranks.first:
+                append_log(now.folder.out, line)
+            now.callbacks.report(line)
+        if preview is not None and now.settings.validation.prompts:
+            whole = gather_weights(state, state.device, trained_alone=False)
+            now.ranks.run_on_rank0(lambda: whole and preview(whole, step))
+    now.validated = step
+    if found is not None:
+        now.best = better(now.best, found, now.progress)
+
+
+def learn(state: TrainState, data: Data, group: Group, progress: TrainProgress) -> Line:
+    """Take the step at `progress`, and return its line of the log."""
+    rate = learning_rate(state.settings.phase[progress.phase], progress)
     began = time.perf_counter()
-    loss, norm = take_step(learner, data, group, place, rate)
+    loss, norm = take_step(state, data, group, progress, rate)
     return {
-        "step": place.step + 1,
-        "phase": place.phase + 1,
-        "epoch": place.epoch + 1,
+        "step": progress.step + 1,
+        "phase": progress.phase + 1,
+        "epoch": progress.epoch + 1,
         "loss": loss,
         "learning_rate": rate,
         "grad_norm": norm,
@@ -180,76 +249,64 @@ def learn(learner: Learner, data: Data, group: Group, place: Place) -> dict[str,
     }
 
 
-def warn_of_rate(phase: Phase, place: Place, count: int) -> None:
+def warn_of_rate(phase: Phase, progress: TrainProgress, count: int) -> None:
     """Log where the learning rate of a phase has fallen before it was made longer."""
-    behind = max(0, place.phase_step - phase.warmup)
-    share = behind / (behind + steps_left(phase, place, count))
-    if phase.schedule != "constant" and place.done - share > LONGER:
+    behind = max(0, progress.phase_step - phase.warmup)
+    share = behind / (behind + steps_left(phase, progress, count))
+    if phase.schedule != "constant" and progress.done - share > LONGER:
         logger.warning(
             "phase %d has more steps than it had, and continues from its learning rate of %.2g; for a higher one set "
             "schedule to constant, or add a [[phase]]",
-            place.phase + 1,
-            learning_rate(phase, place),
+            progress.phase + 1,
+            learning_rate(phase, progress),
         )
 
 
-def validate(learner: Learner, data: Data, folder: Folder, place: Place, watch: Watch) -> float | None:
-    """Return the validation loss, None without held-out pictures, and draw the validation's pictures."""
-    found = None
-    with averaged(learner):
-        if data.held_out:
-            found = validation_loss(learner, data, watch.poll)
-            line = {"step": place.step, "validation_loss": found}
-            if learner.ranks.first:
-                append_log(folder.out, line)
-            watch.report(line)
-        if watch.preview is not None and learner.settings.validation.prompts:
-            watch.preview(learner, place.step)
-    return found
-
-
-def export(learner: Learner, watch: Watch, part: Path) -> None:
-    with averaged(learner):
-        watch.export(learner, part)
-
-
-def resume(learner: Learner, data: Sequence[Data], folder: Folder) -> tuple[Place, Best | None, int | None]:
-    """Bring `learner` to the newest state in `folder`; return its place, the best validation, and the last one's step.
-
-    An epoch whose pictures or batches are others by now begins again.
-    """
-    ranks = learner.ranks
+def resume(now: Run) -> None:
+    """Bring the run to the newest state in its folder, and to its next step."""
+    folder, ranks = now.folder, now.ranks
     # what the first rank sees of a network's folder decides
-    ranks.first_does(lambda: begin_run(folder.out, folder.parts, folder.facts))
-    steps = ranks.from_first([step for step, _ in find_states(folder.out)])
-    if not steps:
-        return Place(), None, None
-    newest = step_folder(folder.out, steps[-1])
-    state = ranks.each_does(lambda: read_state(newest, partial(read_tensors, learner), ranks))
-    check_facts(folder.facts, state.facts, folder.out)
-    tensors = unpacked(state.tensors, state.values)
-    restore(learner, tensors, own_values(learner, state.values, tensors), newest.name)
-    place = state.place
-    if same_epochs(state.data[place.phase], data[place.phase].digest):
-        return place, state.best, state.validated
-    if place.position:
-        logger.warning("images or batches of phase %d have changed, so its epoch begins again", place.phase + 1)
-    place = place._replace(position=0)
+    ranks.run_on_rank0(partial(begin_run, folder.out, folder.parts, folder.config))
+    steps = ranks.broadcast([step for step, _ in find_states(folder.out)])
+    if steps:
+        resume_at(now, step_folder(folder.out, steps[-1]))
+    now.advance()
+    now.saved = now.progress.step
+    if now.groups:
+        warn_of_rate(now.phase, now.progress, len(now.groups))
+        data, group = now.data[now.progress.phase], now.groups[now.progress.position]
+        warm_up_ddp_buckets(now.state, data, group, now.progress)
+
+
+def resume_at(now: Run, newest: Path) -> None:
+    """Bring the run to the state in the folder `newest`. An epoch whose images or batches are others by now begins
+    again."""
+    saved = now.ranks.run_on_all(lambda: read_state(newest, partial(read_tensors, now.state), now.ranks))
+    check_config(now.folder.config, saved.config, now.folder.out)
+    tensors = unpacked(saved.tensors, saved.values)
+    restore(now.state, tensors, own_values(now.state, saved.values, tensors), newest.name)
+    progress = saved.progress
+    now.progress, now.best, now.validated = progress, saved.best, saved.validated
+    if same_epochs(saved.data[progress.phase], now.data[progress.phase].digest):
+        return
+    if progress.position:
+        logger.warning("images or batches of phase %d have changed, so its epoch begins again", progress.phase + 1)
+    now.progress = progress._replace(position=0)
     # what has ended stays as it is; else the validation's may be others too
-    ended = not advance(place, data, learner.settings)[1]
-    return (place, state.best, state.validated) if ended else (place, None, None)
+    if advance(now.progress, now.data, now.settings)[1]:
+        now.best = now.validated = None
 
 
-def watch_together(ranks: Ranks, watch: Watch) -> Watch:
-    """Return `watch` for several ranks: what one of them cancels, all do, at the same step; the first is told alone."""
+def together(callbacks: Callbacks, ranks: Ranks) -> Callbacks:
+    """Return `callbacks` of several ranks: what one cancels, all do, at the same step; the first is told alone."""
     if ranks.size == 1:
-        return watch
+        return callbacks
     failed: list[BaseException] = []
 
-    def report(line: Mapping[str, Any]) -> None:
+    def report(line: Line) -> None:
         try:
             if ranks.first:
-                watch.report(line)
+                callbacks.report(line)
         except BaseException as error:
             # the others hear of it when they are asked next
             failed.append(error)
@@ -257,32 +314,9 @@ def watch_together(ranks: Ranks, watch: Watch) -> Watch:
     def poll() -> None:
         error = failed[0] if failed else None
         try:
-            watch.poll()
+            callbacks.poll()
         except BaseException as raised:
             error = raised
         ranks.agree(error)
 
-    return Watch(report, poll, watch.export, watch.preview)
-
-
-def export_together(ranks: Ranks, export: Export) -> Export:
-    """Return `export`, of a learner that `ranks` share: the first writes what it gathers from all."""
-
-    def write(learner: Learner, part: Path) -> None:
-        # what a LoRA's file has besides is not the base; a DoRA's needs that to be written for ComfyUI
-        alone = learner.settings.method.kind in ("lora", "lokr")
-        whole = whole_learner(learner, torch.device("cpu"), trained_alone=alone)
-        ranks.first_does(lambda: export(whole, part) if whole is not None else None)
-
-    return write
-
-
-def preview_together(ranks: Ranks, preview: Preview) -> Preview:
-    """Return `preview`, of a learner that `ranks` share: the first draws, on the whole model, which its device holds
-    meanwhile."""
-
-    def draw(learner: Learner, step: int) -> None:
-        whole = whole_learner(learner, learner.device, trained_alone=False)
-        ranks.first_does(lambda: preview(whole, step) if whole is not None else None)
-
-    return draw
+    return callbacks._replace(report=report, poll=poll)

@@ -44,7 +44,7 @@ SMALLEST_NORM = 0.1
 
 
 class Draw(NamedTuple):
-    """The random numbers of a batch, of which each picture's depend on itself alone."""
+    """The random numbers of a batch, of which each image's depend on itself alone."""
 
     noise: torch.Tensor  # [B, 32, h, w], standard normal
     times: torch.Tensor  # [B], uniform in (0, 1) before the logit-normal
@@ -53,9 +53,9 @@ class Draw(NamedTuple):
 
 
 def draw_training(shape: Sequence[int], keys: Sequence[Sequence[int]], dropout: float) -> Draw:
-    """Return the random numbers of pictures whose latents have `shape` [32, h, w], float32 on the CPU.
+    """Return the random numbers of images whose latents have `shape` [32, h, w], float32 on the CPU.
 
-    Each of `keys` are whole numbers, such as seed, epoch and picture, that alone decide on that picture's numbers: not
+    Each of `keys` are whole numbers, such as seed, epoch and image, that alone decide on that image's numbers: not
     its batch, nor the process, nor what was drawn before. So a run that is resumed, or shared out over devices, draws
     what an uninterrupted one draws.
     """
@@ -85,7 +85,7 @@ def drop_captions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `embeds` [B, T, C] and `mask` [B, T] with the `empty` prompt's for the captions that are dropped.
 
-    `empty` has embeds [300, C] and mask [300]. Guidance compares with what is learnt here, so the mask is the one that
+    `empty` has embeds [300, C] and mask [300]. Guidance compares with what is learned here, so the mask is the one that
     the model is drawn with: the caption's if it is `shared`, as in NVIDIA's code (CaptionEmbedder.token_drop in
     diffusion/model/nets/sana_blocks.py replaces the embeddings alone), else the empty prompt's own, as in diffusers'.
     """
@@ -99,8 +99,7 @@ def drop_captions(
 def flow_loss(
     transformer: SanaTransformer2DModel,
     x0: torch.Tensor,
-    embeds: torch.Tensor,
-    mask: torch.Tensor,
+    captions: tuple[torch.Tensor, torch.Tensor],
     noise: torch.Tensor,
     sigma: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -108,11 +107,12 @@ def flow_loss(
 ) -> torch.Tensor:
     """Return the squared error [B] of the velocity noise - x0 for latents `x0` [B, 32, h, w], in the noise's dtype.
 
-    x = (1 - sigma) x0 + sigma noise, sigma [B] (SANA paper, section 2.3). With `weight` [B, 1, h, w], from 0 to 1, the
-    mean is over what it lets through. A model that knows nothing has 1 + the variance of x0, about 2; trained ones
-    have about 0.7 at 1024 px, which noise that cannot be guessed makes up. `control`, with a latent for each picture,
-    steers the model.
+    x = (1 - sigma) x0 + sigma noise, sigma [B] (SANA paper, section 2.3). `captions` are embeds [B, T, C] and mask
+    [B, T]. With `weight` [B, 1, h, w], from 0 to 1, the mean is over what it lets through. Untrained: 1 + the variance
+    of x0, about 2; trained: about 0.7 at 1024 px, irreducible. `control`, with a latent for each image, steers the
+    model.
     """
+    embeds, mask = captions
     s = sigma.view(-1, 1, 1, 1)
     x = torch.lerp(x0, noise, s)
     timestep = model_timestep(transformer, sigma * 1000)
@@ -162,13 +162,13 @@ def validation_times(count: int) -> torch.Tensor:
 
 
 def validation_noise(shape: Sequence[int], key: Sequence[int]) -> torch.Tensor:
-    """Return the noise [32, h, w] of a held-out picture, the same in every validation."""
+    """Return the noise [32, h, w] of a held-out image, the same in every validation."""
     numbers = generator(VALIDATION, key)
     return torch.from_numpy(numbers.standard_normal(tuple(shape), dtype=np.float32))
 
 
 class Prompt(NamedTuple):
-    """What a batch of pictures is asked to show."""
+    """What a batch of images is asked to show."""
 
     embeds: torch.Tensor  # [B, T, C] in the forward's dtype
     mask: torch.Tensor  # [B, T]

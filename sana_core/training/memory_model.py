@@ -1,8 +1,9 @@
 """Bytes of a training step, from the shapes of a transformer's weights and the settings: nothing is loaded.
 
 What is kept for the backward is counted in maps [batch, positions, width] of the forward's dtype. How many there are
-was found by counting one and two blocks in the trainer's own step; benchmarks/train_memory.json holds the counted
-peaks of whole models beside these predictions.
+was found by counting one and two blocks in the trainer's own step; benchmarks/train_memory.json holds the counted peaks
+of whole models beside these predictions. torch's own MemTracker cannot count here: it hooks every parameter, which
+torch refuses for frozen ones, and a step of 1.6B on fake tensors takes a minute, of which a plan compares a dozen.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Held(NamedTuple):
     beside: Maps  # at the peak beside what the blocks hold
     checkpointed: Maps  # at the peak beside what the blocks hold with gradient checkpointing
     kept: Maps = Maps(1, 0)  # of each block, with gradient checkpointing
-    # of small pictures the peak is where the last block's weights are worked on: so many of them, and `small` maps
+    # of small images the peak is where the last block's weights are worked on: so many of them, and `small` maps
     heavy: float = 0.0
     small: float = 20.0
 
@@ -151,7 +152,7 @@ HELD_FP32 = {
     ("full", "float32"): Held(Maps(38.2, 2), Maps(3.5, 5, 0.16), Maps(40.7, 7, 0.16)),
 }
 
-# over a base in 8 bits, whose weights are made anew for each product
+# over a base in 8 bits, whose weights are made again for each product
 HELD_INT8 = {
     ("lora", "attention"): Held(Maps(43.7, 6), Maps(7.5, 1.5), Maps(51.3, 8.3), heavy=0.66, small=40.3),
     ("lora", "feed_forward"): Held(Maps(36.7, 2), Maps(-0.6, 0), Maps(48.3, 4.3), heavy=0.61, small=30.7),
@@ -231,7 +232,7 @@ class Demand(NamedTuple):
 
 
 def step_demand(settings: Settings, model: Architecture, shapes: Shapes, phase: Phase, cells: int) -> Demand:
-    """Return what a step of `phase` takes whose pictures have `cells` latents and whose captions MAX_TOKENS tokens."""
+    """Return what a step of `phase` takes whose images have `cells` latents and whose captions MAX_TOKENS tokens."""
     trained = trained_shapes(shapes, settings.method)
     dtype = weights_dtype(settings)
     gradients = count(trained) * dtype.itemsize

@@ -105,14 +105,14 @@ def read_base(settings: Settings) -> Base:
     def shapes(info: CheckpointInfo) -> Shapes:
         return {name: header.shape for name, header in info.headers.items()}
 
-    transformer, picture = part("transformer"), part("autoencoder")
-    autoencoder = build_module(picture)
+    transformer, image = part("transformer"), part("autoencoder")
+    autoencoder = build_module(image)
     return Base(
         architecture(transformer.headers),
         shapes(transformer),
         transformer.resolution,
         count(shapes(part("text_encoder")).values()),
-        count(shapes(picture).values()),
+        count(shapes(image).values()),
         encoder_stages(autoencoder),  # type: ignore[arg-type]  # build_module's class follows the kind
         decoder_stages(autoencoder),  # type: ignore[arg-type]
     )
@@ -121,12 +121,12 @@ def read_base(settings: Settings) -> Base:
 def plan_training(settings: Settings, base: Base, accelerator: bool = True) -> Plan:
     """Return what a run with checked `settings` on the models of `base` takes of an accelerator, or of the CPU.
 
-    A stage's work is the least that it can do with: where there is more room, latents are encoded and pictures decoded
-    in larger strips. Captions are counted with their most tokens, pictures with the largest shape at their resolution.
-    Raises InputError for the consistency loss, whose memory nobody has counted.
+    A stage's work is the least that it can do with: where there is more room, latents are encoded and images decoded
+    in larger strips. Captions are counted with their most tokens, images with the largest shape at their resolution.
+    Raises InputError for the consistency loss, which is in no table.
     """
     if settings.loss.kind == CONSISTENCY:
-        raise InputError("loss: got consistency, whose memory no plan knows, expected flow; train without --plan")
+        raise InputError("loss: got consistency, which --plan does not support, expected flow; train without --plan")
     if not settings.method.whole:
         check_layers((name.removesuffix(".weight") for name in base.shapes), settings.method)
     first = [captions_stage(settings, base), latents_stage(settings, base, accelerator)]
@@ -145,14 +145,14 @@ def captions_stage(settings: Settings, base: Base) -> Stage:
 
 
 def latents_stage(settings: Settings, base: Base, accelerator: bool) -> Stage:
-    """Return the stage that encodes the pictures, one by one and in fp32."""
+    """Return the stage that encodes the images, one by one and in fp32."""
     width, height = largest_shape(max(phase.largest for phase in settings.phase))
     work = Planner(base.encoder, height, width, torch.float32, accelerator).floor().peak_bytes
     return Stage("latents", base.autoencoder_parameters * FP32, 0, work)
 
 
 class Encoding(NamedTuple):
-    """Bytes of what encodes pictures and captions while a model learns."""
+    """Bytes of what encodes images and captions while a model learns."""
 
     weights: int
     work: int  # at the peak
@@ -192,7 +192,7 @@ def resident(settings: Settings, base: Base) -> Resident:
 
 
 def position_bytes(settings: Settings, base: Base) -> int:
-    """Return the bytes of the position embedding, in fp32, of models for large pictures."""
+    """Return the bytes of the position embedding, in fp32, of models for large images."""
     if base.resolution is None:
         side = max(phase.largest for phase in settings.phase) // DOWNSCALE
         return side**2 * base.model.width * FP32 if side >= EMBEDDED else 0

@@ -8,28 +8,20 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import node
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.files import brief
 from ..checkpoints.load import build_module, shift_of
 from ..errors import InputError
-from .adapters import (
-    add_adapter,
-    begin_at,
-    check_layers,
-    needs_start,
-)
+from .adapters import add_adapter, begin_at, check_layers, needs_start
 from .controlnet import check_steerable
 from .ranks import Ranks
 from .settings import DDP, FLOW, Loss, Settings
 
-if TYPE_CHECKING:
-    pass
-
 # of a configuration, what a teacher has to have as its pupil has it
 SHARED_WITH_TEACHER = ("in_channels", "caption_channels")
-# what each machine may keep elsewhere: models and pictures are compared by what is in them
+# what each machine may keep elsewhere: models and images are compared by what is in them
 PLACES = ("model", "text_encoder", "autoencoder", "cache", "out", "data", "device", "teacher", "start", "control")
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 
@@ -95,10 +87,10 @@ def check_loss_fits(config: Any, loss: Loss) -> None:
 
 
 def check_shares(settings: Settings, count: int) -> None:
-    """Raise InputError unless a step of each phase has a picture for each of `count` ranks, and replicas are even."""
+    """Raise InputError unless a step of each phase has an image for each of `count` ranks, and replicas are even."""
     for number, phase in enumerate(settings.phase, 1):
-        pictures = phase.batch * phase.accumulate
-        if pictures < count:
+        images = phase.batch * phase.accumulate
+        if images < count:
             raise InputError(
                 f"batch: got {phase.batch} and accumulate {phase.accumulate} in phase {number} for {count} processes, "
                 f"expected {count} images in a step; set accumulate to {-(-count // phase.batch)}"
@@ -114,7 +106,7 @@ def check_same(ranks: Ranks, facts: dict[str, Any], what: str) -> None:
 
     `what` are the facts of, for the error.
     """
-    found = ranks.of_all((node(), facts))
+    found = ranks.all_gather((node(), facts))
     host, expected = found[0]
     for number, (own_host, own) in enumerate(found):
         for name in sorted(expected.keys() | own.keys()):
@@ -142,7 +134,7 @@ def all_values(settings: Any, before: str = "") -> dict[str, Any]:
     return found
 
 
-def code_facts() -> dict[str, Any]:
+def code_versions() -> dict[str, Any]:
     """Return the digest of this package's code, and the versions that a step's numbers depend on."""
     package = Path(__file__).parents[1]
     digest = sha256()
@@ -161,4 +153,4 @@ def check_ranks(ranks: Ranks, settings: Settings) -> None:
     """Raise InputError where a rank has other settings or other code than the first."""
     if ranks.size > 1:
         check_same(ranks, all_values(settings), "settings")
-        check_same(ranks, code_facts(), "code")
+        check_same(ranks, code_versions(), "code")

@@ -25,9 +25,9 @@ from ..decode import encode_images
 from ..model.text import TextEncoder, encode_prompts
 from ..runtime.atomic_files import remove
 from ..runtime.cancellation import Poll
-from .cache import ModelIds, Store, Stream, build_cache, digest_of
+from .cache import Encoders, ModelIds, Store, Stream, build_cache, digest_of
 from .dataset import Sample, check_controls, read_dataset
-from .images import Crop, Place, choose_bucket, is_smaller
+from .images import Crop, FileRange, choose_bucket, is_smaller
 from .loss import CHOICE, generator
 from .previews import Inputs, encode_validation
 from .ranks import Ranks
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 # of `fingerprint`, what embeddings and latents depend on
 TEXT_MARKS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instruction")
-PICTURE_MARKS = ("autoencoder_weights", "autoencoder_config")
+IMAGE_MARKS = ("autoencoder_weights", "autoencoder_config")
 # and beside them the digest of all that the teacher's has
 TEACHER = "teacher"
 # in the cache, the digests of models' files
@@ -49,7 +49,7 @@ MODELS = "models"
 
 
 class Sources(NamedTuple):
-    """What returns the encoders of captions and pictures, loaded."""
+    """What returns the encoders of captions and images, loaded."""
 
     encoder: Callable[[], TextEncoder]
     autoencoder: Callable[[], AutoencoderDC]
@@ -64,10 +64,10 @@ def prepare(
     progress: Progress,
     poll: Poll,
 ) -> tuple[list[Data], Inputs | None]:
-    """Return the data of each phase, and what the validation's pictures are drawn from, None where none are drawn.
+    """Return the data of each phase, and what the validation's images are drawn from, None where none are drawn.
 
     `samples` are those of each phase. Latents and embeddings that the cache does not have yet are encoded, by each of
-    `ranks` the share of its pictures; a run that streams encodes them later. `marks` are what `digest_models` returns;
+    `ranks` the share of its images; a run that streams encodes them later. `marks` are what `digest_models` returns;
     `progress` is told what is being prepared and how much of it is done. Raises as `build_cache` does, and
     TrainingError where another rank has failed.
     """
@@ -88,16 +88,16 @@ def prepare(
 
     try:
         if ranks.size > 1 and not settings.stream:
-            ranks.each_does(encode_share)
+            ranks.run_on_all(encode_share)
         # what all have encoded the first finds, and what it has completed the others
-        return ranks.first_does(lambda: encode_all(progress)) or encode_all(no_progress)
+        return ranks.run_on_rank0(lambda: encode_all(progress)) or encode_all(no_progress)
     finally:
         if ranks.first:
             clear(store)
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """What tells nobody."""
+    """No-op default."""
 
 
 def digest_models(settings: Settings, progress: Progress) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def digest_models(settings: Settings, progress: Progress) -> dict[str, Any]:
         return fingerprint(path, report, kept, settings.reference)
 
     marks = marks_of(settings.model)
-    for path, names in ((settings.text_encoder, TEXT_MARKS), (settings.autoencoder, PICTURE_MARKS)):
+    for path, names in ((settings.text_encoder, TEXT_MARKS), (settings.autoencoder, IMAGE_MARKS)):
         if path:
             found = marks_of(path)
             marks |= {name: found[name] for name in names}
@@ -119,7 +119,7 @@ def digest_models(settings: Settings, progress: Progress) -> dict[str, Any]:
 
 
 def read_samples(settings: Settings, poll: Poll) -> list[list[Sample]]:
-    """Return the samples of each phase, with control pictures where those are learnt.
+    """Return the samples of each phase, with control images where those are learned.
 
     Raises as `read_dataset` and `check_controls` do.
     """
@@ -152,7 +152,7 @@ def prepare_phase(
     progress: Progress,
     poll: Poll,
 ) -> Data:
-    """Return the `samples` of `phase`, encoded, or to be as they are learnt."""
+    """Return the `samples` of `phase`, encoded, or to be as they are learned."""
     buckets = [choose_bucket(each.size, each.resolution) for each in samples]
 
     def encode_pixels(pixels: torch.Tensor) -> torch.Tensor:
@@ -162,32 +162,32 @@ def prepare_phase(
     def encode_caption(caption: str, instruction: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return encode_prompts(sources.encoder(), [caption], instruction)
 
+    encode = Encoders(encode_pixels, encode_caption)
     cached = 0 if settings.stream else len(samples)
     cache = build_cache(
         samples[:cached],
         buckets[:cached],
         cache_store(settings),
-        encode_pixels,
-        encode_caption,
+        encode,
         ids,
         poll,
         lambda done, total: progress("latents and captions", done, total),
     )
     variants = groups_of(samples)
-    # of an image that is repeated, or learnt at several sizes, all are held out and the first is looked at
-    images: dict[tuple[str, Place], list[int]] = {}
+    # of an image that is repeated, or learned at several sizes, all are held out and the first is looked at
+    images: dict[tuple[str, FileRange], list[int]] = {}
     for index in variants:
         if not samples[index].prior:
-            images.setdefault((samples[index].name, samples[index].picture), []).append(index)
+            images.setdefault((samples[index].name, samples[index].image), []).append(index)
     known = list(images.values())
     chosen = [known[number] for number in hold_out([name for name, _ in images], settings.validation.share)]
     held_out = [indices[0] for indices in chosen]
     training = sorted(variants.keys() - {index for indices in chosen for index in indices})
-    facts = [(each.name, each.caption, each.size, each.picture[1:]) for each in samples]
+    facts = [(each.name, each.caption, each.size, each.image[1:]) for each in samples]
     order = [facts, ids, training, phase.batch, phase.accumulate]
     if settings.stream:
-        stream = Stream(samples, buckets, encode_pixels, encode_caption, cache.empty)
-        # the bytes of the pictures are too many to look at all of them
+        stream = Stream(samples, buckets, encode, cache.empty)
+        # the bytes of the images are too many to look at all of them
         return Data(samples, stream, training, held_out, buckets, digest_data(order, None), variants)
     entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
     return Data(samples, cache, training, held_out, buckets, digest_data(order, entries), variants)
@@ -213,15 +213,15 @@ def encoders(settings: Settings, device: torch.device) -> Iterator[Sources]:
             loaded["text"] = load_encoder(source, device, settings.dtype, settings.reference)
         return loaded["text"]
 
-    def picture() -> AutoencoderDC:
-        if "picture" not in loaded:
+    def image() -> AutoencoderDC:
+        if "image" not in loaded:
             make_room()
-            # in float32: it runs once for each picture, and what it loses is lost to every step
-            loaded["picture"] = load_autoencoder(settings.source("autoencoder"), device, torch.float32)
-        return loaded["picture"]
+            # in float32: it runs once for each image, and what it loses is lost to every step
+            loaded["image"] = load_autoencoder(settings.source("autoencoder"), device, torch.float32)
+        return loaded["image"]
 
     try:
-        yield Sources(text, picture)
+        yield Sources(text, image)
     finally:
         make_room()
 
@@ -242,14 +242,14 @@ def clear(store: Store) -> None:
 
 def model_ids(settings: Settings, marks: dict[str, Any]) -> ModelIds:
     """Return what the cache's entries depend on besides the data."""
-    text, picture = ([marks[name] for name in names] for names in (TEXT_MARKS, PICTURE_MARKS))
-    return ModelIds(digest_json(picture), digest_json([*text, settings.dtype]))
+    text, image = ([marks[name] for name in names] for names in (TEXT_MARKS, IMAGE_MARKS))
+    return ModelIds(digest_json(image), digest_json([*text, settings.dtype]))
 
 
 def hold_out(names: Sequence[str], share: float) -> list[int]:
-    """Return the indices of the `share` of pictures that are held out: by a digest of their names, so that a picture
+    """Return the indices of the `share` of images that are held out: by a digest of their names, so that an image
     that is added moves no other from one side to the other. At least one is on each side if there are two; one alone
-    is learnt."""
+    is learned."""
     order = sorted(range(len(names)), key=lambda index: sha256(names[index].encode()).digest())
     bound = int(share * 2**64)
     chosen = [index for index in order if int.from_bytes(sha256(names[index].encode()).digest()[:8], "big") < bound]

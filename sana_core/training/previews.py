@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ from ..runtime.atomic_files import write_whole
 from ..runtime.cancellation import Poll
 from ..runtime.image_files import LEVEL, levels
 from .cache import ModelIds, Store, Tensors, digest_of, entry_path, read_entry
-from .images import CROP_RULE, Bucket, Place, crop_picture, decode_picture, read_place
-from .learner import Learner
-from .run_log import read_log
+from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
+from .run_log import Line, read_log
 from .runs import PICTURES, stranger, writing
 from .settings import Settings
+from .train_state import TrainState
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 SHEET = "validations.png"
 # the entry of the PNG by which a sheet is known as one
 MARK = "sana_training"
-PICTURE = re.compile(r"step-(\d{7,})-(\d{2,})\.png")
-# columns at most; pixels: of a picture's larger side, of headings, of the curves, and between all
+IMAGE = re.compile(r"step-(\d{7,})-(\d{2,})\.png")
+# columns at most; pixels: of an image's larger side, of headings, of the curves, and between all
 COLUMNS, SIDE, HEAD, CURVES, GAP = 12, 192, 20, 160, 6
 PAPER, TEXT, LOSS, VALIDATION, BEST = "#fafaf8", "#282828", "#becde1", "#285096", "#d06010"
 
 
 class Inputs(NamedTuple):
-    """What the validation's pictures are drawn from, encoded."""
+    """What the validation's images are drawn from, encoded."""
 
     prompts: list[Embedding]
     negative: Embedding
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 def preview_size(settings: Settings) -> Bucket:
-    """Return (width, height) of the validation's pictures: where training is at last decides, unless they say."""
+    """Return (width, height) of the validation's images: where training is at last decides, unless they say."""
     own, side = settings.validation, settings.phase[-1].resolution
     return own.width or side, own.height or side
 
@@ -66,9 +66,9 @@ def encode_validation(
     encoder: Callable[[], TextEncoder],
     autoencoder: Callable[[], AutoencoderDC],
 ) -> Inputs | None:
-    """Return what the validation's pictures are drawn from, kept in the cache; None where none are drawn.
+    """Return what the validation's images are drawn from, kept in the cache; None where none are drawn.
 
-    Raises as `read_place` and `decode_picture` do for a control picture.
+    Raises as `read_range` and `decode_image` do for a control image.
     """
     validation = settings.validation
     if not validation.every or not validation.prompts:
@@ -86,7 +86,7 @@ def encode_validation(
         return entry["embeds"], entry["mask"]
 
     def steering(file: str) -> torch.Tensor:
-        data, size = read_place(Place(Path(file)), file), preview_size(settings)
+        data, size = read_range(FileRange(Path(file)), file), preview_size(settings)
         parts = ["validation", digest_of(data), size, CROP_RULE, ids.autoencoder]
         return find_or("latents", parts, lambda: encode_control(autoencoder(), data, file, size))["latents"]
 
@@ -101,25 +101,25 @@ def encode_validation(
 
 
 def encode_control(autoencoder: AutoencoderDC, data: bytes, name: str, size: Bucket) -> Tensors:
-    """Return the latents [32, h, w] of a control picture cropped to `size`, in ComfyUI's order of operations."""
-    picture = np.asarray(crop_picture(decode_picture(data, name), size), dtype=np.float32) / 255
-    pixels = torch.from_numpy(picture).movedim(-1, 0)[None] * 2 - 1
+    """Return the latents [32, h, w] of a control image cropped to `size`, in ComfyUI's order of operations."""
+    image = np.asarray(crop_image(decode_image(data, name), size), dtype=np.float32) / 255
+    pixels = torch.from_numpy(image).movedim(-1, 0)[None] * 2 - 1
     latents = encode_images(autoencoder, pixels).float() * autoencoder.config.scaling_factor
     return {"latents": latents[0].cpu().contiguous()}
 
 
 def draw_validation(
-    learner: Learner, inputs: Inputs | None, folder: Path, parts: Path, step: int, poll: Poll
+    state: TrainState, inputs: Inputs | None, folder: Path, parts: Path, step: int, poll: Poll
 ) -> list[torch.Tensor]:
     """Draw the validation's prompts, prompt i with seed i, into `folder` as step-0000500-00.png and so on.
 
-    Returns the pictures [3, H, W] in [-1, 1]. What is not whole lies in `parts`, and no file is replaced. Raises
+    Returns the images [3, H, W] in [-1, 1]. What is not whole lies in `parts`, and no file is replaced. Raises
     OutputError where nothing can be written.
     """
     from PIL import Image
 
     assert inputs is not None
-    settings, transformer = learner.settings, learner.transformer
+    settings, transformer = state.settings, state.transformer
     own, defaults = settings.validation, model_defaults(transformer.config)
     width, height = preview_size(settings)
     drawing = Drawing(
@@ -130,22 +130,22 @@ def draw_validation(
         sampler=defaults.sampler,
         dtype=settings.dtype,
     )
-    chunk = [picture._replace(seed=picture.number) for picture in batch_pictures(len(inputs.prompts), 1, 0)]
+    chunk = [image._replace(seed=image.number) for image in batch_pictures(len(inputs.prompts), 1, 0)]
     control = None
-    if learner.controlnet is not None and inputs.control is not None:
-        control = Control(learner.controlnet, inputs.control)
-    models = Models(transformer, None, learner.shift)
+    if state.controlnet is not None and inputs.control is not None:
+        control = Control(state.controlnet, inputs.control)
+    models = Models(transformer, None, state.shift)
     latents = sample(models, drawing, tuple(chunk), inputs.prompts, inputs.negative, poll, ImageInputs(control))
     dtype = getattr(torch, settings.dtype)
     autoencoder = load_autoencoder(settings.source("autoencoder"), transformer.device, dtype)
-    pictures = decode(autoencoder, latents, poll)
+    images = decode(autoencoder, latents, poll)
     with writing(folder):
         folder.mkdir(exist_ok=True)
-    for number, picture in enumerate(pictures):
+    for number, image in enumerate(images):
         stream = io.BytesIO()
-        Image.fromarray(levels(picture)).save(stream, "PNG", compress_level=LEVEL)
+        Image.fromarray(levels(image)).save(stream, "PNG", compress_level=LEVEL)
         write_beside(folder / f"step-{step:07d}-{number:02d}.png", stream.getvalue(), parts)
-    return pictures
+    return images
 
 
 def write_beside(file: Path, data: bytes, parts: Path) -> None:
@@ -173,7 +173,7 @@ def write_sheet(out: Path, parts: Path) -> None:
     file, lines = out / SHEET, read_log(out)
     with writing(file):
         check_own(file)
-        found = {(int(match[1]), int(match[2])): path for path, match in pictures_in(out)}
+        found = {(int(match[1]), int(match[2])): path for path, match in images_in(out)}
     best = best_step(lines)
     steps, rows = columns_of(sorted({step for step, _ in found}), best), sorted({row for _, row in found})
     thumbs = {}
@@ -181,7 +181,7 @@ def write_sheet(out: Path, parts: Path) -> None:
         if step in steps:
             # somebody's folder or file of that name has an empty cell
             with suppress(SanaError):
-                thumbs[step, row] = decode_picture(read_place(Place(path), path.name), path.name)
+                thumbs[step, row] = decode_image(read_range(FileRange(path), path.name), path.name)
                 thumbs[step, row].thumbnail((SIDE, SIDE))
     width = max((each.width for each in thumbs.values()), default=SIDE)
     height = max((each.height for each in thumbs.values()), default=SIDE)
@@ -220,13 +220,13 @@ def check_own(file: Path) -> None:
         raise stranger(file)
 
 
-def pictures_in(out: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Return the validations' pictures in `out`, with step and prompt as they are named."""
-    matches = [(path, PICTURE.fullmatch(path.name)) for path in (out / PICTURES).glob("step-*.png")]
+def images_in(out: Path) -> list[tuple[Path, re.Match[str]]]:
+    """Return the validations' images in `out`, with step and prompt as they are named."""
+    matches = [(path, IMAGE.fullmatch(path.name)) for path in (out / PICTURES).glob("step-*.png")]
     return [(path, match) for path, match in matches if match]
 
 
-def best_step(lines: Sequence[Mapping[str, Any]]) -> int | None:
+def best_step(lines: Sequence[Line]) -> int | None:
     """Return the step of the lowest validation loss in the log's newest phase; what is not trained yet is not it."""
     phases = [(line["phase"], line["step"]) for line in lines if "phase" in line]
     began = max((step for phase, step in phases if phase != phases[-1][0]), default=0)
@@ -243,15 +243,11 @@ def columns_of(steps: Sequence[int], best: int | None) -> list[int]:
     return sorted(chosen.union(step for step in steps if step == best))
 
 
-def draw_losses(
-    draw: ImageDraw, lines: Sequence[Mapping[str, Any]], best: int | None, box: tuple[int, int, int, int]
-) -> None:
+def draw_losses(draw: ImageDraw, lines: Sequence[Line], best: int | None, box: tuple[int, int, int, int]) -> None:
     """Draw the loss of each step and of each validation, with the lowest and the highest in words."""
-    curves = [
-        (name, colour, [(line["step"], line[name]) for line in lines if name in line])
-        for name, colour in (("loss", LOSS), ("validation_loss", VALIDATION))
-    ]
-    losses = [loss for _, _, points in curves for _, loss in points]
+    steps = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    validations = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+    losses = [loss for _, loss in steps + validations]
     if not losses:
         return
     left, top, right, bottom = box
@@ -260,10 +256,10 @@ def draw_losses(
     def place(step: int, loss: float) -> tuple[float, float]:
         return left + step / last * (right - left), top + (high - loss) / max(high - low, 1e-9) * (bottom - top)
 
-    for _, colour, points in curves:
+    for colour, points in ((LOSS, steps), (VALIDATION, validations)):
         if len(points) > 1:
             draw.line([place(*point) for point in points], colour, 2)
-    for step, loss in curves[1][2]:
+    for step, loss in validations:
         x, y = place(step, loss)
         draw.ellipse((x - 3, y - 3, x + 3, y + 3), BEST if step == best else VALIDATION)
     draw.text((left, bottom + 4), f"loss {low:.4f} to {high:.4f}, validation in blue, step {last}", TEXT)

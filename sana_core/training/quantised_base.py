@@ -103,7 +103,7 @@ def keep(module: torch.nn.Module, like: torch.nn.Linear | torch.nn.Conv2d) -> No
 def quantise_base(transformer: SanaTransformer2DModel) -> None:
     """Put the frozen weights of the blocks of `transformer`, 95 % and more of it, into 8 bits, one after another.
 
-    The depthwise convolutions, what embeds picture, time and caption, and an adapter that is on it stay as they are.
+    The depthwise convolutions, what embeds image, time and caption, and an adapter that is on it stay as they are.
     """
     for block in transformer.transformer_blocks:
         for owner in list(block.modules()):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from os import _exit, getpid
 from platform import node
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
@@ -26,11 +26,15 @@ import torch
 from ..errors import SanaError, TrainingError
 from ..runtime.accelerator import chosen_device
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 # a collective waits for whoever encodes or draws meanwhile; that a rank is dead is for the heartbeats to find out
 PATIENCE = timedelta(hours=24)
-# what torch warns of, and does not happen here: nothing works in place on what a projection returns; and the gradients
-# of depthwise convolutions, 0.2 % of all, are copied into their bucket
+# known harmless warnings: nothing here works in place on what a projection returns; and the gradients of depthwise
+# convolutions, 0.2 % of all, are copied into their bucket
 HARMLESS = ("FSDP2-wrapped module .* returned a view", "Grad strides do not match bucket view")
 # to find each other in
 MEETING = timedelta(minutes=10)
@@ -63,13 +67,13 @@ class Ranks(NamedTuple):
         torch.distributed.all_reduce(sums)
         return sums.tolist()
 
-    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, summed over all ranks in place."""
         if self.size > 1:
             torch.distributed.all_reduce(values)
         return values
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: T) -> T:
         """Return the first rank's `value`."""
         if self.size == 1:
             return value
@@ -77,7 +81,7 @@ class Ranks(NamedTuple):
         torch.distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def of_all(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order."""
         if self.size == 1:
             return [value]
@@ -85,30 +89,32 @@ class Ranks(NamedTuple):
         torch.distributed.all_gather_object(found, value)
         return found
 
-    def each_does(self, action: Callable[[], Any]) -> Any:
+    def run_on_all(self, action: Callable[[], T]) -> T:
         """Return what `action` returns here, once it is done on all ranks.
 
         Raises what it raises, and TrainingError where it has failed on another rank alone.
         """
-        error, found = None, None
+        error = None
+        found: list[T] = []
         try:
-            found = action()
+            found.append(action())
         except BaseException as raised:
             if self.size == 1:
                 raise
             error = raised
         self.agree(error)
-        return found
+        return found[0]
 
-    def first_does(self, action: Callable[[], Any]) -> Any:
+    def run_on_rank0(self, action: Callable[[], T]) -> T | None:
         """Return what `action`, done by the first rank alone, returns there; None on the others, which wait for it."""
-        return self.each_does(action if self.first else lambda: None)
+        chosen: Callable[[], T | None] = action if self.first else lambda: None
+        return self.run_on_all(chosen)
 
     def agree(self, error: BaseException | None) -> None:
         """Raise `error` once all ranks have called this; without one of its own, a rank ends as the others do."""
         if not self.total(float(error is not None))[0]:
             return
-        said = self.of_all(None if error is None else (type(error).__name__, str(error)))
+        said = self.all_gather(None if error is None else (type(error).__name__, str(error)))
         if error is not None:
             raise error
         number, (kind, text) = next((number, each) for number, each in enumerate(said) if each is not None)
@@ -136,8 +142,8 @@ def joined(device: str) -> Iterator[Ranks]:
     attempt = meet(store, rank, count)
     begin_group(ranks, torch.distributed.PrefixStore(attempt, store))
     own_store = torch.distributed.PrefixStore(attempt, store.clone())
-    heart = Heart(own_store, rank, count, f"rank {rank} on {node()}, process {getpid()}")
-    heart.start()
+    heartbeat = Heartbeat(own_store, rank, count, f"rank {rank} on {node()}, process {getpid()}")
+    heartbeat.start()
     try:
         with warnings.catch_warnings():
             for message in HARMLESS:
@@ -147,18 +153,18 @@ def joined(device: str) -> Iterator[Ranks]:
         ranks.total(0.0)
     except RuntimeError as error:
         if not is_lost(error):
-            heart.announce(error)
+            heartbeat.announce(error)
             raise
-        raise TrainingError(f"training: {name_lost(heart)}; the same command resumes") from error
+        raise TrainingError(f"training: {name_lost(heartbeat)}; the same command resumes") from error
     except (SanaError, OSError) as error:
-        heart.announce(error)
+        heartbeat.announce(error)
         raise
     finally:
-        heart.stop()
+        heartbeat.stop()
         torch.distributed.destroy_process_group()
 
 
-def launched() -> tuple[Any, int, int] | None:
+def launched() -> tuple[Store, int, int] | None:
     """Return the launcher's store, the rank and the number of ranks, None where no launcher has started this."""
     if not torch.distributed.is_available():
         return None
@@ -184,7 +190,7 @@ def own_device(name: str) -> torch.device:
     return device
 
 
-def begin_group(ranks: Ranks, store: Any) -> None:
+def begin_group(ranks: Ranks, store: Store) -> None:
     """Make the process group over which the ranks sum: gloo for the CPU, and what the accelerator has for its own."""
     from torch.distributed import get_default_backend_for_device, init_process_group
 
@@ -195,7 +201,7 @@ def begin_group(ranks: Ranks, store: Any) -> None:
     init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=PATIENCE)
 
 
-def meet(store: Any, rank: int, count: int) -> str:
+def meet(store: Store, rank: int, count: int) -> str:
     """Return a name for this start of the run, which all ranks have once each has heard it from the first.
 
     A launcher that starts a run again keeps its store, with the words of those who died. So the first rank proposes a
@@ -241,7 +247,7 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-class Heart:
+class Heartbeat:
     """Signs of life of a rank, given by a thread throughout a run. The first rank listens to all, the others to the
     first.
 
@@ -249,10 +255,10 @@ class Heart:
     leave it standing; a collective on an accelerator would wait for them for ever. A rank that fails says so there.
     """
 
-    def __init__(self, store: Any, rank: int, count: int, name: str) -> None:
+    def __init__(self, store: Store, rank: int, count: int, name: str) -> None:
         self.store, self.rank, self.count, self.name = store, rank, count, name
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.run, name="sana training heart", daemon=True)
+        self.thread = threading.Thread(target=self.run, name="sana training heartbeat", daemon=True)
         # of each rank that is listened to, its last number, and when it was seen to change
         self.seen: dict[int, tuple[bytes, float]] = {}
 
@@ -308,11 +314,11 @@ class Heart:
         return f"lost {' and '.join(found)}" if found else ""
 
 
-def name_lost(heart: Heart) -> str:
+def name_lost(heartbeat: Heartbeat) -> str:
     """Return who is dead, once a collective has failed; that takes as long as nobody beats."""
     end = time.monotonic() + LOST + 3 * BEAT
     # all of them, for any may be the dead one
-    watch = Heart(heart.store, 0, heart.count, heart.name)
+    watch = Heartbeat(heartbeat.store, 0, heartbeat.count, heartbeat.name)
     while time.monotonic() < end:
         try:
             lost = watch.failed() or watch.silent()

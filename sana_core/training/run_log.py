@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from .runs import LOG, find_states, writing
 
 
-def append_log(out: Path, line: Mapping[str, Any]) -> None:
+class Line(TypedDict, total=False):
+    """A line of the log: of a step all but the last three, of a validation its step and loss, and what a run adds to
+    the lines that it reports."""
+
+    step: int
+    phase: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    pictures: int
+    seconds: float
+    validation_loss: float
+    steps: int  # reported: of the whole run
+    first: float  # reported at the end: the first validation loss of the phase
+
+
+def append_log(out: Path, line: Line) -> None:
     """Add `line` to the run's log, whole or not at all. Raises OutputError."""
     with writing(out / LOG), (out / LOG).open("ab+", buffering=0) as stream:
         end = stream.seek(0, 2)
@@ -26,13 +42,13 @@ def append_log(out: Path, line: Mapping[str, Any]) -> None:
             raise
 
 
-def read_log(out: Path) -> list[dict[str, Any]]:
+def read_log(out: Path) -> list[Line]:
     """Return the lines of the run's log in the order of their steps, without broken ones.
 
     A run that was killed goes on from its last state, and writes again what came after that; the later lines count.
     Raises OSError.
     """
-    file, lines = out / LOG, list[dict[str, Any]]()
+    file, lines = out / LOG, list[Line]()
     for text in file.read_bytes().split(b"\n") if file.exists() else ():
         try:
             line = json.loads(text)
@@ -47,7 +63,7 @@ def read_log(out: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def order(line: Mapping[str, Any]) -> tuple[int, bool]:
+def order(line: Line) -> tuple[int, bool]:
     """Return what lines of a log ascend by: the step, whose validation stands behind its loss."""
     return line["step"], "loss" not in line
 
@@ -58,7 +74,7 @@ def read_losses(out: Path) -> list[float]:
     return [line["loss"] for line in read_log(out) if "loss" in line and line["step"] <= newest]
 
 
-class Pace:
+class Eta:
     """The time since training began, or went on, for what is left of it."""
 
     def __init__(self) -> None:
@@ -69,7 +85,7 @@ class Pace:
         """Forget what was before: the preparation takes its own time."""
         self.began = time.monotonic()
 
-    def describe(self, line: Mapping[str, Any]) -> str:
+    def describe(self, line: Line) -> str:
         """Return a step's line of the log, with its "steps" in all, as words: step, loss, rate, speed and time left."""
         self.first = line["step"] - 1 if self.first is None else self.first
         left = (time.monotonic() - self.began) / (line["step"] - self.first) * (line["steps"] - line["step"])
@@ -78,7 +94,7 @@ class Pace:
         return f"{text}, {speed:.2f} images a second, {clock(left)} left"
 
 
-def describe_validation(line: Mapping[str, Any]) -> str:
+def describe_validation(line: Line) -> str:
     """Return a validation's line of the log as words; of the best one, which has the "first", how far it has come."""
     found = f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
     if "first" not in line:

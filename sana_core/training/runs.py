@@ -1,4 +1,4 @@
-"""A run's folder: its states, each whole or not there, from the newest of which a run goes on.
+"""A run's folder: its states, each whole or not there, from the newest of which a run resumes.
 
 out/run.json              what may not change in the run, and the digests of the LoRAs that it has put into `out`
 out/steps/step-0000500/   state.safetensors  what is trained, the optimizer's state, the moving average
@@ -28,26 +28,26 @@ from ..checkpoints.tensor_files import write_tensors
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
 from ..runtime.atomic_files import digest_file, remove, sync, sync_folder, unfinished, write_whole
 from .ranks import ALONE, Ranks
-from .schedule import Best, Place
+from .schedule import Best, TrainProgress
 
 RUN, STEPS, LOG, PICTURES = "run.json", "steps", "log.jsonl", "pictures"
 STATE, TENSORS, SHARDS = "state.json", "state.safetensors", "shards"
-# of the facts, the digests of models
+# of the config, the digests of models
 MODELS = ("model", "teacher")
 NAME = re.compile(r"step-(\d{7,})")
 
 
-class State(NamedTuple):
-    """What a run goes on from."""
+class SavedState(NamedTuple):
+    """What a run resumes from."""
 
-    place: Place
+    progress: TrainProgress
     tensors: dict[str, torch.Tensor]
     values: dict[str, Any]  # of the optimizer, as JSON
-    facts: dict[str, Any]  # what may not change when it goes on
+    config: dict[str, Any]  # what may not change when it goes on
     data: list[str]  # a digest of each phase's samples
     best: Best | None
     validated: int | None  # the step of the last validation
-    shares: int = 1  # in how many the weights lay on the ranks
+    shards: int = 1  # in how many the weights lay on the ranks
 
 
 def step_folder(out: Path, step: int) -> Path:
@@ -88,7 +88,7 @@ def stranger(path: Path) -> ExistingFileError:
 
 
 def read_run(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the facts of the run in `out`, None where there is none, and the digests of the LoRAs it has put there.
+    """Return the config of the run in `out`, None where there is none, and the digests of the LoRAs it has put there.
 
     Raises ExistingFileError for a run.json that no run has written, and CheckpointError for a broken state.
     """
@@ -104,16 +104,16 @@ def read_run(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
         raise stranger(out / RUN) from None
 
 
-def begin_run(out: Path, parts: Path, facts: Mapping[str, Any]) -> None:
-    """Make `out` the folder of a run with these facts, or see that it is. Raises InputError where it is another's."""
+def begin_run(out: Path, parts: Path, config: Mapping[str, Any]) -> None:
+    """Make `out` the folder of a run with this config, or see that it is. Raises InputError where it is another's."""
     found, published = read_run(out)
     if found is not None:
-        check_facts(facts, found, out)
-    write_run(out, parts, facts, published)
+        check_config(config, found, out)
+    write_run(out, parts, config, published)
 
 
-def write_run(out: Path, parts: Path, facts: Mapping[str, Any], published: Iterable[str]) -> None:
-    document = {"facts": dict(facts), "published": sorted({*published})}
+def write_run(out: Path, parts: Path, config: Mapping[str, Any], published: Iterable[str]) -> None:
+    document = {"facts": dict(config), "published": sorted({*published})}
     with writing(out / RUN):
         write_whole(out / RUN, json.dumps(document, indent=1).encode(), parts, replace=True)
 
@@ -122,22 +122,22 @@ def check_folder(out: Path, names: Iterable[str], phases: int, own: Mapping[str,
     """Raise ExistingFileError for what lies in `out` where a run writes, and this one has not written.
 
     `names` are those of the files that it will end with. Raises InputError for fewer than the `phases` that the run
-    has been through, and for another run's facts, of which `own` are those that are known before a model is read; and
+    has been through, and for another run's config, of which `own` are those that are known before a model is read; and
     CheckpointError for a broken state.
     """
-    facts, published = read_run(out)
-    if facts is not None:
-        check_facts(own, {name: value for name, value in facts.items() if name not in MODELS}, out)
+    config, published = read_run(out)
+    if config is not None:
+        check_config(own, {name: value for name, value in config.items() if name not in MODELS}, out)
     check_places(out)
     folders, states = (out / STEPS, out / PICTURES), find_states(out)
     taken = [folder for folder in folders if folder.exists() and not folder.is_dir()]
-    if facts is None:
+    if config is None:
         taken += [file for file in (out / LOG, *folders[1].glob("step-*.png")) if file.exists()]
     files = [out / name for name in names]
     taken += [file for file in files if file.exists() and (file.is_dir() or digest_file(file) not in published)]
     if taken:
         raise stranger(min(taken))
-    reached = place_in(read_document(states[-1][1])).phase + 1 if states else 0
+    reached = progress_of(read_document(states[-1][1])).phase + 1 if states else 0
     if reached > phases:
         raise InputError(
             f"phase: got {phases}, but the run in {out} has come to phase {reached}; put those back that are "
@@ -162,7 +162,7 @@ def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
     """
     file = out / name
     ((own, digest),) = adapters_in(read_document(state)).items()
-    facts, published = read_run(out)
+    config, published = read_run(out)
     there = digest_file(file) if file.exists() else None
     if there == digest:
         return file
@@ -170,7 +170,7 @@ def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
         raise stranger(file)
     check_file(state, own, digest)
     # known before it is there, for a process that is killed between the two
-    write_run(out, parts, facts or {}, [*published, digest])
+    write_run(out, parts, config or {}, [*published, digest])
     with writing(file), unfinished(file, parts, replace=True) as part:
         shutil.copyfile(state / own, part)
     return file
@@ -188,10 +188,26 @@ def save_whole(tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str
     return {}
 
 
+def put_state(part: Path, folder: Path, document: Mapping[str, Any], digests: Mapping[str, str]) -> None:
+    """Make the folder `part`, with its `document` and the digests of its files, the state's `folder`; some `digests`
+    are known. Raises ExistingFileError for what others have put there, and OSError."""
+    names = {path: path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()}
+    files = {**digests, **{name: digest_file(path) for path, name in names.items() if name not in digests}}
+    # as it will be read
+    whole = json.loads(json.dumps({**document, "files": files}))
+    (part / STATE).write_text(json.dumps({**whole, "digest": digest_json(whole)}, indent=1, sort_keys=True))
+    sync(part)
+    folder.parent.mkdir(exist_ok=True)
+    if folder.exists():
+        raise stranger(folder)
+    part.rename(folder)
+    sync_folder(folder.parent)
+
+
 def write_state(
     out: Path,
     parts: Path,
-    state: State,
+    state: SavedState,
     export: Callable[[Path], None],
     save: Callable[[Mapping[str, torch.Tensor], Path], dict[str, str]] = save_whole,
     ranks: Ranks = ALONE,
@@ -203,29 +219,14 @@ def write_state(
     disk take longer than to write. All `ranks` have to call this; `export` and `save`, which returns the digests that
     it has taken, are called on each. Both raise OutputError.
     """
-    folder, part = step_folder(out, state.place.step), parts / f".state-{state.place.step}.part"
-    document = {**state._asdict(), "place": state.place._asdict()}
-    del document["tensors"]
+    folder, part = step_folder(out, state.progress.step), parts / f".state-{state.progress.step}.part"
+    document: dict[str, Any] = {"place": state.progress._asdict(), "facts": state.config, "shares": state.shards}
+    document |= {name: getattr(state, name) for name in ("values", "data", "best", "validated")}
     digests: dict[str, str] = {}
 
     def begin() -> None:
         remove(part)
         part.mkdir()
-
-    def finish() -> None:
-        for path in part.rglob("*"):
-            name = path.relative_to(part).as_posix()
-            if path.is_file() and name not in digests:
-                digests[name] = digest_file(path)
-        # as it will be read
-        whole = json.loads(json.dumps({**document, "files": digests}))
-        (part / STATE).write_text(json.dumps({**whole, "digest": digest_json(whole)}, indent=1, sort_keys=True))
-        sync(part)
-        folder.parent.mkdir(exist_ok=True)
-        if folder.exists():
-            raise stranger(folder)
-        part.rename(folder)
-        sync_folder(folder.parent)
 
     @contextmanager
     def in_part() -> Iterator[None]:
@@ -239,13 +240,13 @@ def write_state(
 
     def complete() -> None:
         with in_part():
-            finish()
+            put_state(part, folder, document, digests)
 
     with in_part():
-        ranks.first_does(begin)
+        ranks.run_on_rank0(begin)
         export(part)
-        own = ranks.each_does(lambda: save(state.tensors, part))
-        digests.update({name: digest for found in ranks.of_all(own) for name, digest in found.items()})
+        own = ranks.run_on_all(lambda: save(state.tensors, part))
+        digests.update({name: digest for found in ranks.all_gather(own) for name, digest in found.items()})
     return complete
 
 
@@ -296,16 +297,16 @@ def read_document(folder: Path) -> dict[str, Any]:
         digest = document.pop("digest")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise broken(folder, error) from error
-    if digest != digest_json(document) or step_folder(folder.parent.parent, place_in(document).step) != folder:
+    if digest != digest_json(document) or step_folder(folder.parent.parent, progress_of(document).step) != folder:
         raise broken(folder, f"{STATE} is damaged, its digest is another")
     return document
 
 
-def place_in(document: Mapping[str, Any]) -> Place:
-    return Place(**document["place"])
+def progress_of(document: Mapping[str, Any]) -> TrainProgress:
+    return TrainProgress(**document["place"])
 
 
-def read_state(folder: Path, read: Callable[[Path, int], dict[str, torch.Tensor]], ranks: Ranks = ALONE) -> State:
+def read_state(folder: Path, read: Callable[[Path, int], dict[str, torch.Tensor]], ranks: Ranks = ALONE) -> SavedState:
     """Return the state in `folder`, whose tensors `read` returns from that and the shares that they were in.
 
     Each of `ranks` sees to the digests of its share of the files. Raises CheckpointError for a state that is broken,
@@ -323,8 +324,8 @@ def read_state(folder: Path, read: Callable[[Path, int], dict[str, torch.Tensor]
         raise
     except (ValueError, KeyError, OSError, SafetensorError) as error:
         raise broken(folder, error) from error
-    values, facts, data, best = (document[name] for name in ("values", "facts", "data", "best"))
-    return State(place_in(document), tensors, values, facts, data, best and Best(*best), document["validated"])
+    values, config, data, best = (document[name] for name in ("values", "facts", "data", "best"))
+    return SavedState(progress_of(document), tensors, values, config, data, best and Best(*best), document["validated"])
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
@@ -336,9 +337,9 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
             )
 
 
-def check_facts(own: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None:
-    """Raise InputError for the first of a run's facts that is not what its states were made with."""
+def check_config(own: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None:
+    """Raise InputError for the first value of a run's config that is not what its states were made with."""
     for name in sorted(own.keys() | found.keys()):
         if own.get(name) != found.get(name):
-            got, has = ("none" if facts.get(name) is None else brief(facts[name]) for facts in (own, found))
+            got, has = ("none" if config.get(name) is None else brief(config[name]) for config in (own, found))
             raise InputError(f"{name}: got {got}, but the run in {out} has {has}; name another folder, or set it back")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,20 +13,14 @@ from ..runtime.checks import check_whole
 from .cache import Cache, Stream
 from .dataset import Sample
 from .images import Bucket
-from .loss import (
-    CHOICE,
-    generator,
-)
+from .loss import CHOICE, generator
 from .settings import Phase, Settings
-
-if TYPE_CHECKING:
-    pass
 
 # indices of samples, in the batches of one step
 Group = list[list[int]]
 
 
-class Place(NamedTuple):
+class TrainProgress(NamedTuple):
     """Where a run stands, after `step` steps: in its phases, `position` steps of that epoch done, and the share `done`
     of what follows the phase's warmup."""
 
@@ -48,15 +42,15 @@ class Best(NamedTuple):
     first: float
 
 
-def better(best: Best | None, loss: float, place: Place) -> Best:
-    """Return the best validation after one at `place`; those of another phase are of other pictures."""
-    if best is None or best.phase != place.phase:
-        return Best(loss, place.step, place.phase, loss)
-    return best._replace(loss=loss, step=place.step) if not best.step or loss < best.loss else best
+def better(best: Best | None, loss: float, progress: TrainProgress) -> Best:
+    """Return the best validation after one at `progress`; those of another phase are of other images."""
+    if best is None or best.phase != progress.phase:
+        return Best(loss, progress.step, progress.phase, loss)
+    return best._replace(loss=loss, step=progress.step) if not best.step or loss < best.loss else best
 
 
 class Data(NamedTuple):
-    """The pictures of a phase, by their indices in `samples`, which are also those of the cache."""
+    """The images of a phase, by their indices in `samples`, which are also those of the cache."""
 
     samples: Sequence[Sample]
     cache: Cache | Stream
@@ -67,8 +61,8 @@ class Data(NamedTuple):
     variants: dict[int, list[int]] = {}  # noqa: RUF012  # of each image, of which an epoch learns one, by the first
 
 
-def digest_data(order: Any, contents: Any) -> str:
-    """Return a digest of the `order` in which samples are learnt, and of their `contents`, None where nobody looks."""
+def digest_data(order: object, contents: object) -> str:
+    """Return a digest of the `order` in which samples are learned, and of their `contents`, None where nobody looks."""
     return "-".join(digest_json(each) if each is not None else "" for each in (order, contents))
 
 
@@ -79,25 +73,25 @@ def same_epochs(first: str, second: str) -> bool:
     )
 
 
-def is_due(settings: Settings, place: Place, finished: bool) -> bool:
-    """Whether there is a validation at `place`: before the first step, every `every` steps, and at the end."""
+def is_due(settings: Settings, progress: TrainProgress, finished: bool) -> bool:
+    """Whether there is a validation at `progress`: before the first step, every `every` steps, and at the end."""
     every = settings.validation.every
-    return bool(every) and (place.step % every == 0 or finished)
+    return bool(every) and (progress.step % every == 0 or finished)
 
 
-def advance(place: Place, data: Sequence[Data], settings: Settings) -> tuple[Place, list[Group]]:
+def advance(progress: TrainProgress, data: Sequence[Data], settings: Settings) -> tuple[TrainProgress, list[Group]]:
     """Return where the next step is, and the groups of its epoch; none when the last phase is at its end."""
     while True:
-        phase = settings.phase[place.phase]
-        groups = plan(phase, data[place.phase], settings.seed + place.phase, place.epoch)
-        if place.position >= len(groups):
-            place = place._replace(epoch=place.epoch + 1, position=0)
-            groups = plan(phase, data[place.phase], settings.seed + place.phase, place.epoch)
-        if place.phase_step < phase.steps if phase.steps is not None else place.epoch < (phase.epochs or 0):
-            return place, groups
-        if place.phase + 1 == len(settings.phase):
-            return place, []
-        place = Place(place.step, place.phase + 1)
+        phase = settings.phase[progress.phase]
+        groups = plan(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
+        if progress.position >= len(groups):
+            progress = progress._replace(epoch=progress.epoch + 1, position=0)
+            groups = plan(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
+        if progress.phase_step < phase.steps if phase.steps is not None else progress.epoch < (phase.epochs or 0):
+            return progress, groups
+        if progress.phase + 1 == len(settings.phase):
+            return progress, []
+        progress = TrainProgress(progress.step, progress.phase + 1)
 
 
 def plan(phase: Phase, data: Data, seed: int, epoch: int) -> list[Group]:
@@ -110,14 +104,14 @@ def plan(phase: Phase, data: Data, seed: int, epoch: int) -> list[Group]:
     return [batches[start : start + phase.accumulate] for start in range(0, len(batches), phase.accumulate)]
 
 
-def all_steps_left(settings: Settings, data: Sequence[Data], place: Place) -> int:
-    """Return how many steps there are from `place` to the end."""
+def all_steps_left(settings: Settings, data: Sequence[Data], progress: TrainProgress) -> int:
+    """Return how many steps there are from `progress` to the end."""
     left = 0
-    for number in range(place.phase, len(data)):
+    for number in range(progress.phase, len(data)):
         phase = settings.phase[number]
-        # every epoch has as many, for the pictures are the same
+        # every epoch has as many, for the images are the same
         count = len(plan(phase, data[number], settings.seed, 0))
-        left += steps_left(phase, place if number == place.phase else Place(), count)
+        left += steps_left(phase, progress if number == progress.phase else TrainProgress(), count)
     return left
 
 
@@ -151,43 +145,45 @@ def plan_epoch(buckets: Sequence[Bucket], batch: int, seed: int, epoch: int) -> 
     return [batches[turn] for turn in turns.tolist()]
 
 
-def learning_rate(phase: Phase, place: Place) -> float:
-    """Return the rate of the step at `place` in `phase`, from 0 to `phase.learning_rate`.
+def learning_rate(phase: Phase, progress: TrainProgress) -> float:
+    """Return the rate of the step at `progress` in `phase`, from 0 to `phase.learning_rate`.
 
     It rises in even steps in the first `warmup` steps. Then "constant" stays and the others fall to 0 with the share of
     the rest that is done, as diffusers.optimization's of those names, but for its "polynomial", which ends at 1e-7.
     Nothing scales it by batch or number of devices.
     """
-    if place.phase_step < phase.warmup:
-        return phase.learning_rate * (place.phase_step + 1) / phase.warmup
+    if progress.phase_step < phase.warmup:
+        return phase.learning_rate * (progress.phase_step + 1) / phase.warmup
     if phase.schedule == "constant":
         return phase.learning_rate
     if phase.schedule == "linear":
-        return phase.learning_rate * (1 - place.done)
+        return phase.learning_rate * (1 - progress.done)
     if phase.schedule == "polynomial":
-        return phase.learning_rate * (1 - place.done) ** phase.power
-    done = place.done
+        return phase.learning_rate * (1 - progress.done) ** phase.power
+    done = progress.done
     if phase.schedule == "cosine_with_restarts" and done < 1:
         done = done * phase.cycles % 1
     return phase.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def after_step(phase: Phase, place: Place, count: int) -> Place:
-    """Return where `place` in `phase` is after a step, in an epoch of `count` steps.
+def after_step(phase: Phase, progress: TrainProgress, count: int) -> TrainProgress:
+    """Return where `progress` in `phase` is after a step, in an epoch of `count` steps.
 
     The share that is left to do is divided evenly among the steps that are left by now. So the rate goes on from where
-    it was when there are more or fewer of them in a resumed run, for another batch, more pictures or epochs.
+    it was when there are more or fewer of them in a resumed run, for another batch, more images or epochs.
     """
-    done, left = place.done, steps_left(phase, place, count)
+    done, left = progress.done, steps_left(phase, progress, count)
     # the last step ends nothing: a finished run that has more to do goes on at the rate that it ended with
-    if place.phase_step >= phase.warmup and left > 1:
+    if progress.phase_step >= phase.warmup and left > 1:
         done = min(1.0, done + (1 - done) / left)
-    return place._replace(step=place.step + 1, phase_step=place.phase_step + 1, position=place.position + 1, done=done)
+    return progress._replace(
+        step=progress.step + 1, phase_step=progress.phase_step + 1, position=progress.position + 1, done=done
+    )
 
 
-def steps_left(phase: Phase, place: Place, count: int) -> int:
-    """Return how many steps of `phase` are left at `place`, in epochs of `count` steps; 0 behind its end."""
-    done, total = place.phase_step, phase.steps
+def steps_left(phase: Phase, progress: TrainProgress, count: int) -> int:
+    """Return how many steps of `phase` are left at `progress`, in epochs of `count` steps; 0 behind its end."""
+    done, total = progress.phase_step, phase.steps
     if total is None:
-        done, total = place.epoch * count + place.position, (phase.epochs or 0) * count
+        done, total = progress.epoch * count + progress.position, (phase.epochs or 0) * count
     return max(0, total - done)

@@ -34,7 +34,7 @@ class Method:
     alpha / rank, without an alpha by 1. `weights` is the precision of the weights that "controlnet" and "full" train;
     steps in bfloat16 are rounded stochastically. With `layers`, patterns as of file names, only those layers of
     `targets` get an adapter whose name in the transformer fits one; `dropout` is peft's lora_dropout. `start` is the
-    file of an adapter that a new run goes on from; `base` "int8" keeps the frozen model under an adapter in 8 bits."""
+    file of an adapter that a new run begins with; `base` "int8" keeps the frozen model under an adapter in 8 bits."""
 
     kind: str = "lora"
     rank: int = 16
@@ -59,9 +59,9 @@ class Method:
 
 @dataclass(frozen=True)
 class Loss:
-    """What is learnt: "flow" matching, or with "consistency" to draw in few steps, which SANA-Sprint models are for.
+    """What is learned: "flow" matching, or with "consistency" to draw in few steps, which SANA-Sprint models are for.
 
-    Then `teacher` is the checkpoint of a SANA model that says what to draw, or without one the pictures do; the part of
+    Then `teacher` is the checkpoint of a SANA model that says what to draw, or without one the images do; the part of
     the loss that is unstable at first grows from 0 over `tangent_warmup` steps.
 
     `times` are those of flow matching, before the model's shift: "logit_normal" with NVIDIA's `logit_mean` (positive:
@@ -110,11 +110,11 @@ class Phase:
 
     `learning_rate` is what the optimizer gets, whatever the batch; it rises from 0 in the first `warmup` steps and then
     follows `schedule`, as diffusers names them: "cosine_with_restarts" falls to 0 `cycles` times, "polynomial" with
-    `power`. Each set of `data` is learnt `repeats` times an epoch (kohya's num_repeats), its loss times its number of
+    `power`. Each set of `data` is learned `repeats` times an epoch (kohya's num_repeats), its loss times its number of
     `weights`; with `regularisation` as many images of those sets, their loss times `prior_loss_weight` (diffusers' and
-    kohya's prior preservation). Every image is learnt at `resolution` and at each of `resolutions`. An epoch shows it,
+    kohya's prior preservation). Every image is learned at `resolution` and at each of `resolutions`. An epoch shows it,
     at random, in one of `crops` places, mirrored with `flip`, with one of its captions in one of `tag_orders` orders. A
-    step takes `accumulate` batches of `batch` pictures, which all processes of a run share.
+    step takes `accumulate` batches of `batch` images, which all processes of a run share.
     """
 
     data: tuple[str, ...]
@@ -146,9 +146,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Validation:
-    """What is looked at every `every` steps: the loss over a `share` of the pictures, which training never sees, and
-    pictures of `prompts`, each with the seed of its place, at `width` x `height` pixels (0: the phase's resolution).
-    `control` are the pictures that steer a ControlNet there, one, or one for each prompt."""
+    """What is looked at every `every` steps: the loss over a `share` of the images, which training never sees, and
+    images of `prompts`, each with the seed of its place, at `width` x `height` pixels (0: the phase's resolution).
+    `control` are the images that steer a ControlNet there, one, or one for each prompt."""
 
     every: int = 0
     share: float = 0.0
@@ -179,7 +179,7 @@ class Settings:
     reference: str = "auto"
     device: str = ""  # the accelerator of this machine, or its CPU
     cache: str = ""  # folder of latents and embeddings; "cache" in `out`
-    stream: bool = False  # encode each picture when it is learnt, and keep nothing of it on disk
+    stream: bool = False  # encode each image when it is learned, and keep nothing of it on disk
     caption_dropout: float = 0.1
     checkpoint_gradients: bool = True
     save_every: int = 500
@@ -199,27 +199,10 @@ class Settings:
 def check_settings(settings: Settings) -> Settings:
     """Return `settings`. Raises InputError for the first value that is out of range."""
     method, optimizer, validation = settings.method, settings.optimizer, settings.validation
-    one_of("method.kind", method.kind, METHODS)
-    one_of("method.targets", method.targets, TARGETS)
     one_of("optimizer.name", optimizer.name, NAMES)
     one_of("dtype", settings.dtype, DTYPES)
-    one_of("method.weights", method.weights, DTYPES)
-    if method.weights == "bfloat16" and settings.dtype == "float32":
-        raise InputError("weights: got bfloat16 with dtype float32, expected the same; change one of them")
-    check_number("method.rank", method.rank, 1, 1024)
-    one_of("method.base", method.base, BASES)
-    if method.base == "int8" and method.kind not in QUANTISED:
-        raise InputError(f"base: got int8 with method {method.kind}, expected full; or choose {' or '.join(QUANTISED)}")
-    if method.start and method.whole:
-        raise InputError(f"start: got a file with method {method.kind}, expected one of an adapter; remove it")
-    check_number("method.dropout", method.dropout, 0, 0.99)
-    if method.dropout and method.kind not in ("lora", "dora"):
-        raise InputError(f"dropout: got one with method {method.kind}, expected lora or dora; remove it")
-    if method.layers and method.whole:
-        raise InputError(f"layers: got some with method {method.kind}, expected {', '.join(ADAPTERS)}; remove them")
+    check_method(method, settings.dtype)
     check_loss(settings.loss, method)
-    check_number("method.blocks", method.blocks, 1, 255)
-    check_number("method.alpha", 1.0 if method.alpha is None else method.alpha, 1e-3, 1e5)
     check_number("optimizer.weight_decay", optimizer.weight_decay, 0, 1)
     check_number("optimizer.clip", optimizer.clip, 1e-6, 1e6)
     check_number("optimizer.ema", optimizer.ema, 0, 0.999999)
@@ -239,19 +222,44 @@ def check_settings(settings: Settings) -> Settings:
             "every: got 0 with validation.prompts, expected the steps between two validations; set it, or remove them"
         )
     check_parallel(settings)
+    check_name(settings.name)
     if not settings.phase:
         raise InputError("phase: got none, expected one or more [[phase]] tables; see recipes/")
-    if not settings.name or not settings.name.isprintable() or set(settings.name) & set('/\\:*?"<>|'):
-        raise InputError(f"name: got {settings.name!r:.40}, expected the name of a file; use letters and digits")
-    if settings.name.casefold() == "state":
-        raise InputError(f"name: got {settings.name!r}, which is that of a state's own file; choose another")
-    if len(settings.name.encode()) > LONGEST_NAME:
-        raise InputError(
-            f"name: got {settings.name!r:.40}, expected at most {LONGEST_NAME} bytes; choose a shorter one"
-        )
     for number, phase in enumerate(settings.phase, 1):
         check_phase(f"phase {number}", phase)
     return settings
+
+
+def check_method(method: Method, dtype: str) -> None:
+    """Raise InputError unless the values of `method` are in their ranges and fit each other."""
+    one_of("method.kind", method.kind, METHODS)
+    one_of("method.targets", method.targets, TARGETS)
+    one_of("method.weights", method.weights, DTYPES)
+    if method.weights == "bfloat16" and dtype == "float32":
+        raise InputError("weights: got bfloat16 with dtype float32, expected the same; change one of them")
+    check_number("method.rank", method.rank, 1, 1024)
+    one_of("method.base", method.base, BASES)
+    if method.base == "int8" and method.kind not in QUANTISED:
+        raise InputError(f"base: got int8 with method {method.kind}, expected full; or choose {' or '.join(QUANTISED)}")
+    if method.start and method.whole:
+        raise InputError(f"start: got a file with method {method.kind}, expected one of an adapter; remove it")
+    check_number("method.dropout", method.dropout, 0, 0.99)
+    if method.dropout and method.kind not in ("lora", "dora"):
+        raise InputError(f"dropout: got one with method {method.kind}, expected lora or dora; remove it")
+    if method.layers and method.whole:
+        raise InputError(f"layers: got some with method {method.kind}, expected {', '.join(ADAPTERS)}; remove them")
+    check_number("method.blocks", method.blocks, 1, 255)
+    check_number("method.alpha", 1.0 if method.alpha is None else method.alpha, 1e-3, 1e5)
+
+
+def check_name(name: str) -> None:
+    """Raise InputError unless a LoRA's file can have that name."""
+    if not name or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
+        raise InputError(f"name: got {name!r:.40}, expected the name of a file; use letters and digits")
+    if name.casefold() == "state":
+        raise InputError(f"name: got {name!r}, which is that of a state's own file; choose another")
+    if len(name.encode()) > LONGEST_NAME:
+        raise InputError(f"name: got {name!r:.40}, expected at most {LONGEST_NAME} bytes; choose a shorter one")
 
 
 def check_loss(loss: Loss, method: Method) -> None:
@@ -276,7 +284,7 @@ def check_loss(loss: Loss, method: Method) -> None:
 
 
 def check_control(method: Method, validation: Validation) -> None:
-    """Raise InputError unless a ControlNet has control pictures to draw with, and nothing else has."""
+    """Raise InputError unless a ControlNet has control images to draw with, and nothing else has."""
     found, needed = len(validation.control), len(validation.prompts)
     if method.kind != "controlnet":
         if found:

@@ -69,7 +69,7 @@ def parse_toml(data: bytes, name: str) -> dict[str, Any]:
         ) from None
 
 
-def parse(kind: type, table: Any, name: str) -> Any:
+def parse(kind: type, table: object, name: str) -> Any:
     """Return `table` as the dataclass `kind`, tables within it as its fields' dataclasses; `name` is for errors."""
     if not isinstance(table, Mapping):
         raise InputError(f"{name}: got {table!r:.40}, expected a table; see recipes/")
@@ -84,7 +84,7 @@ def parse(kind: type, table: Any, name: str) -> Any:
     return kind(**{key: parse_value(known[key], value, f"{name}: {key}") for key, value in table.items()})
 
 
-def parse_value(kind: Any, value: Any, name: str) -> Any:
+def parse_value(kind: Any, value: object, name: str) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         return parse(kind, value, name)
     if get_origin(kind) is tuple:

@@ -7,16 +7,20 @@ over whole weights (norms of gradients, CAME's columns) and what others load has
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import InputError, VersionError
-from .ranks import Ranks
-from .settings import Settings
+from .ranks import ALONE, Ranks
+from .settings import DDP, Settings
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # what others call SANA's block: the first two are NVIDIA's (SanaMSBlock in its training), the last is diffusers'
 BLOCKS = ("", "SanaBlock", "SanaMSBlock", "SanaTransformerBlock")
@@ -27,11 +31,62 @@ LISTED = 8
 class Shards(NamedTuple):
     """Weights that lie in rows on the ranks."""
 
-    trained: dict[str, Any]  # DTensors, by name
+    trained: dict[str, DTensor]
     models: Sequence[nn.Module]  # transformer, and a ControlNet where that is trained
     whole: Sequence[nn.Module]  # the same without numbers, to be filled on one rank
     names: Mapping[int, str]  # of each parameter of `whole`, by its id, the name in `everything`
-    everything: dict[str, Any]  # DTensors, and what is whole on every rank, by name
+    everything: dict[str, nn.Parameter]  # DTensors, and what is whole on every rank
+
+
+class Layout(NamedTuple):
+    """How the ranks hold what is trained: each all of it, within DDP's `replica`, or its rows, in `shards`."""
+
+    ranks: Ranks = ALONE
+    replica: nn.Module | None = None
+    shards: Shards | None = None
+
+    @property
+    def parts(self) -> int:
+        """In how many the weights lie: 1 where each rank has all of them."""
+        if self.shards is None:
+            return 1
+        mesh = next(iter(self.shards.trained.values())).device_mesh
+        return mesh.size(mesh.ndim - 1)
+
+    @property
+    def part(self) -> int:
+        """Which of the parts is this rank's."""
+        return self.ranks.rank % self.parts
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[Callable[[Callable[[], torch.Tensor]], torch.Tensor]]:
+        """Give what computes a loss; its backward is in this context, the `last` one of a step sums whole gradients."""
+        replica: Any = self.replica
+        if replica is None:
+            # the gradients of shards are summed in each, for a sum of whole ones would take the memory of the model
+            yield lambda compute: compute()
+            return
+        with nullcontext() if last else replica.no_sync():
+            yield replica
+
+    def clip(self, parameters: Mapping[str, nn.Parameter], limit: float) -> float:
+        """Bound the norm of all gradients together, and return what it was; those of shards are moved to their rows."""
+        if self.shards is None:
+            return float(nn.utils.clip_grad_norm_(list(parameters.values()), limit))
+        collect_sharded_grads(self.shards, parameters)
+        return clip_sharded(parameters, limit, self.ranks, self.ranks.size // self.parts)
+
+
+def lay_out(models: Sequence[nn.Module], settings: Settings, ranks: Ranks) -> Layout:
+    """Return how `ranks` hold `models` from now on, as `settings.parallel` says where a launcher has started them.
+
+    Raises as `shard` does.
+    """
+    if not ranks.launched:
+        return Layout(ranks)
+    if settings.parallel.kind == DDP:
+        return Layout(ranks, replicate(models[-1]))
+    return Layout(ranks, None, shard(models, settings, ranks))
 
 
 class Step(nn.Module):
@@ -59,8 +114,8 @@ def shard(models: Sequence[nn.Module], settings: Settings, ranks: Ranks) -> Shar
     """Put the weights of `models`, the transformer and a ControlNet if that is trained, in rows on the ranks.
 
     Each block is gathered when it is computed with, and what is in no block of a transformer that is trained or
-    adapted with the whole model. Their numbers are the first rank's, of which the others need none: they get those of
-    one block after another. Raises VersionError for a torch that is too old, and InputError for a class of
+    adapted with the whole model. Rank 0 holds the weights, and broadcasts them block by
+    block. Raises VersionError for a torch that is too old, and InputError for a class of
     blocks that is not there or leaves trained weights outside.
     """
     try:
@@ -76,21 +131,21 @@ def shard(models: Sequence[nn.Module], settings: Settings, ranks: Ranks) -> Shar
     given: dict[nn.Parameter, nn.Parameter] = {}
     for block in [*find_blocks(models, settings.parallel.block), *parts_outside(models)]:
         if not isinstance(block, FSDPModule):
-            give_numbers(block, given)
+            materialize_params(block, given)
             fully_shard(block, **options)
     for model in models:
-        give_numbers(model, given)
+        materialize_params(model, given)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # gloo's mean of a reduce-scatter has been its sum (pytorch issue 162338); sums are the same everywhere
                 module.set_force_sum_reduction_for_comms(True)
     everything = {name: parameter for name, parameter in name_parameters(models).values()}
-    trained = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
+    trained: dict[str, Any] = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
     check_sharded(trained, settings.parallel.block)
     return Shards(trained, models, skeleton, of_skeleton, everything)
 
 
-def give_numbers(module: nn.Module, given: dict[nn.Parameter, nn.Parameter]) -> None:
+def materialize_params(module: nn.Module, given: dict[nn.Parameter, nn.Parameter]) -> None:
     """Give all ranks the first one's parameters of `module` that are in no rows yet, on the CPU where they have no
     numbers; `given` is what they have become, for those that several modules share."""
     from torch.distributed.tensor import DTensor
@@ -191,7 +246,7 @@ def parts_outside(models: Sequence[nn.Module]) -> list[nn.Module]:
     return [controlnet.input_block, *controlnet.controlnet_blocks]
 
 
-def check_sharded(trained: Mapping[str, Any], name: str) -> None:
+def check_sharded(trained: Mapping[str, nn.Parameter], name: str) -> None:
     """Raise InputError where a trained weight lies whole on each rank: nobody would sum its gradients."""
     from torch.distributed.tensor import DTensor
 
@@ -200,20 +255,20 @@ def check_sharded(trained: Mapping[str, Any], name: str) -> None:
         raise InputError(f"block: got {name:.60}, which leaves {left[0]:.80} whole on each rank; choose {BLOCKS[-1]}")
 
 
-def describe_shares(learner: Any) -> str:
-    """Return in words how the ranks really hold what they train, from the modules as they are."""
+def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], device: torch.device) -> str:
+    """Return in words how the ranks really hold the trained `parameters`, from the modules as they are."""
     from torch.nn.parallel import DistributedDataParallel
 
-    ranks, shards = learner.ranks, learner.shards
+    ranks, shards = layout.ranks, layout.shards
     backend = torch.distributed.get_backend()
     if shards is None:
-        assert isinstance(learner.replica, DistributedDataParallel)
-        count = sum(parameter.numel() for parameter in learner.parameters.values())
+        assert isinstance(layout.replica, DistributedDataParallel)
+        count = sum(parameter.numel() for parameter in parameters.values())
         return f"DDP over {backend}: {ranks.size} processes, {count:,} trained parameters, all of them on each"
     blocks = find_blocks_wrapped(shards.models)
     whole = sum(parameter.numel() for parameter in shards.everything.values())
     here = sum(local_size(parameter) for parameter in shards.everything.values())
-    offloaded = any(each.device.type == "cpu" for each in learner.parameters.values()) and learner.device.type != "cpu"
+    offloaded = any(each.device.type == "cpu" for each in parameters.values()) and device.type != "cpu"
     return (
         f"FSDP over {backend}: {ranks.size} processes, {blocks} gathered modules, {whole:,} parameters, of which "
         f"{here:,} lie on this one" + (", in the memory of the CPU" if offloaded else "")
@@ -226,20 +281,22 @@ def find_blocks_wrapped(models: Sequence[nn.Module]) -> int:
     return len({id(module) for model in models for module in model.modules() if isinstance(module, FSDPModule)})
 
 
-def local_size(parameter: Any) -> int:
-    return parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
+def local_size(parameter: torch.Tensor) -> int:
+    from torch.distributed.tensor import DTensor
+
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
 
 
 def local_parameters(shards: Shards) -> dict[str, nn.Parameter]:
     """Return the rows of this rank of what is trained, by name: they share their memory with the model's."""
-    return {name: nn.Parameter(parameter.detach().to_local()) for name, parameter in shards.trained.items()}
+    return {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in shards.trained.items()}
 
 
-def take_gradients(shards: Shards, parameters: Mapping[str, nn.Parameter]) -> None:
+def collect_sharded_grads(shards: Shards, parameters: Mapping[str, nn.Parameter]) -> None:
     """Give the rows of this rank their gradients, which the model does not keep."""
     for name, parameter in parameters.items():
         owner = shards.trained[name]
-        parameter.grad = None if owner.grad is None else owner.grad.to_local()
+        parameter.grad = None if owner.grad is None else owner.grad.to_local()  # type: ignore[attr-defined]
         owner.grad = None
 
 

@@ -15,34 +15,29 @@ from ..checkpoints.fingerprint import digest_json
 from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.folder_lock import OWN, check_run, hold
-from .adapters import (
-    adapter_tensors,
-    add_adapter,
-    merged,
-    start_fact,
-    write_adapter,
-)
-from .learner import Learner, make_learner
-from .loop import Folder, Report, Watch, export_together, preview_together, run, watch_together
+from ..runtime.folder_lock import OWN, Hold, check_run, hold
+from .adapters import adapter_tensors, add_adapter, merged, start_digest, write_adapter
+from .loop import Callbacks, Report, Run, RunDir, run
 from .preflight import check_base, check_launch, check_ranks, check_same
 from .prepare import TEACHER, Progress, digest_models, no_progress, prepare, read_samples
-from .previews import SHEET, check_own, draw_validation, write_sheet
+from .previews import SHEET, draw_validation, write_sheet
+from .previews import check_own as check_sheet
 from .ranks import ALONE, Ranks, say
 from .runs import PICTURES, check_folder, check_places, publish, step_folder, writing
 from .schedule import Best
 from .settings import DDP, FLOW, Settings
-from .sharding import describe_shares
+from .sharding import describe_layout
+from .train_state import TrainState, make_train_state
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
-# called with the step and the pictures [3, H, W] in [-1, 1] of the validation's prompts
+# called with the step and the images [3, H, W] in [-1, 1] of the validation's prompts
 Show = Callable[[int, Sequence[torch.Tensor]], None]
 
 
-def no_show(step: int, pictures: Sequence[torch.Tensor]) -> None:
-    """What shows nobody."""
+def no_show(step: int, images: Sequence[torch.Tensor]) -> None:
+    """No-op default."""
 
 
 def train(
@@ -58,8 +53,8 @@ def train(
 
     `report` gets the line of the log of each step and validation, and at the end again that of the best, with the
     "first" validation loss of its phase; `progress` what is being prepared and how much of it
-    is done, `show` each validation's pictures; `poll` is called at least once a step. Each of them cancels by raising,
-    after which the same call goes on. `ranks` are the processes that train together, all of which call this. Raises
+    is done, `show` each validation's images; `poll` is called at least once a step. Each of them cancels by raising,
+    after which the same call resumes. `ranks` are the processes that train together, all of which call this. Raises
     InputError for data or settings that cannot be used, or that a rank has otherwise than the others, InUseError for a
     folder in which another run writes, TrainingError for a loss that is not finite, and CheckpointError or
     MissingFileError for a model that cannot be loaded.
@@ -68,41 +63,63 @@ def train(
     check_launch(settings, ranks)
     check_ranks(ranks, settings)
     out = Path(settings.out)
-    with held_together(out, ranks) as (parts, check_held):
+    with held_folder(out, ranks) as (parts, check_held):
 
         def watched() -> None:
             check_held()
             if ranks.first:
-                # now, while what is learnt can still be saved
+                # now, while what is learned can still be saved
                 check_places(out)
             poll()
 
-        names = () if settings.method.whole else (lora_file(settings), last_file(settings))
-        ranks.first_does(lambda: check_folder(out, names, len(settings.phase), settings_facts(settings)))
-        if settings.validation.prompts:
-            ranks.first_does(lambda: check_own(out / SHEET))
-        samples = ranks.each_does(lambda: read_samples(settings, watched))
-        device = ranks.device or chosen_device(settings.device)
-        marks = digest_models(settings, progress if ranks.first else no_progress)
+        check_run_folder(settings, ranks)
+        samples = ranks.run_on_all(lambda: read_samples(settings, watched))
+        digests = digest_models(settings, progress if ranks.first else no_progress)
+        data, inputs = prepare(settings, samples, device_of(settings, ranks), ranks, digests, progress, watched)
+        check_same(ranks, {"model": digest_json(digests), "pictures": [own.digest for own in data]}, "data")
+        state = load_state(settings, shift, ranks)
 
-        data, inputs = prepare(settings, samples, device, ranks, marks, progress, watched)
-        check_same(ranks, {"model": digest_json(marks), "pictures": [own.digest for own in data]}, "data")
-        learner = make_learner(load_base(settings, device, ranks), shift, settings, device, ranks)
-        learner = learner._replace(teacher=load_teacher(settings, device))
-        if ranks.launched and ranks.first:
-            say(describe_shares(learner))
-
-        def preview(learner: Learner, step: int) -> None:
-            with as_saved(learner) as saved:
+        def preview(state: TrainState, step: int) -> None:
+            with as_saved(state) as saved:
                 show(step, draw_validation(saved, inputs, out / PICTURES, parts, step, watched))
             write_sheet(out, parts)
 
-        folder = Folder(out, parts, settings_facts(settings) | model_facts(marks))
-        watch = Watch(report, watched, export_together(ranks, export), preview_together(ranks, preview))
-        place, best = run(learner, data, folder, watch_together(ranks, watch))
-        if best is not None and ranks.first:
-            report({"step": best.step, "validation_loss": best.loss, "first": best.first})
-        return ranks.from_first(ranks.first_does(lambda: put_result(settings, parts, place.step, best)))
+        folder = RunDir(out, parts, settings_config(settings) | model_config(digests))
+        ended = run(state, data, folder, Callbacks(report, watched, export, preview))
+        return finish(ended, report)
+
+
+def finish(ended: Run, report: Report) -> Path:
+    """Report the best validation of a run's last phase, and return its result on all ranks."""
+    ranks, best = ended.ranks, ended.best_of_phase
+    if best is not None and ranks.first:
+        report({"step": best.step, "validation_loss": best.loss, "first": best.first})
+    parts, last = ended.folder.parts, ended.progress.step
+    path = ranks.broadcast(ranks.run_on_rank0(lambda: put_result(ended.settings, parts, last, best)))
+    assert path is not None
+    return path
+
+
+def check_run_folder(settings: Settings, ranks: Ranks) -> None:
+    """Raise as `check_folder` does for what others have put into the run's folder, or another run has."""
+    names = () if settings.method.whole else (lora_file(settings), last_file(settings))
+    config = settings_config(settings)
+    ranks.run_on_rank0(lambda: check_folder(Path(settings.out), names, len(settings.phase), config))
+    if settings.validation.prompts:
+        ranks.run_on_rank0(lambda: check_sheet(Path(settings.out) / SHEET))
+
+
+def device_of(settings: Settings, ranks: Ranks) -> torch.device:
+    return ranks.device or chosen_device(settings.device)
+
+
+def load_state(settings: Settings, shift: float, ranks: Ranks) -> TrainState:
+    """Return what is trained, before the first step. Raises as `load_transformer` and `make_train_state` do."""
+    device = device_of(settings, ranks)
+    state = make_train_state(load_base(settings, device, ranks), shift, settings, device, ranks)
+    if ranks.launched and ranks.first:
+        say(describe_layout(state.layout, state.parameters, state.device))
+    return state._replace(teacher=load_teacher(settings, device))
 
 
 def put_result(settings: Settings, parts: Path, last: int, best: Best | None) -> Path:
@@ -117,37 +134,37 @@ def put_result(settings: Settings, parts: Path, last: int, best: Best | None) ->
     return publish(out, parts, lora_file(settings), chosen)
 
 
-def model_facts(marks: dict[str, Any]) -> dict[str, Any]:
+def model_config(digests: dict[str, Any]) -> dict[str, Any]:
     """Return which models a run's states depend on."""
-    model = {name: mark for name, mark in marks.items() if name != TEACHER}
-    teacher = {TEACHER: marks[TEACHER]} if TEACHER in marks else {}
+    model = {name: digest for name, digest in digests.items() if name != TEACHER}
+    teacher = {TEACHER: digests[TEACHER]} if TEACHER in digests else {}
     return {"model": digest_json(model), **teacher}
 
 
-def settings_facts(settings: Settings) -> dict[str, Any]:
+def settings_config(settings: Settings) -> dict[str, Any]:
     """Return what a run's states depend on, besides models and data, and what a new phase may change.
 
     Raises MissingFileError or ReadError for a file to start from that cannot be read.
     """
     method = settings.method
-    facts: dict[str, Any] = {"seed": settings.seed, "dtype": settings.dtype}
-    facts |= {"reference": settings.reference, "optimizer": settings.optimizer.name}
-    facts |= {"ema": bool(settings.optimizer.ema), "method": method.kind}
+    config: dict[str, Any] = {"seed": settings.seed, "dtype": settings.dtype}
+    config |= {"reference": settings.reference, "optimizer": settings.optimizer.name}
+    config |= {"ema": bool(settings.optimizer.ema), "method": method.kind}
     if settings.optimizer.name == "prodigy":
-        facts["d0"] = settings.optimizer.d0
+        config["d0"] = settings.optimizer.d0
     if method.base != "full":
-        facts["base"] = method.base
+        config["base"] = method.base
     if settings.loss.kind != FLOW:
-        facts["loss"] = settings.loss.kind
+        config["loss"] = settings.loss.kind
     if method.start:
-        facts["start"] = start_fact(settings)
+        config["start"] = start_digest(settings)
     own = {"controlnet": {"blocks": method.blocks}, "full": {}}
     # a state has the weights before alpha scales them
     alpha = None if method.scale == 1.0 else method.alpha
     adapter: dict[str, Any] = {"rank": method.rank, "alpha": alpha, "targets": method.targets}
     if method.layers:
         adapter["layers"] = list(method.layers)
-    return facts | own.get(method.kind, adapter)
+    return config | own.get(method.kind, adapter)
 
 
 def load_base(settings: Settings, device: torch.device, ranks: Ranks = ALONE) -> SanaTransformer2DModel:
@@ -165,21 +182,21 @@ def load_base(settings: Settings, device: torch.device, ranks: Ranks = ALONE) ->
 
 
 @contextmanager
-def as_saved(learner: Learner) -> Iterator[Learner]:
-    """Give `learner`, computing as what is loaded from what `export` writes, on the whole model where its own is in 8
+def as_saved(state: TrainState) -> Iterator[TrainState]:
+    """Give `state`, computing as what is loaded from what `export` writes, on the whole model where its own is in 8
     bits."""
-    settings = learner.settings
+    settings = state.settings
     dtype = getattr(torch, settings.dtype)
     if not settings.method.whole:
-        tensors = adapter_tensors(learner.transformer, dtype)
+        tensors = adapter_tensors(state.transformer, dtype)
         if settings.method.base != "full":
-            transformer = load_transformer(settings.model, learner.transformer.device, dtype, None, settings.reference)
+            transformer = load_transformer(settings.model, state.transformer.device, dtype, None, settings.reference)
             add_adapter(transformer, settings.method, settings.seed)
-            learner = learner._replace(transformer=transformer)
-        with merged(learner.transformer, tensors):
-            yield learner
+            state = state._replace(transformer=transformer)
+        with merged(state.transformer, tensors):
+            yield state
         return
-    model = learner.controlnet or learner.transformer
+    model = state.controlnet or state.transformer
     places = [
         (module._parameters, name, parameter)
         for module in model.modules()
@@ -190,26 +207,27 @@ def as_saved(learner: Learner) -> Iterator[Learner]:
         # others in their places: of a parameter whose own data change their dtype, DDP hears of no gradient again
         for parameters, name, parameter in places:
             parameters[name] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-        yield learner
+        yield state
     finally:
         for parameters, name, parameter in places:
             parameters[name] = parameter
 
 
-def export(learner: Learner, folder: Path) -> None:
+def export(state: TrainState, folder: Path) -> None:
     """Write what other programs load into `folder`: the adapter as NAME.safetensors, or the transformer or ControlNet
     in diffusers' layout. Raises OSError."""
-    settings = learner.settings
+    settings = state.settings
     dtype = getattr(torch, settings.dtype)
     if settings.method.whole:
-        with as_saved(learner):
-            (learner.controlnet or learner.transformer).save_pretrained(folder / whole_part(settings))
+        with as_saved(state):
+            (state.controlnet or state.transformer).save_pretrained(folder / whole_part(settings))
         return
-    tensors = adapter_tensors(learner.transformer, dtype)
-    config: Any = learner.transformer.config
-    facts = {"base": Path(settings.model).name, "trigger": settings.trigger, "reference": config.reference}
-    facts["settings"] = json.dumps({"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed})
-    write_adapter(folder / lora_file(settings), learner.transformer, tensors, settings.method, facts)
+    tensors = adapter_tensors(state.transformer, dtype)
+    own = {"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed}
+    reference = state.transformer.config.reference  # type: ignore[attr-defined]
+    facts = {"base": Path(settings.model).name, "trigger": settings.trigger, "reference": reference}
+    facts["settings"] = json.dumps(own)
+    write_adapter(folder / lora_file(settings), state.transformer, tensors, settings.method, facts)
 
 
 def lora_file(settings: Settings) -> str:
@@ -235,7 +253,7 @@ def load_teacher(settings: Settings, device: torch.device) -> SanaTransformer2DM
 
 
 @contextmanager
-def held_together(out: Path, ranks: Ranks) -> Iterator[tuple[Path, Poll]]:
+def held_folder(out: Path, ranks: Ranks) -> Iterator[tuple[Path, Poll]]:
     """Hold the run's folder `out` for all `ranks`; give the folder for unfinished files, and what checks the hold.
 
     Raises InUseError for a folder in which another run writes, OutputError where it cannot be written, and
@@ -243,12 +261,12 @@ def held_together(out: Path, ranks: Ranks) -> Iterator[tuple[Path, Poll]]:
     """
     with ExitStack() as stack:
 
-        def begin() -> Any:
+        def begin() -> Hold:
             make_folder(out)
             with writing(out):
                 return stack.enter_context(hold(out))
 
-        held = ranks.first_does(begin)
-        name = ranks.from_first(None if held is None else held.run.name)
-        ranks.each_does(lambda: check_run(out, name))
+        held = ranks.run_on_rank0(begin)
+        name = ranks.broadcast("" if held is None else held.run.name)
+        ranks.run_on_all(lambda: check_run(out, name))
         yield out / OWN / name, (lambda: None) if held is None else held.check

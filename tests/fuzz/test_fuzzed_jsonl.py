@@ -34,4 +34,4 @@ CHANGED = st.lists(st.sampled_from(LINES).flatmap(changed_json), min_size=1, max
 def test_lists(survives, folder, content):
     (folder / "metadata.jsonl").write_bytes(content)
     for sample in survives(lambda: read_dataset(folder)) or []:
-        assert sample.picture.file.parent == folder and sample.size == (8, 8) and isinstance(sample.caption, str)
+        assert sample.image.file.parent == folder and sample.size == (8, 8) and isinstance(sample.caption, str)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mutations import changed_bytes
 from PIL import Image
 
-from sana_core.training.images import Place, decode_picture, upright_size
+from sana_core.training.images import FileRange, decode_image, upright_size
 
 ROWS = np.linspace(0, 255, 24 * 16 * 3).reshape(16, 24, 3).astype(np.uint8)
 
@@ -35,8 +35,8 @@ def test_pictures(survives, tmp_path_factory, kind, data):
     file.write_bytes(content)
 
     def read():
-        size = upright_size(Place(file), "a.png")
-        image = decode_picture(content, "a.png")
+        size = upright_size(FileRange(file), "a.png")
+        image = decode_image(content, "a.png")
         assert image.mode == "RGB" and image.size == size
 
     survives(read, "a.png")

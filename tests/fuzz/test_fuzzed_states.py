@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
 from safetensors.torch import load_file
 
-from sana_core.training.runs import State, begin_run, check_folder, read_state, step_folder, write_state
-from sana_core.training.schedule import Best, Place
+from sana_core.training.runs import SavedState, begin_run, check_folder, read_state, step_folder, write_state
+from sana_core.training.schedule import Best, TrainProgress
 
 FACTS = {"seed": 0, "rank": 2}
 TENSORS = {"parameter.a": torch.arange(6.0).reshape(2, 3), "optimizer.0.step": torch.tensor(2.0)}
 VALUES = {"optimizer": "adamw", "group": {}, "parameters": [{"shape": [2, 3], "values": {}}], "tensors": {}}
-STATE = State(Place(2, 0, 2, 0, 2), TENSORS, VALUES, FACTS, ["abc"], Best(0.5, 2, 0, 0.9), 2)
+STATE = SavedState(TrainProgress(2, 0, 2, 0, 2), TENSORS, VALUES, FACTS, ["abc"], Best(0.5, 2, 0, 0.9), 2)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def state(tmp_path_factory):
     parts.mkdir(parents=True)
     begin_run(out, parts, FACTS)
     write_state(out, parts, STATE, lambda part: (part / "x.safetensors").write_bytes(b"lora"))()
-    return step_folder(out, STATE.place.step)
+    return step_folder(out, STATE.progress.step)
 
 
 def look(state):

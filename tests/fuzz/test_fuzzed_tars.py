@@ -7,8 +7,8 @@ from hypothesis import given
 from mutations import changed_bytes
 from PIL import Image
 
-from sana_core.training.dataset import open_picture, read_dataset
-from sana_core.training.images import opened_place
+from sana_core.training.dataset import open_image, read_dataset
+from sana_core.training.images import opened_range
 
 
 def packed():
@@ -37,9 +37,9 @@ def test_tars(survives, tmp_path_factory, content):
 
     def read():
         for sample in read_dataset(folder / "a.tar"):
-            with opened_place(sample.picture, sample.name) as (_, length):
-                assert sample.picture.start + length <= len(content)
-            open_picture(sample)
+            with opened_range(sample.image, sample.name) as (_, length):
+                assert sample.image.start + length <= len(content)
+            open_image(sample)
 
     survives(read)
     assert [path.name for path in folder.iterdir()] == ["a.tar"]

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from sana_core.training.dataset import read_dataset
-from sana_core.training.images import decode_mask, read_place
+from sana_core.training.images import decode_mask, read_range
 
 SMOOTH = np.linspace(20, 230, 24 * 40 * 3).reshape(24, 40, 3).astype(np.uint8)
 PICTURE = Image.fromarray(SMOOTH)
@@ -49,7 +49,7 @@ def only(folder):
 
 
 def open_mask(sample):
-    return None if sample.mask is None else decode_mask(read_place(sample.mask, sample.name), sample.name)
+    return None if sample.mask is None else decode_mask(read_range(sample.mask, sample.name), sample.name)
 
 
 def pixels(picture):

@@ -16,7 +16,7 @@ from setup import ROOT
 
 from sana_core import InputError
 from sana_core.model.known_models import SHAPES, SIZES, picture_size
-from sana_core.training.images import choose_bucket, fit_picture
+from sana_core.training.images import choose_bucket, fit_image
 from sana_core.training.schedule import plan_epoch
 
 SIDES = st.integers(1, 20000)
@@ -119,14 +119,14 @@ def test_the_crop_is_the_middle_of_the_picture_scaled_whole(size, bucket):
     whole = picture.resize((round(size[0] * scale), round(size[1] * scale)), Image.Resampling.LANCZOS)
     left, top = (whole.width - bucket[0]) / 2, (whole.height - bucket[1]) / 2
     expected = np.asarray(whole.crop((left, top, left + bucket[0], top + bucket[1]))).transpose(2, 0, 1)
-    pixels, mask = fit_picture(picture, None, bucket)
+    pixels, mask = fit_image(picture, None, bucket)
     assert mask is None and pixels.shape == (3, bucket[1], bucket[0]) and pixels.dtype == torch.float32
     assert np.abs((pixels.numpy() + 1) * 127.5 - expected).max() < 1.01
 
 
 def test_a_picture_of_the_buckets_size_stays_bit_for_bit():
     picture = noise(160, 96)
-    pixels, _ = fit_picture(picture, None, (160, 96))
+    pixels, _ = fit_image(picture, None, (160, 96))
     assert (((pixels + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy() == np.asarray(picture)).all()
     assert pixels.min() == -1 and pixels.max() == 1
 
@@ -136,7 +136,7 @@ def test_the_mask_is_cropped_with_the_picture(size):
     """The mask is a grey picture: each cell's weight is the mean of its 32 x 32 pixels."""
     ramp = np.linspace(0, 255, size[0])[None] * np.linspace(0.2, 1, size[1])[:, None]
     mask = Image.fromarray(ramp.astype(np.uint8))
-    pixels, weight = fit_picture(mask.convert("RGB"), mask, (128, 128))
+    pixels, weight = fit_image(mask.convert("RGB"), mask, (128, 128))
     assert weight.shape == (1, 4, 4) and weight.dtype == torch.float32
     means = torch.nn.functional.avg_pool2d((pixels[:1] + 1) / 2, 32)
     assert (means - weight).abs().max() < 0.01
@@ -146,7 +146,7 @@ def test_the_mask_is_cropped_with_the_picture(size):
 @given(st.integers(1, 700), st.integers(1, 700), st.sampled_from([(128, 128), (160, 96), (64, 256)]))
 def test_any_picture_fits_any_bucket(width, height, bucket):
     grey = Image.new("RGB", (width, height), (10, 130, 250))
-    pixels, weight = fit_picture(grey, Image.new("L", (width, height), 255), bucket)
+    pixels, weight = fit_image(grey, Image.new("L", (width, height), 255), bucket)
     assert pixels.shape == (3, bucket[1], bucket[0]) and (weight == 1).all()
     assert (pixels - torch.tensor([10, 130, 250]).view(3, 1, 1) / 127.5 + 1).abs().max() < 1e-6
 
@@ -158,5 +158,5 @@ def test_a_panorama_needs_no_more_memory_than_its_crop(monkeypatch):
     monkeypatch.setattr(
         Image.Image, "resize", lambda self, size, *a, **k: sizes.append(size) or resize(self, size, *a, **k)
     )
-    pixels, _ = fit_picture(Image.new("RGB", (20000, 10)), None, (2048, 512))
+    pixels, _ = fit_image(Image.new("RGB", (20000, 10)), None, (2048, 512))
     assert pixels.shape == (3, 512, 2048) and sizes == [(2048, 512)]

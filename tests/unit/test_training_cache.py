@@ -17,9 +17,9 @@ from setup import ROOT
 import sana_core
 from sana_core import ExistingFileError, InputError, OutputError, ReadError
 from sana_core.training import cache
-from sana_core.training.cache import ModelIds, Store, build_cache
-from sana_core.training.dataset import open_picture, read_dataset
-from sana_core.training.images import choose_bucket, fit_picture
+from sana_core.training.cache import Encoders, ModelIds, Store, build_cache
+from sana_core.training.dataset import open_image, read_dataset
+from sana_core.training.images import choose_bucket, fit_image
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 IDS = ModelIds("tiny autoencoder", "tiny encoder")
@@ -81,7 +81,9 @@ def make_data(folder):
 def build(folder, data, models, ids=IDS, resolution=128, **options):
     samples = read_dataset(data)
     buckets = [choose_bucket(sample.size, resolution) for sample in samples]
-    return build_cache(samples, buckets, Store(folder), models.encode_pixels, models.encode_caption, ids, **options)
+    return build_cache(
+        samples, buckets, Store(folder), Encoders(models.encode_pixels, models.encode_caption), ids, **options
+    )
 
 
 def content(folder):
@@ -107,7 +109,7 @@ def test_what_is_loaded_is_what_the_models_give_bit_for_bit(tmp_path, data, mode
         length = int(batch.mask.sum(dim=1).max())
         assert batch.embeds.shape == (len(indices), length, 64) and batch.mask.shape == (len(indices), length)
         for row, index in enumerate(indices):
-            pixels, weight = fit_picture(open_picture(samples[index]), open_mask(samples[index]), bucket)
+            pixels, weight = fit_image(open_image(samples[index]), open_mask(samples[index]), bucket)
             assert torch.equal(batch.latents[row], models.encode_pixels(pixels[None])[0])
             embeds, mask = sana_core.encode_prompts(models.encoder, [CAPTIONS[index]])
             assert torch.equal(batch.mask[row], mask[0, :length]) and not mask[0, length:].any()
@@ -132,7 +134,7 @@ def test_embeddings_keep_the_encoders_dtype(tmp_path, data, models):
         return embeds.bfloat16(), mask
 
     samples = read_dataset(data)[:1]
-    cache = build_cache(samples, [(128, 128)], Store(tmp_path / "cache"), models.encode_pixels, half, IDS)
+    cache = build_cache(samples, [(128, 128)], Store(tmp_path / "cache"), Encoders(models.encode_pixels, half), IDS)
     batch = cache.load([0])
     expected = sana_core.encode_prompts(models.encoder, CAPTIONS[:1])[0].bfloat16()
     assert batch.embeds.dtype == cache.empty["embeds"].dtype == torch.bfloat16
@@ -146,7 +148,7 @@ def test_a_second_build_calls_nothing_and_writes_nothing(tmp_path, data, models,
     before = content(tmp_path / "cache")
     models.calls.clear()
     # pictures that have not changed are not even read
-    monkeypatch.setattr(cache, "read_place", lambda *words: pytest.fail("read"))
+    monkeypatch.setattr(cache, "read_range", lambda *words: pytest.fail("read"))
     second = build(tmp_path / "cache", data, models)
     assert models.calls == [] and content(tmp_path / "cache") == before
     same(first.load([0, 3]), second.load([0, 3]))
@@ -367,7 +369,7 @@ def test_control_pictures_are_cropped_and_encoded_as_the_pictures_are(tmp_path, 
     assert models.calls == ["pixels"] * 4 and seen[-1] == (13, 13) and cache.latents == plain.latents
     batch, bucket = cache.load([3, 0]), choose_bucket(SIZES[0], 128)
     for row, index in enumerate((3, 0)):
-        pixels, _ = fit_picture(Image.open(data / f"{index}-control.png"), None, bucket)
+        pixels, _ = fit_image(Image.open(data / f"{index}-control.png"), None, bucket)
         assert torch.equal(batch.control[row], models.encode_pixels(pixels[None])[0])
     models.calls = []
     Image.new("RGB", SIZES[2]).save(data / "2-control.png")
@@ -393,8 +395,8 @@ def test_latents_that_cannot_be_are_not_kept(tmp_path, data, models, spoil, said
     samples = read_dataset(data)[:1]
     with pytest.raises(InputError, match=said):
         build_cache(
-            samples, [(128, 128)], Store(tmp_path / "cache"), lambda pixels: spoil(models.encode_pixels(pixels)),
-            models.encode_caption, IDS,
+            samples, [(128, 128)], Store(tmp_path / "cache"),
+            Encoders(lambda pixels: spoil(models.encode_pixels(pixels)), models.encode_caption), IDS,
         )  # fmt: skip
     assert not list((tmp_path / "cache").glob("latents/*/*"))
 
@@ -405,7 +407,8 @@ def test_embeddings_that_cannot_be_are_not_kept(tmp_path, data, models):
         return embeds * float("inf"), mask
 
     with pytest.raises(InputError, match=r"^caption: its embeddings hold NaN or infinity \(\)"):
-        build_cache(read_dataset(data), [(128, 128)] * 4, Store(tmp_path / "cache"), models.encode_pixels, spoiled, IDS)
+        encode = Encoders(models.encode_pixels, spoiled)
+        build_cache(read_dataset(data), [(128, 128)] * 4, Store(tmp_path / "cache"), encode, IDS)
     assert content(tmp_path / "cache") == {} if (tmp_path / "cache").exists() else True
 
 

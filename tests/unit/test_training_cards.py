@@ -9,10 +9,10 @@ from setup import ROOT
 from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings
 from sana_core.commands import train as command
 from sana_core.training.autofit import arrangement_lines, cheapest, pieces_of, share_of
-from sana_core.training.learner import share_step
 from sana_core.training.plan import released_base
 from sana_core.training.settings import Parallel
 from sana_core.training.settings_file import read_settings
+from sana_core.training.train_state import microbatches
 
 GB = 2**30
 
@@ -60,7 +60,7 @@ def test_what_is_sent_is_what_rings_send():
 def test_the_planned_pieces_are_those_that_are_learnt(cards, batch, accumulate):
     phase = make_settings(batch=batch, accumulate=accumulate).phase[0]
     group = [[0] * batch for _ in range(accumulate)]
-    shares = [share_step(group, rank, cards) for rank in range(cards)]
+    shares = [microbatches(group, rank, cards) for rank in range(cards)]
     most = max(len(piece) for pieces in shares for piece, _ in pieces)
     assert pieces_of(phase, cards) == (len(shares[0]), most)
 

@@ -19,12 +19,12 @@ from sana_core.model.reference import model_timestep
 from sana_core.runtime.cancellation import no_poll
 from sana_core.training import train
 from sana_core.training.controlnet import begin_controlnet, check_steerable
-from sana_core.training.learner import make_learner, validation_loss
 from sana_core.training.loss import flow_loss
 from sana_core.training.prepare import digest_models, no_progress, prepare, read_samples
 from sana_core.training.ranks import ALONE
 from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
 from sana_core.training.settings_file import read_settings
+from sana_core.training.train_state import make_train_state, validation_loss
 
 REFERENCES = ("diffusers", "nvidia")
 
@@ -55,8 +55,13 @@ def batch(checkpoint):
     return x0, embeds, mask, noise, torch.tensor([0.25, 0.8]), None, control
 
 
+def loss_of(transformer, batch, control=None):
+    x0, embeds, mask, noise, sigma, weight, _ = batch
+    return flow_loss(transformer, x0, (embeds, mask), noise, sigma, weight, control)
+
+
 def steered_loss(models, batch):
-    return flow_loss(models[0], *batch[:-1], Control(models[1], batch[-1]))
+    return loss_of(models[0], batch, Control(models[1], batch[-1]))
 
 
 @pytest.mark.parametrize("reference", REFERENCES)
@@ -64,7 +69,7 @@ def test_at_first_it_changes_nothing_and_its_projections_alone_have_gradients(ch
     transformer = sana_core.load_transformer(checkpoint, reference=reference)
     controlnet = begin_controlnet(transformer, 3, torch.float32)
     loss = steered_loss((transformer, controlnet), batch)
-    torch.testing.assert_close(loss, flow_loss(transformer, *batch[:-1]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(loss, loss_of(transformer, batch), atol=1e-6, rtol=0)
     loss.sum().backward()
     moved = {name for name, each in controlnet.named_parameters() if each.grad is not None and each.grad.any()}
     assert moved == {f"controlnet_blocks.{i}.{leaf}" for i in range(3) for leaf in ("weight", "bias")}
@@ -95,7 +100,7 @@ def test_the_loss_is_that_of_the_released_codebase(models, batch):
             samples = controlnet(x, embeds, timestep, control, **given)[0]
             velocity = transformer(x, embeds, timestep, controlnet_block_samples=samples, **given)[0]
     expected = (velocity - noise + x0).square().mean(dim=(1, 2, 3))
-    assert (ours - flow_loss(transformer, *batch[:-1])).abs().min() > 1e-3
+    assert (ours - loss_of(transformer, batch)).abs().min() > 1e-3
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -202,7 +207,7 @@ def test_by_the_recipe_it_learns_to_follow(tmp_path, one_thread, monkeypatch):
     controls = data.cache.controls
     others = data._replace(cache=data.cache._replace(controls=[*controls[1:], *controls[:1]]))
     assert validation_loss(learner, others, no_poll) > 1.1 * last
-    plain = make_learner(sana_core.load_transformer(own.model), learner.shift, replace(own, method=Method(rank=1)))
+    plain = make_train_state(sana_core.load_transformer(own.model), learner.shift, replace(own, method=Method(rank=1)))
     assert validation_loss(plain, data, no_poll) == pytest.approx(first, abs=1e-4)
 
 

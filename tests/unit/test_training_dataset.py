@@ -9,7 +9,7 @@ from data_sets import SMOOTH, only, open_mask, pixels, save
 from PIL import Image
 
 from sana_core import InputError, MissingFileError, SanaError
-from sana_core.training.dataset import check_controls, open_picture, read_dataset
+from sana_core.training.dataset import check_controls, open_image, read_dataset
 
 
 def test_a_folder_is_read_with_all_in_it_sorted_by_name(tmp_path):
@@ -22,7 +22,7 @@ def test_a_folder_is_read_with_all_in_it_sorted_by_name(tmp_path):
     assert sorted(names) == [sample.name for sample in samples]
     for sample in samples:
         assert sample.caption == f"caption of {sample.name}" and sample.size == (40, 24) and sample.mask is None
-        assert np.abs(pixels(open_picture(sample)) - SMOOTH).max() < 25 and open_mask(sample) is None
+        assert np.abs(pixels(open_image(sample)) - SMOOTH).max() < 25 and open_mask(sample) is None
 
 
 def test_missing_captions_are_counted_and_the_first_is_named(tmp_path, caplog):
@@ -209,7 +209,7 @@ def test_a_jsonl_names_pictures_captions_and_masks(tmp_path, name):
     # a folder with metadata.jsonl is what that lists
     first, second = read_dataset(file if name == "data.jsonl" else tmp_path)
     assert (first.name, first.caption, second.name, second.caption) == ("x/b.png", "one", "a.jpg", "two")
-    assert open_mask(second).getextrema() == (5, 5) and (pixels(open_picture(first)) == SMOOTH).all()
+    assert open_mask(second).getextrema() == (5, 5) and (pixels(open_image(first)) == SMOOTH).all()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from setup import ROOT
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
-from sana_core.training import learner, train
+from sana_core.training import train, train_state
 from sana_core.training.run_log import describe_validation, read_log
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, Settings, Validation, check_settings
@@ -208,11 +208,11 @@ def test_an_epoch_whose_pictures_have_changed_begins_again(run_on):
 
 def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings, monkeypatch):
     seeds, steps = [], []
-    step_optimizer, average_decay = learner.step_optimizer, learner.average_decay
+    step_optimizer, average_decay = train_state.step_optimizer, train_state.average_decay
     monkeypatch.setattr(
-        learner, "step_optimizer", lambda *own: seeds.append(own[1].initial_seed()) or step_optimizer(*own)
+        train_state, "step_optimizer", lambda *own: seeds.append(own[1].initial_seed()) or step_optimizer(*own)
     )
-    monkeypatch.setattr(learner, "average_decay", lambda ema, step: steps.append(step) or average_decay(ema, step))
+    monkeypatch.setattr(train_state, "average_decay", lambda ema, step: steps.append(step) or average_decay(ema, step))
     train.train(settings(steps=2, phases=2, seed=5, optimizer=Optimizer(ema=0.9)))
     assert seeds == [5, 6, 7, 8] and steps == [0, 1, 2, 3]
 
@@ -249,14 +249,14 @@ def test_a_broken_state_is_named(settings):
 
 def test_a_loss_that_is_not_finite_stops_at_the_last_state_and_names_the_picture(settings, monkeypatch):
     own = settings(steps=4, validation=Validation())
-    real, calls = learner.flow_loss, []
+    real, calls = train_state.flow_loss, []
 
     def lossy(*values):
         calls.append(1)
         # two batches a step, so this is the third step
         return real(*values) * (float("nan") if len(calls) == 6 else 1)
 
-    monkeypatch.setattr(learner, "flow_loss", lossy)
+    monkeypatch.setattr(train_state, "flow_loss", lossy)
     with pytest.raises(TrainingError, match=r"^training: in step 2 the loss of 1-\d.png is not finite"):
         train.train(own)
     assert newest(own).name == "step-0000002"

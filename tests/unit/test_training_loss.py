@@ -33,7 +33,7 @@ def batch(transformer):
 
 
 def test_the_model_sees_what_diffusers_scheduler_makes_of_noise_and_latents(transformer, batch, monkeypatch):
-    x0, embeds, mask, noise, sigma = batch
+    x0, (embeds, mask), noise, sigma = batch
     seen = {}
 
     def forward(x, embeds, timestep, **others):
@@ -42,7 +42,7 @@ def test_the_model_sees_what_diffusers_scheduler_makes_of_noise_and_latents(tran
 
     monkeypatch.setattr(transformer, "forward", forward)
     # its velocity is the target, so nothing is left
-    assert not flow_loss(transformer, x0, embeds, mask, noise, sigma).any()
+    assert not flow_loss(transformer, x0, (embeds, mask), noise, sigma).any()
     scheduler = FlowMatchEulerDiscreteScheduler()
     for k in range(2):
         index = torch.tensor([round(1000 * (1 - float(sigma[k])))])
@@ -57,7 +57,7 @@ def test_a_model_that_knows_nothing_has_one_and_the_variance_of_the_latents(tran
     numbers = torch.Generator().manual_seed(5)
     x0, noise = 1.7 * torch.randn(2, 32, 16, 16, generator=numbers), torch.randn(2, 32, 16, 16, generator=numbers)
     monkeypatch.setattr(transformer, "forward", lambda x, *others, **more: (torch.zeros_like(x),))
-    loss = flow_loss(transformer, x0, embeds, mask, noise, sigma)
+    loss = flow_loss(transformer, x0, (embeds, mask), noise, sigma)
     assert float(loss.mean()) == pytest.approx(1 + 1.7**2, rel=0.02)
 
 
@@ -92,14 +92,14 @@ def test_sigmas_are_shifted_as_the_scheduler_shifts_them():
 
 
 def test_a_mask_leaves_out_what_it_covers(transformer, batch):
-    x0, embeds, mask, noise, sigma = batch
+    x0, (embeds, mask), noise, sigma = batch
     weight = torch.ones(2, 1, 4, 4)
     torch.testing.assert_close(
-        flow_loss(transformer, x0, embeds, mask, noise, sigma, weight),
-        flow_loss(transformer, x0, embeds, mask, noise, sigma),
+        flow_loss(transformer, x0, (embeds, mask), noise, sigma, weight),
+        flow_loss(transformer, x0, (embeds, mask), noise, sigma),
     )
     weight[:, :, :2] = 0
-    covered = flow_loss(transformer, x0, embeds, mask, noise, sigma, weight)
+    covered = flow_loss(transformer, x0, (embeds, mask), noise, sigma, weight)
     predicted = (torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1)), embeds, 1000 * sigma)
     velocity = transformer(*predicted, encoder_attention_mask=mask, return_dict=False)[0]
     expected = (velocity - noise + x0)[:, :, 2:].square().mean(dim=(1, 2, 3))
@@ -108,7 +108,7 @@ def test_a_mask_leaves_out_what_it_covers(transformer, batch):
 
 def test_gradients_are_those_of_differences(checkpoint, batch):
     transformer = sana_core.load_transformer(checkpoint, dtype=torch.float64)
-    x0, embeds, mask, noise, sigma = (value.double() if value.is_floating_point() else value for value in batch)
+    x0, (embeds, mask), noise, sigma = (value.double() if value.is_floating_point() else value for value in batch)
     weight = torch.rand(2, 1, 4, 4, dtype=torch.float64)
     bias = transformer.proj_out.bias.detach()[:3].requires_grad_()
 
@@ -122,7 +122,7 @@ def test_gradients_are_those_of_differences(checkpoint, batch):
             def forward(self, *values, **named):
                 return torch.func.functional_call(transformer, parameters, values, named)
 
-        return flow_loss(Called(), x0, embeds, mask, noise, sigma, weight)
+        return flow_loss(Called(), x0, (embeds, mask), noise, sigma, weight)
 
     assert torch.autograd.gradcheck(loss, (bias,))
 

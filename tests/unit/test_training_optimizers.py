@@ -11,7 +11,6 @@ from pictures import write_pictures
 from safetensors.torch import load_file, save_file
 
 from sana_core import InputError, VersionError
-from sana_core.training.optimizer_state import optimizer_state, restore_optimizer
 from sana_core.training.optimizers import (
     NAMES,
     average_decay,
@@ -27,6 +26,7 @@ from sana_core.training.optimizers import (
 )
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings
+from sana_core.training.state_files import optimizer_state, restore_optimizer
 from sana_core.training.train import train as train_run
 
 LIBRARIES = {"adamw8bit": "torchao.optim", "prodigy": "pytorch_optimizer", "schedulefree": "pytorch_optimizer"}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from sana_core import InputError, ReadError, SanaError
-from sana_core.training.dataset import open_picture, read_dataset
-from sana_core.training.images import decode_picture
+from sana_core.training.dataset import open_image, read_dataset
+from sana_core.training.images import decode_image
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
@@ -24,7 +24,7 @@ def test_pictures_and_masks_are_upright_in_all_orientations_of_exif(tmp_path, tu
     sample = only(tmp_path)
     expected = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
     assert sample.size == expected.size == ((24, 40) if turn > 4 else (40, 24))
-    picture = open_picture(sample)
+    picture = open_image(sample)
     assert picture.mode == "RGB" and (pixels(picture) == pixels(expected)).all()
     mask = open_mask(sample)
     assert mask.mode == "L" and mask.size == picture.size
@@ -70,7 +70,7 @@ def test_pixels_of_any_kind_become_rgb_on_white(tmp_path, name):
     data, left, right = MODES[name]
     (tmp_path / name).write_bytes(data)
     (tmp_path / name).with_suffix(".txt").write_text("x")
-    picture = open_picture(only(tmp_path))
+    picture = open_image(only(tmp_path))
     assert picture.mode == "RGB" and np.abs(pixels(picture) - [[left, right]]).max() <= 1
 
 
@@ -85,13 +85,13 @@ def test_48_bit_colour_keeps_its_upper_bits(tmp_path):
     data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     (tmp_path / "a.png").write_bytes(data)
     (tmp_path / "a.txt").write_text("x")
-    assert np.abs(pixels(open_picture(only(tmp_path))) - [[[0x12, 0x80, 0xFF]]]).max() <= 1
+    assert np.abs(pixels(open_image(only(tmp_path))) - [[[0x12, 0x80, 0xFF]]]).max() <= 1
 
 
 def test_numbers_that_are_no_colours_are_refused(tmp_path):
     save(tmp_path / "a.tif", Image.fromarray(np.array([[0.5, 1e9]], np.float32)))
     with pytest.raises(InputError, match="^a.tif: got pixels of mode F, expected 8 or 16 bits"):
-        open_picture(only(tmp_path))
+        open_image(only(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
@@ -105,7 +105,7 @@ def test_films_are_refused_and_their_first_frame_is_not_guessed(tmp_path, kind):
 def test_what_phones_put_behind_a_jpeg_is_left_out(tmp_path):
     file = save(tmp_path / "a.jpg", PICTURE, format="MPO", save_all=True, append_images=[Image.new("RGB", (9, 9))])
     assert Image.open(file).format == "MPO" and Image.open(file).n_frames == 2
-    assert only(tmp_path).size == open_picture(only(tmp_path)).size == (40, 24)
+    assert only(tmp_path).size == open_image(only(tmp_path)).size == (40, 24)
 
 
 BROKEN = {
@@ -140,7 +140,7 @@ def test_damaged_pictures_are_ours_to_name(tmp_path_factory, kind, data):
     (folder / "p.png").write_bytes(bytes(good))
     (folder / "p.txt").write_text("x")
     try:
-        assert open_picture(only(folder)).mode == "RGB"
+        assert open_image(only(folder)).mode == "RGB"
     except SanaError as error:
         assert str(error).startswith("p.png: ") and "; " in str(error)
 
@@ -152,7 +152,7 @@ def test_a_truncated_picture_is_named_when_it_is_decoded(tmp_path, kind):
     (tmp_path / "p.png").write_bytes(data[: len(data) // 2])
     (tmp_path / "p.txt").write_text("x")
     with pytest.raises(ReadError, match=r"^p.png: broken or incomplete \(.+\); save it again, or remove it"):
-        open_picture(only(tmp_path))
+        open_image(only(tmp_path))
 
 
 def test_a_decompression_bomb_is_refused_by_pillows_limit(tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_a_decompression_bomb_is_refused_by_pillows_limit(tmp_path, monkeypatch)
 
 def test_one_pixel_is_a_picture(tmp_path):
     save(tmp_path / "p.png", Image.new("RGB", (1, 1), (1, 2, 3)))
-    assert only(tmp_path).size == (1, 1) and open_picture(only(tmp_path)).getpixel((0, 0)) == (1, 2, 3)
+    assert only(tmp_path).size == (1, 1) and open_image(only(tmp_path)).getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_grey_of_16_bits_takes_no_more_memory_than_its_picture():
@@ -175,7 +175,7 @@ def test_grey_of_16_bits_takes_no_more_memory_than_its_picture():
     side = 2000
     data = encoded(Image.fromarray(np.zeros((side, side), np.uint16)))
     tracemalloc.start()
-    decode_picture(data, "grey.png")
+    decode_image(data, "grey.png")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # numpy's arrays; Pillow's own memory is not traced

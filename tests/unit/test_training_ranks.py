@@ -12,13 +12,13 @@ from tiny import CAPTION, tiny_transformer
 from sana_core.errors import InputError
 from sana_core.training.cache import Batch
 from sana_core.training.came import CAME
-from sana_core.training.learner import make_learner, share_step, take_step, validation_loss, whole_learner
 from sana_core.training.preflight import check_shares
 from sana_core.training.ranks import ALONE
-from sana_core.training.schedule import Place
+from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, Settings, check_settings
-from sana_core.training.sharding import describe_shares
+from sana_core.training.sharding import describe_layout
 from sana_core.training.train import as_saved
+from sana_core.training.train_state import gather_weights, make_train_state, microbatches, take_step, validation_loss
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 PICTURES = 8
@@ -57,14 +57,16 @@ def settings(kind="ddp", method="lora", **others):
 def learn(own, ranks=ALONE, groups=(((0, 1), (2, 3)),), rate=None):
     """Return the losses, norms and trained weights after a step for each group, of plain descent without a `rate`."""
     trained = own.method.kind != "controlnet"
-    learner = make_learner(tiny_transformer(layers=2).requires_grad_(trained), 3.0, own, ranks=ranks)
+    learner = make_train_state(tiny_transformer(layers=2).requires_grad_(trained), 3.0, own, ranks=ranks)
     if rate is None:
         group = {"params": list(learner.parameters.values()), "optimizer": "adamw"}
         learner = learner._replace(optimizer=torch.optim.SGD([group], 1.0))
     # a step of gradients by themselves: adaptive ones hide their scale
-    found = [take_step(learner, numbers(), group, Place(step), rate or 1.0) for step, group in enumerate(groups)]
+    found = [
+        take_step(learner, numbers(), group, TrainProgress(step), rate or 1.0) for step, group in enumerate(groups)
+    ]
     held_out = validation_loss(learner, numbers(), lambda: None)
-    whole = whole_learner(learner, torch.device("cpu"), trained_alone=True)
+    whole = gather_weights(learner, torch.device("cpu"), trained_alone=True)
     weights = {} if whole is None else {name: each.detach().clone() for name, each in whole.parameters.items()}
     return found, held_out, weights
 
@@ -93,9 +95,9 @@ def test_ranks_go_on_together_after_the_first_has_saved_in_another_precision(met
 
     def learn_and_save(ranks):
         base = tiny_transformer(layers=2).requires_grad_(True).to(torch.bfloat16 if method == "lora" else torch.float32)
-        learner = make_learner(base, 3.0, own, ranks=ranks)
+        learner = make_train_state(base, 3.0, own, ranks=ranks)
         for step in range(3):
-            take_step(learner, numbers(), ((0, 1), (2, 3)), Place(step), 1e-2)
+            take_step(learner, numbers(), ((0, 1), (2, 3)), TrainProgress(step), 1e-2)
             with as_saved(learner) if ranks.first and ranks.launched else nullcontext():
                 pass
         return {name: each.detach().clone() for name, each in learner.parameters.items()}
@@ -128,13 +130,18 @@ def test_what_runs_is_what_was_asked_for():
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
-        learner = make_learner(
+        learner = make_train_state(
             tiny_transformer(layers=2).requires_grad_(True), 3.0, settings("fsdp", "full"), None, ranks
         )
         shares = [each for each in learner.transformer.parameters() if isinstance(each, DTensor)]
         blocks = [isinstance(block, FSDPModule) for block in learner.transformer.transformer_blocks]
         here = sum(each.to_local().numel() for each in shares)
-        return describe_shares(learner), blocks, here, sum(each.numel() for each in learner.transformer.parameters())
+        return (
+            describe_layout(learner.layout, learner.parameters, learner.device),
+            blocks,
+            here,
+            sum(each.numel() for each in learner.transformer.parameters()),
+        )
 
     (words, blocks, here, whole), (_, _, there, _) = results_of(2, describe)
     assert all(blocks) and here + there == whole and max(here, there) < 0.51 * whole
@@ -144,8 +151,8 @@ def test_what_runs_is_what_was_asked_for():
 @pytest.mark.parametrize("name", ["SanaBlock", "SanaMSBlock", "SanaTransformerBlock", "GLUMBConv", "SanaDoubleBlock"])
 def test_the_names_of_sanas_block_are_known_and_those_that_are_not_list_what_is_there(name):
     def blocks(ranks):
-        learner = make_learner(tiny_transformer(layers=2), 3.0, settings("fsdp", block=name), ranks=ranks)
-        return describe_shares(learner)
+        learner = make_train_state(tiny_transformer(layers=2), 3.0, settings("fsdp", block=name), ranks=ranks)
+        return describe_layout(learner.layout, learner.parameters, learner.device)
 
     ((kind, *words),) = outcomes(1, blocks)
     if name == "SanaDoubleBlock":
@@ -188,7 +195,7 @@ def rows(shape, ranks):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("group", [[[1, 2, 3, 4]], [[1, 2], [3, 4], [5, 6]], [[1], [2, 3, 4, 5], [6]], [[9, 8]] * 5])
 def test_every_picture_of_a_step_is_learnt_once_and_all_ranks_are_asked_as_often(group, count):
-    shares = [share_step(group, rank, count) for rank in range(count)]
+    shares = [microbatches(group, rank, count) for rank in range(count)]
     assert len({len(share) for share in shares}) == 1
     learnt = [index for share in shares for piece, counts in share if counts for index in piece]
     assert sorted(learnt) == sorted(index for batch in group for index in batch)

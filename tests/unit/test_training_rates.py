@@ -15,11 +15,11 @@ from diffusers.optimization import get_polynomial_decay_schedule_with_warmup as 
 from pictures import write_pictures
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR
 
-from sana_core.training.schedule import Place, after_step, learning_rate, plan_epoch, steps_left
+from sana_core.training.schedule import TrainProgress, after_step, learning_rate, plan_epoch, steps_left
 from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
 from sana_core.training.train import train
 
-PEAK, START = 1e-3, Place()
+PEAK, START = 1e-3, TrainProgress()
 TORCHS = {
     "constant": lambda optimizer: ConstantLR(optimizer, factor=1.0),
     "linear": lambda optimizer: LinearLR(optimizer, 1.0, 0.0, total_iters=16),

@@ -12,7 +12,7 @@ from pictures import write_pictures
 from safetensors.torch import load_file
 
 from sana_core.checkpoints.convert import convert_checkpoint
-from sana_core.training import shard_files, train
+from sana_core.training import state_files, train
 from sana_core.training.run_log import read_log
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, Settings, Validation, check_settings
@@ -138,7 +138,7 @@ def test_all_weights_become_one_file_and_pictures_are_drawn_on_the_way(settings,
 
 def test_a_save_that_one_rank_cannot_end_leaves_the_last_state(settings, monkeypatch):
     own = settings(kind="fsdp")
-    real = shard_files.save_shards
+    real = state_files.save_shards
 
     def full_disk(learner, tensors, part):
         digests = real(learner, tensors, part)
@@ -146,7 +146,7 @@ def test_a_save_that_one_rank_cannot_end_leaves_the_last_state(settings, monkeyp
             raise OSError(28, "No space left on device")
         return digests
 
-    monkeypatch.setattr(shard_files, "save_shards", full_disk)
+    monkeypatch.setattr(state_files, "save_shards", full_disk)
     found = outcomes(2, lambda ranks: train.train(own, ranks=ranks))
     assert found[1][0] == "OutputError" and found[0][0] == "TrainingError" and "No space left" in found[0][1]
     assert [step for step, _ in find_states(Path(own.out))] == [2]
@@ -179,10 +179,10 @@ def test_a_rank_that_differs_is_refused_by_name_before_the_first_step(settings, 
 def test_a_rank_with_other_code_is_refused_by_name(settings, monkeypatch):
     from sana_core.training import preflight
 
-    own, real = settings(), preflight.code_facts
+    own, real = settings(), preflight.code_versions
 
     def other(ranks):
-        monkeypatch.setattr(preflight, "code_facts", lambda: {**real(), "sana_core": str(ranks.rank)})
+        monkeypatch.setattr(preflight, "code_versions", lambda: {**real(), "sana_core": str(ranks.rank)})
         return train.train(own, ranks=ranks)
 
     for found in outcomes(2, other):

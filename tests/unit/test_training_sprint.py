@@ -469,5 +469,5 @@ def test_a_teacher_s_path_is_relative_to_the_file(tmp_path):
 
 
 def test_a_plan_refuses_what_it_does_not_know(settings):
-    with pytest.raises(InputError, match="^loss: got consistency, whose memory no plan knows, expected flow; train"):
+    with pytest.raises(InputError, match="^loss: got consistency, which --plan does not support, expected flow; train"):
         plan_lines(settings(), 8)

@@ -77,13 +77,13 @@ def test_a_streamed_run_goes_on_streamed_or_not(settings, caplog, first, then):
 def test_each_rank_reads_and_encodes_its_own_pictures_alone(settings, monkeypatch, stream):
     own = settings("out", stream, parallel=Parallel("fsdp"), validation=Validation())
     plain = settings("plain", stream, validation=Validation())
-    read, real = [], cache.encode_picture
+    read, real = [], cache.encode_image
 
-    def encode_picture(encode, sample, *others):
+    def encode_image(encode, sample, *others):
         read.append(sample.name)
         return real(encode, sample, *others)
 
-    monkeypatch.setattr(cache, "encode_picture", encode_picture)
+    monkeypatch.setattr(cache, "encode_image", encode_image)
 
     def both(ranks):
         return str(train.train(own, ranks=ranks)), list(read)

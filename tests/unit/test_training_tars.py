@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sana_core import InputError, MissingFileError, ReadError, SanaError
-from sana_core.training.dataset import open_picture, read_dataset
+from sana_core.training.dataset import open_image, read_dataset
 
 MEMBERS = [
     ("./001.png", encoded()),
@@ -30,8 +30,8 @@ def check_members(samples, before):
     ]
     assert [sample.caption for sample in samples] == ["from json", "from text", "a long name"]
     assert [sample.size for sample in samples] == [(40, 24), (24, 40), (40, 24)]
-    assert (pixels(open_picture(samples[0])) == SMOOTH).all() and open_mask(samples[1]).getextrema() == (77, 77)
-    assert open_picture(samples[1]).size == (24, 40)
+    assert (pixels(open_image(samples[0])) == SMOOTH).all() and open_mask(samples[1]).getextrema() == (77, 77)
+    assert open_image(samples[1]).size == (24, 40)
 
 
 @pytest.mark.parametrize("dialect", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -145,7 +145,7 @@ def test_damaged_tars_are_ours_to_name(tmp_path, changes):
     (tmp_path / "s.tar").write_bytes(data)
     try:
         for sample in read_dataset(tmp_path / "s.tar"):
-            open_picture(sample)
+            open_image(sample)
     except SanaError as error:
         assert str(error).startswith(("s.tar:", "dataset: no image in "))
 
@@ -172,9 +172,9 @@ def test_a_picture_that_went_away_or_was_cut_is_named(tmp_path):
     file = write_tar(tmp_path / "s.tar", MEMBERS)
     sample = read_dataset(file)[2]
     with file.open("r+b") as stream:
-        stream.truncate(sample.picture.start + 10)
+        stream.truncate(sample.image.start + 10)
     with pytest.raises(ReadError, match=r": got 10 bytes, expected \d+; the file was cut short"):
-        open_picture(sample)
+        open_image(sample)
     file.unlink()
     with pytest.raises(MissingFileError, match="no such file"):
-        open_picture(sample)
+        open_image(sample)

@@ -13,8 +13,8 @@ from PIL import Image, ImageOps
 from sana_core.errors import InputError
 from sana_core.runtime.cancellation import no_poll
 from sana_core.training import train
-from sana_core.training.dataset import open_picture, read_dataset
-from sana_core.training.images import MIDDLE, Crop, choose_bucket, fit_picture
+from sana_core.training.dataset import open_image, read_dataset
+from sana_core.training.images import MIDDLE, Crop, choose_bucket, fit_image
 from sana_core.training.prepare import groups_of, prepare, read_phase, read_samples, vary
 from sana_core.training.ranks import ALONE
 from sana_core.training.run_log import read_log
@@ -51,11 +51,11 @@ def test_repeats_weights_sizes_and_as_many_regularisation_images(phase, tmp_path
 
 def test_a_crop_and_a_mirror_image_are_pillow_s():
     picture = Image.effect_noise((300, 128), 90).convert("RGB")
-    left, _ = fit_picture(picture, picture.convert("L"), (128, 128), Crop(0.0, 0.3))
+    left, _ = fit_image(picture, picture.convert("L"), (128, 128), Crop(0.0, 0.3))
     expected = np.asarray(picture.crop((0, 0, 128, 128)), np.float32).transpose(2, 0, 1) / 127.5 - 1
     torch.testing.assert_close(left, torch.from_numpy(expected))
-    mirrored = fit_picture(picture, picture.convert("L"), (128, 128), Crop(mirrored=True))
-    other = fit_picture(ImageOps.mirror(picture), ImageOps.mirror(picture).convert("L"), (128, 128), MIDDLE)
+    mirrored = fit_image(picture, picture.convert("L"), (128, 128), Crop(mirrored=True))
+    other = fit_image(ImageOps.mirror(picture), ImageOps.mirror(picture).convert("L"), (128, 128), MIDDLE)
     for one, two in zip(mirrored, other, strict=True):
         torch.testing.assert_close(one, two)
 
@@ -97,7 +97,7 @@ def test_a_data_set_in_the_hub_s_cache_is_read_through_its_links(tmp_path):
         (root / "data" / name).symlink_to(f"../../../blobs/{blob}")
     for folder in (root, root / "data"):
         (sample,) = read_dataset(folder)
-        assert sample.caption == "a black square" and open_picture(sample).size == (64, 64)
+        assert sample.caption == "a black square" and open_image(sample).size == (64, 64)
     (tmp_path / "secret.txt").write_text("x")
     (root / "data" / "a.txt").unlink()
     (root / "data" / "a.txt").symlink_to(tmp_path / "secret.txt")
