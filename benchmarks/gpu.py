@@ -9,6 +9,7 @@ Writes benchmarks/gpu/<card>.json after each stage: what was checked, what was m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -65,10 +66,12 @@ def run(words: tuple[str, ...], seconds: float) -> tuple[str, str]:
             code = process.wait(seconds)
             ended = "passed" if code == 0 else f"failed with {code}"
         except subprocess.TimeoutExpired:
-            # with all that it has started, which would go on on the card
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             ended = f"took more than {seconds:.0f} s"
+        finally:
+            # with all that it has started, which would go on on the card, after Ctrl-C too
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         written.seek(0)
         return ended, written.read().decode(errors="replace")
 
@@ -77,11 +80,11 @@ def rates() -> dict[str, Any]:
     """What the card can do at most: a product of matrices, and a copy within its memory, read and written."""
     import torch
 
-    from benchmarks.sampling_gpu import peak_rate, seconds
+    from benchmarks.sampling_gpu import SIDE, peak_rate, seconds
     from sana_core.runtime.accelerator import current_accelerator
 
     device = current_accelerator() or torch.device("cpu")
-    source = torch.randn(2**29, device=device, dtype=torch.bfloat16)
+    source = torch.randn(8 * SIDE**2, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / seconds(lambda: target.copy_(source))
     return {"teraflops_bf16": round(2 * peak_rate(device) / 1e12, 1), "gigabytes_copied_a_second": round(copy / 1e9)}

@@ -33,6 +33,8 @@ CROSSING = {
     "type_as",
     "_has_compatible_shallow_copy_type",
 }
+# of the tensor itself rather than of its numbers
+OWN = {"requires_grad_", "retain_grad", "register_hook", "grad", "requires_grad", "is_leaf", "grad_fn"}
 LEAVING = {"cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__"}
 
 
@@ -41,6 +43,13 @@ class CardTensor(torch.Tensor):
 
     card: torch.device
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Generator(torch.Generator):
+    """The CPU's generator in the place of a card's."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls, "cpu")
 
 
 def on_card(device: Any) -> torch.device | None:
@@ -67,10 +76,18 @@ class Cards(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "__deepcopy__":
+            # without all that is copied already, which `deepcopy` looks into itself
+            args = (args[0], {})
         if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.device:
             return args[0].card if isinstance(args[0], CardTensor) else func(*args)
         if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.is_cuda:
             return hasattr(args[0], "card")
+        asked = getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else name
+        if asked in OWN and isinstance(args[0], CardTensor):
+            with torch._C.DisableTorchFunction():
+                out = func(*args, **kwargs)
+            return self.put(out, args[0].card, False) if isinstance(out, torch.Tensor) and out is not args[0] else out
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         cards = {leaf.card for leaf in given if isinstance(leaf, CardTensor)}
         others = [leaf for leaf in given if not isinstance(leaf, CardTensor) and leaf.dim()]
@@ -129,9 +146,12 @@ class Cards(TorchFunctionMode):
     def put(self, tensor: torch.Tensor, card: torch.device, copied: bool) -> torch.Tensor:
         """Return `tensor` as one on `card`, whose bytes are counted as long as one of its views is there."""
         with torch._C.DisableTorchFunction():
+            learns = tensor.is_leaf and tensor.requires_grad
             parameter, tensor = isinstance(tensor, torch.nn.Parameter), tensor.as_subclass(torch.Tensor)
             tensor = tensor.clone() if copied else tensor
             made = tensor.as_subclass(CardTensor)
+            if learns:
+                made = made.detach().requires_grad_()
             made.card, made._is_param = card, parameter
             storage = tensor.untyped_storage()
             key, size = (card, storage._cdata), storage.nbytes()
@@ -163,6 +183,11 @@ def answers(cards: Cards, count: int, total: int, major: int) -> dict[Any, dict[
     def restart(device: Any = None) -> None:
         cards.peak[index(device)] = cards.alive[index(device)]
 
+    def stats(device: Any = None) -> dict[str, int]:
+        return dict.fromkeys(
+            (f"{kind}_bytes.all.current" for kind in ("active", "reserved")), cards.alive[index(device)]
+        )
+
     def limit(share: float, device: Any = None) -> None:
         cards.share = share
 
@@ -176,6 +201,10 @@ def answers(cards: Cards, count: int, total: int, major: int) -> dict[Any, dict[
             "device": lambda device: contextlib.nullcontext(),
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
+            "ipc_collect": lambda: None,
+            # the CPU's generator makes their numbers
+            "get_rng_state": lambda device=None: torch.get_rng_state(),
+            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
             "get_device_name": lambda device=None: "pretended",
             "get_device_properties": lambda device=None: properties,
             "get_device_capability": lambda device=None: (major, 0),
@@ -183,6 +212,8 @@ def answers(cards: Cards, count: int, total: int, major: int) -> dict[Any, dict[
             "mem_get_info": lambda device=None: (total - cards.alive[index(device)], total),
             "memory_allocated": lambda device=None: cards.alive[index(device)],
             "memory_reserved": lambda device=None: cards.alive[index(device)],
+            "memory_stats": stats,
+            "is_current_stream_capturing": lambda: False,
             "max_memory_allocated": lambda device=None: cards.peak[index(device)],
             "reset_peak_memory_stats": restart,
             "set_per_process_memory_fraction": limit,
@@ -192,6 +223,8 @@ def answers(cards: Cards, count: int, total: int, major: int) -> dict[Any, dict[
             "current_accelerator": lambda check_available=False: CUDA,
             "device_count": lambda: count,
             "set_device_index": lambda device: None,
+            "current_device_index": lambda: 0,
+            "current_stream": lambda device=None: SimpleNamespace(is_capturing=lambda: False),
             "synchronize": lambda device=None: None,
         },
     }
@@ -208,7 +241,16 @@ def pretend_cards(count: int = 1, total: int = 24 * 10**9, major: int = 8) -> It
             run(thread)
 
     with contextlib.ExitStack() as stack:
-        for module, own in answers(cards, count, total, major).items():
+        own_answers = answers(cards, count, total, major) | {
+            torch: {
+                "Generator": Generator,
+                # within these cards, for torch would ask its own
+                "set_default_device": lambda device: stack.enter_context(torch.device(device)),
+            }
+        }
+        for module, own in own_answers.items():
+            # older versions of torch have fewer
+            own = {name: answer for name, answer in own.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **own))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_cards))
         before = torch.__future__.get_overwrite_module_params_on_conversion()

@@ -1,4 +1,4 @@
-"""What runs on the accelerator, if there is one: `make gpu`. On a CPU the same tests run with small models."""
+"""What runs on the accelerator, if there is one: `make gpu`. On a CPU or a small card with small models."""
 
 import sys
 from pathlib import Path
@@ -6,14 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from sana_core.runtime.accelerator import current_accelerator
+from sana_core.runtime.accelerator import current_accelerator, memory_info
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "unit"))
+
+# bytes of a card from which on its models have the widths of released ones
+LARGE = 8e9
 
 
 @pytest.fixture(scope="session")
 def device():
     return current_accelerator() or torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def small(device):
+    """Whether models have fewer channels than released ones."""
+    return device.type == "cpu" or memory_info(device)[1] < LARGE
 
 
 @pytest.fixture(scope="session")

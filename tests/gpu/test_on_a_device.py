@@ -31,47 +31,36 @@ def error(got, truth):
 
 
 @pytest.fixture(scope="module")
-def blocks():
-    """Two blocks of SANA 1.6B with random weights, on a CPU a few heads of them."""
-
-    def make(device):
-        from diffusers import SanaTransformer2DModel
-
-        if device.type != "cpu":
-            return transformer(VARIANTS["1.6B"].width, 2)
-        config = {"num_attention_heads": 2, "attention_head_dim": 32, "num_cross_attention_heads": 2, "num_layers": 2}
-        config |= {"cross_attention_head_dim": 32, "cross_attention_dim": 64, "caption_channels": 24}
-        torch.manual_seed(0)
-        return SanaTransformer2DModel(**config).requires_grad_(False)
-
-    return make
+def blocks(small):
+    """A function that makes two blocks of SANA 1.6B with random weights, or of 0.6B."""
+    return lambda: transformer(VARIANTS["0.6B" if small else "1.6B"].width, 2)
 
 
 def test_the_kernels_run_on_it(device, dtype):
     assert kernels_on(device, dtype) == (set() if device.type == "cpu" else TRIALS.keys())
 
 
-def test_a_step_is_as_near_the_cpu_s_as_the_library_s(device, dtype, blocks):
-    model = blocks(device)
-    side = 4 if device.type == "cpu" else 32
+def test_a_step_is_as_near_the_cpu_s_as_the_library_s(device, dtype, blocks, small):
+    model = blocks()
+    side = 4 if small else 32
     x, embeds = noise(2, 32, side, side), noise(2, 20, model.config.caption_channels, seed=1)
     mask, time = torch.ones(2, 20), torch.full((2,), 500.0)
     mask[0, 7:] = 0
     rounded = [each.to(dtype) for each in (x, embeds)]
-    exact = blocks(device).to(dtype).float()
+    exact = blocks().to(dtype).float()
     truth = exact(*(each.float() for each in rounded), time, encoder_attention_mask=mask).sample
     model = model.to(device, dtype)
     x, embeds, mask, time = (each.to(device) for each in (*rounded, mask, time))
     constants = prepare(model, embeds, mask, side, side)
-    assert bool(constants.kernels) == (device.type != "cpu")
+    assert constants.kernels == kernels_on(device, dtype)
     library = model(x, embeds, time, encoder_attention_mask=mask).sample
     assert error(velocity(model, x, time, constants), truth) <= CHANCE * error(library, truth) + ROUNDING
 
 
 @pytest.fixture(scope="module")
-def autoencoder(device):
-    """SANA's DC-AE with random weights, on a CPU with an eighth of its channels; and what the CPU makes with it."""
-    model, side = (f32c32(8), 4) if device.type == "cpu" else (f32c32(1), 16)
+def autoencoder(small):
+    """SANA's DC-AE with random weights, or one with an eighth of its channels; and what the CPU makes with it."""
+    model, side = (f32c32(8), 4) if small else (f32c32(1), 16)
     latents, pixels = noise(1, 32, side, side), noise(1, 3, 32 * side, 32 * side, seed=1)
     with torch.no_grad():
         return model, latents, pixels, model.decode(latents).sample, model.encode(pixels).latent
@@ -148,16 +137,16 @@ def test_compiled_steps_draw_the_same(device, pictures):
     assert (got - pictures).abs().max() < 2 / 255
 
 
-def test_a_decode_takes_what_was_predicted(device):
-    """Beyond its weights, in bf16 at sizes from 1024 px on, and in the smallest strips."""
+def test_a_decode_takes_what_was_predicted(device, small):
+    """Beyond its weights, in bf16 at sizes up to 4096 px, and in the smallest strips."""
     if device.type == "cpu":
         pytest.skip("tests/unit/test_accelerator_counts.py counts it")
     from sana_core.decode.plan import Planner
     from sana_core.decode.stages import decoder_stages
 
-    model = f32c32(1).to(device, torch.bfloat16)
+    model = f32c32(8 if small else 1).to(device, torch.bfloat16)
     ratios = {}
-    for side in (32, 64, 128):
+    for side in (4, 8) if small else (32, 64, 128):
         latents = torch.randn(1, 32, side, side, device=device, dtype=torch.bfloat16)
         floor = Planner(decoder_stages(model), side, side, torch.bfloat16, True).floor().peak_bytes
         for budget in (None, int(1.2 * floor)):
@@ -168,19 +157,20 @@ def test_a_decode_takes_what_was_predicted(device):
     assert all(0.9 <= ratio <= 1.15 for ratio in ratios.values()), ratios
 
 
-def test_memory_that_runs_out_makes_strips_smaller(device):
+def test_memory_that_runs_out_makes_strips_smaller(device, small):
     if device.type != "cuda":
         pytest.skip("only torch.cuda can be given less memory than there is")
-    model = f32c32(1).to(device, torch.bfloat16)
-    latents = torch.randn(1, 32, 64, 64, device=device, dtype=torch.bfloat16)
+    model, side, left = (f32c32(8), 16, 12e6) if small else (f32c32(1), 64, 500e6)
+    model = model.to(device, torch.bfloat16)
+    latents = torch.randn(1, 32, side, side, device=device, dtype=torch.bfloat16)
     expected = decode_latents(model, latents).cpu()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     held = torch.cuda.memory_allocated(device)
     try:
-        torch.cuda.set_per_process_memory_fraction((held + 500e6) / total, device)
+        torch.cuda.set_per_process_memory_fraction((held + left) / total, device)
         report: dict = {}
-        out = torch.empty(1, 3, 2048, 2048)
+        out = torch.empty(1, 3, 32 * side, 32 * side)
         # planned as if there were room for all
         decode_into(out, model, latents, DecodeOptions(max_bytes=2**40), report)
     finally:
