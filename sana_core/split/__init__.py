@@ -12,5 +12,5 @@ member    a device with weights of its own; one that fails is left out, and its 
 
 Every other layer sees one position at a time. Each row has sums of its own in float32, and rows are added in float64,
 where so few float32 numbers lose nothing: the same bits in any order. So on a CPU, with as many threads for each, the
-picture of 16 positions (512 px) and more in a row does not depend on the number of devices either.
+picture of 16, 20, 24 ... positions (512, 640, 768 px ...) in a row does not depend on the number of devices either.
 """

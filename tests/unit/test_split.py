@@ -21,7 +21,8 @@ from sana_core.split.cost import CARDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
 
 CPU = torch.device("cpu")
-# a row of 16 cells is the least: some CPUs' libraries multiply matrices of fewer rows in another order of additions.
+# a row of 16 cells is the least, and 4 its step: some CPUs' libraries multiply matrices of fewer rows, and those that
+# are left of each 4, in another order of additions.
 # speeds that give 1, 2, 3, 5 and 8 shards rows of very different numbers
 SPEEDS = {1: [1], 2: [1, 2], 3: [4, 1, 2], 5: [1, 5, 2, 1, 1], 8: [1, 1, 2, 1, 3, 1, 1, 9]}
 
@@ -44,7 +45,7 @@ def relative(got, expected):
     return float((got - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("size", [(8, 16), (23, 17)])
+@pytest.mark.parametrize("size", [(8, 16), (23, 20), (23, 17)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_number_of_shards_equals_the_library_and_each_other(variant, size):
     transformer = tiny_transformer(variant)
@@ -58,7 +59,8 @@ def test_any_number_of_shards_equals_the_library_and_each_other(variant, size):
     one = shared(transformer, x, timestep, constants, SPEEDS[1], guidance)
     assert relative(one, whole) < 1e-6 and relative(one, expected) < 1e-6
     for count in (2, 3, 5, 8):
-        assert torch.equal(shared(transformer, x, timestep, constants, SPEEDS[count], guidance), one)
+        found = shared(transformer, x, timestep, constants, SPEEDS[count], guidance)
+        assert relative(found, one) < 1e-6 if size[1] % 4 else torch.equal(found, one)
 
 
 @pytest.mark.parametrize("variant", ["sana", "sana-1.5"])
