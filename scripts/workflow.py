@@ -141,7 +141,7 @@ def read_fields(given: Json, values: Mapping[str, Any]) -> dict[str, Field]:
             type_, options = "COMBO", {**options, "options": type_}
         if options.get("socketless"):
             continue
-        out[name] = Field(type_, options, type_ in WIDGETS)
+        out[name] = Field(type_, options, type_ in WIDGETS and not options.get("forceInput"))
         if type_ == DYNAMIC:
             own = next(each["inputs"] for each in options["options"] if each["key"] == values[name])
             more = {**own["required"], **own.get("optional", {})}

@@ -59,11 +59,11 @@ def draw_split(
 ) -> Generator[tuple[Picture, torch.Tensor], None, None]:
     """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all `devices`.
 
-    Its latents are those of one device to within rounding, and on CPUs in float32, for widths of 512, 640, 768 px ..., the same
-    bits for any number of two and more. A device that fails is left out, and the step begun again without it. `poll`
-    cancels by raising. Raises InputError for fewer than two devices, one named twice, more than the picture has rows of
-    32 pixels, and what `draw_local` refuses; CheckpointError, MissingFileError or ReadError for a checkpoint that
-    cannot be loaded.
+    Its latents are those of one device to within rounding, and on CPUs in float32, for widths of 512, 640, 768 px ...,
+    the same bits for any number of two and more. A device that fails is left out, and the step begun again without it.
+    `poll` cancels by raising. Raises InputError for fewer than two devices, one named twice, more than the picture has
+    rows of 32 pixels, and what `draw_local` refuses; CheckpointError, MissingFileError or ReadError for a checkpoint
+    that cannot be loaded.
     """
     check_prompts(workload.prompts)
     check_workload(workload, settings)

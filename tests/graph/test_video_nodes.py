@@ -144,13 +144,15 @@ def test_core_decodes_what_diffusers_does(host, build, name):
     torch.testing.assert_close(got["frames"], expected.clamp(0, 1)[0].movedim(0, -1), atol=BOUND, rtol=0)
 
 
-def test_a_row_of_wans_latent_reaches_98_pixels():
+def test_a_row_of_wans_latent_reaches_98_pixels(host):
     """Behind the attention of its decoder; docs/video.md says what strips would cost."""
     import comfy.ldm.wan.vae
 
     torch.manual_seed(0)
     vae = video_models.randomise(comfy.ldm.wan.vae.WanVAE(dim=8, z_dim=16, temperal_downsample=[False, True, True]))
-    latents, shift = torch.randn(1, 16, 2, 64, 4), torch.zeros(64)
+    # in float32 what reaches the outermost rows is lost in the rounding of some processors
+    vae = vae.double()
+    latents, shift = torch.randn(1, 16, 2, 64, 4).double(), torch.zeros(64).double()
     vae.decoder.middle[2].register_forward_hook(lambda module, inputs, out: out + shift[:, None])
     before = vae.decode(latents)
     shift[32] = 1

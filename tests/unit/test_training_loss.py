@@ -33,7 +33,7 @@ def batch(transformer):
 
 
 def test_the_model_sees_what_diffusers_scheduler_makes_of_noise_and_latents(transformer, batch, monkeypatch):
-    x0, (embeds, mask), noise, sigma = batch
+    x0, embeds, mask, noise, sigma = batch
     seen = {}
 
     def forward(x, embeds, timestep, **others):
@@ -92,7 +92,7 @@ def test_sigmas_are_shifted_as_the_scheduler_shifts_them():
 
 
 def test_a_mask_leaves_out_what_it_covers(transformer, batch):
-    x0, (embeds, mask), noise, sigma = batch
+    x0, embeds, mask, noise, sigma = batch
     weight = torch.ones(2, 1, 4, 4)
     torch.testing.assert_close(
         flow_loss(transformer, x0, (embeds, mask), noise, sigma, weight),
@@ -108,7 +108,7 @@ def test_a_mask_leaves_out_what_it_covers(transformer, batch):
 
 def test_gradients_are_those_of_differences(checkpoint, batch):
     transformer = sana_core.load_transformer(checkpoint, dtype=torch.float64)
-    x0, (embeds, mask), noise, sigma = (value.double() if value.is_floating_point() else value for value in batch)
+    x0, embeds, mask, noise, sigma = (value.double() if value.is_floating_point() else value for value in batch)
     weight = torch.rand(2, 1, 4, 4, dtype=torch.float64)
     bias = transformer.proj_out.bias.detach()[:3].requires_grad_()
 

@@ -29,7 +29,7 @@ from sana_core.training.settings import Method, Validation
 from sana_core.training.settings_file import read_settings
 
 SMALL = Architecture(640, 2)
-CARDS = {name: size * 2**30 for name, size in (("4", 4), ("8", 8), ("12", 12), ("16", 16), ("24", 24))}
+CARDS = {name: size * 2**30 for name, size in (("4", 4), ("6", 6), ("8", 8), ("12", 12), ("16", 16), ("24", 24))}
 
 
 def committed():
@@ -197,11 +197,11 @@ def test_a_plan_reads_headers_alone(monkeypatch):
 
 
 RECIPES = {
-    "lora_1024": ("1.6B", "8"),
-    "style_20_pictures": ("1.6B", "8"),
-    "full_1024": ("1.6B", "24"),
-    "person_regularised": ("1.6B", "8"),
-    "concept_mixed_sizes": ("1.6B", "8"),
+    "lora_1024": ("1.6B", "6"),
+    "style_20_pictures": ("1.6B", "6"),
+    "full_1024": ("1.6B", "16"),
+    "person_regularised": ("1.6B", "6"),
+    "concept_mixed_sizes": ("1.6B", "6"),
     "lora_4096": ("1.6B", "12"),
     "controlnet_1024": ("1.6B", "12"),
 }
@@ -211,15 +211,15 @@ RECIPES = {
 def test_the_recipes_fit_the_cards_that_they_name(name):
     variant, card = RECIPES[name]
     file = ROOT / "recipes" / f"{name}.toml"
-    assert re.search(rf"card of {card} GB", file.read_text().split("\nmodel")[0])
+    assert re.search(rf"GPU of {card} GB", file.read_text().split("\nmodel")[0])
     assert plan_training(read_settings(file), released_base(variant)).card <= CARDS[card]
 
 
 def test_every_recipe_of_a_released_model_is_held_to_a_card():
     assert {file.stem for file in (ROOT / "recipes").glob("*.toml")} == {
         *RECIPES,
-        "lora_bundled",
-        "controlnet_bundled",
+        *(f"{name}_bundled" for name in ("lora", "style", "person", "concept", "controlnet")),
+        "full_8_gpus",
     }
 
 

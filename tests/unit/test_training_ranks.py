@@ -172,7 +172,7 @@ def test_rows_of_came_step_as_the_whole_does():
         parameters = [torch.nn.Parameter(torch.ones(shape)[rows(shape, ranks)]) for shape in shapes]
         optimizer = CAME(parameters, 1e-2, weight_decay=0.1)
         messages = []
-        optimizer.total = lambda sums: (messages.append(len(sums)), ranks.sum_(sums))[1]
+        optimizer.total = lambda sums: (messages.append(len(sums)), ranks.all_reduce(sums))[1]
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient[rows(tuple(gradient.shape), ranks)].clone()
