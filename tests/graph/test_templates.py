@@ -39,13 +39,18 @@ def to_graph(host, workflow):
         required = {name for name in types.get("required", {}) if fields[name][0] != "IMAGECOMPARE"}
         assert required <= set(names) <= set(fields), node["type"]
         # the canvas writes sockets first, and widgets in the order of the schema
-        widgets = [name for name in names if isinstance(fields[name][0], list | tuple) or fields[name][0] in WIDGETS]
+        widgets = [
+            name
+            for name in names
+            if (isinstance(fields[name][0], list | tuple) or fields[name][0] in WIDGETS)
+            and not (len(fields[name]) > 1 and fields[name][1].get("forceInput"))
+        ]
         assert widgets == [name for name in fields if name in widgets], node["type"]
         values = iter(node["widgets_values"])
         inputs = {}
         for name in names:
-            kind, *options = fields[name]
-            if isinstance(kind, list | tuple) or kind in WIDGETS:
+            _, *options = fields[name]
+            if name in widgets:
                 inputs[name] = next(values)
                 if options and options[0].get("control_after_generate"):
                     assert next(values) in ("fixed", "randomize")
