@@ -20,7 +20,7 @@ from ..checkpoints.files import shown
 from ..checkpoints.lora import COLUMNS, ROWS, Adapter, Tensors, adapted, dora_scale, product_of, read_whole
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import InputError, VersionError
-from .cache import digest_of
+from ..runtime.atomic_files import digest_of
 from .images import FileRange, read_range
 from .runs import find_states, read_run
 from .settings import ADAPTERS, TARGETS, Method, Settings

@@ -26,7 +26,7 @@ from ..checkpoints.files import brief
 from ..checkpoints.fingerprint import stamp
 from ..errors import ExistingFileError, InputError, OutputError, ReadError
 from ..model.latents import CHANNELS, DOWNSCALE
-from ..runtime.atomic_files import write_whole
+from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.cancellation import Poll, no_poll
 from .dataset import Sample
 from .images import CROP_RULE, MIDDLE, Bucket, FileRange, decode_image, decode_mask, fit_image, read_range
@@ -263,10 +263,6 @@ class Store(NamedTuple):
         for folder in filter(None, (path.parent, self.parts)):
             folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, data, self.parts, replace=True)
-
-
-def digest_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def entry_path(folder: Path, kind: str, parts: Sequence[object]) -> Path:

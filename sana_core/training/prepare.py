@@ -23,9 +23,9 @@ from ..checkpoints import load_autoencoder
 from ..checkpoints.fingerprint import digest_json, fingerprint
 from ..decode import encode_images
 from ..model.text import TextEncoder, encode_prompts
-from ..runtime.atomic_files import remove
+from ..runtime.atomic_files import digest_of, remove
 from ..runtime.cancellation import Poll
-from .cache import Encoders, ModelIds, Store, Stream, build_cache, digest_of
+from .cache import Encoders, ModelIds, Store, Stream, build_cache
 from .dataset import Sample, check_controls, read_dataset
 from .images import Crop, FileRange, choose_bucket, is_smaller
 from .loss import CHOICE, generator

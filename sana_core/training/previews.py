@@ -22,10 +22,10 @@ from ..errors import ExistingFileError, SanaError
 from ..model.controlnet import Control
 from ..model.known_models import model_defaults
 from ..model.text import TextEncoder
-from ..runtime.atomic_files import write_whole
+from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.cancellation import Poll
 from ..runtime.image_files import LEVEL, levels
-from .cache import ModelIds, Store, Tensors, digest_of, entry_path, read_entry
+from .cache import ModelIds, Store, Tensors, entry_path, read_entry
 from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
 from .run_log import Line, read_log
 from .runs import PICTURES, stranger, writing
