@@ -11,7 +11,6 @@ import torch
 from ...sana_core.batch.best import Rounds, looks_every
 from ...sana_core.batch.verifier import check_verifier
 from ...sana_core.errors import InputError
-from ...sana_core.model.forward import Watch
 from ...sana_core.runtime.checks import check_whole
 from ...sana_core.runtime.image_files import levels
 from ...sana_core.sampling.trail import Draft, Round, Trail
@@ -69,10 +68,9 @@ def count_steps(batch: BatchInputs, looks: list[tuple[int, int]]) -> int:
 
 def trail_of(batch: BatchInputs, part: Chunk, own: Round) -> Trail:
     """Return the steps of `part` so far, and who looks at the last one of the round."""
-    past = [own.past[image.number] for image in part if own.past]
     verifier = batch.early and batch.early.scorer.verifier
-    watch = Watch(verifier.shape.block) if verifier and own.until else None
-    return Trail(own.until or len(batch.sigmas) - 1, list(torch.stack(past, 1)) if past else [], watch)
+    block = verifier.shape.block if verifier else None
+    return own.trail([image.number for image in part], len(batch.sigmas) - 1, block)
 
 
 def look_at(

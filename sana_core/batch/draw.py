@@ -16,7 +16,7 @@ from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
 from ..errors import InputError
 from ..model.controlnet import Control
-from ..model.forward import Watch, longest_prompt
+from ..model.forward import longest_prompt
 from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
 from ..model.latents import noise_stream, picture_shape
 from ..model.reference import AUTO, reference_of
@@ -326,20 +326,19 @@ def draw(
     if round is WHOLE:
         return decode(models.autoencoder, sample(models, settings, chunk, texts, negative, poll), poll)
     own, drawn = iter(texts), list[Any]()
+    block = models.verifier.shape.block if models.verifier else None
     for part in drawn_together(chunk, models.transformer.device):
-        past = [round.past[picture.number] for picture in part] if round.past else []
-        watch = Watch(models.verifier.shape.block) if models.verifier and round.until else None
-        trail = Trail(round.until or settings.steps, list(torch.stack(past, 1)) if past else [], watch)
+        trail = round.trail([picture.number for picture in part], settings.steps, block)
         prompts = list(islice(own, len(part)))
         latents = sample(models, settings, part, prompts, negative, poll, ImageInputs(trail=trail))
         if round.until is None:
             drawn += decode(models.autoencoder, latents, poll)
         else:
             x0s = torch.stack(trail.x0s, 1).cpu()
-            if models.verifier is None or watch is None:
+            if models.verifier is None or trail.watch is None:
                 drawn += map(Draft, x0s, decode(models.autoencoder, trail.x0s[-1], poll))
             else:
-                scores = models.verifier.score(watch.states, *stack_texts(prompts))
+                scores = models.verifier.score(trail.watch.states, *stack_texts(prompts))
                 drawn += [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
     return drawn
 

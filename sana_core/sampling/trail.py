@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..model.forward import Watch
+
 if TYPE_CHECKING:
-    from ..model.forward import Watch
     from .samplers import Denoiser
 
 
@@ -44,6 +45,13 @@ class Round(NamedTuple):
 
     until: int | None = None
     past: Mapping[int, torch.Tensor] = MappingProxyType({})
+
+    def trail(self, numbers: Sequence[int], steps: int, block: int | None) -> Trail:
+        """Return the steps so far of a batch of pictures by their `numbers`, of `steps` in all. The last one of a round
+        that ends before is watched behind the `block` that a verifier reads."""
+        past = [self.past[number] for number in numbers] if self.past else []
+        watch = Watch(block) if block is not None and self.until else None
+        return Trail(self.until or steps, list(torch.stack(past, 1)) if past else [], watch)
 
 
 WHOLE = Round()
