@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import TINY
 from diffusers import AutoencoderDC
+from safetensors.torch import load_file
 from scipy.ndimage import label
 
 import sana_core
@@ -160,10 +161,20 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "PARTS", tmp_path / "nothing")
     shutil.copytree(TINY / "vae", tmp_path / "autoencoder" / "vae")
     with pytest.raises(recipe.Spent):
-        recipe.make(tmp_path, until=0.0)
-    recipe.make(tmp_path, until=float("inf"))
+        recipe.make(tmp_path, until=0.0, first=256)
+    recipe.make(tmp_path, until=float("inf"), first=256)
     assert evaluated == [(tmp_path / "sana-posters", tmp_path / "report")]
     found = inspect_checkpoint(tmp_path / "sana-posters")
     assert find_part(found, "transformer").resolution == 512 and shift_of(found) == 1.5
     (image,) = sana_core.generate(["two red boats"], tmp_path / "sana-posters", steps=1, width=128, height=128)
     assert image.isfinite().all()
+    # elsewhere it begins with what is kept of the model, at the stage that is named
+    monkeypatch.setattr(recipe, "PARTS", tmp_path / "sana-posters")
+    later = tmp_path / "later"
+    recipe.make(later, until=float("inf"), first=512)
+    assert not (later / "start-256").exists()
+    kept, started = (
+        load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+        for folder in (recipe.PARTS, later / "start-512")
+    )
+    assert all(torch.equal(started[name], tensor.float()) for name, tensor in kept.items())
