@@ -26,6 +26,7 @@ import sana_core  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
 from benchmarks.simulation import SimulatedPool  # noqa: E402
 from sana_core.batch.draw import (  # noqa: E402
+    Conditioning,
     Settings,
     draw,
     embeddings_of,
@@ -66,7 +67,7 @@ def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
     """Return threads on these cores that draw with the bundled checkpoint, one torch thread each."""
     settings = resolve_settings(Settings(pixels, pixels), CHECKPOINT)
     texts, negative = encode_texts(load_encoder(CHECKPOINT, CPU, "float32"), PROMPTS, "")
-    models = load_models(CHECKPOINT, CPU, "float32", CHECKPOINT)
+    models = load_models(CHECKPOINT, CPU, settings, CHECKPOINT)
     everywhere = os.sched_getaffinity(0)
     # threads keep the affinity of the one that starts them
     os.sched_setaffinity(0, cores)
@@ -74,7 +75,9 @@ def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
     pool = LocalPool(
         [CPU] * workers,
         lambda device, poll: (
-            lambda chunk: draw(models, settings, chunk, embeddings_of(chunk, PROMPTS, texts), negative, poll)
+            lambda chunk: draw(
+                models, settings, chunk, Conditioning(embeddings_of(chunk, PROMPTS, texts), negative), poll
+            )
         ),
     )
     os.sched_setaffinity(0, everywhere)

@@ -12,7 +12,7 @@ from diffusers import AutoencoderDC, SanaTransformer2DModel
 
 from sana_core.model.known_models import SHIFT
 from sana_core.model.text import TextEncoder, encode_prompts
-from sana_core.sampling.samplers import shift_sigmas
+from sana_core.sampling import shift_sigmas
 
 from .autoencoder import to_pixels
 from .pictures import PIXELS, combinations, draw_scene, placed_scenes, random_caption, random_scene

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from sana_core.batch.draw import (
+    Conditioning,
     Embedding,
     ImageInputs,
     Settings,
@@ -53,7 +54,7 @@ class Drafts:
         self.device, self.block, self.looks = torch.device("cpu"), block, looks
         self.settings = resolve_settings(Settings(pixels, pixels, DRAWN), checkpoint)
         self.encoder = load_encoder(checkpoint, self.device, "float32")
-        self.models = load_models(checkpoint, self.device, "float32", checkpoint)
+        self.models = load_models(checkpoint, self.device, self.settings, checkpoint)
         self.negative = encode_negative(self.encoder, "")
 
     def encode(self, prompt: str) -> Embedding:
@@ -65,7 +66,8 @@ class Drafts:
         for until in (*self.looks, DRAWN):
             trails.append(Trail(until, trails[-1].x0s if trails else (), Watch(self.block)))
             images = ImageInputs(trail=trails[-1])
-            latents = sample(self.models, self.settings, (Picture(0, 0, seed),), [text], self.negative, images=images)
+            prompts = Conditioning([text], self.negative)
+            latents = sample(self.models, self.settings, (Picture(0, 0, seed),), prompts, images=images)
         return trails[:-1], levels(decode(self.models.autoencoder, latents)[0])
 
 

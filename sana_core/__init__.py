@@ -23,7 +23,7 @@ from .errors import (
     TrainingError,
     VersionError,
 )
-from .generate import generate
+from .generate import generate, generate_best
 from .memory import plan_memory
 from .model.text import encode_prompts
 from .predict import predict_velocity
@@ -46,6 +46,7 @@ __all__ = [
     "encode_images",
     "encode_prompts",
     "generate",
+    "generate_best",
     "generate_video",
     "inspect_checkpoint",
     "load_autoencoder",

@@ -1,81 +1,224 @@
-"""From prompts to pictures in one call, without a host."""
+"""From prompts to images in one call, without a host."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from .batch.best import Drawing, draw_best, find_best, place_scorer
-from .batch.draw import Settings, resolve_settings
+from .batch.best import Best, Drawing, Pick, draw_best, find_best, place_scorer
+from .batch.draw import ImageInputs, Settings, Step, resolve_settings
+from .batch.embeds import Embeds, encoded_prompts
 from .batch.local import draw_local
 from .batch.plan import Workload, batch_pictures
-from .batch.progress import no_words
+from .batch.progress import WorkerReport, no_words
 from .errors import InputError
+from .model.known_models import DEFAULT_RESOLUTION
+from .model.latents import picture_shape
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .cluster.connection import ClusterSettings
 
 
+class DrawingOptions(TypedDict, total=False):
+    """The fields of `sana_core.batch.draw.Settings`, which says what they mean."""
+
+    width: int
+    height: int
+    steps: int | None
+    guidance: float | None
+    negative_prompt: str
+    sampler: str | None
+    pag_scale: float
+    pag_blocks: str
+    guidance_interval: tuple[float, float]
+    dtype: str
+    compiled: bool
+    reference: str
+    loras: tuple[tuple[str, float], ...]
+    verifier: str | None
+    step_cache: float
+
+
+class InputOptions(TypedDict, total=False):
+    """What images can be generated from besides prompts and seeds, on devices of this machine."""
+
+    prompt_embeds: torch.Tensor | None
+    prompt_attention_mask: torch.Tensor | None
+    negative_prompt_embeds: torch.Tensor | None
+    negative_prompt_attention_mask: torch.Tensor | None
+    latents: torch.Tensor | None
+    callback: Callable[[Step], object] | None
+
+
+class Options(DrawingOptions, InputOptions, total=False):
+    """All that `generate` takes besides."""
+
+    best: int | None
+    of: int | None
+    scorer: str | Path | None
+    after: int | None
+    chunk: int | None
+    say: Callable[[str], None]
+    report: dict[str, Any]
+
+
 def generate(
-    prompts: list[str],
+    prompts: Sequence[str] | None,
     checkpoint: str | Path,
     seed: int = 0,
     count: int = 1,
     devices: Sequence[str | torch.device] | None = None,
     cluster: str | ClusterSettings | None = None,
     split: bool = False,
-    **settings: Any,
+    **options: Unpack[Options],
 ) -> torch.Tensor:
     """Return images [len(prompts) * count, 3, height, width] in [-1, 1], float32 on the CPU.
 
-    Picture i of each prompt uses seed + i, so it is the same alone and in a batch. All of `devices` draw; None stands
-    for every accelerator of this machine, or its CPU. `cluster` is the address of a Ray cluster, "auto", or a
-    `sana_core.cluster.connection.ClusterSettings`: its GPUs draw instead. With `split` all of them draw each picture
-    together, the pictures one after another.
+    Image i of each prompt uses seed + i, so it is the same alone and in a batch. All of `devices` work; None stands for
+    every accelerator of this machine, or its CPU. `cluster` is the address of a Ray cluster, "auto", or a
+    `sana_core.cluster.connection.ClusterSettings`: its GPUs work instead. With `split` all of them share each image.
 
-    With `best`, `of` and `scorer`, the folder of a CLIP, `of` drafts of each prompt are made and only the `best` that
-    fit it best returned, the better first; `report`, a dict, then gets "picked": prompt, seed, score and rank of each.
-    With `after` the drafts are scored every so many steps, and the worse half goes, until two for each that is kept are
-    left, which are drawn to the end.
+    `options` are the fields of `sana_core.batch.draw.Settings`, like width, steps and guidance; `chunk`, how many
+    images a device makes at once; `say`, which is told what a cluster waits for; and, as in diffusers' SanaPipeline:
+    `prompt_embeds` [P, T, C] with `prompt_attention_mask` [P, T], from `encode_prompts`, and None as `prompts`;
+    `negative_prompt_embeds` with its mask; `latents` [N, 32, height / 32, width / 32], the noise that the images begin
+    with. `callback` is called after each step with a `Step`: step, sigma, latents, images.
 
-    `settings` are these, `chunk`, the pictures that a device draws at once, without it as many as suit it, `say`, which
-    is told what a cluster waits for, and the fields of `sana_core.batch.draw.Settings`: width, height, steps, guidance,
-    negative_prompt, sampler, pag_scale, pag_blocks, guidance_interval, dtype, compiled, reference, loras,
-    step_cache. Raises InputError for a size that is not a multiple of 32, numbers out of range and a LoRA that does not
-    fit, CheckpointError, MissingFileError or ReadError for a file that cannot be loaded. A prompt of more than 300
-    tokens is cut, with a warning in the log.
+    With `best`, `of` and `scorer`, the images are those of `generate_best`; `report`, a dict, gets "picked": prompt,
+    seed, score and rank of each.
+
+    Raises InputError for an unknown option, a size that is not a multiple of 32, values out of range and a LoRA that
+    does not fit, CheckpointError, MissingFileError or ReadError for a file that cannot be loaded. A prompt of more than
+    300 tokens is cut, with a warning in the log.
     """
-    chunk, say = settings.pop("chunk", None), settings.pop("say", no_words)
-    report = settings.pop("report", {})
-    choice = {name: settings.pop(name, None) for name in ("of", "scorer", "after")}
-    best = find_best(settings.pop("best", None), **choice, count=count)
-    how = Settings(**settings)
-    if best:
-        how = resolve_settings(how, checkpoint)
-        if best.after is not None and split:
-            raise InputError(
-                f"after: got {best.after} with split, where devices share one image; leave one of them out"
-            )
-    workload = Workload(prompts, batch_pictures(len(prompts), best.of if best else count, seed), chunk)
-    drawing = find_drawing(checkpoint, devices, cluster, split, say)
-    if best:
-        # before the drafts take their memory
-        scorer = place_scorer(best, how, devices)
-        picks = sorted(
-            draw_best(drawing, workload, how, best, scorer), key=lambda pick: (pick.picture.prompt, pick.rank)
-        )
-        report["picked"] = [pick.describe(named=True) for pick in picks]
+    settings, best = find_settings(options), find_best_of(options, count, split)
+    drawing = find_drawing(checkpoint, devices, cluster, split, options.get("say", no_words))
+    if best is not None:
+        picks = pick_images(prompts, checkpoint, seed, options, best, drawing, devices)
+        options.get("report", {})["picked"] = [pick.describe(named=True) for pick in picks]
         return torch.stack([pick.pixels for pick in picks])
-    # made when the first picture is there, for mistakes in sizes are found before
+    if cluster is not None:
+        refuse_inputs(options, "cluster")
+    return collect(drawing, make_workload(prompts, checkpoint, seed, count, options, devices), settings)
+
+
+def generate_best(
+    prompts: Sequence[str],
+    checkpoint: str | Path,
+    seed: int = 0,
+    devices: Sequence[str | torch.device] | None = None,
+    cluster: str | ClusterSettings | None = None,
+    **options: Unpack[Options],
+) -> list[Pick]:
+    """Return the `best` of `of` drafts of each prompt that fit it best, the better first: pixels, score and rank.
+
+    `scorer` is the folder of a CLIP or of a verifier. With `after` the drafts are scored every so many steps, and the
+    worse half goes, until two for each that is kept are left, which are sampled to the end. The rest is as in
+    `generate`.
+    """
+    best = find_best_of(options, 1, False)
+    if best is None:
+        raise InputError("best: got none, expected best, of and scorer; use generate for images without a choice")
+    drawing = find_drawing(checkpoint, devices, cluster, False, options.get("say", no_words))
+    return pick_images(prompts, checkpoint, seed, options, best, drawing, devices)
+
+
+def find_settings(options: Options) -> Settings:
+    """Return the fields of Settings among `options`. Raises InputError for a name that is no option."""
+    known = Options.__annotations__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise InputError(f"{name:.40}: no option of generate; the nearest is {near}")
+    given: dict[str, Any] = {**options}
+    return Settings(**{name: given[name] for name in Settings._fields if name in given})
+
+
+def find_best_of(options: Options, count: int, split: bool) -> Best | None:
+    """Return how drafts are chosen, None where they are not. Raises InputError for options that do not go together."""
+    if options.get("best") is not None:
+        refuse_inputs(options, "best")
+    best = find_best(options.get("best"), options.get("of"), options.get("scorer"), options.get("after"), count)
+    if best is not None and best.after is not None and split:
+        raise InputError(f"after: got {best.after} with split, where devices share one image; leave one of them out")
+    return best
+
+
+def refuse_inputs(options: Options, other: str) -> None:
+    """Raise InputError for inputs that an image cannot have beside `other`."""
+    for name in InputOptions.__annotations__:
+        if options.get(name) is not None:
+            raise InputError(f"{name}: got it with {other}, expected images of prompts; leave one of them out")
+
+
+def make_workload(
+    prompts: Sequence[str] | None,
+    checkpoint: str | Path,
+    seed: int,
+    count: int,
+    options: Options,
+    devices: Sequence[str | torch.device] | None,
+) -> Workload:
+    """Return what is generated. Raises InputError for inputs that do not fit the model, the settings or each other."""
+    encoded = None
+    embeds = Embeds(
+        options.get("prompt_embeds"),
+        options.get("prompt_attention_mask"),
+        options.get("negative_prompt_embeds"),
+        options.get("negative_prompt_attention_mask"),
+    )
+    if embeds.prompt_embeds is not None:
+        if prompts is not None:
+            raise InputError("prompt_embeds: got them beside prompts, expected one of both; give None as prompts")
+        settings = resolve_settings(find_settings(options), checkpoint)
+        encoded = encoded_prompts(embeds, settings, checkpoint, devices)
+        prompts = list(encoded[0])
+    elif any(each is not None for each in embeds):
+        raise InputError("prompt_embeds: got none with the others of them; give prompt_embeds too, or none of them")
+    pictures = batch_pictures(len(prompts or ()), count, seed)
+    latents, callback = options.get("latents"), options.get("callback")
+    if latents is not None:
+        shape = options.get("width", DEFAULT_RESOLUTION), options.get("height", DEFAULT_RESOLUTION)
+        expected = [len(pictures), *picture_shape(*shape, 1)[1:]]
+        if list(latents.shape) != expected:
+            raise InputError(f"latents: got the shape {list(latents.shape)}, expected {expected}")
+    inputs = ImageInputs(latents=latents, callback=callback)
+    return Workload(prompts or (), pictures, options.get("chunk"), encoded=encoded, inputs=inputs)
+
+
+def collect(drawing: Drawing, workload: Workload, settings: Settings) -> torch.Tensor:
+    """Return the images of `workload` [N, 3, H, W], in its order."""
+    # made when the first image is there, for mistakes in sizes are found before
     out = torch.empty(0)
-    for picture, pixels in drawing(workload, how):
+    for picture, pixels in drawing(workload, settings):
         if not len(out):
             out = torch.empty(len(workload.pictures), *pixels.shape)
         out[picture.number] = pixels
     return out
+
+
+def pick_images(
+    prompts: Sequence[str] | None,
+    checkpoint: str | Path,
+    seed: int,
+    options: Options,
+    best: Best,
+    drawing: Drawing,
+    devices: Sequence[str | torch.device] | None,
+) -> list[Pick]:
+    """Return the best drafts of each prompt, prompt after prompt."""
+    settings = resolve_settings(find_settings(options), checkpoint)
+    workload = Workload(prompts or (), batch_pictures(len(prompts or ()), best.of, seed), options.get("chunk"))
+    # before the drafts take their memory
+    scorer = place_scorer(best, settings, devices)
+    picks = draw_best(drawing, workload, settings, best, scorer)
+    return sorted(picks, key=lambda pick: (pick.picture.prompt, pick.rank))
 
 
 def find_drawing(
@@ -84,10 +227,10 @@ def find_drawing(
     cluster: str | ClusterSettings | None,
     split: bool,
     say: Callable[[str], None],
-    report: dict[str, Any] | None = None,
+    report: WorkerReport | None = None,
 ) -> Drawing:
-    """Return what draws a workload: the cluster's GPUs or `devices`, with `split` all of them each picture. Without
-    `split`, `report` gets what each has drawn."""
+    """Return what generates a workload: the cluster's GPUs or `devices`, with `split` all of them each image. Without
+    `split`, `report` gets what each has made."""
     if cluster is not None:
         from .cluster.batch import draw_on_cluster
         from .cluster.connection import ClusterSettings

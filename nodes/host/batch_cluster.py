@@ -19,7 +19,7 @@ import torch
 
 from ...sana_core.batch.draw import Embedding, Settings, resolve_settings
 from ...sana_core.batch.plan import Picture, Workload
-from ...sana_core.batch.progress import Progress
+from ...sana_core.batch.progress import Progress, WorkerReport
 from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.batch import draw_with
 from ...sana_core.cluster.worker import Job
@@ -60,7 +60,7 @@ def draw_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.
     progress, show = Progress(len(images)), progress_under_running_node()
     previewer = latent_preview.get_previewer(batch.model.load_device, batch.model.model.latent_format)
     results: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    report: dict[str, Any] = {}
+    report = WorkerReport()
     workload = Workload(prompts, images, batch.chunk or None)
     status = status_under_running_node()
 
@@ -74,10 +74,10 @@ def draw_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.
             preview = previewer.decode_latent_to_preview_image("JPEG", latent[None]) if previewer else None
             bar.update_absolute(bar.current + 1, None, preview)
             progress.step()
-            show(progress.describe(len(report["ready"])))
+            show(progress.describe(len(report.ready)))
     machines: Counter[str] = Counter()
-    for worker, number in report["drawn"].items():
-        machines[report["machines"][worker]] += number
+    for worker, number in report.drawn.items():
+        machines[report.machines[worker]] += number
     return [results[number] for number in sorted(results)], machines
 
 

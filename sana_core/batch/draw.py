@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
 from ..sampling.guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
 from ..sampling.masked import Under, draw_over
-from ..sampling.samplers import check_sampler, find_sampler, own_arguments, own_sigmas
+from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_arguments, own_sigmas
 from ..sampling.schedules import check_steps, shift_sigmas
 from ..sampling.trail import WHOLE, Draft, Round, Trail
 from .plan import Chunk, drawn_together
@@ -173,25 +173,23 @@ class Models(NamedTuple):
 def load_models(
     checkpoint: str | Path,
     device: torch.device,
-    dtype: str,
-    autoencoder: str | Path | None,
+    settings: Settings,
+    autoencoder: str | Path | None = None,
     resolution: int | None = None,
-    reference: str = AUTO,
-    loras: Sequence[tuple[str, float]] = (),
-    verifier: str | None = None,
 ) -> Models:
-    """Return the transformer of `checkpoint` with `loras`, and the autoencoder of that checkpoint and the `verifier` in
-    that folder, if any, on `device`.
+    """Return the transformer of `checkpoint` on `device`, with the dtype, reference, LoRAs and verifier of `settings`,
+    and the VAE of the checkpoint `autoencoder`, if any.
 
-    `resolution` in pixels and `reference` override what the checkpoint says. Raises CheckpointError, MissingFileError
-    or ReadError for what cannot be loaded, and as `merge_loras` does.
+    `resolution` in pixels overrides what the checkpoint says. Raises CheckpointError, MissingFileError or ReadError for
+    what cannot be loaded, and as `merge_loras` does.
     """
-    transformer = load_transformer(checkpoint, device, getattr(torch, dtype), resolution, reference)
-    merge_loras(transformer, loras)
+    transformer = load_transformer(checkpoint, device, getattr(torch, settings.dtype), resolution, settings.reference)
+    merge_loras(transformer, settings.loras)
     join_projections(transformer)
-    decoder = None if autoencoder is None else load_decoder(autoencoder, device, dtype)
-    shift = shift_of(inspect_checkpoint(checkpoint), resolution, reference)
-    return Models(transformer, decoder, shift, None if verifier is None else load_verifier(verifier, device))
+    decoder = None if autoencoder is None else load_decoder(autoencoder, device, settings.dtype)
+    shift = shift_of(inspect_checkpoint(checkpoint), resolution, settings.reference)
+    verifier = None if settings.verifier is None else load_verifier(settings.verifier, device)
+    return Models(transformer, decoder, shift, verifier)
 
 
 def stack_texts(texts: Sequence[Embedding]) -> Embedding:
@@ -204,13 +202,33 @@ def stack_texts(texts: Sequence[Embedding]) -> Embedding:
     return torch.cat(embeds), torch.cat(mask)
 
 
+class Conditioning(NamedTuple):
+    """The encoded prompt of each image of a chunk, and the negative prompt of all."""
+
+    texts: Sequence[Embedding]
+    negative: Embedding
+
+
+class Step(NamedTuple):
+    """What a callback sees after each step: the step, from 0; the noise level of the latents then; the latents
+    [n, 32, h, w] in the model's scale; and which of the images, from 0, they are of."""
+
+    step: int
+    sigma: float
+    latents: torch.Tensor
+    images: tuple[int, ...]
+
+
 class ImageInputs(NamedTuple):
-    """The images that a chunk is drawn from besides its prompts: of a ControlNet, one for all or one for each, and what
-    each is drawn over; and the steps that are drawn already, of pictures that are drawn together."""
+    """What a chunk is generated from besides its prompts: the image of a ControlNet, one for all or one for each; what
+    each is drawn over; the steps so far, of images that are sampled together; and by the number of the image
+    the `latents` [N, 32, h, w] to begin with, instead of the seed's noise. `callback` is called after each step."""
 
     control: Control | None = None
     under: Under | None = None
     trail: Trail | None = None
+    latents: torch.Tensor | None = None
+    callback: Callable[[Step], object] | None = None
 
 
 NO_IMAGES = ImageInputs()
@@ -221,72 +239,91 @@ def sample(
     models: Models,
     settings: Settings,
     chunk: Chunk,
-    texts: Sequence[Embedding],
-    negative: Embedding,
+    prompts: Conditioning,
     poll: Poll = no_poll,
     images: ImageInputs = NO_IMAGES,
     shared: Shared | None = None,
 ) -> torch.Tensor:
-    """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk`; `texts` are their prompts.
+    """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk` and its `prompts`.
 
     `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising.
     Without a ControlNet, `shared` may compute the model on several devices; where that is a process with its `span` of
     the rows, the latents are those rows.
     """
-    transformer, shift, control = models.transformer, models.shift, images.control
-    cache = StepCache(settings.step_cache) if settings.step_cache else None
-    # what a step may leave out is said for a whole batch
-    parts = drawn_together(chunk, transformer.device) if cache is None else [(picture,) for picture in chunk]
+    transformer = models.transformer
+    # what a step may leave out is decided for a whole batch
+    parts = [(picture,) for picture in chunk] if settings.step_cache else drawn_together(chunk, transformer.device)
     if len(parts) > 1:
-        return sample_apart(models, settings, parts, texts, negative, poll, images)
-    assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
-    flow = find_sampler(settings.sampler)
-    ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), shift).tolist()
-    perturbed = None
-    if settings.pag_scale:
-        perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
-    model = denoiser(
-        shared or Steered(transformer, control, images.trail.watch if images.trail else None, cache),
-        stack_texts(texts),
-        stack_texts([negative]),
-        settings.guidance,
-        flow.whole_timesteps,
-        perturbed,
-        (ends[0], ends[1]),
-        settings.compiled,
-    )
+        return sample_apart(models, settings, parts, prompts, poll, images)
+    assert settings.sampler is not None and settings.steps is not None
+    flow, reference = find_sampler(settings.sampler), reference_of(transformer)
+    model = guided(models, settings, prompts, images, shared)
     shape = picture_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [picture.seed for picture in chunk])
     if shared is not None and shared.span is not None:
         noise = (part[:, :, slice(*shared.span)] for part in noise)
-    start = next(noise).to(transformer.device)
-    reference = reference_of(transformer)
-    more = own_arguments(flow, reference, noise)
-    sigmas = own_sigmas(flow, reference, settings.steps, shift)
+    # the seed's first noise is passed over too where latents are given: what a sampler draws later stays the same
+    start, numbers = next(noise), [picture.number for picture in chunk]
+    if images.latents is not None:
+        start = images.latents[numbers].to(start)
+    start = start.to(transformer.device)
+    more, sigmas = own_arguments(flow, reference, noise), own_sigmas(flow, reference, settings.steps, models.shift)
     if images.under is not None:
         model, start = draw_over(images.under, model, start, sigmas[0])
     if images.trail is not None:
         model, sigmas = images.trail.follow(model), sigmas[: images.trail.until + 1]
-    return flow.sample(model, start, sigmas, callback=lambda state: poll(), **more)
+
+    def show(steps: int, latents: torch.Tensor) -> None:
+        if images.callback is not None and steps:
+            images.callback(Step(steps - 1, float(sigmas[steps]), latents, tuple(numbers)))
+
+    def before_step(state: StepState) -> None:
+        poll()
+        show(state["i"], state["x"])
+
+    latents = flow.sample(model, start, sigmas, callback=before_step, **more)
+    show(len(sigmas) - 1, latents)
+    return latents
+
+
+def guided(
+    models: Models, settings: Settings, prompts: Conditioning, images: ImageInputs, shared: Shared | None
+) -> Denoiser:
+    """Return the denoiser of `sample`, with its guidance."""
+    assert settings.sampler is not None and settings.guidance is not None
+    transformer, cache = models.transformer, StepCache(settings.step_cache) if settings.step_cache else None
+    ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), models.shift).tolist()
+    perturbed = None
+    if settings.pag_scale:
+        perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
+    watch = images.trail.watch if images.trail else None
+    return denoiser(
+        shared or Steered(transformer, images.control, watch, cache, settings.compiled),
+        stack_texts(prompts.texts),
+        stack_texts([prompts.negative]),
+        settings.guidance,
+        find_sampler(settings.sampler).whole_timesteps,
+        perturbed,
+        (ends[0], ends[1]),
+    )
 
 
 def sample_apart(
     models: Models,
     settings: Settings,
     parts: Sequence[Chunk],
-    texts: Sequence[Embedding],
-    negative: Embedding,
+    prompts: Conditioning,
     poll: Poll,
     images: ImageInputs,
 ) -> torch.Tensor:
     """Return what `sample` makes of the `parts` of a chunk, one after another."""
-    own, drawn, control = iter(texts), [], images.control
+    own, drawn, control = iter(prompts.texts), [], images.control
     for number, part in enumerate(parts):
         if control is not None and len(control.latents) > 1:
             first = sum(map(len, parts[:number]))
             images = images._replace(control=control._replace(latents=control.latents[first : first + len(part)]))
-        prompts = list(islice(own, len(part)))
-        drawn.append(sample(models, settings, part, prompts, negative, poll, images))
+        texts = prompts._replace(texts=list(islice(own, len(part))))
+        drawn.append(sample(models, settings, part, texts, poll, images))
     return torch.cat(drawn)
 
 
@@ -316,21 +353,21 @@ def draw(
     models: Models,
     settings: Settings,
     chunk: Chunk,
-    texts: Sequence[Embedding],
-    negative: Embedding,
+    prompts: Conditioning,
     poll: Poll = no_poll,
     round: Round = WHOLE,
+    images: ImageInputs = NO_IMAGES,
 ) -> list[Any]:
-    """Return the decoded pictures of `sample`, or the Drafts of a `round` that ends before the last step."""
+    """Return the decoded images of `sample`, or the Drafts of a `round` that ends before the last step."""
     assert models.autoencoder is not None and settings.steps is not None
     if round is WHOLE:
-        return decode(models.autoencoder, sample(models, settings, chunk, texts, negative, poll), poll)
-    own, drawn = iter(texts), list[Any]()
+        return decode(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)
+    own, drawn = iter(prompts.texts), list[Any]()
     block = models.verifier.shape.block if models.verifier else None
     for part in drawn_together(chunk, models.transformer.device):
         trail = round.trail([picture.number for picture in part], settings.steps, block)
-        prompts = list(islice(own, len(part)))
-        latents = sample(models, settings, part, prompts, negative, poll, ImageInputs(trail=trail))
+        texts = prompts._replace(texts=list(islice(own, len(part))))
+        latents = sample(models, settings, part, texts, poll, images._replace(trail=trail))
         if round.until is None:
             drawn += decode(models.autoencoder, latents, poll)
         else:
@@ -338,7 +375,7 @@ def draw(
             if models.verifier is None or trail.watch is None:
                 drawn += map(Draft, x0s, decode(models.autoencoder, trail.x0s[-1], poll))
             else:
-                scores = models.verifier.score(trail.watch.states, *stack_texts(prompts))
+                scores = models.verifier.score(trail.watch.states, *stack_texts(texts.texts))
                 drawn += [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
     return drawn
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,8 @@ from ..runtime.cancellation import Poll, no_poll
 from ..sampling.trail import WHOLE
 from .batch_size import has_room_for_encoder, largest_chunk
 from .draw import (
+    NO_IMAGES,
+    Conditioning,
     Embedding,
     Models,
     Settings,
@@ -33,6 +35,7 @@ from .draw import (
 )
 from .loop import GRACE, Outcome, run_batch
 from .plan import Chunk, Picture, Workload
+from .progress import WorkerReport
 from .queue import Queue
 from .windows import check_prompts, first_window, prompts_of, windows
 
@@ -202,11 +205,12 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
 class LocalDrawing:
     """What the threads of `draw_local` share: the models on each device, and the prompts that are encoded now."""
 
-    def __init__(self, prompts: Sequence[str], checkpoint: str | Path, settings: Settings) -> None:
-        self.prompts, self.checkpoint, self.settings = prompts, checkpoint, settings
+    def __init__(self, workload: Workload, checkpoint: str | Path, settings: Settings) -> None:
+        self.prompts, self.checkpoint, self.settings = workload.prompts, checkpoint, settings
+        self.inputs = workload.inputs or NO_IMAGES
         self.models: dict[torch.device, Models] = {}
         self.loading = threading.Lock()
-        self.encoded: tuple[dict[str, Embedding], Any] = {}, None
+        self.encoded: tuple[Mapping[str, Embedding], Embedding | None] = workload.encoded or ({}, None)
         self.round = WHOLE
 
     def encode(self, window: Sequence[Chunk], device: torch.device) -> None:
@@ -227,16 +231,7 @@ class LocalDrawing:
         """Return the models on `device`, loaded where they are not; threads on one device share its weights."""
         with self.loading:
             if device not in self.models:
-                settings = self.settings
-                self.models[device] = load_models(
-                    self.checkpoint,
-                    device,
-                    settings.dtype,
-                    self.checkpoint,
-                    reference=settings.reference,
-                    loras=settings.loras,
-                    verifier=settings.verifier,
-                )
+                self.models[device] = load_models(self.checkpoint, device, self.settings, self.checkpoint)
             return self.models[device]
 
     def prepare(self, device: torch.device, poll: Poll) -> Draw[Any]:
@@ -251,8 +246,9 @@ class LocalDrawing:
             if late or (own_round.past and chunk[0].number not in own_round.past):
                 # a copy that is late by a window or a round: others have drawn all of it, and nobody will look at it
                 return [torch.empty(0)] * len(chunk)
-            own = embeddings_of(chunk, self.prompts, texts)
-            return draw(self.models_on(device), self.settings, chunk, own, negative, poll, own_round)
+            assert negative is not None
+            own = Conditioning(embeddings_of(chunk, self.prompts, texts), negative)
+            return draw(self.models_on(device), self.settings, chunk, own, poll, own_round, self.inputs)
 
         return draw_chunk
 
@@ -263,15 +259,15 @@ def draw_local(
     settings: Settings,
     devices: Sequence[str | torch.device] | None = None,
     grace: float = GRACE,
-    report: dict[str, Any] | None = None,
+    report: WorkerReport | None = None,
 ) -> Generator[tuple[Picture, Any], None, None]:
     """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], as they finish, or of a round that ends
     before the last step its Draft.
 
     The prompts are encoded some at a time, on the first device, where the text encoder is only meanwhile: before the
     models, and later beside them, or in their place where memory is short. A chunk is thought to hang after `grace`
-    seconds at the earliest. Closing the iterator stops all devices within a step. `report` gets "drawn", the pictures
-    of each worker, and "ready", those who draw now.
+    seconds at the earliest. Closing the iterator stops all devices within a step. `report` shows who
+    draws.
 
     Raises InputError for prompts that no encoding can carry, settings out of range and devices that are not there;
     CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded.
@@ -281,8 +277,8 @@ def draw_local(
     settings = resolve_settings(settings, checkpoint)
     queue = Queue()
     if report is not None:
-        report["drawn"] = queue.drawn
-    drawing = LocalDrawing(workload.prompts, checkpoint, settings)
+        report.drawn = queue.drawn
+    drawing = LocalDrawing(workload, checkpoint, settings)
     pool: LocalPool[Any] | None = None
     with ExitStack() as stack:
         for each in chain((workload,), workload.later):
@@ -294,7 +290,7 @@ def draw_local(
                     fitting = [largest_chunk(checkpoint, settings, device) for device in found if not workload.chunk]
                     pool = stack.enter_context(closing(LocalPool(found, drawing.prepare)))
                     if report is not None:
-                        report["ready"] = pool.inboxes
+                        report.ready = pool.inboxes
                     queue.limits.update(zip(pool.inboxes, fitting, strict=False))
                 queue.add(window)
                 yield from run_batch(queue, pool, grace)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..errors import InputError
 from ..runtime.checks import check_whole
 from ..sampling.trail import WHOLE, Round
+
+if TYPE_CHECKING:
+    from .draw import Embedding, ImageInputs
 
 LARGEST_SEED = 2**64 - 1
 LARGEST_COUNT = 100_000
@@ -88,6 +91,8 @@ class Workload(NamedTuple):
 
     `prompts` are text, or encoded where the workers get them so. Of pictures that are drawn in rounds, `round` is this
     one, and `later` gives the following ones of the same prompts when all of this is drawn, with numbers of their own.
+    `encoded` are all prompts and the negative one where they come encoded, and `inputs` what the images are generated
+    from besides; both are for devices of this machine.
     """
 
     prompts: Sequence[Any]
@@ -96,6 +101,8 @@ class Workload(NamedTuple):
     done: frozenset[int] = frozenset()
     round: Round = WHOLE
     later: Iterable[Workload] = ()
+    encoded: tuple[Mapping[str, Embedding], Embedding] | None = None
+    inputs: ImageInputs | None = None
 
     @property
     def left(self) -> int:

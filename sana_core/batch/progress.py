@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 Say = Callable[[str], None]
 
 
 def no_words(text: str) -> None:
     """What says nothing."""
+
+
+@dataclass
+class WorkerReport:
+    """Who makes the images of a run, live while it runs: how many each has made, who is ready now, on which machine
+    each is, and why machines were left out."""
+
+    drawn: Mapping[str, int] = field(default_factory=dict)
+    ready: Collection[str] = ()
+    machines: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, Exception] = field(default_factory=dict)
 
 
 class Progress:

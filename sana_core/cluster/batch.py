@@ -13,7 +13,7 @@ import torch
 from ..batch.draw import Settings, resolve_settings
 from ..batch.loop import Outcome, run_batch
 from ..batch.plan import Chunk, Picture, Workload
-from ..batch.progress import Say, no_words
+from ..batch.progress import Say, WorkerReport, no_words
 from ..batch.queue import Queue
 from ..batch.windows import check_prompts
 from ..checkpoints.fingerprint import fingerprint
@@ -46,7 +46,7 @@ def draw_on_cluster(
     settings: Settings,
     cluster: ClusterSettings,
     described: dict[str, Any] | None = None,
-    report: dict[str, Any] | None = None,
+    report: WorkerReport | None = None,
     shared: Hold | None = None,
     say: Say = no_words,
 ) -> Generator[tuple[Picture, Any], None, None]:
@@ -55,7 +55,7 @@ def draw_on_cluster(
     They come as tensors [3, H, W] in [-1, 1]; with the settings `described`, as the PNG files of `encode_png`, made
     where they are drawn. Into a folder `shared` by all machines, which this run holds, they are written there, by the
     names of `file_name`, and come as the digests of the files; a machine that cannot write there is left out.
-    `report` is that of `draw_with`. `say` is told what the run waits for.
+    `report` shows who draws. `say` is told what the run waits for.
 
     Raises what `make_job` does, InputError for a missing ray, ClusterError where no cluster or no GPU of it can be
     reached, and what a machine said where none is left.
@@ -63,7 +63,7 @@ def draw_on_cluster(
     job = make_job(workload, checkpoint, settings)._replace(described=described)
     if shared is not None:
         job = job._replace(shared=(str(shared.folder.absolute()), shared.run.name))
-    found = {} if report is None else report
+    found = WorkerReport() if report is None else report
 
     def work(ray: Any, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, Any], None, None]:
         return draw_with(ray, cache, job, workload, cluster, found, beat, say)
@@ -84,22 +84,26 @@ def draw_with(
     job: Job,
     workload: Workload,
     cluster: ClusterSettings,
-    report: dict[str, Any],
+    report: WorkerReport,
     poll: Poll = no_poll,
     say: Say = no_words,
 ) -> Generator[tuple[Picture, Any], None, None]:
     """Yield each picture of `workload` as it finishes, drawn by the actors of `cache` and by others that join it.
 
-    The prompts are text, or encoded where the job has no encoder. `report` gets "drawn", the pictures of each worker,
-    "machines", where it is, "ready", the workers that draw now, and "refused", why machines were left out. `poll`,
-    called at least twice a second, cancels by raising; that, and closing the iterator, stops at once all actors that
-    draw. Raises what `Pool.wait` does.
+    The prompts are text, or encoded where the job has no encoder. `report` shows who draws. `poll`, called at least
+    twice a second, cancels by raising; that, and closing the iterator, stops at once all actors that draw. Raises what
+    `Pool.wait` does.
     """
     gpus = int(ray.cluster_resources().get("GPU", 0))
     chunks = workload.split(job.settings.width, job.settings.height, max(1, cluster.limit(gpus)))
     queue = Queue(chunks)
     with closing(Pool(job, cluster, cache, len(chunks), poll=poll, say=say)) as pool:
-        report.update(drawn=queue.drawn, machines=cache.machines, ready=pool.actors, refused=pool.refused)
+        report.drawn, report.machines, report.ready, report.refused = (
+            queue.drawn,
+            cache.machines,
+            pool.actors,
+            pool.refused,
+        )
         batch = BatchPool(pool, workload)
         if not workload.chunk:
             queue.limits = pool.loaded

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..batch.batch_size import has_room_for_encoder, largest_chunk
 from ..batch.draw import (
+    Conditioning,
     Embedding,
     ImageInputs,
     Settings,
@@ -105,16 +106,7 @@ class Worker:
                 raise CheckpointError(f"{path}: not what the driver has ({differs}); copy the same files there")
         device = current_accelerator() or torch.device("cpu")
         settings = job.settings
-        self.models = load_models(
-            job.transformer,
-            device,
-            settings.dtype,
-            job.autoencoder,
-            job.resolution,
-            settings.reference,
-            settings.loras,
-            settings.verifier,
-        )
+        self.models = load_models(job.transformer, device, settings, job.autoencoder, job.resolution)
         with torch.no_grad():
             for name, weight in changed.items():
                 self.models.transformer.get_parameter(name).copy_(weight)
@@ -150,14 +142,14 @@ class Worker:
         In rounds, they go on from the `past` of each up to the step `until`, and come as the fields of a Draft.
         """
         chunk: Chunk = tuple(Picture(*word) for word in words)
-        texts = self.encode(prompts)
+        encoded = Conditioning(self.encode(prompts), self.negative)
         if until is not None or past:
             numbers = [picture.number for picture in chunk]
             own = Round(until, dict(zip(numbers, past, strict=True)) if past else {})
-            drawn = draw(self.models, self.job.settings, chunk, texts, self.negative, round=own)
+            drawn = draw(self.models, self.job.settings, chunk, encoded, round=own)
             return [tuple(each) if isinstance(each, Draft) else each.numpy() for each in drawn]
         images = ImageInputs(under=self.job.under and Under(*self.job.under))
-        latents = sample(self.models, self.job.settings, chunk, texts, self.negative, images=images)
+        latents = sample(self.models, self.job.settings, chunk, encoded, images=images)
         pictures: list[Any] = [None] * len(chunk)
         if self.models.autoencoder is not None:
             pictures = decode(self.models.autoencoder, latents)
@@ -261,8 +253,11 @@ class Worker:
             def run(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
                 return work(Shard(0, x, span, rows, Share(exchange, x.shape[3])))
 
-            shared = Shared(run, [Steered(self.models.transformer, None)], span)
-            return sample(self.models, self.job.settings, (Picture(*words),), [text], negative, shared=shared).cpu()
+            shared, prompts = (
+                Shared(run, [Steered(self.models.transformer, None)], span),
+                Conditioning([text], negative),
+            )
+            return sample(self.models, self.job.settings, (Picture(*words),), prompts, shared=shared).cpu()
 
     @torch.no_grad()
     def velocity(

@@ -20,7 +20,7 @@ from ..batch.folder import OutputFolder, read_manifest
 from ..batch.local import draw_local
 from ..batch.plan import Picture, Workload, batch_pictures
 from ..batch.png import encode_png
-from ..batch.progress import Progress
+from ..batch.progress import Progress, WorkerReport
 from ..checkpoints.fingerprint import KEPT
 from ..errors import InputError, OutputError, SanaError
 from ..generate import find_drawing
@@ -89,7 +89,7 @@ def carry_on(
     if there:
         sys.stdout.write(f"{there} of {total} images are there already\n")
     started = time.monotonic()
-    report: dict[str, Any] = {"drawn": {}}
+    report = WorkerReport()
     progress = Progress(total, there)
     drawn = draw(arguments, workload, settings, described, report, held, best)
     try:
@@ -98,7 +98,7 @@ def carry_on(
                 poll()
                 path = folder.note(picture, png) if isinstance(png, str) else save(folder, picture, png, total)
                 progress.step()
-                sys.stdout.write(f"{path} ({progress.describe(len(report['ready']))})\n")
+                sys.stdout.write(f"{path} ({progress.describe(len(report.ready))})\n")
                 sys.stdout.flush()
     except BaseException:
         # what ended the run is what is said; the pictures say themselves what they are
@@ -109,9 +109,9 @@ def carry_on(
     if arguments.report:
         seconds, count = time.monotonic() - started, workload.left
         sys.stdout.write(f"{count} images in {seconds:.1f} s, {count / seconds:.2f} a second\n")
-        for worker, number in report["drawn"].items():
+        for worker, number in report.drawn.items():
             sys.stdout.write(f"  {worker}: {number}\n")
-        for error in report.get("refused", {}).values():
+        for error in report.refused.values():
             sys.stdout.write(f"  left out: {error}\n")
 
 
@@ -128,7 +128,7 @@ def draw(
     workload: Workload,
     settings: Settings,
     described: dict[str, Any],
-    report: dict[str, Any],
+    report: WorkerReport,
     held: Hold,
     best: Best | None,
 ) -> Generator[tuple[Picture, bytes | str], None, None]:
@@ -150,7 +150,7 @@ def draw(
             try:
                 yield from files
             except SanaError:
-                there = len(workload.done) + sum(report["drawn"].values())
+                there = len(workload.done) + sum(report.drawn.values())
                 # of a chunk that a machine could not end, some may be
                 say(f"at least {there} of {len(workload.pictures)} images are there; the same command makes the rest")
                 raise
@@ -166,7 +166,7 @@ def draw_picks(
     workload: Workload,
     settings: Settings,
     described: dict[str, Any],
-    report: dict[str, Any],
+    report: WorkerReport,
     best: Best,
 ) -> Generator[tuple[Picture, bytes], None, None]:
     """Yield the best drafts of each prompt that is not done, as PNG files with score and rank."""

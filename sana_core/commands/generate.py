@@ -47,26 +47,14 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.overwrite:
         check_free(paths)
     make_folder(arguments.out)
-    report: dict[str, Any] = {}
-    where: dict[str, Any] = {
-        "devices": arguments.devices,
-        "cluster": cluster_of(arguments),
-        "chunk": arguments.chunk,
-        "split": arguments.split,
-        "say": say,
-        "best": arguments.best,
-        "of": arguments.of,
-        "scorer": arguments.scorer,
-        "after": arguments.after,
-        "report": report,
-    }
-    settings = settings_of(arguments)._asdict()
-    seed, count = arguments.seed, arguments.count
-    images = generate(arguments.prompts, arguments.checkpoint, seed, count, **where, **settings)
+    own = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer", "after")}
+    options: dict[str, Any] = {**own, "say": say, "report": {}, **settings_of(arguments)._asdict()}
+    where = arguments.devices, cluster_of(arguments), arguments.split
+    images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
     texts = [PngImagePlugin.PngInfo() for _ in images]
-    if "picked" in report:
-        paths = [arguments.out / file_name(Picture(0, pick["prompt"], pick["seed"])) for pick in report["picked"]]
-        for text, pick in zip(texts, report["picked"], strict=True):
+    if picked := options["report"].get("picked"):
+        paths = [arguments.out / file_name(Picture(0, pick["prompt"], pick["seed"])) for pick in picked]
+        for text, pick in zip(texts, picked, strict=True):
             text.add_text(ENTRY, json.dumps({**pick, "prompt": arguments.prompts[pick["prompt"]]}))
     for path, pixels, text in zip(paths, images, texts, strict=True):
         with unfinished(path, replace=arguments.overwrite) as part:

@@ -42,6 +42,7 @@ class Steered(NamedTuple):
     control: Control | None
     watch: Watch | None = None
     cache: StepCache | None = None  # of one sampling on one device
+    compiled: bool = False  # by torch.compile, with CUDA graphs where it has them
 
 
 class Prepared(NamedTuple):
@@ -97,7 +98,6 @@ def denoiser(
     whole_timesteps: bool = False,
     perturbed: PerturbedAttention | None = None,
     interval: tuple[float, float] = (1.0, 0.0),
-    compiled: bool = False,
 ) -> Denoiser:
     """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one for each picture.
 
@@ -107,7 +107,7 @@ def denoiser(
 
     Classifier-free guidance counts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
     1, outside the interval and in a distilled model, which gets it as an embedding, there is no uncond pass. All passes
-    of a step are one batch. `compiled` runs the forward through torch.compile, with CUDA graphs where it has them.
+    of a step are one batch.
     """
     if not isinstance(transformer, Shared):
         steered = transformer if isinstance(transformer, Steered) else Steered(transformer, None)
@@ -116,8 +116,8 @@ def denoiser(
     # diffusers finds the dtype by looking through all modules
     first = members[0].transformer
     config, dtype = first.config, first.dtype
-    forward = torch.compile(velocity, mode=compile_mode()) if compiled else velocity
-    steps = Steps(members, cond, uncond, perturbed, compiled)
+    forward = torch.compile(velocity, mode=compile_mode()) if members[0].compiled else velocity
+    steps = Steps(members, cond, uncond, perturbed)
 
     def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         high, low = interval
@@ -172,10 +172,8 @@ class Steps:
         cond: tuple[torch.Tensor, torch.Tensor],
         uncond: tuple[torch.Tensor, torch.Tensor],
         perturbed: PerturbedAttention | None,
-        compiled: bool,
     ) -> None:
         self.members, self.cond, self.uncond, self.perturbed = members, cond, uncond, perturbed
-        self.compiled = compiled
         self.prepared: dict[tuple, Prepared] = {}
 
     def prepare(self, guided: bool, shard: Shard, pictures: int) -> Prepared:
@@ -189,7 +187,7 @@ class Steps:
                 passes[0] = (self.uncond[0], self.cond[1])
             place = Place(shard.x.device, pictures, size)
             found = prepare_passes(member, passes, place, self.perturbed)
-            if self.compiled:
+            if member.compiled:
                 found = found._replace(constants=pad_prompts(found.constants, self.cond[1].shape[1]))
             self.prepared[key] = found
         constants, perturbation, steering = self.prepared[key]

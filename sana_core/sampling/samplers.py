@@ -1,7 +1,7 @@
 """SANA's samplers, one function each, in the manner of k-diffusion.
 
 x_sigma = (1 - sigma) x0 + sigma noise, so alpha = 1 - sigma. A model is called as model(x, sigma) and returns x0.
-`callback` gets {"i", "x", "sigma", "denoised"} once per step, before x changes; what it raises ends the sampling.
+`callback` gets a StepState once per step, before x changes; what it raises ends the sampling.
 Sigmas are read into the host before the first step; after that nothing waits for the device.
 """
 
@@ -9,34 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
 from ..errors import InputError
 from ..model.known_models import DEFAULTS, SPRINT
 from ..model.reference import Reference
-from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas, shift_sigmas
-
-__all__ = [
-    "SAMPLERS",
-    "Callback",
-    "Denoiser",
-    "FlowSampler",
-    "find_sampler",
-    "flow_dpm_sigmas",
-    "flow_euler_sigmas",
-    "sample_flow_dpmpp_1",
-    "sample_flow_dpmpp_2m",
-    "sample_flow_dpmpp_3m",
-    "sample_flow_euler",
-    "sample_scm",
-    "scm_sigmas",
-    "shift_sigmas",
-]
+from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas
 
 Denoiser = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Callback = Callable[[dict], None]
+
+
+class StepState(TypedDict):
+    """What a callback gets before each step: its number, the latents, their sigma and the model's x0."""
+
+    i: int
+    x: torch.Tensor
+    sigma: torch.Tensor
+    denoised: torch.Tensor
+
+
+Callback = Callable[[StepState], object]
 
 # with fewer steps than this, DPM-Solver falls by one order a step at the end
 FEW_STEPS = 15

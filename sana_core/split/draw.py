@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from ..batch.draw import (
+    NO_IMAGES,
+    Conditioning,
     Models,
     Settings,
     decode,
@@ -73,16 +75,22 @@ def draw_split(
     check_rows(settings.height // DOWNSCALE, len(found))
     pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
     used = [workload.prompts[picture.prompt] for picture in pictures]
-    encoder = load_encoder(checkpoint, found[0], settings.dtype, settings.reference)
-    texts, negative = encode_texts(encoder, used, settings.negative_prompt, poll)
-    del encoder
+    encoded = workload.encoded
+    if encoded is None:
+        encoder = load_encoder(checkpoint, found[0], settings.dtype, settings.reference)
+        encoded = encode_texts(encoder, used, settings.negative_prompt, poll)
+        del encoder
+    texts, negative = encoded
     models = load_on(found, checkpoint, settings)
     check_splittable("checkpoint", models[0].transformer)
     split = Split(found, relative_speeds(found, [each.transformer for each in models]))
     shared = Shared(partial(split.run, poll=poll), [Steered(each.transformer, None) for each in models])
     for picture in pictures:
-        text = [texts[workload.prompts[picture.prompt]]]
-        latents = sample(models[0], settings, (picture,), text, negative, poll, shared=shared)
+        prompts, inputs = (
+            Conditioning([texts[workload.prompts[picture.prompt]]], negative),
+            workload.inputs or NO_IMAGES,
+        )
+        latents = sample(models[0], settings, (picture,), prompts, poll, inputs, shared)
         assert models[0].autoencoder is not None
         living = [found[member] for member in split.living]
         yield picture, decode(models[0].autoencoder, latents, poll, living)[0]
@@ -94,7 +102,5 @@ def load_on(devices: Sequence[torch.device], checkpoint: str | Path, settings: S
     for device in devices:
         if device not in loaded:
             decoder = None if loaded else checkpoint
-            loaded[device] = load_models(
-                checkpoint, device, settings.dtype, decoder, reference=settings.reference, loras=settings.loras
-            )
+            loaded[device] = load_models(checkpoint, device, settings, decoder)
     return [loaded[device] for device in devices]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from ..batch.draw import Embedding, ImageInputs, Models, decode, encode_negative, encode_text, sample
+from ..batch.draw import Conditioning, Embedding, ImageInputs, Models, decode, encode_negative, encode_text, sample
 from ..batch.draw import Settings as Drawing
 from ..batch.plan import batch_pictures
 from ..checkpoints import load_autoencoder
@@ -135,7 +135,8 @@ def draw_validation(
     if state.controlnet is not None and inputs.control is not None:
         control = Control(state.controlnet, inputs.control)
     models = Models(transformer, None, state.shift)
-    latents = sample(models, drawing, tuple(chunk), inputs.prompts, inputs.negative, poll, ImageInputs(control))
+    prompts = Conditioning(inputs.prompts, inputs.negative)
+    latents = sample(models, drawing, tuple(chunk), prompts, poll, ImageInputs(control))
     dtype = getattr(torch, settings.dtype)
     autoencoder = load_autoencoder(settings.source("autoencoder"), transformer.device, dtype)
     images = decode(autoencoder, latents, poll)

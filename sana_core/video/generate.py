@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,41 +32,51 @@ def generate_video(
     size: tuple[int, int] | None = None,
     first: torch.Tensor | None = None,
     negative_prompt: str = "",
-    **settings: Any,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str = "float32",
+    reference: str = AUTO,
+    sampler: str | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
 ) -> torch.Tensor:
     """Return a video [3, frames, height, width] in [-1, 1], float32 on the CPU, drawn by SANA-Video.
 
     `checkpoint` is a diffusers folder, `size` (width, height), by default the model's own. `first` [3, height, width]
-    in [-1, 1] is the image that it begins with. `settings` are device ("cpu"), dtype ("float32"), sampler, steps,
-    guidance and reference. Raises InputError for sizes and frames that the model does not have, and as the loaders do.
+    in [-1, 1] is the image that it begins with. Without `sampler`, `steps` and `guidance` they are those of the model's
+    authors. Raises InputError for sizes and frames that the model does not have, and as the loaders do.
     """
-    device, dtype = settings.get("device", "cpu"), getattr(torch, settings.get("dtype", "float32"))
-    reference = settings.get("reference", AUTO)
-    how = VIDEO_DEFAULTS._replace(**{name: settings[name] for name in Defaults._fields if name in settings})
+    precision = getattr(torch, dtype)
+    default = VIDEO_DEFAULTS
+    how = Defaults(
+        sampler or default.sampler,
+        default.steps if steps is None else steps,
+        default.guidance if guidance is None else guidance,
+    )
     info = inspect_checkpoint(checkpoint)
     channels = find_part(info, "video_transformer").headers["patch_embedding.weight"].shape[1]
     width, height = size or VIDEOS[channels].size
     shape = video_shape(width, height, frames, channels)
     if first is not None and first.shape != (3, height, width):
         raise InputError(f"first: got {list(first.shape)}, expected {[3, height, width]}; scale and cut the image")
-    prompts = encode(checkpoint, [negative_prompt, prompt], device, dtype, reference)
+    prompts = encode(checkpoint, [negative_prompt, prompt], device, precision, reference)
     given = None
     if first is not None:
-        vae, mean, std = load_video_autoencoder(info, device, dtype)
-        image = first[None, :, None].to(device, dtype)
+        vae, mean, std = load_video_autoencoder(info, device, precision)
+        image = first[None, :, None].to(device, precision)
         given = (vae.encode(image).latent_dist.mode().float() - mean) / std
         del vae
-    transformer = load_video_transformer(checkpoint, device, dtype, reference)
+    transformer = load_video_transformer(checkpoint, device, precision, reference)
     constants = video.prepare(transformer, *prompts, *shape[1:])
     noise = next(noise_stream(torch.empty(1, *shape), seed)).to(device)
     latents = sample(transformer, constants, noise, shift_of(info, None, reference), given, how)
     del transformer, constants
-    vae, mean, std = load_video_autoencoder(info, device, dtype)
-    return vae.decode((latents * std + mean).to(dtype)).sample[0].float().clamp(-1, 1).cpu()
+    vae, mean, std = load_video_autoencoder(info, device, precision)
+    return vae.decode((latents * std + mean).to(precision)).sample[0].float().clamp(-1, 1).cpu()
 
 
 def encode(
-    checkpoint: str | Path, prompts: list[str], device: str, dtype: torch.dtype, reference: str
+    checkpoint: str | Path, prompts: list[str], device: str | torch.device, dtype: torch.dtype, reference: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return embeddings [2, T, C] and mask [2, T] of a negative and a positive prompt, the latter instructed."""
     encoder = load_text_encoder(checkpoint, device, dtype, reference)

@@ -7,6 +7,7 @@ from machines import actors, add_node
 
 from sana_core.batch.draw import Settings
 from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.batch.progress import WorkerReport
 from sana_core.cluster.batch import draw_on_cluster, draw_with, make_job
 from sana_core.cluster.connection import ClusterSettings
 from sana_core.cluster.session import Session
@@ -36,7 +37,7 @@ def test_workers_that_nobody_wants_for_long_end(cluster, checkpoint):
     for seed in range(2):
 
         def work(ray, cache, beat):
-            return draw_with(ray, cache, job, workload, session.cluster, {}, beat)
+            return draw_with(ray, cache, job, workload, session.cluster, WorkerReport(), beat)
 
         before = {process.pid for process in actors()}
         assert len(list(session.run("the same", dict, work))) == 2

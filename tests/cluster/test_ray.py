@@ -21,6 +21,7 @@ from sana_core.__main__ import main
 from sana_core.batch.description import describe_settings
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.batch.progress import WorkerReport
 from sana_core.batch.verifier import Shape, Verifier
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actors import ActorCache
@@ -46,7 +47,7 @@ def test_every_picture_arrives_once_while_machines_die_and_join(cluster, checkpo
     nodes = [add_node(cluster) for _ in range(3)]
     expected = sana_core.generate(PROMPTS, checkpoint, seed=5, count=20, width=128, height=128, steps=4, chunk=2)
     pictures = batch_pictures(2, 20, 5)
-    report, joined, arrived = {}, None, {}
+    report, joined, arrived = WorkerReport(), None, {}
     run = ClusterSettings(cluster.address)
     drawn = draw_on_cluster(Workload(PROMPTS, pictures, 2), checkpoint, SETTINGS, run, report=report)
     for picture, pixels in drawn:
@@ -63,11 +64,11 @@ def test_every_picture_arrives_once_while_machines_die_and_join(cluster, checkpo
             time.sleep(0.1)
     assert sorted(arrived) == list(range(40))
     assert torch.equal(torch.stack([arrived[number] for number in range(40)]), expected)
-    assert sum(report["drawn"].values()) == 40 and drew(report, joined)
+    assert sum(report.drawn.values()) == 40 and drew(report, joined)
 
 
 def drew(report, node):
-    return any(f"({node.node_id[:6]}" in name for name in report["drawn"])
+    return any(f"({node.node_id[:6]}" in name for name in report.drawn)
 
 
 @pytest.mark.timeout(200)
@@ -135,7 +136,7 @@ def test_one_machine_without_the_checkpoint_costs_no_picture(cluster, checkpoint
     copy = tmp_path / "sana"
     shutil.copytree(checkpoint, copy)
     add_node(cluster)
-    late, report, arrived = None, {}, []
+    late, report, arrived = None, WorkerReport(), []
     workload = Workload(PROMPTS, batch_pictures(2, 40, 5), 1)
     for picture, _ in draw_on_cluster(workload, copy, SETTINGS, ClusterSettings(cluster.address), report=report):
         arrived.append(picture.number)
@@ -190,14 +191,14 @@ def test_closing_ends_every_actor(cluster, checkpoint):
 def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
     add_node(cluster)
     pictures = batch_pictures(2, 6, 5)
-    report, arrived = {}, []
+    report, arrived = WorkerReport(), []
     workload, run = Workload(PROMPTS, pictures, 1), ClusterSettings(cluster.address, grace=3.0)
     for picture, _ in draw_on_cluster(workload, checkpoint, SETTINGS, run, report=report):
         arrived.append(picture.number)
         if len(arrived) == 2:
             send_to_an_actor(signal.SIGSTOP)
     assert sorted(arrived) == list(range(12))
-    assert [name.split()[-1] for name in report["drawn"]] == ["1)", "2)"]
+    assert [name.split()[-1] for name in report.drawn] == ["1)", "2)"]
 
 
 @pytest.mark.timeout(300)
@@ -284,7 +285,7 @@ def test_a_machine_without_the_shared_folder_is_left_out_and_named(cluster, shar
     add_node(cluster)
     draw, held = shared_run
     out = held.folder
-    late, report, arrived = None, {}, {}
+    late, report, arrived = None, WorkerReport(), {}
     for picture, digest in draw(40, report):
         arrived[picture.number] = digest
         if late is None:
@@ -303,7 +304,7 @@ def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(clus
     node = add_node(cluster)
     draw, held = shared_run
     out = held.folder
-    pictures = draw(40, {})
+    pictures = draw(40, WorkerReport())
     next(pictures)
     out.rename(tmp_path / "gone")
     with pytest.raises(

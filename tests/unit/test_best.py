@@ -12,6 +12,7 @@ import sana_core
 from sana_core.__main__ import main
 from sana_core.batch import draw
 from sana_core.batch.best import find_best
+from sana_core.batch.draw import Settings
 from sana_core.batch.scorer import load_scorer
 from sana_core.errors import InputError
 from sana_core.sampling.samplers import find_sampler
@@ -81,7 +82,7 @@ def test_in_rounds_half_of_the_drafts_go_and_no_step_is_drawn_twice(checkpoint, 
     with monkeypatch.context() as patch:
         patch.setattr(draw, "find_sampler", watched)
         whole = sana_core.generate(PROMPTS[:1], checkpoint, seed=5, count=6, **own)
-    models = draw.load_models(checkpoint, torch.device("cpu"), "float32", checkpoint)
+    models = draw.load_models(checkpoint, torch.device("cpu"), Settings(), checkpoint)
     scorer = load_scorer(clip)
 
     def scores(step, drafts):

@@ -1,11 +1,17 @@
 """From prompt to picture without a host, against diffusers' own pipeline."""
 
+from typing import get_type_hints
+
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from setup import ROOT
 from tiny import library_pipeline
 
 import sana_core
+from sana_core.batch.draw import Settings
+from sana_core.generate import DrawingOptions
+from sana_core.model.latents import noise_stream
 
 PROMPT = "a red circle on a blue background"
 SIZE = {"width": 128, "height": 128}
@@ -67,3 +73,134 @@ def test_another_number_of_threads_is_the_same_but_for_rounding(checkpoint):
         torch.set_num_threads(threads)
     # an eighth of a level of 255, of a range of 2
     torch.testing.assert_close(*pictures, rtol=0, atol=1e-3)
+
+
+@torch.no_grad()
+def pipeline_inputs(pipeline, rows):
+    """Embeddings and masks of two prompts that no text has, and the noise of `rows` images that no seed has."""
+    embeds, mask, negative, negative_mask = pipeline.encode_prompt(
+        ["a red circle", "a green square on a black background"], negative_prompt="dark", complex_human_instruction=[]
+    )
+    generator = torch.Generator().manual_seed(7)
+    embeds = 0.9 * embeds + 0.1 * torch.randn(embeds.shape, generator=generator)
+    inputs = {"prompt_embeds": embeds, "prompt_attention_mask": mask, "negative_prompt_embeds": negative}
+    latents = torch.randn(rows, 32, 4, 3, generator=generator)
+    return {**inputs, "negative_prompt_attention_mask": negative_mask, "latents": latents}
+
+
+@pytest.mark.parametrize("folder", [None, ROOT / "demo" / "sana-scenes"], ids=["tiny", "scenes"])
+@pytest.mark.parametrize("split", [False, True])
+def test_embeds_latents_and_callback_are_the_pipeline_s(checkpoint, folder, split):
+    folder = folder or checkpoint
+    pipeline = library_pipeline(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    inputs, theirs, ours, size = pipeline_inputs(pipeline, 2), [], {0: [], 1: []}, {"width": 96, "height": 128}
+
+    def note(pipeline, step, timestep, tensors):
+        theirs.append(tensors["latents"])
+        return tensors
+
+    expected = pipeline(
+        **{name: tensor.clone() for name, tensor in inputs.items()},
+        negative_prompt=None,
+        num_inference_steps=6,
+        guidance_scale=4.5,
+        use_resolution_binning=False,
+        output_type="pt",
+        callback_on_step_end=note,
+        callback_on_step_end_tensor_inputs=["latents"],
+        **size,
+    ).images
+    kept = {name: tensor.clone() for name, tensor in inputs.items()}
+    devices = ["cpu", "cpu"] if split else ["cpu"]
+    images = sana_core.generate(
+        None, folder, devices=devices, split=split, steps=6, callback=lambda step: ours[step.images[0]].append(step),
+        **inputs, **size,
+    )  # fmt: skip
+    torch.testing.assert_close(images, (expected * 2 - 1).clamp(-1, 1), atol=2e-4, rtol=0)
+    for image, steps in ours.items():
+        assert [step.step for step in steps] == list(range(6)) and steps[-1].sigma == 0
+        assert [step.sigma for step in steps] == sorted((step.sigma for step in steps), reverse=True)
+        for step, latents in zip(steps, theirs, strict=True):
+            torch.testing.assert_close(step.latents[0], latents[image], atol=2e-4, rtol=1e-4)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in inputs.items())
+
+
+def test_the_seeds_own_noise_as_latents_and_embeds_of_the_text_are_the_same_image(checkpoint):
+    prompts, how = [PROMPT, "a green square"], {"steps": 3, **SIZE}
+    expected = sana_core.generate(prompts, checkpoint, seed=3, count=2, negative_prompt="dark", **how)
+    noise = torch.cat([next(noise_stream(torch.empty(2, 32, 4, 4), 3))] * 2)
+    assert torch.equal(
+        sana_core.generate(prompts, checkpoint, count=2, negative_prompt="dark", latents=noise, **how), expected
+    )
+    encoder = sana_core.load_text_encoder(checkpoint)
+    embeds, mask = (
+        torch.cat(each) for each in zip(*(sana_core.encode_prompts(encoder, [p]) for p in prompts), strict=True)
+    )
+    own = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+    got = sana_core.generate(None, checkpoint, seed=3, count=2, negative_prompt="dark", **own, **how)
+    assert torch.equal(got, expected)
+    dark = sana_core.encode_prompts(encoder, ["dark"], instruction=False)
+    own |= {
+        "negative_prompt_embeds": dark[0].expand(2, -1, -1),
+        "negative_prompt_attention_mask": dark[1].expand(2, -1),
+    }
+    assert torch.equal(sana_core.generate(None, checkpoint, seed=3, count=2, **own, **how), expected)
+
+
+def test_a_callback_ends_the_sampling_by_raising(checkpoint):
+    class Enough(Exception):
+        pass
+
+    def enough(step):
+        if step.step == 1:
+            raise Enough
+
+    with pytest.raises(Enough):
+        sana_core.generate([PROMPT], checkpoint, callback=enough, steps=5, **SIZE)
+
+
+EMBEDS, MASK = torch.zeros(1, 4, 64), torch.ones(1, 4)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"widht": 64}, "widht: no option of generate; the nearest is width"),
+        ({"prompt_embeds": EMBEDS, "prompt_attention_mask": MASK}, "prompt_embeds: got them beside prompts"),
+        ({"negative_prompt_embeds": EMBEDS}, "prompt_embeds: got none with the others"),
+        ({"latents": torch.zeros(1, 32, 4, 3)}, r"latents: got the shape \[1, 32, 4, 3\], expected \[1, 32, 4, 4\]"),
+        ({"callback": print, "cluster": "auto"}, "callback: got it with cluster"),
+        ({"latents": torch.zeros(1), "best": 1, "of": 2, "scorer": "."}, "latents: got it with best"),
+    ],
+)
+def test_inputs_that_do_not_go_together_are_one_short_error(checkpoint, options, message):
+    with pytest.raises(sana_core.InputError, match=message):
+        sana_core.generate([PROMPT], checkpoint, **{**SIZE, **options})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"prompt_attention_mask": None}, "prompt_attention_mask: got one of it and prompt_embeds"),
+        ({"prompt_attention_mask": MASK[:, :3]}, r"prompt_attention_mask: got the shape \[1, 3\], expected \[1, 4\]"),
+        ({"prompt_embeds": EMBEDS[..., :5]}, "prompt_embeds: got the shape"),
+        ({"prompt_embeds": EMBEDS[0]}, "prompt_embeds: got the shape"),
+        ({"negative_prompt_embeds": EMBEDS}, "negative_prompt_attention_mask: got one"),
+        (
+            {
+                "negative_prompt_embeds": torch.cat([EMBEDS, EMBEDS + 1]),
+                "negative_prompt_attention_mask": MASK.expand(2, -1),
+            },
+            "negative_prompt_embeds: got different rows",
+        ),
+    ],
+)
+def test_embeds_that_do_not_fit_are_one_short_error(checkpoint, options, message):
+    own = {"prompt_embeds": EMBEDS, "prompt_attention_mask": MASK, **options, **SIZE}
+    with pytest.raises(sana_core.InputError, match=message):
+        sana_core.generate(None, checkpoint, **own)
+
+
+def test_the_options_that_are_typed_are_the_fields_of_settings():
+    assert get_type_hints(DrawingOptions) == get_type_hints(Settings)

@@ -238,5 +238,7 @@ def test_the_compiled_forward_draws_the_same():
     # two blocks: a compilation takes seconds a block
     transformer = tiny_transformer(layers=2)
     x, sigma = torch.randn(1, 32, 4, 4), torch.tensor(0.7)
-    eager, compiled = (denoiser(transformer, COND, UNCOND, 4.5, compiled=choice) for choice in (False, True))
+    eager, compiled = (
+        denoiser(Steered(transformer, None, compiled=choice), COND, UNCOND, 4.5) for choice in (False, True)
+    )
     torch.testing.assert_close(compiled(x, sigma), eager(x, sigma), atol=1e-4, rtol=0)

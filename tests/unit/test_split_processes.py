@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from sana_core.batch.draw import Settings, load_models, resolve_settings, sample
+from sana_core.batch.draw import Conditioning, Settings, load_models, resolve_settings, sample
 from sana_core.batch.plan import Picture
 from sana_core.cluster.worker import Job, Worker
 
@@ -51,6 +51,6 @@ def test_processes_draw_what_one_draws(checkpoint, tmp_path, world, rows, height
     parts = draw(world, rows, checkpoint, tmp_path)
     assert [part.shape[2] for part in parts] == heights
     settings = resolve_settings(settings_of(rows), checkpoint)
-    models = load_models(checkpoint, torch.device("cpu"), "float32", None)
-    expected = sample(models, settings, (Picture(0, 0, 3),), [TEXT], NEGATIVE)
+    models = load_models(checkpoint, torch.device("cpu"), settings)
+    expected = sample(models, settings, (Picture(0, 0, 3),), Conditioning([TEXT], NEGATIVE))
     assert (torch.cat(parts, dim=2) - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -1,0 +1,71 @@
+"""Prompts that come encoded, by the names that diffusers' pipelines have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checkpoints import find_part, inspect_checkpoint
+from ..checkpoints.load import build_module
+from ..errors import InputError
+from ..model.forward import longest_prompt
+from ..model.known_models import MAX_TOKENS, SPRINT
+from .draw import Embedding, Settings, encode_negative, load_encoder
+from .local import local_devices
+
+
+class Embeds(NamedTuple):
+    """Embeddings [P, T, C] and masks [P, T] of P prompts, and of the negative one, whose rows are all the same."""
+
+    prompt_embeds: torch.Tensor | None
+    prompt_attention_mask: torch.Tensor | None = None
+    negative_prompt_embeds: torch.Tensor | None = None
+    negative_prompt_attention_mask: torch.Tensor | None = None
+
+    def check(self, checkpoint: str | Path) -> None:
+        """Raise InputError for shapes that the model of `checkpoint` does not take, and for a missing mask."""
+        config: Any = build_module(find_part(inspect_checkpoint(checkpoint), "transformer")).config
+        width = config.caption_channels
+        for name, mask_name in (self._fields[:2], self._fields[2:]):
+            embeds, mask = getattr(self, name), getattr(self, mask_name)
+            if (embeds is None) != (mask is None):
+                raise InputError(
+                    f"{mask_name}: got one of it and {name}, expected both, as encode_prompts returns them"
+                )
+            if embeds is None:
+                continue
+            if embeds.dim() != 3 or embeds.shape[2] != width or not 0 < embeds.shape[1] <= MAX_TOKENS:
+                got = list(embeds.shape)
+                raise InputError(f"{name}: got the shape {got}, expected [prompts, up to {MAX_TOKENS} tokens, {width}]")
+            if mask.shape != embeds.shape[:2]:
+                got, expected = list(mask.shape), list(embeds.shape[:2])
+                raise InputError(f"{mask_name}: got the shape {got}, expected {expected}")
+        negative = self.negative_prompt_embeds
+        if negative is not None and not all(torch.equal(row, negative[0]) for row in negative[1:]):
+            raise InputError("negative_prompt_embeds: got different rows, expected one negative prompt for all images")
+
+
+def encoded_prompts(
+    embeds: Embeds, settings: Settings, checkpoint: str | Path, devices: Sequence[str | torch.device] | None
+) -> tuple[Mapping[str, Embedding], Embedding]:
+    """Return the prompts of `embeds` by a name for each, and the negative one, all on the CPU.
+
+    Where a negative prompt is wanted and not given, that of `settings` is encoded on the first of `devices`. Raises
+    InputError as `Embeds.check` does, and what `load_encoder` does.
+    """
+    embeds.check(checkpoint)
+    assert embeds.prompt_embeds is not None and embeds.prompt_attention_mask is not None
+    texts = {}
+    for number, (row, mask) in enumerate(zip(embeds.prompt_embeds, embeds.prompt_attention_mask, strict=True)):
+        length = longest_prompt(mask[None])
+        texts[f"prompt_embeds[{number}]"] = row[None, :length].to("cpu", copy=True), mask[None, :length].cpu()
+    if embeds.negative_prompt_embeds is not None and embeds.negative_prompt_attention_mask is not None:
+        return texts, (embeds.negative_prompt_embeds[:1].cpu(), embeds.negative_prompt_attention_mask[:1].cpu())
+    if settings.sampler == SPRINT or settings.guidance == 1:
+        # no pass for it
+        return texts, texts["prompt_embeds[0]"]
+    encoder = load_encoder(checkpoint, local_devices(devices)[0], settings.dtype, settings.reference)
+    return texts, encode_negative(encoder, settings.negative_prompt)
