@@ -15,7 +15,6 @@ import torch
 from .decode.plan import Planner
 from .decode.run import TILES
 from .decode.stages import Stages
-from .errors import InputError
 from .model.known_models import (
     DECODERS,
     ENCODER_LAYERS,
@@ -31,6 +30,7 @@ from .model.known_models import (
     Decoder,
 )
 from .model.latents import CHANNELS, DOWNSCALE, picture_shape
+from .runtime.checks import check_name
 
 # names of weights to their shapes
 Shapes = Mapping[str, tuple[int, ...]]
@@ -150,12 +150,9 @@ def plan_memory(
     of 4 to 24 GiB whether that is possible. Raises InputError for an unknown variant, dtype or VAE, or sizes SANA has
     not.
     """
-    if variant not in VARIANTS:
-        raise InputError(f"variant: got {variant!r:.40}, expected one of {', '.join(VARIANTS)}")
-    if dtype not in DTYPES:
-        raise InputError(f"dtype: got {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
-    if vae not in DECODERS:
-        raise InputError(f"vae: got {vae!r:.40}, expected one of {', '.join(DECODERS)}")
+    check_name("variant", variant, VARIANTS)
+    check_name("dtype", dtype, DTYPES)
+    check_name("vae", vae, DECODERS)
     model, kind = VARIANTS[variant], DTYPES[dtype]
     decoder = DECODERS[vae]
     _, _, rows, columns = picture_shape(width, height, batch)

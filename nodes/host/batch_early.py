@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import comfy.model_management
 import torch
 
-from ...sana_core.batch.best import Rounds, looks_every
+from ...sana_core.batch.best import Rounds, last_look, looks_every
 from ...sana_core.batch.verifier import check_verifier
 from ...sana_core.errors import InputError
 from ...sana_core.runtime.checks import check_whole
@@ -45,9 +45,7 @@ def find_looks(batch: BatchInputs) -> list[tuple[int, int]]:
     elif len(texts_of(early.text, batch.prompts)) != batch.prompts:
         got = f"{len(texts_of(early.text, batch.prompts))} lines of text for {batch.prompts} prompts"
         raise InputError(f"prompt: got {got}; write there what the images shall show, one prompt a line")
-    verifier, steps = early.scorer.verifier, len(batch.sigmas) - 1
-    # an image after the last step is the whole
-    last = steps - 1 if verifier is None else verifier.last_look(steps)
+    last = last_look(early.scorer.verifier, len(batch.sigmas) - 1)
     check_whole("after", early.after, 1, max(1, last))
     return looks_every(early.after, last, batch.count, early.finish)
 

@@ -22,7 +22,7 @@ from ...sana_core.checkpoints.tokenizer import load_tokenizer
 from ...sana_core.errors import InputError
 from ...sana_core.model.reference import AUTO, NVIDIA
 from ...sana_core.model.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
-from ...sana_core.model.text_generation import most_likely, read_request, stop_tokens, write_tokens
+from ...sana_core.model.text_generation import Placement, most_likely, read_request, stop_tokens, write_tokens
 from .compat import pixeldit_tokenizer, remember_loader
 from .core_nodes import ENCODED, no_effect
 from .layers import keep_on_device
@@ -144,8 +144,8 @@ class SanaTextModel(torch.nn.Module):
                 line.update()
 
             ids = [pair[0] for pair in pairs[KEY][0]]
-            where = self.execution_device, self.gemma.embed_tokens.logits
-            return write_tokens(self.gemma, ids, max_length, self.stop_tokens, choose, report, *where)
+            placed = Placement(self.execution_device, self.gemma.embed_tokens.logits)
+            return write_tokens(self.gemma, ids, max_length, self.stop_tokens, choose, report, placed)
 
 
 def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor, Sequence[int]], int]:

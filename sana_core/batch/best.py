@@ -51,13 +51,9 @@ class Best(NamedTuple):
         """Return after how many of `steps` there is a look, and how many drafts of a prompt go on from there."""
         if self.after is None:
             return []
-        if self.verifier is not None:
-            last = self.verifier.last_look(steps)
-            check_whole("after", self.after, 1, last)
-            return looks_every(self.after, last, self.of, self.keep)
-        check_whole("after", self.after, 1, steps)
-        # a picture after the last step is the whole
-        return looks_every(self.after, steps - 1, self.of, FINISHED * self.keep)
+        last = last_look(self.verifier, steps)
+        check_whole("after", self.after, 1, steps if self.verifier is None else last)
+        return looks_every(self.after, last, self.of, self.keep * (FINISHED if self.verifier is None else 1))
 
     def describe(self) -> dict[str, Any]:
         """Return what a choice depends on besides the drafts, as the manifest has it."""
@@ -116,6 +112,11 @@ class Look(NamedTuple):
     picture: Picture
     score: float
     x0s: torch.Tensor
+
+
+def last_look(verifier: Verifier | None, steps: int) -> int:
+    """Return the last of so many steps after which drafts are scored; an image after the last step is the whole."""
+    return steps - 1 if verifier is None else verifier.last_look(steps)
 
 
 def looks_every(after: int, last: int, of: int, finish: int) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from ..model.step_cache import StepCache
 from ..model.text import TextEncoder, encode_prompts
 from ..model.weight_layout import join_projections
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.checks import check_number
+from ..runtime.checks import check_name, check_number
 from ..sampling.guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
 from ..sampling.masked import Under, draw_over
 from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_arguments, own_sigmas
@@ -115,8 +115,7 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
         lora = inspect_checkpoint(file)
         if note := reference_note(lora.name, lora.weights.metadata, info.reference):
             logger.warning(note)
-    if settings.dtype not in DTYPES:
-        raise InputError(f"dtype: got {settings.dtype!r:.40}, expected one of {', '.join(DTYPES)}")
+    check_name("dtype", settings.dtype, DTYPES)
     return settings
 
 

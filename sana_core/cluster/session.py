@@ -55,8 +55,7 @@ class Session:
         weights of the transformer that are not those of the file. `poll`, called twice a second whatever Ray does,
         cancels by raising; the one that `work` gets must be called as often.
 
-        Raises what `work` does, InputError without ray or its client, ClusterError where nobody answers, or no longer
-        does.
+        Raises what `work` does, InputError without ray or its client, ClusterError where nobody answers.
         """
         ray = import_ray()
         self.take(poll)

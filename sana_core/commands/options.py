@@ -16,8 +16,8 @@ from ..runtime.accelerator import has_bf16
 
 
 def add_drawing(parser: argparse.ArgumentParser) -> None:
-    """Add the options whose values `settings_of` reads, and checkpoint, out, seed, count, chunk, devices, and
-    those of `cluster_of`."""
+    """Add checkpoint, out, seed, count, the choice of drafts, chunk and devices, and the options whose values
+    `settings_of` and `cluster_of` read."""
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, help="a folder or file; on a cluster, of each machine")
     add("--out", type=Path, default=Path("output"), help="folder for the PNG files")
@@ -27,6 +27,15 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     add("--of", type=int, metavar="N", help="drafts of each prompt; draft i uses seed + i")
     add("--after", type=int, metavar="STEPS", help="score drafts every so many steps; half of them go each time")
     add("--scorer", type=Path, help="folder of a CLIP, such as PickScore_v1, that says how well an image fits a prompt")
+    add_settings(parser)
+    add("--chunk", type=int, help="images that a device makes at once; default: what suits it")
+    add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all GPUs, or the CPU")
+    add_cluster(parser)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the options whose values `settings_of` reads."""
+    add = parser.add_argument
     add("--width", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
     add("--height", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
     add("--steps", type=int, help="default: the model's own, 20, or 2 for SANA-Sprint")
@@ -66,9 +75,6 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
         help="inexact but faster: where the first block's output changes by less than SHARE from one step to the next, "
         "like 0.1, the other blocks are left out",
     )
-    add("--chunk", type=int, help="images that a device makes at once; default: what suits it")
-    add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all GPUs, or the CPU")
-    add_cluster(parser)
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:

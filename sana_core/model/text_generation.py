@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -52,6 +52,16 @@ def most_likely(logits: torch.Tensor, written: Sequence[int]) -> int:
     return int(logits.argmax())
 
 
+class Placement(NamedTuple):
+    """Of a model whose weights are not all where it computes: that device, and what makes logits of the last state."""
+
+    device: torch.device | None = None
+    head: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+WHERE_WEIGHTS_ARE = Placement()
+
+
 @torch.no_grad()
 def write_tokens(
     model: Gemma2Model,
@@ -60,15 +70,13 @@ def write_tokens(
     stop: Collection[int],
     choose: Callable[[torch.Tensor, Sequence[int]], int] = most_likely,
     report: Poll = no_poll,
-    device: torch.device | None = None,
-    head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    placed: Placement = WHERE_WEIGHTS_ARE,
 ) -> list[int]:
     """Return at most `length` token ids that `model` writes behind `ids`, without the one of `stop` that ends them.
 
     `choose` picks each from its logits [V], float32 on the CPU, and the ids written so far. `report` is called for
-    each and cancels by raising. A model whose weights are not all where it computes has that `device`, and a `head`
-    that makes logits of its last state. Raises InputError for more `ids` than the model has positions; it ends with
-    these. Raises VersionError for transformers before 4.56.
+    each and cancels by raising. Raises InputError for more `ids` than the model has positions; it ends with these.
+    Raises VersionError for transformers before 4.56.
     """
     from transformers import DynamicCache, __version__
 
@@ -84,10 +92,10 @@ def write_tokens(
             f"transformers: got {__version__}, expected 4.56 or newer for Generate Text; update it"
         ) from None
     written: list[int] = []
-    tokens = torch.tensor([list(ids)], device=device or weight.device)
+    tokens = torch.tensor([list(ids)], device=placed.device or weight.device)
     for _ in range(min(length, room)):
         states = model(tokens, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        logits = head(states) if head else torch.nn.functional.linear(states, weight)
+        logits = placed.head(states) if placed.head else torch.nn.functional.linear(states, weight)
         cap = model.config.final_logit_softcapping
         logits = torch.tanh(logits / cap) * cap
         token = choose(logits[0].float().cpu(), written)

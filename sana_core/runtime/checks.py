@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ..errors import InputError
@@ -17,6 +19,13 @@ def check_whole(field: str, value: float, low: int, high: int) -> None:
     """Raise InputError unless `value` is a whole number from `low` to `high`; 20.0 is one."""
     if not (low <= value <= high and value == int(value)):
         raise InputError(f"{field}: got {value!r:.40}, expected a whole number from {low} to {high}")
+
+
+def check_name(field: str, value: object, known: Iterable[str]) -> None:
+    """Raise InputError unless `value` is one of the names `known`."""
+    names = list(known)
+    if value not in names:
+        raise InputError(f"{field}: got {value!r:.40}, expected one of {', '.join(names)}")
 
 
 def check_finite(field: str, values: torch.Tensor) -> None:

@@ -99,43 +99,39 @@ def denoiser(
     perturbed: PerturbedAttention | None = None,
     interval: tuple[float, float] = (1.0, 0.0),
 ) -> Denoiser:
-    """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one for each picture.
+    """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one for each image.
 
-    It computes what the reference of `transformer` computes; NVIDIA's wants the embeddings of `uncond` whole, behind
-    its own tokens too. `whole_timesteps` are those of the sampler. Several devices compute it together if `transformer`
-    is Shared.
+    It computes what the reference of `transformer` does; NVIDIA's wants the embeddings of `uncond` whole, with padding.
+    `whole_timesteps` are those of the sampler. With Shared, several devices compute it together.
 
-    Classifier-free guidance counts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
-    1, outside the interval and in a distilled model, which gets it as an embedding, there is no uncond pass. All passes
-    of a step are one batch.
+    Classifier-free guidance acts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance 1,
+    outside the interval and in a distilled model, which embeds it, there is no uncond pass. A step is one batch.
     """
     if not isinstance(transformer, Shared):
         steered = transformer if isinstance(transformer, Steered) else Steered(transformer, None)
         transformer = Shared(compute_whole, [steered])
     run, members = transformer.run, transformer.members
-    # diffusers finds the dtype by looking through all modules
-    first = members[0].transformer
-    config, dtype = first.config, first.dtype
+    # once: diffusers finds the dtype by looking through all modules
+    config, dtype = members[0].transformer.config, members[0].transformer.dtype
     forward = torch.compile(velocity, mode=compile_mode()) if members[0].compiled else velocity
     steps = Steps(members, cond, uncond, perturbed)
 
     def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        high, low = interval
-        inside = interval == (1.0, 0.0) or low <= float(sigma) <= high
+        inside = interval == (1.0, 0.0) or interval[1] <= float(sigma) <= interval[0]
         guided = guidance != 1 and not config.guidance_embeds and inside
         count = 1 + guided + (perturbed is not None)
 
         def work(shard: Shard) -> torch.Tensor:
             steered, batch = members[shard.member], shard.x
             fixed, perturbation, steering = steps.prepare(guided, shard, len(x))
-            timestep = model_timestep(steered.transformer, sigma * 1000, whole_timesteps)
-            timestep = on_device(timestep, batch).expand(len(batch))
+            timestep = on_device(model_timestep(steered.transformer, sigma * 1000, whole_timesteps), batch)
             embedded = None
             if config.guidance_embeds:
                 # multiplied in float32, as in diffusers and in ComfyUI: the same bits
                 embedded = torch.full((len(batch),), guidance, device=batch.device) * config.guidance_embeds_scale
             residuals = steer(steered.control, shard, sigma, whole_timesteps, steering)
-            return forward(steered.transformer, batch, timestep, fixed, embedded, perturbation, residuals, shard.share)
+            times = timestep.expand(len(batch))
+            return forward(steered.transformer, batch, times, fixed, embedded, perturbation, residuals, shard.share)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
         if members[0].watch is not None:

@@ -16,6 +16,7 @@ import torch
 from ..errors import InputError
 from ..model.known_models import DEFAULTS, SPRINT
 from ..model.reference import Reference
+from ..runtime.checks import check_name
 from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas
 
 Denoiser = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -221,6 +222,5 @@ def check_sampler(config: Any, name: str) -> None:
 
 def find_sampler(name: str) -> FlowSampler:
     """Return the sampler of that name. Raises InputError for a name that is not in SAMPLERS."""
-    if name not in SAMPLERS:
-        raise InputError(f"sampler: got {name!r:.40}, expected one of {', '.join(SAMPLERS)}")
+    check_name("sampler", name, SAMPLERS)
     return SAMPLERS[name]

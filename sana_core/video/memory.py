@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import InputError
 from ..memory import CARDS, CONTEXT, DTYPES, text_bytes
 from ..model.known_models import (
     MAX_TOKENS,
@@ -18,6 +17,7 @@ from ..model.known_models import (
     VIDEO_WIDTH,
     VIDEOS,
 )
+from ..runtime.checks import check_name
 from .latents import video_shape
 
 VIDEO_VARIANTS = {model.name: channels for channels, model in VIDEOS.items()}
@@ -39,10 +39,8 @@ def plan_video(
     It is as `plan_memory` returns it; "smallest" is with one of the two prompts at a time, as ComfyUI computes them
     where memory is short. Raises InputError for an unknown variant or dtype, and for sizes that videos have not.
     """
-    if variant not in VIDEO_VARIANTS:
-        raise InputError(f"variant: got {variant!r:.40}, expected one of {', '.join(VIDEO_VARIANTS)}")
-    if dtype not in DTYPES:
-        raise InputError(f"dtype: got {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
+    check_name("variant", variant, VIDEO_VARIANTS)
+    check_name("dtype", dtype, DTYPES)
     channels, item = VIDEO_VARIANTS[variant], DTYPES[dtype].itemsize
     model = VIDEOS[channels]
     _, length, rows, columns = video_shape(width, height, frames, channels)
