@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import InputError
 from ..model.latents import CHANNELS, picture_shape
@@ -55,7 +56,7 @@ class Best(NamedTuple):
         check_whole("after", self.after, 1, steps if self.verifier is None else last)
         return looks_every(self.after, last, self.of, self.keep * (FINISHED if self.verifier is None else 1))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """Return what a choice depends on besides the drafts, as the manifest has it."""
         names = ["model.safetensors", "config.json", *([] if self.verifier else ["tokenizer.json"])]
         files = {self.scorer / name for name in names}
@@ -73,7 +74,7 @@ class Pick(NamedTuple):
     score: float
     rank: int
 
-    def describe(self, named: bool = False) -> dict[str, Any]:
+    def describe(self, named: bool = False) -> Json:
         """Return score and rank, `named` with the number of the prompt and the seed."""
         names = {"prompt": self.picture.prompt, "seed": self.picture.seed} if named else {}
         return {**names, "score": round(self.score, 4), "rank": self.rank}

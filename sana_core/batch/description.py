@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import Progress, fingerprint
 from .draw import Settings
 
@@ -14,7 +14,7 @@ VERSION = 2
 
 def describe_settings(
     settings: Settings, checkpoint: str | Path, progress: Progress = lambda done, total: None
-) -> dict[str, Any]:
+) -> Json:
     """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn,
     and `verifier` which are.
 

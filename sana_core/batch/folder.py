@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
+from ..checkpoints.files import Json
 from ..errors import ExistingFileError, InputError
 from ..runtime.atomic_files import digest_of, sync_folder, write_whole
 from ..runtime.folder_lock import Hold
@@ -32,9 +32,9 @@ MANIFEST_PAUSE = 20
 class OutputFolder:
     """A folder of pictures with its manifest, which this run holds. `settings` come from `describe_settings`."""
 
-    def __init__(self, held: Hold, prompts: Sequence[str], settings: dict[str, Any]) -> None:
+    def __init__(self, held: Hold, prompts: Sequence[str], settings: Json) -> None:
         self.held, self.path, self.prompts, self.settings = held, held.folder, prompts, settings
-        self.entries: dict[str, dict[str, Any]] = {}
+        self.entries: dict[str, Json] = {}
         self.claims: list[list[int]] = []  # of each run: prompts, first seed, pictures of each prompt
         self.manifest = stamp(self.path / MANIFEST)
         self.rewrite = 0.0
@@ -75,9 +75,7 @@ class OutputFolder:
         self.write_manifest()
         return frozenset(done)
 
-    def another(
-        self, file: Path, entry: dict[str, Any], settings: dict[str, Any], prompt: str | None = None
-    ) -> InputError:
+    def another(self, file: Path, entry: Json, settings: Json, prompt: str | None = None) -> InputError:
         """Return the error for a picture that differs from what would be drawn, with the first such thing."""
         changed = [name for name, value in self.settings.items() if settings.get(name) != value]
         what = f"{changed[0]} {settings.get(changed[0])!r:.40}" if changed else "unknown"
@@ -94,7 +92,7 @@ class OutputFolder:
             for prompts, seed, count in self.claims
         )
 
-    def entry(self, picture: Picture) -> dict[str, Any]:
+    def entry(self, picture: Picture) -> Json:
         return describe_picture(self.prompts[picture.prompt], picture.seed, self.settings)
 
     def save(self, picture: Picture, png: bytes) -> Path:
@@ -103,7 +101,7 @@ class OutputFolder:
         digest = write_picture(self.path / file_name(picture), png, self.held.run)
         return self.note(picture, digest, chosen(read_entry(png) or {}))
 
-    def note(self, picture: Picture, digest: str, more: Mapping[str, Any] = MappingProxyType({})) -> Path:
+    def note(self, picture: Picture, digest: str, more: Mapping[str, object] = MappingProxyType({})) -> Path:
         """Take a picture into the list that is in the folder with that digest, and return its path. Raises OSError."""
         path = self.path / file_name(picture)
         self.entries[path.name] = {**self.entry(picture), **more, "sha256": digest}
@@ -129,12 +127,12 @@ class OutputFolder:
         self.rewrite = now + max(MANIFEST_INTERVAL, MANIFEST_PAUSE * (now - started))
 
 
-def chosen(entry: Mapping[str, Any]) -> dict[str, Any]:
+def chosen(entry: Json) -> Json:
     """Return score and rank of a picture that was chosen among drafts, nothing of another."""
     return {name: entry[name] for name in CHOSEN if name in entry}
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Json:
     """Return settings, claims and pictures of the manifest, empty where there is none.
 
     Raises InputError for a file of another program.

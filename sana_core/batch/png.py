@@ -8,10 +8,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
+from ..checkpoints.files import Json
 from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.image_files import LEVEL, levels
 from .graph import ENTRY as GRAPH
@@ -28,7 +28,7 @@ def file_name(picture: Picture) -> str:
     return f"{picture.prompt:05d}_{picture.seed}.png"
 
 
-def describe_picture(prompt: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+def describe_picture(prompt: str, seed: int, settings: Json) -> Json:
     """Return what a picture is: prompt, seed, and the digest of all that it depends on, as its key."""
     text = json.dumps([prompt, seed, settings], sort_keys=True)
     return {"prompt": prompt, "seed": seed, "key": hashlib.sha256(text.encode()).hexdigest()}
@@ -38,9 +38,9 @@ def encode_png(
     pixels: torch.Tensor,
     prompt: str,
     seed: int,
-    settings: dict[str, Any],
+    settings: Json,
     checkpoint: str | None = None,
-    more: Mapping[str, Any] = MappingProxyType({}),
+    more: Mapping[str, object] = MappingProxyType({}),
 ) -> bytes:
     """Return the picture [3, H, W] in [-1, 1] as a PNG that says what it is, and `more` besides.
 
@@ -57,7 +57,7 @@ def encode_png(
     return stream.getvalue()
 
 
-def read_texts(data: bytes) -> dict[str, Any] | None:
+def read_texts(data: bytes) -> Json | None:
     """Return the text entries of a PNG, None for a file that is damaged or no PNG."""
     from PIL import PngImagePlugin
 
@@ -70,7 +70,7 @@ def read_texts(data: bytes) -> dict[str, Any] | None:
         return None
 
 
-def read_entry(data: bytes) -> dict[str, Any] | None:
+def read_entry(data: bytes) -> Json | None:
     """Return what a PNG says of itself, None for a file that is damaged, no PNG, or not of a batch."""
     try:
         entry = json.loads((read_texts(data) or {})[ENTRY])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..checkpoints.files import REDOWNLOAD, brief, read_json
+from ..checkpoints.files import REDOWNLOAD, Json, brief, read_json
 from ..checkpoints.headers import read_file
 from ..errors import CheckpointError, InputError
 from ..model.forward import longest_prompt
@@ -80,7 +80,7 @@ def load_verifier(folder: str | Path, device: str | torch.device = "cpu") -> Ver
     Raises CheckpointError for what is none or broken, MissingFileError or ReadError for a file that cannot be read.
     """
     folder = Path(folder)
-    config: dict[str, Any] = read_json(folder / "config.json")
+    config: Json = read_json(folder / "config.json")
     for name, largest in zip(Shape._fields, LARGEST, strict=True):
         if type(config.get(name)) is not int or not (name != "block") <= config[name] <= largest:
             got = f"{brief(config.get(name))} in {folder.name}/config.json"

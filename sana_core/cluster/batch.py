@@ -16,6 +16,7 @@ from ..batch.plan import Chunk, Picture, Workload
 from ..batch.progress import Say, WorkerReport, no_words
 from ..batch.queue import Queue
 from ..batch.windows import check_prompts
+from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import fingerprint
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.folder_lock import Hold
@@ -45,7 +46,7 @@ def draw_on_cluster(
     checkpoint: str | Path,
     settings: Settings,
     cluster: ClusterSettings,
-    described: dict[str, Any] | None = None,
+    described: Json | None = None,
     report: WorkerReport | None = None,
     shared: Hold | None = None,
     say: Say = no_words,

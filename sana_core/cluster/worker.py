@@ -32,6 +32,7 @@ from ..batch.draw import (
 )
 from ..batch.plan import Chunk, Picture
 from ..batch.png import encode_png, file_name, write_picture
+from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
 from ..model.forward import Constants, Perturbation, prepare, velocity
@@ -59,23 +60,23 @@ class Job(NamedTuple):
     """
 
     settings: Settings
-    weights: Mapping[str, Mapping[str, Any]]
+    weights: Mapping[str, Json]
     transformer: str
     autoencoder: str | None = None
     encoder: str | None = None
     negative: Embedding | None = None
     resolution: int | None = None
-    described: Mapping[str, Any] | None = None
+    described: Json | None = None
     shared: tuple[str, str] | None = None
     latents: bool = False
     under: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
-    def pack(self) -> dict[str, Any]:
+    def pack(self) -> Json:
         """Return the job in plain words, for `unpack`."""
         return {**self._asdict(), "settings": self.settings._asdict()}
 
 
-def unpack(words: Mapping[str, Any]) -> Job:
+def unpack(words: Json) -> Job:
     """Return the job of which `words` are the `pack`."""
     return Job(**{**words, "settings": Settings(**words["settings"])})
 
@@ -83,7 +84,7 @@ def unpack(words: Mapping[str, Any]) -> Job:
 class Worker:
     """One GPU, or the CPU of a machine without one, with a checkpoint on it."""
 
-    def __init__(self, words: Mapping[str, Any]) -> None:
+    def __init__(self, words: Json) -> None:
         self.job = unpack(words)
         self.store: dist.Store | None = None
         # with whom rows are exchanged: where they found each other, which is another place each time
@@ -113,7 +114,7 @@ class Worker:
         if job.encoder is not None:
             self.encoder = load_encoder(job.encoder, device, settings.dtype, settings.reference)
 
-    def begin(self, words: Mapping[str, Any]) -> int:
+    def begin(self, words: Json) -> int:
         """Draw for the job of those `words` from now on, which wants what is loaded, in that precision.
 
         Return how many pictures at once the GPU has memory for. Raises MissingFileError for a shared folder that is not

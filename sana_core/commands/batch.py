@@ -11,7 +11,6 @@ import time
 from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from ..batch.best import Best, draw_best, find_best, place_scorer, without_finished
 from ..batch.description import describe_settings
@@ -21,6 +20,7 @@ from ..batch.local import draw_local
 from ..batch.plan import Picture, Workload, batch_pictures
 from ..batch.png import encode_png
 from ..batch.progress import Progress, WorkerReport
+from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import KEPT
 from ..errors import InputError, OutputError, SanaError
 from ..generate import find_drawing
@@ -127,7 +127,7 @@ def draw(
     arguments: argparse.Namespace,
     workload: Workload,
     settings: Settings,
-    described: dict[str, Any],
+    described: Json,
     report: WorkerReport,
     held: Hold,
     best: Best | None,
@@ -165,7 +165,7 @@ def draw_picks(
     arguments: argparse.Namespace,
     workload: Workload,
     settings: Settings,
-    described: dict[str, Any],
+    described: Json,
     report: WorkerReport,
     best: Best,
 ) -> Generator[tuple[Picture, bytes], None, None]:

@@ -104,8 +104,8 @@ def denoiser(
     It computes what the reference of `transformer` does; NVIDIA's wants the embeddings of `uncond` whole, with padding.
     `whole_timesteps` are those of the sampler. With Shared, several devices compute it together.
 
-    Classifier-free guidance acts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance 1,
-    outside the interval and in a distilled model, which embeds it, there is no uncond pass. A step is one batch.
+    Classifier-free guidance acts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
+    1, outside it and in a distilled model, which embeds it, there is no uncond pass. All passes are one batch.
     """
     if not isinstance(transformer, Shared):
         steered = transformer if isinstance(transformer, Steered) else Steered(transformer, None)

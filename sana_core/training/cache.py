@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..checkpoints.files import brief
+from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import stamp
 from ..errors import ExistingFileError, InputError, OutputError, ReadError
 from ..model.latents import CHANNELS, DOWNSCALE
@@ -318,7 +318,7 @@ class Digests:
         self.kept = self.read()
         self.changed = False
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Json:
         """Return what the folder has. Raises ExistingFileError for a file that no run has written."""
         try:
             kept = json.loads(self.file.read_bytes())

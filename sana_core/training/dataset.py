@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..checkpoints.files import brief
+from ..checkpoints.files import Json, brief
 from ..errors import InputError, MissingFileError, SanaError
 from ..model.text import check_characters
 from ..runtime.cancellation import Poll, no_poll
@@ -258,7 +258,7 @@ def read_prompts(data: bytes, name: str) -> Captions:
     return pick_captions(parse(data, name), name)
 
 
-def parse(data: bytes, name: str) -> dict[str, Any]:
+def parse(data: bytes, name: str) -> Json:
     """Return the JSON object in `data`. Raises InputError."""
     try:
         document = json.loads(read_text(data, name))
@@ -271,7 +271,7 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
     return document
 
 
-def pick_captions(document: Mapping[str, Any], name: str) -> Captions:
+def pick_captions(document: Json, name: str) -> Captions:
     """Return the captions in a JSON object, with the share of each: one, or all of "captions", by their "weights" if
     those stand beside it.
 

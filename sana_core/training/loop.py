@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ..checkpoints.files import Json
 from ..runtime.cancellation import Poll
 from .ranks import Ranks
 from .run_log import Line, append_log
@@ -63,7 +64,7 @@ class RunDir(NamedTuple):
 
     out: Path
     parts: Path
-    config: dict[str, Any]
+    config: Json
 
 
 class Callbacks(NamedTuple):

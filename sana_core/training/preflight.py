@@ -11,7 +11,7 @@ from platform import node
 from typing import Any
 
 from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.files import brief
+from ..checkpoints.files import Json, brief
 from ..checkpoints.load import build_module, shift_of
 from ..errors import InputError
 from .adapters import add_adapter, begin_at, check_layers, needs_start
@@ -101,7 +101,7 @@ def check_shares(settings: Settings, count: int) -> None:
         )
 
 
-def check_same(ranks: Ranks, facts: dict[str, Any], what: str) -> None:
+def check_same(ranks: Ranks, facts: Json, what: str) -> None:
     """Raise InputError, on all ranks, that names the first of `facts` that another rank has otherwise than the first.
 
     `what` are the facts of, for the error.
@@ -117,9 +117,9 @@ def check_same(ranks: Ranks, facts: dict[str, Any], what: str) -> None:
                 )
 
 
-def all_values(settings: Any, before: str = "") -> dict[str, Any]:
+def all_values(settings: Any, before: str = "") -> Json:
     """Return the values of `settings` by their names, without places."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for each in fields(settings):
         value, name = getattr(settings, each.name), before + each.name
         if each.name in PLACES:
@@ -134,13 +134,13 @@ def all_values(settings: Any, before: str = "") -> dict[str, Any]:
     return found
 
 
-def code_versions() -> dict[str, Any]:
+def code_versions() -> Json:
     """Return the digest of this package's code, and the versions that a step's numbers depend on."""
     package = Path(__file__).parents[1]
     digest = sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package).as_posix()} ".encode() + file.read_bytes())
-    found: dict[str, Any] = {"sana_core": digest.hexdigest()[:16], "Python": "{}.{}".format(*sys.version_info)}
+    found: Json = {"sana_core": digest.hexdigest()[:16], "Python": "{}.{}".format(*sys.version_info)}
     for name in LIBRARIES:
         try:
             found[name] = version(name)

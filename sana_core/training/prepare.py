@@ -14,12 +14,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..batch.draw import load_encoder
 from ..checkpoints import load_autoencoder
+from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json, fingerprint
 from ..decode import encode_images
 from ..model.text import TextEncoder, encode_prompts
@@ -60,7 +61,7 @@ def prepare(
     samples: Sequence[list[Sample]],
     device: torch.device,
     ranks: Ranks,
-    marks: dict[str, Any],
+    marks: Json,
     progress: Progress,
     poll: Poll,
 ) -> tuple[list[Data], Inputs | None]:
@@ -100,10 +101,10 @@ def no_progress(what: str, done: int, total: int) -> None:
     """No-op default."""
 
 
-def digest_models(settings: Settings, progress: Progress) -> dict[str, Any]:
+def digest_models(settings: Settings, progress: Progress) -> Json:
     """Return what `fingerprint` does of the model, with the parts that have files of their own from there."""
 
-    def marks_of(path: str) -> dict[str, Any]:
+    def marks_of(path: str) -> Json:
         kept = cache_store(settings).folder / MODELS
         report = partial(progress, "digest of the model")
         return fingerprint(path, report, kept, settings.reference)
@@ -200,7 +201,7 @@ def encoders(settings: Settings, device: torch.device) -> Iterator[Sources]:
     Both are loaded when they are first asked for, and not at all where the cache has everything. What a run streams
     through them stays possible behind the context, and both stay in memory.
     """
-    loaded: dict[str, Any] = {}
+    loaded: Json = {}
 
     def make_room() -> None:
         if not settings.stream:
@@ -240,7 +241,7 @@ def clear(store: Store) -> None:
             remove(store.parts)
 
 
-def model_ids(settings: Settings, marks: dict[str, Any]) -> ModelIds:
+def model_ids(settings: Settings, marks: Json) -> ModelIds:
     """Return what the cache's entries depend on besides the data."""
     text, image = ([marks[name] for name in names] for names in (TEXT_MARKS, IMAGE_MARKS))
     return ModelIds(digest_json(image), digest_json([*text, settings.dtype]))

@@ -18,11 +18,11 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..checkpoints.files import brief
+from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
@@ -42,8 +42,8 @@ class SavedState(NamedTuple):
 
     progress: TrainProgress
     tensors: dict[str, torch.Tensor]
-    values: dict[str, Any]  # of the optimizer, as JSON
-    config: dict[str, Any]  # what may not change when it goes on
+    values: Json  # of the optimizer, as JSON
+    config: Json  # what may not change when it goes on
     data: list[str]  # a digest of each phase's samples
     best: Best | None
     validated: int | None  # the step of the last validation
@@ -87,7 +87,7 @@ def stranger(path: Path) -> ExistingFileError:
     )
 
 
-def read_run(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def read_run(out: Path) -> tuple[Json | None, list[str]]:
     """Return the config of the run in `out`, None where there is none, and the digests of the LoRAs it has put there.
 
     Raises ExistingFileError for a run.json that no run has written, and CheckpointError for a broken state.
@@ -104,7 +104,7 @@ def read_run(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
         raise stranger(out / RUN) from None
 
 
-def begin_run(out: Path, parts: Path, config: Mapping[str, Any]) -> None:
+def begin_run(out: Path, parts: Path, config: Json) -> None:
     """Make `out` the folder of a run with this config, or see that it is. Raises InputError where it is another's."""
     found, published = read_run(out)
     if found is not None:
@@ -112,13 +112,13 @@ def begin_run(out: Path, parts: Path, config: Mapping[str, Any]) -> None:
     write_run(out, parts, config, published)
 
 
-def write_run(out: Path, parts: Path, config: Mapping[str, Any], published: Iterable[str]) -> None:
+def write_run(out: Path, parts: Path, config: Json, published: Iterable[str]) -> None:
     document = {"facts": dict(config), "published": sorted({*published})}
     with writing(out / RUN):
         write_whole(out / RUN, json.dumps(document, indent=1).encode(), parts, replace=True)
 
 
-def check_folder(out: Path, names: Iterable[str], phases: int, own: Mapping[str, Any]) -> None:
+def check_folder(out: Path, names: Iterable[str], phases: int, own: Json) -> None:
     """Raise ExistingFileError for what lies in `out` where a run writes, and this one has not written.
 
     `names` are those of the files that it will end with. Raises InputError for fewer than the `phases` that the run
@@ -176,7 +176,7 @@ def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
     return file
 
 
-def adapters_in(document: Mapping[str, Any]) -> dict[str, str]:
+def adapters_in(document: Json) -> dict[str, str]:
     """Return the digest of each LoRA of a state by its name: one, or none where weights themselves are trained."""
     names = [name for name in document["files"] if name.endswith(".safetensors") and "/" not in name]
     return {name: document["files"][name] for name in names if name != TENSORS}
@@ -188,7 +188,7 @@ def save_whole(tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str
     return {}
 
 
-def put_state(part: Path, folder: Path, document: Mapping[str, Any], digests: Mapping[str, str]) -> None:
+def put_state(part: Path, folder: Path, document: Json, digests: Mapping[str, str]) -> None:
     """Make the folder `part`, with its `document` and the digests of its files, the state's `folder`; some `digests`
     are known. Raises ExistingFileError for what others have put there, and OSError."""
     names = {path: path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()}
@@ -220,7 +220,7 @@ def write_state(
     it has taken, are called on each. Both raise OutputError.
     """
     folder, part = step_folder(out, state.progress.step), parts / f".state-{state.progress.step}.part"
-    document: dict[str, Any] = {"place": state.progress._asdict(), "facts": state.config, "shares": state.shards}
+    document: Json = {"place": state.progress._asdict(), "facts": state.config, "shares": state.shards}
     document |= {name: getattr(state, name) for name in ("values", "data", "best", "validated")}
     digests: dict[str, str] = {}
 
@@ -290,7 +290,7 @@ def check_file(folder: Path, name: str, digest: str) -> None:
         raise broken(folder, f"{name} is damaged, its digest is another")
 
 
-def read_document(folder: Path) -> dict[str, Any]:
+def read_document(folder: Path) -> Json:
     """Return what a state says besides its tensors. Raises CheckpointError for one that is broken."""
     try:
         document = json.loads((folder / STATE).read_bytes())
@@ -302,7 +302,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     return document
 
 
-def progress_of(document: Mapping[str, Any]) -> TrainProgress:
+def progress_of(document: Json) -> TrainProgress:
     return TrainProgress(**document["place"])
 
 
@@ -337,7 +337,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
             )
 
 
-def check_config(own: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None:
+def check_config(own: Json, found: Json, out: Path) -> None:
     """Raise InputError for the first value of a run's config that is not what its states were made with."""
     for name in sorted(own.keys() | found.keys()):
         if own.get(name) != found.get(name):

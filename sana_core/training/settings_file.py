@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ..checkpoints.files import Json
 from ..errors import InputError, MissingFileError, ReadError
 from .settings import Settings, check_settings
 
@@ -52,7 +53,7 @@ def read_settings(file: Path) -> Settings:
         raise type(error)(f"{file.name}: {error}") from None
 
 
-def parse_toml(data: bytes, name: str) -> dict[str, Any]:
+def parse_toml(data: bytes, name: str) -> Json:
     """Return the tables of `data`. Raises InputError, with the file's `name`, for what is no TOML."""
     if sys.version_info >= (3, 11):
         import tomllib

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoints.files import brief
+from ..checkpoints.files import Json, brief
 from ..errors import CheckpointError, InputError, OutputError
 from ..runtime.atomic_files import digest_file, sync
 from .optimizers import restore_average
@@ -41,7 +41,7 @@ OWN = "@"
 ROWS = "_row"
 
 
-def tensors_of(state: TrainState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def tensors_of(state: TrainState) -> tuple[dict[str, torch.Tensor], Json]:
     """Return all that a state needs of `state`: tensors by name, and values for JSON."""
     own, values = optimizer_state(state.optimizer)
     tensors = {f"parameter.{name}": parameter.detach() for name, parameter in state.parameters.items()}
@@ -50,7 +50,7 @@ def tensors_of(state: TrainState) -> tuple[dict[str, torch.Tensor], dict[str, An
     return tensors, values
 
 
-def restore(state: TrainState, tensors: dict[str, torch.Tensor], values: dict[str, Any], name: str) -> None:
+def restore(state: TrainState, tensors: dict[str, torch.Tensor], values: Json, name: str) -> None:
     """Give `state` what `tensors_of` returned; `name` is the state's. Raises CheckpointError for another model's."""
 
     def group(prefix: str) -> dict[str, torch.Tensor]:
@@ -67,14 +67,14 @@ def restore(state: TrainState, tensors: dict[str, torch.Tensor], values: dict[st
         restore_average(state.average, group("average."))
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], Json]:
     """Return all that steps have changed in an optimizer of `make_optimizer` but its rate: tensors by name, and values
     that JSON holds. The tensors are its own where they are contiguous: write or copy them before the next step."""
     (group,) = optimizer.param_groups
     tensors: dict[str, torch.Tensor] = {}
-    parameters: list[dict[str, Any]] = []
+    parameters: list[Json] = []
     for index, parameter in enumerate(group["params"]):
-        entry: dict[str, Any] = {"shape": list(parameter.shape), "values": {}, "subclasses": {}}
+        entry: Json = {"shape": list(parameter.shape), "values": {}, "subclasses": {}}
         for name, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, torch.Tensor):
                 entry["values"][name] = value
@@ -96,9 +96,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
     return tensors, {"optimizer": group["optimizer"], "group": values, "parameters": parameters, "tensors": layout}
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
-) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], values: Json) -> None:
     """Give `optimizer`, which has taken no step, the state that `optimizer_state` returned, on the parameters' devices.
 
     Learning rate, betas and weight decay stay those of `optimizer`, so that a new phase of a run may have others.
@@ -123,7 +121,7 @@ def restore_optimizer(
             group[key.removeprefix("group.")] = tensor.to(group["params"][0].device, copy=True)
 
 
-def check(group: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+def check(group: Json, tensors: Mapping[str, torch.Tensor], values: Json) -> None:
     """Raise InputError unless the state is one of the optimizer with `group`, and whole."""
     if values["optimizer"] != group["optimizer"]:
         raise InputError(
@@ -145,7 +143,7 @@ def check(group: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], values:
             raise InputError(f"optimizer: got {have} as tensor {name:.80}, expected {needed}; {REMEDY}")
 
 
-def placed(tensor: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+def placed(tensor: torch.Tensor, parameter: torch.Tensor, group: Json) -> torch.Tensor:
     """Return a copy of `tensor`, a part of the state of `parameter`, where the optimizer looks for it."""
     if tensor.shape == parameter.shape and tensor.ndim:
         return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
@@ -342,7 +340,7 @@ def of_others(got: int, expected: int) -> InputError:
     )
 
 
-def whole_values(state: TrainState, values: dict[str, Any]) -> dict[str, Any]:
+def whole_values(state: TrainState, values: Json) -> Json:
     """Return the `values` of `optimizer_state`, whose shapes are those of this rank's rows, with those of the whole."""
     if state.layout.shards is None:
         return values
@@ -358,7 +356,7 @@ def whole_values(state: TrainState, values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "parameters": parameters, "tensors": layout}
 
 
-def own_values(state: TrainState, values: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def own_values(state: TrainState, values: Json, tensors: Mapping[str, torch.Tensor]) -> Json:
     """Return the `values` of a state with the shapes of this rank's rows, which `tensors` have; shapes of another model
     stay, and are refused where they are compared."""
     if state.layout.shards is None:
@@ -376,7 +374,7 @@ def own_values(state: TrainState, values: dict[str, Any], tensors: Mapping[str, 
     return {**values, "parameters": parameters, "tensors": layout}
 
 
-def unpacked(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def unpacked(tensors: dict[str, torch.Tensor], values: Json) -> dict[str, torch.Tensor]:
     """Return `tensors` with the numbers by themselves that are written as lists of one."""
     single = {f"optimizer.{name}" for name, (_, shape) in values["tensors"].items() if not shape}
     return {name: each.reshape(()) if name in single else each for name, each in tensors.items()}

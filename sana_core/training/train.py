@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..checkpoints import load_transformer
+from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json
 from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import make_folder
@@ -134,20 +135,20 @@ def put_result(settings: Settings, parts: Path, last: int, best: Best | None) ->
     return publish(out, parts, lora_file(settings), chosen)
 
 
-def model_config(digests: dict[str, Any]) -> dict[str, Any]:
+def model_config(digests: Json) -> Json:
     """Return which models a run's states depend on."""
     model = {name: digest for name, digest in digests.items() if name != TEACHER}
     teacher = {TEACHER: digests[TEACHER]} if TEACHER in digests else {}
     return {"model": digest_json(model), **teacher}
 
 
-def settings_config(settings: Settings) -> dict[str, Any]:
+def settings_config(settings: Settings) -> Json:
     """Return what a run's states depend on, besides models and data, and what a new phase may change.
 
     Raises MissingFileError or ReadError for a file to start from that cannot be read.
     """
     method = settings.method
-    config: dict[str, Any] = {"seed": settings.seed, "dtype": settings.dtype}
+    config: Json = {"seed": settings.seed, "dtype": settings.dtype}
     config |= {"reference": settings.reference, "optimizer": settings.optimizer.name}
     config |= {"ema": bool(settings.optimizer.ema), "method": method.kind}
     if settings.optimizer.name == "prodigy":
@@ -161,7 +162,7 @@ def settings_config(settings: Settings) -> dict[str, Any]:
     own = {"controlnet": {"blocks": method.blocks}, "full": {}}
     # a state has the weights before alpha scales them
     alpha = None if method.scale == 1.0 else method.alpha
-    adapter: dict[str, Any] = {"rank": method.rank, "alpha": alpha, "targets": method.targets}
+    adapter: Json = {"rank": method.rank, "alpha": alpha, "targets": method.targets}
     if method.layers:
         adapter["layers"] = list(method.layers)
     return config | own.get(method.kind, adapter)
