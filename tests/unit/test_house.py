@@ -6,7 +6,9 @@ from graphlib import TopologicalSorter
 import pytest
 from setup import ROOT
 
-LARGEST_FUNCTION = 60  # lines, docstring included
+import sana_core
+
+LARGEST_FUNCTION = 56  # lines, docstring included
 MOST_PARAMETERS = 8
 PATHS = [path for name in ("sana_core", "nodes", "scripts") for path in sorted(ROOT.glob(f"{name}/**/*.py"))]
 MODULES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in PATHS}
@@ -44,11 +46,13 @@ def test_no_function_is_longer_than_a_page():
     assert long == {}
 
 
-def test_no_function_but_those_that_the_host_calls_has_many_parameters():
+def test_no_function_but_public_ones_and_those_that_the_host_calls_has_many_parameters():
     many = {
         f"{path}: {node.name}": parameters(node)
         for path, owner, node in functions()
-        if len(parameters(node)) > MOST_PARAMETERS and not is_called_by_the_host(path, owner)
+        if len(parameters(node)) > MOST_PARAMETERS
+        and not is_called_by_the_host(path, owner)
+        and node.name not in sana_core.__all__
     }
     assert many == {}
 
