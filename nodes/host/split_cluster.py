@@ -91,7 +91,8 @@ class ClusterGroup:
         if key not in self.numbers:
             embeds, mask, perturbation = prompt.inputs(x)
             images, blocks = perturbation or (None, frozenset())
-            prompts = embeds.cpu(), mask.cpu(), None if images is None else images.cpu(), blocks
+            flags = None if images is None else images.cpu()
+            prompts = embeds.cpu(), mask.cpu(), flags, blocks, len(prompt.prompts)
         number = self.numbers.setdefault(key, len(self.numbers))
         inputs = tuple(None if one is None else one.cpu() for one in (x, timesteps, guidance, *control))
         self.calls.put(Call(inputs, number, prompts))

@@ -246,8 +246,7 @@ def sample(
     """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk` and its `prompts`.
 
     `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising.
-    Without a ControlNet, `shared` may compute the model on several devices; where that is a process with its `span` of
-    the rows, the latents are those rows.
+    Without a ControlNet, `shared` may compute the model on several devices.
     """
     transformer = models.transformer
     # what a step may leave out is decided for a whole batch
@@ -259,8 +258,6 @@ def sample(
     model = guided(models, settings, prompts, images, shared)
     shape = picture_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [picture.seed for picture in chunk])
-    if shared is not None and shared.span is not None:
-        noise = (part[:, :, slice(*shared.span)] for part in noise)
     # the seed's first noise is passed over too where latents are given: what a sampler draws later stays the same
     start, numbers = next(noise), [picture.number for picture in chunk]
     if images.latents is not None:

@@ -63,7 +63,7 @@ def draw_split_on_cluster(
             texts, negative = group.first("encode_once", path, used)
             for picture in pictures:
                 text = texts[workload.prompts[picture.prompt]]
-                latents = group.compute("draw_rows", rows, *map(pool.put, (tuple(picture), text, negative)))
+                latents = group.compute("draw_shared", rows, *map(pool.put, (tuple(picture), text, negative)))
                 yield picture, group.first("decode_one", path, latents)
 
     with closing(run_alone(cluster, work, poll, say)) as drawn:
@@ -77,7 +77,7 @@ class Call(NamedTuple):
 
     inputs: tuple[Any, ...]
     number: int
-    prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int]] | None
+    prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int], int] | None
 
 
 def answer_calls(
@@ -155,7 +155,7 @@ class Group:
                 raise named(actor.name, result)
 
     def compute(self, method: str, rows: int, *arguments: Any) -> torch.Tensor:
-        """Return what the members' `method` makes together of `rows` rows of latents, along the last dimension but one.
+        """Return what the members' `method` makes together of `rows` rows of latents, as the first of them has it.
 
         The `arguments` are those that `Pool.put` has returned.
         Raises what a member said where none is left, or its mistake.
@@ -167,7 +167,7 @@ class Group:
             errors = [each for each in zip(members, results, strict=True) if isinstance(each[1], BaseException)]
             if not errors:
                 self.longest = max(self.longest, time.monotonic() - began)
-                return torch.cat(results, dim=-2)
+                return results[0]
             lost = [self.lose(actor, error) for actor, error in errors]
             emptied += not self.pool.actors
             if not any(lost) or emptied == TRIES:

@@ -6,7 +6,7 @@ another name, and the machines would not find its classes under it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,15 +36,13 @@ from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
 from ..model.forward import Constants, Perturbation, prepare, velocity
-from ..model.latents import DOWNSCALE
-from ..model.row_shards import Shard, part_of, share_rows
-from ..model.share import Share
+from ..model.row_shards import Shard, part_of
 from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
 from ..sampling.guidance import Shared, Steered
 from ..sampling.masked import Under
 from ..sampling.trail import Draft, Round
-from ..split.processes import ProcessExchange, connect
+from ..split.processes import ProcessSplit
 from ..split.speed import device_name, measure
 
 
@@ -87,9 +85,9 @@ class Worker:
     def __init__(self, words: Json) -> None:
         self.job = unpack(words)
         self.store: dist.Store | None = None
-        # with whom rows are exchanged: where they found each other, which is another place each time
+        # with whom a picture is shared, and where they found each other, which is another place each time
+        self.split: ProcessSplit | None = None
         self.joined: tuple[str, int] | None = None
-        self.exchange = ProcessExchange(0, 1)
         self.constants: dict[tuple, Constants] = {}
 
     def load(self, threads: int, changed: Mapping[str, torch.Tensor]) -> None:
@@ -218,26 +216,26 @@ class Worker:
         return host, store.port
 
     @contextmanager
-    def joined_to(self, rank: int, world: int, address: tuple[str, int]) -> Iterator[ProcessExchange]:
+    def joined_to(self, rank: int, speeds: Sequence[float], address: tuple[str, int]) -> Iterator[ProcessSplit]:
         """Connected to the others. An error ends the connection, so that they get one at once, and wait for nobody."""
-        if self.joined != address:
+        if self.split is None or self.joined != address:
             self.leave()
-            store = self.store if rank == 0 else dist.TCPStore(*address, world, is_master=False)
+            store = self.store if rank == 0 else dist.TCPStore(*address, len(speeds), is_master=False)
             assert store is not None
-            self.exchange = connect(store, rank, world, self.models.transformer.device)
+            self.split = ProcessSplit(store, rank, speeds, self.models.transformer.device)
             self.joined = address
         try:
-            yield self.exchange
+            yield self.split
         except BaseException:
             self.leave()
             raise
 
     def leave(self) -> None:
-        if self.joined is not None:
-            self.joined = None
+        if self.split is not None:
+            self.split = None
             dist.destroy_process_group()
 
-    def draw_rows(
+    def draw_shared(
         self,
         rank: int,
         speeds: Sequence[float],
@@ -245,20 +243,12 @@ class Worker:
         words: Sequence[int],
         text: Embedding,
         negative: Embedding,
-    ) -> torch.Tensor:
-        """Return the latents [1, 32, n, w] of this one's rows of an image; `speeds` are those of all ranks."""
-        rows = self.job.settings.height // DOWNSCALE
-        span = share_rows(rows, speeds)[rank]
-        with self.joined_to(rank, len(speeds), address) as exchange:
-
-            def run(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
-                return work(Shard(0, x, span, rows, Share(exchange, x.shape[3])))
-
-            shared, prompts = (
-                Shared(run, [Steered(self.models.transformer, None)], span),
-                Conditioning([text], negative),
-            )
-            return sample(self.models, self.job.settings, (Picture(*words),), prompts, shared=shared).cpu()
+    ) -> torch.Tensor | None:
+        """Return, as the first of all ranks, of those `speeds`, the latents [1, 32, h, w] that they make together."""
+        with self.joined_to(rank, speeds, address) as split:
+            shared, prompts = Shared(split.run, [Steered(self.models.transformer, None)]), Conditioning([text], negative)
+            drawn = sample(self.models, self.job.settings, (Picture(*words),), prompts, shared=shared)
+        return drawn.cpu() if rank == 0 else None
 
     @torch.no_grad()
     def velocity(
@@ -268,27 +258,31 @@ class Worker:
         address: tuple[str, int],
         inputs: Sequence[Any],
         number: int,
-        prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int]],
-    ) -> torch.Tensor:
-        """Return this one's rows [B, 32, n, w] of the velocity, computed as `forward.velocity` does.
+        prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int], int],
+    ) -> torch.Tensor | None:
+        """Return, as the first of all ranks, the velocity [B, 32, h, w] as `forward.velocity` does.
 
         `inputs` are latents [B, 32, h, w], timesteps [B], guidance [B] or None, and the residuals [B, N, C] of
-        ControlNets for each block, or None; `prompts` are embeddings [P, T, C],
-        their mask, and which pictures have perturbed attention [B, 1, 1], or None, in which blocks. What depends on
-        them alone is computed once for a `number`, until the next job.
+        ControlNets for each block, or None; `prompts` are embeddings [P, T, C], their mask, which pictures have
+        perturbed attention [B, 1, 1], or None, in which blocks, and of how many equal parts the batch is. What depends
+        on them alone is computed once for a `number`, until the next job.
         """
         transformer = self.models.transformer
         here: Any = [None if one is None else one.to(transformer.device) for one in inputs[:3]]
         x, timestep, guidance = here
-        embeds, mask, flags, blocks = prompts
+        embeds, mask, flags, blocks, parts = prompts
         key = (number, *x.shape)
         if key not in self.constants:
             self.constants[key] = prepare(transformer, embeds.to(x), mask.to(x), *x.shape[-2:])
-        perturbation = None if flags is None else Perturbation(flags.to(x.device), blocks)
-        span = share_rows(x.shape[2], speeds)[rank]
-        rows, own = x[:, :, slice(*span)], slice(*(edge * x.shape[3] for edge in span))
-        control = [None if one is None else one[:, own].to(x) for one in inputs[3:]]
-        with self.joined_to(rank, len(speeds), address) as exchange:
-            share = Share(exchange, x.shape[3])
-            constants = part_of(self.constants[key], Shard(0, rows, span, x.shape[2], share))
-            return velocity(transformer, rows, timestep, constants, guidance, perturbation, control, share).cpu()
+
+        def work(shard: Shard) -> torch.Tensor:
+            rows = slice(*(edge * x.shape[3] for edge in shard.span))
+            control = [None if one is None else shard.own(one)[:, rows].to(x) for one in inputs[3:]]
+            scale = None if guidance is None else shard.own(guidance)
+            perturbation = None if flags is None else Perturbation(shard.own(flags).to(x.device), blocks)
+            part, time = part_of(self.constants[key], shard), shard.own(timestep)
+            return velocity(transformer, shard.x, time, part, scale, perturbation, control, shard.share)
+
+        with self.joined_to(rank, speeds, address) as split:
+            made = split.run(x, work, parts)
+        return made.cpu() if rank == 0 else None

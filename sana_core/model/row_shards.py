@@ -47,6 +47,33 @@ class Shard(NamedTuple):
         return batch.chunk(self.groups)[self.group]
 
 
+class Seat(NamedTuple):
+    """Where a member is in a step: number `place` of the `size` members of a `group`, with its rows `span`."""
+
+    group: int
+    groups: int
+    place: int
+    size: int
+    span: Span
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this one's part, a view, of `x` [B, 32, h, w], the latents or the velocities of the whole step."""
+        return x.chunk(self.groups)[self.group][:, :, slice(*self.span)]
+
+
+def find_seats(parts: int, speeds: Sequence[float], rows: int) -> list[Seat]:
+    """Return where members of those `speeds` are in a step of so many equal `parts`, for images of so many `rows`.
+
+    Raises InputError for more members in a group than rows.
+    """
+    groups, seats = find_groups(parts, speeds), []
+    size = len(speeds) // groups
+    for group in range(groups):
+        spans = share_rows(rows, speeds[group * size :][:size])
+        seats += [Seat(group, groups, place, size, span) for place, span in enumerate(spans)]
+    return seats
+
+
 def share_rows(rows: int, speeds: Sequence[float]) -> list[Span]:
     """Return the rows of each device, in proportion to `speeds`, at least one each.
 

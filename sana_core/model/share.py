@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from .block import feed_forward
 from .layers import pointwise
+from .row_shards import Seat, Shard
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.sana_transformer import GLUMBConv
@@ -57,3 +58,11 @@ class Share:
         window.insert(0 if above is None else 1, rows)
         together, edges = torch.cat(window, dim=1), (int(above is not None), int(below is not None))
         return feed_forward(block, together.flatten(1, 2), (together.shape[1], self.columns), kernels, edges)
+
+
+def shard_of(x: torch.Tensor, seat: Seat, member: int, device: torch.device, exchange: Exchange) -> Shard:
+    """Return what `member`, on `device`, computes of the latents `x` [B, 32, h, w] of a step."""
+    # on a CPU alone in its group too: the same bits for any number of members
+    together = seat.size > 1 or device.type == "cpu"
+    share = Share(exchange, x.shape[3]) if together else None
+    return Shard(member, seat.own(x).to(device), seat.span, x.shape[2], share, seat.group, seat.groups)

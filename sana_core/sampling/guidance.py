@@ -73,16 +73,14 @@ def perturbed_attention(config: Any, scale: float, blocks: str) -> PerturbedAtte
 
 
 class Shared(NamedTuple):
-    """What computes a picture's rows on several devices.
+    """What computes a picture on several devices.
 
     `run(x, work, parts)` returns the velocity at the latents `x` from what `work` makes of each shard, where the batch
-    is so many equal parts, a pass each, and `members` are the models by their number in a shard. `span` are the rows of
-    a process that samples only those.
+    is so many equal parts, a pass each, and `members` are the models by their number in a shard.
     """
 
     run: Callable[[torch.Tensor, Callable[[Shard], torch.Tensor], int], torch.Tensor]
     members: Sequence[Steered]
-    span: Span | None = None
 
 
 def compute_whole(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 from ..errors import InputError
-from ..model.row_shards import Shard, find_groups, share_rows
-from ..model.share import Share
+from ..model.row_shards import Shard, find_seats
+from ..model.share import shard_of
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
 from .threads import Left, Table, ThreadExchange
@@ -55,16 +55,11 @@ class Split:
 
     def step(self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int, poll: Poll) -> torch.Tensor:
         """Return what the living members make of `x` together. Raises MemberFailed."""
-        speeds = [self.speeds[member] for member in self.living]
-        groups = find_groups(parts, speeds)
-        size = len(speeds) // groups
-        spans = [
-            span for first in range(0, len(speeds), size) for span in share_rows(x.shape[2], speeds[first:][:size])
-        ]
-        tables, inference = [Table(size) for _ in range(groups)], torch.is_inference_mode_enabled()
+        seats = find_seats(parts, [self.speeds[member] for member in self.living], x.shape[2])
+        tables, inference = [Table(seats[0].size) for _ in range(seats[0].groups)], torch.is_inference_mode_enabled()
         devices = [self.devices[member] for member in self.living]
         self.exchanges = [
-            ThreadExchange(tables[index // size], index % size, device) for index, device in enumerate(devices)
+            ThreadExchange(tables[seat.group], seat.place, device) for seat, device in zip(seats, devices, strict=True)
         ]
         cores = max(1, torch.get_num_threads() // max(1, sum(device.type == "cpu" for device in devices)))
 
@@ -80,26 +75,23 @@ class Split:
                 torch.get_device_module(devices[index]).set_device(devices[index])
             with torch.inference_mode(inference), torch.no_grad():
                 try:
-                    own = x.chunk(groups)[index // size][:, :, slice(*spans[index])].to(devices[index])
-                    # on a CPU alone in its group too: the same bits for any number of members
-                    together = size > 1 or own.device.type == "cpu"
-                    share = Share(self.exchanges[index], x.shape[3]) if together else None
-                    place = spans[index], x.shape[2], share, index // size, groups
-                    return work(Shard(self.living[index], own, *place))
+                    return work(shard_of(x, seats[index], self.living[index], devices[index], self.exchanges[index]))
                 except BaseException:
                     close_all()
                     raise
 
-        with ThreadPoolExecutor(len(spans), "sana split") as pool:
-            futures = [pool.submit(compute, index) for index in range(len(spans))]
+        with ThreadPoolExecutor(len(seats), "sana split") as pool:
+            futures = [pool.submit(compute, index) for index in range(len(seats))]
             try:
                 while wait(futures, POLL_INTERVAL).not_done:
                     poll()
             finally:
                 # after a cancel; nobody is at a table any more otherwise
                 close_all()
-        made = [part.to(x.device) for part in self.results(futures)]
-        return torch.cat([torch.cat(made[first : first + size], dim=2) for first in range(0, len(made), size)])
+        out = torch.empty_like(x)
+        for seat, made in zip(seats, self.results(futures), strict=True):
+            seat.own(out).copy_(made)
+        return out
 
     def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
         errors = [(index, future.exception()) for index, future in enumerate(futures)]

@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from ..model.row_shards import Seat, Shard, find_seats
+from ..model.share import shard_of
 
 # how long a member waits for the others; a block takes milliseconds
 PEER_TIMEOUT = timedelta(seconds=60)
 
 
 class ProcessExchange:
-    """The exchange of the process `rank` among `world` of them, that are connected."""
+    """The exchange of a process at `seat` with those of its group, a `group` of torch.distributed's."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, seat: Seat, group: dist.ProcessGroup | None) -> None:
+        self.seat, self.group = seat, group
 
     def add(self, sums: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self.group)
         return sums
 
     def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        above = torch.empty_like(first) if self.rank else None
-        below = torch.empty_like(last) if self.rank + 1 < self.world else None
+        place, rank = self.seat.place, dist.get_rank()
+        above = torch.empty_like(first) if place else None
+        below = torch.empty_like(last) if place + 1 < self.seat.size else None
         work = []
-        for other, own, theirs in ((self.rank - 1, first, above), (self.rank + 1, last, below)):
+        for other, own, theirs in ((rank - 1, first, above), (rank + 1, last, below)):
             if theirs is not None:
-                work.append(dist.P2POp(dist.isend, own.contiguous(), other))
-                work.append(dist.P2POp(dist.irecv, theirs, other))
+                work.append(dist.P2POp(dist.isend, own.contiguous(), other, self.group))
+                work.append(dist.P2POp(dist.irecv, theirs, other, self.group))
         for request in dist.batch_isend_irecv(work) if work else []:
             request.wait()
         return above, below
 
 
-def connect(store: dist.Store, rank: int, world: int, device: torch.device) -> ProcessExchange:
-    """Return how this process, as `rank` of `world`, exchanges tensors on `device` with the others.
+class ProcessSplit:
+    """This process, as number `rank`, and the others that share a picture, one for each of `speeds`.
 
-    Until `destroy_process_group`, of torch.distributed.
+    Connected until `destroy_process_group`, of torch.distributed.
     """
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PEER_TIMEOUT)
-    return ProcessExchange(rank, world)
+
+    def __init__(self, store: dist.Store, rank: int, speeds: Sequence[float], device: torch.device) -> None:
+        self.rank, self.speeds, self.device = rank, speeds, device
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=len(speeds), timeout=PEER_TIMEOUT)
+        # by their size
+        self.groups = {len(speeds): dist.group.WORLD}
+
+    def run(self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int = 1) -> torch.Tensor:
+        """Return what `work` makes of the latents `x` [B, 32, h, w], as `devices.Split.run` does; all have them all.
+
+        Raises what torch.distributed does where one of the others has gone.
+        """
+        seat = find_seats(parts, self.speeds, x.shape[2])[self.rank]
+        if seat.size not in self.groups:
+            # all meet here, at the same step
+            self.groups[seat.size], _ = dist.new_subgroups(seat.size, timeout=PEER_TIMEOUT)
+        exchange = ProcessExchange(seat, self.groups[seat.size])
+        out = x.new_zeros(x.shape)
+        seat.own(out).copy_(work(shard_of(x, seat, 0, self.device, exchange)))
+        dist.all_reduce(out)
+        return out

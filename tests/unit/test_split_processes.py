@@ -1,9 +1,11 @@
 """A picture that processes share by gloo, against the same one drawn by one process."""
 
+import multiprocessing
+
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from setup import ROOT
 
 from sana_core.batch.draw import Conditioning, Settings, load_models, resolve_settings, sample
 from sana_core.batch.plan import Picture
@@ -12,45 +14,64 @@ from sana_core.cluster.worker import Job, Worker
 # as each process has
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TEXT = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(1)), torch.ones(1, 9, dtype=torch.long)
-NEGATIVE = torch.zeros(1, 300, 64), torch.ones(1, 300, dtype=torch.long)
+TINY, SCENES = ROOT / "tests" / "models" / "sana-tiny", ROOT / "demo" / "sana-scenes"
+PICTURE = Picture(0, 0, 3)
+SETTINGS = Settings(128, 160, 3, 4.5)
+HALF = SETTINGS._replace(height=384, guidance_interval=(0.0, 0.5))
+PERTURBED = SETTINGS._replace(pag_scale=2.0, pag_blocks="1")
+# models, speeds, settings, and the sizes of the groups that members were in, that of all among them
+CASES = {
+    "a prompt each": (TINY, [1.0, 1.0], SETTINGS, {1, 2}),
+    "rows alone": (TINY, [1.0, 2.0, 1.0], HALF, {3}),
+    "a prompt for two, then rows of all": (TINY, [1.0] * 4, HALF, {2, 4}),
+    "a perturbed pass each": (TINY, [1.0] * 3, PERTURBED, {1, 3}),
+    "a prompt each of another model": (SCENES, [1.0, 1.0], SETTINGS._replace(width=96), {1, 2}),
+}
 
 
-def settings_of(rows):
-    return Settings(128, 32 * rows, 2, 4.5)
+def texts_of(width):
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randn(1, 9, width, generator=generator), torch.ones(1, 9, dtype=torch.long)
+    return text, (torch.zeros(1, 300, width), torch.ones(1, 300, dtype=torch.long))
 
 
-def member(rank, world, rows, port, checkpoint, folder):
+def be_member(rank, speeds, settings, port, checkpoint, results):
     torch.set_num_threads(1)
-    settings = resolve_settings(settings_of(rows), checkpoint)
     worker = Worker(Job(settings, {}, str(checkpoint)).pack())
     worker.load(1, {})
-    worker.store = dist.TCPStore("127.0.0.1", port, world, is_master=False)
-    drawn = worker.draw_rows(rank, [1, 2, 1][:world], ("127.0.0.1", port), Picture(0, 0, 3), TEXT, NEGATIVE)
+    worker.store = dist.TCPStore("127.0.0.1", port, len(speeds), is_master=False)
+    texts = texts_of(worker.models.transformer.config.caption_channels)
+    drawn = worker.draw_shared(rank, speeds, ("127.0.0.1", port), PICTURE, *texts)
+    sizes = set(worker.split.groups)
     worker.leave()
-    torch.save(drawn, f"{folder}/{rank}.pt")
+    results.put((rank, None if drawn is None else drawn.numpy(), sizes))
 
 
-def draw(world, rows, checkpoint, folder):
-    store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
-    context = torch.multiprocessing.get_context("spawn")
-    started = [
-        context.Process(target=member, args=(i, world, rows, store.port, checkpoint, folder)) for i in range(world)
+def draw(speeds, settings, checkpoint):
+    """Return what each member of a picture returns, in processes that this one has become."""
+    store = dist.TCPStore("127.0.0.1", 0, len(speeds), is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    members = [
+        context.Process(target=be_member, args=(rank, speeds, settings, store.port, checkpoint, results), daemon=True)
+        for rank in range(len(speeds))
     ]
-    for process in started:
+    for process in members:
         process.start()
-    for process in started:
-        process.join(250)
+    found = sorted((results.get() for _ in members), key=lambda each: each[0])
+    for process in members:
+        process.join(60)
         assert process.exitcode == 0
-    return [torch.load(f"{folder}/{rank}.pt") for rank in range(world)]
+    return found
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world, rows, heights", [(2, 5, [2, 3]), (3, 12, [3, 6, 3])])
-def test_processes_draw_what_one_draws(checkpoint, tmp_path, world, rows, heights):
-    parts = draw(world, rows, checkpoint, tmp_path)
-    assert [part.shape[2] for part in parts] == heights
-    settings = resolve_settings(settings_of(rows), checkpoint)
+@pytest.mark.parametrize("checkpoint, speeds, settings, groups", CASES.values(), ids=CASES)
+def test_processes_draw_what_one_draws(checkpoint, speeds, settings, groups):
+    settings = resolve_settings(settings, checkpoint)
+    first, *others = draw(speeds, settings, checkpoint)
     models = load_models(checkpoint, torch.device("cpu"), settings)
-    expected = sample(models, settings, (Picture(0, 0, 3),), Conditioning([TEXT], NEGATIVE))
-    assert (torch.cat(parts, dim=2) - expected).abs().max() < 1e-5 * expected.abs().max()
+    text, negative = texts_of(models.transformer.config.caption_channels)
+    expected = sample(models, settings, (PICTURE,), Conditioning([text], negative))
+    assert (torch.from_numpy(first[1]) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert all(drawn is None for _, drawn, _ in others) and all(sizes == groups for *_, sizes in (first, *others))
