@@ -146,13 +146,12 @@ def overhead() -> dict:
 @contextmanager
 def ray_pool(workers: int) -> Iterator[Any]:
     """A context with actors on as many logical GPUs of this machine, all warm."""
-    import ray
     from ray.cluster_utils import Cluster
 
     from sana_core.checkpoints.fingerprint import fingerprint
     from sana_core.cluster.actors import ActorCache
     from sana_core.cluster.batch import BatchPool
-    from sana_core.cluster.connection import ClusterSettings, connect
+    from sana_core.cluster.connection import ClusterSettings, connected
     from sana_core.cluster.pool import Pool
     from sana_core.cluster.worker import Job
 
@@ -161,13 +160,11 @@ def ray_pool(workers: int) -> Iterator[Any]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(workers):
         cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
-    connect(cluster.address)
     settings = ClusterSettings(cluster.address)
-    with closing(Pool(job, settings, ActorCache(), workers)) as pool:
+    with connected(cluster.address), closing(Pool(job, settings, ActorCache(), workers)) as pool:
         actors = BatchPool(pool, Workload(PROMPTS, ()))
         warm(actors, workers)
         yield actors
-    ray.shutdown()
     cluster.shutdown()
 
 

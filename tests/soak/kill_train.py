@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / folder) for folder in ("soak", "unit", "fuzz")]
+sys.path[:0] = [str(TESTS / folder) for folder in ("", "soak", "unit", "fuzz")]
 
 from checkpoints import CHECKPOINTS  # noqa: E402
 from fail_batch import CHANGES, WRITING  # noqa: E402
