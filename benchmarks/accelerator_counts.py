@@ -80,9 +80,10 @@ def transformer(variant: str, pixels: int) -> Any:
     return made
 
 
-def step(variant: str, pixels: int, perturbed: bool = False) -> dict[str, Any]:
+def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) -> dict[str, Any]:
     """Return the counts of one guided step, a short negative prompt beside a long prompt; the peak is the first's."""
     from sana_core.memory import transformer_bytes
+    from sana_core.model.fp8 import quantise_products
     from sana_core.model.known_models import VARIANTS
     from sana_core.sampling.guidance import denoiser, perturbed_attention
 
@@ -91,6 +92,8 @@ def step(variant: str, pixels: int, perturbed: bool = False) -> dict[str, Any]:
     first, second = Counter(scalars), Counter(scalars)
     with fake_accelerators(), torch.no_grad():
         model = transformer(variant, pixels)
+        if fp8:
+            quantise_products(model)
         prompt = torch.empty(1, TOKENS, 2304, dtype=DTYPE, device=FIRST), torch.ones(1, TOKENS)
         x = torch.empty(1, 32, pixels // 32, pixels // 32, device=FIRST)
         attention = perturbed_attention(model.config, 3.0, "") if perturbed else None
@@ -103,7 +106,7 @@ def step(variant: str, pixels: int, perturbed: bool = False) -> dict[str, Any]:
     side = pixels // 32
     predicted = transformer_bytes(VARIANTS[variant], side, side, 1, DTYPE, True)
     second.peak = first.peak
-    return figures(second, None if perturbed else predicted)
+    return figures(second, None if perturbed or fp8 else predicted)
 
 
 def share(variant: str, pixels: int, passes: int, members: int) -> dict[str, Any]:
@@ -282,7 +285,8 @@ def main() -> None:
         "note": "counted on fake tensors, in bf16; nothing of this has run on a card",
         "before": BEFORE,
         "guided_step": {f"{name}, {pixels} px": step(name, pixels) for name, pixels in STEPS}
-        | {"1.6B, 1024 px, PAG": step("1.6B", 1024, perturbed=True)},
+        | {"1.6B, 1024 px, PAG": step("1.6B", 1024, perturbed=True)}
+        | {f"1.6B, {pixels} px, fp8": step("1.6B", pixels, fp8=True) for pixels in (1024, 4096)},
         "guided_step_of_a_share": shares(),
         "decode": {f"{pixels} px": decode(pixels) for pixels in SIDES},
         "decode_smallest": {f"{pixels} px": decode(pixels, smallest=True) for pixels in SMALL_SIDES},

@@ -6,6 +6,9 @@ weights, and their bytes. The released weights are not at hand: one model is the
 other is as wide as the 1.6B model, with two blocks and random weights, which have no outliers. A CPU dequantises fp8,
 mxfp8 and nvfp4 and computes in fp32; cards that have the format bring the layers' inputs to it too, as int8 does here.
 What cards alone quantise is rounded here by the same library's plain torch.
+
+Besides, `--fp8` of the command line, which torch multiplies on a CPU too: random products of SANA's widths beside the
+plain ones, beside the exact product of the rounded operands, and ComfyUI's fp8_e4m3fn_fast; and images.
 """
 
 from __future__ import annotations
@@ -20,12 +23,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
+from fake_cuda import pack  # noqa: E402
+
 from benchmarks.machine import write  # noqa: E402
 
 SIGMAS = (0.9, 0.5, 0.1)
 TOKENS = 40
 BLOCKS = 2
 CELLS = {"sana-tiny": 4, "1.6B wide": 8}
+# inputs and outputs of products
+SIDES = ((1152, 2304), (2240, 6720), (5600, 2240))
+PROMPTS = ("a red circle on a blue background", "a blue square on a white background")
 
 
 def wide_file(folder: Path) -> Path:
@@ -56,8 +64,6 @@ def velocities_in_bf16(file: Path, cells: int) -> torch.Tensor:
 
 def velocities(patcher: Any, cells: int) -> torch.Tensor:
     """Return what the MODEL makes of noise and a random prompt at SIGMAS."""
-    from fake_cuda import pack
-
     model, prompts = patcher.model, pack("nodes.host.prompts")
     x, context = inputs(model.diffusion_model.config.caption_channels, cells)
     prompt = prompts.PromptBatch([prompts.Prompt("positive", context, torch.ones(1, TOKENS), keep=False)])
@@ -85,7 +91,6 @@ def offer_all() -> list[str]:
     """Return all formats, those that cards alone quantise done by their library's plain torch."""
     import comfy_kitchen as kitchen
     from comfy_kitchen.backends.eager import quantization
-    from fake_cuda import pack
 
     kitchen.quantize_mxfp8, kitchen.quantize_nvfp4 = quantization.quantize_mxfp8, quantization.quantize_nvfp4
     module = pack("nodes.host.quantise")
@@ -94,8 +99,6 @@ def offer_all() -> list[str]:
 
 
 def errors(file: Path, cells: int, forms: list[str]) -> dict[str, dict[str, float]]:
-    from fake_cuda import pack
-
     load = pack("nodes.host.load_model").load_model
     plain = load(file)
     expected = velocities(plain, cells)
@@ -114,6 +117,49 @@ def errors(file: Path, cells: int, forms: list[str]) -> dict[str, dict[str, floa
     return found
 
 
+def fp8_products() -> dict[str, dict[str, float]]:
+    """Return the relative errors of random products, of inputs about 1 and weights about 0.02."""
+    import comfy.ops
+
+    from sana_core.model.fp8 import FORMAT, Fp8Linear, scaled_rows
+
+    found = {}
+    for inputs, outputs in SIDES:
+        layer = torch.nn.Linear(inputs, outputs, bias=False).bfloat16()
+        torch.nn.init.normal_(layer.weight, std=0.02)
+        states = torch.randn(1, 512, inputs).bfloat16()
+        plain, got = states[0].double() @ layer.weight.double().T, Fp8Linear(layer)(states)[0]
+        rounded = [codes.double() * scale for codes, scale in map(scaled_rows, (states[0], layer.weight))]
+        theirs = comfy.ops.fp8_ops.Linear(inputs, outputs, False, device="cpu", dtype=FORMAT)
+        theirs.weight = torch.nn.Parameter(layer.weight.to(FORMAT), requires_grad=False)
+        found[f"{inputs} to {outputs}"] = {
+            "beside the plain product": relative(got, plain),
+            "exact product of the rounded operands beside it": relative(rounded[0] @ rounded[1].T, plain),
+            "beside the exact product of the rounded operands": relative(got, rounded[0] @ rounded[1].T),
+            "fp8_e4m3fn_fast beside the plain product": relative(
+                comfy.ops.fp8_linear(theirs, states.clone())[0], plain
+            ),
+        }
+    return found
+
+
+def fp8_images() -> dict[str, float]:
+    """Return the mean distances, in levels of 255, of images of sana-tiny from those in fp32."""
+    from pretend_card import pretend_cards
+
+    from sana_core import generate
+    from sana_core.kernels import trial
+
+    own: dict[str, Any] = {"checkpoint": ROOT / "tests" / "models" / "sana-tiny", "width": 128, "height": 128}
+    plain, found = generate(list(PROMPTS), count=4, devices=["cpu"], **own), {}
+    trial.TRIALS.clear()
+    with pretend_cards(1):
+        for fp8 in (False, True):
+            got = generate(list(PROMPTS), count=4, devices=["cuda:0"], dtype="bfloat16", fp8=fp8, **own)
+            found["fp8" if fp8 else "bf16"] = round(127.5 * (got - plain).abs().mean().item(), 2)
+    return found
+
+
 def main() -> None:
     from in_process import Host
 
@@ -125,6 +171,8 @@ def main() -> None:
             "note": "relative errors beside the plain file in fp32; 1.6B wide is two blocks with random weights; what "
             "is not quantised is in fp32 here, on cards in bf16",
             "errors": {name: errors(file, CELLS[name], forms) for name, file in files.items()},
+            "fp8_products_of_the_command_line": fp8_products(),
+            "levels_of_the_command_line": fp8_images(),
         }
     write(__file__, result)
 

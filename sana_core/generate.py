@@ -43,6 +43,7 @@ class DrawingOptions(TypedDict, total=False):
     loras: tuple[tuple[str, float], ...]
     verifier: str | None
     step_cache: float
+    fp8: bool
 
 
 class InputOptions(TypedDict, total=False):

@@ -48,7 +48,9 @@ FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "lift_fresh", "_unsafe_view",
     "detach", "is_same_size", "sym_size", "sym_stride", "set_", "lift", "alias", "_reshape_alias",
 }  # fmt: skip
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "attention_sums", "attention_outputs"}
+PRODUCTS = {
+    "mm", "addmm", "_scaled_mm", "bmm", "baddbmm", "convolution", "attention", "attention_sums", "attention_outputs",
+}  # fmt: skip
 WRITE_ONLY = {"copy_", "zero_", "fill_"}
 
 

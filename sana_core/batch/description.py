@@ -23,9 +23,10 @@ def describe_settings(
     """
     described = settings._asdict()
     del described["compiled"], described["loras"], described["verifier"]
-    if not settings.step_cache:
-        # folders from before there was one can be continued
-        del described["step_cache"]
+    for name in ("step_cache", "fp8"):
+        if not described[name]:
+            # folders from before there was one can be continued
+            del described[name]
     if settings.loras:
         described["loras"] = [
             {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras

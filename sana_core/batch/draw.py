@@ -17,6 +17,7 @@ from ..decode import decode_latents
 from ..errors import InputError
 from ..model.controlnet import Control
 from ..model.forward import longest_prompt
+from ..model.fp8 import quantise_products
 from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
 from ..model.latents import noise_stream, picture_shape
 from ..model.reference import AUTO, reference_of
@@ -56,6 +57,7 @@ class Settings(NamedTuple):
     the transformer's weights, each a file, on a cluster of each machine, and its strength. `verifier` is the
     folder, there too, of what scores drafts by hidden states. Above 0, `step_cache` is the share by which
     the first block's update may change while the others are left out: faster, nearly the same image (step_cache.py).
+    `fp8` multiplies in 8 bits: faster on GPUs that can, with half of the memory, and inexact too (fp8.py).
     """
 
     width: int = DEFAULT_RESOLUTION
@@ -73,6 +75,7 @@ class Settings(NamedTuple):
     loras: tuple[tuple[str, float], ...] = ()
     verifier: str | None = None
     step_cache: float = 0.0
+    fp8: bool = False
 
 
 def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
@@ -116,6 +119,8 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
         if note := reference_note(lora.name, lora.weights.metadata, info.reference):
             logger.warning(note)
     check_name("dtype", settings.dtype, DTYPES)
+    if settings.fp8 and settings.dtype != "bfloat16":
+        raise InputError(f"fp8: got it with dtype {settings.dtype}, expected bfloat16; choose that, or leave it out")
     return settings
 
 
@@ -176,8 +181,8 @@ def load_models(
     autoencoder: str | Path | None = None,
     resolution: int | None = None,
 ) -> Models:
-    """Return the transformer of `checkpoint` on `device`, with the dtype, reference, LoRAs and verifier of `settings`,
-    and the VAE of the checkpoint `autoencoder`, if any.
+    """Return the transformer of `checkpoint` on `device`, with the dtype, reference, LoRAs, fp8 and verifier of
+    `settings`, and the VAE of the checkpoint `autoencoder`, if any.
 
     `resolution` in pixels overrides what the checkpoint says. Raises CheckpointError, MissingFileError or ReadError for
     what cannot be loaded, and as `merge_loras` does.
@@ -185,6 +190,8 @@ def load_models(
     transformer = load_transformer(checkpoint, device, getattr(torch, settings.dtype), resolution, settings.reference)
     merge_loras(transformer, settings.loras)
     join_projections(transformer)
+    if settings.fp8:
+        quantise_products(transformer)
     decoder = None if autoencoder is None else load_decoder(autoencoder, device, settings.dtype)
     shift = shift_of(inspect_checkpoint(checkpoint), resolution, settings.reference)
     verifier = None if settings.verifier is None else load_verifier(settings.verifier, device)

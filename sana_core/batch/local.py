@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..errors import InputError
+from ..model.fp8 import check_fp8
 from ..runtime.accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
 from ..sampling.trail import WHOLE
@@ -275,6 +276,8 @@ def draw_local(
     check_prompts(workload.prompts)
     found = local_devices(devices)
     settings = resolve_settings(settings, checkpoint)
+    if settings.fp8:
+        list(map(check_fp8, found))
     queue = Queue()
     if report is not None:
         report.drawn = queue.drawn

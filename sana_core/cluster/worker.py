@@ -36,6 +36,7 @@ from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
 from ..model.forward import Constants, Perturbation, prepare, velocity
+from ..model.fp8 import check_fp8
 from ..model.row_shards import Shard, part_of
 from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
@@ -105,6 +106,8 @@ class Worker:
                 raise CheckpointError(f"{path}: not what the driver has ({differs}); copy the same files there")
         device = current_accelerator() or torch.device("cpu")
         settings = job.settings
+        if settings.fp8:
+            check_fp8(device)
         self.models = load_models(job.transformer, device, settings, job.autoencoder, job.resolution)
         with torch.no_grad():
             for name, weight in changed.items():
@@ -246,7 +249,10 @@ class Worker:
     ) -> torch.Tensor | None:
         """Return, as the first of all ranks, of those `speeds`, the latents [1, 32, h, w] that they make together."""
         with self.joined_to(rank, speeds, address) as split:
-            shared, prompts = Shared(split.run, [Steered(self.models.transformer, None)]), Conditioning([text], negative)
+            shared, prompts = (
+                Shared(split.run, [Steered(self.models.transformer, None)]),
+                Conditioning([text], negative),
+            )
             drawn = sample(self.models, self.job.settings, (Picture(*words),), prompts, shared=shared)
         return drawn.cpu() if rank == 0 else None
 

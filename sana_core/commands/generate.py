@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 # what images have and videos have not, and its value where nobody asks for it
 IMAGES_ONLY = {
     **dict.fromkeys(("best", "of", "scorer", "after", "lora", "cluster")),
-    **{"count": 1, "split": False, "pag_scale": 0.0, "step_cache": 0.0},
+    **{"count": 1, "split": False, "pag_scale": 0.0, "step_cache": 0.0, "fp8": False},
 }
 
 

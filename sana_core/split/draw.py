@@ -24,6 +24,7 @@ from ..batch.local import local_devices
 from ..batch.plan import Picture, Workload
 from ..batch.windows import check_prompts
 from ..errors import InputError
+from ..model.fp8 import check_fp8
 from ..model.latents import DOWNSCALE
 from ..model.row_shards import check_rows, check_splittable
 from ..runtime.cancellation import Poll, no_poll
@@ -72,6 +73,8 @@ def draw_split(
     found = local_devices(devices)
     check_devices(found)
     settings = resolve_settings(settings, checkpoint)
+    if settings.fp8:
+        list(map(check_fp8, found))
     check_rows(settings.height // DOWNSCALE, len(found))
     pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
     used = [workload.prompts[picture.prompt] for picture in pictures]

@@ -29,7 +29,7 @@ def test_each_class_is_also_the_built_in_kind_that_it_was(name):
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_names_what_is_wrong_and_what_to_do(message):
-    assert re.match(r"(\.\.\.|[A-Za-z_-]+)[ .]*: ", message), message
+    assert re.match(r"(\.\.\.|[A-Za-z0-9_-]+)[ .]*: ", message), message
     # what was expected is a remedy too
     assert re.search(r"; \S|\bexpected \S", message), message
     assert message.isascii() and "\n" not in message and len(message.replace("...", "x" * 20)) < 300
