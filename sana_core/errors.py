@@ -52,7 +52,7 @@ class ClusterError(SanaError, ConnectionError):
 
 
 class TrainingError(SanaError, RuntimeError):
-    """A training run that has left the numbers: a loss or a gradient that is not finite."""
+    """A training run whose loss or gradient is NaN or infinite."""
 
 
 def first_line(error: BaseException) -> str:

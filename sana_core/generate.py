@@ -181,7 +181,9 @@ def make_workload(
         encoded = encoded_prompts(embeds, settings, checkpoint, devices)
         prompts = list(encoded[0])
     elif any(each is not None for each in embeds):
-        raise InputError("prompt_embeds: got none with the others of them; give prompt_embeds too, or none of them")
+        raise InputError(
+            "prompt_embeds: got only masks or negative embeddings; give prompt_embeds too, or none of them"
+        )
     pictures = batch_pictures(len(prompts or ()), count, seed)
     latents, callback = options.get("latents"), options.get("callback")
     if latents is not None:

@@ -1,4 +1,4 @@
-"""Bytes that drawing a picture takes, stage by stage, before anything is loaded.
+"""Bytes that drawing an image takes, stage by stage, before anything is loaded.
 
 Weights are counted from the configurations of the published models. Activations are those of the forwards: so many maps
 of the model's width, as measured on a CPU; benchmarks/memory.json holds measured and predicted side by side.
@@ -36,7 +36,7 @@ from .runtime.checks import check_name
 Shapes = Mapping[str, tuple[int, ...]]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARDS = (4, 6, 8, 12, 16, 24)  # GiB
-# what the driver and the kernels take of a card
+# what the driver and the kernels take of a GPU
 CONTEXT = 600 * 10**6
 INSTRUCTION_TOKENS = 280
 # maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them: on the CPU, and on an
@@ -120,7 +120,7 @@ def transformer_bytes(
 ) -> int:
     """Return what a step takes beyond the weights, prompt and negative prompt together; sides in latents.
 
-    The keys and values of both are kept for all steps and blocks, and so is the position embedding of a large picture.
+    The keys and values of both are kept for all steps and blocks, and so is the position embedding of a large image.
     `fused` says whether an accelerator runs the kernels of sana_core.kernels, as one with Triton does.
     """
     passes = 1 if model.guidance_embeds else 2
@@ -142,11 +142,11 @@ def plan_memory(
     accelerator: bool = True,
     vae: str = "dc-ae-f32c32",
 ) -> dict[str, Any]:
-    """Return the bytes of each stage of drawing pictures of `width` x `height` pixels, decoded by `vae`.
+    """Return the bytes of each stage of drawing images of `width` x `height` pixels, decoded by `vae`.
 
     "text", "transformer" and "decode" have "weights" and "activations"; "decode" has those of each method, None where
-    a method cannot work, and the activations of what "auto" takes. "peak" is the most that has to be on the card at
-    once when each stage's weights are there alone, "smallest" the same with the smallest decode, "fits" says for cards
+    a method cannot work, and the activations of what "auto" takes. "peak" is the most that has to be on the GPU at
+    once when each stage's weights are there alone, "smallest" the same with the smallest decode, "fits" says for GPUs
     of 4 to 24 GiB whether that is possible. Raises InputError for an unknown variant, dtype or VAE, or sizes SANA has
     not.
     """
@@ -186,7 +186,7 @@ def plan_memory(
 
 
 def decode_methods(planner: Planner) -> dict[str, int | None]:
-    """Return the bytes beyond weights and pictures of each way to decode one picture."""
+    """Return the bytes beyond weights and images of each way to decode one image."""
     try:
         whole: int | None = planner.whole().peak_bytes
     except ValueError:
@@ -202,6 +202,6 @@ def decode_methods(planner: Planner) -> dict[str, int | None]:
 
 
 def fitting_cards(plan: dict[str, Any]) -> str:
-    """Return the smallest card that `plan` fits, in words."""
+    """Return the smallest GPU that `plan` fits, as text."""
     cards = [card for card, fits in plan["fits"].items() if fits]
     return f"fits a GPU of {cards[0]} GB" if cards else f"needs more than {CARDS[-1]} GB"

@@ -58,7 +58,7 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
 
 
 def describe(stats: Mapping[str, DeviceStats], seconds: float) -> str:
-    """Return how many pictures were drawn, how fast, and by whom."""
+    """Return how many images were drawn, how fast, and by whom."""
     total = sum(own.images for own in stats.values())
     by_device = ", ".join(f"{device} {own.images}" for device, own in sorted(stats.items()))
     return f"{total} images in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"

@@ -120,7 +120,7 @@ def pick_prompts(conditioning: list, rows: list[int]) -> list:
 
 
 def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device) -> int:
-    """Return how many pictures of latents of that shape `device` should draw at once."""
+    """Return how many images of latents of that shape `device` should draw at once."""
     # ComfyUI clears the device of other models
     held = sum(other.loaded_size() for other in comfy.model_management.loaded_models() if other.load_device == device)
     room = comfy.model_management.get_free_memory(device) + held - model.model_size()

@@ -41,10 +41,10 @@ def find_looks(batch: BatchInputs) -> list[tuple[int, int]]:
     if early.scorer.verifier is not None:
         check_verifier(early.scorer.verifier, batch.model.model.diffusion_model.config)
     elif batch.vae is None:
-        raise InputError("vae: got none beside a scorer, which looks at images; connect the one of SANA Loader")
+        raise InputError("vae: got none with a scorer, which scores images; connect the one of SANA Loader")
     elif len(texts_of(early.text, batch.prompts)) != batch.prompts:
         got = f"{len(texts_of(early.text, batch.prompts))} lines of text for {batch.prompts} prompts"
-        raise InputError(f"prompt: got {got}; write there what the images shall show, one prompt a line")
+        raise InputError(f"prompt: got {got}; write what the images should show, one prompt a line")
     last = last_look(early.scorer.verifier, len(batch.sigmas) - 1)
     check_whole("after", early.after, 1, max(1, last))
     return looks_every(early.after, last, batch.count, early.finish)

@@ -53,7 +53,7 @@ def count_prompts(conditioning: list) -> int:
 
 def check_batch(batch: BatchInputs) -> None:
     """Raise InputError for SANA-Video, a latent that is not one of SANA's or not of one image, another VAE, and too
-    many pictures."""
+    many images."""
     require_images(batch.model.model)
     check_channels("latent_image", batch.latent["samples"].shape)
     got = len(batch.latent["samples"])

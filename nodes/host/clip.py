@@ -196,7 +196,7 @@ def load_clip(path: Path, reference: str = AUTO, disable_dynamic: bool = False) 
 def text_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes in which Gemma 2 is stored for `device`, and in which it computes.
 
-    A card without bf16 computes in fp32, one layer after another: fp32 weights would take 10.5 GB of it.
+    A GPU without bf16 computes in fp32, one layer after another: fp32 weights would take 10.5 GB of it.
     """
     compute = wide_dtype(device)
     is_card = not comfy.model_management.is_device_cpu(device)

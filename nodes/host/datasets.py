@@ -1,4 +1,4 @@
-"""A data set as SANA Dataset hands it on, and as a sheet of its images, each in the shape that it is learnt in."""
+"""A data set as SANA Dataset hands it on, and as a sheet of its images, each in the shape that it is learned in."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def look_at(folder: Path, resolution: int) -> tuple[Dataset, torch.Tensor, str]:
 
 
 def describe(members: dict[Bucket, list[Sample]]) -> str:
-    """Return how many pictures there are in which shapes, and how many of them have to be enlarged."""
+    """Return how many images there are in which shapes, and how many of them have to be enlarged."""
     total = sum(map(len, members.values()))
     shapes = ", ".join(f"{len(samples)} of {width} x {height}" for (width, height), samples in members.items())
     enlarged = sum(is_smaller(sample.size, bucket) for bucket, samples in members.items() for sample in samples)

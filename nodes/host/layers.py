@@ -1,6 +1,6 @@
 """The libraries' layers as layers of ComfyUI, which casts, patches and offloads their weights as they run.
 
-Without that, ComfyUI leaves a layer on the CPU when only a part of the model fits on the card, and under dynamic VRAM
+Without that, ComfyUI leaves a layer on the CPU when only a part of the model fits on the GPU, and under dynamic VRAM
 ignores its patches without a word.
 """
 
@@ -98,7 +98,7 @@ class LookupLayer(CastLayer):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the product of `states` [..., C] and the rows [V, C], as a head that shares the weight makes it."""
         weight, stream = self.weight, None
-        # dynamic VRAM keeps it on the card from one token to the next
+        # dynamic VRAM keeps it on the GPU from one token to the next
         if hasattr(self, "_v") or self.weight_function:
             dtype = weight.dtype
             weight, _, stream = comfy.ops.cast_bias_weight(

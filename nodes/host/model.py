@@ -100,7 +100,7 @@ class SanaModel(comfy.model_base.BaseModel):
         check_controlnets(control, self.diffusion_model)
 
     def size_note(self, shape: torch.Size) -> str:
-        """Return a line for the user where latents of `shape` are far from what the model learnt."""
+        """Return a line for the user where latents of `shape` are far from what the model learned."""
         return size_note(shape[3] * DOWNSCALE, shape[2] * DOWNSCALE, self.resolution)
 
     def process_timestep(self, timestep, **kwargs):

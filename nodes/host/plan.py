@@ -1,4 +1,4 @@
-"""The memory plan as an image: bars for each stage beside the card's memory."""
+"""The memory plan as an image: bars for each stage beside the GPU's memory."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ...sana_core.video import forward as video
 class Prompt:
     """One conditioning of a sampling: its embeddings [R, T, C] and mask [R, T], for one image or R of them.
 
-    ComfyUI makes it anew for each sampling and drops it afterwards, and with it the constants that it holds. They are
+    ComfyUI makes it again for each sampling and drops it afterwards, and with it the constants that it holds. They are
     not kept where hooks may exchange the weights from step to step.
     """
 
@@ -62,7 +62,7 @@ class Prompt:
 
 
 class PromptBatch:
-    """The prompts of one call of the model, each for as many pictures."""
+    """The prompts of one call of the model, each for as many images."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.prompts = prompts

@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 from ...sana_core.model.known_models import SPRINT, Defaults, model_defaults
 from ...sana_core.model.latents import noise_stream
 from ...sana_core.model.reference import reference_of
-from ...sana_core.sampling.samplers import check_sampler, find_sampler, own_arguments, own_sigmas
-from ...sana_core.sampling.schedules import start_later
+from ...sana_core.sampling.samplers import check_sampler, find_sampler, own_sigmas, sampler_kwargs
+from ...sana_core.sampling.schedules import trim_schedule
 from ...sana_core.sampling.trail import Trail
 from .guidance import SIGMA, require_sana
 from .model import WATCH, WHOLE_TIMESTEPS, check_flow
@@ -76,7 +76,7 @@ class FlowSampler(comfy.samplers.KSAMPLER):
             return model(x, sigma.expand(len(x)), **{**extra_args, "model_options": step})
 
         reference = reference_of(require_sana(model.inner_model.inner_model).diffusion_model)
-        more = own_arguments(self.flow, reference, self.noise or later_noise(x, extra_args["seed"]))
+        more = sampler_kwargs(self.flow, reference, self.noise or later_noise(x, extra_args["seed"]))
         with tqdm(total=len(sigmas) - 1, disable=disable) as bar:
 
             def report(state):
@@ -112,7 +112,7 @@ def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -
     flow, transformer = find_sampler(name), require_sana(model.model).diffusion_model
     check_sampler(transformer.config, name)
     shift, reference = shift_of(model.get_model_object("model_sampling")), reference_of(transformer)
-    return start_later(lambda count: own_sigmas(flow, reference, count, shift), steps, denoise)
+    return trim_schedule(lambda count: own_sigmas(flow, reference, count, shift), steps, denoise)
 
 
 def shift_of(sampling) -> float:

@@ -1,4 +1,4 @@
-"""What SANA Train shows while it trains: its bar and a line of words, the latest images, and the loss as a curve."""
+"""What SANA Train shows while it trains: its bar and a line of text, the latest images, and the loss as a curve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...sana_core.runtime.image_files import levels
 from ...sana_core.training.previews import SHEET
 from ...sana_core.training.run_log import Eta, Line, describe_validation
 
-# seconds between two lines of words, and between two curves
+# seconds between two lines of text, and between two curves
 WORDS, CURVES = 0.5, 2.0
 # pixels: the preview's width, the curve's height, and the largest side of an image
 WIDTH, CURVE, LARGEST = 512, 128, 512
@@ -29,7 +29,7 @@ class View:
     """The node `node_id` on the canvas, while its run goes on."""
 
     def __init__(self, node_id: str, losses: Sequence[float], fit: str = "") -> None:
-        """`losses` are those of the steps that the run has behind it, `fit` is what it takes of the GPU, in words."""
+        """`losses` are those of the steps that the run has behind it, `fit` is what it takes of the GPU, as text."""
         self.node_id = node_id
         self.fit = f"; {fit}" if fit else ""
         self.bar = comfy.utils.ProgressBar(1)

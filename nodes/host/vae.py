@@ -33,7 +33,7 @@ from .weights import read, wide_dtype
 
 # of the free memory
 BUDGET = 0.9
-# of a card, that a decode asks ComfyUI to clear where it could do with less
+# of a GPU, that a decode asks ComfyUI to clear where it could do with less
 SHARE = 0.5
 
 
@@ -95,7 +95,7 @@ def encoder_planner_of(autoencoder: AutoencoderDC, image_shape: torch.Size, dtyp
 
 
 def reserved_bytes(planner: Planner) -> int:
-    """Return what a decode asks ComfyUI to have free: what suits it, but no more of the card than it has to."""
+    """Return what a decode asks ComfyUI to have free: what suits it, but no more of the GPU than it has to."""
     total = comfy.model_management.get_total_memory(comfy.model_management.vae_device())
     floor = planner.floor()
     return (planner.fitting(max(total * SHARE, floor.peak_bytes)) or floor).peak_bytes

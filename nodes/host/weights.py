@@ -30,7 +30,7 @@ QUANTISATION = "_quantization_metadata"  # ComfyUI's key
 def read(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
     """Return tensors of `file`: those of `names` in memory of their own, or all as ComfyUI reads them.
 
-    With dynamic VRAM it streams the weights of .safetensors files to the card, out of the mapped file.
+    With dynamic VRAM it streams the weights of .safetensors files to the GPU, out of the mapped file.
     """
     is_dynamic = comfy.model_patcher.CoreModelPatcher is not comfy.model_patcher.ModelPatcher
     if is_dynamic and file.suffix.lower() in SAFETENSORS:

@@ -1,1 +1,1 @@
-"""Many pictures of many prompts, on every device of this machine and of others."""
+"""Many images of many prompts, on every device of this machine and of others."""

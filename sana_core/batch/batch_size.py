@@ -1,4 +1,4 @@
-"""How many pictures at once a device has memory for, by the same plan as SANA Plan's."""
+"""How many images at once a device has memory for, by the same plan as SANA Plan's."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def find_architecture(checkpoint: str | Path) -> Architecture:
 def pictures_that_fit(
     device: torch.device, room: float, model: Architecture, width: int, height: int, dtype: torch.dtype
 ) -> int:
-    """Return how many pictures of `width` x `height` pixels `device` should draw at once, at least 1.
+    """Return how many images of `width` x `height` pixels `device` should draw at once, at least 1.
 
-    `room` are its bytes beside the weights, `dtype` is that of the forward. Where pictures are drawn one by one anyway,
+    `room` are its bytes beside the weights, `dtype` is that of the forward. Where images are drawn one by one anyway,
     chunks of one are shared out most evenly.
     """
     if draws_one_by_one(device):
@@ -62,7 +62,7 @@ def has_room_for_encoder(checkpoint: str | Path, settings: Settings, device: tor
 
 
 def largest_chunk(checkpoint: str | Path, settings: Settings, device: torch.device, loaded: bool = False) -> int:
-    """Return how many pictures `device` should draw at once, with the weights `loaded` there already or not yet."""
+    """Return how many images `device` should draw at once, with the weights `loaded` there already or not yet."""
     dtype = getattr(torch, settings.dtype)
     room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
     return pictures_that_fit(device, room, find_architecture(checkpoint), settings.width, settings.height, dtype)

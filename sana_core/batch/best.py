@@ -89,12 +89,14 @@ def find_best(
     if keep is None or of is None or scorer is None:
         raise InputError("best: got only a part of best, of and scorer; give all three, or none")
     if count != 1:
-        raise InputError(f"count: got {count} beside best; of says how many drafts of each prompt there are")
+        raise InputError(f"count: got {count} with best, expected 1; set of, the drafts of each prompt")
     check_whole("of", of, 1, LARGEST_COUNT)
     check_whole("best", keep, 1, of)
     verifier = load_verifier(scorer) if is_verifier(Path(scorer)) else None
     if verifier is not None and after is None:
-        raise InputError("after: got none with a verifier, which looks at unfinished drafts; say every how many steps")
+        raise InputError(
+            "after: got none with a verifier, which scores unfinished drafts; set it to the steps between two looks"
+        )
     return Best(int(keep), int(of), Path(scorer), after, verifier)
 
 

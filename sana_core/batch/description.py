@@ -15,7 +15,7 @@ VERSION = 2
 def describe_settings(
     settings: Settings, checkpoint: str | Path, progress: Progress = lambda done, total: None
 ) -> Json:
-    """Return all that a picture depends on besides prompt and seed. `compiled` only changes how fast it is drawn,
+    """Return all that an image depends on besides prompt and seed. `compiled` only changes how fast it is drawn,
     and `verifier` which are.
 
     `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises

@@ -28,7 +28,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_name, check_number
 from ..sampling.guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
 from ..sampling.masked import Under, draw_over
-from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_arguments, own_sigmas
+from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_sigmas, sampler_kwargs
 from ..sampling.schedules import check_steps, shift_sigmas
 from ..sampling.trail import WHOLE, Draft, Round, Trail
 from .plan import Chunk, drawn_together
@@ -270,7 +270,7 @@ def sample(
     if images.latents is not None:
         start = images.latents[numbers].to(start)
     start = start.to(transformer.device)
-    more, sigmas = own_arguments(flow, reference, noise), own_sigmas(flow, reference, settings.steps, models.shift)
+    more, sigmas = sampler_kwargs(flow, reference, noise), own_sigmas(flow, reference, settings.steps, models.shift)
     if images.under is not None:
         model, start = draw_over(images.under, model, start, sigmas[0])
     if images.trail is not None:

@@ -24,25 +24,25 @@ MANIFEST = "manifest.json"
 CHOSEN = ("score", "rank")
 # settings of every manifest that was ever written
 KNOWN_BY = {"width", "height", "steps", "sampler"}
-# seconds between two manifests, and how many times as long as the last one took: one of 100,000 pictures has 30 MB
+# seconds between two manifests, and how many times as long as the last one took: one of 100,000 images has 30 MB
 MANIFEST_INTERVAL = 5.0
 MANIFEST_PAUSE = 20
 
 
 class OutputFolder:
-    """A folder of pictures with its manifest, which this run holds. `settings` come from `describe_settings`."""
+    """A folder of images with its manifest, which this run holds. `settings` come from `describe_settings`."""
 
     def __init__(self, held: Hold, prompts: Sequence[str], settings: Json) -> None:
         self.held, self.path, self.prompts, self.settings = held, held.folder, prompts, settings
         self.entries: dict[str, Json] = {}
-        self.claims: list[list[int]] = []  # of each run: prompts, first seed, pictures of each prompt
+        self.claims: list[list[int]] = []  # of each run: prompts, first seed, images of each prompt
         self.manifest = stamp(self.path / MANIFEST)
         self.rewrite = 0.0
 
     def find_done(self, pictures: Sequence[Picture]) -> frozenset[int]:
-        """Return the numbers of the pictures that are here whole, as they would be drawn now.
+        """Return the numbers of the images that are here whole, as they would be drawn now.
 
-        What is left of a picture of ours after a power cut is removed. Raises InputError for pictures of other settings
+        What is left of an image of ours after a power cut is removed. Raises InputError for images of other settings
         or prompts, and for a file that is not ours under a name that this batch would use.
         """
         document = read_manifest(self.path)
@@ -76,7 +76,7 @@ class OutputFolder:
         return frozenset(done)
 
     def another(self, file: Path, entry: Json, settings: Json, prompt: str | None = None) -> InputError:
-        """Return the error for a picture that differs from what would be drawn, with the first such thing."""
+        """Return the error for an image that differs from what would be drawn, with the first such thing."""
         changed = [name for name, value in self.settings.items() if settings.get(name) != value]
         what = f"{changed[0]} {settings.get(changed[0])!r:.40}" if changed else "unknown"
         if "version" in changed:
@@ -86,7 +86,7 @@ class OutputFolder:
         return InputError(f"out: {file} is of another prompt or other settings ({what}); choose another folder")
 
     def is_claimed(self, picture: Picture) -> bool:
-        """Whether an earlier run had this picture to draw, and so found its name free."""
+        """Whether an earlier run had this image to draw, and so found its name free."""
         return any(
             picture.prompt < prompts and (picture.seed - seed) % (LARGEST_SEED + 1) < count
             for prompts, seed, count in self.claims
@@ -96,13 +96,13 @@ class OutputFolder:
         return describe_picture(self.prompts[picture.prompt], picture.seed, self.settings)
 
     def save(self, picture: Picture, png: bytes) -> Path:
-        """Write what `encode_png` returned for the picture, and return its path. Raises OSError."""
+        """Write what `encode_png` returned for the image, and return its path. Raises OSError."""
         self.held.check()
         digest = write_picture(self.path / file_name(picture), png, self.held.run)
         return self.note(picture, digest, chosen(read_entry(png) or {}))
 
     def note(self, picture: Picture, digest: str, more: Mapping[str, object] = MappingProxyType({})) -> Path:
-        """Take a picture into the list that is in the folder with that digest, and return its path. Raises OSError."""
+        """Take an image into the list that is in the folder with that digest, and return its path. Raises OSError."""
         path = self.path / file_name(picture)
         self.entries[path.name] = {**self.entry(picture), **more, "sha256": digest}
         if time.monotonic() > self.rewrite:
@@ -110,7 +110,7 @@ class OutputFolder:
         return path
 
     def write_manifest(self) -> None:
-        """Write the list of all pictures that are here: prompt, seed, key, and the digest of the file.
+        """Write the list of all images that are here: prompt, seed, key, and the digest of the file.
 
         They are safe from a power cut before they are in it. Raises OSError.
         """
@@ -128,12 +128,12 @@ class OutputFolder:
 
 
 def chosen(entry: Json) -> Json:
-    """Return score and rank of a picture that was chosen among drafts, nothing of another."""
+    """Return score and rank of an image that was chosen among drafts, nothing of another."""
     return {name: entry[name] for name in CHOSEN if name in entry}
 
 
 def read_manifest(folder: Path) -> Json:
-    """Return settings, claims and pictures of the manifest, empty where there is none.
+    """Return settings, claims and images of the manifest, empty where there is none.
 
     Raises InputError for a file of another program.
     """

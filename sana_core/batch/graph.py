@@ -1,4 +1,4 @@
-"""A picture of a batch as ComfyUI's graph: dropped on the canvas, its PNG brings back the nodes that draw it again."""
+"""An image of a batch as ComfyUI's graph: dropped on the canvas, its PNG brings back the nodes that draw it again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Link = list[Any]
 
 
 def graph_of(prompt: str, seed: int, settings: Mapping[str, Any], checkpoint: str) -> dict[str, dict[str, Any]]:
-    """Return the graph, in ComfyUI's API format, that draws a picture with `settings`, those of a manifest.
+    """Return the graph, in ComfyUI's API format, that draws an image with `settings`, those of a manifest.
 
     Its loader has the name of `checkpoint` as ComfyUI lists it in models/diffusers or models/checkpoints.
     """

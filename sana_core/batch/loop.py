@@ -20,7 +20,7 @@ GRACE = 60.0
 
 @dataclass(frozen=True)
 class Outcome(Generic[R]):
-    """How a chunk ended: `results`, one for each picture, or the error."""
+    """How a chunk ended: `results`, one for each image, or the error."""
 
     worker: str
     chunk: Chunk
@@ -50,7 +50,7 @@ class Pool(Protocol[R]):
 
 
 def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[Picture, R]]:
-    """Yield each picture of `queue` once, with its result, as they finish.
+    """Yield each image of `queue` once, with its result, as they finish.
 
     A chunk for which memory ran out is drawn in halves, one whose worker died or hangs by another worker. Raises what
     a worker raised otherwise, ChunkLostError, and what the pool raises when no worker is left.

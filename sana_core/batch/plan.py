@@ -1,4 +1,4 @@
-"""What a batch is made of: pictures, each a function of its prompt and its seed alone, and how they are cut."""
+"""What a batch is made of: images, each a function of its prompt and its seed alone, and how they are cut."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 LARGEST_SEED = 2**64 - 1
 LARGEST_COUNT = 100_000
 LARGEST_CHUNK = 32
-# pictures of this many pixels at once keep an accelerator busy
+# images of this many pixels at once keep an accelerator busy
 BUSY_PIXELS = 8 * 1024 * 1024
 # chunks for each worker, so that the last ones end together
 ROUNDS = 3
 
 
 class Picture(NamedTuple):
-    """One picture: its place in the order of the results, the number of its prompt, its seed."""
+    """One image: its place in the order of the results, the number of its prompt, its seed."""
 
     number: int
     prompt: int
@@ -36,7 +36,7 @@ Chunk = tuple[Picture, ...]
 
 
 def batch_pictures(prompts: int, count: int, seed: int) -> list[Picture]:
-    """Return `count` pictures of each of `prompts` prompts; picture i of a prompt has seed + i.
+    """Return `count` images of each of `prompts` prompts; image i of a prompt has seed + i.
 
     Raises InputError for no prompts, a count that is not from 1 to 100000, and a seed that is not from 0 to 2^64 - 1.
     """
@@ -52,7 +52,7 @@ def batch_pictures(prompts: int, count: int, seed: int) -> list[Picture]:
 
 
 def split_into_chunks(pictures: Iterable[Picture], size: int, done: Collection[int] = ()) -> list[Chunk]:
-    """Return the pictures in chunks of at most `size`, without those whose number is in `done`.
+    """Return the images in chunks of at most `size`, without those whose number is in `done`.
 
     Where a chunk begins depends on the number alone, so that what is drawn together does not depend on what is done.
     Raises InputError for a size below 1.
@@ -64,7 +64,7 @@ def split_into_chunks(pictures: Iterable[Picture], size: int, done: Collection[i
 
 
 def default_chunk_size(width: int, height: int, pictures: int, workers: int) -> int:
-    """Return how many pictures of `width` x `height` pixels a worker should draw at once.
+    """Return how many images of `width` x `height` pixels a worker should draw at once.
 
     As many as keep it busy, but few enough that several workers share `pictures` out evenly. It is a start: a worker
     whose memory runs out halves it.
@@ -74,9 +74,9 @@ def default_chunk_size(width: int, height: int, pictures: int, workers: int) -> 
 
 
 def draws_one_by_one(device: torch.device) -> bool:
-    """Whether `device` draws the pictures of a chunk one after another.
+    """Whether `device` draws the images of a chunk one after another.
 
-    A CPU gains little from a batch, and one by one the pictures have the same bits in any chunk.
+    A CPU gains little from a batch, and one by one the images have the same bits in any chunk.
     """
     return device.type == "cpu"
 
@@ -87,9 +87,9 @@ def drawn_together(chunk: Chunk, device: torch.device) -> list[Chunk]:
 
 
 class Workload(NamedTuple):
-    """The pictures of a run: all but those whose number is in `done`, `chunk` at once on a worker, None for what suits.
+    """The images of a run: all but those whose number is in `done`, `chunk` at once on a worker, None for what suits.
 
-    `prompts` are text, or encoded where the workers get them so. Of pictures that are drawn in rounds, `round` is this
+    `prompts` are text, or encoded where the workers get them so. Of images that are drawn in rounds, `round` is this
     one, and `later` gives the following ones of the same prompts when all of this is drawn, with numbers of their own.
     `encoded` are all prompts and the negative one where they come encoded, and `inputs` what the images are generated
     from besides; both are for devices of this machine.
@@ -106,7 +106,7 @@ class Workload(NamedTuple):
 
     @property
     def left(self) -> int:
-        """How many pictures are not done."""
+        """How many images are not done."""
         return sum(picture.number not in self.done for picture in self.pictures)
 
     def split(self, width: int, height: int, workers: int) -> list[Chunk]:

@@ -24,12 +24,12 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def file_name(picture: Picture) -> str:
-    """Return the name of a picture's file: the number of its prompt and its seed."""
+    """Return the name of an image's file: the number of its prompt and its seed."""
     return f"{picture.prompt:05d}_{picture.seed}.png"
 
 
 def describe_picture(prompt: str, seed: int, settings: Json) -> Json:
-    """Return what a picture is: prompt, seed, and the digest of all that it depends on, as its key."""
+    """Return what an image is: prompt, seed, and the digest of all that it depends on, as its key."""
     text = json.dumps([prompt, seed, settings], sort_keys=True)
     return {"prompt": prompt, "seed": seed, "key": hashlib.sha256(text.encode()).hexdigest()}
 
@@ -42,7 +42,7 @@ def encode_png(
     checkpoint: str | None = None,
     more: Mapping[str, object] = MappingProxyType({}),
 ) -> bytes:
-    """Return the picture [3, H, W] in [-1, 1] as a PNG that says what it is, and `more` besides.
+    """Return the image [3, H, W] in [-1, 1] as a PNG that says what it is, and `more` besides.
 
     With the `checkpoint` that drew it, the PNG also has ComfyUI's graph for it.
     """
@@ -62,7 +62,7 @@ def read_texts(data: bytes) -> Json | None:
     from PIL import PngImagePlugin
 
     try:
-        # not Image.open, which refuses pictures of 16384 x 16384 pixels as bombs
+        # not Image.open, which refuses images of 16384 x 16384 pixels as bombs
         with PngImagePlugin.PngImageFile(io.BytesIO(data)) as image:
             image.load()
             return dict(image.text)
@@ -87,7 +87,7 @@ def is_damaged(data: bytes) -> bool:
 def write_picture(path: Path, png: bytes, parts: Path) -> str:
     """Write what `encode_png` returned, by way of the folder `parts`, and return the digest of the file.
 
-    Where the same picture is there already, as when two machines drew it, it stays, and its digest is returned. Raises
+    Where the same image is there already, as when two machines drew it, it stays, and its digest is returned. Raises
     FileExistsError for another file, and OSError.
     """
     try:

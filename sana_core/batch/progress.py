@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes on."""
+"""The status of a run: how many images are there, how fast they come, and who makes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Say = Callable[[str], None]
 
 
 def no_words(text: str) -> None:
-    """What says nothing."""
+    """No-op default: no status is shown."""
 
 
 @dataclass
@@ -25,22 +25,22 @@ class WorkerReport:
 
 
 class Progress:
-    """How many of `total` pictures are there, `done` of them from the beginning, and how fast they come."""
+    """How many of `total` images are there, `done` of them from the beginning, and how fast they come."""
 
     def __init__(self, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self.done, self.clock = total, done, clock
         self.before, self.first = done, 0.0
 
     def step(self) -> None:
-        """Note a picture."""
+        """Note an image."""
         self.done += 1
         if self.done == self.before + 1:
             self.first = self.clock()
 
     def describe(self, workers: int) -> str:
-        """Return like "3 of 8, 1.20 a second, 4 s left, 2 workers"; rate and time from the second picture on.
+        """Return like "3 of 8, 1.20 a second, 4 s left, 2 workers"; rate and time from the second image on.
 
-        Workers start one after another and load for long, so the rate is that since the first picture.
+        Workers start one after another and load for long, so the rate is that since the first image.
         """
         parts = [f"{self.done} of {self.total}"]
         since, seconds = self.done - self.before - 1, self.clock() - self.first

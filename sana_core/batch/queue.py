@@ -14,7 +14,7 @@ from .plan import Chunk, Picture
 
 # a chunk that was lost this often takes its workers down itself
 LARGEST_LOSSES = 5
-# a worker whose memory ran out this often in a row, for single pictures, is too small
+# a worker whose memory ran out this often in a row, for single images, is too small
 LARGEST_STRIKES = 4
 # a worker hangs when a chunk takes this many times as long as the slowest one needs for it
 PATIENCE = 10.0
@@ -23,7 +23,7 @@ FIRST_PATIENCE = 30.0
 
 
 class ChunkLostError(ClusterError):
-    """Some pictures were lost with their worker again and again."""
+    """Some images were lost with their worker again and again."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class InFlight:
 
 
 class Queue:
-    """Chunks that wait, chunks in flight, and which pictures are missing. Times are seconds of any clock."""
+    """Chunks that wait, chunks in flight, and which images are missing. Times are seconds of any clock."""
 
     def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
         self.waiting: deque[Chunk] = deque()
@@ -45,7 +45,7 @@ class Queue:
         self.limits: dict[str, int] = {}
         self.strikes: Counter[str] = Counter()
         self.losses: Counter[Chunk] = Counter()
-        self.pace: dict[str, float] = {}  # seconds a picture
+        self.pace: dict[str, float] = {}  # seconds an image
         self.drawn: Counter[str] = Counter()
 
     def add(self, chunks: Iterable[Chunk]) -> None:
@@ -115,7 +115,7 @@ class Queue:
         return None if flight.started is None else now - flight.started
 
     def finish(self, worker: str, chunk: Chunk, now: float) -> list[Picture]:
-        """Note that `worker` has drawn `chunk`. Return the pictures that nobody had drawn before."""
+        """Note that `worker` has drawn `chunk`. Return the images that nobody had drawn before."""
         seconds = self.complete(worker, chunk, now)
         if seconds is not None:
             pace = seconds / len(chunk)
@@ -129,7 +129,7 @@ class Queue:
     def halve(self, worker: str, chunk: Chunk, now: float) -> bool:
         """Note that `worker` ran out of memory over `chunk`, and queue it in halves.
 
-        Return whether the worker is still of use: not after four single pictures in a row.
+        Return whether the worker is still of use: not after four single images in a row.
         """
         self.complete(worker, chunk, now)
         half = max(1, len(chunk) // 2)

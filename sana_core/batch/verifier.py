@@ -1,4 +1,4 @@
-"""What says by hidden states of an early step how well a draft will show its prompt: no picture has to be decoded.
+"""The verifier: reads hidden states of an early step, and predicts how well a draft will show its prompt, undecoded.
 
 After Bucciarelli et al., "Tiny Inference-Time Scaling with Latent Verifiers" (2026). Theirs for SANA-Sprint is a
 language model of half a billion parameters behind block 7, ours a small network for one transformer.

@@ -1,4 +1,4 @@
-"""The prompts of a long batch, some at a time: the first picture comes early, and the embeddings stay few."""
+"""The prompts of a long batch, some at a time: the first image comes early, and the embeddings stay few."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..model.text import check_characters
 from .plan import Chunk
 
-# prompts that are encoded before the first picture: a CPU takes long for one, an accelerator changes models for them
+# prompts that are encoded before the first image: a CPU takes long for one, an accelerator changes models for them
 FIRST_ON_CPU = 8
 FIRST = 64
 # each window has twice the prompts of the one before, up to 1.4 GB of embeddings of Gemma 2 in fp32

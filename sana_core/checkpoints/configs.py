@@ -63,7 +63,7 @@ def transformer_config(headers: Headers, resolution: int) -> Json:
         "num_cross_attention_heads": CROSS_HEADS[found.width],
         "cross_attention_head_dim": found.width // CROSS_HEADS[found.width],
         "cross_attention_dim": found.width,
-        # 4-bit formats pack two numbers into a byte
+        # 4-bit formats pack two values into a byte
         "caption_channels": caption.shape[1] * (2 if caption.dtype == torch.uint8 else 1),
         "mlp_ratio": hidden / found.width,
         "guidance_embeds": found.guidance_embeds,

@@ -81,7 +81,7 @@ class CheckpointInfo:
     layout: str  # diffusers, original, transformers, or comfy for a file with several components
     dtype: torch.dtype  # of most bytes
     size: int  # bytes of tensors
-    resolution: int | None = None  # pixels of the pictures that it was trained with
+    resolution: int | None = None  # pixels of the images that it was trained with
     resolution_from: str = ""  # config, position embedding, file name, or assumed
     config: Json | None = None  # the library's, where one lies beside the weights or in them
     headers: Headers = field(default_factory=dict, repr=False)

@@ -1,4 +1,4 @@
-"""A model's files as bytes and as JSON: only regular files of bounded size are opened, and their faults have words."""
+"""A model's files as bytes and as JSON: only regular files of bounded size are opened; errors say what is wrong."""
 
 from __future__ import annotations
 

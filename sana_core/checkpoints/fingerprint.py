@@ -40,7 +40,7 @@ def fingerprint(
     kept: Path | None = None,
     reference: str = AUTO,
 ) -> Json:
-    """Return what a checkpoint brings to its pictures: digests of weights, configurations, tokenizer, instruction, and
+    """Return what a checkpoint brings to its images: digests of weights, configurations, tokenizer, instruction, and
     the shift.
 
     The instruction is that of `reference`. The configurations are those of the library's modules, with the library's

@@ -237,7 +237,7 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
         bad = tensor.numel() - int(torch.isfinite(tensor).sum())
         if bad:
             raise CheckpointError(
-                f"{name}: {bad} of {tensor.numel()} numbers in {key} are NaN or infinite; use another file"
+                f"{name}: {bad} of {tensor.numel()} values in {key} are NaN or infinite; use another file"
             )
 
 

@@ -74,7 +74,7 @@ def find_transformer(info: CheckpointInfo) -> CheckpointInfo:
 
 
 def describe(info: CheckpointInfo) -> str:
-    """Return `info`'s kind and variant in words."""
+    """Return `info`'s kind and variant as text."""
     if info.kind == "other":
         return info.variant
     return f"a {KINDS[info.kind]} ({info.variant})" if info.variant else f"a {KINDS[info.kind]}"

@@ -287,7 +287,7 @@ def read_preview(file: Path) -> tuple[list[list[float]], list[float]]:
     bias: Any = content.get("rgb_bias")
     if not are_colours(factors, bias):
         raise CheckpointError(
-            f"{shown(file)}: expected rgb_factors of {CHANNELS} x 3 numbers and rgb_bias of 3; remove the file"
+            f"{shown(file)}: expected rgb_factors of {CHANNELS} x 3 values and rgb_bias of 3; remove the file"
         )
     return factors, bias
 

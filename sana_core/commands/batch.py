@@ -1,6 +1,6 @@
-"""Draw many pictures of many prompts on every device, or on a Ray cluster.
+"""Draw many images of many prompts on every device, or on a Ray cluster.
 
-Each picture is written as it finishes. A run that was interrupted goes on where it was when it is started again.
+Each image is written as it finishes. A run that was interrupted goes on where it was when it is started again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def carry_on(
                 sys.stdout.write(f"{path} ({progress.describe(len(report.ready))})\n")
                 sys.stdout.flush()
     except BaseException:
-        # what ended the run is what is said; the pictures say themselves what they are
+        # what ended the run is what is said; the images say themselves what they are
         with suppress(OSError):
             folder.write_manifest()
         raise
@@ -132,7 +132,7 @@ def draw(
     held: Hold,
     best: Best | None,
 ) -> Generator[tuple[Picture, bytes | str], None, None]:
-    """Yield each picture that is not done as a PNG file, or its digest where a machine has written it itself.
+    """Yield each image that is not done as a PNG file, or its digest where a machine has written it itself.
 
     With `best`, only the best of each prompt's drafts.
     """
@@ -180,7 +180,7 @@ def draw_picks(
 
 
 def save(folder: OutputFolder, picture: Picture, png: bytes, total: int) -> Path:
-    """Write the picture. Raises OutputError that says what is safe already, for example on a full disk."""
+    """Write the image. Raises OutputError that says what is safe already, for example on a full disk."""
     try:
         return folder.save(picture, png)
     except SanaError:

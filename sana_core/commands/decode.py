@@ -1,4 +1,4 @@
-"""Decode latents to PNG or TIFF files, row by row, without ever holding a whole picture."""
+"""Decode latents to PNG or TIFF files, row by row, without ever holding a whole image."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def read_latents(path: Path):  # type: ignore[no-untyped-def]
         # its own reader calls every file missing that it may not open
         tensors = load(path.read_bytes())
     except SafetensorError as error:
-        raise InputError(f"latents: {path} is no safetensors file ({error}); save them with SaveLatent") from None
+        raise InputError(f"latents: {path} is not a safetensors file ({error}); save them with SaveLatent") from None
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
         raise ReadError(f"latents: {str(path):.240} {reason}; see its name and its rights") from None
@@ -96,7 +96,7 @@ def read_latents(path: Path):  # type: ignore[no-untyped-def]
 
 
 def paths(out: Path, stem: str, count: int, suffixes: Container[str]) -> list[Path]:
-    """Return a path for each picture: `out` itself if it is one file for one picture."""
+    """Return a path for each image: `out` itself if it is one file for one image."""
     if out.suffix.lower() in suffixes:
         if count > 1:
             raise InputError(f"out: got one file for {count} images, expected a folder")

@@ -115,7 +115,7 @@ def cluster_of(arguments: argparse.Namespace) -> ClusterSettings | None:
                 raise InputError(f"{name}: it is for the machines of a cluster; add --cluster, or leave it out")
         return None
     if arguments.devices is not None:
-        raise InputError("devices: they are of this machine, and --cluster draws on others; leave one out")
+        raise InputError("devices: got devices of this machine with --cluster; leave one of them out")
     resources = tuple(arguments.resource or ())
     return ClusterSettings(arguments.cluster, arguments.gpus, arguments.gpus_per_worker, resources)
 

@@ -1,4 +1,4 @@
-"""Predict the memory that drawing a picture takes, stage by stage."""
+"""Predict the memory that drawing an image takes, stage by stage."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def find_cost(arguments: argparse.Namespace) -> Cost:
 
 
 def describe(cost: Cost) -> list[str]:
-    """Return lines about a picture that several devices share."""
+    """Return lines about an image that several devices share."""
     from ..split.cost import LEAST_GAIN
 
     together = cost.computing + cost.exchanging

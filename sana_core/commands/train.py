@@ -91,10 +91,10 @@ def run_training(settings: Settings, ranks: Ranks, tensorboard: bool, wandb: boo
 
 
 def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[str]:
-    """Return the table of a run's stages, how long its steps take, and whether they fit a card of `card` GiB or this
+    """Return the table of a run's stages, how long its steps take, and whether they fit a GPU of `card` GiB or this
     machine's; of several `cards`, or of one with a sharded or offloaded model, what each takes in every arrangement.
 
-    Raises as `read_base` and `check_base` do, and InputError for a card that is none and too many of them.
+    Raises as `read_base` and `check_base` do, and InputError for a GPU that is none and too many of them.
     """
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
@@ -109,7 +109,7 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
     check_base(settings)
     base = read_base(settings)
     room = None if card is None else card * 2**30
-    # a plan may be made where there is no card
+    # a plan may be made where there is no GPU
     if room is None and current_accelerator() is not None and settings.device != "cpu":
         room = memory_info(chosen_device(settings.device))[1]
     plan = plan_training(settings, base)

@@ -1,4 +1,4 @@
-"""Is this machine right? Versions, the card, arithmetic against known answers, and the model files that are here.
+"""Is this machine right? Versions, the GPU, arithmetic against known answers, and the model files that are here.
 
 A report is lines: what was looked at, what was expected, what was got, and a verdict. Whatever fails is a line too.
 """

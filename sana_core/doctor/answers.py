@@ -28,7 +28,7 @@ from .report import NOTED, RIGHT, WRONG, Report
 SECTION = "What the models compute"
 # dB below which a VAE is another one, or broken
 FLOOR = 20.0
-# the share of a know-nothing's loss below which a transformer has learnt, for this VAE and these prompts
+# the share of a know-nothing's loss below which a transformer has learned, for this VAE and these prompts
 LEARNT = 0.75
 # parameters from which on an image takes minutes on a CPU
 MANY = 100_000_000

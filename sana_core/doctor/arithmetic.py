@@ -73,7 +73,7 @@ def release() -> None:
 
 
 def distance(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """Return the relative distance of `got` from `truth`; infinite for numbers that are not finite."""
+    """Return the relative distance of `got` from `truth`; infinite for values that are not finite."""
     if not bool(got.isfinite().all()):
         return float("inf")
     return float((got.cpu().double() - truth).norm() / truth.norm())
@@ -87,7 +87,7 @@ def judge_distance(report: Report, what: str, got: torch.Tensor, plain: torch.Te
 
 
 def noise(*shape: int, seed: int) -> torch.Tensor:
-    """Return the same normal numbers on every machine, on the CPU."""
+    """Return the same normal random values on every machine, on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -148,7 +148,7 @@ def transformer(width: int, layers: int, qk_norm: str | None = None) -> Any:
 
 
 def convert(model: Any, dtype: torch.dtype) -> Any:
-    """Return `model` with its numbers in `dtype`, where the library's own method would warn."""
+    """Return `model` with its weights in `dtype`, where the library's own method would warn."""
     return torch.nn.Module.to(model, dtype)
 
 

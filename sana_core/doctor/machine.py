@@ -1,4 +1,4 @@
-"""What this machine is: versions, cards, which kernels run on them, and what others have replaced in torch."""
+"""What this machine is: versions, GPUs, which kernels run on them, and what others have replaced in torch."""
 
 from __future__ import annotations
 

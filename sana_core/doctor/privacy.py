@@ -14,7 +14,7 @@ ADDRESSES = (
     # user@host, as mail and ssh have it
     r"[\w.+-]+@\w[\w.-]*(?::\S+)?",
     r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b",
-    # IPv6: eight groups, or :: in the place of some; the last may be IPv4's
+    # IPv6: eight groups, or :: instead of some; the last may be IPv4's
     r"(?<![\w:.])\[?(?:(?:[\da-f]{1,4}:){7}[\da-f]{1,4}|(?=:*[\da-f])(?:[\da-f]{1,4}(?::[\da-f]{1,4})*)?::"
     r"(?:[\da-f]{1,4}(?::[\da-f]{1,4})*)?)(?:(?:\.\d{1,3}){3})?(?:%\w+)?(?!\w)\]?(?::\d+)?",
     # of a network card

@@ -1,1 +1,1 @@
-"""What SANA computes: the text encoder's embeddings, the transformer's forward, and the facts of published models."""
+"""The model: the text encoder's embeddings, the transformer's forward, and what published models are."""

@@ -187,14 +187,14 @@ def cross_attention(
     kernels: frozenset[str] = NO_KERNELS,
     row: int | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of `states` [B, N, D] to the tokens of P prompts, of which each has B / P pictures.
+    """Softmax attention of `states` [B, N, D] to the tokens of P prompts, of which each has B / P images.
 
-    With `row`, the length of one, each row of a picture is attended by itself, to the same bits whatever their number.
+    With `row`, the length of one, each row of an image is attended by itself, to the same bits whatever their number.
     """
     query = attention.to_q(states)
     if attention.norm_q is not None:
         query = rms_norm(attention.norm_q, query, kernels)
-    # the pictures of a prompt stand in one row of queries, so that keys and values need no copies
+    # the images of a prompt stand in one row of queries, so that keys and values need no copies
     query = query.reshape(len(key), -1, query.shape[-1])
     if row is None:
         out = F.scaled_dot_product_attention(split_heads(query, attention.heads), key, value, attn_mask=bias)
@@ -212,7 +212,7 @@ def attend_rows(
     bias: torch.Tensor | None,
     row: int,
 ) -> torch.Tensor:
-    """Return [1, heads, N, d] of the pictures of one prompt, `query` being [P, N, heads * d], a row at a time."""
+    """Return [1, heads, N, d] of the images of one prompt, `query` being [P, N, heads * d], a row at a time."""
     rows = split_heads(query[prompt].unflatten(0, (-1, row)), heads)
     # views that repeat
     key, value = (part[prompt].expand(len(rows), -1, -1, -1) for part in (key, value))

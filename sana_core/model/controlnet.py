@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Control(NamedTuple):
-    """A ControlNet, and the latents [1 or B, 32, h, w] of the pictures that it follows, in the model's scale."""
+    """A ControlNet, and the latents [1 or B, 32, h, w] of the images that it follows, in the model's scale."""
 
     controlnet: SanaControlNetModel
     latents: torch.Tensor
@@ -35,14 +35,14 @@ def control_residuals(
     """Return what a ControlNet adds to the model's hidden states, number i after block i; None adds nothing.
 
     `x` [B, 32, h, w] and `timestep` [B] are the model's inputs, `constants` what `prepare` returns for the ControlNet;
-    `control_latents` [B, 32, h, w] are the control picture's, in the scale of `x`. In NVIDIA's arrangement
+    `control_latents` [B, 32, h, w] are the control image's, in the scale of `x`. In NVIDIA's arrangement
     (SanaMSControlNet in diffusion/model/nets/sana_multi_scale_controlnet.py) the signal joins the output of the base
     model's first block, of which the file has a copy, and the residual of each block goes before the base's next one.
-    In diffusers' it joins the patch embedding, and acts one block later. With a `share` in a picture that several
+    In diffusers' it joins the patch embedding, and acts one block later. With a `share` in an image that several
     devices compute, all of these are those of its rows.
     """
     blocks, projections = all_blocks(controlnet), controlnet.controlnet_blocks
-    # NVIDIA's: the base model's block comes before the copies, and only the picture has a position embedding
+    # NVIDIA's: the base model's block comes before the copies, and only the image has a position embedding
     first = len(blocks) - len(projections)
     hidden = embed(controlnet, x, constants.position, share)
     signal = embed(controlnet, control_latents.to(x), None if first else constants.position, share)

@@ -39,7 +39,7 @@ class Watch:
         self.block, self.states = block, torch.empty(0)
 
     def keep(self, part: int, pictures: int) -> None:
-        """Keep those of one of the parts, of so many pictures each, that the batch had."""
+        """Keep those of one of the parts, of so many images each, that the batch had."""
         self.states = self.states[part * pictures : (part + 1) * pictures].clone()
 
 
@@ -58,7 +58,7 @@ class Constants(NamedTuple):
 
 
 class Perturbation(NamedTuple):
-    """Perturbed attention: in `blocks`, the self-attention of the pictures in `pictures` becomes the identity."""
+    """Perturbed attention: in `blocks`, the self-attention of the images in `pictures` becomes the identity."""
 
     pictures: torch.Tensor  # bool [B, 1, 1]
     blocks: frozenset[int]
@@ -162,9 +162,9 @@ def velocity(
 ) -> torch.Tensor:
     """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the model's reference computes it.
 
-    B is a multiple of the P prompts in `constants`; each prompt has B / P pictures, one after another. `timestep` and
+    B is a multiple of the P prompts in `constants`; each prompt has B / P images, one after another. `timestep` and
     `guidance` [B], that of distilled models, are already in the model's scale. `control` are the residuals of
-    `control_residuals`: number i is added after block i. With a `share` in a picture that several devices compute, `x`,
+    `control_residuals`: number i is added after block i. With a `share` in an image that several devices compute, `x`,
     the position embedding and `control` are those of its rows.
     """
     height, width = x.shape[-2:]

@@ -12,7 +12,7 @@ from .reference import NVIDIA
 
 
 class Architecture(NamedTuple):
-    """What tells SANA's transformers apart: inner width, blocks, and the two later additions."""
+    """What differs between SANA's transformers: inner width, blocks, and the two later additions."""
 
     width: int
     layers: int
@@ -36,9 +36,9 @@ CROSS_HEADS = {1152: 16, 2240: 20}
 # its default in diffusion/utils/config.py for SANA-1.5 4.8B)
 PERTURBED_BLOCKS = {20: 8, 28: 14, 60: 8}
 
-# times as many or as few pixels as a model learnt, from which on its pictures fall apart
+# times as many or as few pixels as a model learned, from which on its images fall apart
 FAR = 2.5
-# pixels of the square pictures that models were trained at; where nothing tells it, it is DEFAULT_RESOLUTION
+# pixels of the square images that models were trained at; where nothing tells it, it is DEFAULT_RESOLUTION
 RESOLUTIONS = (512, 1024, 2048, 4096)
 DEFAULT_RESOLUTION = 1024
 # from here on models have a position embedding, with that many pixels at interpolation scale 1
@@ -56,7 +56,7 @@ INTERMEDIATE_TIMESTEP = 1.3
 
 class VideoModel(NamedTuple):
     """A SANA-Video model: its name, pixels of a cell, frames of a latent frame (the first stands for one), cells of a
-    patch's side, the default width and height, and the shapes (width, height) that it learnt; its parameters, its
+    patch's side, the default width and height, and the shapes (width, height) that it learned; its parameters, its
     VAE's, and the bytes of a decode in ComfyUI for a pixel and a byte of the dtype."""
 
     name: str
@@ -255,7 +255,7 @@ def known_word(field: str, word: object, known: Collection[str], others: Mapping
 
 
 def own_size(width: int, height: int, resolution: int) -> tuple[int, int]:
-    """Return (width, height) of the shape nearest to `width` x `height` that a model of `resolution` pixels learnt."""
+    """Return (width, height) of the shape nearest to `width` x `height` that a model of `resolution` pixels learned."""
     shape = own_shape(width, height, SHAPES.values())
     # other resolutions are multiples; a model of 128 px is smaller than any released one
     cells = [max(1, round(side * resolution / DEFAULT_RESOLUTION / DOWNSCALE)) for side in shape]
@@ -269,7 +269,7 @@ def own_shape(width: int, height: int, shapes: Iterable[tuple[int, int]]) -> tup
 
 
 def size_note(width: int, height: int, resolution: int) -> str:
-    """Return a line for the user where a picture's size is far from what a model of `resolution` pixels learnt."""
+    """Return a line for the user where an image's size is far from what a model of `resolution` pixels learned."""
     if 1 / FAR < width * height / resolution**2 < FAR:
         return ""
     right = " x ".join(map(str, own_size(width, height, resolution)))

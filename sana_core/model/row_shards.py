@@ -1,4 +1,4 @@
-"""Which rows of a picture each device has, and which prompts of a step."""
+"""Which rows of an image each device has, and which prompts of a step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Shard(NamedTuple):
     groups: int = 1
 
     def own(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return this one's part, a view, of what has a row for each picture, or each prompt, of the whole batch."""
+        """Return this one's part, a view, of what has a row for each image, or each prompt, of the whole batch."""
         return batch.chunk(self.groups)[self.group]
 
 
@@ -122,7 +122,7 @@ def find_groups(parts: int, speeds: Sequence[float]) -> int:
 
 
 def part_of(constants: Constants, shard: Shard) -> Constants:
-    """Return the `constants` of a whole batch and picture for the prompts and the rows of `shard`."""
+    """Return the `constants` of a whole batch and image for the prompts and the rows of `shard`."""
     if shard.groups > 1:
         keys, values = (list(map(shard.own, each)) for each in (constants.keys, constants.values))
         bias = None if constants.bias is None else shard.own(constants.bias)

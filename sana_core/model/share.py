@@ -23,12 +23,12 @@ class Exchange(Protocol):
         ...
 
     def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the last row of the shard above and the first of the one below, None beyond the picture."""
+        """Return the last row of the shard above and the first of the one below, None beyond the image."""
         ...
 
 
 class Share:
-    """One shard's part in each block of a picture of `columns` positions a row."""
+    """One shard's part in each block of an image of `columns` positions a row."""
 
     def __init__(self, exchange: Exchange, columns: int) -> None:
         self.exchange, self.columns = exchange, columns
@@ -41,9 +41,9 @@ class Share:
         return pointwise(layer, x.flatten(2).transpose(1, 2).contiguous(), (x.shape[2], x.shape[3]))
 
     def sums(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the sums [B, heads, d, d + 1] over the picture, of this shard's [B, heads, N, d].
+        """Return the sums [B, heads, d, d + 1] over the image, of this shard's [B, heads, N, d].
 
-        float64 holds 53 bits: it adds up the rows of a picture, of 24 bits each, without loss unless they differ by
+        float64 holds 53 bits: it adds up the rows of an image, of 24 bits each, without loss unless they differ by
         more than 2^20, and what it loses then is far below float32. So the order makes no difference.
         """
         key, value = (part.unflatten(2, (-1, self.columns)) for part in (key, F.pad(value, (0, 1), value=1.0)))

@@ -24,8 +24,8 @@ START, END = "<start_of_turn>", "<end_of_turn>"
 def read_request(tokenizer: Tokenizer, text: str, template: bool = True) -> list[int]:
     """Return the token ids, BOS first, behind which Gemma 2 writes its answer to `text`.
 
-    With `template`, the text stands where the user speaks, unless it has the marks of a conversation already. Raises
-    InputError for characters that cannot be encoded.
+    With `template`, the text stands where the user speaks, unless it has turn tokens already. Raises InputError for
+    characters that cannot be encoded.
     """
     check_characters(text)
     if template and not text.startswith(START):
@@ -33,7 +33,7 @@ def read_request(tokenizer: Tokenizer, text: str, template: bool = True) -> list
     bos = tokenizer.encode("")
     marks = {mark: tokenizer.find(mark) for mark in (START, END)}
     ids = list(bos)
-    # the marks are tokens of their own, which sentencepiece would not all find in a text
+    # they are tokens of their own, which sentencepiece would not all find in a text
     for part in re.split(f"({START}|{END})", text):
         mark = marks.get(part)
         ids += tokenizer.encode(part)[len(bos) :] if mark is None else [mark]

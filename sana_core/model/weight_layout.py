@@ -17,7 +17,7 @@ def arrange_convolutions(module: torch.nn.Module) -> None:
     """Lay the weights of the convolutions in `module` out in memory as their device reads them beside such maps.
 
     cuDNN would rearrange contiguous weights in each call, for each strip of a decode. Values, shapes and bytes stay,
-    and what is laid out already is not touched. MIOpen's choice depends on the card, so with ROCm they stay contiguous.
+    and what is laid out already is not touched. MIOpen's choice depends on the GPU, so with ROCm they stay contiguous.
     """
     for child in module.modules():
         if isinstance(child, torch.nn.Conv2d):

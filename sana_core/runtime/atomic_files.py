@@ -1,4 +1,4 @@
-"""Files that appear under their names whole, safe from a power cut, and never in the place of another one unasked."""
+"""Atomic files: whole under their name or not there, safe from a power cut, never replacing another unasked."""
 
 from __future__ import annotations
 

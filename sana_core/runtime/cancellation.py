@@ -1,4 +1,4 @@
-"""How long work is cancelled: it calls a function again and again, which raises to end it."""
+"""Cancellation: long work polls a callback, which raises to end it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Poll = Callable[[], None]
 
 
 def no_poll() -> None:
-    """What polls nobody."""
+    """No-op default: nothing is cancelled."""
 
 
 class Polled(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""What numbers and tensors have to be, wherever they come from."""
+"""Checks of values: ranges, whole numbers, names, finite tensors."""
 
 from __future__ import annotations
 

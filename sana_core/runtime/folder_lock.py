@@ -73,7 +73,7 @@ class Hold:
     def renew(self) -> None:
         """What a thread does until the end: say every few seconds that the run lives."""
         while not self.ended.wait(HEARTBEAT_INTERVAL):
-            # a disk that is full or away for a moment is the concern of whoever writes pictures
+            # a disk that is full or away for a moment is the concern of what writes images
             with suppress(OSError):
                 found = read_record(self.record)
                 if found is None or found.token != self.holder.token:
@@ -118,7 +118,7 @@ def hold(folder: Path) -> Iterator[Hold]:
                 if found is not None and found.token == held.holder.token:
                     held.record.unlink()
                 if found is None or found.token == held.holder.token:
-                    # whoever waits for this lock notices that it has no name any more
+                    # a process that waits for this lock notices that it has no name any more
                     (own / LOCK).unlink()
                     own.rmdir()
 
@@ -179,7 +179,7 @@ def is_named(stream: BinaryIO, path: Path) -> bool:
 
 
 def claim(held: Hold, locked: bool) -> None:
-    """Write this run's record in the place of none, or of a dead run's. Raises InUseError for one that lives."""
+    """Write this run's record where there is none, or over a dead run's. Raises InUseError for one that lives."""
     found = read_record(held.record)
     if found is None:
         try:

@@ -1,4 +1,4 @@
-"""PNG and TIFF files written row by row, since a picture of 8192 x 8192 should not be in memory twice."""
+"""PNG and TIFF files written row by row, since an image of 8192 x 8192 should not be in memory twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import InputError
 
 Rows = Iterator[np.ndarray]  # uint8 [n, W, 3], from top to bottom
 
-LEVEL = 4  # of compression; above it a picture takes much longer for little
+LEVEL = 4  # of compression; above it an image takes much longer for little
 TIFF_ROWS = 64  # of a strip, which is compressed alone
 SOFTWARE = "sana_core"
 

@@ -1,4 +1,4 @@
-"""What leads the sampling to the prompt: classifier-free guidance, its interval, perturbed attention, distillation."""
+"""Guidance: classifier-free guidance, its interval, perturbed attention (PAG), distilled guidance."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Steered(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What the prompts of a step's passes and the size of its pictures fix for all steps."""
+    """What the prompts of a step's passes and the size of its images fix for all steps."""
 
     constants: Constants
     perturbation: Perturbation | None
@@ -73,7 +73,7 @@ def perturbed_attention(config: Any, scale: float, blocks: str) -> PerturbedAtte
 
 
 class Shared(NamedTuple):
-    """What computes a picture on several devices.
+    """What computes an image on several devices.
 
     `run(x, work, parts)` returns the velocity at the latents `x` from what `work` makes of each shard, where the batch
     is so many equal parts, a pass each, and `members` are the models by their number in a shard.
@@ -112,7 +112,7 @@ def denoiser(
     # once: diffusers finds the dtype by looking through all modules
     config, dtype = members[0].transformer.config, members[0].transformer.dtype
     forward = torch.compile(velocity, mode=compile_mode()) if members[0].compiled else velocity
-    steps = Steps(members, cond, uncond, perturbed)
+    steps = PromptCache(members, cond, uncond, perturbed)
 
     def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         inside = interval == (1.0, 0.0) or interval[1] <= float(sigma) <= interval[0]
@@ -157,7 +157,7 @@ def compile_mode() -> str:
     return "reduce-overhead" if any_thread or threading.current_thread() is threading.main_thread() else "default"
 
 
-class Steps:
+class PromptCache:
     """What the prompts fix for all steps, computed for each member in its first one."""
 
     def __init__(
@@ -192,7 +192,7 @@ class Steps:
 
 
 class Place(NamedTuple):
-    """A device, and how many pictures of which rows and columns a step computes there or has a part of."""
+    """A device, and how many images of which rows and columns a step computes there or has a part of."""
 
     device: torch.device
     pictures: int
@@ -237,7 +237,7 @@ def on_device(number: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def batch_passes(passes: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return embeds and mask of all passes of a step; where one has a prompt for each picture, the others repeat."""
+    """Return embeds and mask of all passes of a step; where one has a prompt for each image, the others repeat."""
     rows = max(len(embeds) for embeds, _ in passes)
     # one mask width for prompts that were encoded together or apart
     embeds, mask = (torch.cat([part[k].expand(rows, *part[k].shape[1:]) for part in passes]) for k in (0, 1))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 class Under(NamedTuple):
     """What an image is drawn over: latents [1, 32, h, w] in the model's scale, and a mask of that shape, 1 where they
-    are drawn anew and 0 where they stay; without it, they are drawn anew everywhere.
+    are drawn again and 0 where they stay; without it, they are drawn again everywhere.
     """
 
     latents: torch.Tensor

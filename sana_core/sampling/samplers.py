@@ -194,7 +194,7 @@ SAMPLERS = {
 }
 
 
-def own_arguments(flow: FlowSampler, reference: Reference, noise: Iterator[torch.Tensor]) -> dict[str, Any]:
+def sampler_kwargs(flow: FlowSampler, reference: Reference, noise: Iterator[torch.Tensor]) -> dict[str, Any]:
     """Return what a sampler takes besides model, latents, sigmas and callback; `noise` is what scm draws from."""
     if flow.sample is sample_scm:
         return {"noise": noise}

@@ -1,4 +1,4 @@
-"""SANA's schedules: descending flow sigmas from noise to picture, one function each.
+"""SANA's schedules: descending flow sigmas from noise to image, one function each.
 
 sigma is the share of noise, x_sigma = (1 - sigma) x0 + sigma noise. Each returns [steps + 1] float32 on the CPU.
 """
@@ -24,7 +24,7 @@ def check_steps(steps: int) -> None:
 
 
 def shift_sigmas(sigmas: torch.Tensor, shift: float) -> torch.Tensor:
-    """Move the schedule towards noise, as larger pictures want (Esser et al. 2024, section 5.3.2)."""
+    """Move the schedule towards noise, as larger images want (Esser et al. 2024, section 5.3.2)."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
@@ -94,8 +94,8 @@ def scm_sigmas(
     return sigmas.clamp(max=1).float()
 
 
-def start_later(schedule: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
-    """Return the last `steps` steps of a schedule of `steps` / `denoise`: as much noise as a half-drawn picture has.
+def trim_schedule(schedule: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
+    """Return the last `steps` steps of a schedule of `steps` / `denoise`: as much noise as a half-drawn image has.
 
     No sigma at all for `denoise` 0. Raises InputError unless 0 <= `denoise` <= 1 and `steps` is a whole number from 1
     to 1000.

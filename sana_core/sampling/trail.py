@@ -1,4 +1,4 @@
-"""The steps of pictures that are drawn already, by which their sampling goes on: what each step has predicted."""
+"""The steps of images that are drawn already, by which their sampling goes on: what each step has predicted."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Trail:
 
 class Round(NamedTuple):
     """Which steps of drafts are drawn: up to the step `until`, None for the last, on from those whose x0
-    [k, 32, h, w] are in `past`, by the number of the picture."""
+    [k, 32, h, w] are in `past`, by the number of the image."""
 
     until: int | None = None
     past: Mapping[int, torch.Tensor] = MappingProxyType({})
 
     def trail(self, numbers: Sequence[int], steps: int, block: int | None) -> Trail:
-        """Return the steps so far of a batch of pictures by their `numbers`, of `steps` in all. The last one of a round
+        """Return the steps so far of a batch of images by their `numbers`, of `steps` in all. The last one of a round
         that ends before is watched behind the `block` that a verifier reads."""
         past = [self.past[number] for number in numbers] if self.past else []
         watch = Watch(block) if block is not None and self.until else None
@@ -58,7 +58,7 @@ WHOLE = Round()
 
 
 class Draft(NamedTuple):
-    """A picture that is drawn up to some step: its `x0s` [k, 32, h, w], and the last of them as `pixels` [3, H, W] in
+    """An image that is drawn up to some step: its `x0s` [k, 32, h, w], and the last of them as `pixels` [3, H, W] in
     [-1, 1]; in their place the `score` of a verifier, which needs none."""
 
     x0s: torch.Tensor

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 PREFIX = "transformer."
-# by which parameters of the layers are trained; the depthwise convolution has 27 numbers a channel and stays as it is
+# by which parameters of the layers are trained; the depthwise convolution has 27 weights a channel and stays as it is
 LAYERS = {
     "attention": r"attn[12]\.(to_q|to_k|to_v|to_out\.0)",
     "feed_forward": r"ff\.(conv_inverted|conv_point)",
@@ -42,7 +42,7 @@ SCALED = ("lora_B", "lokr_w1", "lokr_w1_a")
 def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) -> None:
     """Put the adapter of `method` on `transformer`, in float32 and at first without effect; the rest is frozen.
 
-    Its random numbers depend on `seed` alone; on the meta device it has none. Raises VersionError where peft is not
+    Its random values depend on `seed` alone; on the meta device it has none. Raises VersionError where peft is not
     installed, and InputError where `method.layers` fit none.
     """
     try:
@@ -226,7 +226,7 @@ def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
 
 
 def needs_start(settings: Settings) -> bool:
-    """Whether a run begins at the file `method.start`; one that has a state goes on without it."""
+    """Whether a run begins at the file `method.start`; one that has a state resumes without it."""
     return bool(settings.method.start) and not find_states(Path(settings.out))
 
 

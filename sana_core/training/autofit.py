@@ -22,7 +22,7 @@ GIGABYTE = 10**9
 
 
 class Proposal(NamedTuple):
-    """Settings, how they differ from those that were asked about, in words, and what they take."""
+    """Settings, how they differ from those that were asked about, as text, and what they take."""
 
     settings: Settings
     changes: tuple[str, ...]
@@ -30,7 +30,7 @@ class Proposal(NamedTuple):
 
 
 def propose(settings: Settings, base: Base, card: float, accelerator: bool = True) -> Proposal:
-    """Return the settings nearest to `settings` that fit a card of `card` bytes, or that miss it by the least.
+    """Return the settings nearest to `settings` that fit a GPU of `card` bytes, or that miss it by the least.
 
     Changed is, as far as it must be, what slows a run down least: gradient checkpointing first, then smaller batches of
     which a step takes more, an optimizer with less state, no moving average, weights in bf16, a base in 8 bits.
@@ -139,9 +139,9 @@ def table_lines(plan: Plan) -> list[str]:
 
 
 def fit_lines(settings: Settings, base: Base, plan: Plan, card: float | None) -> list[str]:
-    """Return whether `plan`, that of `settings`, fits a card of `card` bytes, and if not, what settings do.
+    """Return whether `plan`, that of `settings`, fits a GPU of `card` bytes, and if not, what settings do.
 
-    Without a card it is the smallest of CARDS that it fits.
+    Without a GPU it is the smallest of CARDS that it fits.
     """
     needed = f"{plan.card / 1e9:.1f} GB with {CONTEXT / 1e9:.1f} GB for the driver"
     if card is None:
@@ -160,7 +160,7 @@ def fit_lines(settings: Settings, base: Base, plan: Plan, card: float | None) ->
 
 
 class Share(NamedTuple):
-    """Bytes of a step on one of several cards."""
+    """Bytes of a step on one of several GPUs."""
 
     weights: int
     state: int  # gradients, the optimizer's state and the moving average
@@ -170,7 +170,7 @@ class Share(NamedTuple):
 
     @property
     def card(self) -> int:
-        """Bytes of the card that it needs, the driver's among them."""
+        """Bytes of the GPU that it needs, the driver's among them."""
         return self.weights + self.state + self.work + CONTEXT
 
 
@@ -217,7 +217,7 @@ def step_share(settings: Settings, base: Base, phase: Phase, cards: int) -> Shar
 
 
 def pieces_of(phase: Phase, cards: int) -> tuple[int, int]:
-    """Return in how many pieces a card learns its share of a step, and how many images the largest has."""
+    """Return in how many pieces a GPU learns its share of a step, and how many images the largest has."""
     parts = -(-cards // phase.accumulate) if phase.accumulate < cards else 1
     parts = min(parts, phase.batch)
     return -(-phase.accumulate * parts // cards), -(-phase.batch // parts)
@@ -271,7 +271,7 @@ def largest_share(settings: Settings, base: Base, cards: int) -> Share:
 
 def cheapest(settings: Settings, base: Base, cards: int, card: float) -> Choice | None:
     """Return the arrangement that fits `card` bytes with the least change: DDP, then FSDP, then offloaded, and in each
-    as few of what a single card's plan proposes as it takes. None where nothing fits."""
+    as few of the changes that a single GPU's plan proposes as it takes. None where nothing fits."""
     for choice in [*steps_of(settings, base, cards, (DDP, FSDP)), *steps_of(settings, base, cards, (OFFLOADED,))]:
         if choice.share.card <= card:
             return choice
@@ -301,7 +301,7 @@ def check_arranged(settings: Settings) -> Settings:
 
 
 def arrangement_lines(settings: Settings, base: Base, cards: int, card: float | None) -> list[str]:
-    """Return the arrangements as a table in GB of each card, and the cheapest that fits a card of `card` bytes."""
+    """Return the arrangements as a table in GB of each GPU, and the cheapest that fits a GPU of `card` bytes."""
     head = ("weights", "state", "work", "card", "host", "sent a step")
     where = f"GB on each of {cards} GPUs" if cards > 1 else "GB on one GPU"
     lines = [f"{where:24}" + "".join(f"{word:>12}" for word in head)]

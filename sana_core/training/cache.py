@@ -6,7 +6,7 @@
     folder/digests.json                  the digests of images, so that unchanged files are not read again
 
 A key is the digest of all that the entry depends on. So what changes is another entry, and nothing is ever stale. An
-entry is written whole, with the digest of its numbers; whoever writes it writes the same.
+entry is written whole, with the digest of its tensors; every writer writes the same.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Encoders(NamedTuple):
 
 
 class ModelIds(NamedTuple):
-    """What tells the models apart that entries come from: weights, configuration, dtype, tokenizer and instruction."""
+    """Identifies the models that entries come from: weights, configuration, dtype, tokenizer and instruction."""
 
     autoencoder: str
     text_encoder: str
@@ -167,8 +167,8 @@ def encode_text(encode: EncodeCaption, caption: str, instruction: bool) -> Tenso
     embeds, mask = (tensor[0].detach().cpu() for tensor in encode(caption, instruction))
     if not embeds.isfinite().all():
         raise InputError(
-            f"caption: its embeddings hold NaN or infinity ({brief(caption)}), expected numbers; load the text encoder "
-            "in bf16 or fp32"
+            f"caption: its embeddings hold NaN or infinity ({brief(caption)}), expected finite values; load the text "
+            "encoder in bf16 or fp32"
         )
     return {"embeds": embeds.contiguous(), "mask": mask.to(torch.uint8)}
 
@@ -192,13 +192,15 @@ def encode_image(encode: EncodePixels, sample: Sample, bucket: Bucket, digests: 
     mask = decode_mask(parts[1], f"{sample.name} (mask)") if sample.mask else None
     pixels, weight = fit_image(decode_image(parts[0], sample.name), mask, bucket, sample.crop)
     if weight is not None and not weight.any():
-        raise InputError(f"{sample.name}: its mask is black where it is cropped, expected white where to learn")
+        raise InputError(f"{sample.name}: its mask is black in the whole crop, expected white where to train")
     latents = encode(pixels[None]).detach()[0].float().cpu()
     shape = [CHANNELS, bucket[1] // DOWNSCALE, bucket[0] // DOWNSCALE]
     if list(latents.shape) != shape:
         raise InputError(f"{sample.name}: got latents {list(latents.shape)}, expected {shape}; choose SANA's VAE")
     if not latents.isfinite().all():
-        raise InputError(f"{sample.name}: its latents hold NaN or infinity, expected numbers; load the VAE in fp32")
+        raise InputError(
+            f"{sample.name}: its latents hold NaN or infinity, expected finite values; load the VAE in fp32"
+        )
     return {"latents": latents.contiguous(), **({} if weight is None else {"weight": weight})}
 
 

@@ -56,7 +56,7 @@ def check_steerable(config: Any, blocks: int) -> None:
     # each acts after the block that is copied, or in diffusers after the next one
     if blocks >= config.num_layers:
         raise InputError(
-            f"blocks: got {blocks} for a model of {config.num_layers} blocks, expected fewer than it has; lower it"
+            f"blocks: got {blocks} for a model of {config.num_layers} blocks, expected less than that; lower it"
         )
 
 

@@ -1,7 +1,7 @@
 """A data set as a list of samples: images with captions, masks and control images, from a folder, jsonl or tars.
 
 Files that belong together have one stem: `a.png`, its caption `a.txt`, or else `a.json` with "prompt", "caption" or
-"text", its mask `a-mask.png` or `a.mask.png`, and likewise the `a-control.png` that a ControlNet learns to follow. An
+"text", its mask `a-mask.png` or `a.mask.png`, and so is the `a-control.png` that a ControlNet learns to follow. An
 empty `a.txt` is an image that is learned without a caption; a missing one is an error. Names that begin with a dot are
 not looked at.
 """
@@ -282,7 +282,7 @@ def pick_captions(document: Json, name: str) -> Captions:
         weights = document.get("weights", [1.0] * len(texts)) if len(texts) > 1 else [1.0]
         known = isinstance(weights, list) and len(weights) == len(texts)
         if not known or not all(type(each) in (int, float) and 0 < each < 1e6 for each in weights):
-            raise InputError(f"{name}: got weights that are none, expected a number above 0 for each of its captions")
+            raise InputError(f"{name}: got invalid weights, expected a number above 0 for each of its captions")
         try:
             check_characters("".join(texts))
         except InputError as error:

@@ -212,7 +212,7 @@ def choose_bucket(size: tuple[int, int], resolution: int) -> Bucket:
     check_whole("resolution", resolution, DOWNSCALE, LARGEST_SIDE)
     if resolution % DOWNSCALE:
         raise InputError(
-            f"resolution: got {resolution}, expected a multiple of {DOWNSCALE}; 1024 is what most models know"
+            f"resolution: got {resolution}, expected a multiple of {DOWNSCALE}; most models are trained at 1024"
         )
     ratio = math.log(size[0] / size[1])
     return min(shapes_at(resolution), key=lambda shape: abs(math.log(shape[0] / shape[1]) - ratio))

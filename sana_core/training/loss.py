@@ -31,7 +31,7 @@ from .settings import MODE, UNIFORM, Loss
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
-# so that the random numbers of training, of validation, of dropout and of variants are different ones
+# so that the random values of training, of validation, of dropout and of variants are different ones
 TRAINING, VALIDATION, DROPOUT, CHOICE = range(4)
 # sigma_data: how large NVIDIA scales latents, which are about 1 here; it sets the scale of the tangent and of the times
 DATA_STD = 0.5
@@ -44,7 +44,7 @@ SMALLEST_NORM = 0.1
 
 
 class Draw(NamedTuple):
-    """The random numbers of a batch, of which each image's depend on itself alone."""
+    """The random values of a batch; those of each image depend on that image alone."""
 
     noise: torch.Tensor  # [B, 32, h, w], standard normal
     times: torch.Tensor  # [B], uniform in (0, 1) before the logit-normal
@@ -53,9 +53,9 @@ class Draw(NamedTuple):
 
 
 def draw_training(shape: Sequence[int], keys: Sequence[Sequence[int]], dropout: float) -> Draw:
-    """Return the random numbers of images whose latents have `shape` [32, h, w], float32 on the CPU.
+    """Return the random values of images whose latents have `shape` [32, h, w], float32 on the CPU.
 
-    Each of `keys` are whole numbers, such as seed, epoch and image, that alone decide on that image's numbers: not
+    Each of `keys` are whole numbers, such as seed, epoch and image, that alone decide on that image's values: not
     its batch, nor the process, nor what was drawn before. So a run that is resumed, or shared out over devices, draws
     what an uninterrupted one draws.
     """

@@ -158,7 +158,7 @@ def validation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return `values`, fp32, rounded in place to numbers that bf16 holds, up or down so that their expectation stays.
+    """Return `values`, fp32, rounded in place to values that bf16 holds, up or down so that their expectation stays.
 
     `generator` lies on the device of `values`. A number that bf16 holds stays itself, infinity and NaN too.
     """

@@ -56,7 +56,7 @@ class Base(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Bytes on the card at once in one stage of a run."""
+    """Bytes on the GPU at once in one stage of a run."""
 
     name: str
     weights: int  # of the models, the adapter's too
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
 
     @property
     def card(self) -> int:
-        """Bytes of the card that it needs, the driver's among them."""
+        """Bytes of the GPU that it needs, the driver's among them."""
         return self.largest.bytes + CONTEXT
 
 

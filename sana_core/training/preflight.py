@@ -135,7 +135,7 @@ def all_values(settings: Any, before: str = "") -> Json:
 
 
 def code_versions() -> Json:
-    """Return the digest of this package's code, and the versions that a step's numbers depend on."""
+    """Return the digest of this package's code, and the versions that a step's values depend on."""
     package = Path(__file__).parents[1]
     digest = sha256()
     for file in sorted(package.rglob("*.py")):

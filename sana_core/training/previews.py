@@ -160,7 +160,7 @@ def write_beside(file: Path, data: bytes, parts: Path) -> None:
             with writing(path):
                 return write_whole(path, data, parts)
         except ExistingFileError:
-            # a run that goes on from an earlier state draws the same again
+            # a run that resumes from an earlier state draws the same again
             if path.is_file() and path.read_bytes() == data:
                 return None
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# a collective waits for whoever encodes or draws meanwhile; that a rank is dead is for the heartbeats to find out
+# a collective waits for the ranks that encode or draw meanwhile; that a rank is dead is for the heartbeats to find out
 PATIENCE = timedelta(hours=24)
 # known harmless warnings: nothing here works in place on what a projection returns; and the gradients of depthwise
 # convolutions, 0.2 % of all, are copied into their bucket
@@ -149,7 +149,7 @@ def joined(device: str) -> Iterator[Ranks]:
             for message in HARMLESS:
                 warnings.filterwarnings("ignore", message)
             yield ranks
-        # whoever keeps the store goes last
+        # the rank that keeps the store goes last
         ranks.total(0.0)
     except RuntimeError as error:
         if not is_lost(error):
@@ -242,7 +242,7 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 def say(line: str) -> None:
-    """Write a line for whoever started the run."""
+    """Write a line for the user who started the run."""
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
     sys.stderr.flush()
 
@@ -276,7 +276,7 @@ class Heartbeat:
         try:
             self.store.set(FAILED, f"{self.name}: {error!s:.300}")
         except RuntimeError:
-            # whoever keeps the store is gone, and so are they
+            # the rank that keeps the store is gone, and its keys with it
             return
 
     def run(self) -> None:
@@ -288,7 +288,7 @@ class Heartbeat:
                 self.store.set(f"{BEATS}/{self.rank}", str(number))
                 lost = self.failed() or self.silent()
             except RuntimeError:
-                lost = "the machine that the run was begun on is gone"
+                lost = "the machine that the run was started on is gone"
             if lost and not self.ended.wait(GRACE):
                 sys.stderr.write(f"\ntraining: {lost}; the same command resumes\n")
                 sys.stderr.flush()
@@ -323,7 +323,7 @@ def name_lost(heartbeat: Heartbeat) -> str:
         try:
             lost = watch.failed() or watch.silent()
         except RuntimeError:
-            return "lost the machine that the run was begun on"
+            return "lost the machine that the run was started on"
         if lost:
             return lost
         time.sleep(BEAT / 4)

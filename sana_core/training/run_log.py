@@ -45,7 +45,7 @@ def append_log(out: Path, line: Line) -> None:
 def read_log(out: Path) -> list[Line]:
     """Return the lines of the run's log in the order of their steps, without broken ones.
 
-    A run that was killed goes on from its last state, and writes again what came after that; the later lines count.
+    A run that was killed resumes from its last state, and writes again what came after that; the later lines count.
     Raises OSError.
     """
     file, lines = out / LOG, list[Line]()
@@ -69,7 +69,7 @@ def order(line: Line) -> tuple[int, bool]:
 
 
 def read_losses(out: Path) -> list[float]:
-    """Return the loss of each step up to the newest state in `out`, where the run goes on. Raises OSError."""
+    """Return the loss of each step up to the newest state in `out`, where the run resumes. Raises OSError."""
     newest = max((step for step, _ in find_states(out)), default=0)
     return [line["loss"] for line in read_log(out) if "loss" in line and line["step"] <= newest]
 
@@ -86,7 +86,7 @@ class Eta:
         self.began = time.monotonic()
 
     def describe(self, line: Line) -> str:
-        """Return a step's line of the log, with its "steps" in all, as words: step, loss, rate, speed and time left."""
+        """Return a step's line of the log, with its "steps" in all, as text: step, loss, rate, speed and time left."""
         self.first = line["step"] - 1 if self.first is None else self.first
         left = (time.monotonic() - self.began) / (line["step"] - self.first) * (line["steps"] - line["step"])
         speed = line["pictures"] / max(line["seconds"], 1e-9)
@@ -95,7 +95,7 @@ class Eta:
 
 
 def describe_validation(line: Line) -> str:
-    """Return a validation's line of the log as words; of the best one, which has the "first", how far it has come."""
+    """Return a validation's line of the log as text; of the best one, which has the "first", how far it has come."""
     found = f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
     if "first" not in line:
         return found

@@ -43,7 +43,7 @@ class SavedState(NamedTuple):
     progress: TrainProgress
     tensors: dict[str, torch.Tensor]
     values: Json  # of the optimizer, as JSON
-    config: Json  # what may not change when it goes on
+    config: Json  # what may not change when it resumes
     data: list[str]  # a digest of each phase's samples
     best: Best | None
     validated: int | None  # the step of the last validation
@@ -140,8 +140,8 @@ def check_folder(out: Path, names: Iterable[str], phases: int, own: Json) -> Non
     reached = progress_of(read_document(states[-1][1])).phase + 1 if states else 0
     if reached > phases:
         raise InputError(
-            f"phase: got {phases}, but the run in {out} has come to phase {reached}; put those back that are "
-            "behind it, which are not learned again"
+            f"phase: got {phases}, but the run in {out} has come to phase {reached}; restore the phases before "
+            "it, which are not trained again"
         )
 
 
@@ -329,7 +329,7 @@ def read_state(folder: Path, read: Callable[[Path, int], dict[str, torch.Tensor]
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
-    """Raise TrainingError for what is never to be a state: numbers that are not finite after `step` steps."""
+    """Raise TrainingError for what may not become a state: values that are not finite after `step` steps."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise TrainingError(

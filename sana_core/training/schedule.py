@@ -131,8 +131,8 @@ def plan_epoch(buckets: Sequence[Bucket], batch: int, seed: int, epoch: int) -> 
     may be smaller. Raises InputError for a batch below 1.
     """
     check_whole("batch", batch, 1, 1_000_000)
-    # raw numbers, for those are the same in every version of numpy. With a spawn key they are not those of a sample,
-    # whose words end with an index
+    # raw random values are the same in every version of numpy. With a spawn key they are not those of a sample, whose
+    # key ends with an index
     numbers = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     order = np.argsort(numbers.random_raw(len(buckets)), kind="stable")
     members: dict[Bucket, list[int]] = {}
@@ -169,11 +169,11 @@ def learning_rate(phase: Phase, progress: TrainProgress) -> float:
 def after_step(phase: Phase, progress: TrainProgress, count: int) -> TrainProgress:
     """Return where `progress` in `phase` is after a step, in an epoch of `count` steps.
 
-    The share that is left to do is divided evenly among the steps that are left by now. So the rate goes on from where
-    it was when there are more or fewer of them in a resumed run, for another batch, more images or epochs.
+    The share that is left to do is divided evenly among the steps that are left by now. So the rate continues where it
+    was when there are more or fewer of them in a resumed run, for another batch, more images or epochs.
     """
     done, left = progress.done, steps_left(phase, progress, count)
-    # the last step ends nothing: a finished run that has more to do goes on at the rate that it ended with
+    # the last step ends nothing: a finished run that has more to do continues at the rate that it ended with
     if progress.phase_step >= phase.warmup and left > 1:
         done = min(1.0, done + (1 - done) / left)
     return progress._replace(

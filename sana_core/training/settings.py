@@ -274,7 +274,7 @@ def check_loss(loss: Loss, method: Method) -> None:
     for field_name, times in (("logit_mean", LOGIT_NORMAL), ("logit_std", LOGIT_NORMAL), ("mode_scale", MODE)):
         check_used("loss", loss, field_name, loss.times == times, f"times {times}")
     if loss.kind == CONSISTENCY and loss != Loss(loss.kind, loss.teacher, loss.tangent_warmup):
-        raise InputError("times: got others with loss consistency, which has its own; remove what sets them")
+        raise InputError("times: got a distribution with loss consistency, which has its own; remove it")
     if loss.kind == CONSISTENCY and method.whole:
         raise InputError(
             f"loss: got consistency with method {method.kind}, expected flow; or choose {', '.join(ADAPTERS)}"
@@ -343,7 +343,7 @@ def check_phase(name: str, phase: Phase) -> None:
                 f"{name}: got {len(numbers)} {field_name} for {len(phase.data)} sets of data, expected one for each"
             )
     if phase.weights and not any(phase.weights):
-        raise InputError(f"{name}: weights: got 0 alone, of which nothing is learned; raise one")
+        raise InputError(f"{name}: weights: got only 0, so nothing is trained; raise one")
     check_number(f"{name}: prior_loss_weight", phase.prior_loss_weight, 0, 10**3)
     for field_name, low, high in (("crops", 1, 64), ("tag_orders", 1, 64), ("keep_tags", 0, 10**3)):
         check_number(f"{name}: {field_name}", getattr(phase, field_name), low, high)

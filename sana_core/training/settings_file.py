@@ -65,9 +65,7 @@ def parse_toml(data: bytes, name: str) -> Json:
         return tomllib.loads(data.decode())
     # a deep nesting ends in RecursionError
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(
-            f"{name}: got no TOML ({str(error) or 'nested too deeply'!s:.80}); correct that line"
-        ) from None
+        raise InputError(f"{name}: not TOML ({str(error) or 'nested too deeply'!s:.80}); correct that line") from None
 
 
 def parse(kind: type, table: object, name: str) -> Any:

@@ -33,7 +33,7 @@ class Shards(NamedTuple):
 
     trained: dict[str, DTensor]
     models: Sequence[nn.Module]  # transformer, and a ControlNet where that is trained
-    whole: Sequence[nn.Module]  # the same without numbers, to be filled on one rank
+    whole: Sequence[nn.Module]  # the same without weights, to be filled on one rank
     names: Mapping[int, str]  # of each parameter of `whole`, by its id, the name in `everything`
     everything: dict[str, nn.Parameter]  # DTensors, and what is whole on every rank
 
@@ -178,7 +178,7 @@ def name_parameters(models: Sequence[nn.Module]) -> dict[int, tuple[str, nn.Para
 
 
 def empty_parameters(models: Sequence[nn.Module]) -> dict[int, Any]:
-    """Return the memo by which copy.deepcopy makes models whose parameters have no numbers."""
+    """Return the memo by which copy.deepcopy makes models with empty parameters."""
     memo: dict[int, Any] = {}
     for model in models:
         for parameter in model.parameters():
@@ -217,9 +217,7 @@ def find_blocks(models: Sequence[nn.Module], name: str) -> list[nn.Module]:
     wanted = kind if name in BLOCKS else name
     found = [module for model in models for module in model.modules() if type(module).__name__ == wanted]
     if not found:
-        raise InputError(
-            f"block: got {name:.60}, expected one of {list_classes(models[0])}; {kind} is what is meant without one"
-        )
+        raise InputError(f"block: got {name:.60}, expected one of {list_classes(models[0])}; {kind} is the default")
     return found
 
 
@@ -256,7 +254,7 @@ def check_sharded(trained: Mapping[str, nn.Parameter], name: str) -> None:
 
 
 def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], device: torch.device) -> str:
-    """Return in words how the ranks really hold the trained `parameters`, from the modules as they are."""
+    """Return as text how the ranks really hold the trained `parameters`, from the modules as they are."""
     from torch.nn.parallel import DistributedDataParallel
 
     ranks, shards = layout.ranks, layout.shards
@@ -312,7 +310,7 @@ def clip_sharded(parameters: Mapping[str, nn.Parameter], limit: float, ranks: Ra
 def gather(shards: Shards, device: torch.device, first: bool, names: Callable[[str], bool]) -> list[nn.Module] | None:
     """Return, on the first rank, the models with whole weights on `device`; None on the others, which have to call it.
 
-    Weights whose names `names` does not want have no numbers.
+    Weights whose names `names` does not want stay empty.
     """
     filled: dict[str, nn.Parameter] = {}
     for name, parameter in shards.everything.items():

@@ -2,10 +2,10 @@
 
 Several ranks write safetensors files of torch.distributed.checkpoint, of which each says where in the whole its rows
 belong, and any number of them reads those. What is whole on every rank is written by one of them; what is a rank's own,
-such as the scales of 8-bit numbers, has its number behind an @.
+such as the scales of 8-bit values, has its number behind an @.
 
 An optimizer's tensors are named "<number of the parameter>.<name of the state>", and "group.<name>" for what belongs to
-all parameters. One that is a subclass, as torchao's 8-bit numbers, is written as the tensors that it consists of, with
+all parameters. One that is a subclass, as torchao's 8-bit values, is written as the tensors that it consists of, with
 ".<name>" behind. torch.distributed.checkpoint's set_optimizer_state_dict is not used: it casts a state to its
 parameter's dtype, codes in 8 bits to fp32 and moments in fp32 beside weights in bf16 to bf16, so that no resumed run is
 the same.
@@ -260,7 +260,7 @@ def in_rows(tensor: torch.Tensor, owner: DTensor, shape: torch.Size) -> DTensor:
 def read_tensors(state: TrainState, folder: Path, count: int) -> dict[str, torch.Tensor]:
     """Return the tensors of the state in `folder` as `state` holds them here; they were in `count` shares.
 
-    Raises CheckpointError for one that is broken, InputError for 8-bit numbers that were in other shares.
+    Raises CheckpointError for one that is broken, InputError for 8-bit values that were in other shards.
     """
     if (folder / SHARDS).is_dir():
         return read_shards(state, folder, count)
@@ -335,7 +335,7 @@ def empty_part(state: TrainState, name: str, whole: torch.Tensor) -> torch.Tenso
 
 def of_others(got: int, expected: int) -> InputError:
     return InputError(
-        f"optimizer: got 8-bit numbers in {got} shares for {expected}, expected as many; go on with {got} processes, "
+        f"optimizer: got 8-bit values in {got} shards for {expected}, expected as many; continue with {got} processes, "
         "or in another folder"
     )
 

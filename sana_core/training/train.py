@@ -169,7 +169,7 @@ def settings_config(settings: Settings) -> Json:
 
 
 def load_base(settings: Settings, device: torch.device, ranks: Ranks = ALONE) -> SanaTransformer2DModel:
-    """Return the transformer that training begins with. If it is put into shares, the first rank alone has its numbers.
+    """Return the transformer that training begins with. If it is sharded, rank 0 alone holds its weights.
 
     Raises as `load_transformer` does.
     """

@@ -15,7 +15,7 @@ from ..model.known_models import VIDEO_DEFAULTS, VIDEO_FRAMES, VIDEOS, Defaults
 from ..model.latents import noise_stream
 from ..model.reference import AUTO, model_timestep, reference_of
 from ..model.text import encode_prompts
-from ..sampling.samplers import find_sampler, own_arguments, own_sigmas
+from ..sampling.samplers import find_sampler, own_sigmas, sampler_kwargs
 from . import forward as video
 from .latents import video_shape
 
@@ -109,4 +109,4 @@ def sample(
         return hold(without + how.guidance * (positive - without))
 
     sigmas = own_sigmas(flow, rules, how.steps, shift)
-    return hold(flow.sample(denoise, noise, sigmas, **own_arguments(flow, rules, iter(()))))
+    return hold(flow.sample(denoise, noise, sigmas, **sampler_kwargs(flow, rules, iter(()))))

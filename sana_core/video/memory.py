@@ -1,6 +1,6 @@
 """Bytes that a video takes, stage by stage, as memory.py has those of an image.
 
-The decode is ComfyUI's, in chunks of frames; its bytes were counted on a card that was not there.
+The decode is ComfyUI's, in chunks of frames; its bytes were counted on a GPU that was not there.
 """
 
 from __future__ import annotations

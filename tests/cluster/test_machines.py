@@ -165,7 +165,7 @@ def test_generate_says_what_it_waits_for_and_what_machines_warn_of(cluster, chec
 def test_devices_of_this_machine_are_refused_beside_a_cluster(checkpoint, capsys):
     words = ["generate", "a circle", "--checkpoint", str(checkpoint), "--devices", "cpu", "--cluster", "auto"]
     assert main(words) == 1
-    assert "devices: they are of this machine, and --cluster draws on others" in capsys.readouterr().err
+    assert "devices: got devices of this machine with --cluster" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", [("--gpus", "2"), ("--gpus-per-worker", "0.5"), ("--resource", "big")])

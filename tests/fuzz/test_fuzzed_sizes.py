@@ -56,7 +56,7 @@ def test_plans(survives, variant, width, height, batch, dtype, vae):
 def test_schedules(survives, name, steps, shift, denoise, strength):
     def sample():
         flow = sampling.find_sampler(name)
-        line = schedules.start_later(lambda whole: flow.sigmas(whole, shift), steps, denoise)
+        line = schedules.trim_schedule(lambda whole: flow.sigmas(whole, shift), steps, denoise)
         if len(line):
             line = schedules.last_steps(line, strength)
         if len(line):

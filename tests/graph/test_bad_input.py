@@ -187,7 +187,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize
         (
             "preview.json",
             "{}",
-            "^preview/preview.json: expected rgb_factors of 32 x 3 numbers and rgb_bias of 3; remove",
+            "^preview/preview.json: expected rgb_factors of 32 x 3 values and rgb_bias of 3; remove",
         ),
         ("vae/config.json", POINTER, "^vae/config.json: got a git-lfs pointer .*; run git lfs pull in its folder, "),
         (

@@ -203,7 +203,7 @@ def test_numbers_that_are_not_finite_are_named(checkpoint, tmp_path):
     tensors = pairs("bare")
     tensors[f"{LINEAR}.lora_A.weight"][1, 2] = float("nan")
     file = layouts.save(tensors, tmp_path / "it.safetensors")
-    with pytest.raises(CheckpointError, match="1 of 640 numbers in .*to_q.lora_A.weight are NaN or infinite"):
+    with pytest.raises(CheckpointError, match="1 of 640 values in .*to_q.lora_A.weight are NaN or infinite"):
         sana_core.generate(["a red circle"], checkpoint, width=64, height=64, loras=[(str(file), 1.0)])
 
 

@@ -236,7 +236,7 @@ def test_weights_that_are_no_numbers_are_refused(weights, tmp_path, value):
         tensors["transformer_blocks.2.ff.conv_inverted.weight"][5, 3] = value
         return tensors
 
-    with pytest.raises(ValueError, match="1 of 128000 numbers in transformer_blocks.2.ff.conv_inverted.weight are NaN"):
+    with pytest.raises(ValueError, match="1 of 128000 values in transformer_blocks.2.ff.conv_inverted.weight are NaN"):
         sana_core.load_transformer(altered(weights, tmp_path, change))
 
 

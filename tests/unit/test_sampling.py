@@ -14,15 +14,15 @@ from sana_core.sampling.samplers import (
     find_sampler,
     flow_dpm_sigmas,
     flow_euler_sigmas,
-    own_arguments,
     own_sigmas,
     sample_flow_dpmpp_1,
     sample_flow_dpmpp_2m,
     sample_flow_dpmpp_3m,
     sample_flow_euler,
     sample_scm,
+    sampler_kwargs,
 )
-from sana_core.sampling.schedules import last_steps, scm_sigmas, scm_timesteps, start_later
+from sana_core.sampling.schedules import last_steps, scm_sigmas, scm_timesteps, trim_schedule
 from sana_core.sampling.trail import Trail
 
 STEPS_AND_SHIFTS = [(1, 3.0), (2, 3.0), (3, 2.5), (14, 3.0), (20, 3.0), (28, 6.0), (50, 1.5)]
@@ -147,7 +147,7 @@ def test_each_sampler_gets_what_is_its_own(name):
     """scm draws its noise from the batch's streams, and NVIDIA's third order falls at the end of long schedules too."""
     noise, x = iter(()), torch.randn(1, 4, 2, 2, generator=torch.Generator().manual_seed(4))
     flow, sigmas = SAMPLERS[name], SAMPLERS[name].sigmas(20, 3.0)
-    own = {reference: own_arguments(flow, RULES[reference], noise) for reference in (NVIDIA, DIFFUSERS)}
+    own = {reference: sampler_kwargs(flow, RULES[reference], noise) for reference in (NVIDIA, DIFFUSERS)}
     if name == "scm":
         assert all(more == {"noise": noise} for more in own.values())
         return
@@ -185,12 +185,14 @@ def test_a_consistency_model_needs_one_step_of_scm():
 
 def test_img2img_starts_later():
     sigmas = flow_dpm_sigmas(40, 3.0)
-    assert torch.equal(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.5), sigmas[-21:])
-    assert torch.equal(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 40, 1.0), sigmas)
+    assert torch.equal(trim_schedule(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.5), sigmas[-21:])
+    assert torch.equal(trim_schedule(lambda steps: flow_dpm_sigmas(steps, 3.0), 40, 1.0), sigmas)
     # 20 of 66.67 steps: core's BasicScheduler rounds down
-    assert torch.equal(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.3), flow_dpm_sigmas(66, 3.0)[-21:])
-    assert len(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0)) == 0
-    assert len(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.001)) == 21
+    assert torch.equal(
+        trim_schedule(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.3), flow_dpm_sigmas(66, 3.0)[-21:]
+    )
+    assert len(trim_schedule(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0)) == 0
+    assert len(trim_schedule(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.001)) == 21
     for steps, strength, left in ((2, 1.0, 2), (2, 0.6, 2), (2, 0.5, 1), (4, 0.6, 3), (4, 0.1, 1), (4, 0.0, -1)):
         assert len(last_steps(scm_sigmas(steps), strength)) == left + 1
 
@@ -268,7 +270,7 @@ def test_angles_out_of_range_are_named(angles, field):
 def test_the_most_steps_and_the_ends_of_every_range_are_taken():
     """1000 timesteps were trained; a schedule of all of them, from pure noise or from none, is one."""
     assert len(flow_dpm_sigmas(1000, 3.0)) == 1001
-    assert len(start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 1000, 1)) == 1001
+    assert len(trim_schedule(lambda steps: flow_dpm_sigmas(steps, 3.0), 1000, 1)) == 1001
     assert len(last_steps(scm_sigmas(4), 1)) == 5
     # any angle up to pure noise may begin, and any before the first follow
     torch.testing.assert_close(scm_timesteps(3, 0.3), torch.linspace(0.3, 0, 4, dtype=torch.float64))
@@ -289,7 +291,7 @@ def test_scm_begins_with_pure_noise_and_no_more():
 def test_denoise_and_strength_out_of_range_are_named():
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="^denoise: got "):
-            start_later(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, value)
+            trim_schedule(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, value)
         with pytest.raises(ValueError, match="^strength: got "):
             last_steps(scm_sigmas(2), value)
 

@@ -379,7 +379,7 @@ def test_control_pictures_are_cropped_and_encoded_as_the_pictures_are(tmp_path, 
 
 def test_broken_pictures_and_black_masks_are_named(tmp_path, data, models):
     Image.new("L", (200, 200), 0).save(data / "0-mask.png")
-    with pytest.raises(InputError, match="^0.png: its mask is black where it is cropped"):
+    with pytest.raises(InputError, match="^0.png: its mask is black in the whole crop"):
         build(tmp_path / "cache", data, models)
     (data / "0-mask.png").unlink()
     (data / "1.png").write_bytes((data / "1.png").read_bytes()[:5000])

@@ -31,7 +31,7 @@ def test_paths_are_relative_to_the_file(tmp_path):
 
 
 WRONG = {
-    "no TOML": ("a = = b", "got no TOML"),
+    "no TOML": ("a = = b", "not TOML"),
     "unknown key": (WHOLE + "learning_rat = 1e-4", "got the key 'learning_rat', .* the nearest is learning_rate"),
     "unknown table": (WHOLE + "[methods]\nkind='lora'", "got the key 'methods', .* the nearest is method"),
     "missing": ("model = 'm'", r"^run.toml: out is missing"),
@@ -64,7 +64,7 @@ WRONG = {
     "a name with a folder": ("name = '../x'" + WHOLE, "name: got '../x', expected the name of a file"),
     "nothing counts": (
         WHOLE + "weights = [0]",
-        "phase 1: weights: got 0 alone, of which nothing is learned; raise one",
+        "phase 1: weights: got only 0, so nothing is trained; raise one",
     ),
     "a size twice": (
         WHOLE + "resolutions = [1024]",
@@ -95,11 +95,11 @@ WRONG = {
     "times": (WHOLE + "[loss]\ntimes = 'sigmoid'", "loss.times: got 'sigmoid', expected one of logit_normal, mode"),
     "times of Sprint": (
         WHOLE + "[loss]\nkind = 'consistency'\nlogit_std = 1.6",
-        "times: got others with loss consistency, which has its own",
+        "times: got a distribution with loss consistency, which has its own",
     ),
     "dropout": (WHOLE + "[method]\nkind = 'lokr'\ndropout = 0.1", "dropout: got one with method lokr, expected lora"),
     "layers": (WHOLE + "[method]\nkind = 'full'\nlayers = '*'", "layers: got some with method full, expected lora"),
-    "nested": ("a = " + "[" * 100_000, "got no TOML"),
+    "nested": ("a = " + "[" * 100_000, "not TOML"),
 }
 
 

@@ -101,7 +101,7 @@ def test_a_run_that_went_on_is_the_run_that_was_never_stopped_to_the_bit(setting
     assert lines_of(whole) == lines_of(broken) and difference(result(first), result(second)) == 0
     more = replace(broken, phase=(replace(broken.phase[0], steps=6),))
     for found in outcomes(3, lambda ranks: train.train(more, ranks=ranks)):
-        assert found[0] == "InputError" and "optimizer: got 8-bit numbers in 2 shares for 3" in found[1]
+        assert found[0] == "InputError" and "optimizer: got 8-bit values in 2 shards for 3" in found[1]
 
 
 def test_the_first_rank_alone_reads_the_weights_that_lie_in_shares(settings):

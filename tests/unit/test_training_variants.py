@@ -83,7 +83,7 @@ def test_several_captions_with_weights_and_shuffled_tags(phase, tmp_path):
     assert len({each.caption for each in found}) == len(found)
     for weights in ([1], [1, 0], [1, "x"], "x"):
         (folder / "a.json").write_text(json.dumps({"captions": ["one", "two"], "weights": weights}))
-        with pytest.raises(InputError, match=r"^a.json: got weights that are none"):
+        with pytest.raises(InputError, match=r"^a.json: got invalid weights"):
             read_dataset(folder)
 
 
