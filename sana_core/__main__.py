@@ -9,7 +9,8 @@ import sys
 from inspect import cleandoc
 from os import O_WRONLY, devnull, dup2
 from os import open as open_descriptor
-from typing import Any, NoReturn
+from types import FrameType
+from typing import NoReturn
 
 from .commands import batch, convert, decode, doctor, generate, inspect, plan, train
 from .errors import SanaError
@@ -92,7 +93,7 @@ def command_line() -> int:
         return 1
 
 
-def end(number: int, frame: Any) -> NoReturn:
+def end(number: int, frame: FrameType | None) -> NoReturn:
     """End as Ctrl+C does, so that nothing is left behind."""
     raise SystemExit(128 + number)
 

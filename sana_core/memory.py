@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -31,6 +31,42 @@ from .model.known_models import (
 )
 from .model.latents import CHANNELS, DOWNSCALE, picture_shape
 from .runtime.checks import check_name
+
+
+class StagePlan(TypedDict):
+    """Bytes of a stage."""
+
+    weights: int
+    activations: int
+
+
+class DecodePlan(StagePlan):
+    """Bytes of the decode; `methods` has the activations of each way to do it, None where one cannot work."""
+
+    methods: Mapping[str, int | None]
+
+
+class MemoryPlan(TypedDict):
+    """What `plan_memory` and `plan_video` have in common."""
+
+    variant: str
+    width: int
+    height: int
+    batch: int
+    dtype: str
+    text: StagePlan
+    transformer: StagePlan
+    decode: DecodePlan
+    peak: int
+    smallest: int
+    fits: dict[int, bool]
+
+
+class ImagePlan(MemoryPlan):
+    """What `plan_memory` returns."""
+
+    vae: str
+
 
 # names of weights to their shapes
 Shapes = Mapping[str, tuple[int, ...]]
@@ -141,14 +177,12 @@ def plan_memory(
     dtype: str = "bfloat16",
     accelerator: bool = True,
     vae: str = "dc-ae-f32c32",
-) -> dict[str, Any]:
+) -> ImagePlan:
     """Return the bytes of each stage of drawing images of `width` x `height` pixels, decoded by `vae`.
 
-    "text", "transformer" and "decode" have "weights" and "activations"; "decode" has those of each method, None where
-    a method cannot work, and the activations of what "auto" takes. "peak" is the most that has to be on the GPU at
-    once when each stage's weights are there alone, "smallest" the same with the smallest decode, "fits" says for GPUs
-    of 4 to 24 GiB whether that is possible. Raises InputError for an unknown variant, dtype or VAE, or sizes SANA has
-    not.
+    The activations of "decode" are those of what "auto" takes. "peak" is the most that has to be on the GPU at once
+    when each stage's weights are there alone, "smallest" the same with the smallest decode, "fits" says for GPUs of 4
+    to 24 GiB whether that is possible. Raises InputError for an unknown variant, dtype or VAE, and for wrong sizes.
     """
     check_name("variant", variant, VARIANTS)
     check_name("dtype", dtype, DTYPES)
@@ -156,21 +190,19 @@ def plan_memory(
     model, kind = VARIANTS[variant], DTYPES[dtype]
     decoder = DECODERS[vae]
     _, _, rows, columns = picture_shape(width, height, batch)
-    stages: dict[str, dict[str, Any]] = {
-        "text": {"weights": TEXT_PARAMETERS * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)},
-        "transformer": {
-            "weights": transformer_parameters(model) * kind.itemsize,
-            "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator),
-        },
+    text: StagePlan = {"weights": TEXT_PARAMETERS * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)}
+    transformer: StagePlan = {
+        "weights": transformer_parameters(model) * kind.itemsize,
+        "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator),
     }
-    methods = decode_methods(Planner(stages_of(decoder), rows, columns, kind, accelerator))
-    stages["decode"] = {
+    planner = Planner(stages_of(decoder), rows, columns, kind, accelerator)
+    decode: DecodePlan = {
         "weights": (decoder.parameters + ENCODER_PARAMETERS) * kind.itemsize,
-        "activations": methods["strips"],
-        "methods": methods,
+        "activations": strips_bytes(planner),
+        "methods": decode_methods(planner),
     }
-    largest = [stage["weights"] + stage["activations"] for stage in stages.values()]
-    smallest = max(*largest[:2], stages["decode"]["weights"] + methods["smallest"])
+    largest = [stage["weights"] + stage["activations"] for stage in (text, transformer, decode)]
+    smallest = max(*largest[:2], decode["weights"] + planner.floor().peak_bytes)
     return {
         "variant": variant,
         "vae": vae,
@@ -178,11 +210,20 @@ def plan_memory(
         "height": height,
         "batch": batch,
         "dtype": dtype,
-        **stages,
+        "text": text,
+        "transformer": transformer,
+        "decode": decode,
         "peak": max(largest),
         "smallest": smallest,
         "fits": {card: smallest + CONTEXT <= card * 2**30 for card in CARDS},
     }
+
+
+def strips_bytes(planner: Planner) -> int:
+    """Return the bytes beyond weights and images of the fastest decode in strips."""
+    strips = planner.fitting(float("inf"))
+    assert strips is not None  # anything fits infinity
+    return strips.peak_bytes
 
 
 def decode_methods(planner: Planner) -> dict[str, int | None]:
@@ -191,17 +232,15 @@ def decode_methods(planner: Planner) -> dict[str, int | None]:
         whole: int | None = planner.whole().peak_bytes
     except ValueError:
         whole = None
-    strips = planner.fitting(float("inf"))
-    assert strips is not None  # anything fits infinity
     return {
         "whole": whole,
         "tiles": planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes,
-        "strips": strips.peak_bytes,
+        "strips": strips_bytes(planner),
         "smallest": planner.floor().peak_bytes,
     }
 
 
-def fitting_cards(plan: dict[str, Any]) -> str:
+def fitting_cards(plan: MemoryPlan) -> str:
     """Return the smallest GPU that `plan` fits, as text."""
     cards = [card for card, fits in plan["fits"].items() if fits]
     return f"fits a GPU of {cards[0]} GB" if cards else f"needs more than {CARDS[-1]} GB"

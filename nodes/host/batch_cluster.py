@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import comfy.model_management
 import comfy.utils
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...sana_core.batch.draw import Embedding, Settings, resolve_settings
-from ...sana_core.batch.plan import Picture, Workload
+from ...sana_core.batch.plan import Drawn, Workload
 from ...sana_core.batch.progress import Progress, WorkerReport
 from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.batch import draw_with
@@ -64,7 +64,7 @@ def draw_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.
     workload = Workload(prompts, images, batch.chunk or None)
     status = status_under_running_node()
 
-    def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, Any], None, None]:
+    def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[Drawn, None, None]:
         return draw_with(ray, cache, job, workload, session.cluster, report, beat, status)
 
     with closing(run_for(batch.model, session, job, work, "batch", status)) as drawn:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import count, groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from ..runtime.checks import check_whole
 from ..sampling.trail import WHOLE, Draft, Round
 from .draw import Settings
 from .local import local_devices
-from .plan import LARGEST_COUNT, Picture, Workload
+from .plan import LARGEST_COUNT, Drawn, Picture, Workload
 from .scorer import Scorer, load_scorer
 from .verifier import Verifier, is_verifier, load_verifier
 
@@ -31,7 +31,7 @@ FINISHED = 2
 GROUP, KEPT_BYTES = 64, 2**29
 
 # draws a workload by settings
-Drawing = Callable[[Workload, Settings], Generator[tuple[Picture, Any], None, None]]
+Drawing = Callable[[Workload, Settings], Generator[Drawn, None, None]]
 
 
 class Best(NamedTuple):

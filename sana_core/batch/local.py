@@ -35,7 +35,7 @@ from .draw import (
     resolve_settings,
 )
 from .loop import GRACE, Outcome, run_batch
-from .plan import Chunk, Picture, Workload
+from .plan import Chunk, Drawn, Workload
 from .progress import WorkerReport
 from .queue import Queue
 from .windows import check_prompts, first_window, prompts_of, windows
@@ -261,7 +261,7 @@ def draw_local(
     devices: Sequence[str | torch.device] | None = None,
     grace: float = GRACE,
     report: WorkerReport | None = None,
-) -> Generator[tuple[Picture, Any], None, None]:
+) -> Generator[Drawn, None, None]:
     """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], as they finish, or of a round that ends
     before the last step its Draft.
 

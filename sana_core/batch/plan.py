@@ -33,6 +33,8 @@ class Picture(NamedTuple):
 
 
 Chunk = tuple[Picture, ...]
+# an image that is there: its pixels [3, H, W] in [-1, 1], its PNG file, the digest of that, or of a draft its Draft
+Drawn = tuple[Picture, Any]
 
 
 def batch_pictures(prompts: int, count: int, seed: int) -> list[Picture]:

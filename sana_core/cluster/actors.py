@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ class ActorHandle:
     """An actor: what Ray calls it by, where it may be, and since when it is asked for, placed, or asked to answer."""
 
     handle: Any
-    strategy: Any
+    strategy: object
     since: float
     node_id: str = ""
     name: str = ""
@@ -31,13 +32,13 @@ class ActorCache:
     `changed` are the weights of the transformer that are not those of the file, as Ray's references, by name.
     """
 
-    changed: Mapping[str, Any] = field(default_factory=dict)
+    changed: Mapping[str, object] = field(default_factory=dict)
     actors: list[ActorHandle] = field(default_factory=list)
-    groups: list[Any] = field(default_factory=list)  # Ray's placement groups of these actors
+    groups: list[object] = field(default_factory=list)  # Ray's placement groups of these actors
     lost: list[ActorHandle] = field(default_factory=list)  # whose GPU is still reserved
     machines: dict[str, str] = field(default_factory=dict)  # in words, of each actor that was ever placed, by its name
 
-    def end(self, ray: Any) -> None:
+    def end(self, ray: ModuleType) -> None:
         """Kill the actors."""
         for actor in self.actors:
             ray.kill(actor.handle)
@@ -46,7 +47,7 @@ class ActorCache:
         self.actors, self.groups, self.lost = [], [], []
 
 
-def put_weights(ray: Any, changed: Mapping[str, torch.Tensor], poll: Poll = no_poll) -> ActorCache:
+def put_weights(ray: ModuleType, changed: Mapping[str, torch.Tensor], poll: Poll = no_poll) -> ActorCache:
     """Return a cache without actors, the `changed` weights on the cluster, which each machine gets once.
 
     One at a time, so that `poll` can cancel by raising.

@@ -69,7 +69,7 @@ def work_apart(
         left.set()
 
 
-def wait_for(work: Callable[[], T], undo: Callable[[T], Any], poll: Poll, longest: float) -> T:
+def wait_for(work: Callable[[], T], undo: Callable[[T], object], poll: Poll, longest: float) -> T:
     """Return what `work` does, in a thread, since Ray itself waits for minutes, and cannot be interrupted.
 
     `poll` cancels by raising. Raises what `work` does, and LostError after `longest` seconds; a late result is undone.

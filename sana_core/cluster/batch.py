@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from ..batch.draw import Settings, resolve_settings
 from ..batch.loop import Outcome, run_batch
-from ..batch.plan import Chunk, Picture, Workload
+from ..batch.plan import Chunk, Drawn, Workload
 from ..batch.progress import Say, WorkerReport, no_words
 from ..batch.queue import Queue
 from ..batch.windows import check_prompts
@@ -50,7 +51,7 @@ def draw_on_cluster(
     report: WorkerReport | None = None,
     shared: Hold | None = None,
     say: Say = no_words,
-) -> Generator[tuple[Picture, Any], None, None]:
+) -> Generator[Drawn, None, None]:
     """Yield each picture of `workload` as it finishes, drawn on the GPUs of a Ray cluster.
 
     They come as tensors [3, H, W] in [-1, 1]; with the settings `described`, as the PNG files of `encode_png`, made
@@ -66,7 +67,7 @@ def draw_on_cluster(
         job = job._replace(shared=(str(shared.folder.absolute()), shared.run.name))
     found = WorkerReport() if report is None else report
 
-    def work(ray: Any, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, Any], None, None]:
+    def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[Drawn, None, None]:
         return draw_with(ray, cache, job, workload, cluster, found, beat, say)
 
     if not workload.left:
@@ -80,7 +81,7 @@ def draw_on_cluster(
 
 
 def draw_with(
-    ray: Any,
+    ray: ModuleType,
     cache: ActorCache,
     job: Job,
     workload: Workload,
@@ -88,7 +89,7 @@ def draw_with(
     report: WorkerReport,
     poll: Poll = no_poll,
     say: Say = no_words,
-) -> Generator[tuple[Picture, Any], None, None]:
+) -> Generator[Drawn, None, None]:
     """Yield each picture of `workload` as it finishes, drawn by the actors of `cache` and by others that join it.
 
     The prompts are text, or encoded where the job has no encoder. `report` shows who draws. `poll`, called at least
@@ -125,7 +126,7 @@ class BatchPool:
 
     def __init__(self, pool: Pool, workload: Workload) -> None:
         self.pool, self.workload = pool, workload
-        self.flying: dict[Any, tuple[str, Chunk]] = {}
+        self.flying: dict[Hashable, tuple[str, Chunk]] = {}
         self.now = time.monotonic
 
     def workers(self) -> list[str]:
@@ -141,7 +142,7 @@ class BatchPool:
     def wait(self) -> list[Outcome[Any]]:
         return [outcome for call in self.pool.wait(list(self.flying)) for outcome in self.settle(call)]
 
-    def settle(self, call: Any) -> list[Outcome[Any]]:
+    def settle(self, call: Hashable) -> list[Outcome[Any]]:
         """Return how a chunk ended; nothing where its actor was lost, for then the loop gives it to another."""
         worker, chunk = self.flying.pop(call)
         actor = self.pool.actors.get(worker)

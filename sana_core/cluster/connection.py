@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import ModuleType, TracebackType
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..batch.loop import GRACE
 from ..batch.progress import Say, no_words
-from ..checkpoints.files import brief
+from ..checkpoints.files import Json, brief
 from ..errors import ClusterError, InputError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
@@ -25,6 +26,16 @@ CLIENT = "ray://"
 NAMESPACE = "sana"
 # GPUs of a run, or processes on one
 LARGEST = 10_000
+
+
+class ClientContext(Protocol):
+    """A connection through Ray Client, of which this package calls these."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> object: ...
+    def disconnect(self) -> None: ...
 
 
 class ClusterSettings(NamedTuple):
@@ -63,7 +74,7 @@ class ClusterSettings(NamedTuple):
 
 
 @contextmanager
-def connected(address: str, poll: Poll = no_poll, say: Say = no_words) -> Iterator[Any]:
+def connected(address: str, poll: Poll = no_poll, say: Say = no_words) -> Iterator[ModuleType]:
     """A context with ray, this process a driver of the cluster, which Ray ends together with the cluster.
 
     Whoever was connected before it stays so. `poll`, called twice a second until somebody answers, cancels by raising.
@@ -86,7 +97,7 @@ def connected(address: str, poll: Poll = no_poll, say: Say = no_words) -> Iterat
             ray.shutdown()
 
 
-def import_ray() -> Any:
+def import_ray() -> ModuleType:
     """Return ray. Raises InputError where it is not installed."""
     try:
         import ray
@@ -95,7 +106,7 @@ def import_ray() -> Any:
     return ray
 
 
-def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> Any:
+def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> ClientContext:
     """Return the context of a connection through Ray Client, at an address that begins with ray://.
 
     What is done with ray inside of `with context` goes there, in that thread alone. Its `disconnect` ends it. Polls and
@@ -111,7 +122,7 @@ def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> A
     return reach(address, lambda: ray.init(address, **options), lambda context: context.disconnect(), poll, say)
 
 
-def run_options() -> dict[str, Any]:
+def run_options() -> Json:
     """Return what Ray is told of a run: the machines get this very code.
 
     As their working directory: without one Ray puts that of this process before all else on their path, where another
@@ -127,7 +138,7 @@ def run_options() -> dict[str, Any]:
     }
 
 
-def reach(address: str, work: Callable[[], T], undo: Callable[[T], Any], poll: Poll, say: Say) -> T:
+def reach(address: str, work: Callable[[], T], undo: Callable[[T], object], poll: Poll, say: Say) -> T:
     """Return what `work` does, which connects to `address`. Raises ClusterError where nobody answers."""
     import ray
 

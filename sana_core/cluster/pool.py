@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 from ..batch.progress import Say, counted, no_words
-from ..checkpoints.files import brief
+from ..checkpoints.files import Json, brief
 from ..errors import ClusterError
 from ..runtime.cancellation import Poll, no_poll
 from .actors import ActorCache, ActorError, ActorHandle, DriverError, last_words, named
@@ -51,10 +52,10 @@ class Pool:
         self.ray, self.job, self.cluster, self.cache = import_ray(), job.pack(), cluster, cache
         self.most, self.together, self.poll, self.say, self.said = cluster.limit(most), together, poll, say, ""
         self.actor_class, self.code = actor_class(), describe_code(Path(__file__).parents[1])
-        self.asked: dict[Any, ActorHandle] = {}  # by the call of locate; Ray has not placed them yet
-        self.starting: dict[Any, ActorHandle] = {}  # by the call of prepare
+        self.asked: dict[Hashable, ActorHandle] = {}  # by the call of locate; Ray has not placed them yet
+        self.starting: dict[Hashable, ActorHandle] = {}  # by the call of prepare
         self.actors: dict[str, ActorHandle] = {}  # those that are ready, by name
-        self.pings: dict[Any, ActorHandle] = {}  # by the call of answer
+        self.pings: dict[Hashable, ActorHandle] = {}  # by the call of answer
         self.loaded: dict[str, int] = {}  # how many pictures at once each has memory for
         self.refused: dict[str, ClusterError] = {}  # nodes that cannot draw
         self.failures: dict[str, tuple[int, float]] = {}  # starts that failed on a node in a row, and the last
@@ -71,7 +72,7 @@ class Pool:
         self.cache.actors = []
         self.look_around()
 
-    def living(self) -> dict[str, Any]:
+    def living(self) -> Json:
         """Return the cluster's machines that live, by id."""
         return {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
 
@@ -133,13 +134,13 @@ class Pool:
             for _ in range(min(missing, AHEAD) - len(ahead)):
                 self.ask(self.anywhere(), "")
 
-    def ask(self, strategy: Any, node_id: str) -> None:
+    def ask(self, strategy: object, node_id: str) -> None:
         needs = dict(self.cluster.needs)
         options = {"num_gpus": needs.pop("GPU"), "num_cpus": 0, "resources": needs, "scheduling_strategy": strategy}
         handle = self.actor_class.options(**options).remote()
         self.asked[handle.locate.remote()] = ActorHandle(handle, strategy, time.monotonic(), node_id)
 
-    def anywhere(self) -> Any:
+    def anywhere(self) -> object:
         """Return where Ray may place an actor: on any machine that has not refused."""
         from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
@@ -173,7 +174,7 @@ class Pool:
             if node_id not in self.refused:
                 self.ask(PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index), node_id)
 
-    def wait(self, calls: list[Any]) -> list[Any]:
+    def wait(self, calls: list[Hashable]) -> list[Hashable]:
         """Return which of `calls` have ended, after a short time also none, and see to the actors meanwhile.
 
         Raises what a machine said where all that were there refuse, ClusterError when no actor was placed in time.
@@ -239,14 +240,14 @@ class Pool:
             self.say(words)
         self.said = words
 
-    def settle_ping(self, call: Any) -> None:
+    def settle_ping(self, call: Hashable) -> None:
         actor = self.pings.pop(call)
         try:
             self.ray.get(call)
         except self.ray.exceptions.RayError as error:
             self.drop(actor, error)
 
-    def settle_place(self, call: Any) -> None:
+    def settle_place(self, call: Hashable) -> None:
         """Let an actor that Ray has placed load, where it runs the code of this run."""
         actor = self.asked.pop(call)
         try:
@@ -283,15 +284,15 @@ class Pool:
         arguments = self.job, max(1, threads), list(changed)
         self.starting[self.call(actor, "prepare", arguments, *changed.values())] = actor
 
-    def call(self, actor: ActorHandle, method: str, arguments: tuple, *weights: Any) -> Any:
+    def call(self, actor: ActorHandle, method: str, arguments: tuple, *weights: object) -> Hashable:
         """Let an actor do something, as `Actor.call` has it, and return Ray's reference of what it makes."""
         return actor.handle.call.remote(method, self.ray.cloudpickle.dumps(arguments), *weights)
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: object) -> object:
         """Return Ray's reference of an argument that several actors get."""
         return self.ray.put(self.ray.cloudpickle.dumps(value))
 
-    def settle_start(self, call: Any) -> None:
+    def settle_start(self, call: Hashable) -> None:
         """Take an actor in that is ready, or note why it is not."""
         actor = self.starting.pop(call)
         try:
@@ -306,7 +307,7 @@ class Pool:
             self.failures.pop(actor.node_id, None)
             self.actors[actor.name] = actor
 
-    def unpack(self, name: str, call: Any) -> Any:
+    def unpack(self, name: str, call: Hashable) -> Any:
         """Return what a call of the actor of that name has made, and log what it warned of.
 
         Raises MemoryError, DriverError or ActorError for what it failed with, and Ray's errors.

@@ -10,18 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Hashable, Mapping
+from types import ModuleType
+from typing import TypeVar
 
 import torch
 
 from ..batch.progress import Say, no_words
-from ..checkpoints.files import brief
+from ..checkpoints.files import Json, brief
 from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
 from .actors import ActorCache, put_weights
 from .background import LostError, wait_for, work_apart
-from .connection import CLIENT, ClusterSettings, connect_client, connected, import_ray
+from .connection import CLIENT, ClientContext, ClusterSettings, connect_client, connected, import_ray
 from .timeouts import ACTOR_IDLE_TIMEOUT, CALL_TIMEOUT, POLL_INTERVAL, PROBE_TIMEOUT
 
 logger = logging.getLogger(__name__)
@@ -35,17 +36,17 @@ class Session:
         self.cluster, self.idle = cluster, idle
         self.busy = threading.Lock()  # held by the one run at a time, and by whoever ends the actors
         self.lost = False  # the head does not answer, and a call to it may never return
-        self.context: Any = None  # of Ray Client
-        self.key: Any = None
+        self.context: ClientContext | None = None
+        self.key: Hashable = None
         self.cache = ActorCache()
         self.used = time.monotonic()
         self.unwanted = threading.Event()
 
     def run(
         self,
-        key: Any,
+        key: Hashable,
         changed: Callable[[], Mapping[str, torch.Tensor]],
-        work: Callable[[Any, ActorCache, Poll], Generator[T, None, None]],
+        work: Callable[[ModuleType, ActorCache, Poll], Generator[T, None, None]],
         poll: Poll = no_poll,
         say: Say = no_words,
     ) -> Generator[T, None, None]:
@@ -69,8 +70,7 @@ class Session:
 
         def work_there(beat: Poll) -> Generator[T, None, None]:
             try:
-                self.connect(beat, say)
-                with self.context:
+                with self.connect(beat, say):
                     if weights is not None:
                         self.key = None
                         self.cache.end(ray)
@@ -116,23 +116,25 @@ class Session:
                 raise
             logger.warning("cluster: lost %s since the last run (%s)", self.cluster.address, brief(error))
 
-    def look(self) -> Any:
+    def look(self) -> list[Json]:
         """Ask the head for its machines."""
+        assert self.context is not None
         with self.context:
             return import_ray().nodes()
 
-    def connect(self, poll: Poll, say: Say) -> None:
-        """Connect, unless the connection of the last run stands. Raises what `connect_client` does."""
+    def connect(self, poll: Poll, say: Say) -> ClientContext:
+        """Return the connection: the last run's where that stands. Raises what `connect_client` does."""
         if self.context is None:
             self.context = connect_client(self.cluster.address, poll, say)
             threading.Thread(target=self.watch, args=(self.context,), name="sana cluster watch", daemon=True).start()
+        return self.context
 
-    def forget(self, key: Any) -> None:
+    def forget(self, key: Hashable) -> None:
         """Let the actors go soon if they have loaded what `key` says: nobody will want it again. Takes no time."""
         if key == self.key:
             self.unwanted.set()
 
-    def watch(self, context: Any) -> None:
+    def watch(self, context: ClientContext | None) -> None:
         """End the actors and the connection when nobody has wanted them for long."""
         while self.context is context and not self.lost:
             unwanted = self.unwanted.wait(POLL_INTERVAL)
@@ -166,7 +168,7 @@ class Session:
         )
 
 
-def part(context: Any) -> None:
+def part(context: ClientContext | None) -> None:
     """End a connection whose other end may not answer; its actors end with it."""
     if context is not None:
         threading.Thread(target=context.disconnect, name="sana cluster end", daemon=True).start()
@@ -184,7 +186,10 @@ def is_of_ray(error: BaseException) -> bool:
 
 
 def run_alone(
-    cluster: ClusterSettings, work: Callable[[Any, ActorCache, Poll], Generator[T, None, None]], poll: Poll, say: Say
+    cluster: ClusterSettings,
+    work: Callable[[ModuleType, ActorCache, Poll], Generator[T, None, None]],
+    poll: Poll,
+    say: Say,
 ) -> Generator[T, None, None]:
     """Yield what the generator `work(ray, cache, poll)` yields, with a connection and actors of this run alone.
 

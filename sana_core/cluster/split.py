@@ -7,10 +7,11 @@ memory, ends the picture or the call for all; it is begun again on those that li
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from contextlib import closing
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def draw_split_on_cluster(
     pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
     used = list(dict.fromkeys(workload.prompts[picture.prompt] for picture in pictures))
 
-    def work(ray: Any, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, torch.Tensor], None, None]:
+    def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, torch.Tensor], None, None]:
         with closing(Pool(job, cluster, cache, rows, together=True, poll=beat, say=say)) as pool:
             group = Group(pool)
             texts, negative = group.first("encode_once", path, used)
@@ -75,13 +76,19 @@ class Call(NamedTuple):
     `Worker.velocity` takes them.
     """
 
-    inputs: tuple[Any, ...]
+    inputs: tuple[torch.Tensor | None, ...]
     number: int
     prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int], int] | None
 
 
 def answer_calls(
-    ray: Any, cache: ActorCache, job: Job, cluster: ClusterSettings, calls: SimpleQueue[Call], poll: Poll, say: Say
+    ray: ModuleType,
+    cache: ActorCache,
+    job: Job,
+    cluster: ClusterSettings,
+    calls: SimpleQueue[Call],
+    poll: Poll,
+    say: Say,
 ) -> Generator[torch.Tensor, None, None]:
     """Yield how many GPUs of the cluster share each picture, and then the velocity of each of `calls` as they come.
 
@@ -92,7 +99,7 @@ def answer_calls(
         group = Group(pool)
         yield torch.tensor(len(group.members()))
         # each on the cluster once
-        prompts: dict[int, Any] = {}
+        prompts: dict[int, object] = {}
         while True:
             pool.poll()
             try:
@@ -102,7 +109,9 @@ def answer_calls(
             if call.prompts is not None:
                 prompts[call.number] = pool.put(call.prompts)
             own = pool.put(call.inputs), pool.put(call.number), prompts[call.number]
-            yield group.compute("velocity", call.inputs[0].shape[2], *own)
+            x = call.inputs[0]
+            assert x is not None
+            yield group.compute("velocity", x.shape[2], *own)
 
 
 class Group:
@@ -144,7 +153,7 @@ class Group:
                 self.speeds[actor.name] = result
         return [actor for actor in found if actor.name in pool.actors]
 
-    def first(self, method: str, *arguments: Any) -> Any:
+    def first(self, method: str, *arguments: object) -> Any:
         """Return what the first member's `method` makes of the arguments; another's where that one is lost."""
         while True:
             actor = self.members()[0]
@@ -154,7 +163,7 @@ class Group:
             if not self.lose(actor, result) or not self.pool.actors:
                 raise named(actor.name, result)
 
-    def compute(self, method: str, rows: int, *arguments: Any) -> torch.Tensor:
+    def compute(self, method: str, rows: int, *arguments: object) -> torch.Tensor:
         """Return what the members' `method` makes together of `rows` rows of latents, as the first of them has it.
 
         The `arguments` are those that `Pool.put` has returned.
@@ -194,17 +203,17 @@ class Group:
             members, calls, max(grace, PATIENCE * self.longest) if self.longest else FIRST_PATIENCE * grace
         )
 
-    def ask(self, members: list[ActorHandle], method: str, *arguments: Any) -> list[Any]:
+    def ask(self, members: list[ActorHandle], method: str, *arguments: object) -> list[Any]:
         """Return what the `method` of each of `members` makes of the arguments; errors too."""
         calls = [self.pool.call(actor, method, arguments) for actor in members]
         return self.results(members, calls, FIRST_PATIENCE * self.pool.cluster.grace)
 
-    def results(self, members: list[ActorHandle], calls: list[Any], longest: float) -> list[Any]:
+    def results(self, members: list[ActorHandle], calls: list[Hashable], longest: float) -> list[Any]:
         """Return what the calls of `members` have made, errors too.
 
         Those that have not ended after `longest` seconds, or some after another's error, are thought to hang.
         """
-        found: dict[Any, Any] = {}
+        found: dict[Hashable, Any] = {}
         deadline = time.monotonic() + longest
         while len(found) < len(calls):
             for call in self.pool.wait([call for call in calls if call not in found]):

@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from ..errors import InputError
-    from ..memory import fitting_cards, plan_memory
+    from ..memory import MemoryPlan, fitting_cards, plan_memory
     from ..model.known_models import DEFAULT_RESOLUTION, VIDEOS
     from ..video.memory import VIDEO_VARIANTS, plan_video
 
@@ -45,19 +45,19 @@ def run(arguments: argparse.Namespace) -> None:
     if is_video and arguments.split is not None:
         raise InputError("split: got SANA-Video, which devices cannot share, expected a model of images; leave it out")
     picture = arguments.width, arguments.height
+    plan: MemoryPlan
     if is_video:
         plan = plan_video(arguments.variant, *picture, arguments.frames, arguments.batch, arguments.dtype)
     else:
         plan = plan_memory(arguments.variant, *picture, arguments.batch, arguments.dtype, vae=arguments.vae)
     cost = None if arguments.split is None else find_cost(arguments)
-    if cost is not None:
-        plan["split"] = {**cost._asdict(), "gain": cost.gain}
     if arguments.json:
-        sys.stdout.write(json.dumps(plan, indent=2) + "\n")
+        shared = {} if cost is None else {"split": {**cost._asdict(), "gain": cost.gain}}
+        sys.stdout.write(json.dumps({**plan, **shared}, indent=2) + "\n")
         return
     lines = [f"{'GB':18}{'weights':>9}{'beyond':>9}{'together':>10}"]
-    for name in ("text", "transformer"):
-        lines.append(row(name, plan[name]["weights"], plan[name]["activations"]))
+    for name, stage in (("text", plan["text"]), ("transformer", plan["transformer"])):
+        lines.append(row(name, stage["weights"], stage["activations"]))
     for method, size in plan["decode"]["methods"].items():
         lines.append(row(f"decode, {method}", plan["decode"]["weights"], size))
     lines.append(fitting_cards(plan) + ", one stage at a time")

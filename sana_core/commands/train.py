@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import VersionError
@@ -148,7 +149,7 @@ def stopping() -> Iterator[Callable[[], None]]:
     asked: list[int] = []
     since = 0.0
 
-    def ask(number: int, frame: Any) -> None:
+    def ask(number: int, frame: FrameType | None) -> None:
         nonlocal since
         if asked:
             if time.monotonic() - since > ONE_PRESS:

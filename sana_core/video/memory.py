@@ -5,9 +5,7 @@ The decode is ComfyUI's, in chunks of frames; its bytes were counted on a GPU th
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..memory import CARDS, CONTEXT, DTYPES, text_bytes
+from ..memory import CARDS, CONTEXT, DTYPES, DecodePlan, MemoryPlan, StagePlan, text_bytes
 from ..model.known_models import (
     MAX_TOKENS,
     TEXT_PARAMETERS,
@@ -23,6 +21,12 @@ from .latents import video_shape
 VIDEO_VARIANTS = {model.name: channels for channels, model in VIDEOS.items()}
 
 
+class VideoPlan(MemoryPlan):
+    """What `plan_video` returns."""
+
+    frames: int
+
+
 def token_bytes(width: int, hidden: int) -> int:
     """Return what a forward takes for a position and a byte of the dtype.
 
@@ -33,7 +37,7 @@ def token_bytes(width: int, hidden: int) -> int:
 
 def plan_video(
     variant: str, width: int, height: int, frames: int = VIDEO_FRAMES, batch: int = 1, dtype: str = "bfloat16"
-) -> dict[str, Any]:
+) -> VideoPlan:
     """Return the bytes of each stage of drawing `batch` videos of `frames` frames of `width` x `height` pixels.
 
     It is as `plan_memory` returns it; "smallest" is with one of the two prompts at a time, as ComfyUI computes them
@@ -48,14 +52,26 @@ def plan_video(
     alone = batch * length * (rows // model.patch) * (columns // model.patch) * item
     alone *= token_bytes(VIDEO_WIDTH, 2 * VIDEO_HIDDEN)
     decode = model.decode_bytes * width * height * item
-    stages: dict[str, dict[str, Any]] = {
-        "text": {"weights": TEXT_PARAMETERS * item, "activations": text_bytes(1, item)},
-        "transformer": {"weights": model.parameters * item, "activations": 2 * (keys + alone)},
-        "decode": {"weights": model.vae_parameters * item, "activations": decode, "methods": {"chunks": decode}},
+    text: StagePlan = {"weights": TEXT_PARAMETERS * item, "activations": text_bytes(1, item)}
+    transformer: StagePlan = {"weights": model.parameters * item, "activations": 2 * (keys + alone)}
+    chunks: DecodePlan = {
+        "weights": model.vae_parameters * item,
+        "activations": decode,
+        "methods": {"chunks": decode},
     }
-    largest = {name: stage["weights"] + stage["activations"] for name, stage in stages.items()}
-    smallest = max((largest | {"transformer": largest["transformer"] - alone - keys}).values())
-    size = {"width": width, "height": height, "frames": frames, "batch": batch}
-    fits = {card: smallest + CONTEXT <= card * 2**30 for card in CARDS}
-    given = {"variant": variant, **size, "dtype": dtype}
-    return {**given, **stages, "peak": max(largest.values()), "smallest": smallest, "fits": fits}
+    largest = [stage["weights"] + stage["activations"] for stage in (text, transformer, chunks)]
+    smallest = max(largest[0], largest[1] - alone - keys, largest[2])
+    return {
+        "variant": variant,
+        "width": width,
+        "height": height,
+        "frames": frames,
+        "batch": batch,
+        "dtype": dtype,
+        "text": text,
+        "transformer": transformer,
+        "decode": chunks,
+        "peak": max(largest),
+        "smallest": smallest,
+        "fits": {card: smallest + CONTEXT <= card * 2**30 for card in CARDS},
+    }
