@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -15,6 +15,7 @@ from .batch.embeds import Embeds, encoded_prompts
 from .batch.local import draw_local
 from .batch.plan import Workload, batch_pictures
 from .batch.progress import WorkerReport, no_words
+from .checkpoints.files import Json
 from .errors import InputError
 from .model.known_models import DEFAULT_RESOLUTION
 from .model.latents import picture_shape
@@ -66,7 +67,7 @@ class Options(DrawingOptions, InputOptions, total=False):
     after: int | None
     chunk: int | None
     say: Callable[[str], None]
-    report: dict[str, Any]
+    report: Json
 
 
 def generate(
@@ -137,7 +138,7 @@ def find_settings(options: Options) -> Settings:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
             raise InputError(f"{name:.40}: no option of generate; the nearest is {near}")
-    given: dict[str, Any] = {**options}
+    given: Json = {**options}
     return Settings(**{name: given[name] for name in Settings._fields if name in given})
 
 

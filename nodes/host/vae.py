@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
@@ -16,6 +15,7 @@ from comfy.patcher_extension import CallbacksMP
 from diffusers import AutoencoderDC
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
+from ...sana_core.checkpoints.files import Json
 from ...sana_core.checkpoints.load import load_part
 from ...sana_core.decode import DecodeOptions, decode_into, encode_images
 from ...sana_core.decode.plan import Planner
@@ -155,8 +155,8 @@ def load_vae_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_p
 
 def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: float, devices: str) -> tuple:
     """Return the IMAGE of `samples`, and a report of how it was made."""
-    report: dict[str, Any] = {}
-    options: dict[str, Any] = {"method": method, "report": report}
+    report: Json = {}
+    options: Json = {"method": method, "report": report}
     every = comfy.model_management.get_all_torch_devices() if devices == "all" else []
     if budget_gb:
         planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype, max(1, len(every)))
@@ -202,7 +202,7 @@ def decode_loaded(vae: comfy.sd.VAE, samples: torch.Tensor, poll: Poll) -> torch
     return vae.process_output(pixels).movedim(1, -1)
 
 
-def report_text(report: dict[str, Any]) -> str:
+def report_text(report: Json) -> str:
     """Return what `decode_latents` reports; it does not where ComfyUI saw memory run out and called `decode_tiled`."""
     if "seconds" not in report:
         return "ran out of memory; decoded again in smaller strips"

@@ -360,12 +360,12 @@ def draw(
     poll: Poll = no_poll,
     round: Round = WHOLE,
     images: ImageInputs = NO_IMAGES,
-) -> list[Any]:
+) -> list[torch.Tensor | Draft]:
     """Return the decoded images of `sample`, or the Drafts of a `round` that ends before the last step."""
     assert models.autoencoder is not None and settings.steps is not None
     if round is WHOLE:
-        return decode(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)
-    own, drawn = iter(prompts.texts), list[Any]()
+        return [*decode(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)]
+    own, drawn = iter(prompts.texts), list[torch.Tensor | Draft]()
     block = models.verifier.shape.block if models.verifier else None
     for part in drawn_together(chunk, models.transformer.device):
         trail = round.trail([picture.number for picture in part], settings.steps, block)

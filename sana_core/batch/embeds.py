@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.load import build_module
+from ..checkpoints.load import config_of
 from ..errors import InputError
 from ..model.forward import longest_prompt
 from ..model.known_models import MAX_TOKENS, SPRINT
@@ -27,8 +27,7 @@ class Embeds(NamedTuple):
 
     def check(self, checkpoint: str | Path) -> None:
         """Raise InputError for shapes that the model of `checkpoint` does not take, and for a missing mask."""
-        config: Any = build_module(find_part(inspect_checkpoint(checkpoint), "transformer")).config
-        width = config.caption_channels
+        width = config_of(find_part(inspect_checkpoint(checkpoint), "transformer")).caption_channels
         for name, mask_name in (self._fields[:2], self._fields[2:]):
             embeds, mask = getattr(self, name), getattr(self, mask_name)
             if (embeds is None) != (mask is None):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from ..checkpoints.files import Json
 
 # the PNG's text entry that ComfyUI reads
 ENTRY = "prompt"
@@ -14,10 +14,10 @@ BUNDLED = "sana-scenes"
 # no input, but a widget of the canvas: so the next Run draws the same image and not that of another seed
 FIXED = {"control_after_generate": "fixed"}
 
-Link = list[Any]
+Link = list[str | int]
 
 
-def graph_of(prompt: str, seed: int, settings: Mapping[str, Any], checkpoint: str) -> dict[str, dict[str, Any]]:
+def graph_of(prompt: str, seed: int, settings: Json, checkpoint: str) -> dict[str, Json]:
     """Return the graph, in ComfyUI's API format, that draws an image with `settings`, those of a manifest.
 
     Its loader has the name of `checkpoint` as ComfyUI lists it in models/diffusers or models/checkpoints.
@@ -29,7 +29,7 @@ def graph_of(prompt: str, seed: int, settings: Mapping[str, Any], checkpoint: st
         "resolution": "auto",
         "reference": settings["reference"],
     }
-    nodes: dict[str, tuple[str, str, dict[str, Any]]] = {"1": ("SanaNodesLoader", "SANA Loader", loader)}
+    nodes: dict[str, tuple[str, str, Json]] = {"1": ("SanaNodesLoader", "SANA Loader", loader)}
     model: Link = ["1", 0]
     clip: Link = ["1", 1]
     if settings["pag_scale"]:

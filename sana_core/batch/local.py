@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..model.fp8 import check_fp8
 from ..runtime.accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
-from ..sampling.trail import WHOLE
+from ..sampling.trail import WHOLE, Draft
 from .batch_size import has_room_for_encoder, largest_chunk
 from .draw import (
     NO_IMAGES,
@@ -235,13 +235,13 @@ class LocalDrawing:
                 self.models[device] = load_models(self.checkpoint, device, self.settings, self.checkpoint)
             return self.models[device]
 
-    def prepare(self, device: torch.device, poll: Poll) -> Draw[Any]:
+    def prepare(self, device: torch.device, poll: Poll) -> Draw[torch.Tensor | Draft]:
         """Return what draws a chunk on `device`, its models loaded."""
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
         self.models_on(device)
 
-        def draw_chunk(chunk: Chunk) -> Sequence[Any]:
+        def draw_chunk(chunk: Chunk) -> Sequence[torch.Tensor | Draft]:
             (texts, negative), own_round = self.encoded, self.round
             late = any(self.prompts[picture.prompt] not in texts for picture in chunk)
             if late or (own_round.past and chunk[0].number not in own_round.past):
@@ -282,7 +282,7 @@ def draw_local(
     if report is not None:
         report.drawn = queue.drawn
     drawing = LocalDrawing(workload, checkpoint, settings)
-    pool: LocalPool[Any] | None = None
+    pool: LocalPool[torch.Tensor | Draft] | None = None
     with ExitStack() as stack:
         for each in chain((workload,), workload.later):
             chunks = each.split(settings.width, settings.height, len(found))

@@ -7,7 +7,7 @@ language model of half a billion parameters behind block 7, ours a small network
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from ..checkpoints.files import REDOWNLOAD, Json, brief, read_json
 from ..checkpoints.headers import read_file
 from ..errors import CheckpointError, InputError
 from ..model.forward import longest_prompt
+from ..model.known_models import TransformerConfig
 
 KIND = "sana_verifier"
 # the largest that each part of a Shape may be
@@ -98,7 +99,7 @@ def load_verifier(folder: str | Path, device: str | torch.device = "cpu") -> Ver
     return verifier.float().requires_grad_(False).train(False).to(device)
 
 
-def check_verifier(verifier: Verifier, config: Any) -> None:
+def check_verifier(verifier: Verifier, config: TransformerConfig) -> None:
     """Raise InputError unless `verifier` reads the states of the transformer with `config`."""
     own = config.num_attention_heads * config.attention_head_dim, config.caption_channels
     shape = verifier.shape

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
-from ..model.known_models import CROSS_HEADS, DC_AE_SCALE, DEFAULT_RESOLUTION, VIDEO_HEAD_DIM, released_shift
+from ..model.known_models import (
+    CROSS_HEADS,
+    DC_AE_SCALE,
+    DEFAULT_RESOLUTION,
+    VIDEO_HEAD_DIM,
+    TransformerConfig,
+    released_shift,
+)
 from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, check_reference, set_reference
 from ..model.text import TextEncoder
 from ..model.weight_layout import arrange_convolutions
@@ -176,6 +183,12 @@ def latent_scale(info: CheckpointInfo) -> float:
         return recorded(info, "latent_scale") or DC_AE_SCALE
     # AutoencoderDC's default is 1
     return parts[0].config.get("scaling_factor", 1.0)
+
+
+def config_of(info: CheckpointInfo) -> TransformerConfig:
+    """Return the configuration of the transformer in `info`. Raises as `build_module` does."""
+    module: Any = build_module(info)
+    return module.config
 
 
 def recorded(info: CheckpointInfo, field: str) -> Any:

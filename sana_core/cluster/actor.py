@@ -81,7 +81,7 @@ class Actor:
         self.warnings.flush()
         return dumps((result, failure, reason, warned))
 
-    def prepare(self, job: dict[str, Any], threads: int, names: list[str], *weights: Any) -> int:
+    def prepare(self, job: dict[str, object], threads: int, names: list[str], *weights: bytes) -> int:
         """Load what the job wants, unless that is done, and return what `Worker.begin` does."""
         if self.worker is None:
             worker = import_module(f"{PACKAGE}.cluster.worker").Worker(job)
@@ -89,7 +89,7 @@ class Actor:
             self.worker = worker
         return self.worker.begin(job)
 
-    def draw(self, chunk: list[Any], prompts: list[Any], *round: Any) -> list[Any]:
+    def draw(self, chunk: list[object], prompts: list[object], *round: object) -> list[object]:
         """Return the images of a chunk."""
         started = time.monotonic()
         try:

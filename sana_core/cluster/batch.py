@@ -7,7 +7,6 @@ from collections.abc import Generator, Hashable
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -139,10 +138,10 @@ class BatchPool:
         arguments = [tuple(picture) for picture in chunk], prompts, until, own
         self.flying[self.pool.call(self.pool.actors[worker], "draw", arguments)] = (worker, chunk)
 
-    def wait(self) -> list[Outcome[Any]]:
+    def wait(self) -> list[Outcome[object]]:
         return [outcome for call in self.pool.wait(list(self.flying)) for outcome in self.settle(call)]
 
-    def settle(self, call: Hashable) -> list[Outcome[Any]]:
+    def settle(self, call: Hashable) -> list[Outcome[object]]:
         """Return how a chunk ended; nothing where its actor was lost, for then the loop gives it to another."""
         worker, chunk = self.flying.pop(call)
         actor = self.pool.actors.get(worker)

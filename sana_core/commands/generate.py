@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from ..batch.local import local_devices
 from ..batch.plan import Picture, batch_pictures
 from ..batch.png import ENTRY, file_name
+from ..checkpoints.files import Json
 from ..errors import InputError
 from ..model.known_models import VIDEO_FRAMES
 from ..runtime.atomic_files import check_free, make_folder, unfinished
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
         check_free(paths)
     make_folder(arguments.out)
     own = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer", "after")}
-    options: dict[str, Any] = {**own, "say": say, "report": {}, **settings_of(arguments)._asdict()}
+    options: Json = {**own, "say": say, "report": {}, **settings_of(arguments)._asdict()}
     where = arguments.devices, cluster_of(arguments), arguments.split
     images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
     texts = [PngImagePlugin.PngInfo() for _ in images]

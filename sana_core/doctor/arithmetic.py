@@ -11,11 +11,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.nn.functional as F
 
+from ..checkpoints.files import Json
 from ..kernels.trial import kernels_on
 from ..model import block
 from ..model.known_models import CROSS_HEADS, HEAD_DIM, TEXT_WIDTH
@@ -24,6 +25,12 @@ from ..runtime.accelerator import empty_cache
 from ..runtime.atomic_files import digest_file
 from .machine import accelerator_dtypes, named
 from .report import Report
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC, SanaTransformer2DModel
+    from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 SECTION = "Arithmetic"
 CHANCE = 1.3
@@ -114,7 +121,9 @@ def check_kernel(report: Report, device: torch.device, dtype: torch.dtype, kerne
         one = model.transformer_blocks[0].to(dtype)
         states, tables = (noise(2, 48, 1152, seed=0).to(dtype), noise(4, 1, 1, 1152, seed=1).to(dtype))
 
-        def compute(module: Any, states: torch.Tensor, tables: torch.Tensor, kernels: frozenset[str]) -> torch.Tensor:
+        def compute(
+            module: SanaTransformerBlock, states: torch.Tensor, tables: torch.Tensor, kernels: frozenset[str]
+        ) -> torch.Tensor:
             branch = block.Branch(states.flip(1).contiguous(), tables[0])
             added, normed = block.add_then_norm(states.clone(), branch, module.norm1, tables[1], tables[2], kernels)
             attended = block.self_attention(module.attn1, normed, kernels=kernels)
@@ -127,7 +136,7 @@ def check_kernel(report: Report, device: torch.device, dtype: torch.dtype, kerne
         judge_distance(report, what, got, compute(one, *moved, block.NO_KERNELS), truth)
 
 
-def transformer(width: int, layers: int, qk_norm: str | None = None) -> Any:
+def transformer(width: int, layers: int, qk_norm: str | None = None) -> SanaTransformer2DModel:
     """Return the library's module of a released width with random weights, float32 on the CPU."""
     from diffusers import SanaTransformer2DModel
 
@@ -147,7 +156,7 @@ def transformer(width: int, layers: int, qk_norm: str | None = None) -> Any:
         torch.random.set_rng_state(state)
 
 
-def convert(model: Any, dtype: torch.dtype) -> Any:
+def convert(model: M, dtype: torch.dtype) -> M:
     """Return `model` with its weights in `dtype`, where the library's own method would warn."""
     return torch.nn.Module.to(model, dtype)
 
@@ -227,7 +236,7 @@ def check_decode(report: Report, device: torch.device) -> None:
             check_out_of_memory(report, device, model)
 
 
-def check_out_of_memory(report: Report, device: torch.device, model: Any) -> None:
+def check_out_of_memory(report: Report, device: torch.device, model: AutoencoderDC) -> None:
     """A decode that is planned as if there were room for all, where there is not: it has to end, and be the same."""
     from ..decode import DecodeOptions, decode_into, decode_latents
 
@@ -236,7 +245,8 @@ def check_out_of_memory(report: Report, device: torch.device, model: Any) -> Non
     release()
     held = torch.cuda.memory_allocated(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    out, found = torch.empty(1, 3, 2048, 2048), dict[str, Any]()
+    found: Json = {}
+    out = torch.empty(1, 3, 2048, 2048)
     try:
         torch.cuda.set_per_process_memory_fraction((held + CAP) / total, device)
         decode_into(out, model, latents, DecodeOptions(max_bytes=2**40), found)

@@ -9,10 +9,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from ..checkpoints.files import Json
 from ..decode import DecodeOptions, decode_into
 from ..decode.device_memory import PeakMemory
 from ..memory import INSTRUCTION_TOKENS, plan_memory
@@ -55,7 +55,7 @@ def measure(report: Report, device: torch.device) -> None:
             release()
 
 
-def add_figures(report: Report, what: str, found: dict[str, Any], device: torch.device) -> None:
+def add_figures(report: Report, what: str, found: Json, device: torch.device) -> None:
     """Add a line on seconds, diffusers' seconds, and bytes taken and predicted.
 
     A plan that was wrong is a fault; not on a CPU, where all that the process holds is counted, as much as its
@@ -73,7 +73,7 @@ def add_figures(report: Report, what: str, found: dict[str, Any], device: torch.
     report.judge(SECTION, what, f"within {NEAR:.0%} of the plan", ", ".join(words), right)
 
 
-def seconds(call: Callable[[], Any], device: torch.device) -> float:
+def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of `call`, warm, each run waited for."""
     times = []
     for _ in range(RUNS + 1):
@@ -162,7 +162,7 @@ def measure_decode(report: Report, device: torch.device, dtype: torch.dtype, pix
         ).requires_grad_(False)
     cells = pixels // DOWNSCALE
     latents, out = noise(1, CHANNELS, cells, cells, seed=0).to(device, wide), torch.empty(1, 3, pixels, pixels)
-    own: dict[str, Any] = {}
+    own: Json = {}
     decode_into(out, model, latents, DecodeOptions(poll=report.poll), own)
     model.enable_tiling()
     started = time.perf_counter()

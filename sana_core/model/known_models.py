@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..errors import InputError
 from .latents import DOWNSCALE
@@ -217,7 +217,20 @@ def released_shift(variant: str, resolution: int, reference: str) -> float:
     return own or SHIFTS.get(resolution, SHIFT)
 
 
-def is_video(config: Any) -> bool:
+class TransformerConfig(Protocol):
+    """What this package reads of the configuration of diffusers' transformers, SANA's above all."""
+
+    num_layers: int
+    num_attention_heads: int
+    attention_head_dim: int
+    caption_channels: int
+    patch_size: int  # of SANA-Video three, for frames, rows and columns
+    qk_norm: str | None
+    guidance_embeds: bool
+    guidance_embeds_scale: float
+
+
+def is_video(config: TransformerConfig) -> bool:
     """Whether a transformer with `config` is SANA-Video's, whose patches and latents have frames."""
     return not isinstance(config.patch_size, int)
 
@@ -227,7 +240,7 @@ def perturbed_block(layers: int) -> int:
     return PERTURBED_BLOCKS.get(layers, round(0.4 * layers))
 
 
-def model_defaults(config: Any) -> Defaults:
+def model_defaults(config: TransformerConfig) -> Defaults:
     """Return the defaults of the transformer with `config`: SANA-Video's, SANA-Sprint's or SANA's."""
     if is_video(config):
         return VIDEO_DEFAULTS

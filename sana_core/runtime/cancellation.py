@@ -30,8 +30,8 @@ class Polled(TorchFunctionMode):
         self,
         function: Callable[..., Any],
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         # how a no_grad ends: the poll would raise between it and the mode that it restores
         if function is not torch._C._set_grad_enabled:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..errors import InputError
 from ..model.controlnet import Control, control_residuals
 from ..model.forward import Constants, Perturbation, Watch, pad_prompts, prepare, velocity
-from ..model.known_models import perturbed_block
+from ..model.known_models import TransformerConfig, perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, Span, part_of
 from ..runtime.checks import check_number
@@ -53,7 +53,7 @@ class Prepared(NamedTuple):
     steering: Constants | None  # the ControlNet's
 
 
-def perturbed_attention(config: Any, scale: float, blocks: str) -> PerturbedAttention:
+def perturbed_attention(config: TransformerConfig, scale: float, blocks: str) -> PerturbedAttention:
     """Return the perturbed attention of the transformer with `config`, `blocks` being like "8" or "7, 8".
 
     Without blocks it is the one that NVIDIA perturbs, in models of other depths the one at two fifths. Raises

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 
 from ..errors import InputError
-from ..model.known_models import DEFAULTS, SPRINT
+from ..model.known_models import DEFAULTS, SPRINT, TransformerConfig
 from ..model.reference import Reference
 from ..runtime.checks import check_name
 from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas
@@ -194,7 +194,7 @@ SAMPLERS = {
 }
 
 
-def sampler_kwargs(flow: FlowSampler, reference: Reference, noise: Iterator[torch.Tensor]) -> dict[str, Any]:
+def sampler_kwargs(flow: FlowSampler, reference: Reference, noise: Iterator[torch.Tensor]) -> dict[str, object]:
     """Return what a sampler takes besides model, latents, sigmas and callback; `noise` is what scm draws from."""
     if flow.sample is sample_scm:
         return {"noise": noise}
@@ -210,7 +210,7 @@ def own_sigmas(flow: FlowSampler, reference: Reference, steps: int, shift: float
     return flow.sigmas(steps, shift)
 
 
-def check_sampler(config: Any, name: str) -> None:
+def check_sampler(config: TransformerConfig, name: str) -> None:
     """Raise InputError if the model with `config` and the sampler `name` are not made for each other."""
     if config.guidance_embeds and name != SPRINT:
         raise InputError(f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; use SANA Sprint")

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..checkpoints.files import Json
+
 # added to the squares of gradients, and of differences; the authors' values, as is the limit of an update's RMS
 EPS = (1e-30, 1e-16)
 CLIP = 1.0
@@ -106,7 +108,7 @@ def next_sums(update: Update, sums: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
-def update_parameter(parameter: torch.Tensor, state: State, group: dict[str, Any]) -> Update:
+def update_parameter(parameter: torch.Tensor, state: State, group: Json) -> Update:
     """Take the step of one parameter, or of its rows that are here, from its gradient."""
     assert parameter.grad is not None
     if not state:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..model.controlnet import Control
 from ..model.forward import DROPPED, embed
+from ..model.known_models import TransformerConfig
 from ..model.reference import DIFFUSERS, NVIDIA
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ COPIED = (
 )
 
 
-def check_steerable(config: Any, blocks: int) -> None:
+def check_steerable(config: TransformerConfig, blocks: int) -> None:
     """Raise InputError unless a ControlNet of so many blocks fits the transformer with `config`."""
     if config.qk_norm is not None:
         raise InputError(

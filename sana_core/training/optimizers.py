@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from ..checkpoints.files import Json
 from ..errors import InputError, VersionError
 from .came import CAME
 
@@ -58,7 +58,7 @@ def make_optimizer(
                 "came8bit for weights in bf16"
             )
     groups = [{"params": parameters, "optimizer": name}]
-    settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": weight_decay, "betas": BETAS[name]}
+    settings: Json = {"lr": learning_rate, "weight_decay": weight_decay, "betas": BETAS[name]}
     return build(name, groups, settings | ({"d0": d0, "d_coef": d_coef} if name == "prodigy" else {}))
 
 
@@ -171,7 +171,7 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
 @torch.no_grad()
 def step_rounded(
     optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
+    group: Json,
     parameter: torch.Tensor,
     generator: torch.Generator,
 ) -> None:

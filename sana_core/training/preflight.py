@@ -12,8 +12,9 @@ from typing import Any
 
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.files import Json, brief
-from ..checkpoints.load import build_module, shift_of
+from ..checkpoints.load import build_module, config_of, shift_of
 from ..errors import InputError
+from ..model.known_models import TransformerConfig
 from .adapters import add_adapter, begin_at, check_layers, needs_start
 from .controlnet import check_steerable
 from .ranks import Ranks
@@ -58,7 +59,7 @@ def check_base(settings: Settings) -> float:
     return shift_of(info, None, settings.reference)
 
 
-def check_loss_fits(config: Any, loss: Loss) -> None:
+def check_loss_fits(config: TransformerConfig, loss: Loss) -> None:
     """Raise InputError unless `loss` is for the transformer with `config`, and its teacher too; only headers are read.
 
     Raises CheckpointError or MissingFileError for a teacher that is no SANA.
@@ -76,14 +77,13 @@ def check_loss_fits(config: Any, loss: Loss) -> None:
         )
     if not loss.teacher:
         return
-    own: Any = build_module(find_part(inspect_checkpoint(loss.teacher), "transformer")).config
+    own = config_of(find_part(inspect_checkpoint(loss.teacher), "transformer"))
     if own.guidance_embeds:
         raise InputError("teacher: got a SANA-Sprint model, expected the SANA that it came from; name that")
     for name in SHARED_WITH_TEACHER:
-        if own[name] != config[name]:
-            raise InputError(
-                f"teacher: got {name} {own[name]}, expected the model's {config[name]}; name the SANA it came from"
-            )
+        got, expected = getattr(own, name), getattr(config, name)
+        if got != expected:
+            raise InputError(f"teacher: got {name} {got}, expected the model's {expected}; name the SANA it came from")
 
 
 def check_shares(settings: Settings, count: int) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from os import _exit, getpid
 from platform import node
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
@@ -85,7 +85,7 @@ class Ranks(NamedTuple):
         """Return the values of all ranks, in their order."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        found: list[T] = [value] * self.size
         torch.distributed.all_gather_object(found, value)
         return found
 

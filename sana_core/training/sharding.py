@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from ..checkpoints.files import Json
 from ..errors import InputError, VersionError
 from .ranks import ALONE, Ranks
 from .settings import DDP, Settings
@@ -177,9 +178,9 @@ def name_parameters(models: Sequence[nn.Module]) -> dict[int, tuple[str, nn.Para
     return found
 
 
-def empty_parameters(models: Sequence[nn.Module]) -> dict[int, Any]:
+def empty_parameters(models: Sequence[nn.Module]) -> dict[int, object]:
     """Return the memo by which copy.deepcopy makes models with empty parameters."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for model in models:
         for parameter in model.parameters():
             if id(parameter) not in memo:
@@ -187,7 +188,7 @@ def empty_parameters(models: Sequence[nn.Module]) -> dict[int, Any]:
     return memo
 
 
-def fsdp_options(settings: Settings, ranks: Ranks) -> dict[str, Any]:
+def fsdp_options(settings: Settings, ranks: Ranks) -> Json:
     """Return what `fully_shard` takes besides a module."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -198,7 +199,7 @@ def fsdp_options(settings: Settings, ranks: Ranks) -> dict[str, Any]:
     if own.replicas > 1:
         shape, names = (own.replicas, ranks.size // own.replicas), ("replicate", "shard")  # type: ignore[assignment]
     # what stays gathered after a forward would not notice that validation has put the average in its place
-    options: dict[str, Any] = {
+    options: Json = {
         "mesh": init_device_mesh(kind, shape, mesh_dim_names=names),
         "reshard_after_forward": True,
     }
