@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from .batch.best import Best, Drawing, Pick, draw_best, find_best, place_scorer
-from .batch.draw import ImageInputs, Settings, Step, resolve_settings
+from .batch.draw import Settings, resolve_settings
 from .batch.embeds import Embeds, encoded_prompts
 from .batch.local import draw_local
-from .batch.plan import Workload, batch_pictures
+from .batch.plan import ImageInputs, Step, Workload, batch_pictures
 from .batch.progress import WorkerReport, no_words
 from .checkpoints.files import Json
 from .errors import InputError

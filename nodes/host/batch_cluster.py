@@ -17,8 +17,8 @@ import latent_preview
 import numpy as np
 import torch
 
-from ...sana_core.batch.draw import Embedding, Settings, resolve_settings
-from ...sana_core.batch.plan import Drawn, Workload
+from ...sana_core.batch.draw import Settings, resolve_settings
+from ...sana_core.batch.plan import Drawn, Embedding, Workload
 from ...sana_core.batch.progress import Progress, WorkerReport
 from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.batch import draw_with

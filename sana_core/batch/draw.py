@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,6 @@ from ..checkpoints.load import build_module, shift_of
 from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
 from ..errors import InputError
-from ..model.controlnet import Control
 from ..model.forward import longest_prompt
 from ..model.fp8 import quantise_products
 from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
@@ -27,11 +26,11 @@ from ..model.weight_layout import join_projections
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_name, check_number
 from ..sampling.guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
-from ..sampling.masked import Under, draw_over
+from ..sampling.masked import draw_over
 from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_sigmas, sampler_kwargs
 from ..sampling.schedules import check_steps, shift_sigmas
-from ..sampling.trail import WHOLE, Draft, Round, Trail
-from .plan import Chunk, drawn_together
+from ..sampling.trail import WHOLE, Draft, Round
+from .plan import NO_IMAGES, Chunk, Embedding, ImageInputs, Step, drawn_together
 from .verifier import Verifier, check_verifier, load_verifier
 
 if TYPE_CHECKING:
@@ -42,9 +41,6 @@ logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 # as in ComfyUI's LoRA loaders
 LARGEST_STRENGTH = 100.0
-
-# embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
-Embedding = tuple[torch.Tensor, torch.Tensor]
 
 
 class Settings(NamedTuple):
@@ -213,31 +209,6 @@ class Conditioning(NamedTuple):
 
     texts: Sequence[Embedding]
     negative: Embedding
-
-
-class Step(NamedTuple):
-    """What a callback sees after each step: the step, from 0; the noise level of the latents then; the latents
-    [n, 32, h, w] in the model's scale; and which of the images, from 0, they are of."""
-
-    step: int
-    sigma: float
-    latents: torch.Tensor
-    images: tuple[int, ...]
-
-
-class ImageInputs(NamedTuple):
-    """What a chunk is generated from besides its prompts: the image of a ControlNet, one for all or one for each; what
-    each is drawn over; the steps so far, of images that are sampled together; and by the number of the image
-    the `latents` [N, 32, h, w] to begin with, instead of the seed's noise. `callback` is called after each step."""
-
-    control: Control | None = None
-    under: Under | None = None
-    trail: Trail | None = None
-    latents: torch.Tensor | None = None
-    callback: Callable[[Step], object] | None = None
-
-
-NO_IMAGES = ImageInputs()
 
 
 @torch.no_grad()

@@ -13,8 +13,9 @@ from ..checkpoints.load import config_of
 from ..errors import InputError
 from ..model.forward import longest_prompt
 from ..model.known_models import MAX_TOKENS, SPRINT
-from .draw import Embedding, Settings, encode_negative, load_encoder
+from .draw import Settings, encode_negative, load_encoder
 from .local import local_devices
+from .plan import Embedding
 
 
 class Embeds(NamedTuple):

@@ -22,7 +22,6 @@ from ..runtime.cancellation import Poll, no_poll
 from ..sampling.trail import WHOLE, Draft
 from .batch_size import has_room_for_encoder, largest_chunk
 from .draw import (
-    NO_IMAGES,
     Conditioning,
     Embedding,
     Models,
@@ -208,7 +207,7 @@ class LocalDrawing:
 
     def __init__(self, workload: Workload, checkpoint: str | Path, settings: Settings) -> None:
         self.prompts, self.checkpoint, self.settings = workload.prompts, checkpoint, settings
-        self.inputs = workload.inputs or NO_IMAGES
+        self.inputs = workload.inputs
         self.models: dict[torch.device, Models] = {}
         self.loading = threading.Lock()
         self.encoded: tuple[Mapping[str, Embedding], Embedding | None] = workload.encoded or ({}, None)

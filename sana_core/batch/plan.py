@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import InputError
+from ..model.controlnet import Control
 from ..runtime.checks import check_whole
-from ..sampling.trail import WHOLE, Round
-
-if TYPE_CHECKING:
-    from .draw import Embedding, ImageInputs
+from ..sampling.masked import Under
+from ..sampling.trail import WHOLE, Round, Trail
 
 LARGEST_SEED = 2**64 - 1
 LARGEST_COUNT = 100_000
@@ -33,6 +32,8 @@ class Picture(NamedTuple):
 
 
 Chunk = tuple[Picture, ...]
+# embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
+Embedding = tuple[torch.Tensor, torch.Tensor]
 # an image that is there: its pixels [3, H, W] in [-1, 1], its PNG file, the digest of that, or of a draft its Draft
 Drawn = tuple[Picture, Any]
 
@@ -88,6 +89,31 @@ def drawn_together(chunk: Chunk, device: torch.device) -> list[Chunk]:
     return [(picture,) for picture in chunk] if draws_one_by_one(device) else [chunk]
 
 
+class Step(NamedTuple):
+    """What a callback sees after each step: the step, from 0; the noise level of the latents then; the latents
+    [n, 32, h, w] in the model's scale; and which of the images, from 0, they are of."""
+
+    step: int
+    sigma: float
+    latents: torch.Tensor
+    images: tuple[int, ...]
+
+
+class ImageInputs(NamedTuple):
+    """What a chunk is generated from besides its prompts: the image of a ControlNet, one for all or one for each; what
+    each is drawn over; the steps so far, of images that are sampled together; and by the number of the image
+    the `latents` [N, 32, h, w] to begin with, instead of the seed's noise. `callback` is called after each step."""
+
+    control: Control | None = None
+    under: Under | None = None
+    trail: Trail | None = None
+    latents: torch.Tensor | None = None
+    callback: Callable[[Step], object] | None = None
+
+
+NO_IMAGES = ImageInputs()
+
+
 class Workload(NamedTuple):
     """The images of a run: all but those whose number is in `done`, `chunk` at once on a worker, None for what suits.
 
@@ -104,7 +130,7 @@ class Workload(NamedTuple):
     round: Round = WHOLE
     later: Iterable[Workload] = ()
     encoded: tuple[Mapping[str, Embedding], Embedding] | None = None
-    inputs: ImageInputs | None = None
+    inputs: ImageInputs = NO_IMAGES
 
     @property
     def left(self) -> int:

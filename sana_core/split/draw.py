@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from ..batch.draw import (
-    NO_IMAGES,
     Conditioning,
     Models,
     Settings,
@@ -89,11 +88,8 @@ def draw_split(
     split = Split(found, relative_speeds(found, [each.transformer for each in models]))
     shared = Shared(partial(split.run, poll=poll), [Steered(each.transformer, None) for each in models])
     for picture in pictures:
-        prompts, inputs = (
-            Conditioning([texts[workload.prompts[picture.prompt]]], negative),
-            workload.inputs or NO_IMAGES,
-        )
-        latents = sample(models[0], settings, (picture,), prompts, poll, inputs, shared)
+        prompts = Conditioning([texts[workload.prompts[picture.prompt]]], negative)
+        latents = sample(models[0], settings, (picture,), prompts, poll, workload.inputs, shared)
         assert models[0].autoencoder is not None
         living = [found[member] for member in split.living]
         yield picture, decode(models[0].autoencoder, latents, poll, living)[0]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from ..batch.draw import Conditioning, Embedding, ImageInputs, Models, decode, encode_negative, encode_text, sample
+from ..batch.draw import Conditioning, Models, decode, encode_negative, encode_text, sample
 from ..batch.draw import Settings as Drawing
-from ..batch.plan import batch_pictures
+from ..batch.plan import Embedding, ImageInputs, batch_pictures
 from ..checkpoints import load_autoencoder
 from ..decode import encode_images
 from ..errors import ExistingFileError, SanaError
