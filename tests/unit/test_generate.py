@@ -168,7 +168,7 @@ EMBEDS, MASK = torch.zeros(1, 4, 64), torch.ones(1, 4)
     [
         ({"widht": 64}, "widht: no option of generate; the nearest is width"),
         ({"prompt_embeds": EMBEDS, "prompt_attention_mask": MASK}, "prompt_embeds: got them beside prompts"),
-        ({"negative_prompt_embeds": EMBEDS}, "prompt_embeds: got none with the others"),
+        ({"negative_prompt_embeds": EMBEDS}, "prompt_embeds: got only masks"),
         ({"latents": torch.zeros(1, 32, 4, 3)}, r"latents: got the shape \[1, 32, 4, 3\], expected \[1, 32, 4, 4\]"),
         ({"callback": print, "cluster": "auto"}, "callback: got it with cluster"),
         ({"latents": torch.zeros(1), "best": 1, "of": 2, "scorer": "."}, "latents: got it with best"),
