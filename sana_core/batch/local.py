@@ -274,9 +274,9 @@ def draw_local(
     """
     check_prompts(workload.prompts)
     found = local_devices(devices)
-    settings = resolve_settings(settings, checkpoint)
     if settings.fp8:
         list(map(check_fp8, found))
+    settings = resolve_settings(settings, checkpoint)
     queue = Queue()
     if report is not None:
         report.drawn = queue.drawn

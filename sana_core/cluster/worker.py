@@ -249,11 +249,9 @@ class Worker:
     ) -> torch.Tensor | None:
         """Return, as the first of all ranks, of those `speeds`, the latents [1, 32, h, w] that they make together."""
         with self.joined_to(rank, speeds, address) as split:
-            shared, prompts = (
-                Shared(split.run, [Steered(self.models.transformer, None)]),
-                Conditioning([text], negative),
-            )
-            drawn = sample(self.models, self.job.settings, (Picture(*words),), prompts, shared=shared)
+            shared = Shared(split.run, [Steered(self.models.transformer, None)])
+            picture, prompts = Picture(*words), Conditioning([text], negative)
+            drawn = sample(self.models, self.job.settings, (picture,), prompts, shared=shared)
         return drawn.cpu() if rank == 0 else None
 
     @torch.no_grad()

@@ -71,9 +71,9 @@ def draw_split(
     check_workload(workload, settings)
     found = local_devices(devices)
     check_devices(found)
-    settings = resolve_settings(settings, checkpoint)
     if settings.fp8:
         list(map(check_fp8, found))
+    settings = resolve_settings(settings, checkpoint)
     check_rows(settings.height // DOWNSCALE, len(found))
     pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
     used = [workload.prompts[picture.prompt] for picture in pictures]

@@ -26,10 +26,10 @@ EXPECTED = 0.0373
 
 @pytest.fixture
 def card(monkeypatch):
-    """A GPU that computes on the CPU, in plain torch."""
+    """The first of two GPUs that compute on the CPU, in plain torch."""
     monkeypatch.setattr(trial, "TRIALS", {})
     trial.refused_kernels.cache_clear()
-    with pretend_cards(1), torch.no_grad():
+    with pretend_cards(2), torch.no_grad():
         yield "cuda:0"
     trial.refused_kernels.cache_clear()
 
@@ -95,9 +95,10 @@ def test_all_products_of_the_blocks_are_in_fp8_and_one_makes_query_key_and_value
     assert 1e-4 < distance(found[1], found[0].double()) < 0.1
 
 
-@pytest.mark.parametrize("options", [{}, {"pag_scale": 2.0}, {"step_cache": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"pag_scale": 2.0}, {"step_cache": 0.1}, {"split": True}], ids=str)
 def test_pictures_show_the_same(card, options):
-    got = generate(PROMPTS, TINY, devices=[card], width=128, height=128, dtype="bfloat16", fp8=True, **options)
+    devices = [card, "cuda:1"] if "split" in options else [card]
+    got = generate(PROMPTS, TINY, devices=devices, width=128, height=128, dtype="bfloat16", fp8=True, **options)
     for prompt, picture in zip(PROMPTS, got, strict=True):
         verdict = judge(levels(picture))
         assert f"a {verdict.colour} {verdict.shape} on a {verdict.background} background" == prompt
@@ -107,7 +108,7 @@ def test_devices_and_dtypes_without_it_are_refused(card, monkeypatch):
     size = {"width": 64, "height": 64, "fp8": True}
     for own in ({"devices": ["cpu"]}, {"devices": [card, "cpu"]}, {"devices": [card, "cpu"], "split": True}):
         with pytest.raises(InputError, match="fp8: got cpu, which cannot multiply in fp8"):
-            generate(["a"], TINY, dtype="bfloat16", **size, **own)
+            generate(["a"], TINY, **size, **own)
     with pytest.raises(InputError, match="fp8: got it with dtype float32, expected bfloat16"):
         generate(["a"], TINY, devices=[card], **size)
 
