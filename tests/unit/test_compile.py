@@ -95,6 +95,29 @@ def test_prompts_of_all_lengths_and_seeds_are_one_compilation_and_the_same_laten
     assert graphs.count == 1
 
 
+# images of 2048 positions at most, as a bucket has them: other sides, and as many or fewer rows
+BUCKET = ((4, 6), (6, 4), (3, 8), (8, 3), (5, 5), (2, 12))
+
+
+@pytest.mark.parametrize("variant", ["sana", "sana-1.5"])
+def test_sizes_prompts_and_seeds_of_a_bucket_are_compiled_twice_at_most(variant, graphs, monkeypatch):
+    """Once for the first size, and once for all others: Dynamo then leaves rows and columns open."""
+    transformer = tiny_transformer(variant)
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode: plain(function, fullgraph=True, backend=graphs))
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for seed, size in enumerate((*BUCKET, *BUCKET[:2])):
+        prompts = random_prompt(1, kept=1 + seed % 9, seed=seed), random_prompt(1, kept=3, seed=seed + 9)
+        x, sigma = noise(1, 32, *size, seed=seed), torch.tensor(0.9 - 0.05 * seed)
+        got, expected = (
+            denoiser(Steered(transformer, None, compiled=each), *prompts, 4.5)(x, sigma) for each in (True, False)
+        )
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+    assert graphs.count == counters["stats"]["unique_graphs"] <= 2
+    assert not counters["graph_break"] and not counters["unimplemented"]
+
+
 @pytest.mark.parametrize(
     "version, modes",
     [("2.6.0+cu124", ["default", "reduce-overhead"]), ("2.14.1", ["reduce-overhead"] * 2)],
