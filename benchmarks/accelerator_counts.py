@@ -67,9 +67,10 @@ def figures(counter: Counter, predicted: int | None = None) -> dict[str, Any]:
     return found
 
 
-def transformer(variant: str, pixels: int) -> Any:
+def transformer(variant: str, pixels: int, fp8: bool = False) -> Any:
     """Return a transformer of that variant with empty weights on the first accelerator."""
     from benchmarks.train_memory import transformer as build
+    from sana_core.model.fp8 import quantise_products
     from sana_core.model.known_models import VARIANTS
     from sana_core.model.weight_layout import join_projections
 
@@ -77,13 +78,14 @@ def transformer(variant: str, pixels: int) -> Any:
         made = build(VARIANTS[variant], DTYPE, pixels).requires_grad_(False)
     # as `load_models` does
     join_projections(made)
+    if fp8:
+        quantise_products(made)
     return made
 
 
 def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) -> dict[str, Any]:
     """Return the counts of one guided step, a short negative prompt beside a long prompt; the peak is the first's."""
     from sana_core.memory import transformer_bytes
-    from sana_core.model.fp8 import quantise_products
     from sana_core.model.known_models import VARIANTS
     from sana_core.sampling.guidance import denoiser, perturbed_attention
 
@@ -91,9 +93,7 @@ def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) 
     scalars = {torch.int64: TOKENS, torch.bool: False}
     first, second = Counter(scalars), Counter(scalars)
     with fake_accelerators(), torch.no_grad():
-        model = transformer(variant, pixels)
-        if fp8:
-            quantise_products(model)
+        model = transformer(variant, pixels, fp8)
         prompt = torch.empty(1, TOKENS, 2304, dtype=DTYPE, device=FIRST), torch.ones(1, TOKENS)
         x = torch.empty(1, 32, pixels // 32, pixels // 32, device=FIRST)
         attention = perturbed_attention(model.config, 3.0, "") if perturbed else None
@@ -109,7 +109,7 @@ def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) 
     return figures(second, None if perturbed or fp8 else predicted)
 
 
-def share(variant: str, pixels: int, passes: int, members: int) -> dict[str, Any]:
+def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = False) -> dict[str, Any]:
     """Return the counts of one of so many members, of whom two are its neighbours if there are, that share the rows of
     a step; the others' tensors lie on another device."""
     from sana_core.model.forward import prepare, velocity
@@ -130,7 +130,7 @@ def share(variant: str, pixels: int, passes: int, members: int) -> dict[str, Any
 
     side, counter = pixels // 32, Counter()
     with fake_accelerators(Counter({torch.int64: TOKENS, torch.bool: False})), torch.no_grad():
-        model = transformer(variant, pixels)
+        model = transformer(variant, pixels, fp8)
         prompts = torch.empty(passes, TOKENS, 2304, dtype=DTYPE, device=FIRST)
         constants = prepare(model, prompts, torch.ones(passes, TOKENS, device=FIRST), side // members, side)
         x = torch.empty(passes, 32, side // members, side, dtype=DTYPE, device=FIRST)
@@ -151,6 +151,8 @@ def shares() -> dict[str, Any]:
             ("one", 2, 1), ("one of two", 1, 1), ("one of two, by rows", 2, 2), ("one of four", 1, 2)
         ):  # fmt: skip
             found[f"{variant}, {pixels} px, {name}"] = share(variant, pixels, passes, members)
+    for name, passes, members in (("one", 2, 1), ("one of two", 1, 1), ("one of two, by rows", 2, 2)):
+        found[f"1.6B, 1024 px, fp8, {name}"] = share("1.6B", 1024, passes, members, fp8=True)
     return found
 
 

@@ -110,9 +110,24 @@ def compiled_step() -> dict[str, Any]:
     return {"1.6B, 1024 px": measure("1.6B", 1024, peak_rate(device), device)}
 
 
+def graphs() -> dict[str, Any]:
+    """Milliseconds of guided steps, launched one by one and as CUDA graphs, which must have the same bits."""
+    import torch
+
+    from benchmarks.sampling_gpu import measure_graph
+    from sana_core.runtime.accelerator import current_accelerator
+
+    device = current_accelerator()
+    if device is None or device.type != "cuda":
+        return {"left out": "graphs are those of CUDA and ROCm"}
+    steps = (("0.6B", 512), ("0.6B", 1024), ("1.6B", 1024))
+    return {f"{name}, {pixels} px": measure_graph(name, pixels, torch.device("cuda", 0)) for name, pixels in steps}
+
+
 FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
     "rates": rates,
     "doctor": doctor,
+    "graphs": graphs,
     "compiled step": compiled_step,
 }
 # what it is worst not to know comes first; seconds at most, of which a stage that hangs takes all
@@ -122,6 +137,7 @@ STAGES = (
     ("rates", (__file__, "--figure", "rates"), 40),
     ("doctor", (__file__, "--figure", "doctor"), DOCTOR + 30),
     ("templates in ComfyUI", (*PYTEST, "tests/graph/test_templates.py"), 120),
+    ("graphs", (__file__, "--figure", "graphs"), 90),
     ("compiled step", (__file__, "--figure", "compiled step"), 200),
 )
 

@@ -62,7 +62,7 @@ def test_a_stage_that_fails_hangs_or_has_no_time_left_stops_no_other(stages, tmp
 # stages of the day, and the files whose lines they have to reach
 DAY = {
     ("correctness",): ("tests/gpu/*.py",),
-    ("kernels", "rates", "doctor", "compiled step"): (
+    ("kernels", "rates", "doctor", "graphs", "compiled step"): (
         "benchmarks/gpu.py",
         "benchmarks/sampling_gpu.py",
         "sana_core/doctor/arithmetic.py",
@@ -104,7 +104,7 @@ exclude_also =
     if TYPE_CHECKING:
     if .*device.type == "cpu"
     if device.type != "cuda"
-    if (device|DEVICE) is None:
+    if (device|DEVICE) is None.*:
     if not .*is_(file|dir)\\(\\)
     if report.late
     if not .*isfinite
