@@ -15,8 +15,6 @@ import triton.language as tl
 from .support import launch
 
 BLOCK, SPLITS, LEAST = 64, 8, 256
-# head sizes that the kernels take: powers of two that a product of matrices can have
-HEAD_SIZES = (16, 32, 64)
 
 
 @triton.jit
