@@ -93,6 +93,8 @@ def test_what_it_cannot_go_with_is_refused():
 
 
 def test_images_of_it_are_described_and_others_as_before():
-    assert "step_cache" not in describe_settings(resolve_settings(Settings(), CHECKPOINT), CHECKPOINT)
-    cached = resolve_settings(Settings(step_cache=0.1), CHECKPOINT)
-    assert describe_settings(cached, CHECKPOINT)["step_cache"] == 0.1
+    plain = describe_settings(resolve_settings(Settings(), CHECKPOINT), CHECKPOINT)
+    assert not plain.keys() & {"step_cache", "fp8"}
+    inexact = resolve_settings(Settings(step_cache=0.1, fp8=True, dtype="bfloat16"), CHECKPOINT)
+    described = describe_settings(inexact, CHECKPOINT)
+    assert described["step_cache"] == 0.1 and described["fp8"] is True
