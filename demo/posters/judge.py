@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn import functional
 
 from ..step import take_step
-from .painting import paint
+from .layout import Placed, boxes_of
+from .painting import paint, paint_placed
 from .world import (
     ALL_COLOURS,
     ALL_KINDS,
@@ -40,7 +41,8 @@ COLOURS = tuple(ALL_COLOURS)
 # a picture is looked at this many times smaller
 SMALLER = 4
 WIDTHS = (24, 48, 96, 160)
-MOST = 3  # subjects of a kind
+# pixels of the whole picture, of one position of the last map
+CELL = SMALLER * 2 ** len(WIDTHS)
 POOL, STEPS, BATCH, LEARNING_RATE = 4000, 2500, 32, 3e-3
 TESTED = 1024
 
@@ -57,8 +59,8 @@ class Residual(nn.Module):
 
 
 class Judge(nn.Module):
-    """For pictures [B, 3, H / 4, W / 4] in [0, 1]: logits of time, place and style, of the number of subjects of each
-    kind, and of their colour."""
+    """For pictures [B, 3, H / 4, W / 4] in [0, 1]: logits of time, place and style, of where the middles of subjects of
+    each kind are, in cells of 64 pixels, and of their colour."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,25 +70,22 @@ class Judge(nn.Module):
         self.features = nn.Sequential(*layers)
         width = WIDTHS[-1]
         self.whole = nn.Linear(2 * width, len(TIMES) + len(PLACES) + len(STYLES))
-        # how much of a subject of each kind is at each place; its sum is their number
-        self.density = nn.Conv2d(width, len(ALL_KINDS), 1)
-        nn.init.constant_(self.density.bias, -5.0)
-        self.sharpness = nn.Parameter(torch.zeros(()))
+        self.middles = nn.Conv2d(width, len(ALL_KINDS), 1)
+        # few cells hold one
+        nn.init.constant_(self.middles.bias, -5.0)
         self.colours = nn.Linear(width, len(ALL_KINDS) * len(COLOURS))
 
     def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logits [B, 12] of the whole, [B, K, 4] of the number of each kind, and [B, K, C] of its colour."""
+        """Return logits [B, 12] of the whole, [B, K, h, w] of the middles of each kind, and [B, K, C] of its colour."""
         maps = self.features(pictures * 2 - 1)
-        density = functional.softplus(self.density(maps)).flatten(2)
-        features = maps.flatten(2)
-        number = density.sum(-1)
-        numbers = -self.sharpness.exp() * (number[..., None] - torch.arange(MOST + 1)).square()
+        middles, features = self.middles(maps), maps.flatten(2)
         # a kind's colour is looked up where the kind is
-        at = torch.einsum("bkp,bcp->bkc", density / (number[..., None] + 1e-6), features)
+        share = middles.sigmoid().flatten(2)
+        at = torch.einsum("bkp,bcp->bkc", share / (share.sum(-1, keepdim=True) + 1e-6), features)
         weight = self.colours.weight.view(len(ALL_KINDS), len(COLOURS), -1)
         colours = torch.einsum("bkc,knc->bkn", at, weight) + self.colours.bias.view(len(ALL_KINDS), -1)
         whole = self.whole(torch.cat([features.mean(-1), features.amax(-1)], 1))
-        return whole, numbers, colours
+        return whole, middles, colours
 
 
 def shrink(pictures: np.ndarray) -> torch.Tensor:
@@ -107,11 +106,22 @@ def targets(scenes: list[Scene]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return torch.tensor(whole), numbers, colours
 
 
+def cells(things: list[Placed], width: int, height: int) -> torch.Tensor:
+    """Return [K, height / 64, width / 64], 1 where a subject of the kind has its middle in a picture of that size."""
+    found = torch.zeros(len(ALL_KINDS), height // CELL, width // CELL)
+    for what in things:
+        lefts, tops, rights, bottoms = zip(*boxes_of(what), strict=True)
+        x, y = (min(lefts) + max(rights)) / 2, (min(tops) + max(bottoms)) / 2
+        found[ALL_KINDS.index(what.kind), int(y * height) // CELL, int(x * height) // CELL] = 1
+    return found
+
+
 def judge_loss(model: Judge, pictures: torch.Tensor, wanted: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    whole, numbers, colours = model(pictures)
+    """Return the loss for what `targets` and `cells` say of the pictures: numbers are learnt by where things stand."""
+    whole, middles, colours = model(pictures)
     parts = whole.split([len(TIMES), len(PLACES), len(STYLES)], 1)
     loss = sum(functional.cross_entropy(part, wanted[0][:, i]) for i, part in enumerate(parts))
-    loss = loss + len(ALL_KINDS) * functional.cross_entropy(numbers.flatten(0, 1), wanted[1].flatten())
+    loss = loss + functional.binary_cross_entropy_with_logits(middles, wanted[3], reduction="sum") / len(pictures)
     return loss + functional.cross_entropy(colours.flatten(0, 1), wanted[2].flatten())
 
 
@@ -139,8 +149,9 @@ def train() -> Judge:
     pools = []
     for size in SIZES:
         scenes = list(islice(scenes_to_judge(rng), POOL))
-        small = torch.cat([(shrink(paint(scene, *size)[None]) * 255).round().byte() for scene in scenes])
-        pools.append((small, targets(scenes)))
+        painted = [paint_placed(scene, *size) for scene in scenes]
+        small = torch.cat([(shrink(picture[None]) * 255).round().byte() for picture, _ in painted])
+        pools.append((small, (*targets(scenes), torch.stack([cells(things, *size) for _, things in painted]))))
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
     for step in range(STEPS):
@@ -167,14 +178,14 @@ def score(model: Judge, pictures: np.ndarray, scenes: list[Scene]) -> dict[str, 
     `scene` is the share with time, place, style and subject right together, `all` that with number and colour too.
     """
     judged = zip(*map(model, shrink(pictures).split(64)), strict=True)
-    whole, numbers, colours = (torch.cat(part) for part in judged)
+    whole, middles, colours = (torch.cat(part) for part in judged)
     wanted, count, colour = targets(scenes)
     parts = whole.split([len(TIMES), len(PLACES), len(STYLES)], 1)
     right = {
         name: part.argmax(1) == wanted[:, i]
         for i, (name, part) in enumerate(zip(("time", "place", "style"), parts, strict=True))
     }
-    seen, absent = numbers.argmax(-1), count == 0
+    seen, absent = middles.sigmoid().sum((2, 3)).round(), count == 0
     right["subject"] = ((seen > 0) | absent).all(1)
     right["number"] = (seen == count).all(1)
     right["colour"] = ((colours.argmax(-1) == colour) | absent).all(1)

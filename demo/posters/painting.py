@@ -79,6 +79,11 @@ def wash(drawn: np.ndarray, seed: int) -> np.ndarray:
 
 def paint(scene: Scene, width: int = SIZES[0][0], height: int = SIZES[0][1]) -> np.ndarray:
     """Return the picture of `scene`, uint8 [height, width, 3]."""
+    return paint_placed(scene, width, height)[0]
+
+
+def paint_placed(scene: Scene, width: int, height: int) -> tuple[np.ndarray, list[Placed]]:
+    """Return the picture of `scene` and where its subjects stand."""
     rng = random.Random(scene.seed)
     hand = Hand(np.random.default_rng(scene.seed), *HANDS[scene.style]) if scene.style in HANDS else None
     canvas = Canvas(width, height, scene.style == "line drawing", hand)
@@ -100,5 +105,5 @@ def paint(scene: Scene, width: int = SIZES[0][0], height: int = SIZES[0][1]) -> 
         rain(brush, rng)
     drawn = canvas.pixels[..., :3].copy()
     if scene.style == "watercolour":
-        return wash(drawn, scene.seed)
-    return drawn
+        drawn = wash(drawn, scene.seed)
+    return drawn, things
