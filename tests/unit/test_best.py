@@ -186,7 +186,7 @@ def test_a_batch_with_an_early_look_ends_at_the_same_images_however_often_it_sto
         ({"best": 1, "of": 4}, "best: got only a part of best, of and scorer"),
         ({"of": 4}, "best: got only a part of best, of and scorer"),
         ({"best": 5, "of": 4, "scorer": "clip"}, "best: got 5, expected a whole number from 1 to 4"),
-        ({"best": 1, "of": 4, "scorer": "clip", "count": 2}, "count: got 2 beside best"),
+        ({"best": 1, "of": 4, "scorer": "clip", "count": 2}, "count: got 2 with best"),
         ({"after": 2}, "best: got only a part of best, of and scorer"),
     ],
 )

@@ -214,7 +214,7 @@ def test_a_lora_that_is_named_anew_after_the_end_is_published_as_that(make, out)
 
 def test_a_phase_that_is_removed_is_asked_for_back(make):
     train.train(make(steps=2, phases=2))
-    with pytest.raises(InputError, match="^phase: got 1, but the run in .*out has come to phase 2; put those back"):
+    with pytest.raises(InputError, match="^phase: got 1, but the run in .*out has come to phase 2; restore the phases"):
         train.train(make(steps=2))
 
 
