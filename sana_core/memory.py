@@ -196,13 +196,19 @@ def plan_memory(
         "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator),
     }
     planner = Planner(stages_of(decoder), rows, columns, kind, accelerator)
+    strips, floor = planner.strips(float("inf")).peak_bytes, planner.floor().peak_bytes
     decode: DecodePlan = {
         "weights": (decoder.parameters + ENCODER_PARAMETERS) * kind.itemsize,
-        "activations": strips_bytes(planner),
-        "methods": decode_methods(planner),
+        "activations": strips,
+        "methods": {
+            "whole": whole_bytes(planner),
+            "tiles": planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes,
+            "strips": strips,
+            "smallest": floor,
+        },
     }
     largest = [stage["weights"] + stage["activations"] for stage in (text, transformer, decode)]
-    smallest = max(*largest[:2], decode["weights"] + planner.floor().peak_bytes)
+    smallest = max(*largest[:2], decode["weights"] + floor)
     return {
         "variant": variant,
         "vae": vae,
@@ -219,25 +225,12 @@ def plan_memory(
     }
 
 
-def strips_bytes(planner: Planner) -> int:
-    """Return the bytes beyond weights and images of the fastest decode in strips."""
-    strips = planner.fitting(float("inf"))
-    assert strips is not None  # anything fits infinity
-    return strips.peak_bytes
-
-
-def decode_methods(planner: Planner) -> dict[str, int | None]:
-    """Return the bytes beyond weights and images of each way to decode one image."""
+def whole_bytes(planner: Planner) -> int | None:
+    """Return the bytes beyond weights and images of decoding one image at once, None where that cannot work."""
     try:
-        whole: int | None = planner.whole().peak_bytes
+        return planner.whole().peak_bytes
     except ValueError:
-        whole = None
-    return {
-        "whole": whole,
-        "tiles": planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes,
-        "strips": strips_bytes(planner),
-        "smallest": planner.floor().peak_bytes,
-    }
+        return None
 
 
 def fitting_cards(plan: MemoryPlan) -> str:

@@ -275,7 +275,8 @@ def draw_local(
     check_prompts(workload.prompts)
     found = local_devices(devices)
     if settings.fp8:
-        list(map(check_fp8, found))
+        for device in found:
+            check_fp8(device)
     settings = resolve_settings(settings, checkpoint)
     queue = Queue()
     if report is not None:

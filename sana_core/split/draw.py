@@ -72,7 +72,8 @@ def draw_split(
     found = local_devices(devices)
     check_devices(found)
     if settings.fp8:
-        list(map(check_fp8, found))
+        for device in found:
+            check_fp8(device)
     settings = resolve_settings(settings, checkpoint)
     check_rows(settings.height // DOWNSCALE, len(found))
     pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
