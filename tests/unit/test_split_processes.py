@@ -48,9 +48,11 @@ def be_member(rank, speeds, settings, port, checkpoint, results):
 
 
 def draw(speeds, settings, checkpoint):
-    """Return what each member of a picture returns, in processes that this one has become."""
+    """Return what each member of a picture returns, in processes of their own."""
     store = dist.TCPStore("127.0.0.1", 0, len(speeds), is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("fork")
+    # a fork of the tests' own process would have its locks without the threads that hold them
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["diffusers.models.transformers.sana_transformer", "torch._dynamo"])
     results = context.SimpleQueue()
     members = [
         context.Process(target=be_member, args=(rank, speeds, settings, store.port, checkpoint, results), daemon=True)
