@@ -18,7 +18,7 @@ from ..errors import ClusterError, InputError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
 from .background import wait_for
-from .timeouts import CONNECT_TIMEOUT, GPU_TIMEOUT
+from .timeouts import CLIENT_TIMEOUT, CONNECT_TIMEOUT, GPU_TIMEOUT
 
 T = TypeVar("T")
 CLIENT = "ray://"
@@ -85,7 +85,8 @@ def connected(address: str, poll: Poll = no_poll, say: Say = no_words) -> Iterat
     if not before:
         # what ray list jobs shows; Ray Client takes none
         options = {**run_options(), "job_config": ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})}
-        reach(address, lambda: ray.init(address, **options), lambda context: ray.shutdown(), poll, say)
+        say(f"connecting to the cluster, {address}")
+        reach(address, lambda: ray.init(address, **options), lambda context: ray.shutdown(), poll, CONNECT_TIMEOUT)
         if threading.current_thread() is threading.main_thread():
             # Ray's native handler, now before Python's, prints a stack trace or aborts
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -119,7 +120,10 @@ def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> C
         raise InputError("cluster: ray is installed without its client; pip install 'ray[client]'") from None
     # other connections of this process, one that is lost too, are no part of it
     options = {**run_options(), "allow_multiple": True}
-    return reach(address, lambda: ray.init(address, **options), lambda context: context.disconnect(), poll, say)
+    say(f"connecting to the cluster, {address}")
+    return reach(
+        address, lambda: ray.init(address, **options), lambda context: context.disconnect(), poll, CLIENT_TIMEOUT
+    )
 
 
 def run_options() -> Json:
@@ -138,13 +142,12 @@ def run_options() -> Json:
     }
 
 
-def reach(address: str, work: Callable[[], T], undo: Callable[[T], object], poll: Poll, say: Say) -> T:
-    """Return what `work` does, which connects to `address`. Raises ClusterError where nobody answers."""
+def reach(address: str, work: Callable[[], T], undo: Callable[[T], object], poll: Poll, timeout: float) -> T:
+    """Return what `work` does, which connects to `address`. Raises ClusterError after `timeout` seconds."""
     import ray
 
-    say(f"connecting to the cluster, {address}")
     try:
-        return wait_for(work, undo, poll, CONNECT_TIMEOUT)
+        return wait_for(work, undo, poll, timeout)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         # Ray's own advice names flags that are not ours
         text = brief(error)

@@ -2,6 +2,9 @@
 
 # for the head, which may be busy; Ray's own attempts take longer where nobody answers
 CONNECT_TIMEOUT = 40.0
+# for a head to start the process that serves a client, which a busy one does slowly; Ray gives up after 30 where nobody
+# answers
+CLIENT_TIMEOUT = 120.0
 # no call of Ray's takes so long while its head lives; Ray itself gives up after 90
 CALL_TIMEOUT = 40.0
 # for a connection that was idle to answer
