@@ -25,10 +25,26 @@ from fake_accelerator import FAKE, default_dtype  # noqa: E402
 from live_bytes import LiveBytes  # noqa: E402
 
 from benchmarks.machine import write  # noqa: E402
-from sana_core.model.known_models import CROSS_HEADS, MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
+from sana_core.decode.stages import Stages  # noqa: E402
+from sana_core.memory import released_shapes, stages_of  # noqa: E402
+from sana_core.model.known_models import (  # noqa: E402
+    CROSS_HEADS,
+    DECODERS,
+    ENCODER_LAYERS,
+    ENCODER_PARAMETERS,
+    HEAD_DIM,
+    MAX_TOKENS,
+    TEXT_PARAMETERS,
+    TEXT_WIDTH,
+    VARIANTS,
+    WIDTHS,
+    Architecture,
+)
+from sana_core.model.latents import CHANNELS  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.dataset import Sample  # noqa: E402
 from sana_core.training.images import FileRange  # noqa: E402
+from sana_core.training.plan import Base, training_stage  # noqa: E402
 from sana_core.training.schedule import TrainProgress  # noqa: E402
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings  # noqa: E402
 from sana_core.training.train_state import make_train_state, take_step  # noqa: E402
@@ -213,10 +229,16 @@ def describe(settings: Settings) -> str:
     return ", ".join(words)
 
 
+def released_base(variant: str) -> Base:
+    """Return what a plan has to know of the released model `variant`, a name in VARIANTS, and DC-AE."""
+    decoder, model = DECODERS["dc-ae-f32c32"], VARIANTS[variant]
+    parameters = decoder.parameters + ENCODER_PARAMETERS
+    encoder = Stages(WIDTHS, ENCODER_LAYERS, 3, HEAD_DIM, CHANNELS, 2, False)
+    return Base(model, released_shapes(model), None, TEXT_PARAMETERS, parameters, encoder, stages_of(decoder))
+
+
 def predict(variant: str, settings: Settings) -> int:
     """Return the bytes that the plan predicts for the first phase of `settings`."""
-    from sana_core.training.plan import released_base, training_stage
-
     return training_stage(settings.phase[0], 1, settings, released_base(variant)).bytes
 
 

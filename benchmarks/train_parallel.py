@@ -36,12 +36,11 @@ from live_bytes import BLOCK, LiveBytes  # noqa: E402
 from benchmarks import train_memory  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
 from benchmarks.sampling import small_model  # noqa: E402
-from benchmarks.train_memory import FULL, SAMPLES, make_settings  # noqa: E402
+from benchmarks.train_memory import FULL, SAMPLES, make_settings, released_base  # noqa: E402
 from sana_core.memory import CONTEXT  # noqa: E402
 from sana_core.model.known_models import MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
 from sana_core.training.autofit import ring, share_of  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
-from sana_core.training.plan import released_base  # noqa: E402
 from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
 from sana_core.training.schedule import TrainProgress  # noqa: E402
 from sana_core.training.settings import Method, Parallel, Settings  # noqa: E402

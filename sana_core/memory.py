@@ -17,7 +17,6 @@ from .decode.run import TILES
 from .decode.stages import Stages
 from .model.known_models import (
     DECODERS,
-    ENCODER_LAYERS,
     ENCODER_PARAMETERS,
     HEAD_DIM,
     MAX_TOKENS,
@@ -25,7 +24,6 @@ from .model.known_models import (
     TEXT_PARAMETERS,
     TEXT_WIDTH,
     VARIANTS,
-    WIDTHS,
     Architecture,
     Decoder,
 )
@@ -76,8 +74,8 @@ CARDS = (4, 6, 8, 12, 16, 24)  # GiB
 CONTEXT = 600 * 10**6
 INSTRUCTION_TOKENS = 280
 # maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them: on the CPU, and on an
-# accelerator with the fused kernels and without
-MAPS, FUSED_MAPS, ACCELERATOR_MAPS = 12.0, 10.5, 13.2
+# accelerator with the fused kernels (13.2 without)
+MAPS, FUSED_MAPS = 12.0, 10.5
 # on the CPU in bf16, a reordered copy of a block's largest weight beside fewer maps
 MAPS_BESIDE_WEIGHT = 7.3
 FIXED = 4_500_000
@@ -134,11 +132,6 @@ def stages_of(decoder: Decoder) -> Stages:
     return Stages(*shapes, HEAD_DIM, CHANNELS, decoder.scales, decoder.shuffles)
 
 
-def released_encoder() -> Stages:
-    """Return the stages of the encoder of the released autoencoders."""
-    return Stages(WIDTHS, ENCODER_LAYERS, 3, HEAD_DIM, CHANNELS, 2, False)
-
-
 def text_bytes(batch: int, item: int) -> int:
     """Return what encoding `batch` prompts behind the instruction takes beyond Gemma's weights."""
     tokens = MAX_TOKENS + INSTRUCTION_TOKENS
@@ -152,17 +145,15 @@ def transformer_bytes(
     batch: int,
     dtype: torch.dtype,
     accelerator: bool,
-    fused: bool = True,
 ) -> int:
     """Return what a step takes beyond the weights, prompt and negative prompt together; sides in latents.
 
     The keys and values of both are kept for all steps and blocks, and so is the position embedding of a large image.
-    `fused` says whether an accelerator runs the kernels of sana_core.kernels, as one with Triton does.
     """
     passes = 1 if model.guidance_embeds else 2
     prompts = 2 * model.layers * passes * MAX_TOKENS * model.width * dtype.itemsize
     unit = batch * passes * height * width * model.width * dtype.itemsize
-    block = ((FUSED_MAPS if fused else ACCELERATOR_MAPS) if accelerator else MAPS) * unit
+    block = (FUSED_MAPS if accelerator else MAPS) * unit
     if dtype == torch.bfloat16 and not accelerator:
         block = max(block, MAPS_BESIDE_WEIGHT * unit + 5 * model.width**2 * dtype.itemsize)
     position = height * width * model.width * torch.float32.itemsize if max(height, width) >= EMBEDDED else 0

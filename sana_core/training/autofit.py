@@ -29,7 +29,7 @@ class Proposal(NamedTuple):
     plan: Plan
 
 
-def propose(settings: Settings, base: Base, card: float, accelerator: bool = True) -> Proposal:
+def propose(settings: Settings, base: Base, card: float) -> Proposal:
     """Return the settings nearest to `settings` that fit a GPU of `card` bytes, or that miss it by the least.
 
     Changed is, as far as it must be, what slows a run down least: gradient checkpointing first, then smaller batches of
@@ -43,7 +43,7 @@ def propose(settings: Settings, base: Base, card: float, accelerator: bool = Tru
         return found
 
     def needs(changes: list[Change]) -> int:
-        return plan_training(changed(changes), base, accelerator).card
+        return plan_training(changed(changes), base).card
 
     chosen: list[Change] = []
     while needs(chosen) > card:
@@ -59,7 +59,7 @@ def propose(settings: Settings, base: Base, card: float, accelerator: bool = Tru
         if needs(without) <= enough:
             chosen = without
     found = changed(chosen)
-    return Proposal(found, tuple(differences(settings, found)), plan_training(found, base, accelerator))
+    return Proposal(found, tuple(differences(settings, found)), plan_training(found, base))
 
 
 def checkpoint_gradients(settings: Settings) -> Settings:

@@ -18,19 +18,12 @@ from ..memory import (
     EMBEDDED,
     Shapes,
     count,
-    released_encoder,
-    released_shapes,
-    stages_of,
     text_bytes,
     transformer_bytes,
 )
 from ..model.known_models import (
-    DECODERS,
-    ENCODER_PARAMETERS,
     MAX_TOKENS,
     POSITIONED,
-    TEXT_PARAMETERS,
-    VARIANTS,
     Architecture,
 )
 from ..model.latents import DOWNSCALE
@@ -81,16 +74,6 @@ class Plan(NamedTuple):
     def card(self) -> int:
         """Bytes of the GPU that it needs, the driver's among them."""
         return self.largest.bytes + CONTEXT
-
-
-def released_base(variant: str, vae: str = "dc-ae-f32c32") -> Base:
-    """Return what a plan has to know of a released model: `variant` is a name in VARIANTS, `vae` one in DECODERS."""
-    decoder = DECODERS[vae]
-    parameters = decoder.parameters + ENCODER_PARAMETERS
-    model = VARIANTS[variant]
-    return Base(
-        model, released_shapes(model), None, TEXT_PARAMETERS, parameters, released_encoder(), stages_of(decoder)
-    )
 
 
 def read_base(settings: Settings) -> Base:

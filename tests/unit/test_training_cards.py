@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 from setup import ROOT
 
-from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings
+from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings, released_base
 from sana_core.commands import train as command
 from sana_core.training.autofit import arrangement_lines, cheapest, pieces_of, share_of
-from sana_core.training.plan import released_base
 from sana_core.training.settings import Parallel
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train_state import microbatches

@@ -8,12 +8,12 @@ from setup import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import train_memory
-from benchmarks.train_memory import CONTROLNET, FULL, count_step, make_settings
+from benchmarks.train_memory import CONTROLNET, FULL, count_step, make_settings, released_base
 from sana_core.memory import released_shapes
 from sana_core.model.known_models import Architecture
 from sana_core.training import duration
 from sana_core.training.duration import duration_lines, step_operations
-from sana_core.training.plan import read_base, released_base
+from sana_core.training.plan import read_base
 from sana_core.training.settings import Method
 from sana_core.training.settings_file import read_settings
 

@@ -10,12 +10,12 @@ from decoders import f32c32
 from setup import ROOT
 
 from benchmarks import train_memory
-from benchmarks.train_memory import CONTROLNET, EIGHT_BITS, FULL, ROUNDED, count_step, make_settings
+from benchmarks.train_memory import CONTROLNET, EIGHT_BITS, FULL, ROUNDED, count_step, make_settings, released_base
 from sana_core.__main__ import main
 from sana_core.commands import train as command
 from sana_core.decode.stages import encoder_stages
 from sana_core.errors import InputError
-from sana_core.memory import CONTEXT, count, released_encoder, released_shapes
+from sana_core.memory import CONTEXT, count, released_shapes
 from sana_core.model.known_models import VARIANTS, Architecture
 from sana_core.runtime.accelerator import current_accelerator
 from sana_core.training.adapters import adapter_layers, add_adapter
@@ -23,7 +23,7 @@ from sana_core.training.autofit import fit_lines, propose
 from sana_core.training.controlnet import begin_controlnet
 from sana_core.training.memory_model import frozen_bytes, state_bytes, trained_shapes
 from sana_core.training.optimizers import make_optimizer
-from sana_core.training.plan import plan_training, read_base, released_base, training_stage
+from sana_core.training.plan import plan_training, read_base, training_stage
 from sana_core.training.quantised_base import quantise_base
 from sana_core.training.settings import Method, Validation
 from sana_core.training.settings_file import read_settings
@@ -114,7 +114,7 @@ def test_the_shapes_are_those_of_the_library_s_module(variant):
 
 def test_the_encoder_is_the_library_s():
     with torch.device("meta"):
-        assert released_encoder() == encoder_stages(f32c32(1))
+        assert released_base("1.6B").encoder == encoder_stages(f32c32(1))
 
 
 @pytest.mark.parametrize("targets", ["attention", "feed_forward", "both"])
