@@ -149,7 +149,7 @@ def ray_pool(workers: int) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     from sana_core.checkpoints.fingerprint import fingerprint
-    from sana_core.cluster.actors import ActorCache
+    from sana_core.cluster.actors import ActorCache, ClusterRun
     from sana_core.cluster.batch import BatchPool
     from sana_core.cluster.connection import ClusterSettings, connected
     from sana_core.cluster.pool import Pool
@@ -161,7 +161,10 @@ def ray_pool(workers: int) -> Iterator[Any]:
     for _ in range(workers):
         cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80_000_000)
     settings = ClusterSettings(cluster.address)
-    with connected(cluster.address), closing(Pool(job, settings, ActorCache(), workers)) as pool:
+    with (
+        connected(cluster.address) as ray,
+        closing(Pool(ClusterRun(ray, settings, ActorCache()), job, workers)) as pool,
+    ):
         actors = BatchPool(pool, Workload(PROMPTS, ()))
         warm(actors, workers)
         yield actors

@@ -14,7 +14,7 @@ from .batch.draw import Settings, resolve_settings
 from .batch.embeds import Embeds, encoded_prompts
 from .batch.local import draw_local
 from .batch.plan import ImageInputs, Step, Workload, batch_pictures
-from .batch.progress import WorkerReport, no_words
+from .batch.progress import OnStatus, WorkerReport, no_status
 from .checkpoints.files import Json
 from .errors import InputError
 from .model.known_models import DEFAULT_RESOLUTION
@@ -66,7 +66,7 @@ class Options(DrawingOptions, InputOptions, total=False):
     scorer: str | Path | None
     after: int | None
     chunk: int | None
-    say: Callable[[str], None]
+    say: OnStatus
     report: Json
 
 
@@ -100,7 +100,7 @@ def generate(
     300 tokens is cut, with a warning in the log.
     """
     settings, best = find_settings(options), find_best_of(options, count, split)
-    drawing = find_drawing(checkpoint, devices, cluster, split, options.get("say", no_words))
+    drawing = find_drawing(checkpoint, devices, cluster, split, options.get("say", no_status))
     if best is not None:
         picks = pick_images(prompts, checkpoint, seed, options, best, drawing, devices)
         options.get("report", {})["picked"] = [pick.describe(named=True) for pick in picks]
@@ -127,7 +127,7 @@ def generate_best(
     best = find_best_of(options, 1, False)
     if best is None:
         raise InputError("best: got none, expected best, of and scorer; use generate for images without a choice")
-    drawing = find_drawing(checkpoint, devices, cluster, False, options.get("say", no_words))
+    drawing = find_drawing(checkpoint, devices, cluster, False, options.get("say", no_status))
     return pick_images(prompts, checkpoint, seed, options, best, drawing, devices)
 
 
@@ -230,7 +230,7 @@ def find_drawing(
     devices: Sequence[str | torch.device] | None,
     cluster: str | ClusterSettings | None,
     split: bool,
-    say: Callable[[str], None],
+    on_status: OnStatus,
     report: WorkerReport | None = None,
 ) -> Drawing:
     """Return what generates a workload: the cluster's GPUs or `devices`, with `split` all of them each image. Without
@@ -242,8 +242,10 @@ def find_drawing(
 
         where = ClusterSettings(cluster) if isinstance(cluster, str) else cluster
         if split:
-            return lambda workload, how: draw_split_on_cluster(workload, checkpoint, how, where, say=say)
-        return lambda workload, how: draw_on_cluster(workload, checkpoint, how, where, report=report, say=say)
+            return lambda workload, how: draw_split_on_cluster(workload, checkpoint, how, where, on_status=on_status)
+        return lambda workload, how: draw_on_cluster(
+            workload, checkpoint, how, where, report=report, on_status=on_status
+        )
     if split:
         from .split.draw import draw_split
 

@@ -6,9 +6,7 @@ A machine of the cluster loads the files that MODEL and VAE came from. The promp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
 from contextlib import closing
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import comfy.model_management
@@ -18,16 +16,14 @@ import numpy as np
 import torch
 
 from ...sana_core.batch.draw import Settings, resolve_settings
-from ...sana_core.batch.plan import Drawn, Embedding, Workload
+from ...sana_core.batch.plan import Embedding, Workload
 from ...sana_core.batch.progress import Progress, WorkerReport
-from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.batch import draw_with
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.model.forward import longest_prompt
 from ...sana_core.model.known_models import MAX_TOKENS, SPRINT
 from ...sana_core.model.latents import DOWNSCALE
-from ...sana_core.runtime.cancellation import Poll
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 from .core_nodes import ENCODED
 from .model import SanaDiffusionModel, check_width
@@ -63,11 +59,8 @@ def draw_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.
     report = WorkerReport()
     workload = Workload(prompts, images, batch.chunk or None)
     status = status_under_running_node()
-
-    def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[Drawn, None, None]:
-        return draw_with(ray, cache, job, workload, session.cluster, report, beat, status)
-
-    with closing(run_for(batch.model, session, job, work, "batch", status)) as drawn:
+    drawing = run_for(batch.model, session, job, lambda run: draw_with(run, job, workload, report), "batch", status)
+    with closing(drawing) as drawn:
         for image, (array, pixels) in drawn:
             latent = torch.from_numpy(array.copy())
             results[image.number] = (finish_latent(batch.model, latent), finish_image(pixels))

@@ -7,8 +7,7 @@ for the next queue, as long as it is for the same MODEL.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping
-from types import ModuleType
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import comfy.float
@@ -18,14 +17,13 @@ import comfy.utils
 import torch
 from server import PromptServer
 
-from ...sana_core.batch.progress import Say
+from ...sana_core.batch.progress import OnStatus
 from ...sana_core.checkpoints.fingerprint import fingerprint
-from ...sana_core.cluster.actors import ActorCache
+from ...sana_core.cluster.actors import Work
 from ...sana_core.cluster.connection import ClusterSettings
 from ...sana_core.cluster.session import Session
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
-from ...sana_core.runtime.cancellation import Poll
 from .compat import loaded_from, path_of
 from .folders import configured_cluster
 from .patches import WEIGHTS
@@ -82,9 +80,9 @@ def run_for(
     model: ModelPatcher,
     session: Session,
     job: Job,
-    work: Callable[[ModuleType, ActorCache, Poll], Generator[T, None, None]],
+    work: Work[T],
     kind: str,
-    status: Say,
+    on_status: OnStatus,
 ) -> Generator[T, None, None]:
     """Yield what `Session.run` does of `work`, by workers of that `kind` that have loaded what `job` says and the LoRAs
     of MODEL; they go with it. Cancel is polled.
@@ -97,7 +95,7 @@ def run_for(
         weakref.finalize(model.model, session.forget, key)
         return changed_weights(model)
 
-    return session.run(key, changed, work, comfy.model_management.throw_exception_if_processing_interrupted, status)
+    return session.run(key, changed, work, comfy.model_management.throw_exception_if_processing_interrupted, on_status)
 
 
 def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from queue import SimpleQueue
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...sana_core.batch.draw import Settings
-from ...sana_core.cluster.actors import ActorCache
 from ...sana_core.cluster.split import Call, answer_calls
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
-from ...sana_core.runtime.cancellation import Poll
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 from .model import image_pixels
 from .patches import SPLIT, unshared
@@ -42,11 +39,8 @@ def share_on_cluster(executor, noise: torch.Tensor, *args, **kwargs):
     check_patches(model, guider.conds)
     job, session, status = make_job(model, noise), session_on(require_cluster()), status_under_running_node()
     calls: SimpleQueue[Call] = SimpleQueue()
-
-    def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[torch.Tensor, None, None]:
-        return answer_calls(ray, cache, job, session.cluster, calls, beat, status)
-
-    with closing(run_for(model, session, job, work, "split", status)) as answers:
+    answering = run_for(model, session, job, lambda run: answer_calls(run, job, calls), "split", status)
+    with closing(answering) as answers:
         status(f"{int(next(answers))} GPUs of the cluster share the image")
         guider.model_options["transformer_options"][SPLIT] = {model.load_device: ClusterGroup(calls, answers)}
         return executor(noise, *args, **kwargs)

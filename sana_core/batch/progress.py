@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-Say = Callable[[str], None]
+OnStatus = Callable[[str], None]
 
 
-def no_words(text: str) -> None:
+def no_status(text: str) -> None:
     """No-op default: no status is shown."""
 
 

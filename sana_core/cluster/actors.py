@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..batch.progress import OnStatus, no_status
 from ..checkpoints.files import brief
 from ..errors import ClusterError
 from ..runtime.cancellation import Poll, no_poll
+from .connection import ClusterSettings
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -45,6 +49,23 @@ class ActorCache:
         for group in self.groups:
             ray.util.remove_placement_group(group)
         self.actors, self.groups, self.lost = [], [], []
+
+
+class ClusterRun(NamedTuple):
+    """What a run has of a cluster: Ray, the share of it that it may take, and the actors that are there already.
+
+    `poll`, called at least twice a second, cancels by raising; `on_status` is told what the run waits for.
+    """
+
+    ray: ModuleType
+    cluster: ClusterSettings
+    cache: ActorCache
+    poll: Poll = no_poll
+    on_status: OnStatus = no_status
+
+
+# yields results as they come
+Work = Callable[[ClusterRun], Generator[T, None, None]]
 
 
 def put_weights(ray: ModuleType, changed: Mapping[str, torch.Tensor], poll: Poll = no_poll) -> ActorCache:

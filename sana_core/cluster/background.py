@@ -1,4 +1,4 @@
-"""Work in a thread of its own, whose calls may not return: the one who waits for it can always leave."""
+"""Work in a thread of its own, whose calls may not return: the caller polls for its results, and can always cancel."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from .timeouts import POLL_INTERVAL
 T = TypeVar("T")
 
 
-class Left(Exception):
-    """Nobody waits for the work any more."""
+class Abandoned(Exception):
+    """The caller has cancelled, or given up."""
 
 
 class LostError(TimeoutError):
-    """The work has not been heard of for too long, or says itself that it has lost its way."""
+    """The work has given no sign of life for too long, or its connection is lost."""
 
 
-def work_apart(
-    work: Callable[[Poll], Generator[T, None, None]], poll: Poll, silence: float
+def iterate_in_thread(
+    work: Callable[[Poll], Generator[T, None, None]], poll: Poll, timeout: float
 ) -> Generator[T, None, None]:
-    """Yield what the generator `work(beat)` yields, which runs in a thread.
+    """Yield what the generator `work(alive)` yields, which runs in a thread.
 
-    It must call `beat` often, which raises Left once nobody waits. `poll`, called twice a second here, cancels by
-    raising. Raises what the generator does, and LostError when `beat` is not called for `silence` seconds.
+    It must call `alive` often, which raises Abandoned once nobody waits. `poll`, called twice a second here, cancels by
+    raising. Raises what the generator does, and LostError when `alive` is not called for `timeout` seconds.
     """
     results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-    left = threading.Event()
-    heard = [time.monotonic()]
+    abandoned = threading.Event()
+    last_alive = [time.monotonic()]
 
-    def beat() -> None:
-        heard[0] = time.monotonic()
-        if left.is_set():
-            raise Left
+    def alive() -> None:
+        last_alive[0] = time.monotonic()
+        if abandoned.is_set():
+            raise Abandoned
 
     def run() -> None:
         try:
-            with closing(work(beat)) as found:
+            with closing(work(alive)) as found:
                 for each in found:
                     results.put((each, None))
         except BaseException as error:
@@ -57,8 +57,8 @@ def work_apart(
             try:
                 found, error = results.get(timeout=POLL_INTERVAL)
             except Empty:
-                if time.monotonic() - heard[0] > silence:
-                    raise LostError(f"no answer for {silence:.0f} s") from None
+                if time.monotonic() - last_alive[0] > timeout:
+                    raise LostError(f"no answer for {timeout:.0f} s") from None
                 continue
             if isinstance(error, StopIteration):
                 return
@@ -66,22 +66,22 @@ def work_apart(
                 raise error
             yield found
     finally:
-        left.set()
+        abandoned.set()
 
 
-def wait_for(work: Callable[[], T], undo: Callable[[T], object], poll: Poll, longest: float) -> T:
+def call_in_thread(work: Callable[[], T], undo: Callable[[T], object], poll: Poll, timeout: float) -> T:
     """Return what `work` does, in a thread, since Ray itself waits for minutes, and cannot be interrupted.
 
-    `poll` cancels by raising. Raises what `work` does, and LostError after `longest` seconds; a late result is undone.
+    `poll` cancels by raising. Raises what `work` does, and LostError after `timeout` seconds; a late result is undone.
     """
 
-    def once(beat: Poll) -> Generator[T, None, None]:
+    def once(alive: Poll) -> Generator[T, None, None]:
         result = work()
         try:
-            beat()
-        except Left:
+            alive()
+        except Abandoned:
             undo(result)
             raise
         yield result
 
-    return next(work_apart(once, poll, longest))
+    return next(iterate_in_thread(once, poll, timeout))

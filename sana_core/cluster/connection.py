@@ -12,12 +12,12 @@ from types import ModuleType, TracebackType
 from typing import NamedTuple, Protocol, TypeVar
 
 from ..batch.loop import GRACE
-from ..batch.progress import Say, no_words
+from ..batch.progress import OnStatus, no_status
 from ..checkpoints.files import Json, brief
 from ..errors import ClusterError, InputError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
-from .background import wait_for
+from .background import call_in_thread
 from .timeouts import CLIENT_TIMEOUT, CONNECT_TIMEOUT, GPU_TIMEOUT
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class ClusterSettings(NamedTuple):
 
 
 @contextmanager
-def connected(address: str, poll: Poll = no_poll, say: Say = no_words) -> Iterator[ModuleType]:
+def connected(address: str, poll: Poll = no_poll, on_status: OnStatus = no_status) -> Iterator[ModuleType]:
     """A context with ray, this process a driver of the cluster, which Ray ends together with the cluster.
 
     Whoever was connected before it stays so. `poll`, called twice a second until somebody answers, cancels by raising.
@@ -85,7 +85,7 @@ def connected(address: str, poll: Poll = no_poll, say: Say = no_words) -> Iterat
     if not before:
         # what ray list jobs shows; Ray Client takes none
         options = {**run_options(), "job_config": ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})}
-        say(f"connecting to the cluster, {address}")
+        on_status(f"connecting to the cluster, {address}")
         reach(address, lambda: ray.init(address, **options), lambda context: ray.shutdown(), poll, CONNECT_TIMEOUT)
         if threading.current_thread() is threading.main_thread():
             # Ray's native handler, now before Python's, prints a stack trace or aborts
@@ -107,7 +107,7 @@ def import_ray() -> ModuleType:
     return ray
 
 
-def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> ClientContext:
+def connect_client(address: str, poll: Poll = no_poll, on_status: OnStatus = no_status) -> ClientContext:
     """Return the context of a connection through Ray Client, at an address that begins with ray://.
 
     What is done with ray inside of `with context` goes there, in that thread alone. Its `disconnect` ends it. Polls and
@@ -120,7 +120,7 @@ def connect_client(address: str, poll: Poll = no_poll, say: Say = no_words) -> C
         raise InputError("cluster: ray is installed without its client; pip install 'ray[client]'") from None
     # other connections of this process, one that is lost too, are no part of it
     options = {**run_options(), "allow_multiple": True}
-    say(f"connecting to the cluster, {address}")
+    on_status(f"connecting to the cluster, {address}")
     return reach(
         address, lambda: ray.init(address, **options), lambda context: context.disconnect(), poll, CLIENT_TIMEOUT
     )
@@ -147,7 +147,7 @@ def reach(address: str, work: Callable[[], T], undo: Callable[[T], object], poll
     import ray
 
     try:
-        return wait_for(work, undo, poll, timeout)
+        return call_in_thread(work, undo, poll, timeout)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         # Ray's own advice names flags that are not ours
         text = brief(error)

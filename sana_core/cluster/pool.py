@@ -12,12 +12,10 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from ..batch.progress import Say, counted, no_words
+from ..batch.progress import counted
 from ..checkpoints.files import Json, brief
 from ..errors import ClusterError
-from ..runtime.cancellation import Poll, no_poll
-from .actors import ActorCache, ActorError, ActorHandle, DriverError, last_words, named
-from .connection import ClusterSettings, import_ray
+from .actors import ActorError, ActorHandle, ClusterRun, DriverError, last_words, named
 from .timeouts import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT, POLL_INTERVAL
 from .worker import Job
 
@@ -30,27 +28,18 @@ AHEAD = 8
 
 
 class Pool:
-    """The actors that have loaded `job`, at most `most`, those of `cache` first.
+    """The actors of a `run` that have loaded `job`, at most `most`, those of its cache first.
 
     `together` are those of a split: their GPUs are reserved at once, on as few machines as can be, and none is asked
-    for ahead. `poll`, called at least twice a second, cancels by raising; `say` is told what the run waits for.
+    for ahead.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        cluster: ClusterSettings,
-        cache: ActorCache,
-        most: int,
-        together: bool = False,
-        poll: Poll = no_poll,
-        say: Say = no_words,
-    ) -> None:
-        cluster.check()
+    def __init__(self, run: ClusterRun, job: Job, most: int, together: bool = False) -> None:
+        self.ray, self.cluster, self.cache, self.poll, self.on_status = run
+        self.cluster.check()
         from .actor import actor_class, describe_code
 
-        self.ray, self.job, self.cluster, self.cache = import_ray(), job.pack(), cluster, cache
-        self.most, self.together, self.poll, self.say, self.said = cluster.limit(most), together, poll, say, ""
+        self.job, self.most, self.together, self.status = job.pack(), self.cluster.limit(most), together, ""
         self.actor_class, self.code = actor_class(), describe_code(Path(__file__).parents[1])
         self.asked: dict[Hashable, ActorHandle] = {}  # by the call of locate; Ray has not placed them yet
         self.starting: dict[Hashable, ActorHandle] = {}  # by the call of prepare
@@ -221,24 +210,24 @@ class Pool:
         return bool(able) and able <= self.refused.keys()
 
     def report(self) -> None:
-        """Say what the run waits for, where that has changed, and nothing once somebody draws."""
+        """Report what the run waits for, where that has changed, and nothing once an actor is ready."""
         able = [room for room in map(self.capacity, self.nodes) if room]
         if self.actors:
-            words = ""
+            status = ""
         elif self.starting:
             places = sorted({self.machine(actor.node_id) for actor in self.starting.values()})
-            words = f"{counted(len(self.starting), 'worker')} loading on {brief(', '.join(places), 200)}"
+            status = f"{counted(len(self.starting), 'worker')} loading on {brief(', '.join(places), 200)}"
         elif able:
             wanted, machines = counted(min(self.most, sum(able)), "worker"), counted(len(able), "machine")
-            words = f"{wanted} starting on {machines} with {counted(sum(able), 'GPU')}"
+            status = f"{wanted} starting on {machines} with {counted(sum(able), 'GPU')}"
         else:
-            words = (
+            status = (
                 f"no GPU among the cluster's {counted(len(self.nodes), 'machine')}; waiting {self.cluster.wait:.0f} s "
                 "for a machine with one, or one that ray start --num-gpus=1 lets use its CPU"
             )
-        if words and words != self.said:
-            self.say(words)
-        self.said = words
+        if status and status != self.status:
+            self.on_status(status)
+        self.status = status
 
     def settle_ping(self, call: Hashable) -> None:
         actor = self.pings.pop(call)

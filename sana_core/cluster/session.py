@@ -11,17 +11,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Mapping
-from types import ModuleType
 from typing import TypeVar
 
 import torch
 
-from ..batch.progress import Say, no_words
+from ..batch.progress import OnStatus, no_status
 from ..checkpoints.files import Json, brief
 from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
-from .actors import ActorCache, put_weights
-from .background import LostError, wait_for, work_apart
+from .actors import ActorCache, ClusterRun, Work, put_weights
+from .background import LostError, call_in_thread, iterate_in_thread
 from .connection import CLIENT, ClientContext, ClusterSettings, connect_client, connected, import_ray
 from .timeouts import ACTOR_IDLE_TIMEOUT, CALL_TIMEOUT, POLL_INTERVAL, PROBE_TIMEOUT
 
@@ -46,15 +45,15 @@ class Session:
         self,
         key: Hashable,
         changed: Callable[[], Mapping[str, torch.Tensor]],
-        work: Callable[[ModuleType, ActorCache, Poll], Generator[T, None, None]],
+        work: Work[T],
         poll: Poll = no_poll,
-        say: Say = no_words,
+        on_status: OnStatus = no_status,
     ) -> Generator[T, None, None]:
-        """Yield what the generator `work(ray, cache, poll)` yields, by the last run's actors if `key` is the same.
+        """Yield what the generator `work` yields, by the last run's actors if `key` is the same.
 
         `key` says what is loaded: files, precision, patches. `changed` is called where it is another, and returns the
         weights of the transformer that are not those of the file. `poll`, called twice a second whatever Ray does,
-        cancels by raising; the one that `work` gets must be called as often.
+        cancels by raising; that of the run that `work` gets must be called as often.
 
         Raises what `work` does, InputError without ray or its client, ClusterError where nobody answers.
         """
@@ -68,14 +67,14 @@ class Session:
             self.busy.release()
             raise
 
-        def work_there(beat: Poll) -> Generator[T, None, None]:
+        def connected_work(alive: Poll) -> Generator[T, None, None]:
             try:
-                with self.connect(beat, say):
+                with self.connect(alive, on_status):
                     if weights is not None:
                         self.key = None
                         self.cache.end(ray)
-                        self.cache, self.key = put_weights(ray, weights, beat), key
-                    yield from work(ray, self.cache, beat)
+                        self.cache, self.key = put_weights(ray, weights, alive), key
+                    yield from work(ClusterRun(ray, self.cluster, self.cache, alive, on_status))
             except Exception as error:
                 if isinstance(error, SanaError) or not is_of_ray(error):
                     raise
@@ -88,7 +87,7 @@ class Session:
                 self.busy.release()
 
         try:
-            yield from work_apart(work_there, poll, CALL_TIMEOUT)
+            yield from iterate_in_thread(connected_work, poll, CALL_TIMEOUT)
         except LostError as error:
             raise self.lose(str(error)) from None
 
@@ -106,7 +105,7 @@ class Session:
         if context is None:
             return
         try:
-            wait_for(self.look, lambda nodes: part(context), poll, PROBE_TIMEOUT)
+            call_in_thread(self.look, lambda nodes: part(context), poll, PROBE_TIMEOUT)
         except BaseException as error:
             # the thread that looks may be inside of the context for long
             self.context, self.cache, self.key = None, ActorCache(), None
@@ -122,10 +121,10 @@ class Session:
         with self.context:
             return import_ray().nodes()
 
-    def connect(self, poll: Poll, say: Say) -> ClientContext:
+    def connect(self, poll: Poll, on_status: OnStatus) -> ClientContext:
         """Return the connection: the last run's where that stands. Raises what `connect_client` does."""
         if self.context is None:
-            self.context = connect_client(self.cluster.address, poll, say)
+            self.context = connect_client(self.cluster.address, poll, on_status)
             threading.Thread(target=self.watch, args=(self.context,), name="sana cluster watch", daemon=True).start()
         return self.context
 
@@ -185,26 +184,21 @@ def is_of_ray(error: BaseException) -> bool:
     return isinstance(error, (ConnectionError, TimeoutError, RuntimeError, grpc.RpcError, ray.exceptions.RayError))
 
 
-def run_alone(
-    cluster: ClusterSettings,
-    work: Callable[[ModuleType, ActorCache, Poll], Generator[T, None, None]],
-    poll: Poll,
-    say: Say,
-) -> Generator[T, None, None]:
-    """Yield what the generator `work(ray, cache, poll)` yields, with a connection and actors of this run alone.
+def run_alone(cluster: ClusterSettings, work: Work[T], poll: Poll, on_status: OnStatus) -> Generator[T, None, None]:
+    """Yield what the generator `work` yields, with a connection and actors of this run alone.
 
     Raises what `Session.run` does.
     """
     if cluster.address.startswith(CLIENT):
         session = Session(cluster)
         try:
-            yield from session.run(None, dict, work, poll, say)
+            yield from session.run(None, dict, work, poll, on_status)
         finally:
             session.leave()
         return
-    with connected(cluster.address, poll, say) as ray:
+    with connected(cluster.address, poll, on_status) as ray:
         cache = ActorCache()
         try:
-            yield from work(ray, cache, poll)
+            yield from work(ClusterRun(ray, cluster, cache, poll, on_status))
         finally:
             cache.end(ray)

@@ -11,20 +11,19 @@ from collections.abc import Generator, Hashable
 from contextlib import closing
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from ..batch.draw import Settings
 from ..batch.plan import Picture, Workload
-from ..batch.progress import Say, no_words
+from ..batch.progress import OnStatus, no_status
 from ..batch.queue import FIRST_PATIENCE, PATIENCE
 from ..errors import ClusterError, InputError
 from ..model.latents import DOWNSCALE
 from ..runtime.cancellation import Poll, no_poll
 from ..split.draw import check_workload
-from .actors import ActorCache, ActorError, ActorHandle, DriverError, named
+from .actors import ActorError, ActorHandle, ClusterRun, DriverError, named
 from .batch import make_job
 from .connection import ClusterSettings
 from .pool import Pool
@@ -42,14 +41,14 @@ def draw_split_on_cluster(
     settings: Settings,
     cluster: ClusterSettings,
     poll: Poll = no_poll,
-    say: Say = no_words,
+    on_status: OnStatus = no_status,
 ) -> Generator[tuple[Picture, torch.Tensor], None, None]:
     """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], sampled by all GPUs of a Ray cluster.
 
-    One of them encodes the prompts and decodes. `checkpoint` is the path on every machine. `say` is told what the run
-    waits for, and `poll`, called at least twice a second, cancels by raising. Raises InputError for what `draw_split`
-    refuses and a missing ray, CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded,
-    ClusterError where no two GPUs can be had, and what a machine said where none is left.
+    One of them encodes the prompts and decodes. `checkpoint` is the path on every machine. `on_status` is told what the
+    run waits for, and `poll`, called at least twice a second, cancels by raising. Raises InputError for what
+    `draw_split` refuses and a missing ray, CheckpointError, MissingFileError or ReadError for a checkpoint that cannot
+    be loaded, ClusterError where no two GPUs can be had, and what a machine said where none is left.
     """
     check_workload(workload, settings)
     job = make_job(workload, checkpoint, settings)
@@ -58,8 +57,8 @@ def draw_split_on_cluster(
     pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
     used = list(dict.fromkeys(workload.prompts[picture.prompt] for picture in pictures))
 
-    def work(ray: ModuleType, cache: ActorCache, beat: Poll) -> Generator[tuple[Picture, torch.Tensor], None, None]:
-        with closing(Pool(job, cluster, cache, rows, together=True, poll=beat, say=say)) as pool:
+    def work(run: ClusterRun) -> Generator[tuple[Picture, torch.Tensor], None, None]:
+        with closing(Pool(run, job, rows, together=True)) as pool:
             group = Group(pool)
             texts, negative = group.first("encode_once", path, used)
             for picture in pictures:
@@ -67,7 +66,7 @@ def draw_split_on_cluster(
                 latents = group.compute("draw_shared", rows, *map(pool.put, (tuple(picture), text, negative)))
                 yield picture, group.first("decode_one", path, latents)
 
-    with closing(run_alone(cluster, work, poll, say)) as drawn:
+    with closing(run_alone(cluster, work, poll, on_status)) as drawn:
         yield from drawn
 
 
@@ -81,27 +80,19 @@ class Call(NamedTuple):
     prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int], int] | None
 
 
-def answer_calls(
-    ray: ModuleType,
-    cache: ActorCache,
-    job: Job,
-    cluster: ClusterSettings,
-    calls: SimpleQueue[Call],
-    poll: Poll,
-    say: Say,
-) -> Generator[torch.Tensor, None, None]:
-    """Yield how many GPUs of the cluster share each picture, and then the velocity of each of `calls` as they come.
+def answer_calls(run: ClusterRun, job: Job, calls: SimpleQueue[Call]) -> Generator[torch.Tensor, None, None]:
+    """Yield how many GPUs of the cluster share each image, and then the velocity of each of `calls` as they come.
 
     Whoever asks closes the generator after the last. Raises as `draw_split_on_cluster` does.
     """
     rows = job.settings.height // DOWNSCALE
-    with closing(Pool(job, cluster, cache, rows, together=True, poll=poll, say=say)) as pool:
+    with closing(Pool(run, job, rows, together=True)) as pool:
         group = Group(pool)
         yield torch.tensor(len(group.members()))
         # each on the cluster once
         prompts: dict[int, object] = {}
         while True:
-            pool.poll()
+            run.poll()
             try:
                 call = calls.get(timeout=POLL_INTERVAL)
             except Empty:

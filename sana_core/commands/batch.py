@@ -27,7 +27,7 @@ from ..generate import find_drawing
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
-from .options import add_drawing, cluster_of, say, settings_of
+from .options import add_drawing, cluster_of, settings_of, show_status
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
@@ -146,13 +146,15 @@ def draw(
         from ..cluster.batch import draw_on_cluster
 
         shared = held if arguments.out_shared else None
-        with closing(draw_on_cluster(*options, cluster, described, report, shared, say)) as files:
+        with closing(draw_on_cluster(*options, cluster, described, report, shared, show_status)) as files:
             try:
                 yield from files
             except SanaError:
                 there = len(workload.done) + sum(report.drawn.values())
                 # of a chunk that a machine could not end, some may be
-                say(f"at least {there} of {len(workload.pictures)} images are there; the same command makes the rest")
+                show_status(
+                    f"at least {there} of {len(workload.pictures)} images are there; the same command makes the rest"
+                )
                 raise
         return
     with closing(draw_local(*options, arguments.devices, report=report)) as drawn:
@@ -172,7 +174,7 @@ def draw_picks(
     """Yield the best drafts of each prompt that is not done, as PNG files with score and rank."""
     scorer = place_scorer(best, settings, arguments.devices)
     where = arguments.devices, cluster_of(arguments)
-    drawing = find_drawing(arguments.checkpoint, *where, split=False, say=say, report=report)
+    drawing = find_drawing(arguments.checkpoint, *where, split=False, on_status=show_status, report=report)
     with closing(draw_best(drawing, workload, settings, best, scorer)) as picks:
         for pick in picks:
             prompt, seed = workload.prompts[pick.picture.prompt], pick.picture.seed

@@ -14,7 +14,7 @@ from ..checkpoints.files import Json
 from ..errors import InputError
 from ..model.known_models import VIDEO_FRAMES
 from ..runtime.atomic_files import check_free, make_folder, unfinished
-from .options import add_drawing, choose_dtype, cluster_of, say, settings_of
+from .options import add_drawing, choose_dtype, cluster_of, settings_of, show_status
 
 EXAMPLE = """example:
   python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
         check_free(paths)
     make_folder(arguments.out)
     own = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer", "after")}
-    options: Json = {**own, "say": say, "report": {}, **settings_of(arguments)._asdict()}
+    options: Json = {**own, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
     where = arguments.devices, cluster_of(arguments), arguments.split
     images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
     texts = [PngImagePlugin.PngInfo() for _ in images]

@@ -161,7 +161,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     )
 
 
-def say(text: str) -> None:
-    """Say how the run stands."""
+def show_status(text: str) -> None:
+    """Write how the run stands, a line."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

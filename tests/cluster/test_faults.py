@@ -221,7 +221,9 @@ def test_a_waiting_run_makes_the_autoscaler_start_a_machine(growing_cluster, che
     deadline = time.monotonic() + 60
     while True:
         try:
-            for picture, pixels in draw_on_cluster(workload, checkpoint, Settings(64, 64, 2), run, say=said.append):
+            for picture, pixels in draw_on_cluster(
+                workload, checkpoint, Settings(64, 64, 2), run, on_status=said.append
+            ):
                 arrived[picture.number] = pixels
             break
         except ConnectionError:

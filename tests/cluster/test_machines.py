@@ -14,7 +14,7 @@ import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.draw import Settings, resolve_settings
 from sana_core.checkpoints.fingerprint import fingerprint
-from sana_core.cluster.actors import ActorCache
+from sana_core.cluster.actors import ActorCache, ClusterRun
 from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
 from sana_core.cluster.split import Group
@@ -37,7 +37,7 @@ def pool_of(cluster, checkpoint):
         path, cache = str(checkpoint), ActorCache()
         job = Job(resolve_settings(Settings(64, 64), path), {path: fingerprint(path)}, path, path)
         with connected(cluster.address) as ray:
-            pool = Pool(job, ClusterSettings(cluster.address, **share), cache, most, together)
+            pool = Pool(ClusterRun(ray, ClusterSettings(cluster.address, **share), cache), job, most, together)
             yield pool
             pool.close()
             cache.end(ray)

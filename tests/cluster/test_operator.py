@@ -35,12 +35,8 @@ def test_workers_that_nobody_wants_for_long_end(cluster, checkpoint):
     job = make_job(workload, checkpoint, SETTINGS)
     session = Session(ClusterSettings(cluster.client_address), idle=5.0)
     for seed in range(2):
-
-        def work(ray, cache, beat):
-            return draw_with(ray, cache, job, workload, session.cluster, WorkerReport(), beat)
-
         before = {process.pid for process in actors()}
-        assert len(list(session.run("the same", dict, work))) == 2
+        assert len(list(session.run("the same", dict, lambda run: draw_with(run, job, workload, WorkerReport())))) == 2
         # those of the first run draw in the second
         assert not seed or {process.pid for process in actors()} == before
     assert actors()

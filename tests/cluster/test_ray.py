@@ -24,7 +24,7 @@ from sana_core.batch.plan import Workload, batch_pictures
 from sana_core.batch.progress import WorkerReport
 from sana_core.batch.verifier import Shape, Verifier
 from sana_core.checkpoints.fingerprint import fingerprint
-from sana_core.cluster.actors import ActorCache
+from sana_core.cluster.actors import ActorCache, ClusterRun
 from sana_core.cluster.batch import draw_on_cluster
 from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
@@ -121,7 +121,7 @@ def wait_for_actors(cluster, job):
     """Ask for actors that load what the job wants until one is ready."""
     cache = ActorCache()
     with connected(cluster.address) as ray:
-        pool = Pool(job, ClusterSettings(cluster.address, wait=250), cache, 4)
+        pool = Pool(ClusterRun(ray, ClusterSettings(cluster.address, wait=250), cache), job, 4)
         try:
             while not pool.actors:
                 pool.wait([])

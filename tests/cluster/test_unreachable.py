@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sana_core.cluster.background import wait_for
+from sana_core.cluster.background import call_in_thread
 from sana_core.cluster.connection import connect_client, connected
 from sana_core.errors import ClusterError
 from sana_core.runtime.cancellation import no_poll
@@ -57,7 +57,7 @@ def test_the_error_names_the_address_after_some_seconds(way, address):
 def test_a_connection_that_comes_too_late_is_ended():
     answered, undone = threading.Event(), []
     with pytest.raises(TimeoutError, match="no answer for 1 s"):
-        wait_for(lambda: answered.wait(10), undone.append, no_poll, 1.0)
+        call_in_thread(lambda: answered.wait(10), undone.append, no_poll, 1.0)
     answered.set()
     deadline = time.monotonic() + 10
     while undone != [True]:
