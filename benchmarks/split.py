@@ -89,15 +89,15 @@ def differences() -> dict:
 
 def paper() -> dict:
     """Seconds of guided steps of 1.6B by published speeds, as sana_core/split/cost.py has them."""
-    from sana_core.split.cost import CARDS, LINKS, split_cost
+    from sana_core.split.cost import GPU_SPEEDS, LINKS, split_cost
 
     machines = {"H100, NVLink": "nvlink", "RTX 4090, no peer access": "pcie"}
     figures = {}
     for name, link in machines.items():
         for pixels, devices in ((4096, 8), (4096, 4), (2048, 2), (1024, 2)):
-            cost = split_cost("1.6B", (pixels, pixels), devices, CARDS[link], LINKS[link])
+            cost = split_cost("1.6B", (pixels, pixels), devices, GPU_SPEEDS[link], LINKS[link])
             figures[f"{devices} {name}, {pixels} px"] = {
-                "card": CARDS[link]._asdict(),
+                "card": GPU_SPEEDS[link]._asdict(),
                 "link": LINKS[link]._asdict(),
                 "prompts_apart": cost.groups > 1,
                 "launches": [cost.launches_alone, cost.launches],

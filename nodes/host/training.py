@@ -15,8 +15,7 @@ from ...sana_core.checkpoints.headers import read_file
 from ...sana_core.errors import InputError
 from ...sana_core.runtime.checks import check_whole
 from ...sana_core.training.autofit import fit_lines
-from ...sana_core.training.duration import REACHED, measured_seconds
-from ...sana_core.training.plan import Base, Plan, plan_training, read_base
+from ...sana_core.training.plan import REACHED, Base, Plan, measured_seconds, plan_training, read_base
 from ...sana_core.training.preflight import check_base
 from ...sana_core.training.run_log import clock, read_losses
 from ...sana_core.training.runs import find_states

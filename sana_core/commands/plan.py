@@ -73,21 +73,21 @@ def find_cost(arguments: argparse.Namespace) -> Cost:
     from ..batch.local import local_devices
     from ..errors import InputError
     from ..memory import DTYPES
-    from ..split.cost import CARDS, LINKS, split_cost
+    from ..split.cost import GPU_SPEEDS, LINKS, split_cost
     from ..split.probe import probe
 
     dtype = DTYPES[arguments.dtype]
     if arguments.link is not None:
-        card, link = CARDS[arguments.link], LINKS[arguments.link]
+        gpu, link = GPU_SPEEDS[arguments.link], LINKS[arguments.link]
     else:
         devices = local_devices(None)
         if len(devices) < 2:
             raise InputError(
                 f"link: got none, and this machine has no two devices to measure; give {' or '.join(LINKS)}"
             )
-        card, link = probe(devices, dtype)
+        gpu, link = probe(devices, dtype)
     size, element = (arguments.width, arguments.height), torch.empty(0, dtype=dtype).element_size()
-    return split_cost(arguments.variant, size, arguments.split, card, link, element=element)
+    return split_cost(arguments.variant, size, arguments.split, gpu, link, element=element)
 
 
 def describe(cost: Cost) -> list[str]:

@@ -100,8 +100,7 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
     from ..training.autofit import arrangement_lines, fit_lines, table_lines
-    from ..training.duration import duration_lines
-    from ..training.plan import plan_training, read_base
+    from ..training.plan import duration_lines, plan_training, read_base
     from ..training.preflight import check_base, check_shares
     from ..training.settings import DDP
 

@@ -19,7 +19,7 @@ from ..model.row_shards import find_groups
 EXCHANGES = 2  # in a block
 # of the float64 that are summed
 SUM_BYTES = 8
-# below this it is not worth two cards' memory
+# below this it is not worth two GPUs' memory
 LEAST_GAIN = 1.2
 # launches outside the blocks and in one; of a norm; and in a block of a share, besides one for each other member
 OUTSIDE, BLOCK, NORMS, SHARED = 27, 13, 3, 4
@@ -32,7 +32,7 @@ class Link(NamedTuple):
     latency: float
 
 
-class Card(NamedTuple):
+class GpuSpeed(NamedTuple):
     """What a device computes and moves in a second, and the seconds of Python for a launch."""
 
     tflops: float
@@ -41,7 +41,7 @@ class Card(NamedTuple):
 
 
 LINKS = {"nvlink": Link(450e9, 10e-6), "pcie": Link(15.75e9 / 2, 50e-6)}
-CARDS = {"nvlink": Card(989.0, 3.35e12, 5e-6), "pcie": Card(165.0, 1.008e12, 5e-6)}
+GPU_SPEEDS = {"nvlink": GpuSpeed(989.0, 3.35e12, 5e-6), "pcie": GpuSpeed(165.0, 1.008e12, 5e-6)}
 
 
 class Work(NamedTuple):
@@ -56,10 +56,10 @@ class Work(NamedTuple):
     def moved(self) -> float:
         return self.product_bytes + self.other_bytes
 
-    def seconds(self, card: Card, threads: int) -> float:
+    def seconds(self, gpu: GpuSpeed, threads: int) -> float:
         """Return how long it takes where so many threads of a process launch in turn, as Python lets them."""
-        products = max(self.operations / (card.tflops * 1e12), self.product_bytes / card.bandwidth)
-        return max(threads * self.launches * card.launch, products + self.other_bytes / card.bandwidth)
+        products = max(self.operations / (gpu.tflops * 1e12), self.product_bytes / gpu.bandwidth)
+        return max(threads * self.launches * gpu.launch, products + self.other_bytes / gpu.bandwidth)
 
 
 class Cost(NamedTuple):
@@ -86,11 +86,11 @@ class Cost(NamedTuple):
 
 
 def split_cost(
-    variant: str, size: tuple[int, int], devices: int, card: Card, link: Link, passes: int = 2, element: int = 2
+    variant: str, size: tuple[int, int], devices: int, gpu: GpuSpeed, link: Link, passes: int = 2, element: int = 2
 ) -> Cost:
     """Return the cost of a step with so many `passes`, 2 where it is guided, in numbers of `element` bytes.
 
-    `size` is width and height in pixels, `card` each of the devices. Raises InputError for sides that are not multiples
+    `size` is width and height in pixels, `gpu` each of the devices. Raises InputError for sides that are not multiples
     of 32, and more devices than rows.
     """
     for field, side in zip(("width", "height"), size, strict=True):
@@ -113,7 +113,7 @@ def split_cost(
     whole = work_of(model, columns, rows, passes, 1, element)
     each = work_of(model, columns, -(-rows // members), own, members, element)
     counts = whole.launches, each.launches, whole.moved, each.moved
-    seconds = whole.seconds(card, 1), each.seconds(card, devices)
+    seconds = whole.seconds(gpu, 1), each.seconds(gpu, devices)
     return Cost(devices, groups, exchanges + 1, sums, row, *counts, *seconds, exchanging)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .cost import Card, Link
+from .cost import GpuSpeed, Link
 from .speed import wait_for
 
 SIDE = 4096
@@ -30,7 +30,7 @@ def seconds_of(work: Callable[[], object], devices: list[torch.device]) -> float
     return (time.perf_counter() - began) / runs
 
 
-def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> tuple[Card, Link]:
+def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> tuple[GpuSpeed, Link]:
     """Return what the first device does in `dtype`, and the link from the second to it."""
     first, second = devices[:2]
     square = torch.ones(SIDE, SIDE, device=first, dtype=dtype)
@@ -42,4 +42,4 @@ def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> t
     large, small = (torch.ones(size, device=second, dtype=torch.uint8) for size in (LARGE, 1))
     latency = seconds_of(lambda: small.to(first), [first, second])
     copied = seconds_of(lambda: large.to(first), [first, second])
-    return Card(tflops, bandwidth, launch), Link(LARGE / max(copied - latency, 1e-9), latency)
+    return GpuSpeed(tflops, bandwidth, launch), Link(LARGE / max(copied - latency, 1e-9), latency)

@@ -17,7 +17,7 @@ from sana_core.model.forward import Perturbation, prepare, velocity
 from sana_core.model.row_shards import check_splittable, find_groups, part_of, share_rows
 from sana_core.sampling.guidance import PerturbedAttention, Shared, Steered, denoiser
 from sana_core.split import draw
-from sana_core.split.cost import CARDS, LINKS, position_flops, split_cost
+from sana_core.split.cost import GPU_SPEEDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
 
 CPU = torch.device("cpu")
@@ -280,7 +280,7 @@ def test_plan_says_what_devices_take_and_gain(capsys):
     main(["plan", "0.6B", "--width", "512", "--height", "512", "--split", "4", "--link", "pcie"])
     assert "it does not pay at this size" in capsys.readouterr().out
     with pytest.raises(InputError, match="split: got 40, expected from 2 to 32"):
-        split_cost("1.6B", (1024, 1024), 40, CARDS["pcie"], LINKS["pcie"])
+        split_cost("1.6B", (1024, 1024), 40, GPU_SPEEDS["pcie"], LINKS["pcie"])
 
 
 def test_a_step_s_arithmetic_is_that_of_the_counted_layers():
