@@ -113,19 +113,19 @@ def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = Fals
     """Return the counts of one of so many members, of whom two are its neighbours if there are, that share the rows of
     a step; the others' tensors lie on another device."""
     from sana_core.model.forward import prepare, velocity
-    from sana_core.model.share import Share
-    from sana_core.split.threads import Table, ThreadExchange
+    from sana_core.model.sharded_ops import ShardedOps
+    from sana_core.split.threads import ExchangeBoard, ThreadExchange
 
     class Met(ThreadExchange):
         """What the others bring is there when it comes."""
 
         def add(self, sums: torch.Tensor) -> torch.Tensor:
-            self.table.sums = [torch.empty_like(sums, device=SECOND)] * members
+            self.board.sums = [torch.empty_like(sums, device=SECOND)] * members
             return super().add(sums)
 
         def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
             other = torch.empty_like(first, device=SECOND), torch.empty_like(last, device=SECOND)
-            self.table.edges = [other] * members
+            self.board.edges = [other] * members
             return super().swap(first, last)
 
     side, counter = pixels // 32, Counter()
@@ -135,9 +135,9 @@ def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = Fals
         constants = prepare(model, prompts, torch.ones(passes, TOKENS, device=FIRST), side // members, side)
         x = torch.empty(passes, 32, side // members, side, dtype=DTYPE, device=FIRST)
         timestep = torch.empty(passes, device=FIRST)
-    table = Table(members)
+    table = ExchangeBoard(members)
     table.barrier = Barrier(1)
-    own = Share(Met(table, min(1, members - 2), FIRST), side) if members > 1 else None
+    own = ShardedOps(Met(table, min(1, members - 2), FIRST), side) if members > 1 else None
     with fake_accelerators(counter), torch.no_grad():
         velocity(model, x, timestep, constants, share=own)
     return figures(counter)

@@ -49,7 +49,7 @@ def shared_step(model, arguments, devices: int):
     x, timestep, constants = arguments
     split = Split([torch.device("cpu")] * max(2, devices))
     split.living = list(range(devices))
-    out = split.run(x, lambda shard: velocity(model, shard.x, timestep, constants, share=shard.share))
+    out = split.run(x, lambda shard: velocity(model, shard.x, timestep, constants, ops=shard.ops))
     return out, split.exchanges
 
 
@@ -121,19 +121,19 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
 
     from sana_core.decode import decode_latents
     from sana_core.model.forward import velocity
-    from sana_core.model.row_shards import share_rows
-    from sana_core.model.share import Share
+    from sana_core.model.row_shards import split_rows
+    from sana_core.model.sharded_ops import ShardedOps
     from sana_core.split.processes import connect
 
     torch.set_num_threads(2 if mode == "threads" else 1)
     os.sched_setaffinity(0, {rank} if mode == "processes" else {0} if mode == "one" else {0, 1})
     model, decoder = transformer("0.6B", BLOCKS), autoencoder("cpu", torch.float32)
     x, timestep, constants = arguments = step(model, 32, 32)
-    spans = share_rows(32, [1, 1])
+    spans = split_rows(32, [1, 1])
 
     def sample():
         if mode == "processes":
-            return velocity(model, x[:, :, slice(*spans[rank])], timestep, constants, share=Share(exchange, 32))
+            return velocity(model, x[:, :, slice(*spans[rank])], timestep, constants, share=ShardedOps(exchange, 32))
         if mode == "threads":
             return shared_step(model, arguments, 2)[0]
         return velocity(model, x, timestep, constants)

@@ -16,7 +16,7 @@ SOURCES = sorted([*ROOT.glob("sana_core/**/*.py"), *ROOT.glob("nodes/**/*.py")])
 FILLED = "..."  # stands for what a message fills in
 # sections and the files whose errors they list; the first that matches
 SECTIONS = {
-    "Several GPUs and clusters": r"(split|cluster)/|model/(row_shards|share)|nodes/host/.*(cluster|split)",
+    "Several GPUs and clusters": r"(split|cluster)/|model/(row_shards|sharded_ops)|nodes/host/.*(cluster|split)",
     "Training": r"training|commands/train|nodes/dataset",
     "Command line and batches": r"sana_core/(batch/(?!scorer|verifier)|commands/)|(_files|video/files|_lock)\.py$",
     "Models and their files": r"/checkpoints/|/(scorer|verifier)\.py|host/(folders|preview|quantise|stamps|weights)",

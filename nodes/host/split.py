@@ -15,8 +15,8 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.errors import InputError
-from ...sana_core.model.forward import velocity
-from ...sana_core.model.row_shards import Shard, check_rows, check_splittable, part_of
+from ...sana_core.model.forward import shard_velocity
+from ...sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ...sana_core.split.devices import Split
 from ...sana_core.split.speed import relative_speeds
 from .batch_devices import clone_patcher
@@ -146,21 +146,12 @@ class Group:
         transformers = [transformer, *(replica.model.diffusion_model for replica in self.replicas)]
         if self.split is None:
             self.split = Split(self.devices, relative_speeds(self.devices, transformers))
-        columns = x.shape[3]
 
         def work(shard: Shard) -> torch.Tensor:
-            device, own = shard.x.device, transformers[shard.member]
+            own = transformers[shard.member]
             # its shape is all that is asked of it
-            whole = shard.x.new_empty(1).expand(x.shape)
-            constants, perturbation = prompt.constants(own, whole)
-            rows = slice(shard.span.top * columns, shard.span.bottom * columns)
-            residuals = [None if one is None else shard.own(one)[:, rows].to(device) for one in control]
-            scale = None if guidance is None else shard.own(guidance).to(device)
-            if perturbation is not None:
-                perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures))
-            part = part_of(constants, shard)
-            time = shard.own(timesteps).to(device)
-            return velocity(own, shard.x, time, part, scale, perturbation, residuals, shard.share)
+            constants, perturbation = prompt.constants(own, shard.x.new_empty(1).expand(x.shape))
+            return shard_velocity(own, shard, timesteps, constants, guidance, perturbation, control)
 
         poll = comfy.model_management.throw_exception_if_processing_interrupted
         return self.split.run(x, work, len(prompt.prompts), poll)

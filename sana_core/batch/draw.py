@@ -25,7 +25,7 @@ from ..model.text import TextEncoder, encode_prompts
 from ..model.weight_layout import join_projections
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_name, check_number
-from ..sampling.guidance import LARGEST_GUIDANCE, Shared, Steered, denoiser, perturbed_attention
+from ..sampling.guidance import LARGEST_GUIDANCE, ControlledModel, ShardedModel, denoiser, perturbed_attention
 from ..sampling.masked import draw_over
 from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_sigmas, sampler_kwargs
 from ..sampling.schedules import check_steps, shift_sigmas
@@ -219,7 +219,7 @@ def sample(
     prompts: Conditioning,
     poll: Poll = no_poll,
     images: ImageInputs = NO_IMAGES,
-    shared: Shared | None = None,
+    shared: ShardedModel | None = None,
 ) -> torch.Tensor:
     """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk` and its `prompts`.
 
@@ -261,7 +261,7 @@ def sample(
 
 
 def guided(
-    models: Models, settings: Settings, prompts: Conditioning, images: ImageInputs, shared: Shared | None
+    models: Models, settings: Settings, prompts: Conditioning, images: ImageInputs, shared: ShardedModel | None
 ) -> Denoiser:
     """Return the denoiser of `sample`, with its guidance."""
     assert settings.sampler is not None and settings.guidance is not None
@@ -272,7 +272,7 @@ def guided(
         perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
     watch = images.trail.watch if images.trail else None
     return denoiser(
-        shared or Steered(transformer, images.control, watch, cache, settings.compiled),
+        shared or ControlledModel(transformer, images.control, watch, cache, settings.compiled),
         stack_texts(prompts.texts),
         stack_texts([prompts.negative]),
         settings.guidance,

@@ -35,12 +35,12 @@ from ..batch.png import encode_png, file_name, write_picture
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
-from ..model.forward import Constants, Perturbation, prepare, velocity
+from ..model.forward import Constants, Perturbation, prepare, shard_velocity
 from ..model.fp8 import check_fp8
-from ..model.row_shards import Shard, part_of
+from ..model.row_shards import Shard
 from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
-from ..sampling.guidance import Shared, Steered
+from ..sampling.guidance import ControlledModel, ShardedModel
 from ..sampling.masked import Under
 from ..sampling.trail import Draft, Round
 from ..split.processes import ProcessSplit
@@ -249,7 +249,7 @@ class Worker:
     ) -> torch.Tensor | None:
         """Return, as the first of all ranks, of those `speeds`, the latents [1, 32, h, w] that they make together."""
         with self.joined_to(rank, speeds, address) as split:
-            shared = Shared(split.run, [Steered(self.models.transformer, None)])
+            shared = ShardedModel(split.run, [ControlledModel(self.models.transformer)])
             picture, prompts = Picture(*words), Conditioning([text], negative)
             drawn = sample(self.models, self.job.settings, (picture,), prompts, shared=shared)
         return drawn.cpu() if rank == 0 else None
@@ -272,20 +272,17 @@ class Worker:
         on them alone is computed once for a `number`, until the next job.
         """
         transformer = self.models.transformer
-        here: Any = [None if one is None else one.to(transformer.device) for one in inputs[:3]]
-        x, timestep, guidance = here
+        (x, timestep, guidance), control = inputs[:3], inputs[3:]
+        x = x.to(transformer.device)
         embeds, mask, flags, blocks, parts = prompts
+        perturbation = None if flags is None else Perturbation(flags, blocks)
         key = (number, *x.shape)
         if key not in self.constants:
             self.constants[key] = prepare(transformer, embeds.to(x), mask.to(x), *x.shape[-2:])
 
         def work(shard: Shard) -> torch.Tensor:
-            rows = slice(*(edge * x.shape[3] for edge in shard.span))
-            control = [None if one is None else shard.own(one)[:, rows].to(x) for one in inputs[3:]]
-            scale = None if guidance is None else shard.own(guidance)
-            perturbation = None if flags is None else Perturbation(shard.own(flags).to(x.device), blocks)
-            part, time = part_of(self.constants[key], shard), shard.own(timestep)
-            return velocity(transformer, shard.x, time, part, scale, perturbation, control, shard.share)
+            constants = self.constants[key]
+            return shard_velocity(transformer, shard, timestep, constants, guidance, perturbation, control)
 
         with self.joined_to(rank, speeds, address) as split:
             made = split.run(x, work, parts)

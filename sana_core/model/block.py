@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
 
     from .forward import Constants
-    from .share import Share
+    from .sharded_ops import ShardedOps
 
 NO_KERNELS: frozenset[str] = frozenset()
 
@@ -39,39 +39,40 @@ class Branch(NamedTuple):
 Carried = tuple[torch.Tensor, Branch | None]
 
 
+class BlockInputs(NamedTuple):
+    """What all blocks get in a step: the `modulation` [B, L, 6, 1, D], the `constants` of the prompts, rows and columns
+    of the latents, and with the `ops` of a shard those of its rows."""
+
+    modulation: torch.Tensor
+    constants: Constants
+    size: tuple[int, int]
+    ops: ShardedOps | None
+
+
 def run_block(
     block: SanaTransformerBlock,
     i: int,
     carried: Carried,
-    modulation: torch.Tensor,
-    constants: Constants,
-    size: tuple[int, int],
+    inputs: BlockInputs,
     perturbed: torch.Tensor | None = None,
-    share: Share | None = None,
 ) -> Carried:
-    """Return what the block after `block` gets, of what this one gets, `carried`.
-
-    It is number `i` of `constants`, of `size` rows and columns. With a `share`, those are the rows of one of several
-    devices.
-    """
+    """Return what the block after `block`, number `i`, gets, of what this one gets, `carried`."""
+    modulation, constants, size, ops = inputs
     own = modulation[:, i].unbind(1)
     shift_attention, scale_attention, gate_attention, shift_forward, scale_forward, gate_forward = own
     kernels = constants.kernels
     hidden, states = add_then_norm(*carried, block.norm1, shift_attention, scale_attention, kernels)
-    attended = self_attention(block.attn1, states, perturbed, constants.eps, kernels, share)
+    attended = self_attention(block.attn1, states, perturbed, constants.eps, kernels, ops)
     hidden = add(hidden, Branch(attended, gate_attention), kernels)
     # it makes room for the softmax's
     del states, attended
     # on a CPU the kernel for softmax depends on how many queries there are
-    row = size[1] if share is not None and hidden.device.type == "cpu" else None
+    row = size[1] if ops is not None and hidden.device.type == "cpu" else None
     crossed = cross_attention(block.attn2, hidden, constants.keys[i], constants.values[i], constants.bias, kernels, row)
     crossing = Branch(crossed, None)
     hidden, states = add_then_norm(hidden, crossing, block.norm2, shift_forward, scale_forward, kernels)
     del crossed, crossing
-    if share is None:
-        out = feed_forward(block.ff, states, size, kernels)
-    else:
-        out = share.feed_forward(block.ff, states, kernels)
+    out = feed_forward(block.ff, states, size, kernels) if ops is None else ops.feed_forward(block.ff, states, kernels)
     return hidden, Branch(out, gate_forward)
 
 
@@ -122,7 +123,7 @@ def self_attention(
     perturbed: torch.Tensor | None = None,
     eps: float = 1e-15,
     kernels: frozenset[str] = NO_KERNELS,
-    share: Share | None = None,
+    ops: ShardedOps | None = None,
 ) -> torch.Tensor:
     """Linear attention with ReLU over `states` [B, N, D] (SANA paper, section 2.2), summed in float32.
 
@@ -140,9 +141,9 @@ def self_attention(
     if "linear_attention" in kernels:
         from ..kernels.linear_attention import relu_attention
 
-        out = relu_attention(query, key, value, attention.heads, eps, None if share is None else share.exchange.add)
+        out = relu_attention(query, key, value, attention.heads, eps, None if ops is None else ops.exchange.add)
     else:
-        own = attention_sums if share is None else share.sums
+        own = attention_sums if ops is None else ops.sums
         out = linear_attention(query, key, value, attention.heads, eps, own)
     if perturbed is not None:
         out = torch.where(perturbed, value, out)

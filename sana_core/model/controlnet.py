@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import InputError
-from .block import add, run_block
+from .block import BlockInputs, add, run_block
 from .forward import Constants, embed, embed_time, modulate
 from .reference import all_blocks
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-    from .share import Share
+    from .sharded_ops import ShardedOps
 
 
 class Control(NamedTuple):
@@ -30,7 +30,7 @@ def control_residuals(
     timestep: torch.Tensor,
     constants: Constants,
     control_latents: torch.Tensor,
-    share: Share | None = None,
+    ops: ShardedOps | None = None,
 ) -> list[torch.Tensor | None]:
     """Return what a ControlNet adds to the model's hidden states, number i after block i; None adds nothing.
 
@@ -38,23 +38,22 @@ def control_residuals(
     `control_latents` [B, 32, h, w] are the control image's, in the scale of `x`. In NVIDIA's arrangement
     (SanaMSControlNet in diffusion/model/nets/sana_multi_scale_controlnet.py) the signal joins the output of the base
     model's first block, of which the file has a copy, and the residual of each block goes before the base's next one.
-    In diffusers' it joins the patch embedding, and acts one block later. With a `share` in an image that several
-    devices compute, all of these are those of its rows.
+    In diffusers' it joins the patch embedding, and acts one block later. With the `ops` of a shard, all of these are
+    those of its rows.
     """
     blocks, projections = all_blocks(controlnet), controlnet.controlnet_blocks
     # NVIDIA's: the base model's block comes before the copies, and only the image has a position embedding
     first = len(blocks) - len(projections)
-    hidden = embed(controlnet, x, constants.position, share)
-    signal = embed(controlnet, control_latents.to(x), None if first else constants.position, share)
-    time, _ = embed_time(controlnet, timestep, hidden, share=share)
-    modulation = modulate(constants, time)
+    hidden = embed(controlnet, x, constants.position, ops)
+    signal = embed(controlnet, control_latents.to(x), None if first else constants.position, ops)
+    time, _ = embed_time(controlnet, timestep, hidden, ops=ops)
     patch = controlnet.config.patch_size
-    size = x.shape[2] // patch, x.shape[3] // patch
+    inputs = BlockInputs(modulate(constants, time), constants, (x.shape[2] // patch, x.shape[3] // patch), ops)
     residuals: list[torch.Tensor | None] = [] if first else [None]
     for i, block in enumerate(blocks):
         if i == first:
             hidden = hidden + controlnet.input_block(signal)
-        hidden = add(*run_block(block, i, (hidden, None), modulation, constants, size, share=share), constants.kernels)
+        hidden = add(*run_block(block, i, (hidden, None), inputs), constants.kernels)
         if i >= first:
             residuals.append(projections[i - first](hidden))
     return residuals

@@ -15,15 +15,17 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels.trial import kernels_on
-from .block import Carried, add, add_then_norm, run_block, split_heads
+from .block import BlockInputs, Carried, add, add_then_norm, run_block, split_heads
 from .reference import all_blocks, reference_of
+from .row_shards import shard_constants
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
-    from .share import Share
+    from .row_shards import Shard
+    from .sharded_ops import ShardedOps
     from .step_cache import StepCache
 
 # head sizes of the linear attention that its kernels take: powers of two that a product of matrices can have
@@ -158,26 +160,26 @@ def velocity(
     guidance: torch.Tensor | None = None,
     perturbation: Perturbation | None = None,
     control: Sequence[torch.Tensor | None] = (),
-    share: Share | None = None,
+    ops: ShardedOps | None = None,
 ) -> torch.Tensor:
     """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the model's reference computes it.
 
     B is a multiple of the P prompts in `constants`; each prompt has B / P images, one after another. `timestep` and
     `guidance` [B], that of distilled models, are already in the model's scale. `control` are the residuals of
-    `control_residuals`: number i is added after block i. With a `share` in an image that several devices compute, `x`,
-    the position embedding and `control` are those of its rows.
+    `control_residuals`: number i is added after block i. With the `ops` of a shard, `x`, the position embedding and
+    `control` are those of its rows.
     """
     height, width = x.shape[-2:]
     patch = transformer.config.patch_size
     size = height // patch, width // patch
-    carried: Carried = embed(transformer, x, constants.position, share), None
-    time, embedded = embed_time(transformer, timestep, carried[0], guidance, share)
-    modulation, cache = modulate(constants, time), constants.cache
+    carried: Carried = embed(transformer, x, constants.position, ops), None
+    time, embedded = embed_time(transformer, timestep, carried[0], guidance, ops)
+    inputs, cache = BlockInputs(modulate(constants, time), constants, size, ops), constants.cache
     if cache is not None:
         cache.begin(carried[0])
     for i, block in enumerate(transformer.transformer_blocks):
         pictures = perturbation.pictures if perturbation is not None and i in perturbation.blocks else None
-        carried = run_block(block, i, carried, modulation, constants, size, pictures, share)
+        carried = run_block(block, i, carried, inputs, pictures)
         residual = control[i] if i < len(control) else None
         if residual is not None:
             hidden = add(*carried, constants.kernels)
@@ -199,6 +201,26 @@ def velocity(
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, height, width)
 
 
+def shard_velocity(
+    transformer: SanaTransformer2DModel,
+    shard: Shard,
+    timestep: torch.Tensor,
+    constants: Constants,
+    guidance: torch.Tensor | None,
+    perturbation: Perturbation | None,
+    control: Sequence[torch.Tensor | None],
+) -> torch.Tensor:
+    """Return what `velocity` does for `shard`, of what the whole batch and image have, on whichever device."""
+    x, columns = shard.x, shard.x.shape[3]
+    rows = slice(shard.span.top * columns, shard.span.bottom * columns)
+    residuals = [None if one is None else shard.own(one)[:, rows].to(x.device) for one in control]
+    scale = None if guidance is None else shard.own(guidance).to(x.device)
+    if perturbation is not None:
+        perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures).to(x.device))
+    part, time = shard_constants(constants, shard), shard.own(timestep).to(x.device)
+    return velocity(transformer, x, time, part, scale, perturbation, residuals, shard.ops)
+
+
 def last_norm(
     transformer: SanaTransformer2DModel,
     carried: Carried,
@@ -217,14 +239,14 @@ def embed(
     model: SanaTransformer2DModel | SanaControlNetModel,
     x: torch.Tensor,
     position: torch.Tensor | None,
-    share: Share | None = None,
+    ops: ShardedOps | None = None,
 ) -> torch.Tensor:
     """[B, 32, h, w] to hidden states [B, N, D]."""
-    if share is None:
+    if ops is None:
         # contiguous, or every norm and sum that follows would carry the transposed layout on
         hidden = model.patch_embed.proj(x).flatten(2).transpose(1, 2).contiguous()
     else:
-        hidden = share.embed(model.patch_embed.proj, x)
+        hidden = ops.embed(model.patch_embed.proj, x)
     return hidden if position is None else (hidden + position).to(hidden.dtype)
 
 
@@ -233,10 +255,10 @@ def embed_time(
     timestep: torch.Tensor,
     hidden: torch.Tensor,
     guidance: torch.Tensor | None = None,
-    share: Share | None = None,
+    ops: ShardedOps | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what modulates the blocks [B, 6 D], and the embedded time [B, D], which the last layer takes."""
-    if share is not None and len(timestep) == 1 and hidden.device.type == "cpu":
+    if ops is not None and len(timestep) == 1 and hidden.device.type == "cpu":
         # as a row of more: alone, CPUs multiply it by another kernel, to other bits than in a batch
         two = None if guidance is None else guidance.expand(2)
         time, embedded = embed_time(model, timestep.expand(2), hidden.expand(2, -1, -1), two)

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
     from .forward import Constants
-    from .share import Share
+    from .sharded_ops import ShardedOps
 
 
 # groups of which the slowest has less of its equal part of the speed than this would keep the others waiting
 EVEN = 0.9
 
 
-class Span(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of the latents from `top` to `bottom`, that one not included."""
 
     top: int
@@ -30,15 +30,15 @@ class Span(NamedTuple):
 class Shard(NamedTuple):
     """What one member computes in a step: its number, its rows `x` [B, 32, n, w] on its device, of a whole `height`.
 
-    Of so many `groups`, equal parts of the step's batch, it is in number `group`. Without a `share` it has the whole
+    Of so many `groups`, equal parts of the step's batch, it is in number `group`. Without `ops` it has the whole
     height to itself.
     """
 
     member: int
     x: torch.Tensor
-    span: Span
+    span: RowRange
     height: int
-    share: Share | None
+    ops: ShardedOps | None
     group: int = 0
     groups: int = 1
 
@@ -47,34 +47,34 @@ class Shard(NamedTuple):
         return batch.chunk(self.groups)[self.group]
 
 
-class Seat(NamedTuple):
-    """Where a member is in a step: number `place` of the `size` members of a `group`, with its rows `span`."""
+class ShardSpec(NamedTuple):
+    """Where a member is in a step: number `rank` of the `size` members of a `group`, with its rows `span`."""
 
     group: int
     groups: int
-    place: int
+    rank: int
     size: int
-    span: Span
+    span: RowRange
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """Return this one's part, a view, of `x` [B, 32, h, w], the latents or the velocities of the whole step."""
         return x.chunk(self.groups)[self.group][:, :, slice(*self.span)]
 
 
-def find_seats(parts: int, speeds: Sequence[float], rows: int) -> list[Seat]:
+def shard_specs(parts: int, speeds: Sequence[float], rows: int) -> list[ShardSpec]:
     """Return where members of those `speeds` are in a step of so many equal `parts`, for images of so many `rows`.
 
     Raises InputError for more members in a group than rows.
     """
-    groups, seats = find_groups(parts, speeds), []
+    groups, specs = find_groups(parts, speeds), []
     size = len(speeds) // groups
     for group in range(groups):
-        spans = share_rows(rows, speeds[group * size :][:size])
-        seats += [Seat(group, groups, place, size, span) for place, span in enumerate(spans)]
-    return seats
+        spans = split_rows(rows, speeds[group * size :][:size])
+        specs += [ShardSpec(group, groups, rank, size, span) for rank, span in enumerate(spans)]
+    return specs
 
 
-def share_rows(rows: int, speeds: Sequence[float]) -> list[Span]:
+def split_rows(rows: int, speeds: Sequence[float]) -> list[RowRange]:
     """Return the rows of each device, in proportion to `speeds`, at least one each.
 
     Raises InputError for more devices than rows.
@@ -85,7 +85,7 @@ def share_rows(rows: int, speeds: Sequence[float]) -> list[Span]:
         passed += speed
         left = len(speeds) - index - 1
         bottom = min(max(round(rows * passed / total), top + 1), rows - left)
-        spans.append(Span(top, bottom))
+        spans.append(RowRange(top, bottom))
         top = bottom
     return spans
 
@@ -121,7 +121,7 @@ def find_groups(parts: int, speeds: Sequence[float]) -> int:
     return groups if groups * slowest >= EVEN * sum(speeds) else 1
 
 
-def part_of(constants: Constants, shard: Shard) -> Constants:
+def shard_constants(constants: Constants, shard: Shard) -> Constants:
     """Return the `constants` of a whole batch and image for the prompts and the rows of `shard`."""
     if shard.groups > 1:
         keys, values = (list(map(shard.own, each)) for each in (constants.keys, constants.values))

@@ -13,7 +13,7 @@ from ..model.controlnet import Control, control_residuals
 from ..model.forward import Constants, Perturbation, Watch, pad_prompts, prepare, velocity
 from ..model.known_models import TransformerConfig, perturbed_block
 from ..model.reference import model_timestep, reference_of
-from ..model.row_shards import Shard, Span, part_of
+from ..model.row_shards import RowRange, Shard, shard_constants
 from ..runtime.checks import check_number
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ class PerturbedAttention(NamedTuple):
     blocks: frozenset[int]
 
 
-class Steered(NamedTuple):
+class ControlledModel(NamedTuple):
     """A transformer with a ControlNet, which acts in all passes of a step, and who looks at the states of one: that of
     the prompts."""
 
     transformer: SanaTransformer2DModel
-    control: Control | None
+    control: Control | None = None
     watch: Watch | None = None
     cache: StepCache | None = None  # of one sampling on one device
     compiled: bool = False  # by torch.compile, with CUDA graphs where it has them
@@ -72,24 +72,24 @@ def perturbed_attention(config: TransformerConfig, scale: float, blocks: str) ->
     return PerturbedAttention(scale, frozenset(map(int, parts)))
 
 
-class Shared(NamedTuple):
-    """What computes an image on several devices.
+class ShardedModel(NamedTuple):
+    """A model of several devices, which compute each image together.
 
     `run(x, work, parts)` returns the velocity at the latents `x` from what `work` makes of each shard, where the batch
     is so many equal parts, a pass each, and `members` are the models by their number in a shard.
     """
 
     run: Callable[[torch.Tensor, Callable[[Shard], torch.Tensor], int], torch.Tensor]
-    members: Sequence[Steered]
+    members: Sequence[ControlledModel]
 
 
-def compute_whole(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
+def run_unsharded(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
     """Return what `work` makes of the latents `x` as one shard."""
-    return work(Shard(0, x, Span(0, x.shape[2]), x.shape[2], None))
+    return work(Shard(0, x, RowRange(0, x.shape[2]), x.shape[2], None))
 
 
 def denoiser(
-    transformer: SanaTransformer2DModel | Steered | Shared,
+    transformer: SanaTransformer2DModel | ControlledModel | ShardedModel,
     cond: tuple[torch.Tensor, torch.Tensor],
     uncond: tuple[torch.Tensor, torch.Tensor],
     guidance: float,
@@ -100,19 +100,19 @@ def denoiser(
     """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one for each image.
 
     It computes what the reference of `transformer` does; NVIDIA's wants the embeddings of `uncond` whole, with padding.
-    `whole_timesteps` are those of the sampler. With Shared, several devices compute it together.
+    `whole_timesteps` are those of the sampler. With ShardedModel, several devices compute it together.
 
     Classifier-free guidance acts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
     1, outside it and in a distilled model, which embeds it, there is no uncond pass. All passes are one batch.
     """
-    if not isinstance(transformer, Shared):
-        steered = transformer if isinstance(transformer, Steered) else Steered(transformer, None)
-        transformer = Shared(compute_whole, [steered])
+    if not isinstance(transformer, ShardedModel):
+        one = transformer if isinstance(transformer, ControlledModel) else ControlledModel(transformer)
+        transformer = ShardedModel(run_unsharded, [one])
     run, members = transformer.run, transformer.members
     # once: diffusers finds the dtype by looking through all modules
     config, dtype = members[0].transformer.config, members[0].transformer.dtype
     forward = torch.compile(velocity, mode=compile_mode()) if members[0].compiled else velocity
-    steps = PromptCache(members, cond, uncond, perturbed)
+    cache = PromptCache(members, cond, uncond, perturbed)
 
     def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         inside = interval == (1.0, 0.0) or interval[1] <= float(sigma) <= interval[0]
@@ -120,16 +120,16 @@ def denoiser(
         count = 1 + guided + (perturbed is not None)
 
         def work(shard: Shard) -> torch.Tensor:
-            steered, batch = members[shard.member], shard.x
-            fixed, perturbation, steering = steps.prepare(guided, shard, len(x))
-            timestep = on_device(model_timestep(steered.transformer, sigma * 1000, whole_timesteps), batch)
+            member, batch = members[shard.member], shard.x
+            fixed, perturbation, steering = cache.prepare(guided, shard, len(x))
+            timestep = on_device(model_timestep(member.transformer, sigma * 1000, whole_timesteps), batch)
             embedded = None
             if config.guidance_embeds:
                 # multiplied in float32, as in diffusers and in ComfyUI: the same bits
                 embedded = torch.full((len(batch),), guidance, device=batch.device) * config.guidance_embeds_scale
-            residuals = steer(steered.control, shard, sigma, whole_timesteps, steering)
+            residuals = steer(member.control, shard, sigma, whole_timesteps, steering)
             times = timestep.expand(len(batch))
-            return forward(steered.transformer, batch, times, fixed, embedded, perturbation, residuals, shard.share)
+            return forward(member.transformer, batch, times, fixed, embedded, perturbation, residuals, shard.ops)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
         if members[0].watch is not None:
@@ -162,7 +162,7 @@ class PromptCache:
 
     def __init__(
         self,
-        members: Sequence[Steered],
+        members: Sequence[ControlledModel],
         cond: tuple[torch.Tensor, torch.Tensor],
         uncond: tuple[torch.Tensor, torch.Tensor],
         perturbed: PerturbedAttention | None,
@@ -179,19 +179,19 @@ class PromptCache:
             passes += [self.cond, self.cond] if self.perturbed else [self.cond]
             if guided and reference_of(member.transformer).shared_mask:
                 passes[0] = (self.uncond[0], self.cond[1])
-            place = Place(shard.x.device, pictures, size)
-            found = prepare_passes(member, passes, place, self.perturbed)
+            batch = BatchShape(shard.x.device, pictures, size)
+            found = prepare_passes(member, passes, batch, self.perturbed)
             if member.compiled:
                 found = found._replace(constants=pad_prompts(found.constants, self.cond[1].shape[1]))
             self.prepared[key] = found
         constants, perturbation, steering = self.prepared[key]
         if perturbation is not None:
             perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures))
-        own = part_of(constants, shard)._replace(watch=member.watch, cache=member.cache)
-        return Prepared(own, perturbation, steering and part_of(steering, shard))
+        own = shard_constants(constants, shard)._replace(watch=member.watch, cache=member.cache)
+        return Prepared(own, perturbation, steering and shard_constants(steering, shard))
 
 
-class Place(NamedTuple):
+class BatchShape(NamedTuple):
     """A device, and how many images of which rows and columns a step computes there or has a part of."""
 
     device: torch.device
@@ -200,17 +200,17 @@ class Place(NamedTuple):
 
 
 def prepare_passes(
-    models: Steered,
+    models: ControlledModel,
     passes: list[tuple[torch.Tensor, torch.Tensor]],
-    place: Place,
+    batch: BatchShape,
     perturbed: PerturbedAttention | None,
 ) -> Prepared:
     """Return what (embeds, mask) of the `passes` of a step fix for all steps."""
     embeds, mask = batch_passes(passes)
-    embeds, mask = embeds.to(place.device, models.transformer.dtype), mask.to(place.device)
-    perturbation = perturb_last(len(passes), place, perturbed.blocks) if perturbed else None
+    embeds, mask = embeds.to(batch.device, models.transformer.dtype), mask.to(batch.device)
+    perturbation = perturb_last(len(passes), batch, perturbed.blocks) if perturbed else None
     constants, steering = (
-        None if model is None else prepare(model, embeds, mask, *place.size)
+        None if model is None else prepare(model, embeds, mask, *batch.size)
         for model in (models.transformer, models.control and models.control.controlnet)
     )
     assert constants is not None
@@ -227,7 +227,7 @@ def steer(
     latents = control.latents[:, :, slice(*shard.span)].to(batch)
     latents = latents.repeat(len(batch) // len(latents), 1, 1, 1)
     timestep = on_device(model_timestep(control.controlnet, sigma * 1000, whole), batch).expand(len(batch))
-    return control_residuals(control.controlnet, batch, timestep, prompts, latents, shard.share)
+    return control_residuals(control.controlnet, batch, timestep, prompts, latents, shard.ops)
 
 
 def on_device(number: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -244,8 +244,8 @@ def batch_passes(passes: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch
     return embeds, mask
 
 
-def perturb_last(passes: int, place: Place, blocks: frozenset[int]) -> Perturbation:
+def perturb_last(passes: int, batch: BatchShape, blocks: frozenset[int]) -> Perturbation:
     """Return the perturbation of the last of so many passes."""
-    pictures = torch.zeros(passes * place.pictures, 1, 1, dtype=torch.bool, device=place.device)
-    pictures[-place.pictures :] = True
+    pictures = torch.zeros(passes * batch.pictures, 1, 1, dtype=torch.bool, device=batch.device)
+    pictures[-batch.pictures :] = True
     return Perturbation(pictures, blocks)

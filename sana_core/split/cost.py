@@ -1,4 +1,4 @@
-"""What sharing a picture takes and gains, from the shapes of the model and the speed of devices and links.
+"""What row parallelism takes and gains, from the shapes of the model and the speed of devices and links.
 
 Published speeds: H100 SXM 989 TFLOP/s dense in bf16, 3.35 TB/s of memory, NVLink 900 GB/s in both directions together
 (NVIDIA H100 data sheet); RTX 4090 165 TFLOP/s dense in bf16 with fp32 sums, 1008 GB/s (NVIDIA Ada whitepaper). Without
@@ -21,8 +21,8 @@ EXCHANGES = 2  # in a block
 SUM_BYTES = 8
 # below this it is not worth two GPUs' memory
 LEAST_GAIN = 1.2
-# launches outside the blocks and in one; of a norm; and in a block of a share, besides one for each other member
-OUTSIDE, BLOCK, NORMS, SHARED = 27, 13, 3, 4
+# launches outside the blocks and in one; of a norm; and in a block of a shard, besides one for each other member
+OUTSIDE, BLOCK, NORMS, SHARDED = 27, 13, 3, 4
 
 
 class Link(NamedTuple):
@@ -63,7 +63,7 @@ class Work(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A step of one picture on several devices, in groups that compute equal parts of its passes. `sum_bytes` and
+    """A step of one image on several devices, in groups that compute equal parts of its passes. `sum_bytes` and
     `row_bytes` are those of one block: what a device brings of the sums, and one row for a neighbour."""
 
     devices: int
@@ -137,7 +137,7 @@ def work_of(model: Architecture, columns: int, rows: int, passes: int, members: 
     others += 2 * window if members > 1 else 0  # the rows together with the neighbours'
     matrices = layers * (13.5 * width + 2 * passes * MAX_TOKENS) * width + 7 * width**2
     operations = own * position_flops(width, layers) + (window - own) * layers * hidden_flops(width)
-    block = BLOCK + NORMS * model.qk_norm + (SHARED + members - 1 if members > 1 else 0)
+    block = BLOCK + NORMS * model.qk_norm + (SHARDED + members - 1 if members > 1 else 0)
     scale = layers * width * element
     return Work(OUTSIDE + layers * block, operations, products * scale + matrices * element, others * scale)
 

@@ -1,4 +1,4 @@
-"""The devices of one process that share each picture: a thread for each, and what happens when one fails."""
+"""The devices of one process that share each image: a thread for each, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 from ..errors import InputError
-from ..model.row_shards import Shard, find_seats
-from ..model.share import shard_of
+from ..model.row_shards import Shard, shard_specs
+from ..model.sharded_ops import make_shard
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
-from .threads import Left, Table, ThreadExchange
+from .threads import Aborted, ExchangeBoard, ThreadExchange
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +22,10 @@ POLL_INTERVAL = 0.02
 
 
 class Split:
-    """The members that share a picture.
+    """The members that share an image.
 
     A member whose memory runs out, or whose driver fails, is left out from then on. The others begin the step again,
-    and since the latents lie outside, the picture is the same.
+    and since the latents lie outside, the image is the same.
     """
 
     def __init__(self, devices: Sequence[torch.device], speeds: Sequence[float] | None = None) -> None:
@@ -39,7 +39,7 @@ class Split:
     def run(
         self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int = 1, poll: Poll = no_poll
     ) -> torch.Tensor:
-        """Return what `work` makes of the latents `x` [B, 32, h, w], each member of its share, on the device of `x`.
+        """Return what `work` makes of the latents `x` [B, 32, h, w], each member of its shard, on the device of `x`.
 
         Of so many equal `parts` of B, as a positive and a negative prompt, groups of members compute their own where
         they can, and in a group each its rows. `poll` is called many times a second and cancels by raising. Raises
@@ -55,17 +55,18 @@ class Split:
 
     def step(self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int, poll: Poll) -> torch.Tensor:
         """Return what the living members make of `x` together. Raises MemberFailed."""
-        seats = find_seats(parts, [self.speeds[member] for member in self.living], x.shape[2])
-        tables, inference = [Table(seats[0].size) for _ in range(seats[0].groups)], torch.is_inference_mode_enabled()
+        specs = shard_specs(parts, [self.speeds[member] for member in self.living], x.shape[2])
+        boards = [ExchangeBoard(specs[0].size) for _ in range(specs[0].groups)]
+        inference = torch.is_inference_mode_enabled()
         devices = [self.devices[member] for member in self.living]
         self.exchanges = [
-            ThreadExchange(tables[seat.group], seat.place, device) for seat, device in zip(seats, devices, strict=True)
+            ThreadExchange(boards[spec.group], spec.rank, device) for spec, device in zip(specs, devices, strict=True)
         ]
         cores = max(1, torch.get_num_threads() // max(1, sum(device.type == "cpu" for device in devices)))
 
-        def close_all() -> None:
-            for table in tables:
-                table.close()
+        def abort_all() -> None:
+            for board in boards:
+                board.abort()
 
         def compute(index: int) -> torch.Tensor:
             # these and the modes belong to the thread
@@ -75,27 +76,27 @@ class Split:
                 torch.get_device_module(devices[index]).set_device(devices[index])
             with torch.inference_mode(inference), torch.no_grad():
                 try:
-                    return work(shard_of(x, seats[index], self.living[index], devices[index], self.exchanges[index]))
+                    return work(make_shard(x, specs[index], self.living[index], devices[index], self.exchanges[index]))
                 except BaseException:
-                    close_all()
+                    abort_all()
                     raise
 
-        with ThreadPoolExecutor(len(seats), "sana split") as pool:
-            futures = [pool.submit(compute, index) for index in range(len(seats))]
+        with ThreadPoolExecutor(len(specs), "sana split") as pool:
+            futures = [pool.submit(compute, index) for index in range(len(specs))]
             try:
                 while wait(futures, POLL_INTERVAL).not_done:
                     poll()
             finally:
-                # after a cancel; nobody is at a table any more otherwise
-                close_all()
+                # after a cancel; nobody is at a board any more otherwise
+                abort_all()
         out = torch.empty_like(x)
-        for seat, made in zip(seats, self.results(futures), strict=True):
-            seat.own(out).copy_(made)
+        for spec, made in zip(specs, self.results(futures), strict=True):
+            spec.own(out).copy_(made)
         return out
 
     def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
         errors = [(index, future.exception()) for index, future in enumerate(futures)]
-        failures = [(index, error) for index, error in errors if error is not None and not isinstance(error, Left)]
+        failures = [(index, error) for index, error in errors if error is not None and not isinstance(error, Aborted)]
         for _, error in failures:
             if not (is_out_of_memory(error) or is_driver_error(error)):
                 raise error

@@ -1,4 +1,4 @@
-"""Draw pictures one after another, each shared by all devices of this process."""
+"""Generate images one after another, each shared by all devices of this process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ..model.fp8 import check_fp8
 from ..model.latents import DOWNSCALE
 from ..model.row_shards import check_rows, check_splittable
 from ..runtime.cancellation import Poll, no_poll
-from ..sampling.guidance import Shared, Steered
+from ..sampling.guidance import ControlledModel, ShardedModel
 from .devices import Split
 from .speed import relative_speeds
 
 
 def check_workload(workload: Workload, settings: Settings) -> None:
-    """Raise InputError for what pictures that are shared cannot be: several at once, compiled or cached."""
+    """Raise InputError for what images that are shared cannot be: several at once, compiled or cached."""
     if workload.chunk not in (None, 1):
         raise InputError(f"chunk: got {workload.chunk} with split, expected 1: devices share one image at a time")
     if settings.compiled:
@@ -59,11 +59,11 @@ def draw_split(
     devices: Sequence[str | torch.device] | None = None,
     poll: Poll = no_poll,
 ) -> Generator[tuple[Picture, torch.Tensor], None, None]:
-    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all `devices`.
+    """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all `devices`.
 
     Its latents are those of one device to within rounding, and on CPUs in float32, for widths of 512, 640, 768 px ...,
     the same bits for any number of two and more. A device that fails is left out, and the step begun again without it.
-    `poll` cancels by raising. Raises InputError for fewer than two devices, one named twice, more than the picture has
+    `poll` cancels by raising. Raises InputError for fewer than two devices, one named twice, more than the image has
     rows of 32 pixels, and what `draw_local` refuses; CheckpointError, MissingFileError or ReadError for a checkpoint
     that cannot be loaded.
     """
@@ -87,7 +87,7 @@ def draw_split(
     models = load_on(found, checkpoint, settings)
     check_splittable("checkpoint", models[0].transformer)
     split = Split(found, relative_speeds(found, [each.transformer for each in models]))
-    shared = Shared(partial(split.run, poll=poll), [Steered(each.transformer, None) for each in models])
+    shared = ShardedModel(partial(split.run, poll=poll), [ControlledModel(each.transformer) for each in models])
     for picture in pictures:
         prompts = Conditioning([texts[workload.prompts[picture.prompt]]], negative)
         latents = sample(models[0], settings, (picture,), prompts, poll, workload.inputs, shared)

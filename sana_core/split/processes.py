@@ -8,27 +8,27 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..model.row_shards import Seat, Shard, find_seats
-from ..model.share import shard_of
+from ..model.row_shards import Shard, ShardSpec, shard_specs
+from ..model.sharded_ops import make_shard
 
 # how long a member waits for the others; a block takes milliseconds
 PEER_TIMEOUT = timedelta(seconds=60)
 
 
 class ProcessExchange:
-    """The exchange of a process at `seat` with those of its group, a `group` of torch.distributed's."""
+    """The exchange of a process at `spec` with those of its group, a `group` of torch.distributed's."""
 
-    def __init__(self, seat: Seat, group: dist.ProcessGroup | None) -> None:
-        self.seat, self.group = seat, group
+    def __init__(self, spec: ShardSpec, group: dist.ProcessGroup | None) -> None:
+        self.spec, self.group = spec, group
 
     def add(self, sums: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(sums, group=self.group)
         return sums
 
     def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        place, rank = self.seat.place, dist.get_rank()
-        above = torch.empty_like(first) if place else None
-        below = torch.empty_like(last) if place + 1 < self.seat.size else None
+        rank = dist.get_rank()
+        above = torch.empty_like(first) if self.spec.rank else None
+        below = torch.empty_like(last) if self.spec.rank + 1 < self.spec.size else None
         work = []
         for other, own, theirs in ((rank - 1, first, above), (rank + 1, last, below)):
             if theirs is not None:
@@ -40,7 +40,7 @@ class ProcessExchange:
 
 
 class ProcessSplit:
-    """This process, as number `rank`, and the others that share a picture, one for each of `speeds`.
+    """This process, as number `rank`, and the others that share an image, one for each of `speeds`.
 
     Connected until `destroy_process_group`, of torch.distributed.
     """
@@ -57,12 +57,12 @@ class ProcessSplit:
 
         Raises what torch.distributed does where one of the others has gone.
         """
-        seat = find_seats(parts, self.speeds, x.shape[2])[self.rank]
-        if seat.size not in self.groups:
+        spec = shard_specs(parts, self.speeds, x.shape[2])[self.rank]
+        if spec.size not in self.groups:
             # all meet here, at the same step
-            self.groups[seat.size], _ = dist.new_subgroups(seat.size, timeout=PEER_TIMEOUT)
-        exchange = ProcessExchange(seat, self.groups[seat.size])
+            self.groups[spec.size], _ = dist.new_subgroups(spec.size, timeout=PEER_TIMEOUT)
+        exchange = ProcessExchange(spec, self.groups[spec.size])
         out = x.new_zeros(x.shape)
-        seat.own(out).copy_(work(shard_of(x, seat, 0, self.device, exchange)))
+        spec.own(out).copy_(work(make_shard(x, spec, 0, self.device, exchange)))
         dist.all_reduce(out)
         return out

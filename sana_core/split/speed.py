@@ -1,4 +1,4 @@
-"""How fast the devices that share a picture are, for each has rows in that proportion."""
+"""How fast the devices that share an image are, for each has rows in that proportion."""
 
 from __future__ import annotations
 

@@ -12,52 +12,52 @@ from threading import Barrier, BrokenBarrierError
 import torch
 
 
-class Table:
-    """Where so many shards lay down what they hand to the others, in the order of their rows."""
+class ExchangeBoard:
+    """Where so many shards put what the others need, in the order of their rows."""
 
     def __init__(self, shards: int) -> None:
         self.barrier = Barrier(shards)
-        # what lies here is read between two meetings, and replaced after the second at the earliest
+        # what is here is read between two barriers, and replaced after the second at the earliest
         self.sums: list[torch.Tensor | None] = [None] * shards
         self.edges: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * shards
 
-    def close(self) -> None:
-        """End all shards at their next meeting, which raises Left for them."""
+    def abort(self) -> None:
+        """End all shards at their next barrier, which raises Aborted for them."""
         self.barrier.abort()
 
-    def meet(self) -> None:
+    def wait(self) -> None:
         try:
             self.barrier.wait()
         except BrokenBarrierError:
-            raise Left from None
+            raise Aborted from None
 
 
-class Left(Exception):
+class Aborted(Exception):
     """Another shard has failed, or the step was cancelled."""
 
 
 class ThreadExchange:
     """The exchange of shard number `index` on `device`; counts what it takes from the others."""
 
-    def __init__(self, table: Table, index: int, device: torch.device) -> None:
-        self.table, self.index, self.device = table, index, device
+    def __init__(self, board: ExchangeBoard, index: int, device: torch.device) -> None:
+        self.board, self.index, self.device = board, index, device
         self.messages, self.sum_bytes, self.row_bytes = 0, 0, 0
 
     def add(self, sums: torch.Tensor) -> torch.Tensor:
-        table = self.table
-        table.sums[self.index] = sums
-        table.meet()
+        board = self.board
+        board.sums[self.index] = sums
+        board.wait()
         self.messages += 1
         self.sum_bytes += sums.nbytes
-        return functools.reduce(torch.add, (other.to(self.device) for other in table.sums if other is not None))
+        return functools.reduce(torch.add, (other.to(self.device) for other in board.sums if other is not None))
 
     def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        table, index = self.table, self.index
+        board, index = self.board, self.index
         # copies, or each would keep all rows of its shard alive
-        table.edges[index] = first.clone(), last.clone()
-        table.meet()
-        above = table.edges[index - 1] if index else None
-        below = table.edges[index + 1] if index + 1 < len(table.edges) else None
+        board.edges[index] = first.clone(), last.clone()
+        board.wait()
+        above = board.edges[index - 1] if index else None
+        below = board.edges[index + 1] if index + 1 < len(board.edges) else None
         self.messages += 1
         self.row_bytes += first.nbytes * ((above is not None) + (below is not None))
         return (

@@ -30,13 +30,13 @@ def split_graph(base_graph):
 def shards(host, monkeypatch):
     """A list that grows by the transformer, the pictures and the rows of each shard that is computed."""
     module = pack("nodes.host.split")
-    seen, velocity = [], module.velocity
+    seen, velocity = [], module.shard_velocity
 
-    def counted(transformer, x, *args):
-        seen.append((transformer, len(x), x.shape[2]))
-        return velocity(transformer, x, *args)
+    def counted(transformer, shard, *args):
+        seen.append((transformer, len(shard.x), shard.x.shape[2]))
+        return velocity(transformer, shard, *args)
 
-    monkeypatch.setattr(module, "velocity", counted)
+    monkeypatch.setattr(module, "shard_velocity", counted)
     return seen
 
 
@@ -109,15 +109,15 @@ def test_memory_that_runs_out_on_one_leaves_the_picture_to_the_other(
     host, base_graph, split_graph, monkeypatch, caplog
 ):
     split = pack("nodes.host.split")
-    velocity, failed = split.velocity, []
+    velocity, failed = split.shard_velocity, []
 
-    def short(transformer, x, *args):
+    def short(transformer, shard, *args):
         if len(failed) == 0 and threading.current_thread().name.endswith("_1"):
             failed.append(transformer)
             raise torch.OutOfMemoryError("out of memory")
-        return velocity(transformer, x, *args)
+        return velocity(transformer, shard, *args)
 
-    monkeypatch.setattr(split, "velocity", short)
+    monkeypatch.setattr(split, "shard_velocity", short)
     assert_same(latents(host, split_graph(seed=5)), latents(host, base_graph(steps=STEPS, seed=5)))
     assert failed and "its rows of the image go to the others" in caplog.text
 

@@ -8,7 +8,7 @@ from decoders import noise
 from tiny import random_prompt, tiny_transformer
 
 from sana_core.model.forward import Perturbation, prepare, velocity
-from sana_core.sampling.guidance import Steered, compile_mode, denoiser
+from sana_core.sampling.guidance import ControlledModel, compile_mode, denoiser
 
 
 class Graphs:
@@ -75,7 +75,7 @@ def test_a_guided_sampling_compiles_once(graphs, monkeypatch):
     prompts = random_prompt(1), random_prompt(1, kept=3, seed=1)
     plain = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, mode: plain(function, fullgraph=True, backend=graphs))
-    model = denoiser(Steered(transformer, None, compiled=True), *prompts, 4.5)
+    model = denoiser(ControlledModel(transformer, compiled=True), *prompts, 4.5)
     for step in range(20):
         model(noise(1, 32, 4, 4, seed=step), torch.tensor(1 - step / 20))
     assert graphs.count == 1
@@ -89,7 +89,7 @@ def test_prompts_of_all_lengths_and_seeds_are_one_compilation_and_the_same_laten
         prompts = random_prompt(1, kept=positive, seed=seed), random_prompt(1, kept=negative, seed=seed + 9)
         x, sigma = noise(1, 32, 4, 4, seed=seed), torch.tensor(0.7)
         got, expected = (
-            denoiser(Steered(transformer, None, compiled=each), *prompts, 4.5)(x, sigma) for each in (True, False)
+            denoiser(ControlledModel(transformer, compiled=each), *prompts, 4.5)(x, sigma) for each in (True, False)
         )
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
     assert graphs.count == 1
@@ -111,7 +111,7 @@ def test_sizes_prompts_and_seeds_of_a_bucket_are_compiled_twice_at_most(variant,
         prompts = random_prompt(1, kept=1 + seed % 9, seed=seed), random_prompt(1, kept=3, seed=seed + 9)
         x, sigma = noise(1, 32, *size, seed=seed), torch.tensor(0.9 - 0.05 * seed)
         got, expected = (
-            denoiser(Steered(transformer, None, compiled=each), *prompts, 4.5)(x, sigma) for each in (True, False)
+            denoiser(ControlledModel(transformer, compiled=each), *prompts, 4.5)(x, sigma) for each in (True, False)
         )
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
     assert graphs.count == counters["stats"]["unique_graphs"] <= 2

@@ -19,7 +19,7 @@ from tiny import random_prompt, tiny_transformer
 from sana_core.checkpoints import load_autoencoder
 from sana_core.model.controlnet import Control
 from sana_core.model.latents import noise_stream
-from sana_core.sampling.guidance import PerturbedAttention, Steered, denoiser, perturbed_attention
+from sana_core.sampling.guidance import ControlledModel, PerturbedAttention, denoiser, perturbed_attention
 from sana_core.sampling.samplers import SAMPLERS, flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
 from sana_core.sampling.schedules import last_steps, scm_sigmas
 
@@ -97,7 +97,7 @@ def test_a_steered_step_is_the_librarys():
     inputs = {"encoder_hidden_states": embeds, "encoder_attention_mask": mask, "timestep": 1000 * sigma.expand(1)}
     residuals = controlnet(x, controlnet_cond=latents, **inputs).controlnet_block_samples
     velocity = transformer(x, controlnet_block_samples=residuals, **inputs).sample
-    got = denoiser(Steered(transformer, Control(controlnet, latents)), COND, UNCOND, 1.0)(x, sigma)
+    got = denoiser(ControlledModel(transformer, Control(controlnet, latents)), COND, UNCOND, 1.0)(x, sigma)
     torch.testing.assert_close(got, x - sigma * velocity, atol=2e-6, rtol=0)
 
 
@@ -239,6 +239,6 @@ def test_the_compiled_forward_draws_the_same():
     transformer = tiny_transformer(layers=2)
     x, sigma = torch.randn(1, 32, 4, 4), torch.tensor(0.7)
     eager, compiled = (
-        denoiser(Steered(transformer, None, compiled=choice), COND, UNCOND, 4.5) for choice in (False, True)
+        denoiser(ControlledModel(transformer, compiled=choice), COND, UNCOND, 4.5) for choice in (False, True)
     )
     torch.testing.assert_close(compiled(x, sigma), eager(x, sigma), atol=1e-4, rtol=0)

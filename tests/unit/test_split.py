@@ -14,8 +14,8 @@ from sana_core.__main__ import main
 from sana_core.errors import InputError
 from sana_core.model.controlnet import Control
 from sana_core.model.forward import Perturbation, prepare, velocity
-from sana_core.model.row_shards import check_splittable, find_groups, part_of, share_rows
-from sana_core.sampling.guidance import PerturbedAttention, Shared, Steered, denoiser
+from sana_core.model.row_shards import check_splittable, find_groups, shard_constants, split_rows
+from sana_core.sampling.guidance import ControlledModel, PerturbedAttention, ShardedModel, denoiser
 from sana_core.split import draw
 from sana_core.split.cost import GPU_SPEEDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
@@ -35,8 +35,8 @@ def shared(transformer, x, timestep, constants, speeds, guidance=None, perturbat
     def work(shard):
         rows = slice(shard.span.top * x.shape[3], shard.span.bottom * x.shape[3])
         own = [None if one is None else one[:, rows] for one in control]
-        part = part_of(constants, shard)
-        return velocity(transformer, shard.x, timestep, part, guidance, perturbation, own, shard.share)
+        part = shard_constants(constants, shard)
+        return velocity(transformer, shard.x, timestep, part, guidance, perturbation, own, shard.ops)
 
     return split.run(x, work)
 
@@ -91,11 +91,11 @@ def test_a_controlnet_is_shared_too(base):
     control = Control(controlnet, torch.randn(1, 32, 9, 16))
     (embeds, mask), x = random_prompt(2), torch.randn(1, 32, 9, 16)
     cond, uncond = (embeds[:1], mask[:1]), (embeds[1:], mask[1:])
-    steered = Steered(transformer, control)
+    steered = ControlledModel(transformer, control)
     whole, plain = (denoiser(each, cond, uncond, 4.5)(x, torch.tensor(0.7)) for each in (steered, transformer))
     assert relative(whole, plain) > 1e-3
     two, three, five = (
-        denoiser(Shared(Split([CPU] * count, SPEEDS[count]).run, [steered] * count), cond, uncond, 4.5)
+        denoiser(ShardedModel(Split([CPU] * count, SPEEDS[count]).run, [steered] * count), cond, uncond, 4.5)
         for count in (2, 3, 5)
     )
     got = two(x, torch.tensor(0.7))
@@ -109,7 +109,7 @@ def test_the_two_exchanges_of_a_block_are_all_that_shards_hand_each_other():
     x, timestep = torch.randn(2, 32, 9, 16), torch.full((2,), 500.0)
     constants = prepare(transformer, embeds, mask, 9, 16)
     split = Split([CPU] * 3)
-    split.run(x, lambda shard: velocity(transformer, shard.x, timestep, constants, share=shard.share))
+    split.run(x, lambda shard: velocity(transformer, shard.x, timestep, constants, ops=shard.ops))
     sums, row = 2 * 4 * 8 * 9 * 8, 2 * 16 * 32 * 4
     for exchange, neighbours in zip(split.exchanges, (1, 2, 1), strict=True):
         assert exchange.messages == 2 * 3
@@ -128,7 +128,7 @@ def test_members_as_many_as_the_prompts_meet_once_a_step_and_draw_the_same_bits(
 
     def together(count, perturbed=None, speeds=None):
         split = Split([CPU] * count, speeds)
-        got = draw(Shared(split.run, [Steered(transformer, None)] * count), perturbed)
+        got = draw(ShardedModel(split.run, [ControlledModel(transformer)] * count), perturbed)
         return got, split.exchanges[-1]
 
     whole, (rows, _) = draw(transformer), together(5)
@@ -151,11 +151,11 @@ def test_groups_are_as_many_as_divide_prompts_and_members_unless_one_would_wait(
 
 
 def test_rows_follow_the_speeds_and_nobody_is_without():
-    assert share_rows(10, [1, 1]) == [(0, 5), (5, 10)]
-    assert share_rows(10, [3, 1]) == [(0, 8), (8, 10)]
-    assert share_rows(5, [1000, 1, 1, 1, 1]) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert split_rows(10, [1, 1]) == [(0, 5), (5, 10)]
+    assert split_rows(10, [3, 1]) == [(0, 8), (8, 10)]
+    assert split_rows(5, [1000, 1, 1, 1, 1]) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     with pytest.raises(InputError, match="devices: got 3 for an image of 2 rows"):
-        share_rows(2, [1, 1, 1])
+        split_rows(2, [1, 1, 1])
 
 
 class Failing:
@@ -167,9 +167,9 @@ class Failing:
 
     def __call__(self, shard):
         if shard.member in self.failing:
-            shard.share.exchange.swap = self.fail
+            shard.ops.exchange.swap = self.fail
         transformer, timestep, constants = self.arguments
-        return velocity(transformer, shard.x, timestep, constants, share=shard.share)
+        return velocity(transformer, shard.x, timestep, constants, ops=shard.ops)
 
     def fail(self, *rows):
         raise self.error

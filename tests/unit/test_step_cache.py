@@ -17,7 +17,7 @@ from sana_core.batch.plan import Workload, batch_pictures
 from sana_core.errors import InputError
 from sana_core.model.step_cache import StepCache
 from sana_core.sampling import guidance
-from sana_core.sampling.guidance import PerturbedAttention, Steered, denoiser
+from sana_core.sampling.guidance import ControlledModel, PerturbedAttention, denoiser
 from sana_core.sampling.samplers import SAMPLERS
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
@@ -28,7 +28,7 @@ STEPS = 16
 def sample(transformer, cache=None, **options):
     noise = torch.randn(1, 32, 4, 6, generator=torch.Generator().manual_seed(0))
     flow = SAMPLERS["flow_euler"]
-    model = denoiser(Steered(transformer, None, cache=cache), COND, UNCOND, 4.5, flow.whole_timesteps, **options)
+    model = denoiser(ControlledModel(transformer, cache=cache), COND, UNCOND, 4.5, flow.whole_timesteps, **options)
     return flow.sample(model, noise, flow.sigmas(STEPS, 3.0))
 
 

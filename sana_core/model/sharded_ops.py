@@ -1,4 +1,4 @@
-"""What a shard does together with the others in a block: two exchanges, of sums and of neighbouring rows."""
+"""A shard's operations in a block that need the others: the all-reduce of attention's sums, and a halo of one row."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch.nn.functional as F
 
 from .block import feed_forward
 from .layers import pointwise
-from .row_shards import Seat, Shard
+from .row_shards import Shard, ShardSpec
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.sana_transformer import GLUMBConv
 
 
 class Exchange(Protocol):
-    """How one shard hands tensors to the others and takes theirs; all call the same methods in the same order."""
+    """How shards exchange tensors; all call the same methods in the same order."""
 
     def add(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sum of what all shards bring, on this one's device."""
@@ -27,8 +27,8 @@ class Exchange(Protocol):
         ...
 
 
-class Share:
-    """One shard's part in each block of an image of `columns` positions a row."""
+class ShardedOps:
+    """The operations of one shard of an image of `columns` positions a row."""
 
     def __init__(self, exchange: Exchange, columns: int) -> None:
         self.exchange, self.columns = exchange, columns
@@ -60,9 +60,9 @@ class Share:
         return feed_forward(block, together.flatten(1, 2), (together.shape[1], self.columns), kernels, edges)
 
 
-def shard_of(x: torch.Tensor, seat: Seat, member: int, device: torch.device, exchange: Exchange) -> Shard:
+def make_shard(x: torch.Tensor, spec: ShardSpec, member: int, device: torch.device, exchange: Exchange) -> Shard:
     """Return what `member`, on `device`, computes of the latents `x` [B, 32, h, w] of a step."""
     # on a CPU alone in its group too: the same bits for any number of members
-    together = seat.size > 1 or device.type == "cpu"
-    share = Share(exchange, x.shape[3]) if together else None
-    return Shard(member, seat.own(x).to(device), seat.span, x.shape[2], share, seat.group, seat.groups)
+    together = spec.size > 1 or device.type == "cpu"
+    ops = ShardedOps(exchange, x.shape[3]) if together else None
+    return Shard(member, spec.own(x).to(device), spec.span, x.shape[2], ops, spec.group, spec.groups)
