@@ -171,8 +171,8 @@ def autoencoder(device: torch.device = FIRST, kind: str = "f32c32") -> Any:
 
 def decode(pixels: int, smallest: bool = False, triton: bool = True, kind: str = "f32c32") -> dict[str, Any]:
     """Return the counts of a decode in the plan for a card with much memory, or in the smallest."""
+    from sana_core.decode.oom import OomRetry, Report
     from sana_core.decode.stages import decoder_stages
-    from sana_core.decode.strips import StripSize, global_block, global_blocks, pixel_rows, project_latents
     from sana_core.runtime.cancellation import no_poll
 
     model = autoencoder(kind=kind)
@@ -186,21 +186,19 @@ def decode(pixels: int, smallest: bool = False, triton: bool = True, kind: str =
         out = torch.empty(1, 3, pixels, pixels, dtype=DTYPE)
     counter = Counter()
     with fake_accelerators(counter, triton), torch.no_grad():
-        x = project_latents(decoder, latents)
-        for block, scale in global_blocks(decoder, stages):
-            x = global_block(block, x, plan.attention_rows, scale, no_poll)
-        row = 0
-        for part in pixel_rows(decoder, stages, x, 0, x.height, StripSize(plan.rows, plan.columns), no_poll):
+        retry = OomRetry(planner, plan, Report(None, stages, plan))
+        boundary = retry.global_stage(decoder, stages, latents, no_poll)
+        for row, part in retry.local_stage(decoder, stages, boundary, no_poll):
             out[:, :, row : row + part.shape[2]] = part
-            row += part.shape[2]
+            done = row + part.shape[2]
             del part
-    assert row == pixels
+    assert done == pixels and retry.plan is plan
     return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}
 
 
 def encode(pixels: int, smallest: bool = False) -> dict[str, Any]:
     """Return the counts of an encode in the plan for a card with much memory, or in the smallest."""
-    from sana_core.decode.encode import boundary_map, last_layers
+    from sana_core.decode.encode import in_strips
     from sana_core.decode.stages import encoder_stages
     from sana_core.runtime.cancellation import no_poll
 
@@ -211,14 +209,14 @@ def encode(pixels: int, smallest: bool = False) -> dict[str, Any]:
         like = torch.empty(1, dtype=DTYPE, device=FIRST)
     counter = Counter()
     with fake_accelerators(counter), torch.no_grad():
-        last_layers(encoder, boundary_map(encoder, stages, plan, image, like, no_poll), stages, plan, no_poll)
+        in_strips(encoder, stages, plan, image, like, no_poll)
     return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}
 
 
-def plan_for(stages: Any, pixels: int, smallest: bool, devices: int = 1) -> tuple[Any, Any]:
+def plan_for(stages: Any, pixels: int, smallest: bool) -> tuple[Any, Any]:
     from sana_core.decode.plan import Planner
 
-    planner = Planner(stages, pixels // 32, pixels // 32, DTYPE, True, devices=devices)
+    planner = Planner(stages, pixels // 32, pixels // 32, DTYPE, True)
     plan = planner.floor() if smallest else planner.fitting(float("inf"))
     assert plan is not None
     return planner, plan
@@ -228,11 +226,12 @@ def decode_on_two(pixels: int) -> dict[str, Any]:
     """Return the counts of one picture over two devices, whose work is done here one after the other."""
     from sana_core.decode import devices
     from sana_core.decode.stages import decoder_stages
-    from sana_core.decode.strips import StripSize, pixel_rows
+    from sana_core.decode.strips import pixel_rows
+    from sana_core.decode.workspace import Workspace
     from sana_core.runtime.cancellation import no_poll
 
     stages = decoder_stages(autoencoder())
-    planner, plan = plan_for(stages, pixels, False, devices=2)
+    planner, plan = plan_for(stages, pixels, False)
     with fake_accelerators(), torch.no_grad():
         workers = devices.Workers(autoencoder().decoder, [FIRST])
         # fake modules cannot be copied to another device
@@ -242,7 +241,7 @@ def decode_on_two(pixels: int) -> dict[str, Any]:
     counter = Counter()
     in_turn = mock.patch.object(devices, "all_of", lambda pool, bands, count, work, poll: list(map(work, range(bands))))
     with fake_accelerators(counter), torch.no_grad(), in_turn:
-        boundary = devices.shared_global_stage(workers, stages, latents, plan.attention_rows, no_poll)
+        boundary = devices.shared_global_stage(workers, stages, latents, plan, no_poll)
         height, half = boundary.height, boundary.height // 2
         for device, decoder, start, stop in (
             (FIRST, workers.decoders[0], 0, half),
@@ -250,8 +249,8 @@ def decode_on_two(pixels: int) -> dict[str, Any]:
         ):
             low, high = max(0, start - stages.halo), min(height, stop + stages.halo)
             part = boundary.moved(low, high, device)
-            own = (start - low, stop - low, StripSize(plan.rows, plan.columns), no_poll, height)
-            for pixels_done in pixel_rows(decoder, stages, part, *own):
+            workspace, span = Workspace(part.parts[0], plan.workspace), range(start - low, stop - low)
+            for pixels_done in pixel_rows(decoder, stages, part, span, plan.strip, workspace, no_poll):
                 del pixels_done
             del part
     return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}

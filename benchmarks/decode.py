@@ -1,13 +1,16 @@
 """Time, memory and error of the decode: `python benchmarks/decode.py [PIXELS ...]`, 1024 and 2048 unless said.
 
 The real f32c32 configuration with random weights, each decode in a process of its own whose memory is sampled. On the
-CPU in fp32; with `--device cuda` on an accelerator in bf16. Writes benchmarks/decode.json, where sizes that are not
-measured again stay, and the pictures beside it. The baseline of each figure is measured in the same run.
+CPU in fp32; with `--device cuda` on an accelerator in bf16. On a CPU with the allocator as a user has it, and with one
+that maps tensors one by one (`--allocator`). Writes benchmarks/decode.json, where sizes that are not measured again
+stay, and the pictures beside it. The baseline of each figure is measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import re
@@ -30,6 +33,8 @@ SECONDS = 0.02  # between two samples of the memory
 POINTS = 100  # of a timeline that are kept
 # whole needs 5 maps of 128 channels: 2.7 GB at 1024 px, 11 GB at 2048 px, 43 GB at 4096 px
 LARGEST_WHOLE = 2048
+# glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
+ALLOCATORS = {"default": {}, "mapped": {"MALLOC_MMAP_THRESHOLD_": "1000000"}}
 METHODS = ("whole_fp32", "whole", "diffusers_tiles", "strips_exact", "strips", "smallest", "tiles")
 
 
@@ -68,9 +73,9 @@ class Timeline:
     def used(self) -> int:
         if self.device != "cpu":
             return torch.get_device_module(self.device).memory_allocated(self.device)
-        import psutil
+        from sana_core.decode.device_memory import process_bytes
 
-        return psutil.Process().memory_info().rss
+        return process_bytes()
 
     def __enter__(self) -> Timeline:
         self.base, self.started = self.used(), time.perf_counter()
@@ -135,6 +140,7 @@ def measure(method: str, pixels: int, device: str, saved: str | None) -> dict:
     with torch.no_grad():
         # buffers that the library makes once
         model.decode(latents[:, :, :4, :4])
+        give_back_freed()
         busy = time.process_time()
         with Timeline(device) as timeline:
             work(latents, out)
@@ -150,21 +156,26 @@ def measure(method: str, pixels: int, device: str, saved: str | None) -> dict:
     return figures | {"timeline": timeline.thinned()}
 
 
-def child(method: str, pixels: int, device: str, saved: str) -> dict:
+def give_back_freed() -> None:
+    """Let the system have what is freed: the decode would begin in it, and seem to take less than it does."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def child(method: str, pixels: int, device: str, saved: str, allocator: str) -> dict:
     command = [sys.executable, __file__, str(pixels), "--device", device, "--method", method, "--save", saved]
-    # glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    environment = os.environ | ALLOCATORS[allocator]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def size(pixels: int, device: str, methods: list[str]) -> dict:
+def size(pixels: int, device: str, methods: list[str], allocator: str) -> dict:
     """All methods at one size, in turn."""
     results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         for method in methods:
             saved = f"{folder}/{method}.pt"
-            results[method] = child(method, pixels, device, saved)
+            results[method] = child(method, pixels, device, saved, allocator)
             sys.stderr.write(
                 f"{pixels} {method} {results[method]['seconds']} s {results[method]['peak_megabytes']} MB\n"
             )
@@ -206,6 +217,7 @@ def main() -> None:
     parser.add_argument("sizes", nargs="*", type=int, default=[1024, 2048])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="default")
     parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--save", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -221,13 +233,14 @@ def main() -> None:
         impossible = {"whole_fp32"} if arguments.device == "cpu" else set()
         impossible |= {"whole", "whole_fp32"} if pixels > LARGEST_WHOLE else set()
         methods = [method for method in arguments.methods if method not in impossible]
-        results = size(pixels, arguments.device, methods)
-        how = {"threads": torch.get_num_threads(), "allocator": "mapped"}
+        results = size(pixels, arguments.device, methods, arguments.allocator)
+        how = {"threads": torch.get_num_threads(), "allocator": arguments.allocator}
         results = {method: how | result for method, result in results.items()}
         if "whole" not in methods:
             # 5.1 maps of 128 channels in fp32, as measured at the smaller sizes
             results["whole"] = {"predicted_megabytes": round(5.1 * 128 * pixels**2 * 4 / 1e6), "timeline": []}
-        figures["sizes"][str(pixels)] = results
+        mapped = "" if arguments.allocator == "default" else ", mapped"
+        figures["sizes"].setdefault(str(pixels), {}).update({f"{key}{mapped}": one for key, one in results.items()})
         # a timeline on one line
         text = re.sub(r"\[\s+([-\d.]+),\s+(-?\d+)\s+\](,?)\s+", r"[\1, \2]\3 ", json.dumps(figures, indent=1))
         file.write_text(text + "\n")

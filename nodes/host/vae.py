@@ -50,7 +50,7 @@ class SanaAutoencoder(AutoencoderDC):
         weights = next(self.parameters())
         if options.get("max_bytes") is None:
             devices = options.get("devices") or [weights.device]
-            planner = planner_of(self, z.shape, weights.dtype, len(devices))
+            planner = planner_of(self, z.shape, weights.dtype)
             options["max_bytes"] = min(budget(planner, device) for device in devices)
         if output_buffer is None:
             device = comfy.model_management.intermediate_device()
@@ -83,9 +83,9 @@ def budget(planner: Planner, device: torch.device) -> int:
     return max(int(free_memory(device) * BUDGET), planner.floor().peak_bytes)
 
 
-def planner_of(autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype, devices: int = 1) -> Planner:
+def planner_of(autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype) -> Planner:
     accelerator, stages = comfy.model_management.vae_device().type != "cpu", decoder_stages(autoencoder)
-    return Planner(stages, latent_shape[2], latent_shape[3], dtype, accelerator, devices=devices)
+    return Planner(stages, latent_shape[2], latent_shape[3], dtype, accelerator)
 
 
 def encoder_planner_of(autoencoder: AutoencoderDC, image_shape: torch.Size, dtype: torch.dtype) -> Planner:
@@ -159,7 +159,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
     options: Json = {"method": method, "report": report}
     every = comfy.model_management.get_all_torch_devices() if devices == "all" else []
     if budget_gb:
-        planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype, max(1, len(every)))
+        planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype)
         floor = math.ceil(planner.floor().peak_bytes / 1e6) / 1e3
         if budget_gb < floor:
             size = f"{samples.shape[3] * DOWNSCALE} x {samples.shape[2] * DOWNSCALE}"

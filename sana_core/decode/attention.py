@@ -5,7 +5,7 @@ only and applies the sums: between them they do each projection once. diffusers 
 and reads groups of 3 * 32 channels as one head's q, k and v, so a head's queries come from all three matrices.
 
 The sums are added over pieces of fixed height from top to bottom. So the result depends neither on the height of the
-strips nor on how many devices have shared them out.
+strips nor on how many devices have shared them out. With one piece of all rows it has diffusers' bits on a CPU in fp32.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch.nn import functional
 
 from ..runtime.cancellation import Poll
-from .fused import fuses, gated_depthwise
+from .fused import flat, fuses, gated_depthwise
 from .row_partition import RowPartition
-from .streaming import Block, Carry, Layer, chunks, in_place, norm_, run
+from .streaming import Block, Carry, activate_into, empty, norm_into
+from .workspace import Workspace, chunks
 
 QUERY, KEY_VALUE = (0,), (1, 2)
 # rows above and below that the second pass looks at: 2 for the 5x5 projection, 1 for the feed-forward
@@ -82,30 +83,52 @@ def strips(low: int, high: int, start: int, rows: int, reach: int) -> Iterator[t
     yield from itertools.pairwise(edges)
 
 
+class Window(Carry):
+    """A carry whose window lies in a workspace, from when its rows are written to when they are read."""
+
+    def __init__(self, workspace: Workspace, overlap: int, read: Reading) -> None:
+        super().__init__(overlap, read.above, read.below)
+        self.workspace = workspace
+
+    def rows(self, channels: int, count: int, width: int) -> torch.Tensor:
+        """Return where `count` rows of `channels` channels are to be written."""
+        self.memory = self.workspace.map(channels, self.overlap + count + self.zeros_below, width)
+        return self.memory[:, :, self.overlap : self.overlap + count]
+
+    def joined(self, count: int, last: bool) -> torch.Tensor:
+        """Return the window of the rows that were written."""
+        return self.window(self.memory, self.overlap, count, last, self.workspace)
+
+
 class StreamedProjection:
     """Input rows to one map [B, heads, parts * d, n * W] a scale."""
 
-    def __init__(self, attn: Block, parts: tuple[int, ...], read: Reading) -> None:
-        self.parts, self.d = len(parts), attn.attention_head_dim
+    def __init__(self, attn: Block, parts: tuple[int, ...], read: Reading, workspace: Workspace) -> None:
+        self.parts, self.d, self.workspace = len(parts), attn.attention_head_dim, workspace
         self.weights = projection(attn, parts)
         self.reach = halo(attn)
-        self.carry = Carry(2 * self.reach, read.above, read.below)
+        self.carry = Window(workspace, 2 * self.reach, read)
 
     def __call__(self, rows: torch.Tensor, last: bool) -> list[torch.Tensor]:
         # what the matrix makes is carried, not its input: nearly all of the work is in it
-        projected = functional.linear(rows.movedim(1, -1), self.weights.weight).movedim(-1, 1)
-        window = self.carry.join(projected, last)
-        del projected
+        weight, width = self.weights.weight, rows.shape[3]
+        projected = self.carry.rows(len(weight), rows.shape[2], width)
+        torch.mm(rows.movedim(1, -1).flatten(0, 2), weight.T, out=flat(projected[0]))
+        window = self.carry.joined(rows.shape[2], last)
         count = window.shape[2] - 2 * self.reach
-        out = [self.heads(window[:, :, self.reach : self.reach + count]).unflatten(1, (-1, self.parts)).flatten(2, 3)]
+        maps = [self.heads(window[:, :, self.reach : self.reach + count])]
         for scale in self.weights.scales:
             k = scale.depthwise.shape[-1]
             skip = self.reach - k // 2
             inner = window[:, :, skip : window.shape[2] - skip]
-            spread = functional.conv2d(inner, scale.depthwise, padding=(0, k // 2), groups=inner.shape[1])
-            mixed = scale.pointwise @ self.heads(spread)
-            out.append(mixed.unflatten(1, (-1, self.parts)).flatten(2, 3))
-        return out
+            mixed = window.new_empty(len(scale.pointwise), self.d, count * width)
+            for start, stop in self.workspace.pieces(count, len(weight) * width):
+                part = inner[:, :, start : stop + k - 1]
+                spread = functional.conv2d(part, scale.depthwise, padding=(0, k // 2), groups=inner.shape[1])
+                torch.bmm(scale.pointwise, self.heads(spread)[0], out=mixed[..., start * width : stop * width])
+                del spread
+            maps.append(mixed[None])
+        return [one.unflatten(1, (-1, self.parts)).flatten(2, 3) for one in maps]
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """Return a view [B, heads * parts, d, n * W] of `x` [B, heads * parts * d, n, W], channels-last."""
@@ -113,17 +136,17 @@ class StreamedProjection:
 
 
 def score_pieces(
-    attn: Block, x: RowPartition, start: int, stop: int, rows: int, piece: int, poll: Poll
+    attn: Block, x: RowPartition, span: range, rows: int, piece: int, workspace: Workspace, poll: Poll
 ) -> Iterator[torch.Tensor]:
-    """Yield value @ key^T [B, scales * heads, d + 1, d] in fp32 of each `piece` rows from `start` to `stop` of `x`.
+    """Yield value @ key^T [B, scales * heads, d + 1, d] in fp32 of each `piece` rows in `span` of `x`.
 
     `rows` is a multiple of `piece`; `x` is the whole map, or a part of it with as many rows above and below as are
     read.
     """
     reach, d, width = halo(attn), attn.attention_head_dim, x.width
-    read = reading(x.height, start, stop, reach)
-    project = StreamedProjection(attn, KEY_VALUE, read)
-    for begin, end in strips(read.low, read.high, start, rows, reach):
+    read = reading(x.height, span.start, span.stop, reach)
+    project = StreamedProjection(attn, KEY_VALUE, read, workspace)
+    for begin, end in strips(read.low, read.high, span.start, rows, reach):
         poll()
         maps = project(x.rows(begin, end), end == read.high)
         if x.parts[0].device.type != "cpu":
@@ -141,73 +164,86 @@ def together(maps: list[torch.Tensor], size: int, d: int) -> Iterator[torch.Tens
     if whole:
         # in fp32, the pieces first, so that their products are one
         stacked = [one[..., :whole].unflatten(-1, (-1, size)).movedim(-2, 0) for one in maps]
-        fp32 = [one.to(torch.float32, memory_format=torch.contiguous_format) for one in stacked]
-        yield from torch.cat([piece_scores(one, d) for one in fp32], dim=2)
+        contiguous = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
+        yield from torch.cat([piece_scores(one.to(**contiguous), d) for one in stacked], dim=2)
     if whole < count:
         yield torch.cat([piece_scores(one[..., whole:].float(), d) for one in maps], dim=1)
 
 
 def piece_scores(key_value: torch.Tensor, d: int) -> torch.Tensor:
+    """Return value @ key^T of `key_value` [..., 2 d, N] in fp32, whose keys are used up."""
     key, value = key_value.split(d, dim=-2)
     # a row of ones sums the keys, which the result is divided by
-    return functional.pad(value, (0, 0, 0, 1), value=1.0) @ functional.relu(key).mT
+    return functional.pad(value, (0, 0, 0, 1), value=1.0) @ key.relu_().mT
 
 
 class StreamedAttention:
     """Linear attention with known sums, and its residual."""
 
-    def __init__(self, attn: Block, scores: torch.Tensor, read: Reading) -> None:
+    def __init__(self, attn: Block, scores: torch.Tensor, read: Reading, workspace: Workspace) -> None:
         self.attn, self.scores = attn, scores
-        self.project = StreamedProjection(attn, QUERY, read)
+        self.project = StreamedProjection(attn, QUERY, read, workspace)
         self.residual = Residual(self.project.reach - read.above)
 
-    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
         self.residual.push(rows)
         width = rows.shape[3]
-        maps = self.project(rows, last)
+        maps = [one.float() for one in self.project(rows, last)]
         if rows.device.type != "cpu":
             # one map, for half the launches
             maps = [torch.cat(maps, dim=1)]
         scores = self.scores.chunk(len(maps), dim=1)
-        hidden = [self.attend(s, q).to(rows.dtype).flatten(1, 2) for s, q in zip(scores, maps, strict=True)]
-        return (hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)).unflatten(2, (-1, width))
+        hidden = [self.attend(one, maps.pop(0)).to(rows.dtype).flatten(1, 2) for one in scores]
+        window = (hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)).unflatten(2, (-1, width))
+        del hidden
+        out = functional.linear(window.movedim(1, -1), self.attn.to_out.weight).movedim(-1, 1)
+        norm_into(out, out, self.attn.norm_out, self.residual.pop(out.shape[2]))
+        return out
 
     def attend(self, scores: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        out = scores @ functional.relu(query.float())
-        return out[:, :, :-1] / (out[:, :, -1:] + self.attn.eps)
-
-    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        out = functional.linear(window.movedim(1, -1), self.attn.to_out.weight).movedim(-1, 1)
-        return norm_(out, self.attn.norm_out, self.residual.pop(out.shape[2]))
+        out = scores @ query.relu_()
+        del query
+        return out[:, :, :-1].div_(out[:, :, -1:] + self.attn.eps)
 
 
 class StreamedGlu:
     """The gated feed-forward with a depthwise 3x3 in it, and its residual."""
 
-    def __init__(self, glu: Block, read: Reading) -> None:
-        self.glu = glu
-        self.carry = Carry(2 * GLU_HALO, read.above, read.below)
+    def __init__(self, glu: Block, read: Reading, workspace: Workspace) -> None:
+        self.glu, self.workspace = glu, workspace
+        self.carry = Window(workspace, 2 * GLU_HALO, read)
         self.residual = Residual(GLU_HALO - read.above)
 
-    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
         self.residual.push(rows)
-        hidden = pointwise(self.glu.conv_inverted, rows)
+        glu, count, width = self.glu, rows.shape[2], rows.shape[3]
+        hidden = self.carry.rows(glu.conv_inverted.out_channels, count, width)
+        weight, bias = glu.conv_inverted.weight.flatten(1), glu.conv_inverted.bias
+        torch.addmm(bias, rows.movedim(1, -1).flatten(0, 2), weight.T, out=flat(hidden[0]))
         # the kernel activates what it reads
-        if not fuses(hidden, kernel="gated_depthwise"):
-            hidden = in_place(self.glu.nonlinearity, hidden)
-        return self.carry.join(hidden, last)
+        fused = fuses(hidden, kernel="gated_depthwise")
+        if not fused:
+            activate_into(hidden, hidden, glu.nonlinearity)
+        window = self.carry.joined(count, last)
+        residual = self.residual.pop(window.shape[2] - 2 * GLU_HALO)
+        if fused:
+            out = pointwise(glu.conv_point, gated_depthwise(window, glu.conv_depth))
+            norm_into(out, out, glu.norm, residual)
+            return out
+        out = empty(residual, residual.shape[1], residual.shape[2], width)
+        for start, stop in self.workspace.pieces(out.shape[2], window.shape[1] * width):
+            part = self.gated(window[:, :, start : stop + 2 * GLU_HALO])
+            norm_into(out[:, :, start:stop], part, glu.norm, residual[:, :, start:stop])
+            del part
+        return out
 
-    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
+    def gated(self, window: torch.Tensor) -> torch.Tensor:
+        """Return the rows that `window` completes, before the norm."""
         depth = self.glu.conv_depth
-        if fuses(window, kernel="gated_depthwise"):
-            out = pointwise(self.glu.conv_point, gated_depthwise(window, depth))
-            return norm_(out, self.glu.norm, self.residual.pop(out.shape[2]))
         hidden = functional.conv2d(window, depth.weight, depth.bias, padding=(0, 1), groups=depth.groups)
         value, gate = hidden.chunk(2, dim=1)
-        value.mul_(in_place(self.glu.nonlinearity, gate))
-        out = pointwise(self.glu.conv_point, value)
-        del hidden, gate, value
-        return norm_(out, self.glu.norm, self.residual.pop(out.shape[2]))
+        activate_into(gate, gate, self.glu.nonlinearity)
+        return pointwise(self.glu.conv_point, value.mul_(gate))
 
 
 class Residual:
@@ -235,12 +271,19 @@ def pointwise(conv: torch.nn.Conv2d, rows: torch.Tensor) -> torch.Tensor:
 
 
 def attend_rows(
-    block: Block, x: RowPartition, scores: torch.Tensor, start: int, stop: int, rows: int, poll: Poll
+    block: Block, x: RowPartition, scores: torch.Tensor, span: range, rows: int, workspace: Workspace, poll: Poll
 ) -> Iterator[torch.Tensor]:
-    """Yield rows `start` to `stop` of EfficientViTBlock `block` of `x`, top to bottom, about `rows` at a time."""
+    """Yield the rows in `span` of EfficientViTBlock `block` of `x`, top to bottom, about `rows` at a time."""
     reach = halo(block.attn)
-    glu = reading(x.height, start, stop, GLU_HALO)
+    glu = reading(x.height, span.start, span.stop, GLU_HALO)
     attention = reading(x.height, glu.low, glu.high, reach)
-    layers: list[Layer] = [StreamedAttention(block.attn, scores, attention), StreamedGlu(block.conv_out, glu)]
-    for begin, end in strips(attention.low, attention.high, start, rows, reach + GLU_HALO):
-        yield run(layers, x.rows(begin, end), end == attention.high, poll)
+    attend = StreamedAttention(block.attn, scores, attention, workspace)
+    feed_forward = StreamedGlu(block.conv_out, glu, workspace)
+    for begin, end in strips(attention.low, attention.high, span.start, rows, reach + GLU_HALO):
+        poll()
+        last = end == attention.high
+        hidden = attend(x.rows(begin, end), last)
+        poll()
+        hidden = feed_forward(hidden, last)
+        yield hidden
+        del hidden

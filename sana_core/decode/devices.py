@@ -26,29 +26,28 @@ from ..runtime.accelerator import is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
 from .attention import GLU_HALO, attend_rows, halo, score_pieces
 from .oom import OomRetry
+from .plan import Plan
 from .row_partition import LARGEST_TENSOR, RowPartition
 from .stages import Stages
-from .streaming import chunks, run
 from .strips import (
+    FEW_POSITIONS,
     PIECE,
-    StripSize,
+    convolved,
     global_block,
     global_blocks,
     is_attention,
-    local_layer,
     ordered_sum,
     output_size,
     pixel_rows,
     project_latents,
-    uses_full_attention,
+    runs_undivided,
 )
+from .workspace import Workspace, chunks
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
 
 SECONDS = 0.02  # between two polls of the thread that waits
-ATTENTION_ROWS = 8  # of latents, where the plan has no limit
-FEW_POSITIONS = 64  # of latents, in a band
 T = TypeVar("T")
 
 
@@ -97,14 +96,14 @@ def shared_rows(
     boundary = None
     while boundary is None:
         try:
-            boundary = shared_global_stage(workers, stages, latents, retry.plan.attention_rows or ATTENTION_ROWS, poll)
+            boundary = shared_global_stage(workers, stages, latents, retry.plan, poll)
         except WorkerFailed as failed:
             failure = failed.failure
         if boundary is None:
             recover(workers, [failure], retry)
     waiting = list(chunks(boundary.height, -(-boundary.height // len(workers.devices))))
     while waiting:
-        local = SharedLocalStage(workers, stages, boundary, retry.plan.strip, waiting)
+        local = SharedLocalStage(workers, stages, boundary, retry.plan, waiting)
         yield from local.rows(poll)
         recover(workers, local.failures, retry)
 
@@ -127,8 +126,11 @@ class WorkerFailed(Exception):
         self.failure = failure
 
 
-def shared_global_stage(workers: Workers, stages: Stages, latents: torch.Tensor, rows: int, poll: Poll) -> RowPartition:
+def shared_global_stage(
+    workers: Workers, stages: Stages, latents: torch.Tensor, plan: Plan, poll: Poll
+) -> RowPartition:
     """Return the boundary map, on the first device. Raises WorkerFailed."""
+    rows = plan.attention_rows or PIECE
     x = project_latents(workers.decoders[0], latents.to(workers.devices[0])).channels_last()
     (height, width), count = latents.shape[2:], len(workers.devices)
     # whole pieces of the sums for each, and enough positions that no kernel for a few of them is chosen
@@ -139,6 +141,10 @@ def shared_global_stage(workers: Workers, stages: Stages, latents: torch.Tensor,
     spans = enumerate(chunks(height, share))
     bands = RowPartition([x.rows(*span, workers.devices[index % count]) for index, span in spans])
     blocks = [list(global_blocks(decoder, stages)) for decoder in workers.decoders]
+
+    def workspace(like: torch.Tensor) -> Workspace:
+        return Workspace(like, plan.workspace)
+
     with ThreadPoolExecutor(count) as pool:
 
         def phase(work: Callable[[int], T]) -> list[T]:
@@ -146,13 +152,14 @@ def shared_global_stage(workers: Workers, stages: Stages, latents: torch.Tensor,
 
         for number, (block, scale) in enumerate(blocks[0]):
             own = [blocks[index % count][number][0] for index in range(len(bands.parts))]
-            if is_attention(block) and uses_full_attention(block, bands):
+            if runs_undivided(block, bands):
                 # so few positions that one device has them all
-                bands = global_block(block, bands.moved(0, bands.height, workers.devices[0]), None, scale, poll)
+                few = bands.moved(0, bands.height, workers.devices[0])
+                bands = global_block(block, few, None, scale, workspace(few.parts[0]), poll)
             elif is_attention(block):
-                bands = shared_attention(own, bands, rows * scale, PIECE * scale, phase)
+                bands = shared_attention(own, bands, (rows * scale, PIECE * scale), workspace, phase)
             else:
-                bands = shared_local(own, bands, phase)
+                bands = shared_local(own, bands, rows * scale, workspace, phase)
     return bands.moved(0, bands.height, workers.devices[0])
 
 
@@ -163,13 +170,19 @@ def extended(bands: RowPartition, index: int, reach: int) -> tuple[RowPartition,
     return RowPartition([bands.rows(low, high, bands.parts[index].device)]), start - low, stop - low
 
 
-def shared_attention(own: list, bands: RowPartition, rows: int, piece: int, phase: Callable) -> RowPartition:
-    """Return an attention block of `bands`; `own` is the block on each device."""
+def shared_attention(
+    own: list,
+    bands: RowPartition,
+    rows: tuple[int, int],
+    workspace: Callable[[torch.Tensor], Workspace],
+    phase: Callable,
+) -> RowPartition:
+    """Return an attention block of `bands`; `own` is the block on each device, `rows` those of a strip and a piece."""
     reach = halo(own[0].attn) + GLU_HALO
 
     def sums(index: int) -> list[torch.Tensor]:
         x, start, stop = extended(bands, index, reach)
-        return list(score_pieces(own[index].attn, x, start, stop, rows, piece, no_poll))
+        return list(score_pieces(own[index].attn, x, range(start, stop), *rows, workspace(x.parts[0]), no_poll))
 
     pieces = [piece for band in phase(sums) for piece in band]
     scores = ordered_sum(one.to(pieces[0].device, copy=True) for one in pieces)
@@ -177,19 +190,22 @@ def shared_attention(own: list, bands: RowPartition, rows: int, piece: int, phas
     def attend(index: int) -> torch.Tensor:
         x, start, stop = extended(bands, index, reach)
         known = scores.to(bands.parts[index].device)
-        return torch.cat(list(attend_rows(own[index], x, known, start, stop, rows, no_poll)), dim=2)
+        parts = attend_rows(own[index], x, known, range(start, stop), rows[0], workspace(x.parts[0]), no_poll)
+        return torch.cat(list(parts), dim=2)
 
     return RowPartition(phase(attend))
 
 
-def shared_local(own: list, bands: RowPartition, phase: Callable) -> RowPartition:
-    """Return a block of convolutions of `bands`."""
+def shared_local(
+    own: list, bands: RowPartition, rows: int, workspace: Callable[[torch.Tensor], Workspace], phase: Callable
+) -> RowPartition:
+    """Return a block of convolutions of `bands`, with `rows` rows at a time."""
 
     def convolve(index: int) -> torch.Tensor:
         # two rows: what one convolution after the other, and an upsampling one, can see
         x, start, stop = extended(bands, index, 2)
-        out = run([local_layer(own[index], (bands.height, bands.width))], x.rows(0, x.height), True, no_poll)
-        return out[:, :, output_size(own[index], start) : output_size(own[index], stop)]
+        out = convolved(own[index], x, bands, rows, workspace(x.parts[0]), no_poll)
+        return out.rows(output_size(own[index], start), output_size(own[index], stop))
 
     return RowPartition(phase(convolve))
 
@@ -218,9 +234,9 @@ class SharedLocalStage:
     """
 
     def __init__(
-        self, workers: Workers, stages: Stages, boundary: RowPartition, strip: StripSize, waiting: list[tuple[int, int]]
+        self, workers: Workers, stages: Stages, boundary: RowPartition, plan: Plan, waiting: list[tuple[int, int]]
     ) -> None:
-        self.workers, self.stages, self.boundary, self.strip = workers, stages, boundary, strip
+        self.workers, self.stages, self.boundary, self.plan = workers, stages, boundary, plan
         self.waiting = waiting
         self.failures: list[Failure] = []
         self.stop, self.lock = threading.Event(), threading.Lock()
@@ -273,9 +289,9 @@ class SharedLocalStage:
         row, decoder = top * stride, self.workers.decoders[index]
         try:
             part = self.boundary.moved(low, high, self.workers.devices[index])
-            for pixels in pixel_rows(
-                decoder, self.stages, part, top - low, bottom - low, self.strip, self.check, height
-            ):
+            workspace = Workspace(part.parts[0], self.plan.workspace)
+            span = range(top - low, bottom - low)
+            for pixels in pixel_rows(decoder, self.stages, part, span, self.plan.strip, workspace, self.check):
                 self.hand((row, pixels))
                 row += pixels.shape[2]
         except Exception:

@@ -10,14 +10,14 @@ from ..errors import InputError
 from ..runtime.accelerator import free_bytes
 from ..runtime.cancellation import Poll, Polled, no_poll
 from ..runtime.checks import check_finite
-from .attention import strips
 from .oom import plan_after_oom
 from .plan import Plan, Planner
 from .row_partition import RowPartition, empty_partition
 from .run import BUDGET
 from .stages import Stages, encoder_stages
-from .streaming import Layer, StreamedConv, chunks, run
+from .streaming import Layer, StreamedConv, run
 from .strips import global_block, local_layer, output_size
+from .workspace import Workspace, chunks
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -77,11 +77,22 @@ def encode_one(
             return encoder(channels_last(image, like))
     while True:
         try:
-            return last_layers(encoder, boundary_map(encoder, stages, plan, image, like, poll), stages, plan, poll)
+            return in_strips(encoder, stages, plan, image, like, poll)
         except Exception as error:
             failures: list[BaseException] = [error]
         # outside the handler, which would keep the failed work's tensors alive
         plan = plan_after_oom(planner, plan, failures)
+
+
+def in_strips(
+    encoder: Encoder, stages: Stages, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
+) -> torch.Tensor:
+    """Return the latents of one picture as `plan` says, with the device and dtype of `like`."""
+    workspace = Workspace(like, plan.workspace)
+    # with no name here, which would keep the map until the end
+    return last_layers(
+        encoder, boundary_map(encoder, stages, plan, image, workspace, poll), stages, plan, workspace, poll
+    )
 
 
 def channels_last(pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -100,31 +111,31 @@ def local_layers(encoder: Encoder, stages: Stages, size: tuple[int, int]) -> lis
 
 
 def boundary_map(
-    encoder: Encoder, stages: Stages, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
+    encoder: Encoder, stages: Stages, plan: Plan, image: torch.Tensor, workspace: Workspace, poll: Poll
 ) -> RowPartition:
     """Return the map [1, C, H / 8, W / 8] that the local layers make of `image`, in strips and panels of `plan`."""
-    height, width = image.shape[2] // stages.stride, image.shape[3] // stages.stride
-    boundary = empty_partition(like.new_empty(1), stages.boundary_width, height, width)
+    stride = stages.stride
+    height, width = image.shape[2] // stride, image.shape[3] // stride
+    boundary = empty_partition(workspace.memory.new_empty(1), stages.boundary_width, height, width)
     for left, right in chunks(width, plan.columns or width):
         begin, end = max(0, left - stages.halo), min(width, right + stages.halo)
-        layers = local_layers(encoder, stages, (image.shape[2], image.shape[3]))
-        top = 0
-        for first, last in strips(0, height, 0, plan.rows, stages.halo):
-            pixels = image[
-                :, :, first * stages.stride : last * stages.stride, begin * stages.stride : end * stages.stride
-            ]
-            rows = run(layers, channels_last(pixels, like), last == height, poll)
-            boundary.write(top, left, rows[..., left - begin : right - begin])
-            top += rows.shape[2]
+        layers, top, workspace.used = local_layers(encoder, stages, (image.shape[2], image.shape[3])), 0, 0
+        for first, last in chunks(height, plan.rows):
+            pixels = image[:, :, first * stride : last * stride, begin * stride : end * stride]
+            done = run(layers, workspace.put(pixels), last == height, workspace, poll).rows
+            boundary.write(top, left, done[..., left - begin : right - begin])
+            top += done.shape[2]
     return boundary
 
 
-def last_layers(encoder: Encoder, boundary: RowPartition, stages: Stages, plan: Plan, poll: Poll) -> torch.Tensor:
+def last_layers(
+    encoder: Encoder, boundary: RowPartition, stages: Stages, plan: Plan, workspace: Workspace, poll: Poll
+) -> torch.Tensor:
     """Return the latents of the boundary map."""
     for stage in range(stages.local, len(stages.widths)):
         for block in encoder.down_blocks[stage]:
             # a downsampling block is counted to the stage before it
-            boundary = global_block(block, boundary, plan.attention_rows, stages.downscale // 2**stage, poll)
+            boundary = global_block(block, boundary, plan.attention_rows, stages.downscale // 2**stage, workspace, poll)
     x = boundary.rows(0, boundary.height)
     latents = encoder.conv_out(x)
     if encoder.out_shortcut:

@@ -21,26 +21,26 @@ def flat(x: torch.Tensor) -> torch.Tensor:
     return x.movedim(0, -1).view(x.shape[1] * x.shape[2], x.shape[0])
 
 
-def norm_(
-    x: torch.Tensor, norm: Any, residual: torch.Tensor | None = None, activation: torch.nn.Module | None = None
-) -> torch.Tensor:
-    """Normalise `x` [B, C, n, W] over its channels in place, add `residual`, activate, and return it."""
-    for picture in range(len(x)):
-        rows = flat(x[picture])
-        added = None if residual is None else flat(residual[picture])
-        if fuses(x, activation) and rows.is_contiguous() and (added is None or added.is_contiguous()):
-            from ..kernels.channels import rms_norm
+def norm_into(
+    out: torch.Tensor, x: torch.Tensor, norm: Any, residual: torch.Tensor | None, activation: torch.nn.Module | None
+) -> None:
+    """Write `x` [1, C, n, W], normalised over its channels, plus `residual`, activated, into `out`; x is used up."""
+    rows, target = flat(x[0]), flat(out[0])
+    added = None if residual is None else flat(residual[0])
+    if fuses(x, activation) and rows.is_contiguous() and (added is None or added.is_contiguous()):
+        from ..kernels.channels import rms_norm
 
-            name = ACTIVATIONS[type(activation or torch.nn.Identity())]
-            rms_norm(rows, norm.weight, norm.bias, norm.eps, added, rows, name)
-        else:
-            norm_rows_(rows, norm, added)
-            if activation is not None:
-                rows.copy_(activation(rows))
-    return x
+        name = ACTIVATIONS[type(activation or torch.nn.Identity())]
+        rms_norm(rows, norm.weight, norm.bias, norm.eps, added, target, name)
+        return
+    norm_rows_(rows, norm)
+    if added is not None:
+        rows = torch.add(rows, added, out=target)
+    if activation is not None or added is None:
+        target.copy_(rows if activation is None else activation(rows))
 
 
-def norm_rows_(rows: torch.Tensor, norm: Any, added: torch.Tensor | None) -> None:
+def norm_rows_(rows: torch.Tensor, norm: Any) -> None:
     """As diffusers' RMSNorm over `rows` [N, C], in place, without copies in float32."""
     scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)
     scale = scale.square_().div_(rows.shape[1]).add_(norm.eps).rsqrt_()
@@ -49,8 +49,6 @@ def norm_rows_(rows: torch.Tensor, norm: Any, added: torch.Tensor | None) -> Non
         torch.addcmul(norm.bias, rows, norm.weight, out=rows)
     else:
         rows.mul_(norm.weight)
-    if added is not None:
-        rows.add_(added)
 
 
 def bias_into(x: torch.Tensor, bias: torch.Tensor, activation: torch.nn.Module, out: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from .plan import Plan, Planner, smaller
 from .row_partition import RowPartition
 from .stages import Stages
 from .strips import global_block, global_blocks, pixel_rows, project_latents
+from .workspace import Workspace
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
@@ -59,35 +60,42 @@ def plan_after_oom(planner: Planner, plan: Plan, failures: list[BaseException]) 
 
 
 class OomRetry:
-    """Strips that go on with half the budget when memory runs out: from the last whole block, or the last row."""
+    """Strips that go on with half the budget when memory runs out: the attention stages from the latents on, the local
+    ones from the last row."""
 
     def __init__(self, planner: Planner, plan: Plan, report: Report) -> None:
         self.planner, self.plan, self.report = planner, plan, report
+        self.made: Workspace | None = None
+
+    def workspace(self, like: torch.Tensor) -> Workspace:
+        """Return the workspace of the plan, made once."""
+        if self.made is None:
+            self.made = Workspace(like, self.plan.workspace)
+        return self.made
 
     def can_shrink(self) -> bool:
         return smaller(self.planner, self.plan) is not None
 
     def shrink(self, failures: list[BaseException]) -> None:
         """Take half the budget after the one error in `failures`, or raise it, as `plan_after_oom` does."""
+        self.made = None
         self.plan = plan_after_oom(self.planner, self.plan, failures)
         self.report.planned(self.plan)
         self.report.add(f"out of memory, went on with {self.plan.words(self.planner.stages)}")
 
     def global_stage(self, decoder: Decoder, stages: Stages, latents: torch.Tensor, poll: Poll) -> RowPartition:
-        x = project_latents(decoder, latents)
-        for block, scale in global_blocks(decoder, stages):
-            following = None
-            while following is None:
-                failures: list[BaseException] = []
-                try:
-                    following = global_block(block, x, self.plan.attention_rows, scale, poll)
-                except Exception as error:
-                    failures.append(error)
-                # outside the handler, which would keep the failed work's tensors alive
-                if failures:
-                    self.shrink(failures)
-            x = following
-        return x
+        while True:
+            failures: list[BaseException] = []
+            try:
+                x = project_latents(decoder, latents)
+                for block, scale in global_blocks(decoder, stages):
+                    x = global_block(block, x, self.plan.attention_rows, scale, self.workspace(latents), poll)
+                return x
+            except Exception as error:
+                failures.append(error)
+            # outside the handler, which would keep the failed work's tensors alive; from the latents on, for a block
+            # works in place
+            self.shrink(failures)
 
     def local_stage(
         self, decoder: Decoder, stages: Stages, boundary: RowPartition, poll: Poll
@@ -97,9 +105,13 @@ class OomRetry:
         while row < boundary.height * stages.stride:
             failures: list[BaseException] = []
             first, repeated = divmod(row, stages.stride)
-            strips = pixel_rows(decoder, stages, boundary, first, boundary.height, self.plan.strip, poll)
+            strips: Iterator[torch.Tensor] | None = None
             while True:
                 try:
+                    if strips is None:
+                        workspace, span = self.workspace(boundary.parts[0]), range(first, boundary.height)
+                        strips = pixel_rows(decoder, stages, boundary, span, self.plan.strip, workspace, poll)
+                        del workspace
                     pixels = next(strips, None)
                 except Exception as error:
                     failures.append(error)

@@ -7,16 +7,18 @@ cuDNN does with less where there is none, and whoever gives the budget leaves a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..errors import InputError
 from .row_partition import LARGEST_TENSOR
 from .stages import Stages
-from .streaming import chunks
-from .strips import PIECE, StripSize
+from .strips import FEW_POSITIONS, PIECE, StripSize
+from .workspace import COPIES, CPU_PIECE, LayerShape, WorkspaceSize, buffer_elements, piece_elements
 
 METHODS = ("auto", "strips", "tiles", "whole")
 # rows of pixels in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator kernels
@@ -24,20 +26,20 @@ METHODS = ("auto", "strips", "tiles", "whole")
 CPU_ROWS = (64, 32, 16, 8)
 ACCELERATOR_ROWS = (256, 128, 64, 32, 16, 8)
 # rows of latents that the attention stages take at a time, None for all of them at once: bit for bit the library's
-# attention on the CPU; more rows than 4 take more memory there and as long
-CPU_ATTENTION_ROWS = (None, 4, PIECE)
+# attention on the CPU; more rows than these take as long there, and memory that an allocator keeps
+CPU_ATTENTION_ROWS = (None, PIECE)
 # of latents, up to which all rows at once are the fastest on a CPU: at 512 px, but not at 1024 px (decode.json)
 WHOLE_ATTENTION_CELLS = 512
 ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
-# what oneDNN keeps of reordered weights on the CPU beside a convolution: its own twice, and of smaller ones what the
-# layers before have left, so many times its own
-COPIES, REORDERED, SMALL_CONV = 2, 6.5, 512 * 512
 # the library's attention stage and the whole local stage hold so many times the stage's, or the finest stage's, map
 UNDIVIDED_ATTENTION = 25
 UNDIVIDED_LOCAL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
 UNDIVIDED_SHUFFLE = {torch.float32: 4.5, torch.bfloat16: 6.0, torch.float16: 6.0}
 # the first map of a decoder without attention, with what it is made of
 FIRST_MAPS = 3
+# on a CPU, what oneDNN makes once: code and buffers, beside a few small tensors
+ONCE = 15 * 10**6
+ALIGNED = 64  # elements
 MEBIBYTE = 2**20
 
 
@@ -52,6 +54,8 @@ class Plan:
     tile: int = 0  # rows and columns of latents
     overlap: int = 0
     peak_bytes: int = 0
+    workspace: WorkspaceSize = WorkspaceSize(0, 0, 0)
+    largest: int = 0  # elements of the largest tensor
 
     @property
     def strip(self) -> StripSize:
@@ -71,148 +75,131 @@ class Plan:
         return f"{strips}; attention {attention}"
 
 
-@dataclass(frozen=True)
-class Demand:
-    """The most bytes alive at once, and the elements of the largest tensor."""
+class Demand(NamedTuple):
+    """What a stage needs, in elements: in each buffer of the workspace, kept in it, beside it, the largest tensor."""
 
-    size: float
-    largest: float
+    buffer: int
+    kept: int
+    beside: float
+    largest: int
 
 
-def weights_demand(inner: int, outer: int, accelerator: bool) -> float:
-    """Return the elements that a convolution of 3 x 3 needs beside its weights."""
-    return 0 if accelerator else 9 * max(COPIES * inner * outer, REORDERED * min(inner * outer, SMALL_CONV))
+def layer_shapes(stages: Stages) -> list[LayerShape]:
+    """Return the shapes of the layers between the boundary map and the pixels, in the order in which they run."""
+    # an empty stage has only what makes RGB of the coarser one, or makes that of RGB
+    widths = [width if layers else 3 for width, layers in zip(stages.widths, stages.layers, strict=True)]
+    shapes = [LayerShape(widths[0], 3, 3, carried=2)] if stages.layers[0] else []
+    for stage, (inner, outer) in enumerate(itertools.pairwise([*widths[: stages.local], stages.boundary_width])):
+        shapes += [LayerShape(inner, inner, inner, carried=4)] * stages.layers[stage]
+        if stage == stages.boundary_stage:
+            break
+        if stages.encodes:
+            shapes.append(LayerShape(inner, outer, outer, 0.5, 3))
+        else:
+            made, carried = (4 * inner, 2) if stages.shuffles else (inner, 1)
+            shapes.append(LayerShape(outer, inner, made, 2, carried, not stages.shuffles))
+    if not stages.encodes:
+        shapes.reverse()
+    elif stages.layers[0]:
+        shapes[0] = LayerShape(3, widths[0], widths[0], carried=2)
+    return shapes
 
 
 def local_demand(
-    stages: Stages,
-    width: int,
-    rows: int,
-    item: int,
-    accelerator: bool,
-    panels: int = 1,
-    height: int | None = None,
-    above: int = 0,
+    stages: Stages, height: int, width: int, strip: StripSize, accelerator: bool, buffer: int = 0
 ) -> Demand:
-    """Return what the local layers need for strips of `rows` rows of a boundary map of `height` rows, None for many.
+    """Return what the local layers need for a boundary map of `height` x `width`, in buffers of `buffer` or more.
 
-    Each of `panels` beside each other is `width` columns wide, and carries rows of its own. `above` are rows of the
-    map that are read for those below them alone.
+    Each panel has a halo on both sides, and carries rows of its own.
     """
-    # the first strip reads the halo too
-    first = above + rows + stages.halo
-    if height is not None and height <= first:
-        demands = [strip_demand(stages, width, height, 0, item, accelerator, panels)]
-    else:
-        demands = [strip_demand(stages, width, first, -1, item, accelerator, panels)]
-    if height is not None and height > first:
-        last = (height - first - 1) % rows + 1
-        demands.append(strip_demand(stages, width, last, 1, item, accelerator, panels, rows))
-    return Demand(max(one.size for one in demands), max(one.largest for one in demands))
-
-
-def strip_demand(
-    stages: Stages, width: int, rows: int, edge: int, item: int, accelerator: bool, panels: int, piece: int = 0
-) -> Demand:
-    """Return what the local layers need for a strip of `rows` rows of the boundary map.
-
-    Every convolution makes a row less than it gets of the first strip, whose `edge` is -1, a row more of the last one,
-    1, which goes on in pieces of `piece` rows as in strips.flow, and as many of one that is the whole picture, 0.
-    """
-    layers = [
-        (stage, upsamples)
-        for stage in reversed(range(stages.local))
-        for upsamples in [True] * (stage < stages.boundary_stage) + [False] * stages.layers[stage]
-    ]
-
-    def largest_need(done: int, rows: int, columns: int, edge: int, piece: int) -> Demand:
-        """Return what the layers behind the first `done` need, without what all of them carry, in elements."""
-        if done == len(layers):
-            return Demand(0, 0)
-        stage, upsamples = layers[done]
-        # an empty stage has only what makes RGB of the coarser one
-        channels = stages.widths[stage] if stages.layers[stage] else 3
-        if not upsamples:
-            rows += 2 * edge
-            # the window of each convolution, and what the second makes of its own
-            need = 3 * channels * (rows + 3) * columns + weights_demand(channels, channels, accelerator)
-            largest = 0
-        else:
-            above = stages.widths[stage + 1]
-            if stages.shuffles:
-                rows += edge
-                window, out = above * (rows + 2) * columns, 4 * channels * rows * columns
-                # the convolution beside the shortcut's rows, then what it makes beside what is shuffled out of that
-                weights = weights_demand(above, 4 * channels, accelerator)
-                need = max(window + window + out + weights, 2 * window + 2 * out)
-                rows *= 2
-            else:
-                source, rows = above * rows * columns, 2 * rows + edge
-                window, out = above * (rows + 2) * 2 * columns, channels * rows * 2 * columns
-                need = source + window + out + weights_demand(above, channels, accelerator)
-            largest = max(window, out)
-            columns, piece = 2 * columns, 2 * piece
-        parts, waiting = {(rows, edge)}, 0
-        if edge == 1 and 2 * rows > 3 * piece:
-            parts, waiting = {(piece, 0), ((rows - 1) % piece + 1, 1)}, channels * rows * columns
-        rest = [largest_need(done + 1, part, columns, side, piece) for part, side in parts]
-        return Demand(max(need, waiting + max(one.size for one in rest)), max(largest, *(one.largest for one in rest)))
-
-    carried, columns = 0, width
-    for stage, upsamples in layers:
-        if upsamples:
-            carried += (3 if stages.shuffles else 4) * stages.widths[stage + 1] * columns
-            columns *= 2
-        else:
-            carried += 4 * stages.widths[stage] * columns
-    found = largest_need(0, rows, width, edge, piece)
-    return Demand((found.size + panels * carried) * item, found.largest)
+    panels, panel = 1, width
+    if strip.columns is not None:
+        panels, panel = -(-width // strip.columns), min(width, strip.columns + 2 * stages.halo)
+    rows = stages.strip_rows(min(strip.rows, height))
+    pixels = 2 * 3 * rows * stages.stride * width * stages.stride
+    if stages.encodes:
+        rows, panel, pixels = (rows + 1) * stages.stride + stages.rows_above, panel * stages.stride, 0
+    shapes, passing, carried = layer_shapes(stages), 0, 0
+    buffer = max(buffer, buffer_elements(shapes, stages.rows_above, rows, panel))
+    for shape in shapes:
+        passing = max(passing, shape.passing(rows, panel, piece_elements(buffer, accelerator), accelerator))
+        carried += shape.carried * shape.inner * panel
+        rows, panel = int(rows * shape.scale), int(panel * shape.scale)
+    return Demand(buffer, panels * carried, passing + pixels, 2 * buffer + panels * carried)
 
 
 def global_demand(stages: Stages, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
     """Return what the attention stages need for a boundary map of `height` x `width`, `rows` rows at a time."""
-    most, largest = 0.0, 0.0
+    buffer, beside, largest = 0, 0.0, 0
     if not stages.attends:
-        elements = stages.boundary_width * height * width
-        return Demand(FIRST_MAPS * elements * item, elements)
+        return Demand(0, 0, 0, stages.boundary_width * height * width)
     for stage in range(stages.local, len(stages.widths)):
         channels, step = stages.widths[stage], 2 ** (stage - stages.local)
         h, w = height // step, width // step
-        whole = channels * h * w
-        if rows is None:
-            most = max(most, UNDIVIDED_ATTENTION * whole * item)
-            largest = max(largest, 8 * whole)
-            continue
-        # the map before and after a block, and the feed-forward's 8 times as many channels twice
-        strip = channels * min(h, rows * stages.downscale // 2**stage + 4) * w
-        feed_forward = (2 * whole + 19 * strip) * item
-        # keys and values in two scales, projected and in fp32
-        sums = whole * item + strip * (6 * item + 4 * stages.scales * 4)
-        # the coarser map, upsampled
-        most = max(most, feed_forward, sums)
-        largest = max(largest, 8 * strip)
-    return Demand(most, largest)
+        high = min(h, max((rows or PIECE) * stages.downscale // 2**stage, 0 if rows else -(-FEW_POSITIONS // w)))
+        row, whole, own = channels * w, channels * h * w, 1 if stages.encodes else 2
+        windows = [8 * (high + 6) * row, 2 * (h + 6) * row if rows is None else 0]
+        # of a strip, and of the map that it is upsampled to
+        layer = own * (stages.rows_above + own * high + 2) * row
+        buffer = max(buffer, -(-max(windows) // 2), layer)
+        # the map, which a block changes in place
+        summed = (h if rows is None else high) * row
+        beside = max(beside, whole + attention_elements(stages.scales, summed, (high + 3) * row, item, accelerator))
+        largest = max(largest, *windows)
+    # rows of keys, values, queries, and of what is gated
+    return Demand(buffer, 24 * stages.boundary_width * width, beside, largest)
+
+
+def resampled_elements(stages: Stages, height: int, width: int, rows: int, buffer: int, accelerator: bool) -> int:
+    """Return what is held beside a workspace of two `buffer`s while a map of the attention stages changes its
+    resolution: the map of either, and what the convolution makes at once. Other arguments are as in `global_demand`."""
+    most, piece = 0, piece_elements(buffer, accelerator)
+    for stage in range(stages.local, len(stages.widths) - 1):
+        fine, coarse = stages.widths[stage : stage + 2]
+        step, high = 2 ** (stage - stages.local), rows * stages.downscale // 2**stage
+        h, w = height // step, width // step
+        maps = fine * h * w + coarse * (h // 2) * (w // 2)
+        if stages.encodes:
+            passing = LayerShape(fine, coarse, coarse, 0.5).passing(high, w, piece, accelerator)
+        else:
+            shape = LayerShape(coarse, fine, fine, 2, interpolates=not stages.shuffles)
+            passing = shape.passing(high, w // 2, piece, accelerator)
+        most = max(most, maps + passing)
+    return most
+
+
+def attention_elements(scales: int, summed: int, strip: int, item: int, accelerator: bool) -> float:
+    """Return what a block holds beside its map and the workspace, of which it sums `summed` elements at once, and takes
+    `strip` then."""
+    fp32 = 4 / item
+    # of each further scale keys and values; one scale's in fp32, and its values with a row of ones
+    sums = summed * (2 * (scales - 1) + (1 if fp32 == 1 and not accelerator else 3) * fp32)
+    if accelerator:
+        # queries and what comes of them, of all scales in fp32; or what is gated
+        return max(sums, strip * max(1 + 2.03 * scales * fp32, 7))
+    piece = min(8 * strip, CPU_PIECE)
+    return max(sums + piece, 6 * strip, 3 * strip + 1.7 * piece)
 
 
 def whole_demand(stages: Stages, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> Demand:
     """Return what the undivided decode needs for a boundary map of `height` x `width`."""
-    item, pixels = dtype.itemsize, height * width * stages.stride**2
+    pixels = height * width * stages.stride**2
     if stages.shuffles and not stages.layers[0]:
         # the finest map, at half the resolution, is what the last upsampling makes too
         finest = stages.widths[1] * pixels / 4
         pairs = zip(stages.widths[1:], stages.widths[2:], strict=False)
         weights = 0 if accelerator else max(9 * COPIES * above * 4 * channels for channels, above in pairs)
-        return Demand(max(UNDIVIDED_SHUFFLE[dtype] * finest, weights) * item, finest)
+        return Demand(0, 0, max(UNDIVIDED_SHUFFLE[dtype] * finest, weights), int(finest))
     finest = stages.widths[0] * pixels
-    head = global_demand(stages, height, width, None, item, False)
-    return Demand(max(UNDIVIDED_LOCAL[dtype] * finest * item, head.size), max(stages.widths[1] * pixels, head.largest))
+    attention = UNDIVIDED_ATTENTION * stages.boundary_width * height * width if stages.attends else 0
+    return Demand(0, 0, max(UNDIVIDED_LOCAL[dtype] * finest, attention), stages.widths[1] * pixels)
 
 
 class Planner:
     """Plans for one picture of `height` x `width` rows and columns of latents, the fastest first.
 
-    With `same_bits` a plan that gives the library's bits goes before a faster one. Of several `devices` each decodes a
-    band of the picture, and the bytes are those of one of them.
+    With `same_bits` a plan that gives the library's bits goes before a faster one. Of several devices that share a
+    picture out, each needs no more than one alone.
     """
 
     def __init__(
@@ -223,9 +210,8 @@ class Planner:
         dtype: torch.dtype,
         accelerator: bool,
         same_bits: bool = False,
-        devices: int = 1,
     ) -> None:
-        self.stages, self.dtype, self.accelerator, self.devices = stages, dtype, accelerator, devices
+        self.stages, self.dtype, self.accelerator = stages, dtype, accelerator
         self.whole_attention = same_bits or height * width <= WHOLE_ATTENTION_CELLS
         self.height, self.width = height * stages.scale, width * stages.scale
 
@@ -233,15 +219,6 @@ class Planner:
     def boundary_bytes(self) -> int:
         """Bytes of the map that stays while the strips are made."""
         return self.stages.boundary_width * self.height * self.width * self.dtype.itemsize
-
-    @property
-    def bands(self) -> set[tuple[int, int]]:
-        """Of the devices' bands of the boundary map: rows of the halo above, and rows with both halos."""
-        halo, share = self.stages.halo, -(-self.height // self.devices)
-        return {
-            (min(top, halo), min(self.height, bottom + halo) - max(0, top - halo))
-            for top, bottom in chunks(self.height, share)
-        }
 
     def strips(self, max_bytes: float) -> Plan:
         """Return the best plan in strips within `max_bytes`. Raises InputError if none is."""
@@ -256,41 +233,50 @@ class Planner:
         return plan
 
     def fitting(self, max_bytes: float) -> Plan | None:
-        head = next((pair for pair in self.global_options() if pair[1] <= max_bytes), None)
-        tail = next((triple for triple in self.local_options() if triple[2] <= max_bytes), None)
-        if head is None or tail is None:
-            return None
-        return Plan("strips", tail[0], tail[1], head[0], peak_bytes=int(max(head[1], tail[2])))
+        return next((plan for plan in self.plans() if plan.peak_bytes <= max_bytes), None)
 
     def floor(self) -> Plan:
         """Return the fastest of the plans that need the least."""
-        least = (min(size for _, size in self.global_options()), min(size for _, _, size in self.local_options()))
-        plan = self.fitting(max(least))
-        assert plan is not None  # these fit themselves
-        return plan
+        return min(self.plans(), key=lambda plan: plan.peak_bytes)
 
-    def global_options(self) -> Iterator[tuple[int | None, float]]:
-        """Yield rows of latents for the attention stages, and the bytes they need, the best first."""
+    def plans(self) -> Iterator[Plan]:
+        """Yield all plans in strips, the fastest first."""
         own = CPU_ATTENTION_ROWS if self.whole_attention else CPU_ATTENTION_ROWS[1:]
-        for rows in ACCELERATOR_ATTENTION_ROWS if self.accelerator else own:
-            demand = global_demand(self.stages, self.height, self.width, rows, self.dtype.itemsize, self.accelerator)
-            if demand.largest < LARGEST_TENSOR:
-                yield rows, demand.size
+        heads = ACCELERATOR_ATTENTION_ROWS if self.accelerator else own
+        sizes = list(self.strip_sizes())
+        # large strips go before much attention at once, but for the library's bits
+        pairs = itertools.product(sizes, heads) if self.accelerator else ((b, a) for a in heads for b in sizes)
+        found = (self.of(strip, head) for strip, head in pairs)
+        yield from (plan for plan in found if plan.largest < LARGEST_TENSOR)
 
-    def local_options(self) -> Iterator[tuple[int, int | None, float]]:
-        """Yield rows and columns of a strip, and the bytes it needs, the fastest first."""
+    def of(self, strip: StripSize, attention_rows: int | None) -> Plan:
+        """Return the plan of strips of that size, whose attention takes `attention_rows` rows of latents at a time."""
+        size, item = (self.stages, self.height, self.width), self.dtype.itemsize
+        first = global_demand(*size, attention_rows, item, self.accelerator)
+        last = local_demand(*size, strip, self.accelerator, first.buffer)
+        boundary = self.stages.boundary_width * self.height * self.width
+        # both buffers begin where vectors of any type do
+        workspace = WorkspaceSize(
+            -(-last.buffer // ALIGNED) * ALIGNED, max(first.kept, last.kept), self.stages.rows_above
+        )
+        resampled = resampled_elements(*size, attention_rows or PIECE, workspace.buffer, self.accelerator)
+        elements = 2 * workspace.buffer + workspace.kept + max(first.beside, resampled, boundary + last.beside)
+        if not self.stages.attends:
+            # before there is a workspace
+            elements = max(elements, FIRST_MAPS * boundary)
+        peak = int(elements * item) + (0 if self.accelerator else ONCE)
+        largest = max(first.largest, last.largest)
+        sizes = strip.rows, strip.columns, attention_rows
+        return Plan("strips", *sizes, peak_bytes=peak, workspace=workspace, largest=largest)
+
+    def strip_sizes(self) -> Iterator[StripSize]:
+        """Yield what strips may be, the fastest first."""
         pixels = ACCELERATOR_ROWS if self.accelerator else CPU_ROWS
-        options = [size // self.stages.stride for size in pixels if size >= self.stages.stride]
+        least = self.stages.strip_rows(1)
+        options = [size // self.stages.stride for size in pixels if size >= least * self.stages.stride]
         columns: int | None = None
         while True:
-            # a panel has a halo on both sides
-            width = self.width if columns is None else min(self.width, columns + 2 * self.stages.halo)
-            panels = 1 if columns is None else -(-self.width // columns)
-            for rows in options if columns is None else options[-4:]:
-                shape = self.stages, width, rows, self.dtype.itemsize, self.accelerator, panels
-                demands = [local_demand(*shape, height, above) for above, height in self.bands]
-                if max(demand.largest for demand in demands) < LARGEST_TENSOR:
-                    yield rows, columns, self.boundary_bytes + max(demand.size for demand in demands)
+            yield from (StripSize(rows, columns) for rows in (options if columns is None else options[-4:]))
             columns = (columns or self.width) // 2
             if columns < 2 * self.stages.halo:
                 return
@@ -303,7 +289,7 @@ class Planner:
                 f"method: got whole, which makes a tensor of {int(demand.largest)} elements for this image, expected "
                 f"fewer than {LARGEST_TENSOR}; use strips, which gives the same pixels"
             )
-        return Plan("whole", peak_bytes=int(demand.size))
+        return Plan("whole", peak_bytes=int(demand.beside * self.dtype.itemsize))
 
     def tiles(self, tile: int, overlap: int) -> Plan:
         """Return the plan of tiles of `tile` rows and columns of latents."""
@@ -311,7 +297,7 @@ class Planner:
         demand = whole_demand(self.stages, h, w, self.dtype, self.accelerator)
         # a row of tiles is added up in fp32
         band = 3 * h * self.width * self.stages.stride**2 * 4
-        return Plan("tiles", tile=tile, overlap=overlap, peak_bytes=int(demand.size + band))
+        return Plan("tiles", tile=tile, overlap=overlap, peak_bytes=int(demand.beside * self.dtype.itemsize + band))
 
 
 def smaller(planner: Planner, plan: Plan) -> Plan | None:
@@ -319,4 +305,4 @@ def smaller(planner: Planner, plan: Plan) -> Plan | None:
     floor = planner.floor()
     if plan.peak_bytes <= floor.peak_bytes:
         return None
-    return replace(planner.fitting(max(plan.peak_bytes // 2, floor.peak_bytes)) or floor)
+    return planner.fitting(max(plan.peak_bytes // 2, floor.peak_bytes)) or floor

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 
 import torch
 
-from .streaming import chunks, empty
+from .streaming import empty
+from .workspace import chunks
 
 # many kernels count elements in 32 bits, and fall back to ones that need many times the memory
 LARGEST_TENSOR = 2**31
 
 
 class RowPartition:
-    """A map [B, C, height, width], cut into one or more `parts` [B, C, n, width]."""
+    """A map [B, C, height, width], cut into one or more `parts` [B, C, n, width]; of `whole` rows if it is a part."""
 
-    def __init__(self, parts: list[torch.Tensor]) -> None:
-        self.parts = parts
+    def __init__(self, parts: list[torch.Tensor], whole: int | None = None) -> None:
+        self.parts, self.whole = parts, whole
         self.edges = [0]
         for part in parts:
             self.edges.append(self.edges[-1] + part.shape[2])
@@ -46,7 +47,7 @@ class RowPartition:
 
     def moved(self, low: int, high: int, device: torch.device) -> RowPartition:
         """Return rows `low` to `high` on `device`."""
-        return RowPartition([part.to(device) for part in self.slices(low, high)])
+        return RowPartition([part.to(device) for part in self.slices(low, high)], self.height)
 
     def write(self, top: int, left: int, values: torch.Tensor) -> None:
         """Write `values` [B, C, n, w] at row `top` and column `left`."""

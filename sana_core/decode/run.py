@@ -121,7 +121,7 @@ def decode_rows(
             f"devices: got {len(devices or ())} for method {method}, which runs on the VAE's; choose method "
             "auto or strips, or no devices"
         )
-    planner = planner_for(autoencoder, latents.shape, method == "strips", len(devices or [own]))
+    planner = planner_for(autoencoder, latents.shape, method == "strips")
     workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
     if max_bytes is None:
         max_bytes = int(BUDGET * min(free_bytes(device) for device in (workers.devices if workers else [own])))
@@ -164,11 +164,11 @@ def planned_rows(
     report.finish(peak.bytes)
 
 
-def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int], same_bits: bool, devices: int) -> Planner:
-    """Return what plans the decode of latents [B, 32, h, w] where the autoencoder is, or over so many `devices`."""
+def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int], same_bits: bool) -> Planner:
+    """Return what plans the decode of latents [B, 32, h, w] where the autoencoder is."""
     like = next(autoencoder.parameters())
     stages, accelerator = decoder_stages(autoencoder), like.device.type != "cpu"
-    return Planner(stages, latent_shape[2], latent_shape[3], like.dtype, accelerator, same_bits, devices)
+    return Planner(stages, latent_shape[2], latent_shape[3], like.dtype, accelerator, same_bits)
 
 
 def choose(planner: Planner, method: str, budget: float, tiles: Tiles) -> Plan:

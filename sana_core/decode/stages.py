@@ -23,6 +23,7 @@ class Stages(NamedTuple):
     latent_channels: int
     scales: int  # multi-scale projections of an attention block, with the plain one
     shuffles: bool  # a decoder whose upsampling convolves first, and shuffles channels to pixels then
+    encodes: bool = False
 
     @property
     def attends(self) -> bool:
@@ -51,6 +52,16 @@ class Stages(NamedTuple):
     def scale(self) -> int:
         """Rows of the boundary map for one row of latents."""
         return self.downscale // self.stride
+
+    @property
+    def rows_above(self) -> int:
+        """Rows above those of a strip: each residual block of a stage begins two rows higher than the one before."""
+        return 2 * max(self.layers[: self.local], default=0) + 3
+
+    def strip_rows(self, rows: int) -> int:
+        """Return how many rows of the boundary map the memory for strips of `rows` rows holds."""
+        # a residual block at the resolution of that map completes two rows at its end
+        return rows if self.attends else max(2, rows)
 
     @property
     def halo(self) -> int:
@@ -88,4 +99,5 @@ def side_stages(config: Any, side: str, shuffles: bool) -> Stages:
         config.latent_channels,
         1 + max(len(sizes) for sizes in config[f"{side}_qkv_multiscales"]),
         shuffles,
+        side == "encoder",
     )

@@ -1,8 +1,8 @@
 """Strips through local layers: every convolution carries its last rows to the next strip, so nothing is recomputed.
 
 A layer takes the rows of one strip and returns those that they complete: a 3x3 convolution is always one row behind.
-`join` puts the carried rows, or the zeros beyond the picture's edge, around the new ones; `compute` does the layer's
-work on that window. Two steps, so that the caller can let go of the strip before the work begins.
+Strips lie in a `Workspace`. A residual block works in place: its rows replace those that they are added to, and lie two
+rows higher when they begin with rows of the strip before.
 
 All maps are channels-last in memory, as they are in diffusers once an attention block has made them so: the rows of a
 strip are one piece of memory. On the CPU in fp32 the results are then those of the undivided layers bit for bit.
@@ -10,7 +10,6 @@ strip are one piece of memory. On the CPU in fp32 the results are then those of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional
 
 from ..runtime.cancellation import Poll
 from . import fused
+from .workspace import LayerShape, Strip, Workspace, chunks, interpolated_rows
 
 Block = Any  # a module of diffusers, whose types say nothing of its layers
 
@@ -28,67 +28,50 @@ CACHE_ELEMENTS = 2**17
 
 
 class Layer(Protocol):
-    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
-        """Return `rows` [B, C, n, W] with the carried ones above, and zeros below if the picture ends there."""
+    shape: LayerShape
 
-    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        """Return the rows that the window of `join` completes."""
+    def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
+        """Return the rows that `strip` completes, none at first, all that are left if the picture ends with it."""
+
+    def completes(self, count: int) -> int:
+        """Return how many rows the last strip completes if it has `count`."""
 
 
-def run(layers: list[Layer], rows: torch.Tensor, last: bool, poll: Poll) -> torch.Tensor:
-    """Return what comes out of `layers` when `rows` go in. `poll` is called between layers; it cancels by raising."""
+def run(layers: list[Layer], strip: Strip, last: bool, workspace: Workspace, poll: Poll) -> Strip:
+    """Return what comes out of `layers` when `strip` goes in. `poll` is called between them; it cancels by raising."""
     for layer in layers:
         poll()
-        rows = layer.join(rows, last)
-        rows = layer.compute(rows, last)
-    return rows
-
-
-def chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of consecutive pieces of `size`, the last one smaller."""
-    for start in range(0, total, size):
-        yield start, min(start + size, total)
+        strip = layer(strip, last, workspace)
+        if not strip.size:
+            break
+    return strip
 
 
 class Carry:
-    """The last `overlap` rows of a convolution's input, and the rows of zeros `above` and `below` the picture."""
+    """The last `overlap` rows of a layer's input, and the rows of zeros `above` and `below` the picture."""
 
     def __init__(self, overlap: int = 2, above: int = 1, below: int = 1) -> None:
         self.overlap, self.zeros_above, self.zeros_below = overlap, above, below
         self.kept: Any = None
 
-    def above(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return what lies above `rows`, at a band's start nothing."""
-        return zeros(rows, self.zeros_above) if self.kept is None else self.kept
+    @property
+    def above(self) -> int:
+        """Rows that the next window has above the new ones."""
+        return self.zeros_above if self.kept is None else self.overlap
 
-    def keep(self, window: torch.Tensor) -> None:
-        # a clone, since a view would keep all of the window
-        self.kept = window[:, :, window.shape[2] - self.overlap :].clone()
-
-    def room(self, like: torch.Tensor, count: int, width: int, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a window like `join`'s for `count` rows that are not there yet, and the view that takes them."""
-        above = self.above(empty(like, like.shape[1], 0, width))
-        top = above.shape[2]
-        below = self.zeros_below if last else 0
-        window = empty(like, like.shape[1], top + count + below, width)
-        window[:, :, :top] = above
-        if below:
-            window[:, :, top + count :] = 0
-        return window, window[:, :, top : top + count]
-
-    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
-        parts = [self.above(rows), rows]
+    def window(self, whole: torch.Tensor, top: int, count: int, last: bool, workspace: Workspace) -> torch.Tensor:
+        """Return `count` rows of the map `whole` from `top` on, with what belongs around them written beside them."""
+        low, high = top - self.above, top + count
+        if self.kept is None:
+            whole[:, :, low:top] = 0
+            self.kept = workspace.keep(whole.shape[1], self.overlap, whole.shape[3])
+        else:
+            whole[:, :, low:top] = self.kept
         if last:
-            parts.append(zeros(rows, self.zeros_below))
-        # an empty part would decide the memory format
-        window = torch.cat([part for part in parts if part.shape[2]], dim=2)
-        self.keep(window)
-        return window
-
-
-def zeros(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` rows of zeros, as wide as `rows`."""
-    return empty(rows, rows.shape[1], count, rows.shape[3]).zero_()
+            whole[:, :, high : high + self.zeros_below] = 0
+            high += self.zeros_below
+        self.kept.copy_(whole[:, :, high - self.overlap : high])
+        return whole[:, :, low:high]
 
 
 def empty(like: torch.Tensor, channels: int, height: int, width: int) -> torch.Tensor:
@@ -112,97 +95,133 @@ def convolve(conv: torch.nn.Conv2d, window: torch.Tensor, whole: int) -> torch.T
     return functional.conv2d(window, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
 
 
-def norm_(
-    x: torch.Tensor, norm: Any, residual: torch.Tensor | None = None, activation: torch.nn.Module | None = None
-) -> torch.Tensor:
-    """Normalise `x` [B, C, n, W] over its channels in place, add `residual`, activate, and return it.
+def norm_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    norm: Any,
+    residual: torch.Tensor | None = None,
+    activation: torch.nn.Module | None = None,
+) -> None:
+    """Write `x` [1, C, n, W], normalised over its channels, plus `residual`, activated, into `out`; x is used up.
 
-    On the CPU the operations of diffusers' RMSNorm in their order, block by block while the block is in the cache.
+    `out` may be x or the residual. On the CPU the operations of diffusers' RMSNorm in their order, block by block while
+    the block is in the cache.
     """
+    if x.device.type != "cpu" and not isinstance(norm, torch.nn.BatchNorm2d):
+        fused.norm_into(out, x, norm, residual, activation)
+        return
     if isinstance(norm, torch.nn.BatchNorm2d):
-        x.copy_(norm(x))
-        x = x if residual is None else x.add_(residual)
-    elif x.device.type != "cpu":
-        return fused.norm_(x, norm, residual, activation)
+        out.copy_(norm(x) if residual is None else norm(x).add_(residual))
     else:
-        norm_in_cache_(x, norm, residual)
-    return x if activation is None else in_place(activation, x)
+        norm_in_cache(out, x, norm, residual)
+    if activation is not None:
+        activate_into(out, out, activation)
 
 
-def norm_in_cache_(x: torch.Tensor, norm: Any, residual: torch.Tensor | None) -> None:
-    channels, positions = x.shape[1], x.shape[2] * x.shape[3]
-    step = max(1, CACHE_ELEMENTS // channels)
-    for picture in range(len(x)):
-        flat = x[picture].movedim(0, -1).view(positions, channels)
-        added = None if residual is None else residual[picture].movedim(0, -1).view(positions, channels)
-        for start, stop in chunks(positions, step):
-            block = flat[start:stop]
-            variance = block.float().pow(2).mean(-1, keepdim=True)
-            block.mul_(variance.add_(norm.eps).rsqrt_()).mul_(norm.weight)
-            if norm.bias is not None:
-                block.add_(norm.bias)
-            if added is not None:
-                block.add_(added[start:stop])
+def norm_in_cache(out: torch.Tensor, x: torch.Tensor, norm: Any, residual: torch.Tensor | None) -> None:
+    rows, target = fused.flat(x[0]), fused.flat(out[0])
+    added = None if residual is None else fused.flat(residual[0])
+    for start, stop in chunks(len(rows), max(1, CACHE_ELEMENTS // rows.shape[1])):
+        block, written = rows[start:stop], target[start:stop]
+        variance = block.float().pow(2).mean(-1, keepdim=True)
+        block.mul_(variance.add_(norm.eps).rsqrt_()).mul_(norm.weight)
+        if norm.bias is not None:
+            block.add_(norm.bias)
+        if added is not None:
+            torch.add(block, added[start:stop], out=written)
+        elif out is not x:
+            written.copy_(block)
+
+
+def activate_into(out: torch.Tensor, x: torch.Tensor, activation: torch.nn.Module) -> None:
+    """Write `activation` of `x` into `out`, which may be x."""
+    if isinstance(activation, torch.nn.SiLU):
+        torch.ops.aten.silu.out(x, out=out)
+    elif isinstance(activation, torch.nn.ReLU):
+        torch.clamp_min(x, 0, out=out)
+    else:
+        out.copy_(activation(x))
 
 
 class StreamedNorm:
     """A norm and an activation, in place."""
 
-    def __init__(self, norm: Any, activation: torch.nn.Module) -> None:
+    def __init__(self, norm: Any, activation: torch.nn.Module, channels: int) -> None:
         self.norm, self.activation = norm, activation
+        self.shape = LayerShape(channels, channels, 0)
 
-    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
-        return rows
+    def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
+        rows = strip.rows
+        norm_into(rows, rows, self.norm, None, self.activation)
+        return strip
 
-    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        return norm_(window, self.norm, None, self.activation)
+    def completes(self, count: int) -> int:
+        return count
 
 
 class StreamedConv:
-    """A convolution that ends a decoder or begins an encoder."""
+    """A convolution that ends a decoder or begins an encoder, one row behind."""
 
     def __init__(self, conv: torch.nn.Conv2d, size: tuple[int, int]) -> None:
         self.conv = conv
+        self.shape = LayerShape(conv.in_channels, conv.out_channels, conv.out_channels, carried=2)
         self.whole = conv.in_channels * size[0] * size[1]
         self.carry = Carry()
 
-    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
-        return self.carry.join(rows, last)
+    def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
+        window = self.carry.window(strip.map, strip.top, strip.size, last, workspace)
+        count, width, channels = max(0, window.shape[2] - 2), window.shape[3], self.conv.out_channels
+        out = workspace.beside(strip, channels, count, width)
+        for start, stop in workspace.pieces(count, channels * width):
+            out.rows[:, :, start:stop] = convolve(self.conv, window[:, :, start : stop + 2], self.whole)
+        return out
 
-    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        return convolve(self.conv, window, self.whole)
+    def completes(self, count: int) -> int:
+        return count + self.carry.above - 1
 
 
 class StreamedResBlock:
-    """diffusers' ResBlock, two rows behind."""
+    """diffusers' ResBlock, two rows behind, in place."""
 
     def __init__(self, block: Block, size: tuple[int, int]) -> None:
         self.block = block
-        self.whole = block.conv1.in_channels * size[0] * size[1]
+        channels = block.conv1.in_channels
+        self.shape = LayerShape(channels, channels, channels, carried=4)
+        self.whole = channels * size[0] * size[1]
         self.carry, self.inner = Carry(), Carry()
-        self.edge = 1
 
-    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
-        self.edge = 1 if self.carry.kept is None else 0
-        return self.carry.join(rows, last)
+    def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
+        above = self.carry.above
+        window = self.carry.window(strip.map, strip.top, strip.size, last, workspace)
+        channels, width = window.shape[1], window.shape[3]
+        hidden = workspace.beside(strip, channels, max(0, window.shape[2] - 2), width)
+        if not hidden.size:
+            return strip._replace(size=0)
+        for start, stop in workspace.pieces(hidden.size, channels * width):
+            self.first(window[:, :, start : stop + 2], hidden.rows[:, :, start:stop])
+        # the first row that comes out is added to this one
+        top = strip.top - (above - 1) - (self.inner.above - 1)
+        window = self.inner.window(hidden.map, hidden.top, hidden.size, last, workspace)
+        out = Strip(strip.buffer, strip.map, top, max(0, window.shape[2] - 2))
+        for start, stop in workspace.pieces(out.size, channels * width):
+            x = convolve(self.block.conv2, window[:, :, start : stop + 2], self.whole)
+            rows = out.rows[:, :, start:stop]
+            norm_into(rows, x, self.block.norm, rows)
+            # else the next piece would be made beside it
+            del x
+        return out
 
-    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        hidden = self.first(window, last)
-        out = convolve(self.block.conv2, hidden, self.whole)
-        del hidden
-        return norm_(out, self.block.norm, window[:, :, self.edge : self.edge + out.shape[2]])
-
-    def first(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        """Return the window of the second convolution."""
+    def first(self, window: torch.Tensor, out: torch.Tensor) -> None:
+        """Write rows for the second convolution into `out`."""
         conv, activation = self.block.conv1, self.block.nonlinearity
         if conv.bias is None or not fused.fuses(window, activation):
-            return self.inner.join(in_place(activation, convolve(conv, window, self.whole)), last)
+            activate_into(out, convolve(conv, window, self.whole), activation)
+            return
         hidden = functional.conv2d(window, conv.weight, None, conv.stride, (0, int(conv.padding[1])))
-        # the bias, the activation and the way into the window are one pass
-        inner, rows = self.inner.room(hidden, hidden.shape[2], hidden.shape[3], last)
-        fused.bias_into(hidden, conv.bias, activation, rows)
-        self.inner.keep(inner)
-        return inner
+        fused.bias_into(hidden, conv.bias, activation, out)
+
+    def completes(self, count: int) -> int:
+        return count + self.carry.above + self.inner.above - 2
 
 
 class StreamedUpsample:
@@ -210,59 +229,74 @@ class StreamedUpsample:
 
     def __init__(self, block: Block, size: tuple[int, int]) -> None:
         self.block = block
+        inner, made, interpolates = block.conv.in_channels, block.conv.out_channels, block.interpolate
+        outer = made if interpolates else made // 4
+        self.shape = LayerShape(inner, outer, made, 2, 1 if interpolates else 2, interpolates)
         # the convolution sees the larger picture if it comes after the interpolation
         self.whole = block.conv.in_channels * size[0] * size[1] * (4 if block.interpolate else 1)
-        self.carry = Carry()
-        self.source: Any = None  # the rows that the shortcut still needs
-        self.skip = 0  # how many rows of the shortcut of `source` are out already
+        # a row of an interpolated picture depends on one more row, of a shuffled one on two
+        self.carry = Carry(1) if block.interpolate else Carry()
 
-    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
+    def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
         first = self.carry.kept is None
-        if self.block.shortcut:
-            self.skip = 0 if first else self.behind
-            self.source = rows if first else torch.cat([self.source, rows], dim=2)
-        if not self.block.interpolate:
-            return self.carry.join(rows, last)
-        count, width = rows.shape[2:]
-        window, inner = self.carry.room(rows, 2 * count, 2 * width, last)
-        # the nearest of each pixel, written where the convolution reads it
-        inner.unflatten(3, (width, 2)).unflatten(2, (count, 2)).copy_(rows[:, :, :, None, :, None])
-        self.carry.keep(window)
-        return window
-
-    @property
-    def behind(self) -> int:
-        """Rows of the last row pair that are out: of an interpolated picture one, of a shuffled one none."""
-        return 1 if self.block.interpolate else 0
-
-    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        out = convolve(self.block.conv, window, self.whole)
-        if not self.block.interpolate:
-            out = shuffle(out)
-        if self.block.shortcut:
-            self.add_shortcut(out)
-            # a clone, since a view would keep all of it
-            self.source = self.source[:, :, -1:].clone()
+        window = self.carry.window(strip.map, strip.top, strip.size, last, workspace)
+        width, conv = window.shape[3], self.block.conv
+        if self.block.interpolate:
+            count = 2 * (window.shape[2] - 1) - first - last
+            out = workspace.beside(strip, conv.out_channels, count, 2 * width)
+            self.interpolate(window, out.rows, first, last, workspace.piece)
+            return out
+        count = max(0, window.shape[2] - 2)
+        out = workspace.beside(strip, self.shape.outer, 2 * count, 2 * width)
+        for start, stop in workspace.pieces(count, conv.out_channels * width):
+            x = convolve(conv, window[:, :, start : stop + 2], self.whole)
+            rows = out.rows[:, :, 2 * start : 2 * stop]
+            # pixel_shuffle, written where it belongs
+            split = rows.unflatten(3, (width, 2)).unflatten(2, (stop - start, 2)).permute(0, 1, 3, 5, 2, 4)
+            split.copy_(x.unflatten(1, (-1, 2, 2)))
+            del x
+            if self.block.shortcut:
+                self.add_shortcut(rows, rows, window[:, :, start + 1 : stop + 1], 0)
         return out
 
-    def add_shortcut(self, out: torch.Tensor) -> None:
-        """Add what repeat_interleave and pixel_shuffle make of `source`, without making it."""
-        repeats = self.block.repeats
+    def interpolate(self, window: torch.Tensor, out: torch.Tensor, first: bool, last: bool, piece: int) -> None:
+        """Write into `out` what the convolution makes of each pixel of `window` four times."""
+        channels, width = window.shape[1], window.shape[3]
+        total, row = window.shape[2] - 1, 2 * width * (channels + self.block.conv.out_channels)
+        for start, stop in chunks(total, interpolated_rows(row, piece)):
+            count = stop + 1 - start
+            doubled = empty(window, channels, 2 * count, 2 * width)
+            rows = window[:, :, start : stop + 1, None, :, None]
+            doubled.unflatten(3, (width, 2)).unflatten(2, (count, 2)).copy_(rows)
+            # the zeros beyond the picture are one row of the larger one
+            skipped = int(first and start == 0)
+            x = convolve(self.block.conv, doubled[:, :, skipped : 2 * count - int(last and stop == total)], self.whole)
+            top = 2 * start - int(first) + skipped
+            target = out[:, :, top : top + x.shape[2]]
+            if self.block.shortcut:
+                # it begins with the second row of a pair
+                self.add_shortcut(target, x, window[:, :, start + skipped : stop + 1], 1 - skipped)
+            else:
+                target.copy_(x)
+            del doubled, x
+
+    def add_shortcut(self, out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, skip: int) -> None:
+        """Write `x` plus what repeat_interleave and pixel_shuffle make of `source`, but for its first `skip` rows."""
+        repeats, width = self.block.repeats, source.shape[3]
         for row in (0, 1):
-            first = (row - self.skip) % 2
-            target = out[:, :, first::2]
-            begin = (first + self.skip) // 2
-            for column in (0, 1):
-                # channel c of the shuffle is channel (4 c + 2 row + column) // repeats of the source
-                picked = self.source[:, (2 * row + column) // repeats :: 4 // repeats]
-                target[..., column::2] += picked[:, :, begin : begin + target.shape[2]]
+            first = (row - skip) % 2
+            target, added = (rows[:, :, first::2].unflatten(3, (width, 2)) for rows in (out, x))
+            begin = (first + skip) // 2
+            # channel c of the shuffle is channel (4 c + 2 row + column) // repeats of the source
+            for columns in (slice(0, 1), slice(1, 2)) if repeats == 1 else (slice(0, 2),):
+                channel = (2 * row + columns.start) // repeats
+                picked = source[:, channel :: 4 // repeats, begin : begin + target.shape[2], :, None]
+                torch.add(added[..., columns], picked, out=target[..., columns])
 
-
-def shuffle(x: torch.Tensor) -> torch.Tensor:
-    """Return pixel_shuffle of `x` [B, 4 C, n, W] by 2, channels-last; torch's own copies twice on accelerators."""
-    count, channels, height, width = x.shape
-    parts = x.permute(0, 2, 3, 1).view(count, height, width, channels // 4, 2, 2)
-    return parts.permute(0, 1, 4, 2, 5, 3).reshape(count, 2 * height, 2 * width, channels // 4).permute(0, 3, 1, 2)
+    def completes(self, count: int) -> int:
+        if self.block.interpolate:
+            return 2 * count + int(self.carry.kept is not None)
+        return 2 * (count + self.carry.above - 1)
 
 
 class StreamedDownsample:
@@ -270,34 +304,35 @@ class StreamedDownsample:
 
     def __init__(self, block: Block, size: tuple[int, int]) -> None:
         self.block = block
-        self.whole = block.conv.in_channels * size[0] * size[1]
+        inner, made = block.conv.in_channels, block.conv.out_channels
+        self.shape = LayerShape(inner, made * 4 if block.downsample else made, made, 0.5, 3)
+        self.whole = inner * size[0] * size[1]
         self.kept: Any = None
 
-    def join(self, rows: torch.Tensor, last: bool) -> torch.Tensor:
-        parts = [zeros(rows, 1) if self.kept is None else self.kept, rows]
-        if last and self.block.stride == 1:
-            parts.append(zeros(rows, 1))
-        window = torch.cat(parts, dim=2)
+    def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
         # whole pairs of rows only: their window is the pair, the row above it, and one below for a stride of 1
         below = 1 if self.block.stride == 1 else 0
-        used = (window.shape[2] - 1 - below) // 2 * 2 + 1 + below
-        self.kept = window[:, :, used - 1 - below :].clone()
-        return window[:, :, :used]
-
-    def compute(self, window: torch.Tensor, last: bool) -> torch.Tensor:
-        out = convolve(self.block.conv, window, self.whole)
-        if self.block.downsample:
-            out = functional.pixel_unshuffle(out, 2)
-        if self.block.shortcut:
-            pairs = window[:, :, 1 : 1 + 2 * out.shape[2]]
-            out += functional.pixel_unshuffle(pairs, 2).unflatten(1, (-1, self.block.group_size)).mean(dim=2)
+        above = 1 if self.kept is None else self.kept.shape[2]
+        low, high = strip.top - above, strip.top + strip.size
+        strip.map[:, :, low : strip.top] = 0 if self.kept is None else self.kept
+        if last and below:
+            strip.map[:, :, high] = 0
+            high += 1
+        count = max(0, high - low - 1 - below) // 2
+        window = strip.map[:, :, low : low + 2 * count + 1 + below]
+        self.kept = strip.map[:, :, low + 2 * count : high].clone()
+        conv, width = self.block.conv, window.shape[3] // 2
+        out = workspace.beside(strip, self.shape.outer, count, width)
+        for start, stop in workspace.pieces(count, 4 * window.shape[1] * width):
+            x = convolve(conv, window[:, :, 2 * start : 2 * stop + 1 + below], self.whole)
+            if self.block.downsample:
+                x = functional.pixel_unshuffle(x, 2)
+            if self.block.shortcut:
+                pairs = window[:, :, 1 + 2 * start : 1 + 2 * stop]
+                x += functional.pixel_unshuffle(pairs, 2).unflatten(1, (-1, self.block.group_size)).mean(dim=2)
+            out.rows[:, :, start:stop] = x
+            del x
         return out
 
-
-def in_place(activation: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return `activation` of `x`, in x's memory where that function has such a form."""
-    if isinstance(activation, torch.nn.SiLU):
-        return functional.silu(x, inplace=True)
-    if isinstance(activation, torch.nn.ReLU):
-        return functional.relu_(x)
-    return activation(x)
+    def completes(self, count: int) -> int:
+        return (count + (0 if self.kept is None else self.kept.shape[2] - 1)) // 2

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..runtime.cancellation import Poll
-from .attention import attend_rows, score_pieces, strips
+from .attention import attend_rows, score_pieces
 from .row_partition import RowPartition, empty_partition
 from .stages import Stages
 from .streaming import (
@@ -25,15 +25,17 @@ from .streaming import (
     StreamedNorm,
     StreamedResBlock,
     StreamedUpsample,
-    chunks,
     run,
 )
+from .workspace import Strip, Workspace, chunks
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
 
 # Rows of latents whose positions the attention sums at once. Part of the result: sums in other pieces round otherwise.
 PIECE = 2
+# positions of a map, so that no kernel for a few of them is chosen
+FEW_POSITIONS = 64
 
 
 def project_latents(decoder: Decoder, latents: torch.Tensor) -> RowPartition:
@@ -56,25 +58,47 @@ def is_attention(block: Block) -> bool:
     return hasattr(block, "attn")
 
 
-def uses_full_attention(block: Block, x: RowPartition) -> bool:
-    """Whether diffusers computes the attention of so few positions position by position."""
-    return x.height * x.width <= block.attn.attention_head_dim
+def runs_undivided(block: Block, x: RowPartition) -> bool:
+    """Whether diffusers computes the attention of so few positions position by position, or convolves a single one."""
+    return x.height * x.width <= (block.attn.attention_head_dim if is_attention(block) else 1)
 
 
-def global_block(block: Block, x: RowPartition, rows: int | None, scale: int, poll: Poll) -> RowPartition:
-    """Return `block` of the whole map `x`, undivided, or with `rows` rows of latents at a time."""
+def global_block(
+    block: Block, x: RowPartition, rows: int | None, scale: int, workspace: Workspace, poll: Poll
+) -> RowPartition:
+    """Return `block` of the whole map `x`, which it uses up, with `rows` rows of latents at a time; `scale` is the rows
+    of the map for one of them. None are few rows, but all in the sums of attention, for the library's bits on a CPU.
+    """
     poll()
     height = x.height
-    if rows is None or (is_attention(block) and uses_full_attention(block, x)):
+    if runs_undivided(block, x):
         return RowPartition([block(x.rows(0, height))])
-    x = x.channels_last()
+    x, workspace.used = x.channels_last(), 0
+    high = min(height, max(PIECE * scale, -(-FEW_POSITIONS // x.width)) if rows is None else rows * scale)
     if is_attention(block):
-        pieces = score_pieces(block.attn, x, 0, height, rows * scale, PIECE * scale, poll)
-        return fill(height, attend_rows(block, x, ordered_sum(pieces), 0, height, rows * scale, poll))
-    layer = local_layer(block, (height, x.width))
-    # at least the three rows that a residual block looks at
-    parts = (run([layer], x.rows(a, b), b == height, poll) for a, b in chunks(height, max(3, rows * scale)))
-    return fill(output_size(block, height), parts)
+        summed = (height, height) if rows is None else (high, PIECE * scale)
+        scores = ordered_sum(score_pieces(block.attn, x, range(height), *summed, workspace, poll))
+        workspace.used = 0
+        # in place: what comes out lies above what is still read
+        top = 0
+        for part in attend_rows(block, x, scores, range(height), high, workspace, poll):
+            x.write(top, 0, part)
+            top += part.shape[2]
+            del part
+        return x
+    return convolved(block, x, x, high, workspace, poll)
+
+
+def convolved(
+    block: Block, x: RowPartition, whole: RowPartition, rows: int, workspace: Workspace, poll: Poll
+) -> RowPartition:
+    """Return a block of convolutions of `x`, which is `whole` or a part of it, with `rows` rows at a time."""
+    layer = local_layer(block, (whole.height, whole.width))
+    parts = (
+        run([layer], workspace.put(x.rows(top, bottom)), bottom == x.height, workspace, poll).rows
+        for top, bottom in chunks(x.height, rows)
+    )
+    return fill(output_size(block, x.height), parts)
 
 
 def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -119,11 +143,11 @@ def local_layers(decoder: Decoder, stages: Stages, height: int, width: int) -> l
             size = (output_size(block, size[0]), output_size(block, size[1]))
     end = decoder.conv_out
     last: Layer = StreamedConv(end, size) if isinstance(end, torch.nn.Conv2d) else local_layer(end, size)
-    return [*layers, StreamedNorm(decoder.norm_out, decoder.conv_act), last]
+    return [*layers, StreamedNorm(decoder.norm_out, decoder.conv_act, last.shape.inner), last]
 
 
 class StripSize(NamedTuple):
-    """Rows of the boundary map that one strip completes, and columns of it in one panel, None for all."""
+    """Rows of the boundary map in one strip, and columns of it in one panel, None for all."""
 
     rows: int
     columns: int | None = None
@@ -133,60 +157,59 @@ def pixel_rows(
     decoder: Decoder,
     stages: Stages,
     boundary: RowPartition,
-    start: int,
-    stop: int,
+    span: range,
     strip: StripSize,
+    workspace: Workspace,
     poll: Poll,
-    whole: int | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Yield the pixels [B, 3, n, W] of rows `start` to `stop` of the map `boundary`, top to bottom, strip by strip.
+    """Yield the pixels [1, 3, n, W] of the rows in `span` of the map `boundary`, top to bottom, strip by strip.
 
-    Panels beside each other need a halo, whole rows of the map need none. `whole` is the map's height if `boundary` is
-    only a part of it.
+    Panels beside each other need a halo, whole rows of the map need none.
     """
     height, width = boundary.height, boundary.width
-    rows, columns = strip
-    halo, stride = stages.halo, stages.stride
+    halo, stride, columns = stages.halo, stages.stride, strip.columns or width
     # rows beyond the halo cannot reach these pixels; what the zeros there spoil is cut off
-    low, high = max(0, start - halo), min(height, stop + halo)
-    panels = []
-    for left, right in chunks(width, columns or width):
+    low, high = max(0, span.start - halo), min(height, span.stop + halo)
+    capacity = stages.strip_rows(min(strip.rows, high - low))
+    panels, workspace.used = [], 0
+    for left, right in chunks(width, columns):
         begin, end = max(0, left - halo), min(width, right + halo)
-        layers = local_layers(decoder, stages, whole or height, width)
+        layers = local_layers(decoder, stages, boundary.whole or height, width)
         panels.append((layers, begin, end, (left - begin) * stride, (right - begin) * stride))
+
+    def panel_rows(panel: tuple, top: int, bottom: int) -> Iterator[torch.Tensor]:
+        layers, begin, end, left, right = panel
+        rows = workspace.put(boundary.rows(top, bottom)[..., begin:end])
+        for done in flow(layers, rows, bottom == high, capacity, workspace, poll):
+            # a copy, for the next panel and the next strip use the workspace again
+            yield done.rows[..., left:right].clone()
+
     row = low * stride
-    for top, bottom in strips(low, high, start, rows, halo):
-        # a strip that is all there is begins and ends every layer, and is not cut
-        piece = rows if top > low else bottom - top
-        flows = [
-            flow(layers, boundary.rows(top, bottom)[..., begin:end], bottom == high, piece, poll)
-            for layers, begin, end, _, _ in panels
-        ]
-        for parts in zip(*flows, strict=True):
-            cut = [part[..., left:right] for part, (_, _, _, left, right) in zip(parts, panels, strict=True)]
+    for top in range(low, high, strip.rows):
+        bottom = min(top + strip.rows, high)
+        for cut in zip(*(panel_rows(panel, top, bottom) for panel in panels), strict=True):
             done = cut[0] if len(cut) == 1 else torch.cat(cut, dim=3)
             first, row = row, row + done.shape[2]
-            done = done[:, :, max(0, start * stride - first) : max(0, stop * stride - first)]
+            done = done[:, :, max(0, span.start * stride - first) : max(0, span.stop * stride - first)]
             if done.shape[2]:
                 yield done
 
 
-def flow(layers: list[Layer], rows: torch.Tensor, last: bool, piece: int, poll: Poll) -> Iterator[torch.Tensor]:
-    """Yield what comes out of `layers` when `rows` go in: at once, but for the last rows of a picture.
+def flow(
+    layers: list[Layer], strip: Strip, last: bool, capacity: int, workspace: Workspace, poll: Poll
+) -> Iterator[Strip]:
+    """Yield what comes out of `layers` when `strip` goes in: nothing or one strip, but for the last rows of a picture.
 
-    With those every layer completes the rows that it was behind, and each hands more on to the next: what has grown to
-    more than a piece and a half goes on in pieces, of as many pixels as `piece` rows of `rows` have.
+    With those every layer completes the rows that it was behind. Where that would be more than the workspace holds, of
+    `capacity` rows of the map that goes in, the strip goes on first, and what the layers have kept follows.
     """
     for index, layer in enumerate(layers):
         poll()
-        # not in a function, whose caller would hold the rows that the window has replaced
-        rows = layer.join(rows, last)
-        rows = layer.compute(rows, last)
-        if isinstance(layer, StreamedUpsample):
-            piece *= 2
-        height = rows.shape[2]
-        if last and 2 * height > 3 * piece:
-            for start, stop in chunks(height, piece):
-                yield from flow(layers[index + 1 :], rows[:, :, start:stop], stop == height, piece, poll)
+        grown = int(capacity * layer.shape.scale)
+        if last and strip.size and layer.completes(strip.size) > grown:
+            yield from flow(layers[index:], strip, False, capacity, workspace, poll)
+            strip = strip._replace(size=0)
+        strip, capacity = layer(strip, last, workspace), grown
+        if not strip.size:
             return
-    yield rows
+    yield strip

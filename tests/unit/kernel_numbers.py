@@ -7,11 +7,11 @@ type, but for 5 % and a rounding of float32, 6e-8, since they round elsewhere.
 import pytest
 import torch
 import torch.nn.functional as F
-from decoders import f32c32, noise
+from decoders import decode_in_strips, f32c32, noise
 from diffusers import SanaTransformer2DModel
 from diffusers.models.normalization import RMSNorm
 
-from sana_core.decode import attention, fused, streaming, strips
+from sana_core.decode import attention, fused, streaming, workspace
 from sana_core.kernels import trial
 from sana_core.kernels.channels import add_bias, rms_norm
 from sana_core.kernels.gated_depthwise import silu_depthwise_gate
@@ -236,35 +236,20 @@ def narrow():
     return f32c32(8)
 
 
-def decoded(autoencoder, latents, rows):
-    decoder, stages = autoencoder.decoder, strips_stages(autoencoder)
-    x = strips.project_latents(decoder, latents)
-    for one, scale in strips.global_blocks(decoder, stages):
-        x = strips.global_block(one, x, 2, scale, lambda: None)
-    size = strips.StripSize(rows)
-    return torch.cat(list(strips.pixel_rows(decoder, stages, x, 0, x.height, size, lambda: None)), dim=2)
-
-
-def strips_stages(autoencoder):
-    from sana_core.decode.stages import decoder_stages
-
-    return decoder_stages(autoencoder)
-
-
 def test_a_decode_in_strips_equals_the_library_s(narrow, everywhere, monkeypatch):
     """With strips of 32 px, of a picture of 96 x 64 px; in fp32 no farther than rounding."""
-    monkeypatch.setattr(streaming, "norm_in_cache_", lambda x, norm, residual: fused.norm_(x, norm, residual))
+    monkeypatch.setattr(streaming, "norm_in_cache", lambda *given: fused.norm_into(*given, None))
     latents = noise(1, 32, 3, 2)
     whole = narrow.decoder(latents)
-    assert error(decoded(narrow, latents, 4), whole.double()) < 1e-5
+    assert error(decode_in_strips(narrow, latents, 4, None, 2), whole.double()) < 1e-5
 
 
 def test_a_decode_in_16_bits_is_as_near_the_truth_as_the_library_s(narrow, everywhere, monkeypatch):
-    monkeypatch.setattr(streaming, "norm_in_cache_", lambda x, norm, residual: fused.norm_(x, norm, residual))
+    monkeypatch.setattr(streaming, "norm_in_cache", lambda *given: fused.norm_into(*given, None))
     latents = noise(1, 32, 3, 2).bfloat16()
     half = f32c32(8).bfloat16()
     truth = f32c32(8).bfloat16().double().decoder(latents.double())
-    assert error(decoded(half, latents, 8), truth) <= 1.05 * error(half.decoder(latents), truth)
+    assert error(decode_in_strips(half, latents, 8, None, 2), truth) <= 1.05 * error(half.decoder(latents), truth)
 
 
 def test_norms_without_triton_need_no_copies_and_are_as_near(dtype):
@@ -275,9 +260,10 @@ def test_norms_without_triton_need_no_copies_and_are_as_near(dtype):
     norm.bias.copy_(noise(64, seed=3))
     library = norm(x.movedim(1, -1)).movedim(-1, 1) + residual
     exact = rounded_norm(x.double().movedim(1, -1), norm.weight.double(), norm.bias.double()).movedim(-1, 1)
-    got = fused.norm_(x.clone(memory_format=torch.preserve_format), norm, residual)
+    got, activated = torch.empty_like(x), torch.empty_like(x)
+    fused.norm_into(got, x.clone(memory_format=torch.preserve_format), norm, residual, None)
     check(got, library, exact + residual.double())
-    activated = fused.norm_(x.clone(memory_format=torch.preserve_format), norm, residual, torch.nn.ReLU())
+    fused.norm_into(activated, x.clone(memory_format=torch.preserve_format), norm, residual, torch.nn.ReLU())
     assert torch.equal(activated, F.relu(got))
 
 
@@ -285,7 +271,7 @@ def test_scores_computed_together_are_those_of_the_pieces():
     maps = [noise(1, 2, 64, 70), noise(1, 2, 64, 70, seed=1)]
     apart = [
         torch.cat([attention.piece_scores(one[..., a:b], 32) for one in maps], dim=1)
-        for a, b in streaming.chunks(70, 16)
+        for a, b in workspace.chunks(70, 16)
     ]
     found = list(attention.together(maps, 16, 32))
     assert len(found) == len(apart)

@@ -154,7 +154,7 @@ def test_a_decode_stays_within_its_launches_and_bytes():
     found = counts.decode(1024)
     assert found["weight_copies"] == 0
     # the latents' first and the pixels' ways to other devices; none within
-    assert found["transfers"] <= 4
+    assert found["transfers"] <= 5
     assert 0.95 <= found["predicted_of_peak"][0] <= 1.10
     assert found == committed()["decode"]["1024 px"]
 
@@ -169,7 +169,7 @@ def test_the_committed_counts_hold_what_is_promised():
     found = committed()
     step, decode = found["guided_step"]["1.6B, 1024 px"], found["decode"]["4096 px"]
     assert step["launches"] <= 300 and step["gigabytes_moved"] <= 11.5
-    assert decode["launches"] <= 6000 and decode["gigabytes_moved"] <= 700 and decode["peak_megabytes"] <= 1300
+    assert decode["launches"] <= 6100 and decode["gigabytes_moved"] <= 600 and decode["peak_megabytes"] <= 1200
     lite = ("decode_lite", "decode_lite_smallest")
     for stage in ("guided_step", "decode", "decode_smallest", "decode_two_devices", *lite, "encode", "encode_smallest"):
         for size, one in found[stage].items():

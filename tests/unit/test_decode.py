@@ -1,32 +1,36 @@
 """Strips give the pixels of the undivided decode, whatever the size, the strips, the budget and the devices."""
 
+import itertools
 import random
 
 import pytest
 import torch
-from decoders import f32c32, f32c32_layout, noise, relative
+from decoders import decode_in_strips, f32c32, f32c32_layout, lite, noise, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import DecodeOptions, Tiles, attention, decode_into, decode_rows, devices, plan, row_partition
+from sana_core.decode import (
+    DecodeOptions,
+    Tiles,
+    attention,
+    decode_into,
+    decode_rows,
+    devices,
+    encode,
+    plan,
+    row_partition,
+)
 from sana_core.decode.plan import Planner
 from sana_core.decode.row_partition import RowPartition
 from sana_core.decode.run import planner_for
 from sana_core.decode.stages import decoder_stages, encoder_stages
-from sana_core.decode.strips import StripSize, global_block, global_blocks, pixel_rows, project_latents
+from sana_core.decode.strips import StripSize, local_layers
+from sana_core.decode.workspace import Workspace, WorkspaceSize
+from sana_core.runtime.cancellation import no_poll
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def decode_in_strips(model, latents, strip, columns=None, attention_rows=None):
-    stages = decoder_stages(model)
-    x = project_latents(model.decoder, latents)
-    for block, scale in global_blocks(model.decoder, stages):
-        x = global_block(block, x, attention_rows, scale, lambda: None)
-    parts = pixel_rows(model.decoder, stages, x, 0, x.height, StripSize(strip, columns), lambda: None)
-    return torch.cat(list(parts), dim=2)
 
 
 CASES = random.Random(5)
@@ -71,15 +75,17 @@ def test_attention_in_strips_is_close_to_the_library(bundled, height, width):
 def test_the_height_of_the_strips_and_the_number_of_bands_do_not_change_a_bit_of_the_attention():
     block = f32c32(4).decoder.up_blocks[3][1]
     x = RowPartition([noise(1, 128, 48, 32)])
+    workspace = Workspace(x.parts[0], WorkspaceSize(128 * 8 * 60 * 32, 128 * 8 * 60 * 32, 0))
 
     def attend(strip, edges):
-        spans = list(zip(edges, edges[1:], strict=False))
+        workspace.used = 0
+        spans = [range(start, stop) for start, stop in itertools.pairwise(edges)]
         pieces = [
-            piece for a, b in spans for piece in attention.score_pieces(block.attn, x, a, b, strip, 8, lambda: None)
+            one for span in spans for one in attention.score_pieces(block.attn, x, span, strip, 8, workspace, no_poll)
         ]
         scores = sum(pieces[1:], pieces[0])
-        parts = [part for a, b in spans for part in attention.attend_rows(block, x, scores, a, b, strip, lambda: None)]
-        return torch.cat(parts, dim=2)
+        rows = [attention.attend_rows(block, x, scores, span, strip, workspace, no_poll) for span in spans]
+        return torch.cat(list(itertools.chain(*rows)), dim=2)
 
     expected = attend(8, [0, 48])
     torch.testing.assert_close(expected, block(x.parts[0]), **CLOSE)
@@ -188,13 +194,17 @@ def test_a_budget_below_the_floor_says_the_smallest_that_works(bundled):
     assert decode_latents(bundled, noise(1, 32, 4, 4), max_bytes=floor).isfinite().all()
 
 
-def test_each_devices_band_is_planned_with_its_halos():
-    """64 rows of the boundary map, of which a row of pixels needs 7 on either side."""
-    stages = decoder_stages(f32c32_layout())
-    planner = Planner(stages, 16, 16, torch.float32, True, devices=4)
-    assert (stages.halo, planner.height) == (7, 64) and planner.bands == {(0, 23), (7, 30), (7, 23)}
-    first = plan.local_demand(stages, 64, 8, 4, True, above=7)
-    assert first == plan.local_demand(stages, 64, 8 + 7, 4, True)
+@pytest.mark.parametrize("kind", [f32c32, lite])
+@pytest.mark.parametrize("changes", [{}, {"decoder_layers_per_block": (0, 1, 2, 1, 1, 1)}])
+def test_what_is_planned_for_is_what_the_layers_say_of_themselves(kind, changes):
+    """But for the last norm, which takes no memory."""
+    with torch.device("meta"):
+        model = kind(1, **changes, **{name.replace("de", "en", 1): layers for name, layers in changes.items()})
+    for stages, layers in (
+        (decoder_stages(model), local_layers(model.decoder, decoder_stages(model), 4, 4)),
+        (encoder_stages(model), encode.local_layers(model.encoder, encoder_stages(model), (32, 32))),
+    ):
+        assert [layer.shape for layer in layers if layer.shape.made] == plan.layer_shapes(stages)
 
 
 def test_nothing_is_kept_for_gradients():
@@ -204,16 +214,17 @@ def test_nothing_is_kept_for_gradients():
 
 
 def test_a_decode_is_planned_for_rows_and_columns_of_its_own(bundled):
-    planner = planner_for(bundled, (1, 32, 4, 16), False, 1)
+    planner = planner_for(bundled, (1, 32, 4, 16), False)
     assert (planner.height, planner.width) == (4 * planner.stages.scale, 16 * planner.stages.scale)
 
 
 def test_a_panel_is_planned_with_a_halo_on_both_sides():
     stages = decoder_stages(f32c32_layout())
-    planner = Planner(stages, 16, 16, torch.float32, True)
-    rows, columns, size = next(option for option in planner.local_options() if option[1])
-    panel = plan.local_demand(stages, columns + 2 * 7, rows, 4, True, 64 // columns, 64)
-    assert columns == 32 and size == planner.boundary_bytes + panel.size
+    panel = plan.local_demand(stages, 64, 64, StripSize(8, 32), True)
+    whole = plan.local_demand(stages, 64, 32 + 2 * 7, StripSize(8), True)
+    assert panel.buffer == whole.buffer
+    # each of the two carries rows of its own
+    assert panel.kept == 2 * whole.kept and panel.beside > whole.beside
 
 
 @pytest.mark.parametrize("height, width", [(2**a, 2**b) for a in (4, 7, 8) for b in (4, 7, 8)] + [(128, 512)])
@@ -227,10 +238,10 @@ def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, acceler
         plan = planner.fitting(budget)
         if plan is None:
             continue
-        columns = planner.width if plan.columns is None else plan.columns + 2 * stages.halo
-        tail = local_demand(stages, columns, plan.rows, 2, accelerator)
-        head = global_demand(stages, planner.height, planner.width, plan.attention_rows, 2, accelerator)
-        assert max(tail.largest, head.largest) < 2**31
+        size = stages, planner.height, planner.width
+        tail = local_demand(*size, plan.strip, accelerator, plan.workspace.buffer)
+        head = global_demand(*size, plan.attention_rows, 2, accelerator)
+        assert max(tail.largest, head.largest, 2 * plan.workspace.buffer) < 2**31
 
 
 class Largest(TorchDispatchMode):
@@ -252,7 +263,7 @@ def test_a_boundary_map_that_is_too_large_for_one_tensor_is_kept_in_bands(monkey
     for module in (row_partition, devices, plan):
         monkeypatch.setattr(module, "LARGEST_TENSOR", limit)
     make = RowPartition.__init__
-    monkeypatch.setattr(RowPartition, "__init__", lambda self, maps: make(self, maps) or parts.extend(maps))
+    monkeypatch.setattr(RowPartition, "__init__", lambda self, maps, *of: make(self, maps, *of) or parts.extend(maps))
     with Largest() as largest:
         for _, top, pixels in decode_rows(model, latents, DecodeOptions(devices=workers and ["cpu"] * workers)):
             got.narrow(1, top, pixels.shape[1]).copy_(pixels)

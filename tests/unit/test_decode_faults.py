@@ -8,7 +8,7 @@ import torch
 from decoders import f32c32_layout, noise, relative
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import DecodeOptions, decode_into, decode_rows, devices, streaming
+from sana_core.decode import DecodeOptions, decode_into, decode_rows, devices, plan, streaming
 from sana_core.decode.plan import Planner, smaller
 from sana_core.decode.stages import decoder_stages, encoder_stages
 
@@ -53,23 +53,24 @@ def test_memory_that_runs_out_in_a_convolution_costs_no_finished_row(bundled, mo
 def test_after_memory_ran_out_comes_the_fastest_plan_of_half_as_much(accelerator):
     """Down to the least that works, and no further."""
     planner = Planner(decoder_stages(f32c32_layout()), 128, 128, torch.bfloat16, accelerator)
-    plan, peaks = planner.fitting(2**40), []
-    while plan is not None:
-        peaks.append(plan.peak_bytes)
-        following = smaller(planner, plan)
-        half = planner.fitting(plan.peak_bytes / 2)
+    found, peaks = planner.fitting(2**40), []
+    while found is not None:
+        peaks.append(found.peak_bytes)
+        following = smaller(planner, found)
+        half = planner.fitting(found.peak_bytes / 2)
         assert following in (half, None) if half else following in (planner.floor(), None)
-        plan = following
+        found = following
     assert len(peaks) >= 2 and peaks == sorted(set(peaks), reverse=True)
     assert peaks[-1] == planner.floor().peak_bytes
 
 
 @pytest.mark.parametrize("name", ["score_pieces", "attend_rows"])
-def test_memory_that_runs_out_in_the_attention_begins_the_block_again(bundled, monkeypatch, name):
+def test_memory_that_runs_out_in_the_attention_begins_it_again(bundled, monkeypatch, name):
     from sana_core.decode import strips
 
     latents = noise(1, 32, 9, 7)
     expected = decode_latents(bundled, latents)
+    monkeypatch.setattr(plan, "CPU_ATTENTION_ROWS", (4, 2))
     planner = Planner(decoder_stages(bundled), 9, 7, torch.float32, False)
     budget = next(size for size in range(planner.floor().peak_bytes, 10**9, 50_000) if halves(planner, size))
     monkeypatch.setattr(strips, name, Fails(getattr(strips, name), 2))
@@ -80,8 +81,8 @@ def test_memory_that_runs_out_in_the_attention_begins_the_block_again(bundled, m
 
 def halves(planner, budget):
     """Whether the plan for `budget` has its attention in strips, and room below it."""
-    plan = planner.fitting(budget)
-    return plan.attention_rows is not None and plan.peak_bytes > planner.floor().peak_bytes
+    found = planner.fitting(budget)
+    return found.attention_rows is not None and found.peak_bytes > planner.floor().peak_bytes
 
 
 def test_memory_that_never_suffices_ends_at_the_floor_with_the_error_s_own_type(bundled, monkeypatch):

@@ -14,10 +14,12 @@ from decoders import lite, noise, relative
 from setup import ROOT
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import DecodeOptions, Tiles, decode_rows, devices, streaming
+from sana_core.decode import DecodeOptions, Tiles, decode_rows, devices, plan, streaming
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
 from sana_core.decode.strips import StripSize, pixel_rows, project_latents
+from sana_core.decode.workspace import Workspace
+from sana_core.runtime.cancellation import no_poll
 
 CLOSE = 2e-6
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,11 +51,15 @@ def undivided(model, latents):
     return torch.cat(one)
 
 
+def pixel_parts(model, latents, strip, columns=None):
+    kept, stages = project_latents(model.decoder, latents).channels_last(), decoder_stages(model)
+    made = Planner(stages, *latents.shape[2:], latents.dtype, False).of(StripSize(strip, columns), None)
+    workspace = Workspace(latents, made.workspace)
+    return list(pixel_rows(model.decoder, stages, kept, range(kept.height), made.strip, workspace, no_poll))
+
+
 def decode_in_strips(model, latents, strip, columns=None):
-    kept = project_latents(model.decoder, latents).channels_last()
-    stages = decoder_stages(model)
-    size = StripSize(strip, columns)
-    return torch.cat(list(pixel_rows(model.decoder, stages, kept, 0, kept.height, size, lambda: None)), dim=2)
+    return torch.cat(pixel_parts(model, latents, strip, columns), dim=2)
 
 
 @pytest.mark.parametrize("height, width", SIZES)
@@ -113,12 +119,10 @@ def test_a_row_before_the_encoders_attention_depends_on_5_rows_of_8_pixels_and_o
 @torch.no_grad()
 def test_the_rows_that_all_layers_are_behind_come_in_pieces(model, height):
     latents = noise(1, 32, height, 2)
-    kept, stages = project_latents(model.decoder, latents), decoder_stages(model)
     for strip in (1, 2, 5):
-        parts = list(pixel_rows(model.decoder, stages, kept, 0, height, StripSize(strip), lambda: None))
+        parts = pixel_parts(model, latents, strip)
         assert relative(torch.cat(parts, dim=2), undivided(model, latents)) <= CLOSE
-        one_strip = height <= strip + stages.halo
-        assert len(parts) == 1 if one_strip else max(part.shape[2] for part in parts) <= 1.5 * 32 * strip
+        assert max(part.shape[2] for part in parts) <= 32 * max(2, strip)
 
 
 @pytest.mark.parametrize("share", [1.0, 1.1, 3.0])
@@ -172,10 +176,11 @@ def test_memory_that_runs_out_costs_no_finished_row(model, monkeypatch, calls):
         return convolve(*arguments)
 
     monkeypatch.setattr(streaming, "convolve", fail_once)
+    monkeypatch.setattr(plan, "CPU_ROWS", (128, 64))
     report = {}
     floor = Planner(decoder_stages(model), 41, 3, torch.float32, False).floor().peak_bytes
     assert relative(decode_latents(model, latents, max_bytes=2 * floor, report=report), expected) <= CLOSE
-    assert report["events"] == ["out of memory, went on with strips of 32 px"]
+    assert report["events"] == ["out of memory, went on with strips of 64 px"]
 
 
 @pytest.mark.parametrize("height, width", [(1, 1), (2, 7), (9, 5)])
@@ -221,19 +226,19 @@ def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, acceler
     planner = Planner(stages, height, width, torch.bfloat16, accelerator)
     for budget in (planner.floor().peak_bytes, 1e9, 1e15):
         plan = planner.fitting(budget)
-        columns = planner.width if plan.columns is None else plan.columns + 2 * stages.halo
-        assert local_demand(stages, columns, plan.rows, 2, accelerator).largest < 2**31
+        assert local_demand(stages, planner.height, planner.width, plan.strip, accelerator).largest < 2**31
         assert plan.peak_bytes <= budget
 
 
-def test_4k_takes_little_more_than_half_of_what_the_large_one_takes():
+def test_4k_takes_three_quarters_at_most_of_what_the_large_one_takes():
+    """Less of less: where strips had memory of their own each, it was 0.6 of 1.3 GB in bf16 and of 1.5 GB in fp32."""
     from decoders import f32c32
 
     with torch.device("meta"):
         small, large = decoder_stages(lite(1)), decoder_stages(f32c32(1))
     for dtype, accelerator in ((torch.bfloat16, True), (torch.float32, False)):
         peaks = [Planner(one, 128, 128, dtype, accelerator).fitting(2e9).peak_bytes for one in (small, large)]
-        assert peaks[0] < 0.6 * peaks[1]
+        assert peaks[0] < 0.75 * peaks[1] and peaks[1] < (1.2e9 if accelerator else 1.3e9)
 
 
 def test_measured_decodes_took_what_was_predicted():

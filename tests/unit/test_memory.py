@@ -88,20 +88,19 @@ def test_a_plan_of_nothing_that_exists_is_refused(field, options):
 
 
 def test_measured_decodes_took_little_more_than_predicted():
-    """Where glibc maps tensors one by one; with its defaults a process keeps up to three times what is in use."""
+    """With the allocator as a user has it, whose heap is a little different in each run."""
     sizes = json.loads((ROOT / "benchmarks" / "decode.json").read_text())["sizes"]
-    results = [result for methods in sizes.values() for result in methods.values()]
-    measured = [one for one in results if one.get("allocator") == "mapped" and "plan" in one]
-    assert len(measured) >= 3
-    for result in measured:
-        assert result["peak_megabytes"] <= 1.11 * result["predicted_megabytes"], result["plan"]
+    planned = [sizes[pixels]["strips"] for pixels in ("512", "1024", "2048")]
+    assert {result["allocator"] for result in planned} == {"default"}
+    for result in planned:
+        assert 0.9 <= result["predicted_megabytes"] / result["peak_megabytes"] <= 1.2, result["plan"]
 
 
 def cheapest(planner, words):
     """The plan of these words that needs the least."""
-    budgets = {size for _, size in planner.global_options()} | {size for *_, size in planner.local_options()}
-    plans = [plan for budget in sorted(budgets) if (plan := planner.fitting(budget))]
-    return next(plan for plan in plans if plan.words(planner.stages) == words)
+    return min(
+        (plan for plan in planner.plans() if plan.words(planner.stages) == words), key=lambda one: one.peak_bytes
+    )
 
 
 @pytest.mark.parametrize("file", ["decode.json", "decode_lite.json"])
@@ -122,15 +121,15 @@ def test_the_measured_decodes_are_predicted_as_they_were(file):
                 if "predicted_megabytes" not in result:
                     continue
                 if method == "whole":
-                    size = whole_demand(stages[name], planner.height, planner.width, torch.float32, False).size
+                    size = 4 * whole_demand(stages[name], planner.height, planner.width, torch.float32, False).beside
                 else:
                     size = cheapest(planner, result["plan"]).peak_bytes
-                # the strips of 2048 px were predicted to take more when they were measured
-                assert 0.91 < size / 1e6 / result["predicted_megabytes"] < 1.006
+                assert size / 1e6 == pytest.approx(result["predicted_megabytes"], rel=0.006)
                 if "peak_megabytes" in result:
-                    assert size / 1e6 == pytest.approx(result["peak_megabytes"], rel=0.12)
+                    # the heap of a process is different in each run: 101 to 173 MB for one plan of 512 px
+                    assert 0.8 < size / 1e6 / result["peak_megabytes"] < 1.5
                 checked += 1
-    assert checked >= 6
+    assert checked >= 4
 
 
 def test_the_table_of_the_memory_page_is_what_is_predicted():
