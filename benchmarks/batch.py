@@ -37,7 +37,7 @@ from sana_core.batch.draw import (  # noqa: E402
 )
 from sana_core.batch.local import LocalPool  # noqa: E402
 from sana_core.batch.loop import run_batch  # noqa: E402
-from sana_core.batch.plan import Workload, batch_pictures, split_into_chunks  # noqa: E402
+from sana_core.batch.plan import Workload, batch_images, split_into_chunks  # noqa: E402
 from sana_core.batch.queue import Queue  # noqa: E402
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 def seconds_of(pool, pictures: int, chunk: int) -> float:
     """Return the seconds in which the pool's workers draw so many pictures."""
-    queue = Queue(split_into_chunks(batch_pictures(1, pictures, 0), chunk))
+    queue = Queue(split_into_chunks(batch_images(1, pictures, 0), chunk))
     started = time.perf_counter()
     arrived = sum(1 for _ in run_batch(queue, pool))
     seconds = time.perf_counter() - started
@@ -209,7 +209,7 @@ def simulate(seed: int) -> tuple[SimulatedPool, float, list[float]]:
     source = random.Random(seed)
     speeds = [source.choice([0.5, 1.0, 1.0, 2.0]) for _ in range(64)]
     pool = SimulatedPool(speeds, seed, delay=0.05, jitter=0.1, restart=60, mishap=mishap)
-    queue = Queue(split_into_chunks(batch_pictures(1, 10_000, 0), 4))
+    queue = Queue(split_into_chunks(batch_images(1, 10_000, 0), 4))
     arrived = [pool.clock for _ in run_batch(queue, pool)]
     assert len(arrived) == 10_000
     return pool, 10_000 / pool.capacity(), arrived

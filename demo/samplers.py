@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 import sana_core
 from sana_core.model.known_models import SHIFT
-from sana_core.model.latents import noise_stream, picture_shape
+from sana_core.model.latents import latent_shape, noise_stream
 from sana_core.model.text import TextEncoder
 from sana_core.runtime.image_files import levels
 from sana_core.sampling.guidance import PerturbedAttention, denoiser, perturbed_attention
@@ -68,7 +68,7 @@ class Painter:
         model = denoiser(self.transformer, self.cond, self.uncond, GUIDANCE, flow.whole_timesteps, attention)
         count = len(self.wanted)
         # the seed of every prompt is 0, as it is when each is drawn alone
-        noise = noise_stream(torch.empty(picture_shape(PIXELS, PIXELS, count)), 0, [0] * count)
+        noise = noise_stream(torch.empty(latent_shape(PIXELS, PIXELS, count)), 0, [0] * count)
         start = next(noise)
         more = {"noise": noise} if flow.sample is sample_scm else {}
         latents = flow.sample(model, start, flow.sigmas(steps, SHIFT), **more)

@@ -28,7 +28,7 @@ from sana_core.batch.draw import (
     sample,
     stack_texts,
 )
-from sana_core.batch.plan import Picture
+from sana_core.batch.plan import ImageSpec
 from sana_core.batch.verifier import KIND, Shape, Verifier
 from sana_core.model.forward import Watch
 from sana_core.runtime.image_files import levels
@@ -67,7 +67,7 @@ class Drafts:
             trails.append(Trail(until, trails[-1].x0s if trails else (), Watch(self.block)))
             images = ImageInputs(trail=trails[-1])
             prompts = Conditioning([text], self.negative)
-            latents = sample(self.models, self.settings, (Picture(0, 0, seed),), prompts, images=images)
+            latents = sample(self.models, self.settings, (ImageSpec(0, 0, seed),), prompts, images=images)
         return trails[:-1], levels(decode(self.models.autoencoder, latents)[0])
 
 

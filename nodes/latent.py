@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.model.known_models import DEFAULT_RESOLUTION, SHAPES, SIZES, own_size, picture_size
+from ..sana_core.model.known_models import DEFAULT_RESOLUTION, SHAPES, SIZES, image_size, own_size
 from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH, check_side
 from .host.latents import empty_latent
 
@@ -98,7 +98,7 @@ class SanaNodesResolution(io.ComfyNode):
 
     @classmethod
     def execute(cls, size: str, ratio: str) -> io.NodeOutput:
-        return io.NodeOutput(*picture_size(size, ratio))
+        return io.NodeOutput(*image_size(size, ratio))
 
 
 NODES = [SanaNodesEmptyLatent, SanaNodesResolution]

@@ -13,12 +13,12 @@ from .batch.best import Best, Drawing, Pick, draw_best, find_best, place_scorer
 from .batch.draw import Settings, resolve_settings
 from .batch.embeds import Embeds, encoded_prompts
 from .batch.local import draw_local
-from .batch.plan import ImageInputs, Step, Workload, batch_pictures
+from .batch.plan import ImageInputs, Step, Workload, batch_images
 from .batch.progress import OnStatus, WorkerReport, no_status
 from .checkpoints.files import Json
 from .errors import InputError
 from .model.known_models import DEFAULT_RESOLUTION
-from .model.latents import picture_shape
+from .model.latents import latent_shape
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -185,25 +185,25 @@ def make_workload(
         raise InputError(
             "prompt_embeds: got only masks or negative embeddings; give prompt_embeds too, or none of them"
         )
-    pictures = batch_pictures(len(prompts or ()), count, seed)
+    images = batch_images(len(prompts or ()), count, seed)
     latents, callback = options.get("latents"), options.get("callback")
     if latents is not None:
         shape = options.get("width", DEFAULT_RESOLUTION), options.get("height", DEFAULT_RESOLUTION)
-        expected = [len(pictures), *picture_shape(*shape, 1)[1:]]
+        expected = [len(images), *latent_shape(*shape, 1)[1:]]
         if list(latents.shape) != expected:
             raise InputError(f"latents: got the shape {list(latents.shape)}, expected {expected}")
     inputs = ImageInputs(latents=latents, callback=callback)
-    return Workload(prompts or (), pictures, options.get("chunk"), encoded=encoded, inputs=inputs)
+    return Workload(prompts or (), images, options.get("chunk"), encoded=encoded, inputs=inputs)
 
 
 def collect(drawing: Drawing, workload: Workload, settings: Settings) -> torch.Tensor:
     """Return the images of `workload` [N, 3, H, W], in its order."""
     # made when the first image is there, for mistakes in sizes are found before
     out = torch.empty(0)
-    for picture, pixels in drawing(workload, settings):
+    for image, pixels in drawing(workload, settings):
         if not len(out):
-            out = torch.empty(len(workload.pictures), *pixels.shape)
-        out[picture.number] = pixels
+            out = torch.empty(len(workload.images), *pixels.shape)
+        out[image.number] = pixels
     return out
 
 
@@ -218,11 +218,11 @@ def pick_images(
 ) -> list[Pick]:
     """Return the best drafts of each prompt, prompt after prompt."""
     settings = resolve_settings(find_settings(options), checkpoint)
-    workload = Workload(prompts or (), batch_pictures(len(prompts or ()), best.of, seed), options.get("chunk"))
+    workload = Workload(prompts or (), batch_images(len(prompts or ()), best.of, seed), options.get("chunk"))
     # before the drafts take their memory
     scorer = place_scorer(best, settings, devices)
     picks = draw_best(drawing, workload, settings, best, scorer)
-    return sorted(picks, key=lambda pick: (pick.picture.prompt, pick.rank))
+    return sorted(picks, key=lambda pick: (pick.image.prompt, pick.rank))
 
 
 def find_drawing(

@@ -27,7 +27,7 @@ from .model.known_models import (
     Architecture,
     Decoder,
 )
-from .model.latents import CHANNELS, DOWNSCALE, picture_shape
+from .model.latents import CHANNELS, DOWNSCALE, latent_shape
 from .runtime.checks import check_name
 
 
@@ -180,7 +180,7 @@ def plan_memory(
     check_name("vae", vae, DECODERS)
     model, kind = VARIANTS[variant], DTYPES[dtype]
     decoder = DECODERS[vae]
-    _, _, rows, columns = picture_shape(width, height, batch)
+    _, _, rows, columns = latent_shape(width, height, batch)
     text: StagePlan = {"weights": TEXT_PARAMETERS * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)}
     transformer: StagePlan = {
         "weights": transformer_parameters(model) * kind.itemsize,

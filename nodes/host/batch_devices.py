@@ -18,11 +18,11 @@ import latent_preview
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ...sana_core.batch.batch_size import find_architecture, pictures_that_fit
+from ...sana_core.batch.batch_size import find_architecture, images_that_fit
 from ...sana_core.batch.best import Rounds
 from ...sana_core.batch.local import Draw, LocalPool
 from ...sana_core.batch.loop import run_batch
-from ...sana_core.batch.plan import Chunk, Picture, Workload, drawn_together
+from ...sana_core.batch.plan import Chunk, ImageSpec, Workload, drawn_together
 from ...sana_core.batch.queue import Queue
 from ...sana_core.errors import InputError
 from ...sana_core.model.known_models import SPRINT
@@ -126,7 +126,7 @@ def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device
     room = comfy.model_management.get_free_memory(device) + held - model.model_size()
     height, width = (side * DOWNSCALE for side in shape[2:])
     path = loaded_from(model)[0]
-    return pictures_that_fit(device, room, find_architecture(path), width, height, model.model.get_dtype_inference())
+    return images_that_fit(device, room, find_architecture(path), width, height, model.model.get_dtype_inference())
 
 
 class StepBar:
@@ -244,7 +244,7 @@ class DeviceDrawing:
 
 def draw_on_devices(
     batch: BatchInputs, devices: list[torch.device]
-) -> tuple[dict[Picture, Drawn], dict[str, DeviceStats]]:
+) -> tuple[dict[ImageSpec, Drawn], dict[str, DeviceStats]]:
     """Return LATENT rows and IMAGEs (None without a VAE) of the images, and what each worker has drawn, by its name.
 
     Raises InputError for a ControlNet on several devices, and as `find_looks` does.
@@ -259,7 +259,7 @@ def draw_on_devices(
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
     with Polled(cancel):
         drawing = DeviceDrawing(batch, devices, count_steps(batch, looks))
-    results: dict[Picture, Drawn] = {}
+    results: dict[ImageSpec, Drawn] = {}
     with closing(LocalPool(devices, drawing.prepare, cancel)) as pool:
         queue.limits.update(zip(pool.inboxes, fitting, strict=False))
         for workload in rounds.workloads():

@@ -16,7 +16,7 @@ from ...sana_core.runtime.image_files import levels
 from ...sana_core.sampling.trail import Draft, Round, Trail
 
 if TYPE_CHECKING:
-    from ...sana_core.batch.plan import Chunk, Picture
+    from ...sana_core.batch.plan import Chunk, ImageSpec
     from .batch_inputs import BatchInputs
     from .scorer import HostScorer
 
@@ -88,7 +88,7 @@ def look_at(
     return [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
 
 
-def note_look(rounds: Rounds, batch: BatchInputs, image: Picture, draft: Draft) -> None:
+def note_look(rounds: Rounds, batch: BatchInputs, image: ImageSpec, draft: Draft) -> None:
     """Note how well a draft fits its prompt: between two rounds, when no thread draws and a scorer may take memory."""
     comfy.model_management.throw_exception_if_processing_interrupted()
     if draft.score is not None or batch.early is None:

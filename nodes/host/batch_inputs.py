@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...sana_core.batch.plan import Picture, batch_pictures
+from ...sana_core.batch.plan import ImageSpec, batch_images
 from ...sana_core.errors import InputError
 from ...sana_core.model.latents import CHANNELS, LARGEST_BATCH, check_channels
 from .guidance import require_images
@@ -39,8 +39,8 @@ class BatchInputs(NamedTuple):
         return count_prompts(self.positive)
 
     @property
-    def images(self) -> list[Picture]:
-        return batch_pictures(self.prompts, self.count, self.seed)
+    def images(self) -> list[ImageSpec]:
+        return batch_images(self.prompts, self.count, self.seed)
 
 
 def count_prompts(conditioning: list) -> int:

@@ -11,7 +11,7 @@ import torch
 from ...sana_core.checkpoints import CheckpointInfo
 from ...sana_core.checkpoints.load import latent_scale, recorded
 from ...sana_core.checkpoints.schemas import read_preview
-from ...sana_core.model.latents import CHANNELS, DOWNSCALE, picture_shape
+from ...sana_core.model.latents import CHANNELS, DOWNSCALE, latent_shape
 from .preview import find_taesana, taesana_previewer
 
 # DC-AE f32c32 sana-1.0, from the scaled latent to RGB in [0, 1], fitted by the authors of
@@ -102,5 +102,5 @@ def latent_format(info: CheckpointInfo) -> SanaLatents:
 def empty_latent(width: int, height: int, batch_size: int) -> dict:
     """Return a LATENT of zeros for images of `width` x `height` pixels. Raises InputError for other sizes."""
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
-    samples = torch.zeros(picture_shape(width, height, batch_size), device=device, dtype=dtype)
+    samples = torch.zeros(latent_shape(width, height, batch_size), device=device, dtype=dtype)
     return {"samples": samples, "downscale_ratio_spacial": DOWNSCALE}

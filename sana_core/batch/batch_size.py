@@ -12,7 +12,7 @@ from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.configs import architecture
 from ..memory import transformer_bytes
 from ..model.known_models import Architecture
-from ..model.latents import picture_shape
+from ..model.latents import latent_shape
 from ..runtime.accelerator import free_bytes
 from .draw import Settings
 from .plan import LARGEST_CHUNK, draws_one_by_one
@@ -29,7 +29,7 @@ def find_architecture(checkpoint: str | Path) -> Architecture:
     return architecture(find_part(inspect_checkpoint(checkpoint), "transformer").headers)
 
 
-def pictures_that_fit(
+def images_that_fit(
     device: torch.device, room: float, model: Architecture, width: int, height: int, dtype: torch.dtype
 ) -> int:
     """Return how many images of `width` x `height` pixels `device` should draw at once, at least 1.
@@ -39,7 +39,7 @@ def pictures_that_fit(
     """
     if draws_one_by_one(device):
         return 1
-    _, _, rows, columns = picture_shape(width, height, 1)
+    _, _, rows, columns = latent_shape(width, height, 1)
     count = LARGEST_CHUNK
     while count > 1 and transformer_bytes(model, rows, columns, count, dtype, accelerator=True) > SHARE * room:
         count //= 2
@@ -65,4 +65,4 @@ def largest_chunk(checkpoint: str | Path, settings: Settings, device: torch.devi
     """Return how many images `device` should draw at once, with the weights `loaded` there already or not yet."""
     dtype = getattr(torch, settings.dtype)
     room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
-    return pictures_that_fit(device, room, find_architecture(checkpoint), settings.width, settings.height, dtype)
+    return images_that_fit(device, room, find_architecture(checkpoint), settings.width, settings.height, dtype)

@@ -15,12 +15,12 @@ import torch
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import InputError
-from ..model.latents import CHANNELS, picture_shape
+from ..model.latents import CHANNELS, latent_shape
 from ..runtime.checks import check_whole
 from ..sampling.trail import WHOLE, Draft, Round
 from .draw import Settings
 from .local import local_devices
-from .plan import LARGEST_COUNT, Drawn, Picture, Workload
+from .plan import LARGEST_COUNT, Drawn, ImageSpec, Workload
 from .scorer import Scorer, load_scorer
 from .verifier import Verifier, is_verifier, load_verifier
 
@@ -69,14 +69,14 @@ class Best(NamedTuple):
 class Pick(NamedTuple):
     """A draft that is kept: its pixels [3, H, W] in [-1, 1], its score, and its rank in the prompt, from 1."""
 
-    picture: Picture
+    image: ImageSpec
     pixels: torch.Tensor
     score: float
     rank: int
 
     def describe(self, named: bool = False) -> Json:
         """Return score and rank, `named` with the number of the prompt and the seed."""
-        names = {"prompt": self.picture.prompt, "seed": self.picture.seed} if named else {}
+        names = {"prompt": self.image.prompt, "seed": self.image.seed} if named else {}
         return {**names, "score": round(self.score, 4), "rank": self.rank}
 
 
@@ -112,7 +112,7 @@ def place_scorer(best: Best, settings: Settings, devices: Sequence[str | torch.d
 class Look(NamedTuple):
     """What an early look has found of a draft, which has the x0 [k, 32, h, w] of its steps so far."""
 
-    picture: Picture
+    image: ImageSpec
     score: float
     x0s: torch.Tensor
 
@@ -146,41 +146,41 @@ class Rounds:
         self.group = max(1, min(GROUP, KEPT_BYTES // x0s)) * of if looks else max(1, workload.left)
         self.numbers = count()
         # of this round: the drafts by their numbers in it, and what was seen of them
-        self.drafts: dict[int, Picture] = {}
+        self.drafts: dict[int, ImageSpec] = {}
         self.seen: list[Look] = []
-        self.scores: dict[Picture, float] = {}
+        self.scores: dict[ImageSpec, float] = {}
 
     def workloads(self) -> Iterator[Workload]:
         """Yield each round; before the next is asked for, what it has drawn must be in `seen`."""
-        left = [picture for picture in self.workload.pictures if picture.number not in self.workload.done]
+        left = [image for image in self.workload.images if image.number not in self.workload.done]
         for first in range(0, len(left), self.group):
-            group, past = left[first : first + self.group], dict[Picture, torch.Tensor]()
+            group, past = left[first : first + self.group], dict[ImageSpec, torch.Tensor]()
             for step, kept in self.looks:
                 yield self.begin(group, step, past)
-                past = {look.picture: look.x0s for look in better_of_each_prompt(self.seen, kept)}
+                past = {look.image: look.x0s for look in better_of_each_prompt(self.seen, kept)}
                 group = sorted(past)
             yield self.begin(group, None, past)
 
-    def note(self, picture: Picture, score: float, x0s: torch.Tensor, added: bool) -> None:
+    def note(self, image: ImageSpec, score: float, x0s: torch.Tensor, added: bool) -> None:
         """Note what a look has found of a draft. A verifier's scores, logarithms, are `added` up, for where it errs
         differs from step to step."""
-        self.scores[picture] = score + (self.scores.get(picture, 0.0) if added else 0.0)
-        self.seen.append(Look(picture, self.scores[picture], x0s))
+        self.scores[image] = score + (self.scores.get(image, 0.0) if added else 0.0)
+        self.seen.append(Look(image, self.scores[image], x0s))
 
-    def begin(self, group: list[Picture], until: int | None, past: dict[Picture, torch.Tensor]) -> Workload:
+    def begin(self, group: list[ImageSpec], until: int | None, past: dict[ImageSpec, torch.Tensor]) -> Workload:
         """Return the workload of `group`, on from their steps in `past`, with numbers that are new and without gaps."""
-        self.drafts, self.seen = {next(self.numbers): picture for picture in group}, []
-        own = {number: past[picture] for number, picture in self.drafts.items() if past}
-        pictures = [picture._replace(number=number) for number, picture in self.drafts.items()]
+        self.drafts, self.seen = {next(self.numbers): image for image in group}, []
+        own = {number: past[image] for number, image in self.drafts.items() if past}
+        images = [image._replace(number=number) for number, image in self.drafts.items()]
         return self.workload._replace(
-            pictures=pictures, done=frozenset(), round=Round(until, own) if until or own else WHOLE
+            images=images, done=frozenset(), round=Round(until, own) if until or own else WHOLE
         )
 
 
 def better_of_each_prompt(looks: Iterable[Look], kept: int) -> Iterator[Look]:
     """Yield the `kept` best of each prompt; of equal scores the lower seed goes first."""
-    ranked = sorted(looks, key=lambda look: (look.picture.prompt, -look.score, look.picture.number))
-    for _, rivals in groupby(ranked, key=lambda look: look.picture.prompt):
+    ranked = sorted(looks, key=lambda look: (look.image.prompt, -look.score, look.image.number))
+    for _, rivals in groupby(ranked, key=lambda look: look.image.prompt):
         yield from islice(rivals, kept)
 
 
@@ -194,25 +194,25 @@ def draw_best(
     assert settings.steps is not None
     if settings.step_cache and best.after is not None:
         raise InputError("step_cache: got it with after, whose drafts are continued later; leave one of them out")
-    cells = math.prod(picture_shape(settings.width, settings.height, 1)[2:])
+    cells = math.prod(latent_shape(settings.width, settings.height, 1)[2:])
     rounds = Rounds(workload, best.of, best.looks(settings.steps), cells)
     later = rounds.workloads()
     first = next(later)
 
-    def score(picture: Picture, pixels: torch.Tensor) -> float:
+    def score(image: ImageSpec, pixels: torch.Tensor) -> float:
         if scorer is None:
-            return rounds.scores[picture]
-        return float(scorer.score(pixels[None], workload.prompts[picture.prompt])[0])
+            return rounds.scores[image]
+        return float(scorer.score(pixels[None], workload.prompts[image.prompt])[0])
 
-    def whole() -> Iterator[tuple[Picture, torch.Tensor]]:
-        for picture, result in drawn:
-            picture = rounds.drafts[picture.number]
+    def whole() -> Iterator[tuple[ImageSpec, torch.Tensor]]:
+        for image, result in drawn:
+            image = rounds.drafts[image.number]
             if not isinstance(result, Draft):
-                yield picture, result
+                yield image, result
             elif result.score is None:
-                rounds.note(picture, score(picture, result.pixels), result.x0s, added=False)
+                rounds.note(image, score(image, result.pixels), result.x0s, added=False)
             else:
-                rounds.note(picture, result.score, result.x0s, added=True)
+                rounds.note(image, result.score, result.x0s, added=True)
 
     finished = rounds.looks[-1][1] if rounds.looks else best.of
     settings = settings._replace(verifier=str(best.scorer) if best.verifier else None)
@@ -221,7 +221,7 @@ def draw_best(
 
 
 def pick_best(
-    drawn: Iterable[tuple[Picture, torch.Tensor]], best: Best, score_of: Callable[[Picture, torch.Tensor], float]
+    drawn: Iterable[tuple[ImageSpec, torch.Tensor]], best: Best, score_of: Callable[[ImageSpec, torch.Tensor], float]
 ) -> Generator[Pick, None, None]:
     """Yield the best of each prompt, in the order of their ranks, when all drafts of the prompt are there.
 
@@ -230,19 +230,19 @@ def pick_best(
     """
     seen: defaultdict[int, int] = defaultdict(int)
     kept: defaultdict[int, list[Pick]] = defaultdict(list)
-    for picture, pixels in drawn:
-        rivals = [*kept[picture.prompt], Pick(picture, pixels, score_of(picture, pixels), 0)]
-        rivals.sort(key=lambda pick: (-pick.score, pick.picture.number))
-        kept[picture.prompt] = rivals[: best.keep]
-        seen[picture.prompt] += 1
-        if seen[picture.prompt] == best.of:
-            yield from (pick._replace(rank=rank) for rank, pick in enumerate(kept.pop(picture.prompt), 1))
+    for image, pixels in drawn:
+        rivals = [*kept[image.prompt], Pick(image, pixels, score_of(image, pixels), 0)]
+        rivals.sort(key=lambda pick: (-pick.score, pick.image.number))
+        kept[image.prompt] = rivals[: best.keep]
+        seen[image.prompt] += 1
+        if seen[image.prompt] == best.of:
+            yield from (pick._replace(rank=rank) for rank, pick in enumerate(kept.pop(image.prompt), 1))
 
 
 def without_finished(workload: Workload, best: Best) -> Workload:
     """Return `workload` without the drafts of prompts whose best are done; of the others all are drawn again."""
     finished = [0] * len(workload.prompts)
-    for picture in workload.pictures:
-        finished[picture.prompt] += picture.number in workload.done
-    whole = {picture.number for picture in workload.pictures if finished[picture.prompt] >= best.keep}
+    for image in workload.images:
+        finished[image.prompt] += image.number in workload.done
+    whole = {image.number for image in workload.images if finished[image.prompt] >= best.keep}
     return workload._replace(done=frozenset(whole))

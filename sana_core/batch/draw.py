@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..model.forward import longest_prompt
 from ..model.fp8 import quantise_products
 from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
-from ..model.latents import noise_stream, picture_shape
+from ..model.latents import latent_shape, noise_stream
 from ..model.reference import AUTO, reference_of
 from ..model.step_cache import StepCache
 from ..model.text import TextEncoder, encode_prompts
@@ -44,7 +44,7 @@ LARGEST_STRENGTH = 100.0
 
 
 class Settings(NamedTuple):
-    """How pictures are drawn, besides prompt and seed. None is what the model's authors use: 20 steps, guidance 4.5 and
+    """How images are drawn, besides prompt and seed. None is what the model's authors use: 20 steps, guidance 4.5 and
     flow_dpmpp_2m, or SANA-Sprint's.
 
     Perturbed attention of `pag_scale` acts in `pag_blocks`, like "8"; guidance acts from the first share of
@@ -93,7 +93,7 @@ def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
         verifier=settings.verifier and str(Path(settings.verifier).absolute()),
     )
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
-    picture_shape(settings.width, settings.height, 1)
+    latent_shape(settings.width, settings.height, 1)
     find_sampler(settings.sampler)
     check_sampler(config, settings.sampler)
     check_steps(settings.steps)
@@ -228,16 +228,16 @@ def sample(
     """
     transformer = models.transformer
     # what a step may leave out is decided for a whole batch
-    parts = [(picture,) for picture in chunk] if settings.step_cache else drawn_together(chunk, transformer.device)
+    parts = [(image,) for image in chunk] if settings.step_cache else drawn_together(chunk, transformer.device)
     if len(parts) > 1:
         return sample_apart(models, settings, parts, prompts, poll, images)
     assert settings.sampler is not None and settings.steps is not None
     flow, reference = find_sampler(settings.sampler), reference_of(transformer)
     model = guided(models, settings, prompts, images, shared)
-    shape = picture_shape(settings.width, settings.height, len(chunk))
-    noise = noise_stream(torch.empty(shape), 0, [picture.seed for picture in chunk])
+    shape = latent_shape(settings.width, settings.height, len(chunk))
+    noise = noise_stream(torch.empty(shape), 0, [image.seed for image in chunk])
     # the seed's first noise is passed over too where latents are given: what a sampler draws later stays the same
-    start, numbers = next(noise), [picture.number for picture in chunk]
+    start, numbers = next(noise), [image.number for image in chunk]
     if images.latents is not None:
         start = images.latents[numbers].to(start)
     start = start.to(transformer.device)
@@ -308,19 +308,19 @@ def decode(
     poll: Poll = no_poll,
     devices: Sequence[torch.device] | None = None,
 ) -> list[torch.Tensor]:
-    """Return a picture [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned.
+    """Return a image [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned.
 
     All of `devices` decode each together, without them the autoencoder's.
     """
     latents = (latents / autoencoder.config.scaling_factor).to(autoencoder.dtype)
-    pictures = []
+    images = []
     for latent in latents:
         poll()
         # one by one: the memory of one decode, and the same pixels in any chunk
-        pictures.append(
+        images.append(
             decode_latents(autoencoder, latent[None], devices=devices, poll=poll)[0].clamp(-1, 1).float().cpu()
         )
-    return pictures
+    return images
 
 
 def draw(
@@ -339,7 +339,7 @@ def draw(
     own, drawn = iter(prompts.texts), list[torch.Tensor | Draft]()
     block = models.verifier.shape.block if models.verifier else None
     for part in drawn_together(chunk, models.transformer.device):
-        trail = round.trail([picture.number for picture in part], settings.steps, block)
+        trail = round.trail([image.number for image in part], settings.steps, block)
         texts = prompts._replace(texts=list(islice(own, len(part))))
         latents = sample(models, settings, part, texts, poll, images._replace(trail=trail))
         if round.until is None:
@@ -355,5 +355,5 @@ def draw(
 
 
 def embeddings_of(chunk: Chunk, prompts: Sequence[str], texts: Mapping[str, Embedding]) -> list[Embedding]:
-    """Return the encoded prompt of each picture."""
-    return [texts[prompts[picture.prompt]] for picture in chunk]
+    """Return the encoded prompt of each image."""
+    return [texts[prompts[image.prompt]] for image in chunk]

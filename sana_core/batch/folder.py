@@ -16,8 +16,8 @@ from ..checkpoints.files import Json
 from ..errors import ExistingFileError, InputError
 from ..runtime.atomic_files import digest_of, sync_folder, write_whole
 from ..runtime.folder_lock import Hold
-from .plan import LARGEST_SEED, Picture
-from .png import describe_picture, file_name, is_damaged, read_entry, write_picture
+from .plan import LARGEST_SEED, ImageSpec
+from .png import describe_image, file_name, is_damaged, read_entry, write_image
 
 MANIFEST = "manifest.json"
 # what a draft that was chosen says besides
@@ -39,7 +39,7 @@ class OutputFolder:
         self.manifest = stamp(self.path / MANIFEST)
         self.rewrite = 0.0
 
-    def find_done(self, pictures: Sequence[Picture]) -> frozenset[int]:
+    def find_done(self, images: Sequence[ImageSpec]) -> frozenset[int]:
         """Return the numbers of the images that are here whole, as they would be drawn now.
 
         What is left of an image of ours after a power cut is removed. Raises InputError for images of other settings
@@ -51,8 +51,8 @@ class OutputFolder:
             name, entry = next(iter(known.items()))
             raise self.another(self.path / name, entry, document["settings"])
         self.entries, self.claims, done = dict(known), document["claims"], set()
-        for picture in pictures:
-            name = file_name(picture)
+        for image in images:
+            name = file_name(image)
             file = self.path / name
             if not file.exists():
                 continue
@@ -61,16 +61,16 @@ class OutputFolder:
             # decoding the PNG to see that it is whole takes long; a listed one has its digest
             entry = known[name] if known.get(name, {}).get("sha256") == digest else read_entry(data)
             if entry is None:
-                if not (is_damaged(data) and (name in known or self.is_claimed(picture))):
+                if not (is_damaged(data) and (name in known or self.is_claimed(image))):
                     raise InputError(f"out: {file} is not of this batch; choose another folder, or remove it")
                 file.unlink()
                 self.entries.pop(name, None)
                 continue
-            if entry.get("key") != self.entry(picture)["key"]:
-                raise self.another(file, entry, entry.get("settings", self.settings), self.prompts[picture.prompt])
-            done.add(picture.number)
-            self.entries[name] = {**self.entry(picture), **chosen(entry), "sha256": digest}
-        own = [len(self.prompts), pictures[0].seed, len(pictures) // len(self.prompts)]
+            if entry.get("key") != self.entry(image)["key"]:
+                raise self.another(file, entry, entry.get("settings", self.settings), self.prompts[image.prompt])
+            done.add(image.number)
+            self.entries[name] = {**self.entry(image), **chosen(entry), "sha256": digest}
+        own = [len(self.prompts), images[0].seed, len(images) // len(self.prompts)]
         self.claims = [*(claim for claim in self.claims if claim != own), own]
         self.write_manifest()
         return frozenset(done)
@@ -85,26 +85,26 @@ class OutputFolder:
             what = f"prompt {entry.get('prompt')!r:.60}"
         return InputError(f"out: {file} is of another prompt or other settings ({what}); choose another folder")
 
-    def is_claimed(self, picture: Picture) -> bool:
+    def is_claimed(self, image: ImageSpec) -> bool:
         """Whether an earlier run had this image to draw, and so found its name free."""
         return any(
-            picture.prompt < prompts and (picture.seed - seed) % (LARGEST_SEED + 1) < count
+            image.prompt < prompts and (image.seed - seed) % (LARGEST_SEED + 1) < count
             for prompts, seed, count in self.claims
         )
 
-    def entry(self, picture: Picture) -> Json:
-        return describe_picture(self.prompts[picture.prompt], picture.seed, self.settings)
+    def entry(self, image: ImageSpec) -> Json:
+        return describe_image(self.prompts[image.prompt], image.seed, self.settings)
 
-    def save(self, picture: Picture, png: bytes) -> Path:
+    def save(self, image: ImageSpec, png: bytes) -> Path:
         """Write what `encode_png` returned for the image, and return its path. Raises OSError."""
         self.held.check()
-        digest = write_picture(self.path / file_name(picture), png, self.held.run)
-        return self.note(picture, digest, chosen(read_entry(png) or {}))
+        digest = write_image(self.path / file_name(image), png, self.held.run)
+        return self.note(image, digest, chosen(read_entry(png) or {}))
 
-    def note(self, picture: Picture, digest: str, more: Mapping[str, object] = MappingProxyType({})) -> Path:
+    def note(self, image: ImageSpec, digest: str, more: Mapping[str, object] = MappingProxyType({})) -> Path:
         """Take an image into the list that is in the folder with that digest, and return its path. Raises OSError."""
-        path = self.path / file_name(picture)
-        self.entries[path.name] = {**self.entry(picture), **more, "sha256": digest}
+        path = self.path / file_name(image)
+        self.entries[path.name] = {**self.entry(image), **more, "sha256": digest}
         if time.monotonic() > self.rewrite:
             self.write_manifest()
         return path
@@ -140,8 +140,8 @@ def read_manifest(folder: Path) -> Json:
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_bytes())
-        settings, pictures, claims = document["settings"], document["pictures"], document.get("claims", [])
-        ours = settings.keys() >= KNOWN_BY and all("key" in entry for entry in pictures.values())
+        settings, images, claims = document["settings"], document["pictures"], document.get("claims", [])
+        ours = settings.keys() >= KNOWN_BY and all("key" in entry for entry in images.values())
         ours = ours and all([type(number) for number in claim] == [int] * 3 for claim in claims)
     except FileNotFoundError:
         return {"settings": {}, "claims": [], "pictures": {}}
@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> Json:
         ours = False
     if not ours:
         raise InputError(f"out: {path} is not of a batch; choose another folder, or move it away")
-    return {"settings": settings, "claims": claims, "pictures": pictures}
+    return {"settings": settings, "claims": claims, "pictures": images}
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:

@@ -242,7 +242,7 @@ class LocalDrawing:
 
         def draw_chunk(chunk: Chunk) -> Sequence[torch.Tensor | Draft]:
             (texts, negative), own_round = self.encoded, self.round
-            late = any(self.prompts[picture.prompt] not in texts for picture in chunk)
+            late = any(self.prompts[image.prompt] not in texts for image in chunk)
             if late or (own_round.past and chunk[0].number not in own_round.past):
                 # a copy that is late by a window or a round: others have drawn all of it, and nobody will look at it
                 return [torch.empty(0)] * len(chunk)
@@ -261,7 +261,7 @@ def draw_local(
     grace: float = GRACE,
     report: WorkerReport | None = None,
 ) -> Generator[Drawn, None, None]:
-    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], as they finish, or of a round that ends
+    """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], as they finish, or of a round that ends
     before the last step its Draft.
 
     The prompts are encoded some at a time, on the first device, where the text encoder is only meanwhile: before the

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..runtime.accelerator import is_out_of_memory
-from .plan import Chunk, Picture
+from .plan import Chunk, ImageSpec
 from .queue import Queue
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Pool(Protocol[R]):
         """Return the seconds of the pool's clock."""
 
 
-def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[Picture, R]]:
+def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[ImageSpec, R]]:
     """Yield each image of `queue` once, with its result, as they finish.
 
     A chunk for which memory ran out is drawn in halves, one whose worker died or hangs by another worker. Raises what
@@ -73,13 +73,11 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
             pool.drop(worker, TimeoutError(f"{worker}: no image for a long time, gave it up"))
 
 
-def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[Picture, R]]:
+def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[ImageSpec, R]]:
     worker, chunk, error = outcome.worker, outcome.chunk, outcome.error
     if error is None:
         fresh = set(queue.finish(worker, chunk, pool.now()))
-        yield from (
-            (picture, result) for picture, result in zip(chunk, outcome.results, strict=True) if picture in fresh
-        )
+        yield from ((image, result) for image, result in zip(chunk, outcome.results, strict=True) if image in fresh)
     elif not is_out_of_memory(error):
         raise error
     else:

@@ -23,7 +23,7 @@ BUSY_PIXELS = 8 * 1024 * 1024
 ROUNDS = 3
 
 
-class Picture(NamedTuple):
+class ImageSpec(NamedTuple):
     """One image: its place in the order of the results, the number of its prompt, its seed."""
 
     number: int
@@ -31,14 +31,14 @@ class Picture(NamedTuple):
     seed: int
 
 
-Chunk = tuple[Picture, ...]
+Chunk = tuple[ImageSpec, ...]
 # embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
 Embedding = tuple[torch.Tensor, torch.Tensor]
 # an image that is there: its pixels [3, H, W] in [-1, 1], its PNG file, the digest of that, or of a draft its Draft
-Drawn = tuple[Picture, Any]
+Drawn = tuple[ImageSpec, Any]
 
 
-def batch_pictures(prompts: int, count: int, seed: int) -> list[Picture]:
+def batch_images(prompts: int, count: int, seed: int) -> list[ImageSpec]:
     """Return `count` images of each of `prompts` prompts; image i of a prompt has seed + i.
 
     Raises InputError for no prompts, a count that is not from 1 to 100000, and a seed that is not from 0 to 2^64 - 1.
@@ -48,32 +48,32 @@ def batch_pictures(prompts: int, count: int, seed: int) -> list[Picture]:
     check_whole("count", count, 1, LARGEST_COUNT)
     check_whole("seed", seed, 0, LARGEST_SEED)
     return [
-        Picture(prompt * int(count) + i, prompt, (int(seed) + i) % 2**64)
+        ImageSpec(prompt * int(count) + i, prompt, (int(seed) + i) % 2**64)
         for prompt in range(prompts)
         for i in range(int(count))
     ]
 
 
-def split_into_chunks(pictures: Iterable[Picture], size: int, done: Collection[int] = ()) -> list[Chunk]:
+def split_into_chunks(images: Iterable[ImageSpec], size: int, done: Collection[int] = ()) -> list[Chunk]:
     """Return the images in chunks of at most `size`, without those whose number is in `done`.
 
     Where a chunk begins depends on the number alone, so that what is drawn together does not depend on what is done.
     Raises InputError for a size below 1.
     """
     check_whole("chunk", size, 1, LARGEST_COUNT)
-    chunks = (tuple(group) for _, group in groupby(pictures, key=lambda picture: picture.number // int(size)))
-    left = (tuple(picture for picture in chunk if picture.number not in done) for chunk in chunks)
+    chunks = (tuple(group) for _, group in groupby(images, key=lambda image: image.number // int(size)))
+    left = (tuple(image for image in chunk if image.number not in done) for chunk in chunks)
     return [chunk for chunk in left if chunk]
 
 
-def default_chunk_size(width: int, height: int, pictures: int, workers: int) -> int:
+def default_chunk_size(width: int, height: int, images: int, workers: int) -> int:
     """Return how many images of `width` x `height` pixels a worker should draw at once.
 
-    As many as keep it busy, but few enough that several workers share `pictures` out evenly. It is a start: a worker
+    As many as keep it busy, but few enough that several workers share `images` out evenly. It is a start: a worker
     whose memory runs out halves it.
     """
     busy = min(LARGEST_CHUNK, max(1, BUSY_PIXELS // (width * height)))
-    return busy if workers == 1 else max(1, min(busy, -(-pictures // (ROUNDS * workers))))
+    return busy if workers == 1 else max(1, min(busy, -(-images // (ROUNDS * workers))))
 
 
 def draws_one_by_one(device: torch.device) -> bool:
@@ -86,7 +86,7 @@ def draws_one_by_one(device: torch.device) -> bool:
 
 def drawn_together(chunk: Chunk, device: torch.device) -> list[Chunk]:
     """Return the parts of `chunk` that `device` draws as one batch."""
-    return [(picture,) for picture in chunk] if draws_one_by_one(device) else [chunk]
+    return [(image,) for image in chunk] if draws_one_by_one(device) else [chunk]
 
 
 class Step(NamedTuple):
@@ -124,7 +124,7 @@ class Workload(NamedTuple):
     """
 
     prompts: Sequence[Any]
-    pictures: Sequence[Picture]
+    images: Sequence[ImageSpec]
     chunk: int | None = None
     done: frozenset[int] = frozenset()
     round: Round = WHOLE
@@ -135,9 +135,9 @@ class Workload(NamedTuple):
     @property
     def left(self) -> int:
         """How many images are not done."""
-        return sum(picture.number not in self.done for picture in self.pictures)
+        return sum(image.number not in self.done for image in self.images)
 
     def split(self, width: int, height: int, workers: int) -> list[Chunk]:
         """Return what is left in chunks, for so many workers. Raises InputError for a chunk below 1."""
         size = self.chunk or default_chunk_size(width, height, self.left, workers)
-        return split_into_chunks(self.pictures, size, self.done)
+        return split_into_chunks(self.images, size, self.done)

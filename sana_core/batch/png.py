@@ -16,19 +16,19 @@ from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.image_files import LEVEL, levels
 from .graph import ENTRY as GRAPH
 from .graph import graph_of
-from .plan import Picture
+from .plan import ImageSpec
 
 # the PNG's text entry
 ENTRY = "sana"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def file_name(picture: Picture) -> str:
+def file_name(image: ImageSpec) -> str:
     """Return the name of an image's file: the number of its prompt and its seed."""
-    return f"{picture.prompt:05d}_{picture.seed}.png"
+    return f"{image.prompt:05d}_{image.seed}.png"
 
 
-def describe_picture(prompt: str, seed: int, settings: Json) -> Json:
+def describe_image(prompt: str, seed: int, settings: Json) -> Json:
     """Return what an image is: prompt, seed, and the digest of all that it depends on, as its key."""
     text = json.dumps([prompt, seed, settings], sort_keys=True)
     return {"prompt": prompt, "seed": seed, "key": hashlib.sha256(text.encode()).hexdigest()}
@@ -49,7 +49,7 @@ def encode_png(
     from PIL import Image, PngImagePlugin
 
     words = PngImagePlugin.PngInfo()
-    words.add_text(ENTRY, json.dumps({**describe_picture(prompt, seed, settings), **more, "settings": settings}))
+    words.add_text(ENTRY, json.dumps({**describe_image(prompt, seed, settings), **more, "settings": settings}))
     if checkpoint is not None:
         words.add_text(GRAPH, json.dumps(graph_of(prompt, seed, settings, checkpoint)))
     stream = io.BytesIO()
@@ -84,7 +84,7 @@ def is_damaged(data: bytes) -> bool:
     return not data.strip(b"\0") or (data.startswith(SIGNATURE) and read_texts(data) is None)
 
 
-def write_picture(path: Path, png: bytes, parts: Path) -> str:
+def write_image(path: Path, png: bytes, parts: Path) -> str:
     """Write what `encode_png` returned, by way of the folder `parts`, and return the digest of the file.
 
     Where the same image is there already, as when two machines drew it, it stays, and its digest is returned. Raises

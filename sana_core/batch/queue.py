@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import ClusterError
-from .plan import Chunk, Picture
+from .plan import Chunk, ImageSpec
 
 # a chunk that was lost this often takes its workers down itself
 LARGEST_LOSSES = 5
@@ -52,7 +52,7 @@ class Queue:
         """Queue more chunks behind those that are there."""
         for chunk in chunks:
             self.waiting.append(chunk)
-            self.missing.update(picture.number for picture in chunk)
+            self.missing.update(image.number for image in chunk)
 
     def pending(self, worker: str) -> int:
         """Return how many chunks `worker` has."""
@@ -65,7 +65,7 @@ class Queue:
         has it: a slow card, one that hangs, or one with a second chunk behind its first does not hold up the end.
         """
         while self.waiting:
-            chunk = tuple(picture for picture in self.waiting.popleft() if picture.number in self.missing)
+            chunk = tuple(image for image in self.waiting.popleft() if image.number in self.missing)
             limit = self.limits.get(worker, len(chunk))
             if len(chunk) > limit:
                 self.waiting.appendleft(chunk[limit:])
@@ -101,7 +101,7 @@ class Queue:
         return found
 
     def is_missing(self, chunk: Chunk) -> bool:
-        return any(picture.number in self.missing for picture in chunk)
+        return any(image.number in self.missing for image in chunk)
 
     def complete(self, worker: str, chunk: Chunk, now: float) -> float | None:
         """Take `chunk` off `worker`. Return the seconds since it was started, None if it was already taken away."""
@@ -114,15 +114,15 @@ class Queue:
             flights[0].started = now
         return None if flight.started is None else now - flight.started
 
-    def finish(self, worker: str, chunk: Chunk, now: float) -> list[Picture]:
+    def finish(self, worker: str, chunk: Chunk, now: float) -> list[ImageSpec]:
         """Note that `worker` has drawn `chunk`. Return the images that nobody had drawn before."""
         seconds = self.complete(worker, chunk, now)
         if seconds is not None:
             pace = seconds / len(chunk)
             self.pace[worker] = (self.pace.get(worker, pace) + pace) / 2
         self.strikes[worker] = 0
-        fresh = [picture for picture in chunk if picture.number in self.missing]
-        self.missing.difference_update(picture.number for picture in fresh)
+        fresh = [image for image in chunk if image.number in self.missing]
+        self.missing.difference_update(image.number for image in fresh)
         self.drawn[worker] += len(fresh)
         return fresh
 

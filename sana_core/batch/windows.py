@@ -39,7 +39,7 @@ def windows(chunks: Iterable[Chunk], first: int) -> Iterator[list[Chunk]]:
     limit, seen = first, set[int]()
     window: list[Chunk] = []
     for chunk in chunks:
-        own = {picture.prompt for picture in chunk}
+        own = {image.prompt for image in chunk}
         if window and len(seen | own) > limit:
             yield window
             limit, window, seen = min(2 * limit, LARGEST), [], set()
@@ -51,4 +51,4 @@ def windows(chunks: Iterable[Chunk], first: int) -> Iterator[list[Chunk]]:
 
 def prompts_of(window: Iterable[Chunk], prompts: Sequence[str]) -> list[str]:
     """Return each different prompt of a window once."""
-    return list(dict.fromkeys(prompts[picture.prompt] for chunk in window for picture in chunk))
+    return list(dict.fromkeys(prompts[image.prompt] for chunk in window for image in chunk))

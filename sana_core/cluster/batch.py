@@ -68,11 +68,11 @@ def draw_on_cluster(
     if not workload.left:
         return
     with closing(run_alone(cluster, lambda run: draw_with(run, job, workload, found), no_poll, on_status)) as drawn:
-        for picture, result in drawn:
+        for image, result in drawn:
             if isinstance(result, tuple):
-                yield picture, Draft(*result)
+                yield image, Draft(*result)
             else:
-                yield picture, torch.from_numpy(result.copy()) if described is None else result
+                yield image, torch.from_numpy(result.copy()) if described is None else result
 
 
 def draw_with(run: ClusterRun, job: Job, workload: Workload, report: WorkerReport) -> Generator[Drawn, None, None]:
@@ -118,10 +118,10 @@ class BatchPool:
         return list(self.pool.actors)
 
     def submit(self, worker: str, chunk: Chunk) -> None:
-        prompts = [self.workload.prompts[picture.prompt] for picture in chunk]
+        prompts = [self.workload.prompts[image.prompt] for image in chunk]
         until, past = self.workload.round
-        own = [past[picture.number] for picture in chunk] if past else []
-        arguments = [tuple(picture) for picture in chunk], prompts, until, own
+        own = [past[image.number] for image in chunk] if past else []
+        arguments = [tuple(image) for image in chunk], prompts, until, own
         self.flying[self.pool.call(self.pool.actors[worker], "draw", arguments)] = (worker, chunk)
 
     def wait(self) -> list[Outcome[object]]:
@@ -139,7 +139,7 @@ class BatchPool:
             if actor is not None:
                 self.pool.drop(actor, error)
         except ActorError as error:
-            # a disk that is full or gone, a library that differs; the pictures go to other machines
+            # a disk that is full or gone, a library that differs; the images go to other machines
             if actor is not None:
                 self.pool.refuse(actor, error)
         return []

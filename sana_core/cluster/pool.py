@@ -45,7 +45,7 @@ class Pool:
         self.starting: dict[Hashable, ActorHandle] = {}  # by the call of prepare
         self.actors: dict[str, ActorHandle] = {}  # those that are ready, by name
         self.pings: dict[Hashable, ActorHandle] = {}  # by the call of answer
-        self.loaded: dict[str, int] = {}  # how many pictures at once each has memory for
+        self.loaded: dict[str, int] = {}  # how many images at once each has memory for
         self.refused: dict[str, ClusterError] = {}  # nodes that cannot draw
         self.failures: dict[str, tuple[int, float]] = {}  # starts that failed on a node in a row, and the last
         self.least = 2 if together else 1  # actors that the work can begin with, or go on

@@ -1,7 +1,7 @@
-"""Pictures that the GPUs of a Ray cluster share: actors that exchange tensors with each other directly.
+"""Images that the GPUs of a Ray cluster share: actors that exchange tensors with each other directly.
 
-They draw whole pictures, or answer the calls of a model that something else samples with. A member that dies, or has no
-memory, ends the picture or the call for all; it is begun again on those that live.
+They draw whole images, or answer the calls of a model that something else samples with. A member that dies, or has no
+memory, ends the image or the call for all; it is begun again on those that live.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..batch.draw import Settings
-from ..batch.plan import Picture, Workload
+from ..batch.plan import ImageSpec, Workload
 from ..batch.progress import OnStatus, no_status
 from ..batch.queue import FIRST_PATIENCE, PATIENCE
 from ..errors import ClusterError, InputError
@@ -31,7 +31,7 @@ from .session import run_alone
 from .timeouts import PEER_LOSS_TIMEOUT, POLL_INTERVAL
 from .worker import Job
 
-# how often a picture is begun anew where all members have gone: NCCL takes the others of a dead one along
+# how often a image is begun anew where all members have gone: NCCL takes the others of a dead one along
 TRIES = 3
 
 
@@ -42,8 +42,8 @@ def draw_split_on_cluster(
     cluster: ClusterSettings,
     poll: Poll = no_poll,
     on_status: OnStatus = no_status,
-) -> Generator[tuple[Picture, torch.Tensor], None, None]:
-    """Yield each picture of `workload` with its pixels [3, H, W] in [-1, 1], sampled by all GPUs of a Ray cluster.
+) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:
+    """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], sampled by all GPUs of a Ray cluster.
 
     One of them encodes the prompts and decodes. `checkpoint` is the path on every machine. `on_status` is told what the
     run waits for, and `poll`, called at least twice a second, cancels by raising. Raises InputError for what
@@ -54,17 +54,17 @@ def draw_split_on_cluster(
     job = make_job(workload, checkpoint, settings)
     path, job = job.transformer, job._replace(encoder=None, autoencoder=None)
     rows = settings.height // DOWNSCALE
-    pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
-    used = list(dict.fromkeys(workload.prompts[picture.prompt] for picture in pictures))
+    images = [image for image in workload.images if image.number not in workload.done]
+    used = list(dict.fromkeys(workload.prompts[image.prompt] for image in images))
 
-    def work(run: ClusterRun) -> Generator[tuple[Picture, torch.Tensor], None, None]:
+    def work(run: ClusterRun) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:
         with closing(Pool(run, job, rows, together=True)) as pool:
             group = Group(pool)
             texts, negative = group.first("encode_once", path, used)
-            for picture in pictures:
-                text = texts[workload.prompts[picture.prompt]]
-                latents = group.compute("draw_shared", rows, *map(pool.put, (tuple(picture), text, negative)))
-                yield picture, group.first("decode_one", path, latents)
+            for image in images:
+                text = texts[workload.prompts[image.prompt]]
+                latents = group.compute("draw_shared", rows, *map(pool.put, (tuple(image), text, negative)))
+                yield image, group.first("decode_one", path, latents)
 
     with closing(run_alone(cluster, work, poll, on_status)) as drawn:
         yield from drawn
@@ -106,7 +106,7 @@ def answer_calls(run: ClusterRun, job: Job, calls: SimpleQueue[Call]) -> Generat
 
 
 class Group:
-    """The actors of a pool that compute each picture together, neighbours on one machine.
+    """The actors of a pool that compute each image together, neighbours on one machine.
 
     Raises InputError for a cluster of fewer than two GPUs, and for less than a GPU for each.
     """

@@ -30,8 +30,8 @@ from ..batch.draw import (
     load_models,
     sample,
 )
-from ..batch.plan import Chunk, Picture
-from ..batch.png import encode_png, file_name, write_picture
+from ..batch.plan import Chunk, ImageSpec
+from ..batch.png import encode_png, file_name, write_image
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
@@ -50,8 +50,8 @@ from ..split.speed import device_name, measure
 class Job(NamedTuple):
     """What every actor of a run is told before it gets chunks. The paths are those on every machine.
 
-    Without `autoencoder` the pictures are not decoded, without `encoder` the prompts come encoded. `negative` is the
-    negative prompt where it comes encoded, once for all. `weights` has the fingerprint of each path. Pictures are
+    Without `autoencoder` the images are not decoded, without `encoder` the prompts come encoded. `negative` is the
+    negative prompt where it comes encoded, once for all. `weights` has the fingerprint of each path. Images are
     returned as arrays [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all
     machines and the name of the run that holds it, the PNG files are written there, and their digests returned. With
     `latents`, pairs: the latent [32, h, w] in the model's scale, and the array or None. `under` are the latents and the
@@ -86,7 +86,7 @@ class Worker:
     def __init__(self, words: Json) -> None:
         self.job = unpack(words)
         self.store: dist.Store | None = None
-        # with whom a picture is shared, and where they found each other, which is another place each time
+        # with whom a image is shared, and where they found each other, which is another place each time
         self.split: ProcessSplit | None = None
         self.joined: tuple[str, int] | None = None
         self.constants: dict[tuple, Constants] = {}
@@ -118,7 +118,7 @@ class Worker:
     def begin(self, words: Json) -> int:
         """Draw for the job of those `words` from now on, which wants what is loaded, in that precision.
 
-        Return how many pictures at once the GPU has memory for. Raises MissingFileError for a shared folder that is not
+        Return how many images at once the GPU has memory for. Raises MissingFileError for a shared folder that is not
         here, OutputError for one that cannot be written.
         """
         job = unpack(words)
@@ -139,28 +139,28 @@ class Worker:
         until: int | None = None,
         past: Sequence[torch.Tensor] = (),
     ) -> list[Any]:
-        """Return the pictures of a chunk, as the job wants them; `prompts` are text, or encoded.
+        """Return the images of a chunk, as the job wants them; `prompts` are text, or encoded.
 
         In rounds, they go on from the `past` of each up to the step `until`, and come as the fields of a Draft.
         """
-        chunk: Chunk = tuple(Picture(*word) for word in words)
+        chunk: Chunk = tuple(ImageSpec(*word) for word in words)
         encoded = Conditioning(self.encode(prompts), self.negative)
         if until is not None or past:
-            numbers = [picture.number for picture in chunk]
+            numbers = [image.number for image in chunk]
             own = Round(until, dict(zip(numbers, past, strict=True)) if past else {})
             drawn = draw(self.models, self.job.settings, chunk, encoded, round=own)
             return [tuple(each) if isinstance(each, Draft) else each.numpy() for each in drawn]
         images = ImageInputs(under=self.job.under and Under(*self.job.under))
         latents = sample(self.models, self.job.settings, chunk, encoded, images=images)
-        pictures: list[Any] = [None] * len(chunk)
+        pixels: list[Any] = [None] * len(chunk)
         if self.models.autoencoder is not None:
-            pictures = decode(self.models.autoencoder, latents)
-        return [self.package_result(*each) for each in zip(chunk, prompts, latents, pictures, strict=True)]
+            pixels = decode(self.models.autoencoder, latents)
+        return [self.package_result(*each) for each in zip(chunk, prompts, latents, pixels, strict=True)]
 
     def encode(self, prompts: Sequence[Any]) -> list[Embedding]:
         if self.job.encoder is None:
             return list(prompts)
-        # only those of the last chunks: the queue hands the pictures of a prompt out one after another
+        # only those of the last chunks: the queue hands the images of a prompt out one after another
         known = {prompt: self.texts[prompt] for prompt in prompts if prompt in self.texts}
         for prompt in prompts:
             if prompt not in known:
@@ -168,20 +168,20 @@ class Worker:
         self.texts = known
         return [known[prompt] for prompt in prompts]
 
-    def package_result(self, picture: Picture, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | None) -> Any:
-        """Return one picture as the job wants it. Raises OutputError where it cannot be written."""
+    def package_result(self, image: ImageSpec, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | None) -> Any:
+        """Return one image as the job wants it. Raises OutputError where it cannot be written."""
         array = None if pixels is None else pixels.numpy()
         if self.job.latents:
             return latent.cpu().numpy(), array
         if self.job.described is None:
             return array
         assert pixels is not None
-        png = encode_png(pixels, prompt, picture.seed, dict(self.job.described), self.job.transformer)
+        png = encode_png(pixels, prompt, image.seed, dict(self.job.described), self.job.transformer)
         if self.job.shared is None:
             return png
         folder = Path(self.job.shared[0])
         try:
-            return write_picture(folder / file_name(picture), png, folder / OWN / self.job.shared[1])
+            return write_image(folder / file_name(image), png, folder / OWN / self.job.shared[1])
         except OSError as error:
             raise OutputError(
                 f"out: cannot write into {folder} ({error.strerror or error}); see its rights and its disk"
@@ -250,8 +250,8 @@ class Worker:
         """Return, as the first of all ranks, of those `speeds`, the latents [1, 32, h, w] that they make together."""
         with self.joined_to(rank, speeds, address) as split:
             shared = ShardedModel(split.run, [ControlledModel(self.models.transformer)])
-            picture, prompts = Picture(*words), Conditioning([text], negative)
-            drawn = sample(self.models, self.job.settings, (picture,), prompts, shared=shared)
+            image, prompts = ImageSpec(*words), Conditioning([text], negative)
+            drawn = sample(self.models, self.job.settings, (image,), prompts, shared=shared)
         return drawn.cpu() if rank == 0 else None
 
     @torch.no_grad()
@@ -267,7 +267,7 @@ class Worker:
         """Return, as the first of all ranks, the velocity [B, 32, h, w] as `forward.velocity` does.
 
         `inputs` are latents [B, 32, h, w], timesteps [B], guidance [B] or None, and the residuals [B, N, C] of
-        ControlNets for each block, or None; `prompts` are embeddings [P, T, C], their mask, which pictures have
+        ControlNets for each block, or None; `prompts` are embeddings [P, T, C], their mask, which images have
         perturbed attention [B, 1, 1], or None, in which blocks, and of how many equal parts the batch is. What depends
         on them alone is computed once for a `number`, until the next job.
         """

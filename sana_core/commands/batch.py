@@ -17,7 +17,7 @@ from ..batch.description import describe_settings
 from ..batch.draw import Settings, resolve_settings
 from ..batch.folder import OutputFolder, read_manifest
 from ..batch.local import draw_local
-from ..batch.plan import Picture, Workload, batch_pictures
+from ..batch.plan import ImageSpec, Workload, batch_images
 from ..batch.png import encode_png
 from ..batch.progress import Progress, WorkerReport
 from ..checkpoints.files import Json
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     if best and arguments.out_shared:
         raise InputError("out-shared: drafts are chosen here and not where they are made; leave it out with --best")
     prompts, count = read_prompts(arguments.prompts), best.of if best else arguments.count
-    workload = Workload(prompts, batch_pictures(len(prompts), count, arguments.seed), arguments.chunk)
+    workload = Workload(prompts, batch_images(len(prompts), count, arguments.seed), arguments.chunk)
     settings = resolve_settings(settings_of(arguments), arguments.checkpoint)
     make_folder(arguments.out)
     # a folder of another program is left as it is
@@ -80,8 +80,8 @@ def carry_on(
     described = describe_settings(settings, arguments.checkpoint, show_reading)
     if best:
         described |= best.describe()
-    folder, total = OutputFolder(held, workload.prompts, described), len(workload.pictures)
-    workload = workload._replace(done=folder.find_done(workload.pictures))
+    folder, total = OutputFolder(held, workload.prompts, described), len(workload.images)
+    workload = workload._replace(done=folder.find_done(workload.images))
     there = len(workload.done)
     if best:
         workload, total = without_finished(workload, best), len(workload.prompts) * best.keep
@@ -94,9 +94,9 @@ def carry_on(
     drawn = draw(arguments, workload, settings, described, report, held, best)
     try:
         with noting_interrupts() as poll, closing(drawn):
-            for picture, png in drawn:
+            for image, png in drawn:
                 poll()
-                path = folder.note(picture, png) if isinstance(png, str) else save(folder, picture, png, total)
+                path = folder.note(image, png) if isinstance(png, str) else save(folder, image, png, total)
                 progress.step()
                 sys.stdout.write(f"{path} ({progress.describe(len(report.ready))})\n")
                 sys.stdout.flush()
@@ -131,7 +131,7 @@ def draw(
     report: WorkerReport,
     held: Hold,
     best: Best | None,
-) -> Generator[tuple[Picture, bytes | str], None, None]:
+) -> Generator[tuple[ImageSpec, bytes | str], None, None]:
     """Yield each image that is not done as a PNG file, or its digest where a machine has written it itself.
 
     With `best`, only the best of each prompt's drafts.
@@ -153,14 +153,14 @@ def draw(
                 there = len(workload.done) + sum(report.drawn.values())
                 # of a chunk that a machine could not end, some may be
                 show_status(
-                    f"at least {there} of {len(workload.pictures)} images are there; the same command makes the rest"
+                    f"at least {there} of {len(workload.images)} images are there; the same command makes the rest"
                 )
                 raise
         return
     with closing(draw_local(*options, arguments.devices, report=report)) as drawn:
-        for picture, pixels in drawn:
-            prompt = workload.prompts[picture.prompt]
-            yield picture, encode_png(pixels, prompt, picture.seed, described, arguments.checkpoint)
+        for image, pixels in drawn:
+            prompt = workload.prompts[image.prompt]
+            yield image, encode_png(pixels, prompt, image.seed, described, arguments.checkpoint)
 
 
 def draw_picks(
@@ -170,21 +170,21 @@ def draw_picks(
     described: Json,
     report: WorkerReport,
     best: Best,
-) -> Generator[tuple[Picture, bytes], None, None]:
+) -> Generator[tuple[ImageSpec, bytes], None, None]:
     """Yield the best drafts of each prompt that is not done, as PNG files with score and rank."""
     scorer = place_scorer(best, settings, arguments.devices)
     where = arguments.devices, cluster_of(arguments)
     drawing = find_drawing(arguments.checkpoint, *where, split=False, on_status=show_status, report=report)
     with closing(draw_best(drawing, workload, settings, best, scorer)) as picks:
         for pick in picks:
-            prompt, seed = workload.prompts[pick.picture.prompt], pick.picture.seed
-            yield pick.picture, encode_png(pick.pixels, prompt, seed, described, arguments.checkpoint, pick.describe())
+            prompt, seed = workload.prompts[pick.image.prompt], pick.image.seed
+            yield pick.image, encode_png(pick.pixels, prompt, seed, described, arguments.checkpoint, pick.describe())
 
 
-def save(folder: OutputFolder, picture: Picture, png: bytes, total: int) -> Path:
+def save(folder: OutputFolder, image: ImageSpec, png: bytes, total: int) -> Path:
     """Write the image. Raises OutputError that says what is safe already, for example on a full disk."""
     try:
-        return folder.save(picture, png)
+        return folder.save(image, png)
     except SanaError:
         raise
     except OSError as error:

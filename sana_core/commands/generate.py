@@ -1,4 +1,4 @@
-"""Draw pictures of prompts and write them as PNG files."""
+"""Draw images of prompts and write them as PNG files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ..batch.local import local_devices
-from ..batch.plan import Picture, batch_pictures
+from ..batch.plan import ImageSpec, batch_images
 from ..batch.png import ENTRY, file_name
 from ..checkpoints.files import Json
 from ..errors import InputError
@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
         run_video(arguments)
         return
 
-    pictures = batch_pictures(len(arguments.prompts), arguments.of or arguments.count, arguments.seed)
-    paths = [arguments.out / file_name(picture) for picture in pictures]
+    specs = batch_images(len(arguments.prompts), arguments.of or arguments.count, arguments.seed)
+    paths = [arguments.out / file_name(spec) for spec in specs]
     if not arguments.overwrite:
         check_free(paths)
     make_folder(arguments.out)
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
     texts = [PngImagePlugin.PngInfo() for _ in images]
     if picked := options["report"].get("picked"):
-        paths = [arguments.out / file_name(Picture(0, pick["prompt"], pick["seed"])) for pick in picked]
+        paths = [arguments.out / file_name(ImageSpec(0, pick["prompt"], pick["seed"])) for pick in picked]
         for text, pick in zip(texts, picked, strict=True):
             text.add_text(ENTRY, json.dumps({**pick, "prompt": arguments.prompts[pick["prompt"]]}))
     for path, pixels, text in zip(paths, images, texts, strict=True):

@@ -1,4 +1,4 @@
-"""What `generate` and `batch` both take: which pictures, how they are drawn, and with which devices."""
+"""What `generate` and `batch` both take: which images, how they are drawn, and with which devices."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def choose_dtype(arguments: argparse.Namespace) -> str:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return how the pictures are drawn; None stays where the model decides."""
+    """Return how the images are drawn; None stays where the model decides."""
     return Settings(
         DEFAULT_RESOLUTION if arguments.width is None else arguments.width,
         DEFAULT_RESOLUTION if arguments.height is None else arguments.height,

@@ -44,12 +44,12 @@ def run(arguments: argparse.Namespace) -> None:
     arguments.width, arguments.height = arguments.width or own[0], arguments.height or own[1]
     if is_video and arguments.split is not None:
         raise InputError("split: got SANA-Video, which devices cannot share, expected a model of images; leave it out")
-    picture = arguments.width, arguments.height
+    image = arguments.width, arguments.height
     plan: MemoryPlan
     if is_video:
-        plan = plan_video(arguments.variant, *picture, arguments.frames, arguments.batch, arguments.dtype)
+        plan = plan_video(arguments.variant, *image, arguments.frames, arguments.batch, arguments.dtype)
     else:
-        plan = plan_memory(arguments.variant, *picture, arguments.batch, arguments.dtype, vae=arguments.vae)
+        plan = plan_memory(arguments.variant, *image, arguments.batch, arguments.dtype, vae=arguments.vae)
     cost = None if arguments.split is None else find_cost(arguments)
     if arguments.json:
         shared = {} if cost is None else {"split": {**cost._asdict(), "gain": cost.gain}}

@@ -50,13 +50,13 @@ def gated_depthwise(
     block: tl.constexpr,
     width: tl.constexpr,
 ):
-    picture, band = tl.program_id(0) // bands, tl.program_id(0) % bands
+    image, band = tl.program_id(0) // bands, tl.program_id(0) % bands
     column = tl.program_id(1) * block + tl.arange(0, block)
     channel = tl.program_id(2) * width + tl.arange(0, width)
     known = (channel < channels)[None, :] & (column < columns)[:, None]
     channel = tl.where(channel < channels, channel, 0)
-    x += picture.to(tl.int64) * rows_in * columns * 2 * channels
-    out += picture.to(tl.int64) * rows_out * columns * channels
+    x += image.to(tl.int64) * rows_in * columns * 2 * channels
+    out += image.to(tl.int64) * rows_out * columns * channels
     top = band * rows
     # what the rows so far have added to the output row above the current input row, and to the one beside it
     value_above = tl.zeros((block, width), tl.float32)

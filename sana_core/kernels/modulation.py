@@ -28,14 +28,14 @@ def residual_norm(
     block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    picture = row // positions
+    image = row // positions
     column = tl.arange(0, block)
     inside = column < width
     value = tl.load(hidden + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if branch is not None:
         update = tl.load(branch + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if gate is not None:
-            update *= tl.load(gate + picture * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+            update *= tl.load(gate + image * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
         # as it is stored, and as the next block reads it
         rounded = (value + update).to(hidden.dtype.element_ty)
         tl.store(hidden + row * width + column, rounded, mask=inside)
@@ -43,9 +43,9 @@ def residual_norm(
     if shift is not None:
         centred = tl.where(inside, value - tl.sum(value, 0) / width, 0.0)
         inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
-        factor = tl.load(scale + picture * stride + column, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(scale + image * stride + column, mask=inside, other=0.0).to(tl.float32)
         value = centred * inverse * factor
-        value += tl.load(shift + picture * stride + column, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(shift + image * stride + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + row * width + column, value, mask=inside)
 
 

@@ -40,9 +40,9 @@ class Watch:
     def __init__(self, block: int) -> None:
         self.block, self.states = block, torch.empty(0)
 
-    def keep(self, part: int, pictures: int) -> None:
+    def keep(self, part: int, images: int) -> None:
         """Keep those of one of the parts, of so many images each, that the batch had."""
-        self.states = self.states[part * pictures : (part + 1) * pictures].clone()
+        self.states = self.states[part * images : (part + 1) * images].clone()
 
 
 class Constants(NamedTuple):
@@ -60,9 +60,9 @@ class Constants(NamedTuple):
 
 
 class Perturbation(NamedTuple):
-    """Perturbed attention: in `blocks`, the self-attention of the images in `pictures` becomes the identity."""
+    """Perturbed attention: in `blocks`, the self-attention of the images in `images` becomes the identity."""
 
-    pictures: torch.Tensor  # bool [B, 1, 1]
+    images: torch.Tensor  # bool [B, 1, 1]
     blocks: frozenset[int]
 
 
@@ -178,8 +178,8 @@ def velocity(
     if cache is not None:
         cache.begin(carried[0])
     for i, block in enumerate(transformer.transformer_blocks):
-        pictures = perturbation.pictures if perturbation is not None and i in perturbation.blocks else None
-        carried = run_block(block, i, carried, inputs, pictures)
+        images = perturbation.images if perturbation is not None and i in perturbation.blocks else None
+        carried = run_block(block, i, carried, inputs, images)
         residual = control[i] if i < len(control) else None
         if residual is not None:
             hidden = add(*carried, constants.kernels)
@@ -216,7 +216,7 @@ def shard_velocity(
     residuals = [None if one is None else shard.own(one)[:, rows].to(x.device) for one in control]
     scale = None if guidance is None else shard.own(guidance).to(x.device)
     if perturbation is not None:
-        perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures).to(x.device))
+        perturbation = perturbation._replace(images=shard.own(perturbation.images).to(x.device))
     part, time = shard_constants(constants, shard), shard.own(timestep).to(x.device)
     return velocity(transformer, x, time, part, scale, perturbation, residuals, shard.ops)
 

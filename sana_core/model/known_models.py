@@ -247,7 +247,7 @@ def model_defaults(config: TransformerConfig) -> Defaults:
     return SPRINT_DEFAULTS if config.guidance_embeds else DEFAULTS
 
 
-def picture_size(size: str, ratio: str) -> tuple[int, int]:
+def image_size(size: str, ratio: str) -> tuple[int, int]:
     """Return (width, height) of the shape `ratio`, height / width, at `size` pixels.
 
     Raises InputError for a size or a ratio that is not in SIZES or SHAPES.

@@ -25,7 +25,7 @@ def check_side(field: str, pixels: int, step: int = DOWNSCALE) -> None:
         )
 
 
-def picture_shape(width: int, height: int, count: int) -> tuple[int, int, int, int]:
+def latent_shape(width: int, height: int, count: int) -> tuple[int, int, int, int]:
     """Return the latent shape [count, 32, height / 32, width / 32].
 
     Raises InputError for sides that are not multiples of 32 from 32 to 16384, and for a count not from 1 to 4096.
@@ -48,7 +48,7 @@ def check_channels(field: str, shape: torch.Size) -> None:
 def noise_stream(latents: torch.Tensor, seed: int, indices: list[int] | None = None) -> Iterator[torch.Tensor]:
     """Yield float32 noise on the CPU like `latents`, again and again.
 
-    Picture k of it is from seed + k (or seed + indices[k]), whatever the batch.
+    Image k of it is from seed + k (or seed + indices[k]), whatever the batch.
     """
     indices = list(range(len(latents))) if indices is None else indices
     generators = [torch.Generator().manual_seed((int(seed) + index) % 2**64) for index in indices]

@@ -33,8 +33,8 @@ def check_finite(field: str, values: torch.Tensor) -> None:
     wrong = ~values.isfinite()
     count = int(wrong.sum())
     if count:
-        picture, channel, row, column = (int(index) for index in wrong.nonzero()[0])
+        image, channel, row, column = (int(index) for index in wrong.nonzero()[0])
         raise InputError(
-            f"{field}: {count} of {values.numel()} values are NaN or infinite, the first in image {picture}, channel "
+            f"{field}: {count} of {values.numel()} values are NaN or infinite, the first in image {image}, channel "
             f"{channel}, row {row}, column {column}; sample again in bf16 or fp32"
         )

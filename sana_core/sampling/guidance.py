@@ -170,23 +170,23 @@ class PromptCache:
         self.members, self.cond, self.uncond, self.perturbed = members, cond, uncond, perturbed
         self.prepared: dict[tuple, Prepared] = {}
 
-    def prepare(self, guided: bool, shard: Shard, pictures: int) -> Prepared:
-        """Return what `shard` needs of a step of so many `pictures`, with the uncond pass if it is `guided`."""
+    def prepare(self, guided: bool, shard: Shard, images: int) -> Prepared:
+        """Return what `shard` needs of a step of so many `images`, with the uncond pass if it is `guided`."""
         member, size = self.members[shard.member], (shard.height, shard.x.shape[3])
-        key = (guided, shard.member, pictures, size)
+        key = (guided, shard.member, images, size)
         if key not in self.prepared:
             passes = [self.uncond] if guided else []
             passes += [self.cond, self.cond] if self.perturbed else [self.cond]
             if guided and reference_of(member.transformer).shared_mask:
                 passes[0] = (self.uncond[0], self.cond[1])
-            batch = BatchShape(shard.x.device, pictures, size)
+            batch = BatchShape(shard.x.device, images, size)
             found = prepare_passes(member, passes, batch, self.perturbed)
             if member.compiled:
                 found = found._replace(constants=pad_prompts(found.constants, self.cond[1].shape[1]))
             self.prepared[key] = found
         constants, perturbation, steering = self.prepared[key]
         if perturbation is not None:
-            perturbation = perturbation._replace(pictures=shard.own(perturbation.pictures))
+            perturbation = perturbation._replace(images=shard.own(perturbation.images))
         own = shard_constants(constants, shard)._replace(watch=member.watch, cache=member.cache)
         return Prepared(own, perturbation, steering and shard_constants(steering, shard))
 
@@ -195,7 +195,7 @@ class BatchShape(NamedTuple):
     """A device, and how many images of which rows and columns a step computes there or has a part of."""
 
     device: torch.device
-    pictures: int
+    images: int
     size: tuple[int, int]
 
 
@@ -246,6 +246,6 @@ def batch_passes(passes: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch
 
 def perturb_last(passes: int, batch: BatchShape, blocks: frozenset[int]) -> Perturbation:
     """Return the perturbation of the last of so many passes."""
-    pictures = torch.zeros(passes * batch.pictures, 1, 1, dtype=torch.bool, device=batch.device)
-    pictures[-batch.pictures :] = True
-    return Perturbation(pictures, blocks)
+    images = torch.zeros(passes * batch.images, 1, 1, dtype=torch.bool, device=batch.device)
+    images[-batch.images :] = True
+    return Perturbation(images, blocks)

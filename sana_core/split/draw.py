@@ -20,7 +20,7 @@ from ..batch.draw import (
     sample,
 )
 from ..batch.local import local_devices
-from ..batch.plan import Picture, Workload
+from ..batch.plan import ImageSpec, Workload
 from ..batch.windows import check_prompts
 from ..errors import InputError
 from ..model.fp8 import check_fp8
@@ -58,7 +58,7 @@ def draw_split(
     settings: Settings,
     devices: Sequence[str | torch.device] | None = None,
     poll: Poll = no_poll,
-) -> Generator[tuple[Picture, torch.Tensor], None, None]:
+) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:
     """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all `devices`.
 
     Its latents are those of one device to within rounding, and on CPUs in float32, for widths of 512, 640, 768 px ...,
@@ -76,8 +76,8 @@ def draw_split(
             check_fp8(device)
     settings = resolve_settings(settings, checkpoint)
     check_rows(settings.height // DOWNSCALE, len(found))
-    pictures = [picture for picture in workload.pictures if picture.number not in workload.done]
-    used = [workload.prompts[picture.prompt] for picture in pictures]
+    images = [image for image in workload.images if image.number not in workload.done]
+    used = [workload.prompts[image.prompt] for image in images]
     encoded = workload.encoded
     if encoded is None:
         encoder = load_encoder(checkpoint, found[0], settings.dtype, settings.reference)
@@ -88,12 +88,12 @@ def draw_split(
     check_splittable("checkpoint", models[0].transformer)
     split = Split(found, relative_speeds(found, [each.transformer for each in models]))
     shared = ShardedModel(partial(split.run, poll=poll), [ControlledModel(each.transformer) for each in models])
-    for picture in pictures:
-        prompts = Conditioning([texts[workload.prompts[picture.prompt]]], negative)
-        latents = sample(models[0], settings, (picture,), prompts, poll, workload.inputs, shared)
+    for image in images:
+        prompts = Conditioning([texts[workload.prompts[image.prompt]]], negative)
+        latents = sample(models[0], settings, (image,), prompts, poll, workload.inputs, shared)
         assert models[0].autoencoder is not None
         living = [found[member] for member in split.living]
-        yield picture, decode(models[0].autoencoder, latents, poll, living)[0]
+        yield image, decode(models[0].autoencoder, latents, poll, living)[0]
 
 
 def load_on(devices: Sequence[torch.device], checkpoint: str | Path, settings: Settings) -> list[Models]:

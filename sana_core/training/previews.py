@@ -15,7 +15,7 @@ import torch
 
 from ..batch.draw import Conditioning, Models, decode, encode_negative, encode_text, sample
 from ..batch.draw import Settings as Drawing
-from ..batch.plan import Embedding, ImageInputs, batch_pictures
+from ..batch.plan import Embedding, ImageInputs, batch_images
 from ..checkpoints import load_autoencoder
 from ..decode import encode_images
 from ..errors import ExistingFileError, SanaError
@@ -130,7 +130,7 @@ def draw_validation(
         sampler=defaults.sampler,
         dtype=settings.dtype,
     )
-    chunk = [image._replace(seed=image.number) for image in batch_pictures(len(inputs.prompts), 1, 0)]
+    chunk = [image._replace(seed=image.number) for image in batch_images(len(inputs.prompts), 1, 0)]
     control = None
     if state.controlnet is not None and inputs.control is not None:
         control = Control(state.controlnet, inputs.control)

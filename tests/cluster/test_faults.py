@@ -23,7 +23,7 @@ from setup import ROOT
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.draw import Settings
-from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.batch.plan import Workload, batch_images
 from sana_core.cluster.batch import draw_on_cluster
 from sana_core.cluster.connection import ClusterSettings
 
@@ -64,7 +64,7 @@ def test_faults_at_random_moments_cost_no_picture(lasting_cluster, checkpoint, e
             process.send_signal(number)
             stopped.append(process.pid)
 
-    workload = Workload(PROMPTS, batch_pictures(2, COUNT, 5), 2)
+    workload = Workload(PROMPTS, batch_images(2, COUNT, 5), 2)
     run = ClusterSettings(lasting_cluster.address, grace=5.0)
     for picture, pixels in draw_on_cluster(workload, checkpoint, Settings(64, 64, 2), run):
         assert picture.number not in arrived
@@ -216,7 +216,7 @@ def growing_cluster(tmp_path):
 @pytest.mark.timeout(200)
 def test_a_waiting_run_makes_the_autoscaler_start_a_machine(growing_cluster, checkpoint, expected):
     said, arrived = [], {}
-    workload = Workload(PROMPTS, batch_pictures(2, COUNT, 5), 2)
+    workload = Workload(PROMPTS, batch_images(2, COUNT, 5), 2)
     run = ClusterSettings(growing_cluster)
     deadline = time.monotonic() + 60
     while True:

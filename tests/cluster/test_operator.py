@@ -6,7 +6,7 @@ import pytest
 from machines import actors, add_node
 
 from sana_core.batch.draw import Settings
-from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.progress import WorkerReport
 from sana_core.cluster.batch import draw_on_cluster, draw_with, make_job
 from sana_core.cluster.connection import ClusterSettings
@@ -21,7 +21,7 @@ def test_ray_lists_the_job_by_its_name(cluster, checkpoint):
     from ray._private.worker import global_worker
 
     add_node(cluster)
-    workload = Workload(["a red circle"], batch_pictures(1, 4, 5), 1)
+    workload = Workload(["a red circle"], batch_images(1, 4, 5), 1)
     drawn = draw_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
     next(drawn)
     jobs = global_worker.gcs_client.get_all_job_info().values()
@@ -31,7 +31,7 @@ def test_ray_lists_the_job_by_its_name(cluster, checkpoint):
 
 def test_workers_that_nobody_wants_for_long_end(cluster, checkpoint):
     add_node(cluster)
-    workload = Workload(["a red circle"], batch_pictures(1, 2, 5), 1)
+    workload = Workload(["a red circle"], batch_images(1, 2, 5), 1)
     job = make_job(workload, checkpoint, SETTINGS)
     session = Session(ClusterSettings(cluster.client_address), idle=5.0)
     for seed in range(2):

@@ -20,7 +20,7 @@ from demo.verifier import save
 from sana_core.__main__ import main
 from sana_core.batch.description import describe_settings
 from sana_core.batch.draw import Settings, resolve_settings
-from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.progress import WorkerReport
 from sana_core.batch.verifier import Shape, Verifier
 from sana_core.checkpoints.fingerprint import fingerprint
@@ -46,7 +46,7 @@ SETTINGS = Settings(128, 128, steps=4)
 def test_every_picture_arrives_once_while_machines_die_and_join(cluster, checkpoint):
     nodes = [add_node(cluster) for _ in range(3)]
     expected = sana_core.generate(PROMPTS, checkpoint, seed=5, count=20, width=128, height=128, steps=4, chunk=2)
-    pictures = batch_pictures(2, 20, 5)
+    pictures = batch_images(2, 20, 5)
     report, joined, arrived = WorkerReport(), None, {}
     run = ClusterSettings(cluster.address)
     drawn = draw_on_cluster(Workload(PROMPTS, pictures, 2), checkpoint, SETTINGS, run, report=report)
@@ -137,7 +137,7 @@ def test_one_machine_without_the_checkpoint_costs_no_picture(cluster, checkpoint
     shutil.copytree(checkpoint, copy)
     add_node(cluster)
     late, report, arrived = None, WorkerReport(), []
-    workload = Workload(PROMPTS, batch_pictures(2, 40, 5), 1)
+    workload = Workload(PROMPTS, batch_images(2, 40, 5), 1)
     for picture, _ in draw_on_cluster(workload, copy, SETTINGS, ClusterSettings(cluster.address), report=report):
         arrived.append(picture.number)
         if late is None:
@@ -177,7 +177,7 @@ def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluste
 def test_closing_ends_every_actor(cluster, checkpoint):
     for _ in range(2):
         add_node(cluster)
-    workload = Workload(PROMPTS, batch_pictures(2, 1000, 5), 1)
+    workload = Workload(PROMPTS, batch_images(2, 1000, 5), 1)
     drawn = draw_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
     next(drawn)
     assert actors()
@@ -190,7 +190,7 @@ def test_closing_ends_every_actor(cluster, checkpoint):
 @pytest.mark.timeout(300)
 def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
     add_node(cluster)
-    pictures = batch_pictures(2, 6, 5)
+    pictures = batch_images(2, 6, 5)
     report, arrived = WorkerReport(), []
     workload, run = Workload(PROMPTS, pictures, 1), ClusterSettings(cluster.address, grace=3.0)
     for picture, _ in draw_on_cluster(workload, checkpoint, SETTINGS, run, report=report):
@@ -272,7 +272,7 @@ def shared_run(cluster, checkpoint, tmp_path):
     described = describe_settings(resolve_settings(SETTINGS, checkpoint), checkpoint)
 
     def draw(count, report):
-        workload, run = Workload(PROMPTS, batch_pictures(2, count, 5), 1), ClusterSettings(cluster.address)
+        workload, run = Workload(PROMPTS, batch_images(2, count, 5), 1), ClusterSettings(cluster.address)
         return draw_on_cluster(workload, checkpoint, SETTINGS, run, described, report, held)
 
     with hold(tmp_path / "out") as held:
@@ -316,7 +316,7 @@ def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(clus
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_an_address_where_nobody_answers_is_named(checkpoint):
-    workload = Workload(PROMPTS, batch_pictures(2, 1, 5))
+    workload = Workload(PROMPTS, batch_images(2, 1, 5))
     drawn = draw_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings("127.0.0.1:1"))
     with pytest.raises(ConnectionError, match="cluster: nobody answers at 127.0.0.1:1 "):
         next(drawn)

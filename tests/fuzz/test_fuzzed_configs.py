@@ -13,7 +13,7 @@ from small import BUNDLED
 
 import sana_core
 from sana_core.batch.folder import OutputFolder
-from sana_core.batch.plan import batch_pictures
+from sana_core.batch.plan import batch_images
 from sana_core.batch.png import encode_png
 from sana_core.checkpoints.load import shift_of
 from sana_core.checkpoints.schemas import read_preview
@@ -90,7 +90,7 @@ def test_tokenizers_settings(survives, folder, content):
 
 RECORD = changed(json.dumps(Holder("here", 1, "now", "0")._asdict()).encode())
 PROMPTS, DRAWN = ["a red circle"], {"width": 32, "height": 32, "steps": 1, "sampler": "flow_euler"}
-PICTURES = batch_pictures(1, 2, 0)
+PICTURES = batch_images(1, 2, 0)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from noise import noise_like
 
 import sana_core
 from sana_core.batch.draw import Settings, resolve_settings
-from sana_core.batch.plan import batch_pictures, default_chunk_size, split_into_chunks
+from sana_core.batch.plan import batch_images, default_chunk_size, split_into_chunks
 from sana_core.decode import Tiles
 from sana_core.memory import DTYPES
 from sana_core.model import known_models as released
 from sana_core.model.known_models import DECODERS, VARIANTS
-from sana_core.model.latents import picture_shape
+from sana_core.model.latents import latent_shape
 from sana_core.sampling import samplers as sampling
 from sana_core.sampling import schedules
 from sana_core.sampling.guidance import perturbed_attention
@@ -40,7 +40,7 @@ def models(small):
 @example(32.0, 32, 1)
 @example(32, 32, 1.5)
 def test_shapes(survives, width, height, count):
-    shape = survives(lambda: picture_shape(width, height, count))
+    shape = survives(lambda: latent_shape(width, height, count))
     if shape is not None:
         # what the empty latent is made of; without numbers, so that none is too large
         torch.empty(shape, device="meta")
@@ -82,7 +82,7 @@ def test_batches(survives, prompts, count, seed, size):
     count = count if not 1000 < count < 100_001 else 1000
 
     def plan():
-        pictures = batch_pictures(prompts, count, seed)
+        pictures = batch_images(prompts, count, seed)
         assert len({picture.number for picture in pictures}) == len(pictures)
         noise_like(torch.empty(1, 2, 2, 2), seed)
         assert default_chunk_size(32, 32, len(pictures), 2) >= 1
@@ -93,7 +93,7 @@ def test_batches(survives, prompts, count, seed, size):
 
 @given(TEXTS, TEXTS)
 def test_resolutions(survives, size, ratio):
-    survives(lambda: released.picture_size(size, ratio))
+    survives(lambda: released.image_size(size, ratio))
 
 
 OPTIONS = {

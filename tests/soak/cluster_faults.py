@@ -32,7 +32,7 @@ from machines import actors, add_node  # noqa: E402
 import sana_core  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
 from sana_core.batch.draw import Settings  # noqa: E402
-from sana_core.batch.plan import Workload, batch_pictures  # noqa: E402
+from sana_core.batch.plan import Workload, batch_images  # noqa: E402
 from sana_core.cluster.batch import draw_on_cluster  # noqa: E402
 from sana_core.cluster.connection import ClusterSettings  # noqa: E402
 from sana_core.cluster.split import draw_split_on_cluster  # noqa: E402
@@ -181,12 +181,12 @@ def run_here(faults: Faults, silence: Silence, expected: torch.Tensor, split: bo
             happened.append(faults.strike())
 
     if split:
-        workload = Workload(PROMPTS[:1], batch_pictures(1, SHARED, 5))
+        workload = Workload(PROMPTS[:1], batch_images(1, SHARED, 5))
         drawn = draw_split_on_cluster(workload, CHECKPOINT, SHARED_SETTINGS, run, poll)
     else:
-        workload = Workload(PROMPTS, batch_pictures(2, BATCH, 5), 1)
+        workload = Workload(PROMPTS, batch_images(2, BATCH, 5), 1)
         drawn = draw_on_cluster(workload, CHECKPOINT, BATCH_SETTINGS, run)
-    total = len(workload.pictures)
+    total = len(workload.images)
     moments = set(faults.chance.sample(range(1, total - 1), FAULTS))
     arrived: dict[int, torch.Tensor] = {}
     for picture, pixels in silence.measure(drawn, happened):

@@ -39,7 +39,7 @@ from sana_core.batch.draw import (  # noqa: E402
     load_models,
     resolve_settings,
 )
-from sana_core.batch.plan import Picture  # noqa: E402
+from sana_core.batch.plan import ImageSpec  # noqa: E402
 from sana_core.batch.png import encode_png  # noqa: E402
 from sana_core.checkpoints.fingerprint import fingerprint  # noqa: E402
 
@@ -58,7 +58,7 @@ def import_all() -> None:
     models = load_models(checkpoint, cpu, Settings(), checkpoint)
     settings = resolve_settings(Settings(32, 32, steps=1), checkpoint)
     texts, negative = encode_texts(load_encoder(checkpoint, cpu, "float32"), PROMPTS, "")
-    (pixels,) = draw(models, settings, (Picture(0, 0, 0),), Conditioning([texts[PROMPTS[0]]], negative))
+    (pixels,) = draw(models, settings, (ImageSpec(0, 0, 0),), Conditioning([texts[PROMPTS[0]]], negative))
     encode_png(pixels, "", 0, {})
 
 

@@ -11,7 +11,7 @@ import sana_core
 from sana_core.batch import local, windows
 from sana_core.batch.draw import Settings, encode_text, load_encoder
 from sana_core.batch.local import draw_local, local_devices
-from sana_core.batch.plan import Workload, batch_pictures, split_into_chunks
+from sana_core.batch.plan import Workload, batch_images, split_into_chunks
 from sana_core.model.latents import noise_stream
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
@@ -59,7 +59,7 @@ def test_pictures_do_not_depend_on_workers_and_chunks(checkpoint, alone, workers
 
 
 def test_pictures_come_as_they_finish_and_say_which_they_are(checkpoint, alone):
-    pictures = batch_pictures(2, 4, 5)
+    pictures = batch_images(2, 4, 5)
     for picture, pixels in draw_local(Workload(PROMPTS, pictures, 1, frozenset({0, 5})), checkpoint, SETTINGS, CPUS):
         assert picture.number not in (0, 5)
         assert torch.equal(pixels, alone[picture.number])
@@ -108,7 +108,7 @@ def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
             woken.wait()
 
     slow_draw(hang)
-    pictures = batch_pictures(2, 4, 5)
+    pictures = batch_images(2, 4, 5)
     arrived = [p.number for p, _ in draw_local(Workload(PROMPTS, pictures, 1), checkpoint, SETTINGS, CPUS, grace=0.1)]
     woken.set()
     assert sorted(arrived) == list(range(8))
@@ -187,7 +187,7 @@ def loads(monkeypatch):
 
 
 def draw_many(checkpoint, devices=("cpu",), chunk=1):
-    pictures = batch_pictures(len(MANY), 2, 5)
+    pictures = batch_images(len(MANY), 2, 5)
     return {p.number: pixels for p, pixels in draw_local(Workload(MANY, pictures, chunk), checkpoint, SMALL, devices)}
 
 
@@ -229,18 +229,18 @@ def test_a_copy_that_is_late_by_a_window_harms_nothing(checkpoint, slow_draw, mo
 
 
 def test_windows_grow_and_keep_chunks_whole():
-    chunks = split_into_chunks(batch_pictures(2000, 3, 0), 2)
+    chunks = split_into_chunks(batch_images(2000, 3, 0), 2)
     cuts = list(windows.windows(chunks, 8))
     assert [chunk for window in cuts for chunk in window] == chunks
     sizes = [len({picture.prompt for chunk in window for picture in chunk}) for window in cuts]
     assert sizes[:6] == [8, 16, 32, 64, 128, 256] and max(sizes) == windows.LARGEST and len(sizes) == 9
     assert list(windows.windows([], 8)) == []
     # a chunk of more prompts than fit is a window of its own
-    assert [len(window) for window in windows.windows(split_into_chunks(batch_pictures(32, 1, 0), 32), 8)] == [1]
+    assert [len(window) for window in windows.windows(split_into_chunks(batch_images(32, 1, 0), 32), 8)] == [1]
 
 
 def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
-    drawing = draw_local(Workload([*MANY, "half \ud83d"], batch_pictures(11, 1, 5)), checkpoint, SMALL)
+    drawing = draw_local(Workload([*MANY, "half \ud83d"], batch_images(11, 1, 5)), checkpoint, SMALL)
     with pytest.raises(ValueError, match=r"^prompt 11: .*half a character .* at position 5; write the text again$"):
         next(drawing)
     assert not loads

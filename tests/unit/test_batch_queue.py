@@ -7,13 +7,13 @@ import pytest
 
 from benchmarks.simulation import SimulatedPool
 from sana_core.batch.loop import run_batch
-from sana_core.batch.plan import Picture, batch_pictures, default_chunk_size, split_into_chunks
+from sana_core.batch.plan import ImageSpec, batch_images, default_chunk_size, split_into_chunks
 from sana_core.batch.queue import ChunkLostError, Queue
 
 
 def run(pool, pictures=100, chunk=4, grace=60.0):
     """Draw `pictures` and return the queue; all must arrive, each once."""
-    queue = Queue(split_into_chunks(batch_pictures(1, pictures, 0), chunk))
+    queue = Queue(split_into_chunks(batch_images(1, pictures, 0), chunk))
     arrived = [picture for picture, _ in run_batch(queue, pool, grace)]
     assert sorted(picture.number for picture in arrived) == list(range(pictures))
     return queue
@@ -34,7 +34,7 @@ def mishaps(**shares):
 
 
 def test_picture_i_of_a_prompt_has_seed_plus_i():
-    pictures = batch_pictures(2, 3, 2**64 - 2)
+    pictures = batch_images(2, 3, 2**64 - 2)
     assert [picture.number for picture in pictures] == list(range(6))
     assert [picture.prompt for picture in pictures] == [0, 0, 0, 1, 1, 1]
     assert [picture.seed for picture in pictures] == [2**64 - 2, 2**64 - 1, 0] * 2
@@ -53,11 +53,11 @@ def test_picture_i_of_a_prompt_has_seed_plus_i():
 )
 def test_numbers_out_of_range_are_named(prompts, count, seed, message):
     with pytest.raises(ValueError, match=message):
-        batch_pictures(prompts, count, seed)
+        batch_images(prompts, count, seed)
 
 
 def test_a_cut_leaves_out_what_is_done_and_keeps_the_rest_together():
-    pictures = batch_pictures(1, 10, 0)
+    pictures = batch_images(1, 10, 0)
     sizes = [[picture.number for picture in chunk] for chunk in split_into_chunks(pictures, 4, done={1, 4, 5, 6, 7})]
     assert sizes == [[0, 2, 3], [8, 9]]
     with pytest.raises(ValueError, match="chunk: got 0"):
@@ -149,15 +149,15 @@ def test_an_error_of_a_worker_is_raised():
 
 
 def test_a_copy_that_arrives_second_counts_for_nothing():
-    chunk = (Picture(0, 0, 0), Picture(1, 0, 1))
-    queue = Queue([chunk, (Picture(2, 0, 2),)])
-    assert queue.next_chunk("fast", 0.0) == chunk and queue.next_chunk("slow", 0.0) == (Picture(2, 0, 2),)
+    chunk = (ImageSpec(0, 0, 0), ImageSpec(1, 0, 1))
+    queue = Queue([chunk, (ImageSpec(2, 0, 2),)])
+    assert queue.next_chunk("fast", 0.0) == chunk and queue.next_chunk("slow", 0.0) == (ImageSpec(2, 0, 2),)
     assert queue.finish("fast", chunk, 1.0) == list(chunk)
     assert queue.next_chunk("fast", 1.0) is None
     # half a second a picture is the usual pace; the slow one is 9.5 s late
-    assert queue.next_chunk("fast", 10.0) == (Picture(2, 0, 2),)
-    assert len(queue.finish("fast", (Picture(2, 0, 2),), 10.5)) == 1
-    assert queue.finish("slow", (Picture(2, 0, 2),), 11.0) == []
+    assert queue.next_chunk("fast", 10.0) == (ImageSpec(2, 0, 2),)
+    assert len(queue.finish("fast", (ImageSpec(2, 0, 2),), 10.5)) == 1
+    assert queue.finish("slow", (ImageSpec(2, 0, 2),), 11.0) == []
     assert not queue.missing
 
 
@@ -171,8 +171,8 @@ def test_sixty_four_workers_are_busy_to_the_end():
 
 def late_queue():
     """A queue whose only open chunk lies with "slow", which is late; "fast" and "third" have nothing to do."""
-    chunk = (Picture(2, 0, 2), Picture(3, 0, 3))
-    queue = Queue([(Picture(0, 0, 0),), (Picture(1, 0, 1),), chunk])
+    chunk = (ImageSpec(2, 0, 2), ImageSpec(3, 0, 3))
+    queue = Queue([(ImageSpec(0, 0, 0),), (ImageSpec(1, 0, 1),), chunk])
     for worker in ("fast", "third"):
         queue.finish(worker, queue.next_chunk(worker, 0.0), 1.0)
     assert queue.next_chunk("slow", 1.0) == chunk
@@ -193,7 +193,7 @@ def test_no_worker_gets_a_copy_that_it_has_no_memory_for():
 
 
 def test_a_picture_that_was_drawn_forgives_earlier_lack_of_memory():
-    queue = Queue([(picture,) for picture in batch_pictures(1, 8, 0)])
+    queue = Queue([(picture,) for picture in batch_images(1, 8, 0)])
     useful = []
     for failures in (3, 3):
         for _ in range(failures):
@@ -204,7 +204,7 @@ def test_a_picture_that_was_drawn_forgives_earlier_lack_of_memory():
 
 
 def test_a_limit_never_rises():
-    pictures = batch_pictures(1, 10, 0)
+    pictures = batch_images(1, 10, 0)
     queue = Queue([tuple(pictures[:2]), tuple(pictures[2:])])
     small, large = queue.next_chunk("gpu", 0.0), queue.next_chunk("gpu", 0.0)
     queue.halve("gpu", small, 1.0)
@@ -214,7 +214,7 @@ def test_a_limit_never_rises():
 
 def test_what_was_taken_from_a_worker_says_nothing_of_its_pace():
     """A worker that was thought to hang and comes back after all: its pictures count, its time does not."""
-    chunk = (Picture(0, 0, 0), Picture(1, 0, 1))
+    chunk = (ImageSpec(0, 0, 0), ImageSpec(1, 0, 1))
     queue = Queue([chunk])
     assert queue.next_chunk("gpu", 0.0) == chunk
     queue.requeue("gpu")
@@ -226,7 +226,7 @@ def test_what_was_taken_from_a_worker_says_nothing_of_its_pace():
 
 
 def test_the_pace_is_of_one_picture_and_follows_the_last_chunks():
-    pictures = batch_pictures(1, 8, 0)
+    pictures = batch_images(1, 8, 0)
     queue = Queue([tuple(pictures[:4]), tuple(pictures[4:])])
     for start, end, pace in ((0.0, 8.0, 2.0), (10.0, 14.0, 1.5)):
         queue.finish("gpu", queue.next_chunk("gpu", start), end)
@@ -235,7 +235,7 @@ def test_the_pace_is_of_one_picture_and_follows_the_last_chunks():
 
 
 def test_the_clock_of_a_chunk_that_waits_starts_when_the_one_before_it_is_done():
-    first, second = (Picture(0, 0, 0),), (Picture(1, 0, 1),)
+    first, second = (ImageSpec(0, 0, 0),), (ImageSpec(1, 0, 1),)
     queue = Queue([first, second])
     assert [queue.next_chunk("gpu", 0.0), queue.next_chunk("gpu", 0.0)] == [first, second]
     assert queue.pending("gpu") == 2
@@ -245,8 +245,8 @@ def test_the_clock_of_a_chunk_that_waits_starts_when_the_one_before_it_is_done()
 
 
 def test_a_chunk_hangs_after_ten_times_the_slowest_pace_and_at_least_the_grace():
-    chunk = (Picture(0, 0, 0), Picture(1, 0, 1))
-    queue = Queue([chunk, (Picture(2, 0, 2), Picture(3, 0, 3))])
+    chunk = (ImageSpec(0, 0, 0), ImageSpec(1, 0, 1))
+    queue = Queue([chunk, (ImageSpec(2, 0, 2), ImageSpec(3, 0, 3))])
     queue.next_chunk("gpu", 0.0)
     # nothing is known: 30 times the grace
     assert queue.hanging(30 * 2.0, 2.0) == [] and queue.hanging(30 * 2.0 + 0.1, 2.0) == ["gpu"]
@@ -258,7 +258,7 @@ def test_a_chunk_hangs_after_ten_times_the_slowest_pace_and_at_least_the_grace()
 
 
 def test_a_chunk_of_one_worker_that_dies_waits_for_the_next_in_its_old_place():
-    chunks = [(picture,) for picture in batch_pictures(1, 4, 0)]
+    chunks = [(picture,) for picture in batch_images(1, 4, 0)]
     queue = Queue(chunks)
     assert [queue.next_chunk("gpu", 0.0) for _ in range(2)] == chunks[:2]
     queue.requeue("gpu")
@@ -266,8 +266,8 @@ def test_a_chunk_of_one_worker_that_dies_waits_for_the_next_in_its_old_place():
 
 
 def test_halves_come_next_and_in_their_order():
-    pictures = tuple(batch_pictures(1, 5, 0))
-    queue = Queue([pictures, tuple(batch_pictures(2, 5, 0)[5:])])
+    pictures = tuple(batch_images(1, 5, 0))
+    queue = Queue([pictures, tuple(batch_images(2, 5, 0)[5:])])
     assert queue.halve("gpu", queue.next_chunk("gpu", 0.0), 1.0)
     assert queue.next_chunk("large", 1.0) == pictures[:2] and queue.next_chunk("large", 1.0) == pictures[2:]
     # the small one takes two at a time from now on
@@ -275,7 +275,7 @@ def test_halves_come_next_and_in_their_order():
 
 
 def test_a_chunk_takes_down_five_workers_and_no_sixth():
-    chunk = tuple(batch_pictures(1, 2, 0))
+    chunk = tuple(batch_images(1, 2, 0))
     queue = Queue([chunk])
     for worker in range(4):
         assert queue.next_chunk(f"gpu {worker}", 0.0) == chunk
@@ -287,7 +287,7 @@ def test_a_chunk_takes_down_five_workers_and_no_sixth():
 
 def test_a_copy_goes_where_it_comes_sooner_than_where_it_is():
     """At the end a chunk that will come in time stays where it is, and of two late ones the later is copied."""
-    pictures = batch_pictures(1, 6, 0)
+    pictures = batch_images(1, 6, 0)
     queue = Queue([(picture,) for picture in pictures])
     for worker, seconds in (("fast", 1.0), ("slow", 4.0), ("slower", 6.0)):
         queue.finish(worker, queue.next_chunk(worker, 0.0), seconds)
@@ -302,7 +302,7 @@ def test_a_copy_goes_where_it_comes_sooner_than_where_it_is():
 
 def test_a_copy_takes_as_long_as_all_its_pictures():
     """Four pictures of 3 s come no sooner from another worker than in the 10 s that are left of them."""
-    pictures = batch_pictures(1, 6, 0)
+    pictures = batch_images(1, 6, 0)
     queue = Queue([(pictures[0],), (pictures[1],), tuple(pictures[2:])])
     for worker in ("fast", "slow"):
         queue.finish(worker, queue.next_chunk(worker, 0.0), 3.0)

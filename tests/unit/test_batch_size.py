@@ -17,14 +17,14 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_drawn_at_once_fits_and_twice_as_many_would_not(variant, side, dtype):
     model, free = VARIANTS[variant], 4 * 10**9
-    count = batch_size.pictures_that_fit(GPU, free, model, side, side, dtype)
+    count = batch_size.images_that_fit(GPU, free, model, side, side, dtype)
     needed = [transformer_bytes(model, side // 32, side // 32, n, dtype, accelerator=True) for n in (count, 2 * count)]
     assert count == 1 or needed[0] <= free
     assert count == LARGEST_CHUNK or needed[1] > 0.8 * free
 
 
 def test_without_any_memory_it_is_one():
-    assert batch_size.pictures_that_fit(GPU, -(10**9), VARIANTS["1.5-4.8B"], 4096, 4096, torch.bfloat16) == 1
+    assert batch_size.images_that_fit(GPU, -(10**9), VARIANTS["1.5-4.8B"], 4096, 4096, torch.bfloat16) == 1
 
 
 def test_the_numbers_are_those_of_the_checkpoint(checkpoint):

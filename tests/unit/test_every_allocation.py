@@ -8,7 +8,7 @@ from decoders import noise, relative
 from sana_core import decode_latents, encode_images
 from sana_core.batch import local
 from sana_core.batch.draw import Settings
-from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.batch.plan import Workload, batch_images
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
 
@@ -63,7 +63,7 @@ def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(chec
         return pictures
 
     def run():
-        settings, workload = Settings(128, 128, steps=1), Workload(["a red circle"], batch_pictures(1, 2, 0), chunk=2)
+        settings, workload = Settings(128, 128, steps=1), Workload(["a red circle"], batch_images(1, 2, 0), chunk=2)
         drawn = local.draw_local(workload, checkpoint, settings, ["cpu"])
         return {picture.number: pixels for picture, pixels in drawn}
 

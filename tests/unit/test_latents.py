@@ -4,12 +4,12 @@ import pytest
 import torch
 from noise import noise_like
 
-from sana_core.model.latents import check_channels, picture_shape
+from sana_core.model.latents import check_channels, latent_shape
 from sana_core.runtime.checks import check_number
 
 
 def test_a_size_becomes_a_shape():
-    assert picture_shape(1024, 512, 3) == (3, 32, 16, 32)
+    assert latent_shape(1024, 512, 3) == (3, 32, 16, 32)
 
 
 @pytest.mark.parametrize(
@@ -17,9 +17,9 @@ def test_a_size_becomes_a_shape():
 )
 def test_a_wrong_size_names_the_field_and_the_nearest_right_one(width, nearest):
     with pytest.raises(ValueError, match=f"^width: got {width}, .*; use {nearest}$"):
-        picture_shape(width, 512, 1)
+        latent_shape(width, 512, 1)
     with pytest.raises(ValueError, match=f"^height: got {width}, .*; use {nearest}$"):
-        picture_shape(512, width, 1)
+        latent_shape(512, width, 1)
 
 
 @pytest.mark.parametrize("value", [0, 101, float("nan"), float("inf"), -float("inf")])

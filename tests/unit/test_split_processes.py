@@ -8,14 +8,14 @@ import torch.distributed as dist
 from setup import ROOT
 
 from sana_core.batch.draw import Conditioning, Settings, load_models, resolve_settings, sample
-from sana_core.batch.plan import Picture
+from sana_core.batch.plan import ImageSpec
 from sana_core.cluster.worker import Job, Worker
 
 # as each process has
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY, SCENES = ROOT / "tests" / "models" / "sana-tiny", ROOT / "demo" / "sana-scenes"
-PICTURE = Picture(0, 0, 3)
+PICTURE = ImageSpec(0, 0, 3)
 SETTINGS = Settings(128, 160, 3, 4.5)
 HALF = SETTINGS._replace(height=384, guidance_interval=(0.0, 0.5))
 PERTURBED = SETTINGS._replace(pag_scale=2.0, pag_blocks="1")

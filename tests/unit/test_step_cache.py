@@ -13,7 +13,7 @@ from sana_core import generate
 from sana_core.batch.best import Best, draw_best
 from sana_core.batch.description import describe_settings
 from sana_core.batch.draw import Settings, resolve_settings
-from sana_core.batch.plan import Workload, batch_pictures
+from sana_core.batch.plan import Workload, batch_images
 from sana_core.errors import InputError
 from sana_core.model.step_cache import StepCache
 from sana_core.sampling import guidance
@@ -87,7 +87,7 @@ def test_what_it_cannot_go_with_is_refused():
     with pytest.raises(InputError, match="step_cache.*split"):
         generate(["a"], CHECKPOINT, devices=["cpu", "cpu"], split=True, step_cache=0.1)
     with pytest.raises(InputError, match="step_cache.*after"):
-        workload = Workload(["a"], batch_pictures(1, 2, 0))
+        workload = Workload(["a"], batch_images(1, 2, 0))
         cached = resolve_settings(Settings(step_cache=0.1), CHECKPOINT)
         next(draw_best(lambda workload, how: iter(()), workload, cached, Best(1, 2, CHECKPOINT, 2), None))
 

@@ -15,7 +15,7 @@ from PIL import Image
 from setup import ROOT
 
 from sana_core import InputError
-from sana_core.model.known_models import SHAPES, SIZES, picture_size
+from sana_core.model.known_models import SHAPES, SIZES, image_size
 from sana_core.training.images import choose_bucket, fit_image
 from sana_core.training.schedule import plan_epoch
 
@@ -30,7 +30,7 @@ def noise(width, height, low=0, high=256):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_picture_of_one_of_the_shapes_keeps_it(size):
     for ratio in SHAPES:
-        shape = picture_size(size, ratio)
+        shape = image_size(size, ratio)
         assert choose_bucket(shape, int(size)) == shape
         assert choose_bucket((3 * shape[0], 3 * shape[1]), int(size)) == shape
 
