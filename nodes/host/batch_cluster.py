@@ -114,8 +114,8 @@ def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
         paths.append(vae_path(batch.vae, "a cluster"))
     weights = fingerprints(paths)
     settings = resolve_settings(settings, path)
-    under = image_under(batch)
-    job = Job(settings, weights, *paths, negative=negatives[0], resolution=resolution, latents=True, under=under)
+    init = init_image(batch)
+    job = Job(settings, weights, *paths, negative=negatives[0], resolution=resolution, latents=True, init=init)
     return job, prompts
 
 
@@ -125,7 +125,7 @@ def check_model(model: ModelPatcher) -> None:
         raise InputError(f"model: got a patch that a cluster cannot apply ({found}); {REMEDY}")
 
 
-def image_under(batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def init_image(batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Return latents in the model's scale and the mask, if any, of the image that is drawn over; None for none.
 
     Raises InputError for a mask without an image.

@@ -26,7 +26,7 @@ from ..model.weight_layout import join_projections
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_name, check_number
 from ..sampling.guidance import LARGEST_GUIDANCE, ControlledModel, ShardedModel, denoiser, perturbed_attention
-from ..sampling.masked import draw_over
+from ..sampling.masked import start_from_image
 from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_sigmas, sampler_kwargs
 from ..sampling.schedules import check_steps, shift_sigmas
 from ..sampling.trail import WHOLE, Draft, Round
@@ -219,12 +219,12 @@ def sample(
     prompts: Conditioning,
     poll: Poll = no_poll,
     images: ImageInputs = NO_IMAGES,
-    shared: ShardedModel | None = None,
+    sharded: ShardedModel | None = None,
 ) -> torch.Tensor:
     """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk` and its `prompts`.
 
     `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising.
-    Without a ControlNet, `shared` may compute the model on several devices.
+    Without a ControlNet, `sharded` may compute the model on several devices.
     """
     transformer = models.transformer
     # what a step may leave out is decided for a whole batch
@@ -233,7 +233,7 @@ def sample(
         return sample_apart(models, settings, parts, prompts, poll, images)
     assert settings.sampler is not None and settings.steps is not None
     flow, reference = find_sampler(settings.sampler), reference_of(transformer)
-    model = guided(models, settings, prompts, images, shared)
+    model = guided(models, settings, prompts, images, sharded)
     shape = latent_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [image.seed for image in chunk])
     # the seed's first noise is passed over too where latents are given: what a sampler draws later stays the same
@@ -242,8 +242,8 @@ def sample(
         start = images.latents[numbers].to(start)
     start = start.to(transformer.device)
     more, sigmas = sampler_kwargs(flow, reference, noise), own_sigmas(flow, reference, settings.steps, models.shift)
-    if images.under is not None:
-        model, start = draw_over(images.under, model, start, sigmas[0])
+    if images.init is not None:
+        model, start = start_from_image(images.init, model, start, sigmas[0])
     if images.trail is not None:
         model, sigmas = images.trail.follow(model), sigmas[: images.trail.until + 1]
 
@@ -261,7 +261,7 @@ def sample(
 
 
 def guided(
-    models: Models, settings: Settings, prompts: Conditioning, images: ImageInputs, shared: ShardedModel | None
+    models: Models, settings: Settings, prompts: Conditioning, images: ImageInputs, sharded: ShardedModel | None
 ) -> Denoiser:
     """Return the denoiser of `sample`, with its guidance."""
     assert settings.sampler is not None and settings.guidance is not None
@@ -272,7 +272,7 @@ def guided(
         perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
     watch = images.trail.watch if images.trail else None
     return denoiser(
-        shared or ControlledModel(transformer, images.control, watch, cache, settings.compiled),
+        sharded or ControlledModel(transformer, images.control, watch, cache, settings.compiled),
         stack_texts(prompts.texts),
         stack_texts([prompts.negative]),
         settings.guidance,
@@ -308,7 +308,7 @@ def decode(
     poll: Poll = no_poll,
     devices: Sequence[torch.device] | None = None,
 ) -> list[torch.Tensor]:
-    """Return a image [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned.
+    """Return an image [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned.
 
     All of `devices` decode each together, without them the autoencoder's.
     """

@@ -11,7 +11,7 @@ import torch
 from ..errors import InputError
 from ..model.controlnet import Control
 from ..runtime.checks import check_whole
-from ..sampling.masked import Under
+from ..sampling.masked import InitImage
 from ..sampling.trail import WHOLE, Round, Trail
 
 LARGEST_SEED = 2**64 - 1
@@ -105,7 +105,7 @@ class ImageInputs(NamedTuple):
     the `latents` [N, 32, h, w] to begin with, instead of the seed's noise. `callback` is called after each step."""
 
     control: Control | None = None
-    under: Under | None = None
+    init: InitImage | None = None
     trail: Trail | None = None
     latents: torch.Tensor | None = None
     callback: Callable[[Step], object] | None = None

@@ -88,12 +88,12 @@ class DriverError(ActorError):
     """An accelerator failed, and not the work on it."""
 
 
-def named(name: str, cause: BaseException) -> ClusterError:
+def with_name(name: str, cause: BaseException) -> ClusterError:
     """Return the error of an actor or machine, with its name."""
     return cause if isinstance(cause, ClusterError) and name in str(cause) else ClusterError(f"{name}: {cause}")
 
 
-def last_words(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """Return the reason that an error of Ray's gives: its last line, after those that say what it means."""
     lines = [line.strip() for line in str(getattr(error, "cause", None) or error).splitlines() if line.strip()]
     return brief(lines[-1] if lines else type(error).__name__, 200)

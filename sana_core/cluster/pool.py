@@ -15,7 +15,7 @@ from typing import Any
 from ..batch.progress import counted
 from ..checkpoints.files import Json, brief
 from ..errors import ClusterError
-from .actors import ActorError, ActorHandle, ClusterRun, DriverError, last_words, named
+from .actors import ActorError, ActorHandle, ClusterRun, DriverError, last_line, with_name
 from .timeouts import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT, POLL_INTERVAL
 from .worker import Job
 
@@ -28,18 +28,18 @@ AHEAD = 8
 
 
 class Pool:
-    """The actors of a `run` that have loaded `job`, at most `most`, those of its cache first.
+    """The actors of a `run` that have loaded `job`, at most `max_actors`, those of its cache first.
 
     `together` are those of a split: their GPUs are reserved at once, on as few machines as can be, and none is asked
     for ahead.
     """
 
-    def __init__(self, run: ClusterRun, job: Job, most: int, together: bool = False) -> None:
+    def __init__(self, run: ClusterRun, job: Job, max_actors: int, together: bool = False) -> None:
         self.ray, self.cluster, self.cache, self.poll, self.on_status = run
         self.cluster.check()
         from .actor import actor_class, describe_code
 
-        self.job, self.most, self.together, self.status = job.pack(), self.cluster.limit(most), together, ""
+        self.job, self.max_actors, self.together, self.status = job.pack(), self.cluster.limit(max_actors), together, ""
         self.actor_class, self.code = actor_class(), describe_code(Path(__file__).parents[1])
         self.asked: dict[Hashable, ActorHandle] = {}  # by the call of locate; Ray has not placed them yet
         self.starting: dict[Hashable, ActorHandle] = {}  # by the call of prepare
@@ -48,10 +48,10 @@ class Pool:
         self.loaded: dict[str, int] = {}  # how many images at once each has memory for
         self.refused: dict[str, ClusterError] = {}  # nodes that cannot draw
         self.failures: dict[str, tuple[int, float]] = {}  # starts that failed on a node in a row, and the last
-        self.least = 2 if together else 1  # actors that the work can begin with, or go on
-        self.told: set[str] = set()
+        self.min_actors = 2 if together else 1  # actors that the work can begin with, or go on
+        self.warned: set[str] = set()
         self.placed: set[str] = set()  # nodes that ever had an actor
-        self.looked = self.seen = time.monotonic()
+        self.last_check = self.last_member = time.monotonic()
         self.nodes = self.living()
         for actor in self.cache.actors:
             if actor.node_id in self.nodes:
@@ -59,7 +59,7 @@ class Pool:
             elif together:
                 self.cache.lost.append(actor)
         self.cache.actors = []
-        self.look_around()
+        self.check_health()
 
     def living(self) -> Json:
         """Return the cluster's machines that live, by id."""
@@ -78,11 +78,11 @@ class Pool:
         """The actors that have a place."""
         return [*self.starting.values(), *self.actors.values()]
 
-    def look_around(self) -> None:
+    def check_health(self) -> None:
         """Forget the actors whose machine has gone, ask whether the others live, and for as many as are missing."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.looked = now = time.monotonic()
+        self.last_check = now = time.monotonic()
         self.nodes = self.living()
         for actor in self.held:
             if actor.node_id not in self.nodes:
@@ -103,13 +103,13 @@ class Pool:
                 self.ask_together()
             return
         for node, room in able.items():
-            room = min(room - sum(actor.node_id == node for actor in self.held), self.most - len(self.held))
+            room = min(room - sum(actor.node_id == node for actor in self.held), self.max_actors - len(self.held))
             waiting = {call: actor for call, actor in self.asked.items() if actor.node_id == node}
             for call in list(waiting)[max(0, room) :]:
                 self.ray.kill(self.asked.pop(call).handle)
             able[node] = room - len(waiting)
         patient = [actor for actor in self.asked.values() if actor.node_id and now - actor.since < PLACEMENT_TIMEOUT]
-        missing = self.most - len(self.held) - len(patient)
+        missing = self.max_actors - len(self.held) - len(patient)
         # one on each machine before any gets a second
         while missing > 0 and (node := max(able, key=able.__getitem__, default="")) and able[node] > 0:
             self.ask(NodeAffinitySchedulingStrategy(node, soft=False), node)
@@ -144,7 +144,8 @@ class Pool:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         free, needs = self.ray.available_resources(), self.cluster.needs
-        count = min(self.most - len(self.held), *(int(free.get(name, 0) / amount) for name, amount in needs.items()))
+        room = min(int(free.get(name, 0) / amount) for name, amount in needs.items())
+        count = min(self.max_actors - len(self.held), room)
         if count + len(self.held) < 2:
             return
         group, deadline = placement_group([needs] * count, strategy="PACK"), time.monotonic() + PLACEMENT_TIMEOUT
@@ -170,13 +171,13 @@ class Pool:
         """
         self.poll()
         now = time.monotonic()
-        if now - self.looked > HEALTH_CHECK_INTERVAL:
-            self.look_around()
-        if len(self.held) >= self.least:
-            self.seen = now
+        if now - self.last_check > HEALTH_CHECK_INTERVAL:
+            self.check_health()
+        if len(self.held) >= self.min_actors:
+            self.last_member = now
         elif self.all_refuse():
             raise next(iter(self.refused.values()))
-        elif now - self.seen > self.cluster.wait:
+        elif now - self.last_member > self.cluster.wait:
             reasons = "".join(f"; {error}" for error in self.refused.values())
             raise ClusterError(
                 f"cluster: no GPU of it could be had for {self.cluster.wait:.0f} s{reasons}; "
@@ -193,14 +194,14 @@ class Pool:
             self.report()
         for call in ready:
             if call in self.asked:
-                self.settle_place(call)
+                self.on_placed(call)
             elif call in self.starting:
-                self.settle_start(call)
+                self.on_started(call)
             elif call in self.pings:
-                self.settle_ping(call)
+                self.on_ping(call)
         return [call for call in calls if call in ready]
 
-    def expects(self) -> bool:
+    def may_place(self) -> bool:
         """Whether Ray may be about to place an actor; it takes long only where no machine has a GPU for it."""
         return any(time.monotonic() - actor.since < ACTOR_TIMEOUT for actor in self.asked.values())
 
@@ -218,7 +219,7 @@ class Pool:
             places = sorted({self.machine(actor.node_id) for actor in self.starting.values()})
             status = f"{counted(len(self.starting), 'worker')} loading on {brief(', '.join(places), 200)}"
         elif able:
-            wanted, machines = counted(min(self.most, sum(able)), "worker"), counted(len(able), "machine")
+            wanted, machines = counted(min(self.max_actors, sum(able)), "worker"), counted(len(able), "machine")
             status = f"{wanted} starting on {machines} with {counted(sum(able), 'GPU')}"
         else:
             status = (
@@ -229,14 +230,14 @@ class Pool:
             self.on_status(status)
         self.status = status
 
-    def settle_ping(self, call: Hashable) -> None:
+    def on_ping(self, call: Hashable) -> None:
         actor = self.pings.pop(call)
         try:
             self.ray.get(call)
         except self.ray.exceptions.RayError as error:
             self.drop(actor, error)
 
-    def settle_place(self, call: Hashable) -> None:
+    def on_placed(self, call: Hashable) -> None:
         """Let an actor that Ray has placed load, where it runs the code of this run."""
         actor = self.asked.pop(call)
         try:
@@ -247,7 +248,7 @@ class Pool:
         if actor.node_id not in self.nodes:
             # it has just joined
             self.nodes = self.living()
-        if actor.node_id in self.refused or actor.node_id not in self.nodes or len(self.held) >= self.most:
+        if actor.node_id in self.refused or actor.node_id not in self.nodes or len(self.held) >= self.max_actors:
             self.ray.kill(actor.handle)
             return
         self.placed.add(actor.node_id)
@@ -261,7 +262,7 @@ class Pool:
             self.refuse(actor, ClusterError(f"{text}; remove the one that its Python finds first"))
             return
         if differing:
-            self.tell(actor.name, f"{text}; its images may differ in the last bits")
+            self.warn_once(actor.name, f"{text}; its images may differ in the last bits")
         self.prepare(actor)
 
     def prepare(self, actor: ActorHandle) -> None:
@@ -281,7 +282,7 @@ class Pool:
         """Return Ray's reference of an argument that several actors get."""
         return self.ray.put(self.ray.cloudpickle.dumps(value))
 
-    def settle_start(self, call: Hashable) -> None:
+    def on_started(self, call: Hashable) -> None:
         """Take an actor in that is ready, or note why it is not."""
         actor = self.starting.pop(call)
         try:
@@ -303,18 +304,18 @@ class Pool:
         """
         result, failure, reason, warnings = self.ray.cloudpickle.loads(self.ray.get(call))
         for text in warnings:
-            self.tell(name, text)
+            self.warn_once(name, text)
         if failure == "memory":
             raise MemoryError(f"{name}: {reason}")
         if failure:
             raise DriverError(reason) if failure == "driver" else ActorError(reason)
         return result
 
-    def tell(self, name: str, text: str) -> None:
+    def warn_once(self, name: str, text: str) -> None:
         """Log what an actor's machine warns of, once for all of its actors."""
         text = f"{self.cache.machines[name]}: {text}"
-        if text not in self.told:
-            self.told.add(text)
+        if text not in self.warned:
+            self.warned.add(text)
             logger.warning("cluster: %s", text)
 
     def count_failure(self, actor: ActorHandle, error: BaseException) -> None:
@@ -324,7 +325,7 @@ class Pool:
         count += actor.since > last
         self.failures[actor.node_id] = count, time.monotonic()
         if actor.node_id in self.nodes:
-            reason = f"its processes end before they are ready ({last_words(error)}); see its disk and its logs"
+            reason = f"its processes end before they are ready ({last_line(error)}); see its disk and its logs"
             if count >= LARGEST_TRIES:
                 self.refuse(actor, ClusterError(reason))
             else:
@@ -334,7 +335,7 @@ class Pool:
         """Leave the actor's machine out: it is well, but cannot draw, and another try there would end the same."""
         name = actor.name or self.machine(actor.node_id)
         if actor.node_id not in self.refused:
-            self.refused[actor.node_id] = named(name, cause)
+            self.refused[actor.node_id] = with_name(name, cause)
             logger.error("cluster: %s cannot work: %s", name, cause)
         # those that wait for a place might get this one
         for call, other in list(self.asked.items()):
@@ -345,11 +346,11 @@ class Pool:
     def drop(self, actor: ActorHandle, reason: BaseException) -> None:
         """Kill an actor that was lost; another is asked for."""
         if actor in self.held:
-            logger.warning("cluster: lost %s: %s", actor.name, last_words(reason))
+            logger.warning("cluster: lost %s: %s", actor.name, last_line(reason))
             self.end(actor)
             if self.together:
                 self.cache.lost.append(actor)
-            self.looked = 0.0
+            self.last_check = 0.0
 
     def end(self, actor: ActorHandle) -> None:
         self.ray.kill(actor.handle)

@@ -58,10 +58,10 @@ class Session:
         Raises what `work` does, InputError without ray or its client, ClusterError where nobody answers.
         """
         ray = import_ray()
-        self.take(poll)
+        self.acquire(poll)
         try:
             self.unwanted.clear()
-            self.prove(poll)
+            self.check_connection(poll)
             weights = None if key == self.key else changed()
         except BaseException:
             self.busy.release()
@@ -83,39 +83,39 @@ class Session:
             finally:
                 self.used = time.monotonic()
                 if self.lost:
-                    part(self.context)
+                    disconnect_in_thread(self.context)
                 self.busy.release()
 
         try:
             yield from iterate_in_thread(connected_work, poll, CALL_TIMEOUT)
         except LostError as error:
-            raise self.lose(str(error)) from None
+            raise self.give_up(str(error)) from None
 
-    def take(self, poll: Poll) -> None:
+    def acquire(self, poll: Poll) -> None:
         """Wait until the last run, which was cancelled, has ended its actors. Raises ClusterError if it cannot."""
         deadline = time.monotonic() + CALL_TIMEOUT
         while not self.busy.acquire(timeout=POLL_INTERVAL):
             poll()
             if time.monotonic() > deadline:
-                raise self.lose(f"no answer for {CALL_TIMEOUT:.0f} s")
+                raise self.give_up(f"no answer for {CALL_TIMEOUT:.0f} s")
 
-    def prove(self, poll: Poll) -> None:
+    def check_connection(self, poll: Poll) -> None:
         """Give up the connection of the last run if nobody answers there any more."""
         context = self.context
         if context is None:
             return
         try:
-            call_in_thread(self.look, lambda nodes: part(context), poll, PROBE_TIMEOUT)
+            call_in_thread(self.list_nodes, lambda nodes: disconnect_in_thread(context), poll, PROBE_TIMEOUT)
         except BaseException as error:
             # the thread that looks may be inside of the context for long
             self.context, self.cache, self.key = None, ActorCache(), None
             if not isinstance(error, TimeoutError):
-                part(context)
+                disconnect_in_thread(context)
             if not is_of_ray(error):
                 raise
             logger.warning("cluster: lost %s since the last run (%s)", self.cluster.address, brief(error))
 
-    def look(self) -> list[Json]:
+    def list_nodes(self) -> list[Json]:
         """Ask the head for its machines."""
         assert self.context is not None
         with self.context:
@@ -159,7 +159,7 @@ class Session:
         else:
             self.lost = True
 
-    def lose(self, why: str) -> ClusterError:
+    def give_up(self, why: str) -> ClusterError:
         """Give the connection up; the thread that waits for an answer ends it. Return the error that says so."""
         self.lost = True
         return ClusterError(
@@ -167,7 +167,7 @@ class Session:
         )
 
 
-def part(context: ClientContext | None) -> None:
+def disconnect_in_thread(context: ClientContext | None) -> None:
     """End a connection whose other end may not answer; its actors end with it."""
     if context is not None:
         threading.Thread(target=context.disconnect, name="sana cluster end", daemon=True).start()

@@ -23,7 +23,7 @@ from ..errors import ClusterError, InputError
 from ..model.latents import DOWNSCALE
 from ..runtime.cancellation import Poll, no_poll
 from ..split.draw import check_workload
-from .actors import ActorError, ActorHandle, ClusterRun, DriverError, named
+from .actors import ActorError, ActorHandle, ClusterRun, DriverError, with_name
 from .batch import make_job
 from .connection import ClusterSettings
 from .pool import Pool
@@ -31,7 +31,7 @@ from .session import run_alone
 from .timeouts import PEER_LOSS_TIMEOUT, POLL_INTERVAL
 from .worker import Job
 
-# how often a image is begun anew where all members have gone: NCCL takes the others of a dead one along
+# how often an image is begun anew where all members have gone: NCCL takes the others of a dead one along
 TRIES = 3
 
 
@@ -60,11 +60,11 @@ def draw_split_on_cluster(
     def work(run: ClusterRun) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:
         with closing(Pool(run, job, rows, together=True)) as pool:
             group = Group(pool)
-            texts, negative = group.first("encode_once", path, used)
+            texts, negative = group.call_first("encode_once", path, used)
             for image in images:
                 text = texts[workload.prompts[image.prompt]]
-                latents = group.compute("draw_shared", rows, *map(pool.put, (tuple(image), text, negative)))
-                yield image, group.first("decode_one", path, latents)
+                latents = group.compute("draw_sharded", rows, *map(pool.put, (tuple(image), text, negative)))
+                yield image, group.call_first("decode_one", path, latents)
 
     with closing(run_alone(cluster, work, poll, on_status)) as drawn:
         yield from drawn
@@ -114,14 +114,12 @@ class Group:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.speeds: dict[str, tuple[str, float]] = {}
-        self.longest = 0.0  # seconds for an image, or a call of the model
-        # where these actors have found each other
-        self.met: tuple[list[str], tuple[str, int]] = [], ("", 0)
-        gpus = sum(map(pool.capacity, pool.nodes))
-        if min(gpus, pool.most) < 2:
-            raise InputError(
-                f"cluster: got {min(gpus, pool.most)} GPUs to share an image, expected two or more; leave split out"
-            )
+        self.slowest = 0.0  # seconds for an image, or a call of the model
+        # the names of the actors that are connected, and the address of their store
+        self.rendezvous: tuple[list[str], tuple[str, int]] = [], ("", 0)
+        gpus = min(sum(map(pool.capacity, pool.nodes)), pool.max_actors)
+        if gpus < 2:
+            raise InputError(f"cluster: got {gpus} GPUs to share an image, expected two or more; leave split out")
         if pool.cluster.gpus_per_worker < 1:
             got = pool.cluster.gpus_per_worker
             raise InputError(f"gpus_per_worker: got {got} to share an image, expected 1; leave it out")
@@ -131,28 +129,28 @@ class Group:
 
         Raises what `Pool.wait` does.
         """
-        pool, first = self.pool, not self.speeds
-        while len(pool.actors) < pool.least or (first and (pool.starting or pool.expects())):
+        pool, initial = self.pool, not self.speeds
+        while len(pool.actors) < pool.min_actors or (initial and (pool.starting or pool.may_place())):
             pool.wait([])
-        pool.least = 1
+        pool.min_actors = 1
         found = sorted(pool.actors.values(), key=lambda actor: (actor.node_id, actor.name))
         new = [actor for actor in found if actor.name not in self.speeds]
-        for actor, result in zip(new, self.ask(new, "speed"), strict=True):
+        for actor, result in zip(new, self.call_each(new, "speed"), strict=True):
             if isinstance(result, BaseException):
                 pool.drop(actor, result)
             else:
                 self.speeds[actor.name] = result
         return [actor for actor in found if actor.name in pool.actors]
 
-    def first(self, method: str, *arguments: object) -> Any:
+    def call_first(self, method: str, *arguments: object) -> Any:
         """Return what the first member's `method` makes of the arguments; another's where that one is lost."""
         while True:
             actor = self.members()[0]
-            (result,) = self.ask([actor], method, *arguments)
+            (result,) = self.call_each([actor], method, *arguments)
             if not isinstance(result, BaseException):
                 return result
-            if not self.lose(actor, result) or not self.pool.actors:
-                raise named(actor.name, result)
+            if not self.drop_failed(actor, result) or not self.pool.actors:
+                raise with_name(actor.name, result)
 
     def compute(self, method: str, rows: int, *arguments: object) -> torch.Tensor:
         """Return what the members' `method` makes together of `rows` rows of latents, as the first of them has it.
@@ -166,46 +164,46 @@ class Group:
             results = self.attempt(members, method, arguments)
             errors = [each for each in zip(members, results, strict=True) if isinstance(each[1], BaseException)]
             if not errors:
-                self.longest = max(self.longest, time.monotonic() - began)
+                self.slowest = max(self.slowest, time.monotonic() - began)
                 return results[0]
-            lost = [self.lose(actor, error) for actor, error in errors]
+            lost = [self.drop_failed(actor, error) for actor, error in errors]
             emptied += not self.pool.actors
             if not any(lost) or emptied == TRIES:
-                raise named(errors[0][0].name, errors[0][1])
-            self.met = [], ("", 0)
+                raise with_name(errors[0][0].name, errors[0][1])
+            self.rendezvous = [], ("", 0)
 
     def attempt(self, members: list[ActorHandle], method: str, arguments: tuple) -> list[Any]:
         """Return what each of `members` made of its rows, or why not."""
         names = [actor.name for actor in members]
-        if self.met[0] != names:
-            (place,) = self.ask(members[:1], "open_store", len(members))
+        if self.rendezvous[0] != names:
+            (place,) = self.call_each(members[:1], "open_store", len(members))
             if isinstance(place, BaseException):
                 gone = ClusterError("cluster: another actor of the image has gone; it is begun again")
                 return [place, *(gone for _ in members[1:])]
-            self.met = names, place
+            self.rendezvous = names, place
         found = [self.speeds[name] for name in names]
         equal = len({kind for kind, _ in found}) == 1
         speeds = [1.0 if equal else speed for _, speed in found]
         calls = [
-            self.pool.call(actor, method, (rank, speeds, self.met[1]), *arguments) for rank, actor in enumerate(members)
+            self.pool.call(actor, method, (rank, speeds, self.rendezvous[1]), *arguments)
+            for rank, actor in enumerate(members)
         ]
         grace = self.pool.cluster.grace
-        return self.results(
-            members, calls, max(grace, PATIENCE * self.longest) if self.longest else FIRST_PATIENCE * grace
-        )
+        timeout = max(grace, PATIENCE * self.slowest) if self.slowest else FIRST_PATIENCE * grace
+        return self.results(members, calls, timeout)
 
-    def ask(self, members: list[ActorHandle], method: str, *arguments: object) -> list[Any]:
+    def call_each(self, members: list[ActorHandle], method: str, *arguments: object) -> list[Any]:
         """Return what the `method` of each of `members` makes of the arguments; errors too."""
         calls = [self.pool.call(actor, method, arguments) for actor in members]
         return self.results(members, calls, FIRST_PATIENCE * self.pool.cluster.grace)
 
-    def results(self, members: list[ActorHandle], calls: list[Hashable], longest: float) -> list[Any]:
+    def results(self, members: list[ActorHandle], calls: list[Hashable], timeout: float) -> list[Any]:
         """Return what the calls of `members` have made, errors too.
 
-        Those that have not ended after `longest` seconds, or some after another's error, are thought to hang.
+        Those that have not ended after `timeout` seconds, or some after another's error, are thought to hang.
         """
         found: dict[Hashable, Any] = {}
-        deadline = time.monotonic() + longest
+        deadline = time.monotonic() + timeout
         while len(found) < len(calls):
             for call in self.pool.wait([call for call in calls if call not in found]):
                 try:
@@ -218,7 +216,7 @@ class Group:
                 found |= {call: late for call in calls if call not in found}
         return [found[call] for call in calls]
 
-    def lose(self, actor: ActorHandle, error: BaseException) -> bool:
+    def drop_failed(self, actor: ActorHandle, error: BaseException) -> bool:
         """Drop a member that `error` has ended. Return whether it has, and not only interrupted its work."""
         if isinstance(error, ActorError | ClusterError) and not isinstance(error, DriverError):
             # its own mistake, or what torch says to the partners of one that has died

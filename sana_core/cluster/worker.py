@@ -41,7 +41,7 @@ from ..model.row_shards import Shard
 from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
 from ..sampling.guidance import ControlledModel, ShardedModel
-from ..sampling.masked import Under
+from ..sampling.masked import InitImage
 from ..sampling.trail import Draft, Round
 from ..split.processes import ProcessSplit
 from ..split.speed import device_name, measure
@@ -54,8 +54,8 @@ class Job(NamedTuple):
     negative prompt where it comes encoded, once for all. `weights` has the fingerprint of each path. Images are
     returned as arrays [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all
     machines and the name of the run that holds it, the PNG files are written there, and their digests returned. With
-    `latents`, pairs: the latent [32, h, w] in the model's scale, and the array or None. `under` are the latents and the
-    mask of the image that all are drawn over, if any.
+    `latents`, pairs: the latent [32, h, w] in the model's scale, and the array or None. `init` are the latents and the
+    mask of the image that all start from, if any.
     """
 
     settings: Settings
@@ -68,25 +68,25 @@ class Job(NamedTuple):
     described: Json | None = None
     shared: tuple[str, str] | None = None
     latents: bool = False
-    under: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    init: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def pack(self) -> Json:
-        """Return the job in plain words, for `unpack`."""
+        """Return the job as plain values, for `unpack`."""
         return {**self._asdict(), "settings": self.settings._asdict()}
 
 
-def unpack(words: Json) -> Job:
-    """Return the job of which `words` are the `pack`."""
-    return Job(**{**words, "settings": Settings(**words["settings"])})
+def unpack(payload: Json) -> Job:
+    """Return the job of which `payload` are the `pack`."""
+    return Job(**{**payload, "settings": Settings(**payload["settings"])})
 
 
 class Worker:
     """One GPU, or the CPU of a machine without one, with a checkpoint on it."""
 
-    def __init__(self, words: Json) -> None:
-        self.job = unpack(words)
+    def __init__(self, payload: Json) -> None:
+        self.job = unpack(payload)
         self.store: dist.Store | None = None
-        # with whom a image is shared, and where they found each other, which is another place each time
+        # the members of a split, and the address of their store, which is another one each time
         self.split: ProcessSplit | None = None
         self.joined: tuple[str, int] | None = None
         self.constants: dict[tuple, Constants] = {}
@@ -115,13 +115,13 @@ class Worker:
         if job.encoder is not None:
             self.encoder = load_encoder(job.encoder, device, settings.dtype, settings.reference)
 
-    def begin(self, words: Json) -> int:
-        """Draw for the job of those `words` from now on, which wants what is loaded, in that precision.
+    def begin(self, payload: Json) -> int:
+        """Draw for the job of those `payload` from now on, which wants what is loaded, in that precision.
 
         Return how many images at once the GPU has memory for. Raises MissingFileError for a shared folder that is not
         here, OutputError for one that cannot be written.
         """
-        job = unpack(words)
+        job = unpack(payload)
         if job.shared is not None:
             check_run(Path(job.shared[0]), job.shared[1])
         self.job, self.texts = job, dict[str, Embedding]()
@@ -134,7 +134,7 @@ class Worker:
 
     def draw(
         self,
-        words: Sequence[tuple[int, int, int]],
+        images: Sequence[tuple[int, int, int]],
         prompts: Sequence[Any],
         until: int | None = None,
         past: Sequence[torch.Tensor] = (),
@@ -143,15 +143,15 @@ class Worker:
 
         In rounds, they go on from the `past` of each up to the step `until`, and come as the fields of a Draft.
         """
-        chunk: Chunk = tuple(ImageSpec(*word) for word in words)
+        chunk: Chunk = tuple(ImageSpec(*each) for each in images)
         encoded = Conditioning(self.encode(prompts), self.negative)
         if until is not None or past:
             numbers = [image.number for image in chunk]
             own = Round(until, dict(zip(numbers, past, strict=True)) if past else {})
             drawn = draw(self.models, self.job.settings, chunk, encoded, round=own)
             return [tuple(each) if isinstance(each, Draft) else each.numpy() for each in drawn]
-        images = ImageInputs(under=self.job.under and Under(*self.job.under))
-        latents = sample(self.models, self.job.settings, chunk, encoded, images=images)
+        inputs = ImageInputs(init=self.job.init and InitImage(*self.job.init))
+        latents = sample(self.models, self.job.settings, chunk, encoded, images=inputs)
         pixels: list[Any] = [None] * len(chunk)
         if self.models.autoencoder is not None:
             pixels = decode(self.models.autoencoder, latents)
@@ -238,20 +238,20 @@ class Worker:
             self.split = None
             dist.destroy_process_group()
 
-    def draw_shared(
+    def draw_sharded(
         self,
         rank: int,
         speeds: Sequence[float],
         address: tuple[str, int],
-        words: Sequence[int],
+        image: Sequence[int],
         text: Embedding,
         negative: Embedding,
     ) -> torch.Tensor | None:
         """Return, as the first of all ranks, of those `speeds`, the latents [1, 32, h, w] that they make together."""
         with self.joined_to(rank, speeds, address) as split:
-            shared = ShardedModel(split.run, [ControlledModel(self.models.transformer)])
-            image, prompts = ImageSpec(*words), Conditioning([text], negative)
-            drawn = sample(self.models, self.job.settings, (image,), prompts, shared=shared)
+            sharded = ShardedModel(split.run, [ControlledModel(self.models.transformer)])
+            chunk, prompts = (ImageSpec(*image),), Conditioning([text], negative)
+            drawn = sample(self.models, self.job.settings, chunk, prompts, sharded=sharded)
         return drawn.cpu() if rank == 0 else None
 
     @torch.no_grad()

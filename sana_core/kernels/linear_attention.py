@@ -1,7 +1,7 @@
 """Linear attention with ReLU in two kernels: the sums over all keys, then the queries' outputs. Sums are in float32.
 
 The keys are summed in at most `SPLITS` parts whose size depends on the number of positions alone, and the parts are
-added in their order: a image's result depends on nothing else in the batch. Importing this file imports Triton.
+added in their order: an image's result depends on nothing else in the batch. Importing this file imports Triton.
 """
 
 from __future__ import annotations

@@ -87,10 +87,10 @@ def draw_split(
     models = load_on(found, checkpoint, settings)
     check_splittable("checkpoint", models[0].transformer)
     split = Split(found, relative_speeds(found, [each.transformer for each in models]))
-    shared = ShardedModel(partial(split.run, poll=poll), [ControlledModel(each.transformer) for each in models])
+    sharded = ShardedModel(partial(split.run, poll=poll), [ControlledModel(each.transformer) for each in models])
     for image in images:
         prompts = Conditioning([texts[workload.prompts[image.prompt]]], negative)
-        latents = sample(models[0], settings, (image,), prompts, poll, workload.inputs, shared)
+        latents = sample(models[0], settings, (image,), prompts, poll, workload.inputs, sharded)
         assert models[0].autoencoder is not None
         living = [found[member] for member in split.living]
         yield image, decode(models[0].autoencoder, latents, poll, living)[0]

@@ -54,10 +54,10 @@ def wait_until(pool, done):
 def settle(pool, count):
     """Let the pool place so many actors, and look around twice more."""
     wait_until(pool, lambda: len(pool.held) == count)
-    looked = pool.looked
-    wait_until(pool, lambda: pool.looked > looked)
-    looked = pool.looked
-    wait_until(pool, lambda: pool.looked > looked)
+    last_check = pool.last_check
+    wait_until(pool, lambda: pool.last_check > last_check)
+    last_check = pool.last_check
+    wait_until(pool, lambda: pool.last_check > last_check)
     assert len(pool.held) == count
 
 

@@ -15,7 +15,7 @@ def test_it_is_what_comfyui_does(host, masked):
     from comfy.model_sampling import CONST
     from comfy.samplers import KSamplerX0Inpaint
 
-    from sana_core.sampling.masked import Under, draw_over
+    from sana_core.sampling.masked import InitImage, start_from_image
 
     class Inner:
         """What the inpainting asks of a MODEL of flow matching."""
@@ -33,6 +33,6 @@ def test_it_is_what_comfyui_does(host, masked):
     theirs = KSamplerX0Inpaint(guided, None)
     theirs.latent_image, theirs.noise = latents, noise
     first, later = torch.tensor(0.9997), torch.tensor([0.6])
-    ours, start = draw_over(Under(latents, mask), model, noise, first)
+    ours, start = start_from_image(InitImage(latents, mask), model, noise, first)
     assert torch.equal(start, CONST().noise_scaling(first, noise, latents))
     assert torch.equal(ours(x, later[0]), theirs(x, later, mask, {}, 0))
