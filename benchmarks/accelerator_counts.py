@@ -119,14 +119,14 @@ def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = Fals
     class Met(ThreadExchange):
         """What the others bring is there when it comes."""
 
-        def add(self, sums: torch.Tensor) -> torch.Tensor:
+        def all_reduce(self, sums: torch.Tensor) -> torch.Tensor:
             self.board.sums = [torch.empty_like(sums, device=SECOND)] * members
-            return super().add(sums)
+            return super().all_reduce(sums)
 
-        def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        def halo(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
             other = torch.empty_like(first, device=SECOND), torch.empty_like(last, device=SECOND)
             self.board.edges = [other] * members
-            return super().swap(first, last)
+            return super().halo(first, last)
 
     side, counter = pixels // 32, Counter()
     with fake_accelerators(Counter({torch.int64: TOKENS, torch.bool: False})), torch.no_grad():

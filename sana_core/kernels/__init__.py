@@ -1,1 +1,1 @@
-"""Fused kernels in Triton for what torch launches apart; plain torch stands beside each, where Triton is not."""
+"""Fused Triton kernels, each for several of torch's launches; where Triton is not, plain torch does the same."""

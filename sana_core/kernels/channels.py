@@ -42,18 +42,18 @@ def norm_rows(
 ):
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
-    known = column < channels
-    inside = (row < positions)[:, None] & known[None, :]
+    valid = column < channels
+    mask = (row < positions)[:, None] & valid[None, :]
     offset = row[:, None] * channels + column[None, :]
-    value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     inverse = 1 / tl.sqrt(tl.sum(value * value, 1) / channels + eps)
-    factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
     value = value * inverse[:, None] * factor[None, :]
     if bias is not None:
-        value += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
+        value += tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
-        value += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + offset, activate(value, activation), mask=inside)
+        value += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offset, activate(value, activation), mask=mask)
 
 
 @triton.jit
@@ -69,12 +69,12 @@ def bias_rows(
 ):
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
-    known = column < channels
-    inside = (row < positions)[:, None] & known[None, :]
+    valid = column < channels
+    mask = (row < positions)[:, None] & valid[None, :]
     offset = row[:, None] * channels + column[None, :]
-    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + offset, activate(value, activation), mask=inside)
+    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + offset, activate(value, activation), mask=mask)
 
 
 def tile(positions: int, channels: int) -> tuple[tuple[int, ...], dict[str, int]]:
@@ -100,8 +100,8 @@ def rms_norm(
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     grid, sizes = tile(*x.shape)
-    given = x, weight, bias, residual, out, len(x), x.stride(0), eps
-    launch(norm_rows, grid, x, *given, **sizes, activation=activation)
+    arguments = x, weight, bias, residual, out, len(x), x.stride(0), eps
+    launch(norm_rows, grid, x, *arguments, **sizes, activation=activation)
     return out
 
 

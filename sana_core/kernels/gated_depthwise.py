@@ -22,9 +22,9 @@ def row_sums(x, weight, row, column, channel, inside, columns, channels):
     beside = tl.zeros((column.shape[0], channel.shape[0]), tl.float32)
     above = tl.zeros((column.shape[0], channel.shape[0]), tl.float32)
     for tap in tl.static_range(3):
-        place = column + tap - 1
-        mask = inside & ((place >= 0) & (place < columns))[:, None]
-        value = tl.load(x + (row * columns + place)[:, None] * channels + channel[None, :], mask=mask, other=0.0)
+        source = column + tap - 1
+        mask = inside & ((source >= 0) & (source < columns))[:, None]
+        value = tl.load(x + (row * columns + source)[:, None] * channels + channel[None, :], mask=mask, other=0.0)
         value = value.to(tl.float32)
         value = value * tl.sigmoid(value)
         # a 3x3 in the order of memory: its first row reads what is above
@@ -53,7 +53,7 @@ def gated_depthwise(
     image, band = tl.program_id(0) // bands, tl.program_id(0) % bands
     column = tl.program_id(1) * block + tl.arange(0, block)
     channel = tl.program_id(2) * width + tl.arange(0, width)
-    known = (channel < channels)[None, :] & (column < columns)[:, None]
+    valid = (channel < channels)[None, :] & (column < columns)[:, None]
     channel = tl.where(channel < channels, channel, 0)
     x += image.to(tl.int64) * rows_in * columns * 2 * channels
     out += image.to(tl.int64) * rows_out * columns * channels
@@ -65,7 +65,7 @@ def gated_depthwise(
     gate_beside = tl.zeros((block, width), tl.float32)
     for step in range(rows + 2):
         row = (top + step - 1 + begin).to(tl.int64)
-        inside = known & (row >= 0) & (row < rows_in)
+        inside = valid & (row >= 0) & (row < rows_in)
         below, beside, above = row_sums(x, weight, row, column, channel, inside, columns, 2 * channels)
         value = value_above + above
         value_above, value_beside = value_beside + beside, below
@@ -79,8 +79,8 @@ def gated_depthwise(
             gate += tl.load(bias + channels + channel)[None, :].to(tl.float32)
         target = (top + step - 2).to(tl.int64)
         offset = (target * columns + column)[:, None] * channels + channel[None, :]
-        done = known & (step >= 2) & (target < rows_out)
-        tl.store(out + offset, value * gate * tl.sigmoid(gate), mask=done)
+        written = valid & (step >= 2) & (target < rows_out)
+        tl.store(out + offset, value * gate * tl.sigmoid(gate), mask=written)
 
 
 def silu_depthwise_gate(

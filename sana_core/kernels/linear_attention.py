@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .support import launch
 
-BLOCK, SPLITS, LEAST = 64, 8, 256
+BLOCK, SPLITS, MIN_POSITIONS = 64, 8, 256
 
 
 @triton.jit
@@ -37,10 +37,10 @@ def attention_sums(
     total = tl.zeros((size,), tl.float32)
     for start in range(split * part, tl.minimum(split * part + part, positions), block):
         row = start + tl.arange(0, block)
-        inside, place = (row < positions)[:, None], (first + row)[:, None]
-        keys = tl.load(key + place * key_stride + channel, mask=inside, other=0.0)
+        mask, position = (row < positions)[:, None], (first + row)[:, None]
+        keys = tl.load(key + position * key_stride + channel, mask=mask, other=0.0)
         keys = tl.where(keys < 0, 0.0, keys).to(key.dtype.element_ty)
-        values = tl.load(value + place * value_stride + channel, mask=inside, other=0.0)
+        values = tl.load(value + position * value_stride + channel, mask=mask, other=0.0)
         summed += tl.dot(tl.trans(keys), values, input_precision="ieee")
         total += tl.sum(keys.to(tl.float32), 0)
     out = sums + (head * tl.num_programs(1) + split) * (size + 1) * size
@@ -74,12 +74,12 @@ def attention_outputs(
         total += tl.load(own + size * size + column)
     for start in range(split * part, tl.minimum(split * part + part, positions), block):
         row = start + tl.arange(0, block)
-        inside, place = (row < positions)[:, None], (first + row)[:, None]
-        queries = tl.load(query + place * stride + channel, mask=inside, other=0.0).to(tl.float32)
+        mask, position = (row < positions)[:, None], (first + row)[:, None]
+        queries = tl.load(query + position * stride + channel, mask=mask, other=0.0).to(tl.float32)
         queries = tl.where(queries < 0, 0.0, queries)
         weighted = tl.dot(queries, summed, input_precision=precision)
         weight = tl.sum(queries * total[None, :], 1) + eps
-        tl.store(out + place * heads * size + channel, weighted / weight[:, None], mask=inside)
+        tl.store(out + position * heads * size + channel, weighted / weight[:, None], mask=mask)
 
 
 def relu_attention(
@@ -88,22 +88,22 @@ def relu_attention(
     value: torch.Tensor,
     heads: int,
     eps: float,
-    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return what linear attention with ReLU makes of `query`, `key` and `value` [B, N, heads * d], [B, N, heads * d].
 
-    Where they are the rows of one of several devices, `add_up` returns its sums plus the others'.
+    For a shard of the positions, `all_reduce` returns its sums plus the others'.
     """
     batch, positions, width = query.shape
     query, key, value = map(in_rows, (query, key, value))
-    splits = min(SPLITS, -(-positions // LEAST))
+    splits = min(SPLITS, -(-positions // MIN_POSITIONS))
     part = -(-positions // (splits * BLOCK)) * BLOCK
     size, grid = width // heads, (batch * heads, splits)
     sums = torch.empty(batch * heads, splits, size + 1, size, dtype=torch.float32, device=query.device)
     strides = key.stride(1), value.stride(1)
     launch(attention_sums, grid, query, key, value, sums, positions, *strides, part, heads, size=size, block=BLOCK)
-    if add_up is not None:
-        sums = add_up(sums.sum(1, keepdim=True))
+    if all_reduce is not None:
+        sums = all_reduce(sums.sum(1, keepdim=True))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     launch(
         attention_outputs,

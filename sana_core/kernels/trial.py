@@ -23,7 +23,7 @@ def kernels_on(device: torch.device, dtype: torch.dtype) -> frozenset[str]:
 @functools.cache
 def refused_kernels(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Return {kernel: why} of those that do not build or run on the accelerator `device` with tensors of `dtype`, as
-    without Triton, without a compiler or on an old card; tried once, on a few elements, and logged.
+    without Triton, without a compiler or on an old GPU; tried once, on a few elements, and logged.
 
     Raises what says that memory ran out.
     """

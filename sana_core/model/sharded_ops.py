@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class Exchange(Protocol):
     """How shards exchange tensors; all call the same methods in the same order."""
 
-    def add(self, sums: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sum of what all shards bring, on this one's device."""
         ...
 
-    def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def halo(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the last row of the shard above and the first of the one below, None beyond the image."""
         ...
 
@@ -48,12 +48,12 @@ class ShardedOps:
         """
         key, value = (part.unflatten(2, (-1, self.columns)) for part in (key, F.pad(value, (0, 1), value=1.0)))
         rows = (key.transpose(-1, -2) @ value).sum(2, dtype=torch.float64)
-        return self.exchange.add(rows).float()
+        return self.exchange.all_reduce(rows).float()
 
     def feed_forward(self, block: GLUMBConv, states: torch.Tensor, kernels: frozenset[str]) -> torch.Tensor:
         """Return what `block.feed_forward` makes of this shard's `states` [B, N, D], with its neighbours' rows."""
         rows = states.unflatten(1, (-1, self.columns))
-        above, below = self.exchange.swap(rows[:, 0], rows[:, -1])
+        above, below = self.exchange.halo(rows[:, 0], rows[:, -1])
         window = [part[:, None] for part in (above, below) if part is not None]
         window.insert(0 if above is None else 1, rows)
         together, edges = torch.cat(window, dim=1), (int(above is not None), int(below is not None))

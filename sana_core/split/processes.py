@@ -21,11 +21,11 @@ class ProcessExchange:
     def __init__(self, spec: ShardSpec, group: dist.ProcessGroup | None) -> None:
         self.spec, self.group = spec, group
 
-    def add(self, sums: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, sums: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(sums, group=self.group)
         return sums
 
-    def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def halo(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         rank = dist.get_rank()
         above = torch.empty_like(first) if self.spec.rank else None
         below = torch.empty_like(last) if self.spec.rank + 1 < self.spec.size else None

@@ -43,7 +43,7 @@ class ThreadExchange:
         self.board, self.index, self.device = board, index, device
         self.messages, self.sum_bytes, self.row_bytes = 0, 0, 0
 
-    def add(self, sums: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, sums: torch.Tensor) -> torch.Tensor:
         board = self.board
         board.sums[self.index] = sums
         board.wait()
@@ -51,7 +51,7 @@ class ThreadExchange:
         self.sum_bytes += sums.nbytes
         return functools.reduce(torch.add, (other.to(self.device) for other in board.sums if other is not None))
 
-    def swap(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def halo(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         board, index = self.board, self.index
         # copies, or each would keep all rows of its shard alive
         board.edges[index] = first.clone(), last.clone()

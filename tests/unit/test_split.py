@@ -167,7 +167,7 @@ class Failing:
 
     def __call__(self, shard):
         if shard.member in self.failing:
-            shard.ops.exchange.swap = self.fail
+            shard.ops.exchange.halo = self.fail
         transformer, timestep, constants = self.arguments
         return velocity(transformer, shard.x, timestep, constants, ops=shard.ops)
 
