@@ -39,7 +39,7 @@ from benchmarks.sampling import small_model  # noqa: E402
 from benchmarks.train_memory import FULL, SAMPLES, make_settings, released_base  # noqa: E402
 from sana_core.memory import CONTEXT  # noqa: E402
 from sana_core.model.known_models import MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
-from sana_core.training.autofit import ring, share_of  # noqa: E402
+from sana_core.training.autofit import rank_memory, ring  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
 from sana_core.training.schedule import TrainProgress  # noqa: E402
@@ -120,7 +120,7 @@ def memory_settings() -> Settings:
 
 def predict(variant: str) -> int:
     settings = memory_settings()
-    return share_of(settings, released_base(variant), settings.phase[0], CARDS).card - CONTEXT
+    return rank_memory(settings, released_base(variant), settings.phase[0], CARDS).card - CONTEXT
 
 
 def memory() -> dict[str, Any]:
@@ -221,7 +221,7 @@ def on_paper() -> list[dict[str, Any]]:
         settings = make_settings(method=FULL, batch=PICTURES, accumulate=cards)
         for kind in ("ddp", "fsdp"):
             own = replace(settings, parallel=Parallel(kind))
-            whole = share_of(own, base, own.phase[0], cards).sent / ring(cards) if cards > 1 else 0.0
+            whole = rank_memory(own, base, own.phase[0], cards).sent / ring(cards) if cards > 1 else 0.0
             machines, inside = max(1, cards // MACHINE), min(cards, MACHINE)
             sending = whole * ring(inside) / NVLINK + whole * ring(machines) / ETHERNET
             row[kind] = {

@@ -21,7 +21,7 @@ from ...sana_core.checkpoints.load import text_reference
 from ...sana_core.checkpoints.tokenizer import load_tokenizer
 from ...sana_core.errors import InputError
 from ...sana_core.model.reference import AUTO, NVIDIA
-from ...sana_core.model.text import MAX_TOKENS, Reading, Tokenizer, read_prompt, select_tokens
+from ...sana_core.model.text import MAX_TOKENS, TokenizedPrompt, Tokenizer, read_prompt, select_tokens
 from ...sana_core.model.text_generation import Placement, most_likely, read_request, stop_tokens, write_tokens
 from .compat import pixeldit_tokenizer, remember_loader
 from .core_nodes import ENCODED, no_effect
@@ -80,7 +80,7 @@ class SanaTokenizer:
         return {f"{KEY}.{name}": value for name, value in own.items()}
 
 
-def token_pairs(reading: Reading, pad_token: int, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
+def token_pairs(reading: TokenizedPrompt, pad_token: int, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
     """Return what ComfyUI's CLIP calls tokens of what `read_prompt` has read."""
     ids = reading.ids + [pad_token] * (reading.length - len(reading.ids))
     return {KEY: [[(token, 1.0, *tail) for token in ids]]}
@@ -211,7 +211,7 @@ def load_clip_patcher(
     return load_clip(path, reference, disable_dynamic).patcher
 
 
-def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Reading]:
+def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, TokenizedPrompt]:
     """Return the CONDITIONING of `text`, with SANA's instruction before it or without, and how it was read.
 
     `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises InputError

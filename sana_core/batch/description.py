@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..checkpoints.files import Json
-from ..checkpoints.fingerprint import Progress, fingerprint
+from ..checkpoints.fingerprint import OnBytes, fingerprint
 from .draw import Settings
 
 # of the description; a higher one where the same words mean other images
 VERSION = 2
 
 
-def describe_settings(
-    settings: Settings, checkpoint: str | Path, progress: Progress = lambda done, total: None
-) -> Json:
+def describe_settings(settings: Settings, checkpoint: str | Path, progress: OnBytes = lambda done, total: None) -> Json:
     """Return all that an image depends on besides prompt and seed. `compiled` only changes how fast it is drawn,
     and `verifier` which are.
 

@@ -31,12 +31,12 @@ BEGIN = b'{"stamp": ['
 IDLE = {"transformers_version", "dtype", "torch_dtype", "architectures"}
 PROBE = "  A Caf\u00e9,\tin 3  colours \U0001f3a8 "
 
-Progress = Callable[[int, int], None]
+OnBytes = Callable[[int, int], None]
 
 
 def fingerprint(
     checkpoint: str | Path,
-    progress: Progress = lambda done, total: None,
+    progress: OnBytes = lambda done, total: None,
     kept: Path | None = None,
     reference: str = AUTO,
 ) -> Json:
@@ -90,7 +90,7 @@ def weight_files(info: CheckpointInfo) -> set[Path]:
     return files | {beside} if beside else files
 
 
-def digest_files(files: set[Path], progress: Progress, kept: Path | None = None) -> dict[Path, str]:
+def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) -> dict[Path, str]:
     """Return the digest of each file, read only where none is kept of it, beside it or in the folder `kept`."""
     digests: dict[Path, str] = {}
     for file in sorted(files):

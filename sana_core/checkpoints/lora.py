@@ -56,7 +56,7 @@ class Adapter(NamedTuple):
     scale: float = 1.0
 
 
-class Reading(NamedTuple):
+class FileAdapters(NamedTuple):
     """What a file has for a model: adapters by layer; and by the file's own names of layers the tensors of other layers
     and other kinds of adapters, and what is wrong with adapters that do not fit."""
 
@@ -101,17 +101,17 @@ def read_whole(file: str | Path, shapes: Mapping[str, torch.Size]) -> dict[str, 
 
 def read_adapters(
     info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
-) -> Reading:
+) -> FileAdapters:
     """Return what the `tensors` of the file `info` are for weights of `shapes`, which go by layer.
 
     Raises CheckpointError for numbers that are not finite, and for PEFT's settings where they cannot be followed.
     """
     settings, known = peft_settings(info), written_names(shapes)
-    reading = Reading({}, {}, {})
+    found = FileAdapters({}, {}, {})
     for written, own in split_layers(tensors).items():
         layer, parts = known.get(written), parts_of(own)
         if layer is None or parts is None:
-            reading.others[written] = own
+            found.others[written] = own
             continue
         for key, tensor in own.items():
             check_finite(info.name, key, tensor)
@@ -119,11 +119,11 @@ def read_adapters(
             adapter = adapter_of(parts, layer, shapes[layer], settings)
         except (KeyError, IndexError, RuntimeError):
             got = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
-            reading.misfits[written] = f"got {got}, expected {list(shapes[layer])}"
+            found.misfits[written] = f"got {got}, expected {list(shapes[layer])}"
             continue
-        if reading.adapters.setdefault(layer, adapter) is not adapter:
-            reading.misfits[written] = TWICE
-    return reading
+        if found.adapters.setdefault(layer, adapter) is not adapter:
+            found.misfits[written] = TWICE
+    return found
 
 
 def misfit_error(file: str, total: int, misfits: Mapping[str, str]) -> InputError:

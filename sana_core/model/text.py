@@ -94,7 +94,7 @@ def check_characters(text: str) -> None:
         ) from None
 
 
-class Reading(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A prompt as the text encoder reads it."""
 
     ids: list[int]  # BOS first
@@ -109,7 +109,7 @@ def read_prompt(
     instruction: bool = True,
     max_tokens: int = MAX_TOKENS,
     reference: str = NVIDIA,
-) -> Reading:
+) -> TokenizedPrompt:
     """Return `prompt` as its `reference` reads it, NVIDIA's app/sana_pipeline.py or diffusers' SanaPipeline; the note
     says what of it was cut.
 
@@ -139,7 +139,7 @@ def read_prompt(
     if cut > 0:
         count = f"more than {cut}" if len(prompt) > LONGEST_TEXT else f"{cut} of {tokens}"
         notes.append(f"{count} tokens were cut: SANA reads {max_tokens}")
-    return Reading(ids[:length], length, tokens, "; ".join(notes))
+    return TokenizedPrompt(ids[:length], length, tokens, "; ".join(notes))
 
 
 def tokenize(

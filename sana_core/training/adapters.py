@@ -63,14 +63,14 @@ def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) 
     if method.dropout:
         for layer in adapter_layers(transformer).values():
             layer.train()
-    numbers = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
             # peft draws them from torch's global generator; what is zero stays so
             if ROWS not in name and not parameter.is_meta and parameter.any():
                 drawn = torch.empty(parameter.shape)
-                torch.nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=numbers)
+                torch.nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=rng)
                 parameter.data.copy_(drawn)
 
 
@@ -151,10 +151,10 @@ def write_adapter(
     transformer: SanaTransformer2DModel,
     tensors: Mapping[str, torch.Tensor],
     method: Method,
-    facts: Mapping[str, str],
+    metadata: Mapping[str, str],
 ) -> None:
-    """Write `tensors` of `adapter_tensors` to `file`, with `facts` as metadata. Raises OSError."""
-    metadata = {"format": "pt", **facts}
+    """Write `tensors` of `adapter_tensors` to `file`, with that `metadata`. Raises OSError."""
+    metadata = {"format": "pt", **metadata}
     if method.kind != "lokr":
         # what peft's LoraConfig is made of again; diffusers 0.35 asks for the patterns
         peft_settings = {"r": method.rank, "lora_alpha": method.rank, "target_modules": layer_names(method)}

@@ -159,7 +159,7 @@ def fit_lines(settings: Settings, base: Base, plan: Plan, card: float | None) ->
     return [*lines, "fits with " + "; ".join(found.changes) + f": {found.plan.card / 1e9:.1f} GB"]
 
 
-class Share(NamedTuple):
+class RankMemory(NamedTuple):
     """Bytes of a step on one of several GPUs."""
 
     weights: int
@@ -174,14 +174,14 @@ class Share(NamedTuple):
         return self.weights + self.state + self.work + CONTEXT
 
 
-def share_of(settings: Settings, base: Base, phase: Phase, cards: int) -> Share:
+def rank_memory(settings: Settings, base: Base, phase: Phase, cards: int) -> RankMemory:
     """Return what a step of `phase` takes of each of `cards`, whose arrangement is `settings.parallel`."""
-    share, encoding = step_share(settings, base, phase, cards), streaming(settings, base)
-    return share._replace(weights=share.weights + encoding.weights, work=max(share.work, encoding.work))
+    memory, encoding = step_on_rank(settings, base, phase, cards), streaming(settings, base)
+    return memory._replace(weights=memory.weights + encoding.weights, work=max(memory.work, encoding.work))
 
 
-def step_share(settings: Settings, base: Base, phase: Phase, cards: int) -> Share:
-    """Return what `share_of` does, without what encodes."""
+def step_on_rank(settings: Settings, base: Base, phase: Phase, cards: int) -> RankMemory:
+    """Return what `rank_memory` does, without what encodes."""
     width, height = largest_shape(phase.largest)
     rounds, batch = pieces_of(phase, cards)
     kept, own = resident(settings, base), settings.parallel.kind
@@ -193,7 +193,7 @@ def step_share(settings: Settings, base: Base, phase: Phase, cards: int) -> Shar
     if own == DDP:
         backward = backward_bytes(settings, base.model, base.shapes, piece, width * height, gradients)
         work = max(backward - gradients, step_bytes(settings.optimizer.name, trained, weights_dtype(settings)))
-        return Share(kept.weights, kept.state + gradients, work, round(ring(cards) * 2 * gradients), 0)
+        return RankMemory(kept.weights, kept.state + gradients, work, round(ring(cards) * 2 * gradients), 0)
     shards = cards // settings.parallel.replicas
     compute, cells = compute_settings(settings), width * height
     held = backward_bytes(compute, base.model, base.shapes, piece, cells, 0)
@@ -212,8 +212,8 @@ def step_share(settings: Settings, base: Base, phase: Phase, cards: int) -> Shar
     parts = [each // shards for each in (kept.weights, kept.state + gradients)]
     step = step_bytes(settings.optimizer.name, trained, weights_dtype(settings), shards)
     if own == OFFLOADED:
-        return Share(0, 0, work, sent, sum(parts) + step)
-    return Share(parts[0], parts[1], max(work, step), sent, 0)
+        return RankMemory(0, 0, work, sent, sum(parts) + step)
+    return RankMemory(parts[0], parts[1], max(work, step), sent, 0)
 
 
 def pieces_of(phase: Phase, cards: int) -> tuple[int, int]:
@@ -250,7 +250,7 @@ class Choice(NamedTuple):
 
     settings: Settings
     changes: tuple[str, ...]
-    share: Share
+    memory: RankMemory
 
 
 def arrangements(settings: Settings, base: Base, cards: int) -> list[Choice]:
@@ -260,20 +260,20 @@ def arrangements(settings: Settings, base: Base, cards: int) -> list[Choice]:
         if kind != DDP and settings.method.base != "full" and settings.method.kind in QUANTISED:
             continue
         own = replace(settings, parallel=Parallel(kind))
-        found.append(Choice(own, (f'kind = "{kind}" in [parallel]',), largest_share(own, base, cards)))
-    return sorted(found, key=lambda choice: choice.share.sent)
+        found.append(Choice(own, (f'kind = "{kind}" in [parallel]',), largest_memory(own, base, cards)))
+    return sorted(found, key=lambda choice: choice.memory.sent)
 
 
-def largest_share(settings: Settings, base: Base, cards: int) -> Share:
-    """Return the share of the phase that takes most."""
-    return max((share_of(settings, base, phase, cards) for phase in settings.phase), key=lambda share: share.card)
+def largest_memory(settings: Settings, base: Base, cards: int) -> RankMemory:
+    """Return that of the phase that takes most."""
+    return max((rank_memory(settings, base, phase, cards) for phase in settings.phase), key=lambda memory: memory.card)
 
 
 def cheapest(settings: Settings, base: Base, cards: int, card: float) -> Choice | None:
     """Return the arrangement that fits `card` bytes with the least change: DDP, then FSDP, then offloaded, and in each
     as few of the changes that a single GPU's plan proposes as it takes. None where nothing fits."""
     for choice in [*steps_of(settings, base, cards, (DDP, FSDP)), *steps_of(settings, base, cards, (OFFLOADED,))]:
-        if choice.share.card <= card:
+        if choice.memory.card <= card:
             return choice
     return None
 
@@ -289,15 +289,11 @@ def steps_of(settings: Settings, base: Base, cards: int, kinds: Iterable[str]) -
         for kind in kinds:
             if kind != DDP and own.method.base != "full":
                 continue
-            arranged = check_arranged(replace(own, parallel=Parallel(kind)))
+            arranged = replace(own, parallel=Parallel(kind))
+            check_parallel(arranged)
             words = (f'kind = "{kind}" in [parallel]', *differences(settings, own))
-            found.append(Choice(arranged, words, largest_share(arranged, base, cards)))
+            found.append(Choice(arranged, words, largest_memory(arranged, base, cards)))
     return found
-
-
-def check_arranged(settings: Settings) -> Settings:
-    check_parallel(settings)
-    return settings
 
 
 def arrangement_lines(settings: Settings, base: Base, cards: int, card: float | None) -> list[str]:
@@ -306,8 +302,8 @@ def arrangement_lines(settings: Settings, base: Base, cards: int, card: float | 
     where = f"GB on each of {cards} GPUs" if cards > 1 else "GB on one GPU"
     lines = [f"{where:24}" + "".join(f"{word:>12}" for word in head)]
     for choice in arrangements(settings, base, cards):
-        share = choice.share
-        sizes = (share.weights, share.state, share.work, share.card, share.host, share.sent)
+        memory = choice.memory
+        sizes = (memory.weights, memory.state, memory.work, memory.card, memory.host, memory.sent)
         lines.append(f"{choice.settings.parallel.kind:24}" + "".join(f"{size / GIGABYTE:12.2f}" for size in sizes))
     if card is None:
         return lines
@@ -315,5 +311,5 @@ def arrangement_lines(settings: Settings, base: Base, cards: int, card: float | 
     name = f"{cards} GPU{'s' if cards > 1 else ''} of {card / 2**30:.4g} GB"
     if found is None:
         return [*lines, f"nothing fits {name}; take more of them, or a lower resolution"]
-    taken = f"{found.share.card / GIGABYTE:.1f} GB on each, {found.share.sent / GIGABYTE:.2f} GB sent a step"
+    taken = f"{found.memory.card / GIGABYTE:.1f} GB on each, {found.memory.sent / GIGABYTE:.2f} GB sent a step"
     return [*lines, f"fits {name} with {'; '.join(found.changes)}: {taken}"]

@@ -61,11 +61,11 @@ def draw_training(shape: Sequence[int], keys: Sequence[Sequence[int]], dropout: 
     """
     noise, times, dropped, choices = [], [], [], []
     for key in keys:
-        numbers = generator(TRAINING, key)
-        noise.append(torch.from_numpy(numbers.standard_normal(tuple(shape), dtype=np.float32)))
-        times.append(numbers.random())
-        dropped.append(numbers.random() < dropout)
-        choices.append(numbers.random())
+        rng = generator(TRAINING, key)
+        noise.append(torch.from_numpy(rng.standard_normal(tuple(shape), dtype=np.float32)))
+        times.append(rng.random())
+        dropped.append(rng.random() < dropout)
+        choices.append(rng.random())
     return Draw(torch.stack(noise), torch.tensor(times), torch.tensor(dropped), torch.tensor(choices))
 
 
@@ -163,8 +163,8 @@ def validation_times(count: int) -> torch.Tensor:
 
 def validation_noise(shape: Sequence[int], key: Sequence[int]) -> torch.Tensor:
     """Return the noise [32, h, w] of a held-out image, the same in every validation."""
-    numbers = generator(VALIDATION, key)
-    return torch.from_numpy(numbers.standard_normal(tuple(shape), dtype=np.float32))
+    rng = generator(VALIDATION, key)
+    return torch.from_numpy(rng.standard_normal(tuple(shape), dtype=np.float32))
 
 
 class Prompt(NamedTuple):

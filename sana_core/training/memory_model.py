@@ -224,21 +224,21 @@ ROUNDING_COPIES, ROUNDED = 2, 3
 MOMENTS = 2
 
 
-class Demand(NamedTuple):
+class StepMemory(NamedTuple):
     """Bytes at the peak of a step beside the weights and what is kept between steps."""
 
     gradients: int
     work: int
 
 
-def step_demand(settings: Settings, model: Architecture, shapes: Shapes, phase: Phase, cells: int) -> Demand:
+def step_memory(settings: Settings, model: Architecture, shapes: Shapes, phase: Phase, cells: int) -> StepMemory:
     """Return what a step of `phase` takes whose images have `cells` latents and whose captions MAX_TOKENS tokens."""
     trained = trained_shapes(shapes, settings.method)
     dtype = weights_dtype(settings)
     gradients = count(trained) * dtype.itemsize
     backward = backward_bytes(settings, model, shapes, phase, cells, gradients)
     step = gradients + step_bytes(settings.optimizer.name, trained, dtype)
-    return Demand(gradients, max(backward, step) - gradients)
+    return StepMemory(gradients, max(backward, step) - gradients)
 
 
 def weights_dtype(settings: Settings) -> torch.dtype:

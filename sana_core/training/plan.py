@@ -36,7 +36,7 @@ from ..split.cost import GPU_SPEEDS, position_flops
 from ..split.probe import SIDE, seconds_of
 from .adapters import check_layers
 from .images import shapes_at
-from .memory_model import FP32, frozen_bytes, state_bytes, step_demand, trained_shapes, weights_dtype
+from .memory_model import FP32, frozen_bytes, state_bytes, step_memory, trained_shapes, weights_dtype
 from .run_log import clock
 from .settings import CONSISTENCY, Phase, Settings
 
@@ -195,11 +195,11 @@ def position_bytes(settings: Settings, base: Base) -> int:
 def training_stage(phase: Phase, number: int, settings: Settings, base: Base, accelerator: bool = True) -> Stage:
     width, height = largest_shape(phase.largest)
     kept = resident(settings, base)
-    demand = step_demand(settings, base.model, base.shapes, phase, width * height)
+    memory = step_memory(settings, base.model, base.shapes, phase, width * height)
     name = f"phase {number}: {phase.largest} px, batch {phase.batch}"
     encoding = streaming(settings, base, accelerator)
-    work = max(demand.work, encoding.work)
-    return Stage(name, kept.weights + encoding.weights, kept.state + demand.gradients, work)
+    work = max(memory.work, encoding.work)
+    return Stage(name, kept.weights + encoding.weights, kept.state + memory.gradients, work)
 
 
 def validation_stage(settings: Settings, base: Base, accelerator: bool) -> Stage:

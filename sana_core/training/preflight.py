@@ -101,12 +101,12 @@ def check_shares(settings: Settings, count: int) -> None:
         )
 
 
-def check_same(ranks: Ranks, facts: Json, what: str) -> None:
-    """Raise InputError, on all ranks, that names the first of `facts` that another rank has otherwise than the first.
+def check_same(ranks: Ranks, values: Json, what: str) -> None:
+    """Raise InputError, on all ranks, that names the first of `values` that another rank has otherwise than the first.
 
     `what` are the facts of, for the error.
     """
-    found = ranks.all_gather((node(), facts))
+    found = ranks.all_gather((node(), values))
     host, expected = found[0]
     for number, (own_host, own) in enumerate(found):
         for name in sorted(expected.keys() | own.keys()):

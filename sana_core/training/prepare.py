@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC
 
 logger = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 # of `fingerprint`, what embeddings and latents depend on
-TEXT_MARKS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instruction")
-IMAGE_MARKS = ("autoencoder_weights", "autoencoder_config")
+TEXT_DIGESTS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instruction")
+IMAGE_DIGESTS = ("autoencoder_weights", "autoencoder_config")
 # and beside them the digest of all that the teacher's has
 TEACHER = "teacher"
 # in the cache, the digests of models' files
@@ -61,20 +61,20 @@ def prepare(
     samples: Sequence[list[Sample]],
     device: torch.device,
     ranks: Ranks,
-    marks: Json,
-    progress: Progress,
+    digests: Json,
+    progress: OnProgress,
     poll: Poll,
 ) -> tuple[list[Data], Inputs | None]:
     """Return the data of each phase, and what the validation's images are drawn from, None where none are drawn.
 
     `samples` are those of each phase. Latents and embeddings that the cache does not have yet are encoded, by each of
-    `ranks` the share of its images; a run that streams encodes them later. `marks` are what `digest_models` returns;
+    `ranks` the share of its images; a run that streams encodes them later. `digests` are what `digest_models` returns;
     `progress` is told what is being prepared and how much of it is done. Raises as `build_cache` does, and
     TrainingError where another rank has failed.
     """
-    ids, store = model_ids(settings, marks), cache_store(settings)
+    ids, store = model_ids(settings, digests), cache_store(settings)
 
-    def encode(sources: Sources, part: slice, progress: Progress) -> list[Data]:
+    def encode(sources: Sources, part: slice, progress: OnProgress) -> list[Data]:
         phases = zip(samples, settings.phase, strict=True)
         return [prepare_phase(each[part], phase, settings, ids, sources, progress, poll) for each, phase in phases]
 
@@ -82,7 +82,7 @@ def prepare(
         with encoders(settings, device) as sources:
             encode(sources, slice(ranks.rank, None, ranks.size), progress if ranks.first else no_progress)
 
-    def encode_all(progress: Progress) -> tuple[list[Data], Inputs | None]:
+    def encode_all(progress: OnProgress) -> tuple[list[Data], Inputs | None]:
         with encoders(settings, device) as sources:
             data = encode(sources, slice(None), progress)
             return data, encode_validation(settings, store, ids, *sources)
@@ -101,22 +101,22 @@ def no_progress(what: str, done: int, total: int) -> None:
     """No-op default."""
 
 
-def digest_models(settings: Settings, progress: Progress) -> Json:
+def digest_models(settings: Settings, progress: OnProgress) -> Json:
     """Return what `fingerprint` does of the model, with the parts that have files of their own from there."""
 
-    def marks_of(path: str) -> Json:
+    def digests_of(path: str) -> Json:
         kept = cache_store(settings).folder / MODELS
         report = partial(progress, "digest of the model")
         return fingerprint(path, report, kept, settings.reference)
 
-    marks = marks_of(settings.model)
-    for path, names in ((settings.text_encoder, TEXT_MARKS), (settings.autoencoder, IMAGE_MARKS)):
+    digests = digests_of(settings.model)
+    for path, names in ((settings.text_encoder, TEXT_DIGESTS), (settings.autoencoder, IMAGE_DIGESTS)):
         if path:
-            found = marks_of(path)
-            marks |= {name: found[name] for name in names}
+            found = digests_of(path)
+            digests |= {name: found[name] for name in names}
     if settings.loss.teacher:
-        marks[TEACHER] = digest_json(marks_of(settings.loss.teacher))
-    return marks
+        digests[TEACHER] = digest_json(digests_of(settings.loss.teacher))
+    return digests
 
 
 def read_samples(settings: Settings, poll: Poll) -> list[list[Sample]]:
@@ -150,7 +150,7 @@ def prepare_phase(
     settings: Settings,
     ids: ModelIds,
     sources: Sources,
-    progress: Progress,
+    progress: OnProgress,
     poll: Poll,
 ) -> Data:
     """Return the `samples` of `phase`, encoded, or to be as they are learned."""
@@ -184,8 +184,8 @@ def prepare_phase(
     chosen = [known[number] for number in hold_out([name for name, _ in images], settings.validation.share)]
     held_out = [indices[0] for indices in chosen]
     training = sorted(variants.keys() - {index for indices in chosen for index in indices})
-    facts = [(each.name, each.caption, each.size, each.image[1:]) for each in samples]
-    order = [facts, ids, training, phase.batch, phase.accumulate]
+    described = [(each.name, each.caption, each.size, each.image[1:]) for each in samples]
+    order = [described, ids, training, phase.batch, phase.accumulate]
     if settings.stream:
         stream = Stream(samples, buckets, encode, cache.empty)
         # the bytes of the images are too many to look at all of them
@@ -241,9 +241,9 @@ def clear(store: Store) -> None:
             remove(store.parts)
 
 
-def model_ids(settings: Settings, marks: Json) -> ModelIds:
+def model_ids(settings: Settings, digests: Json) -> ModelIds:
     """Return what the cache's entries depend on besides the data."""
-    text, image = ([marks[name] for name in names] for names in (TEXT_MARKS, IMAGE_MARKS))
+    text, image = ([digests[name] for name in names] for names in (TEXT_DIGESTS, IMAGE_DIGESTS))
     return ModelIds(digest_json(image), digest_json([*text, settings.dtype]))
 
 
@@ -287,8 +287,8 @@ def crops_of(sample: Sample, phase: Phase) -> list[Crop]:
     """Return the middle, or `crops` places that depend on the name, and of each its mirror image with `flip`."""
     places = [Crop()]
     if phase.crops > 1:
-        numbers = generator(CHOICE, (seed_of(sample.name),)).random((phase.crops, 2)).round(4).tolist()
-        places = [Crop(*each) for each in numbers]
+        corners = generator(CHOICE, (seed_of(sample.name),)).random((phase.crops, 2)).round(4).tolist()
+        places = [Crop(*each) for each in corners]
     return places + ([each._replace(mirrored=True) for each in places] if phase.flip else [])
 
 
@@ -298,9 +298,9 @@ def captions_of(sample: Sample, phase: Phase) -> list[tuple[str, float]]:
     found = []
     for caption, share in sample.captions or [(sample.caption, 1.0)]:
         tags, orders = caption.split(", "), {caption: None}
-        first, numbers = phase.keep_tags, generator(CHOICE, (seed_of(caption),))
+        first, rng = phase.keep_tags, generator(CHOICE, (seed_of(caption),))
         for _ in range(phase.tag_orders - 1):
-            turns = numbers.permutation(len(tags[first:]))
+            turns = rng.permutation(len(tags[first:]))
             orders[", ".join(tags[:first] + [tags[first + turn] for turn in turns])] = None
         found += [(order, share / len(orders)) for order in orders]
     return found

@@ -241,7 +241,7 @@ def is_lost(error: RuntimeError) -> bool:
     return isinstance(error, errors) or "gloo" in str(error)
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     """Write a line for the user who started the run."""
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
     sys.stderr.flush()

@@ -133,15 +133,15 @@ def plan_epoch(buckets: Sequence[Bucket], batch: int, seed: int, epoch: int) -> 
     check_whole("batch", batch, 1, 1_000_000)
     # raw random values are the same in every version of numpy. With a spawn key they are not those of a sample, whose
     # key ends with an index
-    numbers = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
-    order = np.argsort(numbers.random_raw(len(buckets)), kind="stable")
+    rng = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
+    order = np.argsort(rng.random_raw(len(buckets)), kind="stable")
     members: dict[Bucket, list[int]] = {}
     for index in order.tolist():
         members.setdefault(buckets[index], []).append(index)
     batches = [
         indices[start : start + batch] for indices in members.values() for start in range(0, len(indices), batch)
     ]
-    turns = np.argsort(numbers.random_raw(len(batches)), kind="stable")
+    turns = np.argsort(rng.random_raw(len(batches)), kind="stable")
     return [batches[turn] for turn in turns.tolist()]
 
 

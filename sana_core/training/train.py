@@ -20,10 +20,10 @@ from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from .adapters import adapter_tensors, add_adapter, merged, start_digest, write_adapter
 from .loop import Callbacks, Report, Run, RunDir, run
 from .preflight import check_base, check_launch, check_ranks, check_same
-from .prepare import TEACHER, Progress, digest_models, no_progress, prepare, read_samples
+from .prepare import TEACHER, OnProgress, digest_models, no_progress, prepare, read_samples
 from .previews import SHEET, draw_validation, write_sheet
 from .previews import check_own as check_sheet
-from .ranks import ALONE, Ranks, say
+from .ranks import ALONE, Ranks, log_line
 from .runs import PICTURES, check_folder, check_places, publish, step_folder, writing
 from .schedule import Best
 from .settings import DDP, FLOW, Settings
@@ -44,7 +44,7 @@ def no_show(step: int, images: Sequence[torch.Tensor]) -> None:
 def train(
     settings: Settings,
     report: Report = lambda line: None,
-    progress: Progress = no_progress,
+    progress: OnProgress = no_progress,
     poll: Poll = no_poll,
     show: Show = no_show,
     ranks: Ranks = ALONE,
@@ -119,7 +119,7 @@ def load_state(settings: Settings, shift: float, ranks: Ranks) -> TrainState:
     device = device_of(settings, ranks)
     state = make_train_state(load_base(settings, device, ranks), shift, settings, device, ranks)
     if ranks.launched and ranks.first:
-        say(describe_layout(state.layout, state.parameters, state.device))
+        log_line(describe_layout(state.layout, state.parameters, state.device))
     return state._replace(teacher=load_teacher(settings, device))
 
 
@@ -226,9 +226,9 @@ def export(state: TrainState, folder: Path) -> None:
     tensors = adapter_tensors(state.transformer, dtype)
     own = {"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed}
     reference = state.transformer.config.reference  # type: ignore[attr-defined]
-    facts = {"base": Path(settings.model).name, "trigger": settings.trigger, "reference": reference}
-    facts["settings"] = json.dumps(own)
-    write_adapter(folder / lora_file(settings), state.transformer, tensors, settings.method, facts)
+    metadata = {"base": Path(settings.model).name, "trigger": settings.trigger, "reference": reference}
+    metadata["settings"] = json.dumps(own)
+    write_adapter(folder / lora_file(settings), state.transformer, tensors, settings.method, metadata)
 
 
 def lora_file(settings: Settings) -> str:

@@ -8,7 +8,7 @@ from setup import ROOT
 
 from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings, released_base
 from sana_core.commands import train as command
-from sana_core.training.autofit import arrangement_lines, cheapest, pieces_of, share_of
+from sana_core.training.autofit import arrangement_lines, cheapest, pieces_of, rank_memory
 from sana_core.training.settings import Parallel
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train_state import microbatches
@@ -18,7 +18,7 @@ GB = 2**30
 
 def share(variant, kind, cards=4, **own):
     settings = replace(make_settings(accumulate=cards, **own), parallel=Parallel(kind))
-    return share_of(settings, released_base(variant), settings.phase[0], cards)
+    return rank_memory(settings, released_base(variant), settings.phase[0], cards)
 
 
 def test_the_counted_peaks_of_the_released_models_are_predicted():
@@ -37,7 +37,7 @@ def test_the_cheapest_that_fits_changes_as_little_as_it_has_to():
     asked = {size: cheapest(settings, base, 4, size * GB) for size in (1, 4, 12, 40)}
     assert asked[40].settings.parallel.kind == "ddp" and len(asked[40].changes) == 1
     assert asked[12].settings.parallel.kind == "fsdp" and len(asked[12].changes) == 1
-    assert asked[4].share.card <= 4 * GB and asked[4].changes[0] != asked[12].changes[0] or len(asked[4].changes) > 1
+    assert asked[4].memory.card <= 4 * GB and asked[4].changes[0] != asked[12].changes[0] or len(asked[4].changes) > 1
     assert asked[1] is None
     lines = arrangement_lines(settings, base, 4, 12 * GB)
     assert lines[-1].startswith('fits 4 GPUs of 12 GB with kind = "fsdp" in [parallel]: 7.8 GB on each, 9.63 GB sent')

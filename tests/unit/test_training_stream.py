@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sana_core.training import cache, train
-from sana_core.training.autofit import share_of
+from sana_core.training.autofit import rank_memory
 from sana_core.training.plan import plan_training, read_base
 from sana_core.training.settings import Method, Parallel, Phase, Settings, Validation, check_settings
 
@@ -102,5 +102,5 @@ def test_the_plan_counts_the_encoders_that_stay(settings):
     weights = 4 * (base.text_parameters + base.autoencoder_parameters)
     (step,), (*_, other) = plan_training(streamed, base).stages, plan_training(cached, base).stages
     assert step.weights == other.weights + weights and step.work >= other.work and step.state == other.state
-    shares = [share_of(replace(own, parallel=Parallel("fsdp")), base, own.phase[0], 4) for own in (streamed, cached)]
+    shares = [rank_memory(replace(own, parallel=Parallel("fsdp")), base, own.phase[0], 4) for own in (streamed, cached)]
     assert shares[0].weights == shares[1].weights + weights
