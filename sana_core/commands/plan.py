@@ -74,7 +74,7 @@ def find_cost(arguments: argparse.Namespace) -> Cost:
     from ..errors import InputError
     from ..memory import DTYPES
     from ..split.cost import GPU_SPEEDS, LINKS, split_cost
-    from ..split.probe import probe
+    from ..split.speed import probe
 
     dtype = DTYPES[arguments.dtype]
     if arguments.link is not None:

@@ -1,21 +1,23 @@
-"""How fast the devices that share an image are, for each has rows in that proportion."""
+"""How fast devices compute, and copy tensors to each other: measured in about a second."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..model.block import feed_forward
+from .cost import GpuSpeed, Link
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
 # half of a step's arithmetic is in the feed-forwards: one of these on so many rows and columns, for so many seconds
-SIZE = (16, 64)
-SECONDS = 0.3
+SIZE, FEED_FORWARD_SECONDS = (16, 64), 0.3
+# of a square matrix, bytes of a copy, and seconds for each of their measurements
+SIDE, LARGE, SECONDS = 4096, 64 * 2**20, 0.2
 
 
 def device_name(device: torch.device) -> str:
@@ -39,18 +41,41 @@ def measure(device: torch.device, transformer: SanaTransformer2DModel) -> float:
     """Return the feed-forwards of the first block that `device` makes in a second."""
     block, config = transformer.transformer_blocks[0].ff, transformer.config
     width = config.num_attention_heads * config.attention_head_dim
-    dtype = transformer.dtype
-    states = torch.zeros(1, SIZE[0] * SIZE[1], width, device=device, dtype=dtype)
-    feed_forward(block, states, SIZE)
-    wait_for(device)
+    states = torch.zeros(1, SIZE[0] * SIZE[1], width, device=device, dtype=transformer.dtype)
+    return 1 / seconds_of(lambda: feed_forward(block, states, SIZE), [device], 1, FEED_FORWARD_SECONDS)
+
+
+def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> tuple[GpuSpeed, Link]:
+    """Return what the first device does in `dtype`, and the link from the second to it."""
+    first, second = devices[:2]
+    square = torch.ones(SIDE, SIDE, device=first, dtype=dtype)
+    tflops = 2 * SIDE**3 / seconds_of(lambda: square @ square, [first]) / 1e12
+    own, one = (torch.ones(size, device=first, dtype=torch.uint8) for size in (LARGE, 1))
+    launch = seconds_of(lambda: one.clone(), [first])
+    # read and written
+    bandwidth = 2 * LARGE / max(seconds_of(lambda: own.clone(), [first]) - launch, 1e-9)
+    large, small = (torch.ones(size, device=second, dtype=torch.uint8) for size in (LARGE, 1))
+    latency = seconds_of(lambda: small.to(first), [first, second])
+    copied = seconds_of(lambda: large.to(first), [first, second])
+    return GpuSpeed(tflops, bandwidth, launch), Link(LARGE / max(copied - latency, 1e-9), latency)
+
+
+def seconds_of(
+    work: Callable[[], object], devices: list[torch.device], launches: int = 10, seconds: float = SECONDS
+) -> float:
+    """Return how long `work` takes, of as many runs as `seconds` hold, so many launched before they are waited for."""
+    work()
+    synchronize(devices)
     began, runs = time.perf_counter(), 0
-    while time.perf_counter() - began < SECONDS:
-        feed_forward(block, states, SIZE)
-        wait_for(device)
-        runs += 1
-    return runs / (time.perf_counter() - began)
+    while time.perf_counter() - began < seconds:
+        for _ in range(launches):
+            work()
+        synchronize(devices)
+        runs += launches
+    return (time.perf_counter() - began) / runs
 
 
-def wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+def synchronize(devices: list[torch.device]) -> None:
+    for device in devices:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)

@@ -33,7 +33,7 @@ from ..model.known_models import (
 )
 from ..model.latents import DOWNSCALE
 from ..split.cost import GPU_SPEEDS, position_flops
-from ..split.probe import SIDE, seconds_of
+from ..split.speed import SIDE, seconds_of
 from .adapters import check_layers
 from .images import shapes_at
 from .memory_model import FP32, frozen_bytes, state_bytes, step_memory, trained_shapes, weights_dtype

@@ -41,7 +41,7 @@ def be_member(rank, speeds, settings, port, checkpoint, results):
     worker.load(1, {})
     worker.store = dist.TCPStore("127.0.0.1", port, len(speeds), is_master=False)
     texts = texts_of(worker.models.transformer.config.caption_channels)
-    drawn = worker.draw_shared(rank, speeds, ("127.0.0.1", port), PICTURE, *texts)
+    drawn = worker.draw_sharded(rank, speeds, ("127.0.0.1", port), PICTURE, *texts)
     sizes = set(worker.split.groups)
     worker.leave()
     results.put((rank, None if drawn is None else drawn.numpy(), sizes))
