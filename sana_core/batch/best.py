@@ -143,7 +143,7 @@ class Rounds:
         """Each prompt has `of` drafts, each of so many `cells` of latents; `looks` are those of `looks_every`."""
         self.workload, self.looks = workload, looks
         x0s = 4 * CHANNELS * cells * of * max((step for step, _ in looks), default=1)
-        self.group = max(1, min(GROUP, KEPT_BYTES // x0s)) * of if looks else max(1, workload.left)
+        self.group = max(1, min(GROUP, KEPT_BYTES // x0s)) * of if looks else max(1, len(workload.remaining))
         self.numbers = count()
         # of this round: the drafts by their numbers in it, and what was seen of them
         self.drafts: dict[int, ImageSpec] = {}
@@ -152,9 +152,9 @@ class Rounds:
 
     def workloads(self) -> Iterator[Workload]:
         """Yield each round; before the next is asked for, what it has drawn must be in `seen`."""
-        left = [image for image in self.workload.images if image.number not in self.workload.done]
-        for first in range(0, len(left), self.group):
-            group, past = left[first : first + self.group], dict[ImageSpec, torch.Tensor]()
+        remaining = self.workload.remaining
+        for first in range(0, len(remaining), self.group):
+            group, past = remaining[first : first + self.group], dict[ImageSpec, torch.Tensor]()
             for step, kept in self.looks:
                 yield self.begin(group, step, past)
                 past = {look.image: look.x0s for look in better_of_each_prompt(self.seen, kept)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -54,16 +54,13 @@ def batch_images(prompts: int, count: int, seed: int) -> list[ImageSpec]:
     ]
 
 
-def split_into_chunks(images: Iterable[ImageSpec], size: int, done: Collection[int] = ()) -> list[Chunk]:
-    """Return the images in chunks of at most `size`, without those whose number is in `done`.
+def split_into_chunks(images: Iterable[ImageSpec], size: int) -> list[Chunk]:
+    """Return the images in chunks of at most `size`. Raises InputError for a size below 1.
 
     Where a chunk begins depends on the number alone, so that what is drawn together does not depend on what is done.
-    Raises InputError for a size below 1.
     """
     check_whole("chunk", size, 1, LARGEST_COUNT)
-    chunks = (tuple(group) for _, group in groupby(images, key=lambda image: image.number // int(size)))
-    left = (tuple(image for image in chunk if image.number not in done) for chunk in chunks)
-    return [chunk for chunk in left if chunk]
+    return [tuple(group) for _, group in groupby(images, key=lambda image: image.number // int(size))]
 
 
 def default_chunk_size(width: int, height: int, images: int, workers: int) -> int:
@@ -133,11 +130,11 @@ class Workload(NamedTuple):
     inputs: ImageInputs = NO_IMAGES
 
     @property
-    def left(self) -> int:
-        """How many images are not done."""
-        return sum(image.number not in self.done for image in self.images)
+    def remaining(self) -> list[ImageSpec]:
+        """The images that are not done."""
+        return [image for image in self.images if image.number not in self.done]
 
     def split(self, width: int, height: int, workers: int) -> list[Chunk]:
-        """Return what is left in chunks, for so many workers. Raises InputError for a chunk below 1."""
-        size = self.chunk or default_chunk_size(width, height, self.left, workers)
-        return split_into_chunks(self.images, size, self.done)
+        """Return what remains in chunks, for so many workers. Raises InputError for a chunk below 1."""
+        images = self.remaining
+        return split_into_chunks(images, self.chunk or default_chunk_size(width, height, len(images), workers))

@@ -65,7 +65,7 @@ def draw_on_cluster(
         job = job._replace(shared=(str(shared.folder.absolute()), shared.run.name))
     found = WorkerReport() if report is None else report
 
-    if not workload.left:
+    if not workload.remaining:
         return
     with closing(run_alone(cluster, lambda run: draw_with(run, job, workload, found), no_poll, on_status)) as drawn:
         for image, result in drawn:

@@ -54,7 +54,7 @@ def draw_split_on_cluster(
     job = make_job(workload, checkpoint, settings)
     path, job = job.transformer, job._replace(encoder=None, autoencoder=None)
     rows = settings.height // DOWNSCALE
-    images = [image for image in workload.images if image.number not in workload.done]
+    images = workload.remaining
     used = list(dict.fromkeys(workload.prompts[image.prompt] for image in images))
 
     def work(run: ClusterRun) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:

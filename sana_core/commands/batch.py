@@ -107,7 +107,7 @@ def carry_on(
         raise
     folder.write_manifest()
     if arguments.report:
-        seconds, count = time.monotonic() - started, workload.left
+        seconds, count = time.monotonic() - started, len(workload.remaining)
         sys.stdout.write(f"{count} images in {seconds:.1f} s, {count / seconds:.2f} a second\n")
         for worker, number in report.drawn.items():
             sys.stdout.write(f"  {worker}: {number}\n")
@@ -139,7 +139,7 @@ def draw(
     options = (workload, arguments.checkpoint, settings)
     cluster = cluster_of(arguments)
     if best:
-        if workload.left:
+        if workload.remaining:
             yield from draw_picks(arguments, workload, settings, described, report, best)
         return
     if cluster is not None:

@@ -76,7 +76,7 @@ def draw_split(
             check_fp8(device)
     settings = resolve_settings(settings, checkpoint)
     check_rows(settings.height // DOWNSCALE, len(found))
-    images = [image for image in workload.images if image.number not in workload.done]
+    images = workload.remaining
     used = [workload.prompts[image.prompt] for image in images]
     encoded = workload.encoded
     if encoded is None:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.simulation import SimulatedPool
 from sana_core.batch.loop import run_batch
-from sana_core.batch.plan import ImageSpec, batch_images, default_chunk_size, split_into_chunks
+from sana_core.batch.plan import ImageSpec, Workload, batch_images, default_chunk_size, split_into_chunks
 from sana_core.batch.queue import ChunkLostError, Queue
 
 
@@ -58,7 +58,8 @@ def test_numbers_out_of_range_are_named(prompts, count, seed, message):
 
 def test_a_cut_leaves_out_what_is_done_and_keeps_the_rest_together():
     pictures = batch_images(1, 10, 0)
-    sizes = [[picture.number for picture in chunk] for chunk in split_into_chunks(pictures, 4, done={1, 4, 5, 6, 7})]
+    workload = Workload([""], pictures, 4, frozenset({1, 4, 5, 6, 7}))
+    sizes = [[picture.number for picture in chunk] for chunk in workload.split(64, 64, 1)]
     assert sizes == [[0, 2, 3], [8, 9]]
     with pytest.raises(ValueError, match="chunk: got 0"):
         split_into_chunks(pictures, 0)
