@@ -32,9 +32,9 @@ from ..autoencoder import to_pixels
 from ..checkpoint import save_checkpoint
 from ..losses import log_losses
 from ..preview import fit_colours
-from ..scenes.dataset import write_dataset
 from .autoencoder import measure
 from .captions import random_caption
+from .dataset import write_dataset
 from .evaluate import evaluate
 from .painting import paint
 from .text import SIZE, documents

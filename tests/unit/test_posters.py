@@ -1,6 +1,7 @@
 """The posters that the next bundled model learns: what training never shows, what captions say, what is painted."""
 
 import itertools
+import json
 import random
 import re
 import shutil
@@ -11,17 +12,21 @@ import pytest
 import torch
 from checkpoints import TINY
 from diffusers import AutoencoderDC
+from PIL import Image
 from safetensors.torch import load_file
 from scipy.ndimage import label
 
 import sana_core
 from demo.autoencoder import build
-from demo.posters import autoencoder, judge, recipe, transformer, world
+from demo.posters import autoencoder, beside, judge, recipe, transformer, world
 from demo.posters.captions import NUMBERS, SAID, prompt, random_caption
+from demo.posters.dataset import write_dataset
 from demo.posters.layout import apart, lay_out
 from demo.posters.painting import paint, paint_placed
 from sana_core.checkpoints import find_part, inspect_checkpoint
 from sana_core.checkpoints.load import shift_of
+from sana_core.training.dataset import check_controls, read_dataset
+from sana_core.training.settings_file import read_settings
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +193,37 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
         for folder in (recipe.PARTS, later / "start-512")
     )
     assert all(torch.equal(started[name], tensor.float()) for name, tensor in kept.items())
+
+
+def test_the_data_set_is_one_for_the_trainer_and_goes_on(tmp_path, scenes):
+    def write():
+        write_dataset(tmp_path, scenes[:3], random.Random(1))
+
+    write()
+    listed = (tmp_path / "metadata.jsonl").read_bytes()
+    samples = read_dataset(tmp_path)
+    assert [(sample.name, sample.size) for sample in samples] == [(f"00000{i}.png", (512, 512)) for i in range(3)]
+    assert all(sample.caption for sample in samples)
+    kept = (tmp_path / "000001.png").read_bytes()
+    for name in ("000001.png", "metadata.jsonl"):
+        (tmp_path / name).unlink()
+    write()
+    assert (tmp_path / "000001.png").read_bytes() == kept and (tmp_path / "metadata.jsonl").read_bytes() == listed
+
+
+def test_beside_the_model_stand_edges_and_a_style(tmp_path):
+    beside.write_edges(tmp_path / "edges", 2)
+    (line, *_) = map(json.loads, (tmp_path / "edges/metadata.jsonl").read_text().splitlines())
+    edges = np.asarray(Image.open(tmp_path / "edges" / line["control"]))
+    check_controls(read_dataset(tmp_path / "edges"))
+    assert edges.shape == (256, 256, 3) and set(np.unique(edges)) == {0, 255} and 0.01 < (edges > 0).mean() < 0.5
+    beside.write_style(tmp_path / "style")
+    lines = [json.loads(line) for line in (tmp_path / "style/metadata.jsonl").read_text().splitlines()]
+    assert len(lines) == 20 and all(line["text"].startswith("a cyanotype of ") for line in lines)
+    coloured = {f"{colour} {SAID[kind][0]}" for colour in world.COLOURS for kind in world.KINDS}
+    assert not any(words in line["text"] for line in lines for words in coloured)
+    red, _, blue = np.asarray(Image.open(tmp_path / "style" / lines[0]["file_name"])).reshape(-1, 3).mean(0)
+    assert blue > red + 40
+    runs = [read_settings(beside.HERE / name) for name in ("edges.toml", "style.toml")]
+    assert [run.method.kind for run in runs] == ["controlnet", "lora"] and runs[0].out != runs[1].out
+    assert all(run.phase[0].resolution == beside.SIDE for run in runs)
