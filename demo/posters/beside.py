@@ -76,7 +76,7 @@ def write_style(folder: Path) -> None:
 
 
 def main() -> None:
-    def report(line: str) -> None:
+    def report(line: object) -> None:
         sys.stderr.write(f"{line}\n")
 
     write_style(CYANOTYPES)
