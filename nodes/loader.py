@@ -87,8 +87,8 @@ class SanaNodesLoader(io.ComfyNode):
     """
     Loads a whole SANA model: the model itself, the text encoder Gemma 2 as CLIP, and the VAE.
 
-    Put diffusers folders into models/diffusers, all-in-one files into models/checkpoints. "sana-scenes (bundled)"
-    is the demo model of the pack: simple scenes at 256 x 256 on any computer.
+    Put diffusers folders into models/diffusers, all-in-one files into models/checkpoints. "sana-posters (bundled)"
+    is the demo model of the pack: simple scenes at 512 x 512 on any computer.
     """
 
     @classmethod

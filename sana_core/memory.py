@@ -187,19 +187,9 @@ def plan_memory(
         "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator),
     }
     planner = Planner(stages_of(decoder), rows, columns, kind, accelerator)
-    strips, floor = planner.strips(float("inf")).peak_bytes, planner.floor().peak_bytes
-    decode: DecodePlan = {
-        "weights": (decoder.parameters + ENCODER_PARAMETERS) * kind.itemsize,
-        "activations": strips,
-        "methods": {
-            "whole": whole_bytes(planner),
-            "tiles": planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes,
-            "strips": strips,
-            "smallest": floor,
-        },
-    }
+    decode = plan_decode(planner, decoder, kind.itemsize)
     largest = [stage["weights"] + stage["activations"] for stage in (text, transformer, decode)]
-    smallest = max(*largest[:2], decode["weights"] + floor)
+    smallest = max(*largest[:2], decode["weights"] + planner.floor().peak_bytes)
     return {
         "variant": variant,
         "vae": vae,
@@ -213,6 +203,21 @@ def plan_memory(
         "peak": max(largest),
         "smallest": smallest,
         "fits": {card: smallest + CONTEXT <= card * 2**30 for card in CARDS},
+    }
+
+
+def plan_decode(planner: Planner, decoder: Decoder, item: int) -> DecodePlan:
+    """Return the bytes of decoding an image by each method, with weights of `item` bytes."""
+    strips = planner.strips(float("inf")).peak_bytes
+    return {
+        "weights": (decoder.parameters + ENCODER_PARAMETERS) * item,
+        "activations": strips,
+        "methods": {
+            "whole": whole_bytes(planner),
+            "tiles": planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes,
+            "strips": strips,
+            "smallest": planner.floor().peak_bytes,
+        },
     }
 
 

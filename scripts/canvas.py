@@ -37,7 +37,7 @@ QUICK = """steps => {
             if (widget) widget.value = value;
         };
         set("steps", node.type === "SanaNodesTrain" ? 10 * steps : steps);
-        set("use", "sana-scenes (bundled)");
+        set("use", "sana-posters (bundled)");
         if (node.type === "SanaNodesDoctor") set("files", false);
         if (node.type === "SanaNodesTrain") set("name", `run-of-${steps}-steps`);
     }

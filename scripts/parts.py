@@ -8,7 +8,9 @@ from workflow import Graph, Node, Subgraph
 
 Link = tuple[str, int]
 
-BUNDLED = "sana-scenes (bundled)"
+BUNDLED = "sana-posters (bundled)"
+# the smaller one, which a LoRA, a ControlNet and a scorer are for
+SCENES, SCENE_SIDE = "sana-scenes (bundled)", 256
 OWN = "the loaders' files"
 GEMMA, DC_AE = "gemma_2_2b_it_elm_bf16.safetensors", "dc-ae-f32c32-sana-1.1.safetensors"
 K1, K2, K4 = (f"Sana_1600M_{size}_BF16.safetensors" for size in ("1024px", "2Kpx", "4Kpx"))
@@ -53,8 +55,8 @@ IMAGE: dict[str, Link] = {"IMAGE": ("decode", 0)}
 LATENT: dict[str, Link] = {"LATENT": ("sampler", 0)}
 
 
-def bundled() -> dict[str, Node]:
-    return {"model": Node("SanaNodesLoader", {"model": BUNDLED})}
+def bundled(model: str = BUNDLED) -> dict[str, Node]:
+    return {"model": Node("SanaNodesLoader", {"model": model})}
 
 
 def files(model: str) -> dict[str, Node]:
@@ -93,7 +95,7 @@ def decode(samples: str, vae: Link, **own: Any) -> Node:
 
 def image(
     prompt: str = PROMPT,
-    side: int = 256,
+    side: int = 512,
     source: tuple[Link, Link, Link] = OUTSIDE,
     seed: int = 0,
     denoise: float = 1.0,
@@ -175,9 +177,9 @@ def two_passes() -> Subgraph:
     return made._replace(graph=Graph(nodes, columns), outputs=outputs)
 
 
-def first_image(prompt: str, seed: int = 0) -> Subgraph:
+def first_image(prompt: str, side: int = 512) -> Subgraph:
     widgets = {"prompt": "prompt.text", "seed": "sampler.seed", "steps": "sampler.steps"}
-    return Subgraph("First image", Graph(image(prompt, seed=seed), DRAWING), widgets, IMAGE)
+    return Subgraph("First image", Graph(image(prompt, side), DRAWING), widgets, IMAGE)
 
 
 def image_to_image(prompt: str, denoise: float, seed: int) -> Subgraph:
@@ -203,8 +205,8 @@ def inpaint(prompt: str, seed: int) -> Subgraph:
 def left_half() -> Subgraph:
     join = {"destination": ("keep", 0), "source": ("half", 0), "x": 0, "y": 0, "operation": "add"}
     nodes = {
-        "keep": Node("SolidMask", {"value": 0.0, "width": 256, "height": 256}, "Keep"),
-        "half": Node("SolidMask", {"value": 1.0, "width": 128, "height": 256}, "Inpaint"),
+        "keep": Node("SolidMask", {"value": 0.0, "width": 512, "height": 512}, "Keep"),
+        "half": Node("SolidMask", {"value": 1.0, "width": 256, "height": 512}, "Inpaint"),
         "mask": Node("MaskComposite", join),
     }
     columns = ("Parts", "keep half"), ("Mask", "mask")
@@ -213,7 +215,7 @@ def left_half() -> Subgraph:
 
 
 def controlled(prompt: str, seed: int) -> Subgraph:
-    nodes = image(prompt, seed=seed)
+    nodes = image(prompt, SCENE_SIDE, seed=seed)
     conditioning = {"positive": ("prompt", 0), "negative": ("negative", 0), "control_net": ("control_net", 0)}
     values = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
     apply = {**conditioning, "image": ("image", 0), "vae": OUTSIDE[2], **values}
@@ -226,7 +228,7 @@ def controlled(prompt: str, seed: int) -> Subgraph:
 
 def with_and_without(prompt: str) -> Subgraph:
     """One image of a model, and one of the same seed of the model with a LoRA."""
-    nodes = image(prompt)
+    nodes = image(prompt, SCENE_SIDE)
     nodes["sampler"] = sampler(("empty", 0), OUTSIDE[0], "Without the LoRA")
     nodes["with"] = sampler(("empty", 0), ("model with LoRA", 0), "With the LoRA")
     nodes["after"] = decode("with", OUTSIDE[2])
@@ -306,7 +308,8 @@ def batch_sampler() -> Node:
 
 def best_of_many() -> Subgraph:
     """Drafts of one prompt on the bundled model, the best of them, and the sheet of all."""
-    nodes = {**bundled(), **texts(PROMPT, INSIDE[1]), **empty(256, INSIDE[0]), "sampler": batch_sampler()}
+    nodes = {**bundled(SCENES), **texts(PROMPT, INSIDE[1]), **empty(SCENE_SIDE, INSIDE[0])}
+    nodes["sampler"] = batch_sampler()
     del nodes["sampler"].inputs["vae"]
     nodes["sampler"].inputs["count"] = 4
     nodes["scorer"] = Node("SanaNodesScorerLoader", {"scorer_name": "sana-scenes-scorer (bundled)"})

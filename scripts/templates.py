@@ -20,8 +20,8 @@ COMPARED = ("Before and after", "before save"), ("Compare", "compare")
 # pixels of the three nodes of a template that is one subgraph
 WIDE = 430
 NOTES = {
-    "RUN": "Press **Run** when the files are in place. Without them, choose the demo model, *sana-scenes "
-    "(bundled)*, in **use**: it makes 256 px images on any computer.",
+    "RUN": "Press **Run** when the files are in place. Without them, choose the demo model, *sana-posters "
+    "(bundled)*, in **use**: it makes 512 px images on any computer.",
     "SLIDER": "**Compare Images** has its slider in Nodes 2.0 (in the settings).",
 }
 
@@ -118,17 +118,18 @@ def image_to_image(name: str) -> Template:
 
 
 def inpaint(name: str) -> Template:
-    redrawn = parts.inpaint("a watercolour of a yellow boat on the left on the sea at dusk", 5)
+    redrawn = parts.inpaint("a watercolour of a yellow boat on the left on the sea at dusk", 8)
     return from_an_image(name, parts.PROMPT, redrawn, "sana-inpaint", mask=Node(parts.left_half(), {}))
 
 
 def controlnet(name: str) -> Template:
+    drawn = "a flat drawing of a yellow car in the snow at noon"
     links = {"control_net": ("control", 0), "image": ("edges", 0)}
     nodes = {
         **note(name),
-        **parts.bundled(),
+        **parts.bundled(parts.SCENES),
         "control": Node("SanaNodesControlNetLoader", {"control_net_name": "sana-scenes-edges (bundled)"}),
-        "first": Node(parts.first_image("a flat drawing of a yellow car in the snow at noon"), SOURCES),
+        "first": Node(parts.first_image(drawn, parts.SCENE_SIDE), SOURCES),
         "edges": Node("Canny", {"image": ("first", 0), "low_threshold": 0.1, "high_threshold": 0.2}),
         "image": Node(parts.controlled("a watercolour of a purple car in the desert at dusk", 1), {**SOURCES, **links}),
         "seen": Node("PreviewImage", {"images": ("edges", 0)}, "Edges"),
@@ -143,7 +144,7 @@ def lora(name: str) -> Template:
     links = {"model": ("model", 0), "model with LoRA": ("lora", 0), "clip": ("lora", 1), "vae": ("model", 2)}
     nodes = {
         **note(name),
-        **parts.bundled(),
+        **parts.bundled(parts.SCENES),
         "lora": Node("SanaNodesLoraLoader", {"model": ("model", 0), "clip": ("model", 1), **own}),
         "image": Node(parts.with_and_without("a cyanotype of a house among green hills at noon"), links),
         **before_and_after(("image", 0), ("image", 1), "sana-lora"),
@@ -167,7 +168,7 @@ def train(name: str) -> Template:
     links = {"model": ("model", 0), "model with LoRA": ("train", 2), "clip": ("model", 1), "vae": ("model", 2)}
     nodes = {
         **note(name),
-        **parts.bundled(),
+        **parts.bundled(parts.SCENES),
         "data": Node("SanaNodesDataset", {"folder": "cyanotypes (bundled)", "resolution": 256}),
         "train": Node("SanaNodesTrain", {"model": ("model", 0), "dataset": ("data", 0), **settings}),
         "sheet": Node("PreviewImage", {"images": ("data", 1)}, "Contact sheet"),
@@ -188,7 +189,7 @@ def many(name: str, nodes: dict[str, Node], prompts: str, columns: Columns, node
         **parts.bundled(),
         "prompt": parts.prompt_list(clip),
         "negative": parts.texts("", clip)["negative"],
-        "empty": parts.empty(256, model)["empty"]._replace(width=200),
+        "empty": parts.empty(512, model)["empty"]._replace(width=200),
         **nodes,
     }
     app = ("prompt", "prompts"), (node, "seed")
@@ -230,7 +231,7 @@ def custom_sampling(name: str) -> Template:
     nodes = {
         "guidance": Node(parts.guidance(), {"model": model}),
         **parts.texts("a line drawing of a yellow house in the desert at dawn", clip),
-        **parts.empty(256, model),
+        **parts.empty(512, model),
         "guider": Node("CFGGuider", {**guided, **conditioning, "cfg": 4.5}),
         "sigmas": Node("SanaNodesScheduler", {**guided, "sampler": "flow_dpmpp_2m", "steps": 20}),
         "noise": Node("RandomNoise", {"noise_seed": 0}),

@@ -47,7 +47,7 @@ CARDS = {
         "a flat drawing of a purple balloon among green hills at dawn", 0, "1.6B", 4096, rows=4
     ),
     "SANA 8K": Card("a flat drawing of a blue house in the snow at night", 1, "1.6B", 8192),
-    "SANA Sprint": Card("a flat drawing of an orange car in the desert at dusk", 4, "sprint-1.6B", 1024, "in 2 steps"),
+    "SANA Sprint": Card("a flat drawing of an orange car in the desert at dusk", 0, "sprint-1.6B", 1024, "in 2 steps"),
 }
 # of templates of videos: a prompt and a seed of the demo model, and words
 VIDEO_CARDS = {
@@ -76,8 +76,8 @@ def draw_card(images: Sequence[Image.Image], words: str) -> Image.Image:
 
 def draw_released(card: Card) -> Image.Image:
     """Return the card of a template that needs released files."""
-    options = {"width": 256, "height": 256, "seed": card.seed}
-    (pixels,) = sana_core.generate([card.prompt], ROOT / "demo" / "sana-scenes", **options)
+    options = {"width": 512, "height": 512, "seed": card.seed}
+    (pixels,) = sana_core.generate([card.prompt], ROOT / "demo" / "sana-posters", **options)
     memory = fitting_cards(plan_memory(card.variant, card.pixels, card.pixels, 1, "bfloat16", True))
     words = card.words or memory.replace("a GPU of ", "")
     drawn = draw_card([Image.fromarray(levels(pixels))], f"{card.pixels} px - {words} - demo model's image")
@@ -99,7 +99,7 @@ def draw_released(card: Card) -> Image.Image:
 
 def draw_video(prompt: str, seed: int, words: str) -> Image.Image:
     """Return the card of a template that makes a video: an image with the sign that it plays."""
-    (pixels,) = sana_core.generate([prompt], ROOT / "demo" / "sana-scenes", width=256, height=256, seed=seed)
+    (pixels,) = sana_core.generate([prompt], ROOT / "demo" / "sana-posters", width=512, height=512, seed=seed)
     drawn = draw_card([Image.fromarray(levels(pixels))], f"{words} - demo model's image")
     middle = SIDE / 2, (SIDE - FOOT) / 2
     corners = [(middle[0] + 60 * x, middle[1] + 60 * y) for x, y in ((1, 0), (-0.7, -0.9), (-0.7, 0.9))]

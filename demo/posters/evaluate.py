@@ -1,9 +1,13 @@
-"""The score of the model of posters on what training never showed, by the judge, and contact sheets of it."""
+"""The score of the model of posters on what training never showed, by the judge, and contact sheets of it.
+
+`python -m demo.posters.evaluate CHECKPOINT REPORT SEEDS` writes both into the folder REPORT.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -41,14 +45,14 @@ def draw(checkpoint: Path, prompts: list[str], **options) -> np.ndarray:
     return np.stack([levels(image) for image in images])
 
 
-def evaluate(checkpoint: Path, report: Path) -> dict:
+def evaluate(checkpoint: Path, report: Path, seeds: int = SEEDS) -> dict:
     """Score `checkpoint` on the held-out combinations with several seeds, in the other sizes, and on the empty prompt;
     write score.json and the contact sheets; return the score."""
     report.mkdir(parents=True, exist_ok=True)
     scenes, judge = held_out_scenes(0), load()
     prompts = [prompt_of(scene) for scene in scenes]
     scores, found = [], []
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         # the picture of a prompt has the seed and the prompt's place, so that no noise comes twice
         pictures = draw(checkpoint, prompts, guidance=GUIDANCE, seed=1000 * seed)
         scores.append(score(judge, pictures, scenes))
@@ -64,15 +68,19 @@ def evaluate(checkpoint: Path, report: Path) -> dict:
         pictures = draw(checkpoint, prompts[:TRIED], guidance=GUIDANCE, width=width, height=height)
         result[f"{width}x{height}"] = score(judge, pictures, scenes[:TRIED])
         contact_sheet(pictures[:16], columns=4, side=256).save(report / f"{width}x{height}.jpg", quality=88)
-    result["distance"] = distances(judge, np.concatenate(found))
+    result["distance"] = distances(judge, np.concatenate(found), seeds)
     (report / "score.json").write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
-def distances(judge: Judge, drawn: np.ndarray) -> dict[str, float]:
+def distances(judge: Judge, drawn: np.ndarray, seeds: int) -> dict[str, float]:
     """Return how far features of pictures of the held-out scenes lie from paintings of them, and two sets of these."""
     one, other = (
-        np.concatenate([features(judge, np.stack([paint(s) for s in held_out_scenes(seed)])) for seed in seeds])
-        for seeds in (range(SEEDS), range(SEEDS, 2 * SEEDS))
+        np.concatenate([features(judge, np.stack([paint(s) for s in held_out_scenes(seed)])) for seed in part])
+        for part in (range(seeds), range(seeds, 2 * seeds))
     )
     return {"pictures": round(distance(one, drawn), 5), "paintings": round(distance(one, other), 5)}
+
+
+if __name__ == "__main__":
+    evaluate(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -93,6 +93,11 @@ def shrink(pictures: np.ndarray) -> torch.Tensor:
     return functional.avg_pool2d(torch.from_numpy(pictures).movedim(-1, 1).float() / 255, SMALLER)
 
 
+def shrunk(pictures: np.ndarray) -> Iterator[torch.Tensor]:
+    """Yield `pictures` made small, 64 at a time: thousands as floats would be many GB."""
+    yield from (shrink(pictures[start : start + 64]) for start in range(0, len(pictures), 64))
+
+
 def targets(scenes: list[Scene]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return [N, 3] of time, place and style, [N, K] of the number of each kind, and [N, K] of their colours, -100 for
     kinds that are not there."""
@@ -177,7 +182,7 @@ def score(model: Judge, pictures: np.ndarray, scenes: list[Scene]) -> dict[str, 
     `subject`: all its kinds are there; `number`: as many of each as wanted, and no other; `colour`: all have theirs.
     `scene` is the share with time, place, style and subject right together, `all` that with number and colour too.
     """
-    judged = zip(*map(model, shrink(pictures).split(64)), strict=True)
+    judged = zip(*map(model, shrunk(pictures)), strict=True)
     whole, middles, colours = (torch.cat(part) for part in judged)
     wanted, count, colour = targets(scenes)
     parts = whole.split([len(TIMES), len(PLACES), len(STYLES)], 1)
@@ -197,7 +202,7 @@ def score(model: Judge, pictures: np.ndarray, scenes: list[Scene]) -> dict[str, 
 @torch.no_grad()
 def features(model: Judge, pictures: np.ndarray) -> np.ndarray:
     """Return [N, 160] of `pictures`, uint8 [N, H, W, 3]."""
-    return torch.cat([model.features(part * 2 - 1).mean((2, 3)) for part in shrink(pictures).split(64)]).numpy()
+    return torch.cat([model.features(part * 2 - 1).mean((2, 3)) for part in shrunk(pictures)]).numpy()
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
@@ -212,6 +217,7 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 
 def main() -> None:
     model = train().half().float()  # as it is kept
+    save_file({name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}, FILE)
     scenes = list(islice(scenes_to_judge(random.Random("held out")), 2 * TESTED))
     paintings = np.stack([paint(scene) for scene in scenes])
     result = {"paintings": len(scenes), **score(model, paintings, scenes)}
@@ -220,7 +226,6 @@ def main() -> None:
         result[f"{width}x{height}"] = score(model, pictures, scenes[:TESTED])
     found = features(model, paintings)
     result["distance of two sets"] = round(distance(found[:TESTED], found[TESTED:]), 5)
-    save_file({name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}, FILE)
     FILE.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     sys.stderr.write(f"{result}\n")
 

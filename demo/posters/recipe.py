@@ -1,6 +1,6 @@
 """Make the model of posters: `python -m demo.posters.recipe FOLDER --minutes 600`.
 
-It begins with what demo/posters/parts holds of the model, and with the stage `--first`; without that, with
+It begins with what demo/sana-posters holds of the model, and with the stage `--first`; without that, with
 FOLDER/autoencoder/vae, which `demo.posters.autoencoder` made, a text encoder that it trains, and the transformer of
 scenes. The judge is trained before. Each stage goes on where it was left in FOLDER, and the trainer stops when the
 time is spent. The result is FOLDER/sana-posters, and FOLDER/report on it.
@@ -42,7 +42,7 @@ from .transformer import deepen
 from .world import SIZES, Scene, training_scenes
 
 HERE = Path(__file__).parent
-SCENES, PARTS = HERE.parent / "sana-scenes", HERE / "parts"
+SCENES, CHECKPOINT = HERE.parent / "sana-scenes", HERE.parent / "sana-posters"
 # by the side of a square: how many pictures, and the shift. SANA's 3 is for the 1024 tokens of 1024 px; the more
 # there are the less noise hides, by the root of their number (Esser et al., "Scaling Rectified Flow Transformers",
 # 2024, section 5.3.2), here of 64 and of 256 tokens.
@@ -102,8 +102,8 @@ def make(folder: Path, until: float, first: int) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     parts = folder / "parts"
-    if PARTS.is_dir():
-        shutil.copytree(PARTS, parts, dirs_exist_ok=True)
+    if CHECKPOINT.is_dir():
+        shutil.copytree(CHECKPOINT, parts, dirs_exist_ok=True)
     vae = make_autoencoder(folder / "autoencoder" / "vae", parts / "vae")
     if not (parts / "text_encoder" / "config.json").is_file():
         tokenizer, language_model = text.train(log_losses(folder / "text_encoder.jsonl"), documents, SIZE)

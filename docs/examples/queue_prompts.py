@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path, help="a text file in UTF-8, one prompt a line")
     parser.add_argument("--server", default="http://127.0.0.1:8188")
     parser.add_argument("--out", type=Path, default=Path("pictures"))
-    parser.add_argument("--model", default="sana-scenes (bundled)", help="as SANA Loader lists it")
+    parser.add_argument("--model", default="sana-posters (bundled)", help="as SANA Loader lists it")
     parser.add_argument("--width", type=at_least(32), default=256)
     parser.add_argument("--height", type=at_least(32), default=256)
     parser.add_argument("--count", type=at_least(1), default=1, help="pictures of each prompt")

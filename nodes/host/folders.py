@@ -25,7 +25,7 @@ LARGEST_CLUSTER_FILE = 10_000
 CLUSTER_ADDRESS = re.compile(r"ray://\S+:\d{1,5}")
 HERE = Path(__file__).parents[2]
 # what comes with the pack, the model that switches choose first
-MODELS = {"sana-scenes (bundled)": HERE / "demo" / "sana-scenes"}
+MODELS = {f"{name} (bundled)": HERE / "demo" / name for name in ("sana-posters", "sana-scenes")}
 DATASETS = {
     "cyanotypes (bundled)": HERE / "recipes" / "cyanotypes",
     "red stars (bundled)": HERE / "recipes" / "stars",

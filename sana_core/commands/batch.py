@@ -31,7 +31,7 @@ from .options import add_drawing, cluster_of, settings_of, show_status
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
-      --checkpoint demo/sana-scenes --width 256 --height 256"""
+      --checkpoint demo/sana-posters --width 512 --height 512"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from ..errors import InputError, ReadError
 from ..runtime.atomic_files import check_free, unfinished
 
 EXAMPLE = """example:
-  python -m sana_core decode latents.safetensors --checkpoint demo/sana-scenes --out output --max-gb 2
+  python -m sana_core decode latents.safetensors --checkpoint demo/sana-posters --out output --max-gb 2
 
 The file holds one tensor "latents" [B, 32, h, w] in the VAE's own scale, or "latent_tensor" as ComfyUI's Save
 Latent writes it."""

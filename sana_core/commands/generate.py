@@ -18,7 +18,7 @@ from .options import add_drawing, choose_dtype, cluster_of, settings_of, show_st
 
 EXAMPLE = """example:
   python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\
-      --checkpoint demo/sana-scenes --width 256 --height 256 --out output
+      --checkpoint demo/sana-posters --width 512 --height 512 --out output
   python -m sana_core generate "Waves roll against a lighthouse. motion score: 30." \\
       --checkpoint SANA-Video_2B_480p_diffusers --frames 81 --out clip.mp4"""
 

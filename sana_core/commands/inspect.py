@@ -10,7 +10,7 @@ from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.parts import describe
 
 EXAMPLE = """example:
-  python -m sana_core inspect demo/sana-scenes"""
+  python -m sana_core inspect demo/sana-posters"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -12,13 +12,13 @@ from PIL import Image
 from playwright.sync_api import TimeoutError
 from setup import ROOT
 
-from demo.scenes.judge import load, score
-from demo.scenes.world import Combination
+from demo.posters.judge import load, score
+from demo.posters.world import Group, Scene
 
 # an empty place of the canvas, on the screen
 PLACE = (700, 400)
 # what the blueprints and the template ask for
-WANTED = Combination("dusk", "sea", "watercolour", "lighthouse", "red")
+WANTED = Scene("dusk", "sea", "clear", "watercolour", (Group("lighthouse", "red"),), 0)
 BLUEPRINTS = sorted(path.stem for path in ROOT.glob("subgraphs/*.json"))
 # a node to show the picture, and what the blueprint needs from the template that is open
 CONNECT = """([name, source]) => {
@@ -27,7 +27,7 @@ CONNECT = """([name, source]) => {
         const found = node.widgets.find(each => each.name === widget);
         if (found) found.value = value;
     };
-    set("use", "sana-scenes (bundled)");
+    set("use", "sana-posters (bundled)");
     set("steps", 8);
     set("count", 1);
     for (const [kind, slot, input] of source) {
@@ -116,7 +116,7 @@ def test_a_blueprint_is_found_put_down_and_draws(canvas, name):
     assert not failure_of(page, [shown])
     image = page.evaluate("id => app.nodeOutputs[id].images[0]", shown)
     picture = Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB")
-    assert picture.size == ((384, 384) if name == "SANA second pass" else (256, 256))
+    assert picture.size == ((768, 768) if name == "SANA second pass" else (512, 512))
     found = score(load(), np.array(picture)[None], [WANTED])
     # beyond its own size the model draws subjects that the judge does not always know
     known = ("time", "place", "style") if name == "SANA second pass" else ("scene",)

@@ -10,8 +10,8 @@ from host import get, start_server
 from PIL import Image
 from setup import CACHE, ROOT
 
-from demo.scenes.judge import load, score
-from demo.scenes.world import Combination
+from demo.posters.judge import load, score
+from demo.posters.world import Group, Scene
 
 ARTIFACTS = ROOT / "tests" / "artifacts"
 
@@ -62,6 +62,6 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
 
     (image,) = page.evaluate("Object.values(window.app.nodeOutputs).flatMap(output => output.images ?? [])")
     picture = Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB")
-    wanted = Combination("dusk", "sea", "watercolour", "lighthouse", "red")
+    wanted = Scene("dusk", "sea", "clear", "watercolour", (Group("lighthouse", "red"),), 0)
     found = score(load(), np.array(picture)[None], [wanted])
     assert found["all"] == 1, found

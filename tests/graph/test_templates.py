@@ -65,8 +65,8 @@ def test_a_workflow_fits_the_nodes_and_draws(host, path):
     for kind, inputs in graph.values():
         if kind == "SanaNodesModelSwitch":
             inputs["use"] = BUNDLED
-        if kind == "SanaNodesTrain":
-            inputs["steps"] = 4
+        if isinstance(inputs.get("steps"), int):
+            inputs["steps"] = min(inputs["steps"], 4)
     if path.stem in DOWNLOADED or not any(kind == "SaveImage" for kind, _ in graph.values()):
         return
     (save,) = (key for key, (kind, _) in graph.items() if kind == "SaveImage")

@@ -112,12 +112,12 @@ def test_the_demo_is_a_template_with_a_thumbnail(server):
 
 # the pixels of what they draw with the bundled model
 TEMPLATES = {
-    "SANA 1K": 256,
-    "SANA 2K": 256,
-    "SANA 4K": 256,
-    "SANA 4K on 8 GB": 256,
-    "SANA 4K on all GPUs": 256,
-    "SANA 8K": 512,
+    "SANA 1K": 512,
+    "SANA 2K": 512,
+    "SANA 4K": 512,
+    "SANA 4K on 8 GB": 512,
+    "SANA 4K on all GPUs": 512,
+    "SANA 8K": 1024,
 }
 
 
@@ -151,7 +151,7 @@ def test_a_template_runs_with_the_bundled_model_by_one_switch_and_says_what_is_m
         GraphError, match=r"no file '.+' in models/\w+; get it \([\d.]+ GB\) from https://\S+, save it there"
     ):
         list(run_graph(server, graph))
-    switch["use"] = "sana-scenes (bundled)"
+    switch["use"] = "sana-posters (bundled)"
     images = images_of(list(run_graph(server, graph)))
     (saved,) = (image for image in images if image["type"] == "output")
     assert Image.open(io.BytesIO(get(server, "/view", **saved))).size == (TEMPLATES[name],) * 2

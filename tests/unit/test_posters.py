@@ -1,4 +1,4 @@
-"""The posters that the next bundled model learns: what training never shows, what captions say, what is painted."""
+"""The posters that the bundled model learns: what training never shows, what captions say, what is painted."""
 
 import itertools
 import json
@@ -173,7 +173,7 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "evaluate", lambda *paths: evaluated.append(paths))
     monkeypatch.setattr(recipe, "ENCODED", 2)
     monkeypatch.setattr(autoencoder, "MEASURED", 1)
-    monkeypatch.setattr(recipe, "PARTS", tmp_path / "nothing")
+    monkeypatch.setattr(recipe, "CHECKPOINT", tmp_path / "nothing")
     shutil.copytree(TINY / "vae", tmp_path / "autoencoder" / "vae")
     with pytest.raises(recipe.Spent):
         recipe.make(tmp_path, until=0.0, first=256)
@@ -184,13 +184,13 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     (image,) = sana_core.generate(["two red boats"], tmp_path / "sana-posters", steps=1, width=128, height=128)
     assert image.isfinite().all()
     # elsewhere it begins with what is kept of the model, at the stage that is named
-    monkeypatch.setattr(recipe, "PARTS", tmp_path / "sana-posters")
+    monkeypatch.setattr(recipe, "CHECKPOINT", tmp_path / "sana-posters")
     later = tmp_path / "later"
     recipe.make(later, until=float("inf"), first=512)
     assert not (later / "start-256").exists()
     kept, started = (
         load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-        for folder in (recipe.PARTS, later / "start-512")
+        for folder in (recipe.CHECKPOINT, later / "start-512")
     )
     assert all(torch.equal(started[name], tensor.float()) for name, tensor in kept.items())
 
