@@ -43,14 +43,19 @@ def shared_step(model, arguments, devices: int):
     """The velocity by so many shards, and the exchanges they had."""
     import torch
 
-    from sana_core.model.forward import velocity
     from sana_core.split.devices import Split
 
-    x, timestep, constants = arguments
     split = Split([torch.device("cpu")] * max(2, devices))
     split.living = list(range(devices))
-    out = split.run(x, lambda shard: velocity(model, shard.x, timestep, constants, ops=shard.ops))
-    return out, split.exchanges
+    return run_split(split, model, arguments), split.exchanges
+
+
+def run_split(split, model, arguments):
+    """The velocity by the members of `split`."""
+    from sana_core.model.forward import shard_velocity
+
+    x, timestep, constants = arguments
+    return split.run(x, lambda shard: shard_velocity(model, shard, timestep, constants, None, None, ()))
 
 
 def count() -> dict:
@@ -121,19 +126,16 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
 
     from sana_core.decode import decode_latents
     from sana_core.model.forward import velocity
-    from sana_core.model.row_shards import split_rows
-    from sana_core.model.sharded_ops import ShardedOps
-    from sana_core.split.processes import connect
+    from sana_core.split.processes import ProcessSplit
 
     torch.set_num_threads(2 if mode == "threads" else 1)
     os.sched_setaffinity(0, {rank} if mode == "processes" else {0} if mode == "one" else {0, 1})
     model, decoder = transformer("0.6B", BLOCKS), autoencoder("cpu", torch.float32)
     x, timestep, constants = arguments = step(model, 32, 32)
-    spans = split_rows(32, [1, 1])
 
     def sample():
         if mode == "processes":
-            return velocity(model, x[:, :, slice(*spans[rank])], timestep, constants, share=ShardedOps(exchange, 32))
+            return run_split(members, model, arguments)
         if mode == "threads":
             return shared_step(model, arguments, 2)[0]
         return velocity(model, x, timestep, constants)
@@ -157,7 +159,7 @@ def timed(mode: str, rank: int, port: int) -> dict[str, tuple[float, float]]:
 
     if mode == "processes":
         store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-        exchange = connect(store, rank, 2, torch.device("cpu"))
+        members = ProcessSplit(store, rank, [1.0, 1.0], torch.device("cpu"))
         # processes share no decode
         return {"step": clock(sample)}
     return {"step": clock(sample), "decode": clock(decode)}

@@ -10,6 +10,7 @@ autoencoder and the text encoder is not counted.
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -25,7 +26,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from benchmarks.machine import description  # noqa: E402
 from benchmarks.sampling import small_model  # noqa: E402
-from benchmarks.train_lora import CHECKPOINT, write_pictures  # noqa: E402
+from benchmarks.train_lora import CHECKPOINT  # noqa: E402
+from demo.scenes.dataset import write_dataset  # noqa: E402
+from demo.scenes.world import training_scenes  # noqa: E402
 from sana_core.runtime.accelerator import current_accelerator  # noqa: E402
 from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cache  # noqa: E402
 from sana_core.training.dataset import read_dataset  # noqa: E402
@@ -165,8 +168,8 @@ def main() -> None:
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "data").mkdir()
-        write_pictures(folder / "data")
+        rng = random.Random(22)
+        write_dataset(folder / "data", training_scenes(rng, PICTURES), rng)
         bundled = [load_transformer(CHECKPOINT, device, torch.float32) for _ in range(2)]
         result = {
             **description(),
