@@ -139,7 +139,7 @@ def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = Fals
     table.barrier = Barrier(1)
     own = ShardedOps(Met(table, min(1, members - 2), FIRST), side) if members > 1 else None
     with fake_accelerators(counter), torch.no_grad():
-        velocity(model, x, timestep, constants, share=own)
+        velocity(model, x, timestep, constants, ops=own)
     return figures(counter)
 
 

@@ -41,7 +41,7 @@ SIDE, TOKENS = 16, 40
 # levels of 255 that an image may be away from the committed one: roundings of float32
 LEVELS = 2
 # bytes beyond what is held, for a decode that has to run out of memory
-CAP = 200_000_000
+CAP = 130_000_000
 BUNDLED = Path(__file__).parents[2] / "demo" / "sana-scenes"
 EXPECTED = BUNDLED / "expected.png"
 
