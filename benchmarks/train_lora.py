@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import description  # noqa: E402
-from demo.scenes.captions import prompt  # noqa: E402
-from demo.scenes.dataset import write_dataset  # noqa: E402
+from demo.dataset import write_dataset  # noqa: E402
+from demo.scenes.captions import prompt, random_caption  # noqa: E402
 from demo.scenes.evaluate import SEEDS, draw_seeds, mean_score  # noqa: E402
 from demo.scenes.judge import WIDE, load, score  # noqa: E402
 from demo.scenes.painting import paint  # noqa: E402
@@ -90,8 +90,8 @@ def write_paintings(folder: Path) -> None:
     """Paint what the LoRA is trained on, and beside."""
     rng = random.Random(22)
     scenes = [scene_of(rng, rng.choice(new_combinations()[0])) for _ in range(PAINTINGS["new"])]
-    write_dataset(folder / "new", scenes, rng)
-    write_dataset(folder / "old", training_scenes(rng, PAINTINGS["old"]), rng)
+    write_dataset(folder / "new", scenes, rng, paint, random_caption)
+    write_dataset(folder / "old", training_scenes(rng, PAINTINGS["old"]), rng, paint, random_caption)
 
 
 def with_lora(lora: Path, folder: Path) -> Path:

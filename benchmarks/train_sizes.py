@@ -17,10 +17,10 @@ from typing import Any
 
 from machine import ROOT, write
 
+from demo.dataset import write_dataset
 from demo.posters.captions import random_caption
 from demo.posters.painting import paint
 from demo.posters.world import training_scenes
-from demo.scenes.dataset import write_dataset
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation
 from sana_core.training.train import train
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import SanaControlNetModel
-from kornia.filters import canny
 
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
+from ..beside import find_edges, in_blue
 from ..checkpoint import forget_origin
-from .captions import SAID, counted
-from .dataset import write_dataset
+from ..dataset import write_dataset
+from .captions import SAID, counted, random_caption
 from .painting import paint
 from .world import Scene, training_scenes
 
@@ -32,9 +32,6 @@ CONTROLNET, LORA = HERE.parent / "sana-posters-edges", HERE.parent / "sana-poste
 EDGED, STYLED = 500, 20
 # of their pictures: the model learnt that size before its own, and it takes a quarter of the time
 SIDE = 256
-# of the edges, low and high, as the template sets them on that node: nights have weak ones
-THRESHOLDS = 0.1, 0.2
-INK, SHEET = (16, 52, 110), (236, 242, 246)
 
 
 def small(scene: Scene) -> np.ndarray:
@@ -42,17 +39,9 @@ def small(scene: Scene) -> np.ndarray:
     return paint(scene, SIDE, SIDE)
 
 
-def find_edges(picture: np.ndarray) -> np.ndarray:
-    """Return the edges that ComfyUI's Canny node finds, white on black, uint8 [H, W, 3]."""
-    levels = torch.from_numpy(picture / np.float32(255)).movedim(-1, 0)[None]
-    _, edges = canny(levels, *THRESHOLDS)
-    return np.repeat(edges[0, 0].mul(255).byte().numpy()[..., None], 3, axis=2)
-
-
 def cyanotype(scene: Scene) -> np.ndarray:
     """Return the flat drawing of `scene` in shades of blue alone, uint8 [H, W, 3]."""
-    light = small(scene._replace(style="flat")).mean(-1, keepdims=True) / 255
-    return np.round(light * np.array(SHEET) + (1 - light) * np.array(INK)).astype(np.uint8)
+    return in_blue(small(scene._replace(style="flat")))
 
 
 def describe_cyanotype(rng: random.Random, scene: Scene) -> str:
@@ -64,7 +53,7 @@ def describe_cyanotype(rng: random.Random, scene: Scene) -> str:
 def write_edges(folder: Path, pictures: int = EDGED) -> None:
     """Write pictures of scenes with their edges."""
     rng = random.Random(20)
-    write_dataset(folder, islice(training_scenes(rng), pictures), rng, painted=small, control=find_edges)
+    write_dataset(folder, islice(training_scenes(rng), pictures), rng, small, random_caption, find_edges)
 
 
 def write_style(folder: Path) -> None:
@@ -72,7 +61,7 @@ def write_style(folder: Path) -> None:
     rng = random.Random(21)
     # nights are dark in every style
     by_day = (scene for scene in training_scenes(rng) if scene.time != "night")
-    write_dataset(folder, islice(by_day, STYLED), rng, painted=cyanotype, caption=describe_cyanotype)
+    write_dataset(folder, islice(by_day, STYLED), rng, cyanotype, describe_cyanotype)
 
 
 def main() -> None:

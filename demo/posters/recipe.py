@@ -30,11 +30,11 @@ from sana_core.training.train import train
 from .. import text
 from ..autoencoder import to_pixels
 from ..checkpoint import save_checkpoint
+from ..dataset import write_dataset
 from ..losses import log_losses
 from ..preview import fit_colours
 from .autoencoder import measure
 from .captions import random_caption
-from .dataset import write_dataset
 from .evaluate import evaluate
 from .painting import paint
 from .text import SIZE, documents

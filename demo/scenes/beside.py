@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import SanaControlNetModel
-from kornia.filters import canny
 
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
+from ..beside import find_edges, in_blue
 from ..checkpoint import forget_origin
-from .captions import SAID, article
-from .dataset import write_dataset
+from ..dataset import write_dataset
+from .captions import SAID, article, random_caption
 from .painting import paint
 from .world import Scene, training_scenes
 
@@ -30,22 +30,11 @@ BUILD = HERE.parent / "build" / "scenes"
 CYANOTYPES = HERE.parents[1] / "recipes" / "cyanotypes"
 CONTROLNET, LORA = HERE.parent / "sana-scenes-edges", HERE.parent / "sana-scenes-cyanotype.safetensors"
 EDGED, STYLED = 1500, 20
-# of the edges, low and high, as the template sets them on that node: nights have weak ones
-THRESHOLDS = 0.1, 0.2
-INK, SHEET = (16, 52, 110), (236, 242, 246)
-
-
-def find_edges(picture: np.ndarray) -> np.ndarray:
-    """Return the edges that ComfyUI's Canny node finds, white on black, uint8 [H, W, 3]."""
-    levels = torch.from_numpy(picture / np.float32(255)).movedim(-1, 0)[None]
-    _, edges = canny(levels, *THRESHOLDS)
-    return np.repeat(edges[0, 0].mul(255).byte().numpy()[..., None], 3, axis=2)
 
 
 def cyanotype(scene: Scene) -> np.ndarray:
     """Return the flat drawing of `scene` in shades of blue alone, uint8 [H, W, 3]."""
-    light = paint(scene._replace(style="flat")).mean(-1, keepdims=True) / 255
-    return np.round(light * np.array(SHEET) + (1 - light) * np.array(INK)).astype(np.uint8)
+    return in_blue(paint(scene._replace(style="flat")))
 
 
 def describe_cyanotype(rng: random.Random, scene: Scene) -> str:
@@ -57,7 +46,7 @@ def describe_cyanotype(rng: random.Random, scene: Scene) -> str:
 def write_edges(folder: Path, pictures: int = EDGED) -> None:
     """Write pictures of scenes with their edges."""
     rng = random.Random(20)
-    write_dataset(folder, training_scenes(rng, pictures), rng, control=find_edges)
+    write_dataset(folder, training_scenes(rng, pictures), rng, paint, random_caption, find_edges)
 
 
 def write_style(folder: Path) -> None:
@@ -65,7 +54,7 @@ def write_style(folder: Path) -> None:
     rng = random.Random(21)
     # nights are dark in every style
     by_day = (scene for scene in training_scenes(rng, 2 * STYLED) if scene.time != "night")
-    write_dataset(folder, islice(by_day, STYLED), rng, painted=cyanotype, caption=describe_cyanotype)
+    write_dataset(folder, islice(by_day, STYLED), rng, cyanotype, describe_cyanotype)
 
 
 def main() -> None:

@@ -25,12 +25,13 @@ from sana_core.training.train import train
 from .. import text
 from ..autoencoder import psnr, to_pixels
 from ..checkpoint import save_checkpoint
+from ..dataset import write_dataset
 from ..losses import log_losses, plot_losses
 from ..preview import fit_colours
 from ..transformer import build
 from . import autoencoder
 from .autoencoder import paint_scenes
-from .dataset import write_dataset
+from .captions import random_caption
 from .evaluate import evaluate
 from .painting import paint
 from .text import SIZE, documents
@@ -78,9 +79,9 @@ def main() -> None:
         transformer = build(encoder.model.config.hidden_size, heads=HEADS, layers=LAYERS, pixels=PIXELS)
         SanaPipeline(tokenizer, encoder.model, vae, transformer, scheduler).save_pretrained(base)
     rng = random.Random(19)
-    write_dataset(BUILD / "pictures", training_scenes(rng, PICTURES), rng)
+    write_dataset(BUILD / "pictures", training_scenes(rng, PICTURES), rng, paint, random_caption)
     rng = random.Random(24)
-    write_dataset(BUILD / "large", training_scenes(rng, LARGE_PICTURES), rng, painted=paint_large)
+    write_dataset(BUILD / "large", training_scenes(rng, LARGE_PICTURES), rng, paint_large, random_caption)
     settings = read_settings(HERE / "train.toml")
     first, *turns = settings.phase
     settings = replace(settings, phase=(first, *turns * TURNS))

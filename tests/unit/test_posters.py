@@ -18,9 +18,9 @@ from scipy.ndimage import label
 
 import sana_core
 from demo.autoencoder import build
+from demo.dataset import write_dataset
 from demo.posters import autoencoder, beside, judge, recipe, transformer, world
 from demo.posters.captions import NUMBERS, SAID, prompt, random_caption
-from demo.posters.dataset import write_dataset
 from demo.posters.layout import apart, lay_out
 from demo.posters.painting import paint, paint_placed
 from sana_core.checkpoints import find_part, inspect_checkpoint
@@ -197,7 +197,7 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
 
 def test_the_data_set_is_one_for_the_trainer_and_goes_on(tmp_path, scenes):
     def write():
-        write_dataset(tmp_path, scenes[:3], random.Random(1))
+        write_dataset(tmp_path, scenes[:3], random.Random(1), paint, random_caption)
 
     write()
     listed = (tmp_path / "metadata.jsonl").read_bytes()

@@ -11,10 +11,10 @@ from PIL import Image
 from setup import ROOT
 
 from demo.autoencoder import build
+from demo.dataset import write_dataset
 from demo.scenes import beside, judge, scorer, world
 from demo.scenes.autoencoder import CHANNELS, LAYERS
 from demo.scenes.captions import SAID, prompt, random_caption
-from demo.scenes.dataset import write_dataset
 from demo.scenes.painting import paint
 from sana_core.batch.scorer import load_scorer
 from sana_core.checkpoints import load_text_encoder
@@ -76,7 +76,7 @@ def test_a_wide_picture_has_things_of_their_own_form():
 def test_the_data_set_is_one_for_the_trainer_and_goes_on(tmp_path):
     def write():
         rng = random.Random(1)
-        write_dataset(tmp_path, world.training_scenes(rng, 3), rng)
+        write_dataset(tmp_path, world.training_scenes(rng, 3), rng, paint, random_caption)
 
     write()
     listed = (tmp_path / "metadata.jsonl").read_bytes()

@@ -1,4 +1,4 @@
-"""Posters as a data set of this pack's trainer: pictures, and a metadata.jsonl with what belongs to each."""
+"""Paintings as a data set of this pack's trainer: pictures, and a metadata.jsonl with what belongs to each."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import json
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
 
-from .captions import random_caption
-from .painting import paint
-from .world import Scene
+# what is painted, of whichever world
+Scene = TypeVar("Scene")
 
 
 def write_dataset(
     folder: Path,
     scenes: Iterable[Scene],
     rng: random.Random,
-    painted: Callable[[Scene], np.ndarray] = paint,
-    caption: Callable[[random.Random, Scene], str] = random_caption,
+    painted: Callable[[Scene], np.ndarray],
+    caption: Callable[[random.Random, Scene], str],
     control: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
     """Paint `scenes` into `folder`, on from those that are there, each with what `control` makes of it; the list is
