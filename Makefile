@@ -33,7 +33,7 @@ help:
 	@echo "make gpu [GPU_PYTHON=python3]   on a machine with a GPU: is it right, and how fast is it, in 8 minutes"
 	@echo "make gpu-wheels FOR=\"3.12 2.11\"   bring along what make gpu needs offline, for a Python and a torch"
 	@echo "make audit        for a release: its bill of materials, known weaknesses of what it needs, and the registry's archive"
-	@echo "make checkpoint   train demo/sana-scenes again (hours, resuming)"
+	@echo "make checkpoint   train demo/sana-posters on, and what is beside it, into demo/build (hours, resuming)"
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -126,8 +126,8 @@ gpu-wheels: setup
 	$(VENV) scripts/gpu_wheels.py $(FOR)
 
 checkpoint: setup
-	$(VENV) -m demo.scenes.recipe
-	$(VENV) -m demo.scenes.beside
+	$(VENV) -m demo.posters.recipe demo/build/posters/recipe --first 512
+	$(VENV) -m demo.posters.beside
 
 # asks PyPI about weaknesses, and fails where it gets no answer; tests/unit/test_archive.py holds what may be in the archive
 audit: setup

@@ -1,6 +1,6 @@
 """A scene decoded in tiles and in strips, magnified where a tile ends: writes docs/decode.jpg.
 
-The painting, 1024 x 1024, is encoded once with the autoencoder of demo/sana-scenes. The tiles are diffusers' default,
+The painting, 1024 x 1024, is encoded once with the autoencoder of demo/sana-posters. The tiles are diffusers' default,
 which is also that of ComfyUI's VAE Decode (Tiled): 512 px, overlapping by 64. On the CPU, in fp32.
 """
 
@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import sana_core  # noqa: E402
-from demo.scenes.painting import paint  # noqa: E402
-from demo.scenes.world import Scene, Subject  # noqa: E402
+from demo.posters.painting import paint  # noqa: E402
+from demo.posters.world import Group, Scene  # noqa: E402
 from sana_core.runtime.image_files import levels  # noqa: E402
 
 SIDE, GAIN = 1024, 16
@@ -27,7 +27,7 @@ SCENE = Scene(
     "hills",
     "clear",
     "flat",
-    (Subject("house", "red", "left", "near"), Subject("balloon", "yellow", "right", "far")),
+    (Group("house", "red", 1, "left"), Group("balloon", "yellow", 1, "right")),
     3,
 )
 # x, y, width, height in the image: the last row of tiles begins at 896 px and is blended in until 960
@@ -39,7 +39,7 @@ PAPER, INK, FAINT = (255, 255, 255), (20, 24, 30), (96, 104, 116)
 @torch.no_grad()
 def decodes() -> dict[str, np.ndarray]:
     """Return {method: uint8 [height, width, 3]} of the undivided decode, the tiles and the strips."""
-    autoencoder = sana_core.load_autoencoder(ROOT / "demo" / "sana-scenes")
+    autoencoder = sana_core.load_autoencoder(ROOT / "demo" / "sana-posters")
     pixels = torch.tensor(paint(SCENE, SIDE, SIDE)).permute(2, 0, 1)[None] / 127.5 - 1
     latents = sana_core.encode_images(autoencoder, pixels)
     whole = autoencoder.decode(latents).sample

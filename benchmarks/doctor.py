@@ -19,7 +19,7 @@ from typing import Any
 
 from machine import ROOT, write
 
-DOCTOR = ("-m", "sana_core", "doctor", "demo/sana-scenes", "demo/sana-scenes-cyanotype.safetensors")
+DOCTOR = ("-m", "sana_core", "doctor", "demo/sana-posters", "demo/sana-posters-cyanotype.safetensors")
 RUNS = {
     "imports": ("-c", "import diffusers, transformers, torch; diffusers.SanaPipeline, transformers.Gemma2Model"),
     "doctor": DOCTOR,

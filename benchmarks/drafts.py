@@ -2,8 +2,8 @@
 
 Held-out combinations on the demo model at its own size, in few steps, so that there are errors to choose against. Each
 draft is drawn once, and seen after the first, second and third of five steps and whole: by the scorer of
-demo/scenes/scorer.py, a CLIP that saw paintings and captions, and by the verifier of demo/scenes/verifier.py, which was
-taught by another judge. The judge, a third network, says what is right. From that follows what each way of choosing
+demo/posters/scorer.py, a CLIP that saw paintings and captions, and by the verifier of demo/posters/verifier.py, which
+was taught by the judge, on other prompts. The judge says what is right. From that follows what each way of choosing
 would have kept (that a draft which goes on is the same bits is for tests/unit/test_best.py), and from the shortest
 times of a step, a decode and each look in this process what it costs, of drawing, decoding and scoring all. What was
 seen of a prompt stays in .cache/drafts.
@@ -23,10 +23,10 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
-from demo.scenes import verifier as recipe  # noqa: E402
-from demo.scenes.captions import prompt  # noqa: E402
-from demo.scenes.judge import load, score  # noqa: E402
-from demo.scenes.world import PIXELS, Combination, combinations  # noqa: E402
+from demo.posters import verifier as recipe  # noqa: E402
+from demo.posters.evaluate import held_out_scenes, prompt_of  # noqa: E402
+from demo.posters.judge import load, score  # noqa: E402
+from demo.posters.world import SIZES, Scene  # noqa: E402
 from demo.verifier import DRAWN, Drafts  # noqa: E402
 from sana_core import load_scorer  # noqa: E402
 from sana_core.batch.best import FINISHED, looks_every  # noqa: E402
@@ -51,11 +51,11 @@ class Clock:
         return result
 
 
-def see(drafts: Drafts, wanted: Combination, seeds: range, clock: Clock) -> dict[str, Any]:
+def see(drafts: Drafts, wanted: Scene, seeds: range, clock: Clock) -> dict[str, Any]:
     """Return of each draft of a prompt whether it is right, and its scores: of the CLIP after each look and whole, and
     of the verifier after each look."""
-    judge, clip, verifier = load(), load_scorer(ROOT / "demo/sana-scenes-scorer"), load_verifier(recipe.FOLDER)
-    said, text, seen = prompt(wanted), drafts.encode(prompt(wanted)), []
+    judge, clip, verifier = load(), load_scorer(ROOT / "demo/sana-posters-scorer"), load_verifier(recipe.FOLDER)
+    said, text, seen = prompt_of(wanted), drafts.encode(prompt_of(wanted)), []
     for seed in seeds:
         trails, picture = clock.time("whole", lambda seed=seed: drafts.draw(text, seed))
         row: dict[str, Any] = {"right": score(judge, picture[None], [wanted])["all"]}
@@ -118,9 +118,9 @@ def mean(values: list[float]) -> float:
 
 
 def main(prompts: int, count: int) -> None:
-    _, held_out = combinations()
+    held_out = held_out_scenes(0)
     torch.set_num_threads(1)
-    drafts, clock = Drafts(recipe.CHECKPOINT, PIXELS, recipe.BLOCK, LOOKS), Clock()
+    drafts, clock = Drafts(recipe.CHECKPOINT, SIZES[0][0], recipe.BLOCK, LOOKS), Clock()
     KEPT.mkdir(parents=True, exist_ok=True)
     seen: list[list[dict[str, Any]]] = []
     for number, wanted in enumerate(held_out[:prompts]):

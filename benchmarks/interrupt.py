@@ -1,6 +1,6 @@
 """How long SANA Batch Sampler goes on after Interrupt, on this machine's CPU in two halves, over HTTP.
 
-Two images of 1024 px by the bundled sana-scenes; one run is timed, and each of the following, of a MODEL that has just
+Two images of 1024 px by the bundled sana-posters; one run is timed, and each of the following, of a MODEL that has just
 been freed, is interrupted at another share of that time, so in loading, sampling and decoding. Writes
 benchmarks/interrupt.json.
 """
@@ -30,7 +30,7 @@ MOMENTS = 10
 def graph(seed: int) -> dict:
     """Return the graph of a batch of two images, all of it computed anew for another seed."""
     nodes = json.loads((ROOT / "tests" / "graphs" / "tiny.json").read_text())
-    nodes["1"]["inputs"]["model"] = "sana-scenes (bundled)"
+    nodes["1"]["inputs"]["model"] = "sana-posters (bundled)"
     nodes["4"]["inputs"] = {"width": 1024, "height": 1024, "batch_size": 1}
     own = {key: value for key, value in nodes["5"]["inputs"].items() if key not in ("denoise", "model_defaults")}
     batch = {**own, "steps": 4, "seed": seed, "count": 2, "chunk": 1, "devices": "cpu x 2", "vae": ["1", 2]}

@@ -24,15 +24,15 @@ from sana_core.model.step_cache import StepCache  # noqa: E402
 PROMPTS = [
     "a flat drawing of a red boat on the sea at dusk",
     "a flat drawing of a blue house in the snow at night",
-    "a flat drawing of a green tree on a hill at noon",
+    "a flat drawing of a green tree among green hills at noon",
 ]
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.3)
 STEPS = 20
 
 
 def images(steps: int = STEPS, share: float = 0.0) -> torch.Tensor:
-    size = {"width": 256, "height": 256}
-    return generate(PROMPTS, ROOT / "demo" / "sana-scenes", devices=["cpu"], steps=steps, step_cache=share, **size)
+    size = {"width": 512, "height": 512}
+    return generate(PROMPTS, ROOT / "demo" / "sana-posters", devices=["cpu"], steps=steps, step_cache=share, **size)
 
 
 def away(got: torch.Tensor, expected: torch.Tensor) -> float:

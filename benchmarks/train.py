@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from benchmarks.machine import description  # noqa: E402
 from benchmarks.sampling import small_model  # noqa: E402
 from benchmarks.train_lora import CHECKPOINT  # noqa: E402
 from demo.dataset import write_dataset  # noqa: E402
-from demo.scenes.captions import random_caption  # noqa: E402
-from demo.scenes.painting import paint  # noqa: E402
-from demo.scenes.world import training_scenes  # noqa: E402
+from demo.posters.beside import small  # noqa: E402
+from demo.posters.captions import random_caption  # noqa: E402
+from demo.posters.world import training_scenes  # noqa: E402
 from sana_core.runtime.accelerator import current_accelerator  # noqa: E402
 from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cache  # noqa: E402
 from sana_core.training.dataset import read_dataset  # noqa: E402
@@ -171,7 +172,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rng = random.Random(22)
-        write_dataset(folder / "data", training_scenes(rng, PICTURES), rng, paint, random_caption)
+        write_dataset(folder / "data", islice(training_scenes(rng), PICTURES), rng, small, random_caption)
         bundled = [load_transformer(CHECKPOINT, device, torch.float32) for _ in range(2)]
         result = {
             **description(),

@@ -1,7 +1,7 @@
 """What a LoRA of the demo model learns, a subject and a colour that it has never seen, and what it forgets by that.
 
 `python benchmarks/train_lora.py FOLDER` writes benchmarks/train_lora.json: the shares of images of held-out
-combinations that the wide judge of demo/scenes finds right, of new combinations (windmills, turquoise things) and of
+combinations that the judge of demo/posters finds right, of new combinations (windmills, turquoise things) and of
 old ones, before and after, means of four seeds: "beside" regularisation images that show what the model knows, and
 "alone", without them, in the steps that show as many new paintings. It works in FOLDER, and resumes there.
 "right_through_autoencoder" are those of true paintings once the model's autoencoder has encoded and decoded them: no
@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,25 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import description  # noqa: E402
 from demo.dataset import write_dataset  # noqa: E402
-from demo.scenes.captions import prompt, random_caption  # noqa: E402
-from demo.scenes.evaluate import SEEDS, draw_seeds, mean_score  # noqa: E402
-from demo.scenes.judge import WIDE, load, score  # noqa: E402
-from demo.scenes.painting import paint  # noqa: E402
-from demo.scenes.world import (  # noqa: E402
+from demo.posters.beside import small  # noqa: E402
+from demo.posters.captions import random_caption  # noqa: E402
+from demo.posters.evaluate import GUIDANCE, SEEDS, draw, mean_score, prompt_of  # noqa: E402
+from demo.posters.judge import load, score  # noqa: E402
+from demo.posters.painting import paint  # noqa: E402
+from demo.posters.world import (  # noqa: E402
     ALL_COLOURS,
     ALL_KINDS,
     NEW_COLOUR,
     NEW_KIND,
     Combination,
+    Scene,
     all_combinations,
     combinations,
     scene_of,
     training_scenes,
 )
 
-CHECKPOINT = ROOT / "demo" / "sana-scenes"
+CHECKPOINT = ROOT / "demo" / "sana-posters"
 FILE = ROOT / "benchmarks" / "train_lora.json"
 HELD_OUT = 96  # combinations that are drawn and judged, of new ones and of old ones
 PAINTINGS = {"new": 900, "old": 300}  # what the LoRA learns
@@ -90,8 +93,8 @@ def write_paintings(folder: Path) -> None:
     """Paint what the LoRA is trained on, and beside."""
     rng = random.Random(22)
     scenes = [scene_of(rng, rng.choice(new_combinations()[0])) for _ in range(PAINTINGS["new"])]
-    write_dataset(folder / "new", scenes, rng, paint, random_caption)
-    write_dataset(folder / "old", training_scenes(rng, PAINTINGS["old"]), rng, paint, random_caption)
+    write_dataset(folder / "new", scenes, rng, small, random_caption)
+    write_dataset(folder / "old", islice(training_scenes(rng), PAINTINGS["old"]), rng, small, random_caption)
 
 
 def with_lora(lora: Path, folder: Path) -> Path:
@@ -108,24 +111,25 @@ def with_lora(lora: Path, folder: Path) -> Path:
     return folder
 
 
-def right(wanted: list[Combination], checkpoint: Path) -> dict[str, float]:
+def right(wanted: list[Scene], checkpoint: Path) -> dict[str, float]:
     """Return the shares of `wanted` that are drawn right, means of SEEDS seeds."""
-    judge, prompts = load(WIDE), [prompt(each) for each in wanted]
-    return mean_score([score(judge, pictures, wanted) for pictures in draw_seeds(checkpoint, prompts)])
+    judge, prompts = load(), [prompt_of(each) for each in wanted]
+    drawn = (draw(checkpoint, prompts, guidance=GUIDANCE, seed=1000 * seed) for seed in range(SEEDS))
+    return mean_score([score(judge, pictures, wanted) for pictures in drawn])
 
 
-def through_autoencoder(wanted: list[Combination]) -> dict[str, float]:
+def through_autoencoder(wanted: list[Scene]) -> dict[str, float]:
     """Return the shares of true paintings of `wanted` that are right after the autoencoder."""
     from sana_core.checkpoints import load_autoencoder
     from sana_core.decode import decode_latents, encode_images
     from sana_core.runtime.image_files import levels
 
-    autoencoder, rng = load_autoencoder(CHECKPOINT, torch.device("cpu"), torch.float32), random.Random(23)
+    autoencoder = load_autoencoder(CHECKPOINT, torch.device("cpu"), torch.float32)
     pictures = []
     for each in wanted:
-        pixels = torch.tensor(paint(scene_of(rng, each))).movedim(-1, 0)[None] / 127.5 - 1
+        pixels = torch.tensor(paint(each)).movedim(-1, 0)[None] / 127.5 - 1
         pictures.append(levels(decode_latents(autoencoder, encode_images(autoencoder, pixels))[0]))
-    return score(load(WIDE), np.stack(pictures), wanted)
+    return score(load(), np.stack(pictures), wanted)
 
 
 def main() -> None:
@@ -135,10 +139,12 @@ def main() -> None:
     folder = Path(sys.argv[1])
     if not (folder / "old").exists():
         write_paintings(folder)
-    asked = {"new": new_combinations()[1], "old": combinations()[1][:HELD_OUT]}
+    rng = random.Random(23)
+    held_out = {"new": new_combinations()[1], "old": combinations()[1][:HELD_OUT]}
+    asked = {which: [scene_of(rng, each) for each in wanted] for which, wanted in held_out.items()}
     document: dict[str, Any] = json.loads((folder / FILE.name).read_text()) if (folder / FILE.name).exists() else {}
 
-    def found(name: str, scores: Callable[[list[Combination]], dict[str, float]]) -> None:
+    def found(name: str, scores: Callable[[list[Scene]], dict[str, float]]) -> None:
         """Put the scores of both into the document, where they are not there yet."""
         if name not in document:
             document[name] = {which: scores(wanted) for which, wanted in asked.items()}

@@ -27,7 +27,7 @@ TEMPLATE = ROOT / "workflows" / "SANA train a LoRA.json"
 BUNDLED = ("lora_bundled", "controlnet_bundled", "style_bundled", "person_bundled", "concept_bundled")
 RECIPES = {
     **{name: ROOT / "recipes" / f"{name}.toml" for name in BUNDLED},
-    "style": ROOT / "demo" / "scenes" / "style.toml",
+    "style": ROOT / "demo" / "posters" / "style.toml",
     TEMPLATE.stem: TEMPLATE,
 }
 
@@ -52,7 +52,7 @@ def settings_of(file: Path) -> Settings:
         warmup=own["warmup"],
     )
     return Settings(
-        str(ROOT / "demo" / "sana-scenes"),
+        str(ROOT / "demo" / "sana-posters"),
         "",
         (phase,),
         seed=own["training_seed"],

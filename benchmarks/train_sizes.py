@@ -1,8 +1,8 @@
 """Several resolutions mixed in one phase against phases one after another, at the same number of steps.
 
-`python benchmarks/train_sizes.py` writes benchmarks/train_sizes.json: a LoRA of the demo model on paintings that it
-does not know, at 256 px, at 384 px, first at the one and then at the other, and at both in one phase; the loss before,
-and of each, on held-out paintings of either size, the mean of SEEDS runs.
+`python benchmarks/train_sizes.py` writes benchmarks/train_sizes.json: a LoRA of the demo model on paintings in blue
+alone, which it does not know, at 256 px, at 384 px, first at the one and then at the other, and at both in one phase;
+the loss before, and of each, on held-out paintings of either size, the mean of SEEDS runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from machine import ROOT, write
 
+from demo.beside import in_blue
 from demo.dataset import write_dataset
 from demo.posters.captions import random_caption
 from demo.posters.painting import paint
-from demo.posters.world import training_scenes
+from demo.posters.world import Scene, training_scenes
 from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation
 from sana_core.training.train import train
 
@@ -42,10 +44,14 @@ WAYS: dict[str, tuple[Phase, ...]] = {
 }
 
 
+def cyanotype(scene: Scene) -> np.ndarray:
+    return in_blue(paint(scene, LARGE, LARGE))
+
+
 def settings_of(folder: Path, name: str, phases: tuple[Phase, ...], seed: int, **own: Any) -> Settings:
     phases = tuple(replace(each, data=(str(folder / "paintings"),)) for each in phases)
     return Settings(
-        str(ROOT / "demo" / "sana-scenes"),
+        str(ROOT / "demo" / "sana-posters"),
         str(folder / f"{name} {seed}"),
         phases,
         name="sizes",
@@ -78,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, rng = Path(name), random.Random("sizes")
         scenes = islice(training_scenes(rng), PAINTINGS)
-        write_dataset(folder / "paintings", scenes, rng, lambda scene: paint(scene, LARGE, LARGE), random_caption)
+        write_dataset(folder / "paintings", scenes, rng, cyanotype, random_caption)
         found: dict[str, dict[str, float]] = {}
         for way, phases in WAYS.items():
             losses = []

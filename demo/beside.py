@@ -1,4 +1,4 @@
-"""What the models of scenes and of posters have beside them alike: edges for a ControlNet, and blue for a LoRA."""
+"""Edges for a ControlNet, and blue for a LoRA."""
 
 from __future__ import annotations
 

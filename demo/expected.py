@@ -11,7 +11,7 @@ from sana_core.runtime.atomic_files import digest_file
 from sana_core.runtime.image_files import levels
 
 PROMPT = "a watercolour of a red lighthouse on the sea at dusk"
-SETTINGS = {"width": 256, "height": 256, "steps": 20, "guidance": 4.5, "seed": 0}
+SETTINGS = {"width": 512, "height": 512, "steps": 20, "guidance": 4.5, "seed": 0}
 
 
 def main(folder: Path, prompt: str) -> None:

@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from .host.folders import MODELS
+from .host.folders import MODELS, present_name
 from .loader import load_whole
 
 CONNECTED = "the loaders' files"
@@ -44,13 +44,18 @@ class SanaNodesModelSwitch(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, use: str = CONNECTED):
+        known = [CONNECTED, *MODELS]
+        return present_name(use) in known or f"use: got {use!r:.40}, expected one of {', '.join(known)}"
+
+    @classmethod
     def check_lazy_status(cls, use: str, model=None, clip=None, vae=None) -> list[str]:
         links = {"model": model, "clip": clip, "vae": vae}
-        return [] if use in MODELS else [name for name, value in links.items() if value is None]
+        return [] if present_name(use) in MODELS else [name for name, value in links.items() if value is None]
 
     @classmethod
     def execute(cls, use: str, model=None, clip=None, vae=None) -> io.NodeOutput:
-        if use not in MODELS:
+        if present_name(use) not in MODELS:
             from .host.links import check_links
 
             check_links(model=model, clip=clip, vae=vae)

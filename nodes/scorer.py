@@ -37,6 +37,11 @@ class SanaNodesScorerLoader(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, scorer_name: str | None = None):
+        # a folder that is not there is answered when it is loaded, and a name of what was bundled before is known then
+        return True
+
+    @classmethod
     def execute(cls, scorer_name: str) -> io.NodeOutput:
         from .host.scorer import load
 

@@ -9,8 +9,6 @@ from workflow import Graph, Node, Subgraph
 Link = tuple[str, int]
 
 BUNDLED = "sana-posters (bundled)"
-# the smaller one, which a LoRA, a ControlNet and a scorer are for
-SCENES, SCENE_SIDE = "sana-scenes (bundled)", 256
 OWN = "the loaders' files"
 GEMMA, DC_AE = "gemma_2_2b_it_elm_bf16.safetensors", "dc-ae-f32c32-sana-1.1.safetensors"
 K1, K2, K4 = (f"Sana_1600M_{size}_BF16.safetensors" for size in ("1024px", "2Kpx", "4Kpx"))
@@ -215,7 +213,7 @@ def left_half() -> Subgraph:
 
 
 def controlled(prompt: str, seed: int) -> Subgraph:
-    nodes = image(prompt, SCENE_SIDE, seed=seed)
+    nodes = image(prompt, seed=seed)
     conditioning = {"positive": ("prompt", 0), "negative": ("negative", 0), "control_net": ("control_net", 0)}
     values = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
     apply = {**conditioning, "image": ("image", 0), "vae": OUTSIDE[2], **values}
@@ -228,7 +226,7 @@ def controlled(prompt: str, seed: int) -> Subgraph:
 
 def with_and_without(prompt: str) -> Subgraph:
     """One image of a model, and one of the same seed of the model with a LoRA."""
-    nodes = image(prompt, SCENE_SIDE)
+    nodes = image(prompt)
     nodes["sampler"] = sampler(("empty", 0), OUTSIDE[0], "Without the LoRA")
     nodes["with"] = sampler(("empty", 0), ("model with LoRA", 0), "With the LoRA")
     nodes["after"] = decode("with", OUTSIDE[2])
@@ -308,11 +306,11 @@ def batch_sampler() -> Node:
 
 def best_of_many() -> Subgraph:
     """Drafts of one prompt on the bundled model, the best of them, and the sheet of all."""
-    nodes = {**bundled(SCENES), **texts(PROMPT, INSIDE[1]), **empty(SCENE_SIDE, INSIDE[0])}
+    nodes = {**bundled(), **texts(PROMPT, INSIDE[1]), **empty(512, INSIDE[0])}
     nodes["sampler"] = batch_sampler()
     del nodes["sampler"].inputs["vae"]
     nodes["sampler"].inputs["count"] = 4
-    nodes["scorer"] = Node("SanaNodesScorerLoader", {"scorer_name": "sana-scenes-scorer (bundled)"})
+    nodes["scorer"] = Node("SanaNodesScorerLoader", {"scorer_name": "sana-posters-scorer (bundled)"})
     links = {"samples": ("sampler", 0), "vae": INSIDE[2], "scorer": ("scorer", 0)}
     nodes["best"] = Node("SanaNodesPickBest", {**links, "prompt": PROMPT, "best": 1})
     columns = ("Model", "model scorer"), *DRAWING[:2], ("Result", "best")

@@ -127,9 +127,9 @@ def controlnet(name: str) -> Template:
     links = {"control_net": ("control", 0), "image": ("edges", 0)}
     nodes = {
         **note(name),
-        **parts.bundled(parts.SCENES),
-        "control": Node("SanaNodesControlNetLoader", {"control_net_name": "sana-scenes-edges (bundled)"}),
-        "first": Node(parts.first_image(drawn, parts.SCENE_SIDE), SOURCES),
+        **parts.bundled(),
+        "control": Node("SanaNodesControlNetLoader", {"control_net_name": "sana-posters-edges (bundled)"}),
+        "first": Node(parts.first_image(drawn), SOURCES),
         "edges": Node("Canny", {"image": ("first", 0), "low_threshold": 0.1, "high_threshold": 0.2}),
         "image": Node(parts.controlled("a watercolour of a purple car in the desert at dusk", 1), {**SOURCES, **links}),
         "seen": Node("PreviewImage", {"images": ("edges", 0)}, "Edges"),
@@ -140,13 +140,13 @@ def controlnet(name: str) -> Template:
 
 
 def lora(name: str) -> Template:
-    own = {"lora_name": "sana-scenes-cyanotype (bundled)", "strength_model": 1.0, "strength_clip": 1.0}
+    own = {"lora_name": "sana-posters-cyanotype (bundled)", "strength_model": 1.0, "strength_clip": 1.0}
     links = {"model": ("model", 0), "model with LoRA": ("lora", 0), "clip": ("lora", 1), "vae": ("model", 2)}
     nodes = {
         **note(name),
-        **parts.bundled(parts.SCENES),
+        **parts.bundled(),
         "lora": Node("SanaNodesLoraLoader", {"model": ("model", 0), "clip": ("model", 1), **own}),
-        "image": Node(parts.with_and_without("a cyanotype of a house among green hills at noon"), links),
+        "image": Node(parts.with_and_without("a cyanotype of two green trees in the snow at dawn"), links),
         **before_and_after(("image", 0), ("image", 1), "sana-lora"),
     }
     app = ("lora", "strength_model"), ("image", "prompt"), ("image", "seed")
@@ -154,7 +154,7 @@ def lora(name: str) -> Template:
 
 
 def train(name: str) -> Template:
-    drawn = "a cyanotype of a lighthouse on the sea at noon"
+    drawn = "a cyanotype of a blue lighthouse on the sea at noon"
     settings = {
         "name": "cyanotype",
         "steps": 200,
@@ -168,7 +168,7 @@ def train(name: str) -> Template:
     links = {"model": ("model", 0), "model with LoRA": ("train", 2), "clip": ("model", 1), "vae": ("model", 2)}
     nodes = {
         **note(name),
-        **parts.bundled(parts.SCENES),
+        **parts.bundled(),
         "data": Node("SanaNodesDataset", {"folder": "cyanotypes (bundled)", "resolution": 256}),
         "train": Node("SanaNodesTrain", {"model": ("model", 0), "dataset": ("data", 0), **settings}),
         "sheet": Node("PreviewImage", {"images": ("data", 1)}, "Contact sheet"),

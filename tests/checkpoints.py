@@ -4,7 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "models" / "sana-tiny"
-CHECKPOINTS = {"sana-tiny": TINY, "sana-scenes": ROOT / "demo" / "sana-scenes"}
+CHECKPOINTS = {"sana-tiny": TINY, "sana-posters": ROOT / "demo" / "sana-posters"}
 
 
 def link_tiny(base: Path) -> None:

@@ -24,7 +24,7 @@ WIDTH, HEIGHT, SEED = 512, 128, 3
 NEAR = ("KSampler", "generate --split")
 BOUND = 1e-4
 PROMPT = "a flat drawing of a blue house in the Snow at night, --ar 2:1"
-SCENES = ROOT / "demo" / "sana-scenes"
+POSTERS = ROOT / "demo" / "sana-posters"
 REFERENCES = ("diffusers", "nvidia")
 
 

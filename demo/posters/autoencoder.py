@@ -1,7 +1,8 @@
-"""The autoencoder of posters: that of `demo/sana-scenes`, trained on with posters in all their sizes.
+"""An AutoencoderDC with the proportions of SANA's, x32 and 32 channels, trained with posters in all their sizes.
 
 `python -m demo.posters.autoencoder FOLDER --minutes 60` trains on from where FOLDER was left, and stops when the time
-is spent. FOLDER holds state.pt, log.jsonl with what is measured every now and then, and vae/, the averaged weights.
+is spent; it begins with the autoencoder of demo/sana-posters, where that is. FOLDER holds state.pt, log.jsonl with what
+is measured every now and then, and vae/, the averaged weights.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import numpy as np
 import torch
 from diffusers import AutoencoderDC
 
-from ..autoencoder import to_pixels
+from ..autoencoder import build, to_pixels
 from ..step import take_step
 from .painting import paint
 from .world import SIZES, STYLES, training_scenes
 
-START = Path(__file__).parents[1] / "sana-scenes" / "vae"
+START = Path(__file__).parents[1] / "sana-posters" / "vae"
+CHANNELS = (16, 16, 32, 128, 128, 256)
+# as in the first DC-AE, nothing runs at the size of the picture itself
+LAYERS = (0, 1, 1, 1, 1, 1)
 # one step in four sees whole posters, since the attention's sums run over all positions; the others as many pixels
 CROP, CROPS, WHOLE_EVERY = 256, 4, 4
 # Highest change in a step, as a share of a weight matrix' entries (root mean square), and of vectors at once.
@@ -69,7 +73,12 @@ def reconstruction_loss(shown: torch.Tensor, pixels: torch.Tensor) -> torch.Tens
 
 
 class Norms:
-    """Keeps weight matrices at the norms that they began with, lest maps grow beyond float16 (`demo.scenes`)."""
+    """Keeps weight matrices at the norms that they began with, and learns at shares of them (Karras et al., 2024,
+    section 2.3).
+
+    The decoder's last norm makes its output free of the scale of all maps before it; left alone they grow from stage to
+    stage, beyond float16 and until the blocks, whose own norms bound what they add, add nothing.
+    """
 
     def __init__(self, model: AutoencoderDC) -> None:
         self.matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -158,7 +167,10 @@ def write(path: Path, save) -> None:
 def train(folder: Path, spent: Callable[[int], bool]) -> None:
     """Train on from where `folder` was left, until `spent` says so of the number of steps that were taken."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = AutoencoderDC.from_pretrained(START, torch_dtype=torch.float32).to(memory_format=torch.channels_last)
+    torch.manual_seed(1)
+    known = START.is_dir()
+    model = AutoencoderDC.from_pretrained(START, torch_dtype=torch.float32) if known else build(CHANNELS, LAYERS)
+    model = model.to(memory_format=torch.channels_last)
     norms, first = Norms(model), 0
     averaged = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(norms.groups(), betas=(0.9, 0.98), weight_decay=0.0)

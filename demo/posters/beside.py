@@ -30,7 +30,7 @@ BUILD = HERE.parent / "build" / "posters"
 CYANOTYPES = HERE.parents[1] / "recipes" / "cyanotypes"
 CONTROLNET, LORA = HERE.parent / "sana-posters-edges", HERE.parent / "sana-posters-cyanotype.safetensors"
 EDGED, STYLED = 500, 20
-# of their pictures: the model learnt that size before its own, and it takes a quarter of the time
+# of the edges' pictures: the model learnt that size before its own, and it takes a quarter of the time
 SIDE = 256
 
 
@@ -41,12 +41,12 @@ def small(scene: Scene) -> np.ndarray:
 
 def cyanotype(scene: Scene) -> np.ndarray:
     """Return the flat drawing of `scene` in shades of blue alone, uint8 [H, W, 3]."""
-    return in_blue(small(scene._replace(style="flat")))
+    return in_blue(paint(scene._replace(style="flat")))
 
 
 def describe_cyanotype(rng: random.Random, scene: Scene) -> str:
-    """Return a caption without the colours that a cyanotype does not show."""
-    nouns = " and ".join(counted(group.count, SAID[group.kind][0]) for group in scene.groups)
+    """Return a caption with the colours of the things that the cyanotype was made of, as the model knows all by one."""
+    nouns = " and ".join(counted(group.count, f"{group.colour} {SAID[group.kind][0]}") for group in scene.groups)
     return f"a cyanotype of {nouns} {SAID[scene.place][0]} {SAID[scene.time][0]}"
 
 

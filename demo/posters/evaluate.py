@@ -16,7 +16,6 @@ import sana_core
 from sana_core.runtime.image_files import levels
 
 from ..evaluate import contact_sheet
-from ..scenes.evaluate import mean_score
 from .captions import prompt
 from .judge import Judge, distance, features, load, score
 from .painting import paint
@@ -43,6 +42,10 @@ def draw(checkpoint: Path, prompts: list[str], **options) -> np.ndarray:
     size = dict(zip(("width", "height"), SIZES[0], strict=True))
     images = sana_core.generate(prompts, checkpoint, steps=STEPS, **size | options)
     return np.stack([levels(image) for image in images])
+
+
+def mean_score(scores: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(float(np.mean([each[name] for each in scores])), 4) for name in scores[0]}
 
 
 def evaluate(checkpoint: Path, report: Path, seeds: int = SEEDS) -> dict:

@@ -1,8 +1,8 @@
 """Make the model of posters: `python -m demo.posters.recipe FOLDER --minutes 600`.
 
 It begins with what demo/sana-posters holds of the model, and with the stage `--first`; without that, with
-FOLDER/autoencoder/vae, which `demo.posters.autoencoder` made, a text encoder that it trains, and the transformer of
-scenes. The judge is trained before. Each stage goes on where it was left in FOLDER, and the trainer stops when the
+FOLDER/autoencoder/vae, which `demo.posters.autoencoder` made, a text encoder that it trains, and a new transformer. The
+judge is trained before. Each stage goes on where it was left in FOLDER, and the trainer stops when the
 time is spent. The result is FOLDER/sana-posters, and FOLDER/report on it.
 """
 
@@ -33,20 +33,22 @@ from ..checkpoint import save_checkpoint
 from ..dataset import write_dataset
 from ..losses import log_losses
 from ..preview import fit_colours
+from ..transformer import build
 from .autoencoder import measure
 from .captions import random_caption
 from .evaluate import evaluate
 from .painting import paint
 from .text import SIZE, documents
-from .transformer import deepen
 from .world import SIZES, Scene, training_scenes
 
 HERE = Path(__file__).parent
-SCENES, CHECKPOINT = HERE.parent / "sana-scenes", HERE.parent / "sana-posters"
+CHECKPOINT = HERE.parent / "sana-posters"
 # by the side of a square: how many pictures, and the shift. SANA's 3 is for the 1024 tokens of 1024 px; the more
 # there are the less noise hides, by the root of their number (Esser et al., "Scaling Rectified Flow Transformers",
 # 2024, section 5.3.2), here of 64 and of 256 tokens.
 STAGES = {256: (24_000, 1.0), 512: (8_000, 1.5)}
+# of the transformer
+HEADS, LAYERS = 6, 14
 LARGEST_HALF = 65504.0
 # pictures by which the scale of the latents and their colours are found
 ENCODED = 64
@@ -122,7 +124,7 @@ def make(folder: Path, until: float, first: int) -> None:
     if (parts / "transformer").is_dir():
         transformer = SanaTransformer2DModel.from_pretrained(parts / "transformer", torch_dtype=torch.float32)
     else:
-        transformer = deepen(SanaTransformer2DModel.from_pretrained(SCENES / "transformer"))
+        transformer = build(encoder.model.config.hidden_size, HEADS, LAYERS, max(STAGES))
     for resolution, (count, shift) in STAGES.items():
         if resolution < first:
             continue

@@ -24,8 +24,9 @@ CLUSTER = "cluster"
 LARGEST_CLUSTER_FILE = 10_000
 CLUSTER_ADDRESS = re.compile(r"ray://\S+:\d{1,5}")
 HERE = Path(__file__).parents[2]
-# what comes with the pack, the model that switches choose first
-MODELS = {f"{name} (bundled)": HERE / "demo" / name for name in ("sana-posters", "sana-scenes")}
+# what comes with the pack, and what came with it before, whose names older graphs have
+BUNDLED_MODEL, FORMER_MODEL, REMARK = "sana-posters", "sana-scenes", " (bundled)"
+MODELS = {BUNDLED_MODEL + REMARK: HERE / "demo" / BUNDLED_MODEL}
 DATASETS = {
     "cyanotypes (bundled)": HERE / "recipes" / "cyanotypes",
     "red stars (bundled)": HERE / "recipes" / "stars",
@@ -41,11 +42,9 @@ BUNDLED = {
     "diffusion_models": MODELS,
     "text_encoders": MODELS,
     "vae": MODELS,
-    "controlnet": {"sana-scenes-edges (bundled)": HERE / "demo" / "sana-scenes-edges"},
-    "clip_vision": {
-        f"sana-scenes-{name} (bundled)": HERE / "demo" / f"sana-scenes-{name}" for name in ("scorer", "verifier")
-    },
-    "loras": {"sana-scenes-cyanotype (bundled)": HERE / "demo" / "sana-scenes-cyanotype.safetensors"},
+    "controlnet": {"sana-posters-edges (bundled)": HERE / "demo" / "sana-posters-edges"},
+    "clip_vision": {"sana-posters-scorer (bundled)": HERE / "demo" / "sana-posters-scorer"},
+    "loras": {"sana-posters-cyanotype (bundled)": HERE / "demo" / "sana-posters-cyanotype.safetensors"},
 }
 # of a sharded model, the first file stands for all
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
@@ -74,6 +73,11 @@ def without_places() -> Iterator[None]:
         raise type(error)(text) from None
 
 
+def present_name(name: str) -> str:
+    """Return `name`, or of what was bundled before the name of what has taken its place."""
+    return name.replace(FORMER_MODEL, BUNDLED_MODEL) if isinstance(name, str) and name.endswith(REMARK) else name
+
+
 def list_files(kind: str) -> list[str]:
     """Return the names of the weights files in ComfyUI's folders of that kind, and last what comes with the pack."""
     files = [
@@ -86,6 +90,7 @@ def list_files(kind: str) -> list[str]:
 
 def find_file(kind: str, name: str) -> Path:
     """Return the file that `name` of `list_files` means. Raises InputError or MissingFileError for any other name."""
+    name = present_name(name)
     if isinstance(name, str) and name in BUNDLED.get(kind, ()):
         return BUNDLED[kind][name]
     names = file_names(name) if isinstance(name, str) else []
@@ -116,6 +121,7 @@ def model_path(name: str) -> Path:
 
     Raises MissingFileError for a released folder that is not there, InputError for any other name.
     """
+    name = present_name(name)
     if name not in list_models() and name in DOWNLOADS:
         raise MissingFileError(
             f"model: no folder {name!r} in models/diffusers; {where_to_get(name)}, or choose another"
@@ -143,6 +149,7 @@ def list_scorers() -> list[str]:
 
 def scorer_path(name: str) -> Path:
     """Return the folder that `name` of `list_scorers` means. Raises InputError for any other name."""
+    name = present_name(name)
     if name not in list_scorers():
         raise InputError(
             f"scorer_name: got {name!r:.40}, expected one of {', '.join(list_scorers())}; put the whole folder of a "

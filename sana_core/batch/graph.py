@@ -8,8 +8,8 @@ from ..checkpoints.files import Json
 
 # the PNG's text entry that ComfyUI reads
 ENTRY = "prompt"
-# the folders of the demo models, which SANA Loader lists with a remark
-BUNDLED = ("sana-posters", "sana-scenes")
+# the folder of the demo model, which SANA Loader lists with a remark
+BUNDLED = "sana-posters"
 
 # no input, but a widget of the canvas: so the next Run draws the same image and not that of another seed
 FIXED = {"control_after_generate": "fixed"}
@@ -24,7 +24,7 @@ def graph_of(prompt: str, seed: int, settings: Json, checkpoint: str) -> dict[st
     """
     name = Path(checkpoint).name
     loader = {
-        "model": f"{name} (bundled)" if name in BUNDLED else name,
+        "model": f"{name} (bundled)" if name == BUNDLED else name,
         "weight_dtype": "default",
         "resolution": "auto",
         "reference": settings["reference"],

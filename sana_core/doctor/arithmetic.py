@@ -42,7 +42,7 @@ SIDE, TOKENS = 16, 40
 LEVELS = 2
 # bytes beyond what is held, for a decode that has to run out of memory
 CAP = 130_000_000
-BUNDLED = Path(__file__).parents[2] / "demo" / "sana-scenes"
+BUNDLED = Path(__file__).parents[2] / "demo" / "sana-posters"
 EXPECTED = BUNDLED / "expected.png"
 
 

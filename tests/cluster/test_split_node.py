@@ -161,9 +161,9 @@ def test_an_image_with_a_mask_is_drawn_on(server):
 @pytest.mark.timeout(300)
 def test_what_a_controlnet_adds_goes_there(server):
     nodes = graph()
-    nodes["1"]["inputs"]["model"] = "sana-scenes (bundled)"
+    nodes["1"]["inputs"]["model"] = "sana-posters (bundled)"
     nodes["image"] = {"class_type": "EmptyImage", "inputs": {**SIZE, "color": 0xC04020}}
-    loader = {"control_net_name": "sana-scenes-edges (bundled)", "reference": "diffusers"}
+    loader = {"control_net_name": "sana-posters-edges (bundled)", "reference": "diffusers"}
     nodes["control"] = {"class_type": "SanaNodesControlNetLoader", "inputs": loader}
     own = {"positive": ["2", 0], "negative": ["3", 0], "control_net": ["control", 0], "image": ["image", 0]}
     own |= {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0, "vae": ["1", 2]}

@@ -2,7 +2,7 @@
 
 import pytest
 from machines import add_node
-from ways import CASES, REFERENCES, SCENES, check, options
+from ways import CASES, POSTERS, REFERENCES, check, options
 
 import sana_core
 
@@ -23,6 +23,6 @@ def test_a_cluster_draws_what_generate_draws(lasting_cluster, reference):
     for cases in groups.values():
         # pictures of one prompt each, with the same seed
         prompts, settings = [case.prompt for case in cases], options(cases[0], reference)
-        there = sana_core.generate(prompts, SCENES, cluster=lasting_cluster.address, **settings)
-        for case, picture, expected in zip(cases, there, sana_core.generate(prompts, SCENES, **settings), strict=True):
+        there = sana_core.generate(prompts, POSTERS, cluster=lasting_cluster.address, **settings)
+        for case, picture, expected in zip(cases, there, sana_core.generate(prompts, POSTERS, **settings), strict=True):
             check("generate --cluster", case, reference, picture, expected)

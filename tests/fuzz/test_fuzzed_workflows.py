@@ -110,9 +110,9 @@ GRAPHS = [
         "show": ("PreviewAny", {"source": ["sample", 0]}),
     },
     {
-        "unet": ("SanaNodesModelLoader", {"model_name": "sana-scenes (bundled)"}),
-        "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "sana-scenes (bundled)"}),
-        "vae": ("SanaNodesVAELoader", {"vae_name": "sana-scenes (bundled)"}),
+        "unet": ("SanaNodesModelLoader", {"model_name": "sana-posters (bundled)"}),
+        "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "sana-posters (bundled)"}),
+        "vae": ("SanaNodesVAELoader", {"vae_name": "sana-posters (bundled)"}),
         "text": ("CLIPTextEncode", {"clip": ["clip", 0], "text": "a red circle"}),
         "sample": (
             "SanaNodesSampler",
@@ -156,7 +156,7 @@ LARGEST = {"width": 64, "height": 64, "steps": 2, "batch_size": 2, "count": 2, "
 FLOATS = {"guidance", "cfg", "denoise", "strength", "strength_model", "scale", "start", "end", "shift", "budget_gb"}
 STRINGS = st.text(st.characters(exclude_categories=()), max_size=12) | st.sampled_from(
     [
-        "sana-scenes (bundled)",
+        "sana-posters (bundled)",
         "fuzzed",
         "it.safetensors",
         "../it.safetensors",

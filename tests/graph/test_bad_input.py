@@ -170,7 +170,7 @@ def test_an_empty_models_folder_leaves_the_bundled_checkpoint(host, tmp_path, ki
     folder.mkdir()
     try:
         offered = str(host.nodes.NODE_CLASS_MAPPINGS[node].INPUT_TYPES()["required"])
-        assert "sana-scenes (bundled)" in offered and ".safetensors'" not in offered
+        assert "sana-posters (bundled)" in offered and ".safetensors'" not in offered
     finally:
         # core remembers the folders of its lists, so one that was not there before stays
         if existed:
@@ -259,5 +259,5 @@ def test_names_that_are_not_on_the_list(host, fails, name):
     for each in (load(name), graph):
         fails(
             each,
-            r"^model: got .*, expected one of .*sana-scenes \(bundled\); put diffusers folders into models/diffusers",
+            r"^model: got .*, expected one of .*sana-posters \(bundled\); put diffusers folders into models/diffusers",
         )

@@ -26,7 +26,7 @@ def lines(host):
 
 
 def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, put, lines, monkeypatch):
-    put("loras", "mine.safetensors", load_file(ROOT / "demo" / "sana-scenes-cyanotype.safetensors"))
+    put("loras", "mine.safetensors", load_file(ROOT / "demo" / "sana-posters-cyanotype.safetensors"))
     broken = host.models / "vae" / "broken.safetensors"
     broken.parent.mkdir(exist_ok=True)
     broken.write_bytes(b"\xff" * 100)

@@ -8,7 +8,7 @@ from setup import ROOT
 from templates import DOWNLOADED
 
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
-BUNDLED = "sana-scenes (bundled)"
+BUNDLED = "sana-posters (bundled)"
 SHOWN = {"SaveImage", "PreviewImage", "ImageCompare", "PreviewAny", "LossGraphNode"}
 DYNAMIC = "COMFY_DYNAMICCOMBO_V3"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC}

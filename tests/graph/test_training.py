@@ -215,7 +215,7 @@ def test_regularisation_images_are_learnt_as_often_as_the_others(host, training_
 def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, runs):
     inputs = {"name": "edges", "blocks": 3, "steps": 6, "learning_rate": 3e-3, "batch_size": 2, "gradient_clip": 1.0}
     graph = base_graph(steps=2)
-    graph["load"][1]["model"] = "sana-scenes (bundled)"
+    graph["load"][1]["model"] = "sana-posters (bundled)"
     graph["data"] = ("SanaNodesDataset", {"folder": "silhouettes (bundled)", "resolution": 128})
     graph["train"] = ("SanaNodesTrainControlNet", {"model": ["load", 0], "dataset": ["data", 0], **inputs})
     graph["hint"] = ("AnyValue", {"value": torch.rand(1, 128, 128, 3, generator=torch.Generator().manual_seed(3))})

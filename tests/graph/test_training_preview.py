@@ -69,9 +69,9 @@ def put_lora(host, file):
     return {"model": ["load", 0], "lora_name": file.name, "strength_model": 1.0}
 
 
-# the shift of sana-scenes is its own
+# the shift of sana-posters is its own
 @pytest.mark.parametrize(
-    "name, kind", [("sana-tiny", "lora"), ("sana-tiny", "dora"), ("sana-tiny", "lokr"), ("sana-scenes", "lora")]
+    "name, kind", [("sana-tiny", "lora"), ("sana-tiny", "dora"), ("sana-tiny", "lokr"), ("sana-posters", "lora")]
 )
 def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, run, check, tmp_path, name, kind):
     method = Method(kind, rank=4, alpha=3.0, targets="both")

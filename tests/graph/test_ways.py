@@ -3,7 +3,7 @@
 import pytest
 import torch
 from variants import SPRINT, make_variant
-from ways import CASES, HEIGHT, REFERENCES, SCENES, SEED, WIDTH, as_image, batched, check, generated, options
+from ways import CASES, HEIGHT, POSTERS, REFERENCES, SEED, WIDTH, as_image, batched, check, generated, options
 
 from sana_core.runtime.image_files import levels
 
@@ -37,7 +37,7 @@ def canvas_graph(case, reference, model, node):
         links["model"] = ["pag", 0]
     if case.control:
         edges = torch.rand(1, HEIGHT, WIDTH, 3, generator=torch.Generator().manual_seed(6))
-        loader = {"control_net_name": "sana-scenes-edges (bundled)", "reference": "diffusers"}
+        loader = {"control_net_name": "sana-posters-edges (bundled)", "reference": "diffusers"}
         inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "control_net": ["control", 0]}
         inputs |= {"image": ["edges", 0], "strength": 1.0, "start_percent": 0.0, "end_percent": 1.0, "vae": ["load", 2]}
         graph["edges"] = ("AnyValue", {"value": edges})
@@ -74,10 +74,10 @@ def canvas_graph(case, reference, model, node):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_way_draws_the_same_picture(host, sprint, tmp_path, case, reference):
     def canvas(node):
-        model = sprint.name if case.sprint else "sana-scenes (bundled)"
+        model = sprint.name if case.sprint else "sana-posters (bundled)"
         return host.run(canvas_graph(case, reference, model, node))["image"][0]
 
-    checkpoint, expected = sprint if case.sprint else SCENES, canvas("SanaNodesSampler")
+    checkpoint, expected = sprint if case.sprint else POSTERS, canvas("SanaNodesSampler")
     drawn = {"SamplerCustomAdvanced": canvas("SamplerCustomAdvanced")}
     if case.sampler == "flow_euler":
         drawn["KSampler"] = canvas("KSampler")

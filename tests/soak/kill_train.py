@@ -39,7 +39,7 @@ from sana_core.training.settings import Method, Phase, Settings, Validation  # n
 
 RESULTS = ROOT / "benchmarks" / "train_kills.json"
 SMALL = "small"
-MODELS = ("sana-tiny", "sana-scenes", SMALL)
+MODELS = ("sana-tiny", "sana-posters", SMALL)
 STEPS = 6
 # of all kills, how many are inside a save
 SAVES = 0.35

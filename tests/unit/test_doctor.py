@@ -25,8 +25,8 @@ from sana_core.kernels import trial
 from sana_core.runtime.atomic_files import digest_file
 
 CPU = torch.device("cpu")
-SCENES, TINY = ROOT / "demo" / "sana-scenes", ROOT / "tests" / "models" / "sana-tiny"
-CYANOTYPE = ROOT / "demo" / "sana-scenes-cyanotype.safetensors"
+POSTERS, TINY = ROOT / "demo" / "sana-posters", ROOT / "tests" / "models" / "sana-tiny"
+CYANOTYPE = ROOT / "demo" / "sana-posters-cyanotype.safetensors"
 
 
 def faults(report):
@@ -36,14 +36,14 @@ def faults(report):
 def test_a_machine_and_files_that_are_right_have_no_fault(capsys, tmp_path):
     file = tmp_path / "report.json"
     options = ["--device", "cpu", "--seconds", "1000", "--json", str(file)]
-    assert main(["doctor", str(SCENES), str(CYANOTYPE), *options]) == 0
+    assert main(["doctor", str(POSTERS), str(CYANOTYPE), *options]) == 0
     written = capsys.readouterr().out
     document = json.loads(file.read_text())
     assert {line["verdict"] for line in document["lines"]} <= {"right", "noted", "skipped"}, written
     checked = {line["what"] for line in document["lines"] if line["verdict"] == "right"}
     assert {"torch", "attention, float32", "image of the bundled model", "decode in strips"} <= checked
     assert {f"step of two blocks, width {width}, float32" for width in (1152, 2240)} <= checked
-    assert "sana-scenes, image beside diffusers'" in checked and CYANOTYPE.name in checked
+    assert "sana-posters, image beside diffusers'" in checked and CYANOTYPE.name in checked
     assert document["summary"] in written
     # nothing of where it is
     assert not any(part in written + file.read_text() for part in (str(ROOT), str(tmp_path), str(ROOT.parent)))
@@ -114,7 +114,7 @@ def test_of_a_gpu_that_fails_a_line_has_the_error_and_not_the_advice(monkeypatch
 @pytest.fixture
 def bundled(tmp_path, monkeypatch):
     """A copy of the bundled model, which is the one that is checked."""
-    folder = shutil.copytree(SCENES, tmp_path / "model")
+    folder = shutil.copytree(POSTERS, tmp_path / "model")
     monkeypatch.setattr(arithmetic, "BUNDLED", folder)
     return folder
 
@@ -156,8 +156,8 @@ def test_weights_in_the_shape_of_a_released_vae_that_are_none_are_found(tmp_path
 
 def test_a_published_file_is_named_and_one_that_was_changed_is_not(tmp_path, monkeypatch):
     file = tmp_path / "text_encoder.safetensors"
-    shutil.copy(SCENES / "text_encoder" / "model.safetensors", file)
-    shutil.copy(SCENES / "text_encoder" / "config.json", tmp_path)
+    shutil.copy(POSTERS / "text_encoder" / "model.safetensors", file)
+    shutil.copy(POSTERS / "text_encoder" / "config.json", tmp_path)
     digest = digest_file(file)
     monkeypatch.setitem(files.PUBLISHED, digest, "a published file")
     monkeypatch.setitem(files.SIZES, file.stat().st_size, "a published file")
@@ -211,7 +211,7 @@ def test_odd_files_are_lines_and_pickles_of_other_programs_are_no_faults(tmp_pat
     (vae / "loop.safetensors").symlink_to("loop.safetensors")
     (vae / "zero.safetensors").symlink_to("/dev/zero")
     shutil.copy(CYANOTYPE, os.fsdecode(os.fsencode(vae) + b"/caf\xe9\xff.safetensors"))
-    model = shutil.copytree(SCENES, tmp_path / "model")
+    model = shutil.copytree(POSTERS, tmp_path / "model")
     (model / "tokenizer" / "tokenizer.json").unlink()
     os.mkfifo(model / "tokenizer" / "tokenizer.json")
     report = Report()
@@ -331,7 +331,7 @@ def test_cancelling_ends_it_at_once(calls):
 def test_what_there_is_no_time_for_is_skipped():
     report = Report(seconds=0)
     check_arithmetic(report, CPU)
-    check_files(report, [SCENES], CPU)
+    check_files(report, [POSTERS], CPU)
     skipped = {line.what for line in report.lines if line.verdict == "skipped"}
     assert "step of two blocks, width 2240, float32" in skipped and "image of the bundled model" in skipped
     assert any(what.startswith("SHA-256") for what in skipped) and not report.faults

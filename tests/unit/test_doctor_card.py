@@ -16,8 +16,8 @@ from sana_core.doctor.files import check_files
 from sana_core.doctor.machine import describe_devices
 from sana_core.kernels import trial
 
-SCENES, TINY = ROOT / "demo" / "sana-scenes", ROOT / "tests" / "models" / "sana-tiny"
-CYANOTYPE = ROOT / "demo" / "sana-scenes-cyanotype.safetensors"
+POSTERS, TINY = ROOT / "demo" / "sana-posters", ROOT / "tests" / "models" / "sana-tiny"
+CYANOTYPE = ROOT / "demo" / "sana-posters-cyanotype.safetensors"
 CARD = torch.device("cuda", 0)
 
 
@@ -74,12 +74,12 @@ def test_a_right_gpu_has_no_fault_in_any_section(cards, monkeypatch):
     monkeypatch.setattr(figures, "DECODES", {True: (128,)})
     monkeypatch.setattr(figures, "measure_text", lambda *arguments: None)
     report = Report(seconds=5000)
-    examine(report, [SCENES, CYANOTYPE], "cuda", figures=True)
+    examine(report, [POSTERS, CYANOTYPE], "cuda", figures=True)
     assert not report.faults, report.markdown()
     steps = {
         f"step of two blocks, width {width}, {dtype}" for width in (1152, 2240) for dtype in ("bfloat16", "float16")
     }
-    assert rights(report) >= steps | {"decode out of memory", "sana-scenes, image beside diffusers'", CYANOTYPE.name}
+    assert rights(report) >= steps | {"decode out of memory", "sana-posters, image beside diffusers'", CYANOTYPE.name}
     assert rights(report) >= {"step, 0.6B, 128 px, bfloat16", "decode, 128 px, bfloat16"}
     assert ("decode on two devices" in rights(report)) == (torch.cuda.device_count() == 2)
 
@@ -139,7 +139,7 @@ def swap(folder):
 
 @pytest.mark.parametrize("broken", [flip, swap])
 def test_a_broken_bundled_model_is_found_on_a_gpu(cards, tmp_path, monkeypatch, broken):
-    folder = shutil.copytree(SCENES, tmp_path / "model")
+    folder = shutil.copytree(POSTERS, tmp_path / "model")
     broken(folder)
     monkeypatch.setattr(arithmetic, "BUNDLED", folder)
     report = Report()
@@ -153,7 +153,7 @@ def test_a_users_files_that_are_broken_are_found_on_a_gpu(cards, tmp_path):
     vae = tmp_path / "dc-ae.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in f32c32(1).state_dict().items()}, vae)
     report = Report(seconds=5000)
-    check_files(report, [SCENES, TINY / "transformer", vae], CARD)
+    check_files(report, [POSTERS, TINY / "transformer", vae], CARD)
     assert faults(report).keys() == {"dc-ae.safetensors, round trip"}, report.markdown()
 
 

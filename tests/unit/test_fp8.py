@@ -16,7 +16,7 @@ from sana_core.model.fp8 import Fp8Linear, quantise_products, scaled_rows
 from sana_core.model.weight_layout import join_projections
 from sana_core.runtime.image_files import levels
 
-TINY, SCENES = ROOT / "tests" / "models" / "sana-tiny", ROOT / "demo" / "sana-scenes"
+TINY, POSTERS = ROOT / "tests" / "models" / "sana-tiny", ROOT / "demo" / "sana-posters"
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 # of numbers of one binade, spread evenly, e4m3 rounds by 2^-4 / sqrt(3) of an odd sixteenth; two operands by 2^0.5 more
 EXPECTED = 0.0373
@@ -48,7 +48,7 @@ def distance(got, expected):
     return ((got.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("checkpoint", [TINY, SCENES], ids=lambda path: path.name)
+@pytest.mark.parametrize("checkpoint", [TINY, POSTERS], ids=lambda path: path.name)
 @pytest.mark.parametrize("name", ["attn1.to_q", "ff.conv_inverted", "ff.conv_point"])
 @torch.no_grad()
 def test_a_product_is_exact_for_its_rounded_operands(checkpoint, name):

@@ -88,7 +88,7 @@ def pipeline_inputs(pipeline, rows):
     return {**inputs, "negative_prompt_attention_mask": negative_mask, "latents": latents}
 
 
-@pytest.mark.parametrize("folder", [None, ROOT / "demo" / "sana-scenes"], ids=["tiny", "scenes"])
+@pytest.mark.parametrize("folder", [None, ROOT / "demo" / "sana-posters"], ids=["tiny", "posters"])
 @pytest.mark.parametrize("split", [False, True])
 def test_embeds_latents_and_callback_are_the_pipeline_s(checkpoint, folder, split):
     folder = folder or checkpoint

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from checkpoints import TINY
+from checkpoints import ROOT, TINY
 from diffusers import AutoencoderDC
 from PIL import Image
 from safetensors.torch import load_file
@@ -19,12 +19,14 @@ from scipy.ndimage import label
 import sana_core
 from demo.autoencoder import build
 from demo.dataset import write_dataset
-from demo.posters import autoencoder, beside, judge, recipe, transformer, world
+from demo.posters import autoencoder, beside, evaluate, judge, recipe, scorer, world
 from demo.posters.captions import NUMBERS, SAID, prompt, random_caption
 from demo.posters.layout import apart, lay_out
 from demo.posters.painting import paint, paint_placed
-from sana_core.checkpoints import find_part, inspect_checkpoint
+from sana_core.batch.scorer import load_scorer
+from sana_core.checkpoints import find_part, inspect_checkpoint, load_text_encoder
 from sana_core.checkpoints.load import shift_of
+from sana_core.model.text import encode_prompts
 from sana_core.training.dataset import check_controls, read_dataset
 from sana_core.training.settings_file import read_settings
 
@@ -112,20 +114,6 @@ def test_a_weave_is_measured_in_levels():
     assert autoencoder.weave([woven]) == pytest.approx(3)
     # neither a wrong brightness nor a slow drift is one
     assert autoencoder.weave([np.full(woven.shape, 5.0) + np.sin(2 * np.pi * x / 128)]) == pytest.approx(0, abs=1e-9)
-
-
-def test_a_deeper_transformer_draws_what_it_was_made_from():
-    torch.manual_seed(0)
-    small = transformer.build(24, heads=2, layers=3, pixels=256)
-    deep = transformer.deepen(small, layers=8)
-    assert deep.config.sample_size == 16 and deep.config.num_layers == 8
-    text, time = torch.randn(2, 7, 24), torch.tensor([300.0, 700.0])
-    for size in ((8, 8), (6, 10), (16, 16)):
-        latents = torch.randn(2, 32, *size)
-        assert torch.equal(*(model(latents, text, time).sample for model in (small, deep)))
-    deep(latents, text, time).sample.square().mean().backward()
-    # the new blocks learn too
-    assert all(block.ff.conv_point.weight.grad.abs().max() > 0 for block in deep.transformer_blocks)
 
 
 def test_the_judge_counts_by_what_it_sees_where():
@@ -220,10 +208,48 @@ def test_beside_the_model_stand_edges_and_a_style(tmp_path):
     beside.write_style(tmp_path / "style")
     lines = [json.loads(line) for line in (tmp_path / "style/metadata.jsonl").read_text().splitlines()]
     assert len(lines) == 20 and all(line["text"].startswith("a cyanotype of ") for line in lines)
+    # of the colours that the drawing had, as the model knows no thing without one
     coloured = {f"{colour} {SAID[kind][0]}" for colour in world.COLOURS for kind in world.KINDS}
-    assert not any(words in line["text"] for line in lines for words in coloured)
+    assert all(any(words in line["text"] for words in coloured) for line in lines)
     red, _, blue = np.asarray(Image.open(tmp_path / "style" / lines[0]["file_name"])).reshape(-1, 3).mean(0)
     assert blue > red + 40
     runs = [read_settings(beside.HERE / name) for name in ("edges.toml", "style.toml")]
     assert [run.method.kind for run in runs] == ["controlnet", "lora"] and runs[0].out != runs[1].out
-    assert all(run.phase[0].resolution == beside.SIDE for run in runs)
+    assert [run.phase[0].resolution for run in runs] == [beside.SIDE, world.SIZES[0][0]]
+
+
+def test_the_scorer_prefers_the_caption_that_is_right():
+    rng = random.Random("scored")
+    scenes = list(itertools.islice(judge.scenes_to_judge(rng), 40))
+    clip = load_scorer(ROOT / "demo" / "sana-posters-scorer")
+    images = torch.stack([torch.from_numpy(paint(scene).copy()).movedim(-1, 0) / 127.5 - 1 for scene in scenes])
+    said = scorer.captions(rng, scenes)
+    right, wrong = (
+        torch.cat([clip.score(image[None], caption) for image, caption in zip(images, part, strict=True)])
+        for part in (said[:40], said[40:])
+    )
+    assert (right > wrong).float().mean() >= 0.8
+
+
+def test_the_judge_knows_paintings_that_training_never_shows():
+    wanted = evaluate.held_out_scenes(5)[:60]
+    pictures = np.stack([paint(scene) for scene in wanted])
+    model = judge.load()
+    assert min(judge.score(model, pictures, wanted).values()) >= 0.9
+    assert judge.score(model, pictures, wanted[1:] + wanted[:1])["all"] <= 0.05
+
+
+def test_the_text_encoder_tells_facts_of_captions_that_training_never_saw():
+    encoder = load_text_encoder(recipe.CHECKPOINT / "text_encoder")
+
+    def states(combinations):
+        embeds, mask = encode_prompts(encoder, [prompt(each) for each in combinations], False, 40)
+        return (embeds * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+    known, held_out = world.combinations()
+    seen, unseen = random.Random(5).sample(known, 600), held_out[:100]
+    found, asked = states(seen), states(unseen)
+    for index, words in enumerate((world.TIMES, world.PLACES, world.STYLES, world.KINDS, tuple(world.COLOURS))):
+        answers = torch.eye(len(words))[[words.index(each[index]) for each in seen]]
+        guessed = (asked @ torch.linalg.lstsq(found, answers).solution).argmax(1).tolist()
+        assert np.mean([words[guess] == each[index] for guess, each in zip(guessed, unseen, strict=True)]) >= 0.97

@@ -14,7 +14,7 @@ from sana_core.cluster.worker import Job, Worker
 # as each process has
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TINY, SCENES = ROOT / "tests" / "models" / "sana-tiny", ROOT / "demo" / "sana-scenes"
+TINY, POSTERS = ROOT / "tests" / "models" / "sana-tiny", ROOT / "demo" / "sana-posters"
 PICTURE = ImageSpec(0, 0, 3)
 SETTINGS = Settings(128, 160, 3, 4.5)
 HALF = SETTINGS._replace(height=384, guidance_interval=(0.0, 0.5))
@@ -25,7 +25,7 @@ CASES = {
     "rows alone": (TINY, [1.0, 2.0, 1.0], HALF, {3}),
     "a prompt for two, then rows of all": (TINY, [1.0] * 4, HALF, {2, 4}),
     "a perturbed pass each": (TINY, [1.0] * 3, PERTURBED, {1, 3}),
-    "a prompt each of another model": (SCENES, [1.0, 1.0], SETTINGS._replace(width=96), {1, 2}),
+    "a prompt each of another model": (POSTERS, [1.0, 1.0], SETTINGS._replace(width=96), {1, 2}),
 }
 
 
@@ -75,5 +75,5 @@ def test_processes_draw_what_one_draws(checkpoint, speeds, settings, groups):
     models = load_models(checkpoint, torch.device("cpu"), settings)
     text, negative = texts_of(models.transformer.config.caption_channels)
     expected = sample(models, settings, (PICTURE,), Conditioning([text], negative))
-    assert (torch.from_numpy(first[1]) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (torch.from_numpy(first[1]) - expected).abs().max() < 2e-5 * expected.abs().max()
     assert all(drawn is None for _, drawn, _ in others) and all(sizes == groups for *_, sizes in (first, *others))

@@ -80,7 +80,7 @@ def test_merging_computes_the_same_and_is_undone(checkpoint, kind, dtype):
     assert all(torch.equal(value, before[name]) for name, value in transformer.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_those_that_are_drawn_with_the_file(checkpoint, tmp_path, kind, dtype, name):

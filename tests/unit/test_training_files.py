@@ -27,7 +27,7 @@ def shared(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["sana-tiny", "sana-scenes"])
+@pytest.fixture(params=["sana-tiny", "sana-posters"])
 def each_model(request):
     return CHECKPOINTS[request.param]
 

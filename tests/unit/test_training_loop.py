@@ -148,7 +148,7 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
 @pytest.mark.parametrize("rate", [1e-3, 0.05])
 def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoint, name, rate):
     own = settings(steps=12, keep=2, validation=Validation(every=2, share=0.3))
@@ -217,7 +217,7 @@ def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings
     assert seeds == [5, 6, 7, 8] and steps == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
 def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkpoint, tmp_path, name):
     write_pictures(tmp_path / "one", 1)
     own = settings(data=tmp_path / "one", steps=2, validation=Validation(every=1, share=0.5))

@@ -329,7 +329,7 @@ def test_an_average_is_restored_or_refused():
             restore_average(average, wrong)
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
 def test_prodigy_finds_a_rate_in_a_short_run(checkpoint, tmp_path, name):
     pytest.importorskip("pytorch_optimizer")
     write_pictures(tmp_path / "pictures", 4)

@@ -111,7 +111,7 @@ def test_it_stays_in_its_range_and_never_jumps(seed):
             assert before - after <= max(bounds[index : index + 2]) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
 def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkpoint, tmp_path, caplog, name):
     data = tmp_path / "pictures"
     write_pictures(data, 6, seed=2)

@@ -189,7 +189,7 @@ def test_settings_that_cannot_be_followed_are_named(checkpoint, tmp_path, lora):
         check_settings(Settings("m", "o", (Phase(("d",), steps=1),), method=Method("full", start="a.safetensors")))
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-scenes"])
+@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
 def test_a_run_goes_on_from_the_file_and_resumes_without_it(checkpoint, tmp_path, name):
     checkpoint = CHECKPOINTS[name]
     write_pictures(tmp_path / "pictures", 2)

@@ -1,12 +1,13 @@
 """What says how well a picture fits a prompt: a small CLIP, in transformers' own form, that only saw paintings.
 
-`python -m demo.scenes.scorer` trains it on paintings and their captions and writes sana-scenes-scorer/ beside the model
-that it is for. It chooses among drafts; the judge, which never chooses, measures what that is worth.
+`python -m demo.posters.scorer` trains it on paintings and their captions and writes sana-posters-scorer/ beside the
+model that it is for. It chooses among drafts; the judge, which never chooses, measures what that is worth.
 """
 
 from __future__ import annotations
 
 import random
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,13 +17,13 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, PreTrainedTo
 
 from ..losses import log_losses
 from ..step import take_step
-from .captions import SAID, article, random_caption
-from .judge import JUDGE, KNOWN, scenes_to_judge, shrink, soften
+from .captions import NUMBERS, SAID, counted, random_caption
+from .judge import scenes_to_judge, shrink, soften
 from .painting import paint
-from .world import COLOURS, KINDS, PLACES, STYLES, TIMES, Scene, belongs
+from .world import ALL_COLOURS, ALL_KINDS, PLACES, STYLES, TIMES, Scene, belongs
 
 HERE = Path(__file__).parent
-FOLDER, CURVE = HERE.parent / "sana-scenes-scorer", HERE.parent / "build" / "scenes" / "scorer.jsonl"
+FOLDER, CURVE = HERE.parent / "sana-posters-scorer", HERE.parent / "build" / "posters" / "scorer.jsonl"
 SIDE, PATCH, WIDTH, JOINT, LENGTH = 96, 16, 128, 64, 48
 POOL, STEPS, BATCH, LEARNING_RATE = 4000, 900, 48, 2e-3
 # tokens, in the order of their numbers
@@ -31,8 +32,9 @@ PAD, UNKNOWN, START, END = "<|pad|>", "<|unknown|>", "<|startoftext|>", "<|endof
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of the captions' words."""
-    ways = [*COLOURS, *(way for said in SAID.values() for way in said)]
-    ways += [*map(article, ways), "of", "and"]
+    ways = [*ALL_COLOURS, *(way for said in SAID.values() for way in said)]
+    ways += [counted(count, way) for kind in ALL_KINDS for way in SAID[kind] for count in (1, *NUMBERS)]
+    ways += ["of", "and"]
     split = pre_tokenizers.Whitespace()
     words = sorted({word for way in ways for word, _ in split.pre_tokenize_str(f"{way}, {way}.".lower())})
     vocabulary = {word: number for number, word in enumerate((PAD, UNKNOWN, START, END, *words))}
@@ -59,21 +61,24 @@ def build(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
 
 
 def changed(rng: random.Random, scene: Scene) -> Scene:
-    """Return `scene` with another time, place, style, or another kind or colour of its first subject."""
-    first, *others = scene.subjects
-    taken = {subject.kind for subject in scene.subjects}
-    kinds = [kind for kind in KINDS if kind not in taken and belongs(kind, scene.place)]
+    """Return `scene` with another time, place, style, or another kind, colour or number of its first subjects."""
+    first, *others = scene.groups
+    taken = {group.kind for group in scene.groups}
+    kinds = [kind for kind in ALL_KINDS if kind not in taken and belongs(kind, scene.place)]
     places = [place for place in PLACES if all(belongs(kind, place) for kind in taken) and place != scene.place]
-    what = rng.choice(["time", "place", "style", "kind", "colour", "colour"])
+    what = rng.choice(["time", "place", "style", "kind", "colour", "colour", "number", "number"])
     if what == "place" and places:
         return scene._replace(place=rng.choice(places))
     if what == "style":
         return scene._replace(style=rng.choice([style for style in STYLES if style != scene.style]))
     if what == "kind":
-        return scene._replace(subjects=(first._replace(kind=rng.choice(kinds)), *others))
+        return scene._replace(groups=(first._replace(kind=rng.choice(kinds)), *others))
     if what == "colour":
-        other = rng.choice([colour for colour in COLOURS if colour != first.colour])
-        return scene._replace(subjects=(first._replace(colour=other), *others))
+        other = rng.choice([colour for colour in ALL_COLOURS if colour != first.colour])
+        return scene._replace(groups=(first._replace(colour=other), *others))
+    if what == "number":
+        other = rng.choice([count for count in (1, *NUMBERS) if count != first.count])
+        return scene._replace(groups=(first._replace(count=other), *others))
     return scene._replace(time=rng.choice([time for time in TIMES if time != scene.time]))
 
 
@@ -95,7 +100,7 @@ def contrastive_loss(model: CLIPModel, pixels: torch.Tensor, tokens: dict[str, t
 def train() -> None:
     torch.manual_seed(11)
     rng, tokenizer = random.Random(11), make_tokenizer()
-    scenes = scenes_to_judge(rng, POOL, (1, 1, 1, 2, 3), KNOWN[JUDGE])
+    scenes = list(islice(scenes_to_judge(rng), POOL))
     pool = torch.cat([(shrink(paint(scene)[None]) * 255).round().byte() for scene in scenes])
     model, processor = build(tokenizer).train(), CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE)
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in (processor.image_mean, processor.image_std))
