@@ -237,7 +237,7 @@ def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, run
     graph["train"][1]["name"] = "none"
     with pytest.raises(NodeError, match="has no control image, expected .*-control.png beside it"):
         host.run(graph)
-    for blocks, pattern in ((0, "^blocks: got 0, expected a whole number"), (6, "^blocks: got 6 for a model of 6")):
+    for blocks, pattern in ((0, "^blocks: got 0, expected a whole number"), (14, "^blocks: got 14 for a model of 14")):
         graph["number"] = ("AnyValue", {"value": blocks})
         graph["train"][1]["blocks"] = ["number", 0]
         with pytest.raises(NodeError, match=pattern):

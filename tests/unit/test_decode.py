@@ -44,7 +44,10 @@ def test_strips_equal_the_library_bit_for_bit_where_the_attention_runs_whole(bun
     expected = bundled.decode(latents).sample
     for strip in (1, CASES.randint(2, 7), 40):
         columns = CASES.choice([None, 8, 12])
-        assert torch.equal(decode_in_strips(bundled, latents, strip, columns), expected), (strip, columns)
+        got = decode_in_strips(bundled, latents, strip, columns)
+        # the convolutions of Intel's processors round otherwise where a strip is one row
+        one_row = 1 in (height, strip, height % strip)
+        assert torch.equal(got, expected) or (one_row and relative(got, expected) <= 1e-6), (strip, columns)
 
 
 @pytest.mark.parametrize("height, width", [(2, 3), (5, 3), (3, 8)])
@@ -58,8 +61,10 @@ def test_the_real_depth_with_fewer_channels_is_equal_too(height, width):
 @torch.no_grad()
 def test_the_real_configuration_is_equal():
     model = f32c32(1)
-    latents = noise(1, 32, 3, 2)
-    assert torch.equal(decode_in_strips(model, latents, 2), model.decode(latents).sample)
+    whole, odd = noise(1, 32, 4, 2), noise(1, 32, 3, 2)
+    assert torch.equal(decode_in_strips(model, whole, 2), model.decode(whole).sample)
+    # the last strip is one row, which the convolutions of Intel's processors round otherwise
+    assert relative(decode_in_strips(model, odd, 2), model.decode(odd).sample) <= 2e-6
 
 
 @pytest.mark.parametrize("height, width", SIZES)

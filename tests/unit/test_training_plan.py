@@ -190,7 +190,7 @@ def test_a_plan_reads_headers_alone(monkeypatch):
         monkeypatch.setattr(module, "read_file", lambda *arguments: pytest.fail("weights were read"))
     settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
     base = read_base(settings)
-    assert base.model == Architecture(192, 6)
+    assert base.model == Architecture(192, 14)
     names = [stage.name for stage in plan_training(settings, base).stages]
     assert names == ["captions", "latents", "phase 1: 256 px, batch 4", "validation's images"]
     assert max(stage.bytes for stage in plan_training(settings, base).stages) < 2e8
