@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from machine import ROOT, write
 
-from demo.beside import in_blue
 from demo.dataset import write_dataset
+from demo.posters.beside import in_blue
 from demo.posters.captions import random_caption
 from demo.posters.painting import paint
 from demo.posters.world import Scene, training_scenes

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import SanaControlNetModel
+from kornia.filters import canny
 
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
-from ..beside import find_edges, in_blue
 from ..checkpoint import forget_origin
 from ..dataset import write_dataset
 from .captions import SAID, counted, random_caption
@@ -32,11 +32,27 @@ CONTROLNET, LORA = HERE.parent / "sana-posters-edges", HERE.parent / "sana-poste
 EDGED, STYLED = 500, 20
 # of the edges' pictures: the model learnt that size before its own, and it takes a quarter of the time
 SIDE = 256
+# of the edges, low and high, as the template sets them on that node: nights have weak ones
+THRESHOLDS = 0.1, 0.2
+INK, SHEET = (16, 52, 110), (236, 242, 246)
 
 
 def small(scene: Scene) -> np.ndarray:
     """Return the picture of `scene` at half the model's own size, uint8 [256, 256, 3]."""
     return paint(scene, SIDE, SIDE)
+
+
+def find_edges(picture: np.ndarray) -> np.ndarray:
+    """Return the edges that ComfyUI's Canny node finds, white on black, uint8 [H, W, 3]."""
+    levels = torch.from_numpy(picture / np.float32(255)).movedim(-1, 0)[None]
+    _, edges = canny(levels, *THRESHOLDS)
+    return np.repeat(edges[0, 0].mul(255).byte().numpy()[..., None], 3, axis=2)
+
+
+def in_blue(picture: np.ndarray) -> np.ndarray:
+    """Return `picture` [H, W, 3] in shades of blue alone, uint8."""
+    light = picture.mean(-1, keepdims=True) / 255
+    return np.round(light * np.array(SHEET) + (1 - light) * np.array(INK)).astype(np.uint8)
 
 
 def cyanotype(scene: Scene) -> np.ndarray:
