@@ -14,7 +14,7 @@ class SanaNodesEmptyLatent(io.ComfyNode):
     Sets the size of the image, as an empty latent.
 
     Connect the MODEL to get its training size; width and height then set only the aspect ratio. Without it stay near
-    the training size: 512, 1024, 2048 or 4096, and 256 for the demo model.
+    the training size: 512 (the demo model too), 1024, 2048 or 4096.
     """
 
     @classmethod

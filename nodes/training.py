@@ -45,7 +45,7 @@ class SanaNodesDataset(io.ComfyNode):
                     min=DOWNSCALE,
                     max=LARGEST_SIDE,
                     step=DOWNSCALE,
-                    tooltip="The training size of your model: 1024 for most, 256 for the demo model. Images are "
+                    tooltip="The training size of your model: 1024 for most, 512 for the demo model. Images are "
                     "cropped to the nearest of SANA's shapes of that area.",
                 ),
             ],

@@ -169,7 +169,7 @@ def train(name: str) -> Template:
     nodes = {
         **note(name),
         **parts.bundled(),
-        "data": Node("SanaNodesDataset", {"folder": "cyanotypes (bundled)", "resolution": 256}),
+        "data": Node("SanaNodesDataset", {"folder": "cyanotypes (bundled)", "resolution": 512}),
         "train": Node("SanaNodesTrain", {"model": ("model", 0), "dataset": ("data", 0), **settings}),
         "sheet": Node("PreviewImage", {"images": ("data", 1)}, "Contact sheet"),
         "loss": Node("LossGraphNode", {"loss": ("train", 1), "filename_prefix": "sana-loss"}, "Loss"),
