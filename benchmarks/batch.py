@@ -25,9 +25,11 @@ sys.path.insert(0, str(ROOT))
 import sana_core  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
 from benchmarks.simulation import SimulatedPool  # noqa: E402
-from sana_core.batch.draw import (  # noqa: E402
+from sana_core.batch.local import LocalPool  # noqa: E402
+from sana_core.batch.loop import run_batch  # noqa: E402
+from sana_core.batch.pipeline import (  # noqa: E402
     Conditioning,
-    Settings,
+    SamplingSettings,
     draw,
     embeddings_of,
     encode_texts,
@@ -35,8 +37,6 @@ from sana_core.batch.draw import (  # noqa: E402
     load_models,
     resolve_settings,
 )
-from sana_core.batch.local import LocalPool  # noqa: E402
-from sana_core.batch.loop import run_batch  # noqa: E402
 from sana_core.batch.plan import Workload, batch_images, split_into_chunks  # noqa: E402
 from sana_core.batch.queue import Queue  # noqa: E402
 
@@ -65,7 +65,7 @@ def warm(pool, workers: int) -> None:
 
 def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
     """Return threads on these cores that draw with the bundled checkpoint, one torch thread each."""
-    settings = resolve_settings(Settings(pixels, pixels), CHECKPOINT)
+    settings = resolve_settings(SamplingSettings(pixels, pixels), CHECKPOINT)
     texts, negative = encode_texts(load_encoder(CHECKPOINT, CPU, "float32"), PROMPTS, "")
     models = load_models(CHECKPOINT, CPU, settings, CHECKPOINT)
     everywhere = os.sched_getaffinity(0)
@@ -155,7 +155,7 @@ def ray_pool(workers: int) -> Iterator[Any]:
     from sana_core.cluster.pool import Pool
     from sana_core.cluster.worker import Job
 
-    settings, path = resolve_settings(Settings(128, 128), CHECKPOINT), str(CHECKPOINT)
+    settings, path = resolve_settings(SamplingSettings(128, 128), CHECKPOINT), str(CHECKPOINT)
     job = Job(settings, {path: fingerprint(path)}, path, path, path)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(workers):

@@ -30,7 +30,7 @@ from demo.posters.world import SIZES, Scene  # noqa: E402
 from demo.verifier import DRAWN, Drafts  # noqa: E402
 from sana_core import load_scorer  # noqa: E402
 from sana_core.batch.best import FINISHED, looks_every  # noqa: E402
-from sana_core.batch.draw import decode  # noqa: E402
+from sana_core.batch.pipeline import decode  # noqa: E402
 from sana_core.batch.verifier import load_verifier  # noqa: E402
 
 OUT, KEPT = Path(__file__).with_suffix(".json"), ROOT / ".cache" / "drafts"
@@ -63,7 +63,7 @@ def see(drafts: Drafts, wanted: Scene, seeds: range, clock: Clock) -> dict[str, 
         shown = [clock.time("decode", lambda x0=x0: decode(drafts.models.autoencoder, x0)[0]) for x0 in x0s]
         shown.append(torch.from_numpy(picture).movedim(-1, 0) / 127.5 - 1)
         row["clip"] = [clock.time("clip", lambda each=each: clip.score(each[None], said).item()) for each in shown]
-        states = [trail.watch.states for trail in trails]
+        states = [trail.capture.states for trail in trails]
         row["verifier"] = [
             clock.time("verifier", lambda each=each: verifier.score(each, *text).item()) for each in states
         ]

@@ -37,7 +37,7 @@ from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cac
 from sana_core.training.dataset import read_dataset  # noqa: E402
 from sana_core.training.loop import learn  # noqa: E402
 from sana_core.training.schedule import Data, TrainProgress  # noqa: E402
-from sana_core.training.settings import Method, Optimizer, Phase, Settings  # noqa: E402
+from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings  # noqa: E402
 from sana_core.training.train_state import TrainState, make_train_state, take_step  # noqa: E402
 
 FILE = ROOT / "benchmarks" / "train.json"
@@ -45,8 +45,8 @@ STEPS = 30
 PICTURES = 96
 
 
-def settings(batch: int, steps: int = 10**6) -> Settings:
-    return Settings(
+def settings(batch: int, steps: int = 10**6) -> TrainingSettings:
+    return TrainingSettings(
         model=str(CHECKPOINT),
         out="",
         method=Method(rank=16, targets="attention"),
@@ -129,7 +129,7 @@ class TimedCache:
 
 def epoch(folder: Path, batch: int) -> dict[str, Any]:
     """Compare an epoch that encodes its pictures with one that reads them, on the bundled model."""
-    from sana_core.batch.draw import load_encoder
+    from sana_core.batch.pipeline import load_encoder
     from sana_core.checkpoints import load_autoencoder, load_transformer
     from sana_core.decode import encode_images
     from sana_core.model.text import encode_prompts

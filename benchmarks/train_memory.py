@@ -46,7 +46,7 @@ from sana_core.training.dataset import Sample  # noqa: E402
 from sana_core.training.images import FileRange  # noqa: E402
 from sana_core.training.plan import Base, training_stage  # noqa: E402
 from sana_core.training.schedule import TrainProgress  # noqa: E402
-from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings  # noqa: E402
+from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings  # noqa: E402
 from sana_core.training.train_state import make_train_state, take_step  # noqa: E402
 
 # of a step, which asks them for the weight of their loss
@@ -122,11 +122,11 @@ def make_settings(
     ema: float = 0.0,
     checkpoint: bool = True,
     dtype: str = "bfloat16",
-) -> Settings:
+) -> TrainingSettings:
     phase = Phase(("data",), pixels, batch, accumulate, steps=1)
     optimizer_settings = Optimizer(optimizer, ema=ema)
     return check_settings(
-        Settings(
+        TrainingSettings(
             "model",
             "out",
             (phase,),
@@ -164,7 +164,7 @@ def empty_prompt(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {"embeds": torch.zeros(MAX_TOKENS, TEXT_WIDTH, dtype=dtype), "mask": mask}
 
 
-def count_step(model: Architecture, settings: Settings, fake: bool = True, steps: int = 2) -> Counted:
+def count_step(model: Architecture, settings: TrainingSettings, fake: bool = True, steps: int = 2) -> Counted:
     """Return what the last of `steps` steps takes, each with the longest captions; of the first phase of `settings`."""
     phase = settings.phase[0]
     side = phase.resolution // 32
@@ -211,7 +211,7 @@ def copy_parameter(parameter: torch.Tensor, memo: dict[int, Any]) -> torch.nn.Pa
     return torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
 
-def describe(settings: Settings) -> str:
+def describe(settings: TrainingSettings) -> str:
     """Return in words what tells the cases apart."""
     method, phase, optimizer = settings.method, settings.phase[0], settings.optimizer
     words = [f"{phase.resolution} px", f"batch {phase.batch}"]
@@ -237,12 +237,12 @@ def released_base(variant: str) -> Base:
     return Base(model, released_shapes(model), None, TEXT_PARAMETERS, parameters, encoder, stages_of(decoder))
 
 
-def predict(variant: str, settings: Settings) -> int:
+def predict(variant: str, settings: TrainingSettings) -> int:
     """Return the bytes that the plan predicts for the first phase of `settings`."""
     return training_stage(settings.phase[0], 1, settings, released_base(variant)).bytes
 
 
-def compare(variant: str, settings: Settings) -> dict[str, Any]:
+def compare(variant: str, settings: TrainingSettings) -> dict[str, Any]:
     counted, predicted = count_step(VARIANTS[variant], settings).peak, predict(variant, settings)
     return {
         "counted_megabytes": round(counted / 1e6, 1),

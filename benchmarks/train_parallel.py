@@ -43,7 +43,7 @@ from sana_core.training.autofit import rank_memory, ring  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
 from sana_core.training.schedule import TrainProgress  # noqa: E402
-from sana_core.training.settings import Method, Parallel, Settings  # noqa: E402
+from sana_core.training.settings import Method, Parallel, TrainingSettings  # noqa: E402
 from sana_core.training.train_state import make_train_state, take_step  # noqa: E402
 
 CARDS, STEPS = 4, 8
@@ -81,7 +81,7 @@ def fake_batch(count: int, side: int, dtype: torch.dtype) -> Batch:
     return Batch(torch.zeros(count, 32, side, side), embeds, mask, None, ["picture"] * count)
 
 
-def count_rank(model: Architecture, settings: Settings, steps: int = 2) -> int:
+def count_rank(model: Architecture, settings: TrainingSettings, steps: int = 2) -> int:
     """Return the most bytes at once of the last of `steps` steps on one of CARDS ranks. Makes the process's group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
@@ -114,7 +114,7 @@ def count_rank(model: Architecture, settings: Settings, steps: int = 2) -> int:
     return live.peak
 
 
-def memory_settings() -> Settings:
+def memory_settings() -> TrainingSettings:
     return replace(make_settings(method=FULL, accumulate=CARDS), parallel=Parallel("fsdp"))
 
 
@@ -139,7 +139,7 @@ def memory() -> dict[str, Any]:
     return found
 
 
-def speed_settings(kind: str) -> Settings:
+def speed_settings(kind: str) -> TrainingSettings:
     own = make_settings(method=Method(targets="both"), accumulate=2, dtype="float32", pixels=512, checkpoint=False)
     return replace(own, parallel=Parallel(kind), caption_dropout=0.0)
 

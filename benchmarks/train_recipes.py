@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import description  # noqa: E402
-from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation, check_settings  # noqa: E402
+from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings  # noqa: E402
 from sana_core.training.settings_file import read_settings  # noqa: E402
 from sana_core.training.train import train  # noqa: E402
 
@@ -32,7 +32,7 @@ RECIPES = {
 }
 
 
-def settings_of(file: Path) -> Settings:
+def settings_of(file: Path) -> TrainingSettings:
     """Return the settings in a recipe, or those that the node of the template has."""
     if file.suffix == ".toml":
         return read_settings(file)
@@ -51,7 +51,7 @@ def settings_of(file: Path) -> Settings:
         schedule=own["schedule"],
         warmup=own["warmup"],
     )
-    return Settings(
+    return TrainingSettings(
         str(ROOT / "demo" / "sana-posters"),
         "",
         (phase,),
@@ -65,7 +65,7 @@ def settings_of(file: Path) -> Settings:
     )
 
 
-def figures_of(settings: Settings) -> dict[str, Any]:
+def figures_of(settings: TrainingSettings) -> dict[str, Any]:
     """Train as `settings` say, and return the losses of the validations."""
     lines: list[Any] = []
 

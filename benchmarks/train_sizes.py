@@ -23,7 +23,7 @@ from demo.posters.beside import in_blue
 from demo.posters.captions import random_caption
 from demo.posters.painting import paint
 from demo.posters.world import Scene, training_scenes
-from sana_core.training.settings import Method, Optimizer, Phase, Settings, Validation
+from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation
 from sana_core.training.train import train
 
 SMALL, LARGE = 256, 384
@@ -48,9 +48,9 @@ def cyanotype(scene: Scene) -> np.ndarray:
     return in_blue(paint(scene, LARGE, LARGE))
 
 
-def settings_of(folder: Path, name: str, phases: tuple[Phase, ...], seed: int, **own: Any) -> Settings:
+def settings_of(folder: Path, name: str, phases: tuple[Phase, ...], seed: int, **own: Any) -> TrainingSettings:
     phases = tuple(replace(each, data=(str(folder / "paintings"),)) for each in phases)
-    return Settings(
+    return TrainingSettings(
         str(ROOT / "demo" / "sana-posters"),
         str(folder / f"{name} {seed}"),
         phases,

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from sana_core.batch.draw import (
+from sana_core.batch.pipeline import (
     Conditioning,
     Embedding,
     ImageInputs,
-    Settings,
+    SamplingSettings,
     decode,
     encode_negative,
     encode_text,
@@ -30,7 +30,7 @@ from sana_core.batch.draw import (
 )
 from sana_core.batch.plan import ImageSpec
 from sana_core.batch.verifier import KIND, Shape, Verifier
-from sana_core.model.forward import Watch
+from sana_core.model.forward import Capture
 from sana_core.runtime.image_files import levels
 from sana_core.sampling.trail import Trail
 
@@ -52,7 +52,7 @@ class Drafts:
 
     def __init__(self, checkpoint: Path, pixels: int, block: int, looks: tuple[int, ...] = LOOKS) -> None:
         self.device, self.block, self.looks = torch.device("cpu"), block, looks
-        self.settings = resolve_settings(Settings(pixels, pixels, DRAWN), checkpoint)
+        self.settings = resolve_settings(SamplingSettings(pixels, pixels, DRAWN), checkpoint)
         self.encoder = load_encoder(checkpoint, self.device, "float32")
         self.models = load_models(checkpoint, self.device, self.settings, checkpoint)
         self.negative = encode_negative(self.encoder, "")
@@ -64,7 +64,7 @@ class Drafts:
         """Return what each look sees of a draft, and its picture."""
         trails: list[Trail] = []
         for until in (*self.looks, DRAWN):
-            trails.append(Trail(until, trails[-1].x0s if trails else (), Watch(self.block)))
+            trails.append(Trail(until, trails[-1].x0s if trails else (), Capture(self.block)))
             images = ImageInputs(trail=trails[-1])
             prompts = Conditioning([text], self.negative)
             latents = sample(self.models, self.settings, (ImageSpec(0, 0, seed),), prompts, images=images)
@@ -78,7 +78,7 @@ def gather(drafts: Drafts, folder: Path, number: int, prompt: str, judge: Judgin
         return
     folder.mkdir(parents=True, exist_ok=True)
     trails, picture = drafts.draw(drafts.encode(prompt), number)
-    states = np.stack([trail.watch.states[0].half().numpy() for trail in trails])
+    states = np.stack([trail.capture.states[0].half().numpy() for trail in trails])
     part = file.with_suffix(".part.npz")
     np.savez(part, prompt=prompt, states=states, said=np.array(judge(picture), dtype=np.int8))
     part.replace(file)

@@ -31,8 +31,8 @@ class SanaExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         loading = (loader, model_switch, lora, controlnet)
-        drawing = (text, prompt_list, latent, video, guidance, split, sampler, batch, custom_sampling, decode, scorer)
-        modules = (*loading, *drawing, training, plan, doctor)
+        inference = (text, prompt_list, latent, video, guidance, split, sampler, batch, custom_sampling, decode, scorer)
+        modules = (*loading, *inference, training, plan, doctor)
         return [node for module in modules for node in module.NODES]
 
 

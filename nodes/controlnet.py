@@ -41,9 +41,9 @@ class SanaNodesControlNetLoader(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, control_net_name: str | None = None, **others) -> str:
-        from .host.stamps import file_stamp
+        from .host.file_stats import file_stat
 
-        return file_stamp(lambda: find_file("controlnet", control_net_name))
+        return file_stat(lambda: find_file("controlnet", control_net_name))
 
     @classmethod
     def execute(cls, control_net_name: str, reference: str = AUTO) -> io.NodeOutput:

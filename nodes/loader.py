@@ -125,9 +125,9 @@ class SanaNodesLoader(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, model: str | None = None, **others) -> str:
-        from .host.stamps import file_stamp
+        from .host.file_stats import file_stat
 
-        return file_stamp(lambda: model_path(model))
+        return file_stat(lambda: model_path(model))
 
     @classmethod
     def execute(
@@ -176,9 +176,9 @@ class SanaNodesModelLoader(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, model_name: str | None = None, **others) -> str:
-        from .host.stamps import file_stamp
+        from .host.file_stats import file_stat
 
-        return file_stamp(lambda: find_file("diffusion_models", model_name))
+        return file_stat(lambda: find_file("diffusion_models", model_name))
 
     @classmethod
     def execute(
@@ -235,9 +235,9 @@ class SanaNodesTextEncoderLoader(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, text_encoder_name: str | None = None, **others) -> str:
-        from .host.stamps import file_stamp
+        from .host.file_stats import file_stat
 
-        return file_stamp(lambda: find_file("text_encoders", text_encoder_name))
+        return file_stat(lambda: find_file("text_encoders", text_encoder_name))
 
     @classmethod
     def execute(cls, text_encoder_name: str, reference: str = AUTO) -> io.NodeOutput:
@@ -272,9 +272,9 @@ class SanaNodesVAELoader(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, vae_name: str | None = None, **others) -> str:
-        from .host.stamps import file_stamp
+        from .host.file_stats import file_stat
 
-        return file_stamp(lambda: find_file("vae", vae_name))
+        return file_stat(lambda: find_file("vae", vae_name))
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:

@@ -48,9 +48,9 @@ class SanaNodesLoraLoader(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, lora_name: str | None = None, **others) -> str:
-        from .host.stamps import file_stamp
+        from .host.file_stats import file_stat
 
-        return file_stamp(lambda: find_file("loras", lora_name))
+        return file_stat(lambda: find_file("loras", lora_name))
 
     @classmethod
     def execute(

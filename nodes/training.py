@@ -60,9 +60,9 @@ class SanaNodesDataset(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, folder: str | None = None, **others) -> str:
-        from .host.stamps import dataset_stamp
+        from .host.file_stats import dataset_stat
 
-        return dataset_stamp(lambda: dataset_path(folder))
+        return dataset_stat(lambda: dataset_path(folder))
 
     @classmethod
     def execute(cls, folder: str, resolution: int) -> io.NodeOutput:
@@ -216,9 +216,9 @@ class SanaNodesTrain(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, existing_lora: str = NO_LORA, **others) -> str:
-        from .host.stamps import file_stamp
+        from .host.file_stats import file_stat
 
-        return "" if existing_lora == NO_LORA else file_stamp(lambda: find_file("loras", existing_lora))
+        return "" if existing_lora == NO_LORA else file_stat(lambda: find_file("loras", existing_lora))
 
     @classmethod
     def execute(cls, model, dataset, name: str, existing_lora: str = NO_LORA, **own) -> io.NodeOutput:

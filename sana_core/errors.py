@@ -48,7 +48,7 @@ class VersionError(SanaError, RuntimeError):
 
 
 class ClusterError(SanaError, ConnectionError):
-    """A cluster that cannot be reached, or that has lost what it drew with."""
+    """A cluster that cannot be reached, or that has lost its GPUs."""
 
 
 class TrainingError(SanaError, RuntimeError):

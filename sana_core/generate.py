@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from .batch.best import Best, Drawing, Pick, draw_best, find_best, place_scorer
-from .batch.draw import Settings, resolve_settings
+from .batch.best import Backend, Best, Pick, find_best, generate_picks, place_scorer
 from .batch.embeds import Embeds, encoded_prompts
-from .batch.local import draw_local
+from .batch.local import generate_local
+from .batch.pipeline import SamplingSettings, resolve_settings
 from .batch.plan import ImageInputs, Step, Workload, batch_images
 from .batch.progress import OnStatus, WorkerReport, no_status
 from .checkpoints.files import Json
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .cluster.connection import ClusterSettings
 
 
-class DrawingOptions(TypedDict, total=False):
-    """The fields of `sana_core.batch.draw.Settings`, which says what they mean."""
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `sana_core.batch.pipeline.Settings`, which says what they mean."""
 
     width: int
     height: int
@@ -58,7 +58,7 @@ class InputOptions(TypedDict, total=False):
     callback: Callable[[Step], object] | None
 
 
-class Options(DrawingOptions, InputOptions, total=False):
+class Options(SamplingOptions, InputOptions, total=False):
     """All that `generate` takes besides."""
 
     best: int | None
@@ -86,7 +86,7 @@ def generate(
     every accelerator of this machine, or its CPU. `cluster` is the address of a Ray cluster, "auto", or a
     `sana_core.cluster.connection.ClusterSettings`: its GPUs work instead. With `split` all of them share each image.
 
-    `options` are the fields of `sana_core.batch.draw.Settings`, like width, steps and guidance; `chunk`, how many
+    `options` are the fields of `sana_core.batch.pipeline.Settings`, like width, steps and guidance; `chunk`, how many
     images a device makes at once; `say`, which is told what a cluster waits for; and, as in diffusers' SanaPipeline:
     `prompt_embeds` [P, T, C] with `prompt_attention_mask` [P, T], from `encode_prompts`, and None as `prompts`;
     `negative_prompt_embeds` with its mask; `latents` [N, 32, height / 32, width / 32], the noise that the images begin
@@ -100,14 +100,14 @@ def generate(
     300 tokens is cut, with a warning in the log.
     """
     settings, best = find_settings(options), find_best_of(options, count, split)
-    drawing = find_drawing(checkpoint, devices, cluster, split, options.get("say", no_status))
+    backend = find_backend(checkpoint, devices, cluster, split, options.get("say", no_status))
     if best is not None:
-        picks = pick_images(prompts, checkpoint, seed, options, best, drawing, devices)
+        picks = pick_images(prompts, checkpoint, seed, options, best, backend, devices)
         options.get("report", {})["picked"] = [pick.describe(named=True) for pick in picks]
         return torch.stack([pick.pixels for pick in picks])
     if cluster is not None:
         refuse_inputs(options, "cluster")
-    return collect(drawing, make_workload(prompts, checkpoint, seed, count, options, devices), settings)
+    return collect(backend, make_workload(prompts, checkpoint, seed, count, options, devices), settings)
 
 
 def generate_best(
@@ -127,19 +127,19 @@ def generate_best(
     best = find_best_of(options, 1, False)
     if best is None:
         raise InputError("best: got none, expected best, of and scorer; use generate for images without a choice")
-    drawing = find_drawing(checkpoint, devices, cluster, False, options.get("say", no_status))
-    return pick_images(prompts, checkpoint, seed, options, best, drawing, devices)
+    backend = find_backend(checkpoint, devices, cluster, False, options.get("say", no_status))
+    return pick_images(prompts, checkpoint, seed, options, best, backend, devices)
 
 
-def find_settings(options: Options) -> Settings:
-    """Return the fields of Settings among `options`. Raises InputError for a name that is no option."""
+def find_settings(options: Options) -> SamplingSettings:
+    """Return the fields of SamplingSettings among `options`. Raises InputError for a name that is no option."""
     known = Options.__annotations__
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
             raise InputError(f"{name:.40}: no option of generate; the nearest is {near}")
     given: Json = {**options}
-    return Settings(**{name: given[name] for name in Settings._fields if name in given})
+    return SamplingSettings(**{name: given[name] for name in SamplingSettings._fields if name in given})
 
 
 def find_best_of(options: Options, count: int, split: bool) -> Best | None:
@@ -196,11 +196,11 @@ def make_workload(
     return Workload(prompts or (), images, options.get("chunk"), encoded=encoded, inputs=inputs)
 
 
-def collect(drawing: Drawing, workload: Workload, settings: Settings) -> torch.Tensor:
+def collect(backend: Backend, workload: Workload, settings: SamplingSettings) -> torch.Tensor:
     """Return the images of `workload` [N, 3, H, W], in its order."""
     # made when the first image is there, for mistakes in sizes are found before
     out = torch.empty(0)
-    for image, pixels in drawing(workload, settings):
+    for image, pixels in backend(workload, settings):
         if not len(out):
             out = torch.empty(len(workload.images), *pixels.shape)
         out[image.number] = pixels
@@ -213,7 +213,7 @@ def pick_images(
     seed: int,
     options: Options,
     best: Best,
-    drawing: Drawing,
+    backend: Backend,
     devices: Sequence[str | torch.device] | None,
 ) -> list[Pick]:
     """Return the best drafts of each prompt, prompt after prompt."""
@@ -221,33 +221,35 @@ def pick_images(
     workload = Workload(prompts or (), batch_images(len(prompts or ()), best.of, seed), options.get("chunk"))
     # before the drafts take their memory
     scorer = place_scorer(best, settings, devices)
-    picks = draw_best(drawing, workload, settings, best, scorer)
+    picks = generate_picks(backend, workload, settings, best, scorer)
     return sorted(picks, key=lambda pick: (pick.image.prompt, pick.rank))
 
 
-def find_drawing(
+def find_backend(
     checkpoint: str | Path,
     devices: Sequence[str | torch.device] | None,
     cluster: str | ClusterSettings | None,
     split: bool,
     on_status: OnStatus,
     report: WorkerReport | None = None,
-) -> Drawing:
+) -> Backend:
     """Return what generates a workload: the cluster's GPUs or `devices`, with `split` all of them each image. Without
     `split`, `report` gets what each has made."""
     if cluster is not None:
-        from .cluster.batch import draw_on_cluster
+        from .cluster.batch import generate_on_cluster
         from .cluster.connection import ClusterSettings
-        from .cluster.split import draw_split_on_cluster
+        from .cluster.split import generate_split_on_cluster
 
         where = ClusterSettings(cluster) if isinstance(cluster, str) else cluster
         if split:
-            return lambda workload, how: draw_split_on_cluster(workload, checkpoint, how, where, on_status=on_status)
-        return lambda workload, how: draw_on_cluster(
+            return lambda workload, how: generate_split_on_cluster(
+                workload, checkpoint, how, where, on_status=on_status
+            )
+        return lambda workload, how: generate_on_cluster(
             workload, checkpoint, how, where, report=report, on_status=on_status
         )
     if split:
-        from .split.draw import draw_split
+        from .split.generate import generate_split
 
-        return lambda workload, how: draw_split(workload, checkpoint, how, devices)
-    return lambda workload, how: draw_local(workload, checkpoint, how, devices, report=report)
+        return lambda workload, how: generate_split(workload, checkpoint, how, devices)
+    return lambda workload, how: generate_local(workload, checkpoint, how, devices, report=report)

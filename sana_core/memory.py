@@ -1,4 +1,4 @@
-"""Bytes that drawing an image takes, stage by stage, before anything is loaded.
+"""Bytes that generating an image takes, stage by stage, before anything is loaded.
 
 Weights are counted from the configurations of the published models. Activations are those of the forwards: so many maps
 of the model's width, as measured on a CPU; benchmarks/memory.json holds measured and predicted side by side.
@@ -169,7 +169,7 @@ def plan_memory(
     accelerator: bool = True,
     vae: str = "dc-ae-f32c32",
 ) -> ImagePlan:
-    """Return the bytes of each stage of drawing images of `width` x `height` pixels, decoded by `vae`.
+    """Return the bytes of each stage of generating images of `width` x `height` pixels, decoded by `vae`.
 
     The activations of "decode" are those of what "auto" takes. "peak" is the most that has to be on the GPU at once
     when each stage's weights are there alone, "smallest" the same with the smallest decode, "fits" says for GPUs of 4

@@ -1,7 +1,7 @@
 """LoRAs as ComfyUI's patches: what sana_core reads, and of the rest what ComfyUI can really apply.
 
 That is tried on weights that have a shape and no numbers: what it cannot apply it only logs, in the midst of sampling,
-and draws on without it.
+and goes on without it.
 """
 
 from __future__ import annotations

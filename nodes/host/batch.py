@@ -12,8 +12,8 @@ from PIL import Image
 from ...sana_core.errors import InputError
 from ...sana_core.model.known_models import size_note
 from .bars import BLUE, Bar, draw_bars
-from .batch_cluster import draw_on_cluster
-from .batch_devices import DeviceStats, draw_on_devices, find_devices
+from .batch_cluster import generate_on_cluster
+from .batch_devices import DeviceStats, find_devices, generate_on_devices
 from .batch_inputs import BatchInputs, check_batch
 from .folders import CLUSTER
 from .model import image_pixels
@@ -27,22 +27,22 @@ WORDS = 360
 def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | ExecutionBlocker, str]:
     """Return the LATENT of the images, their IMAGE where there is a VAE, and a report; `choice` is the widget's.
 
-    Where several devices have drawn, a chart of their images takes the place of the last preview.
+    Where several devices have generated, a chart of their images takes the place of the last preview.
 
     Raises InputError for a latent that is not one of SANA's or not of one image, another VAE, too many images, a
-    ControlNet on several devices, and what a cluster cannot draw; ClusterError for a cluster that is not there.
+    ControlNet on several devices, and what a cluster cannot generate; ClusterError for a cluster that is not there.
     """
     check_batch(batch)
     started = time.monotonic()
     if choice == CLUSTER:
         if batch.early is not None:
-            raise InputError("scorer: got one on a cluster, which draws all drafts whole; choose all in devices")
-        rows, drawn = draw_on_cluster(batch)
+            raise InputError("scorer: got one on a cluster, which generates all drafts whole; choose all in devices")
+        rows, generated = generate_on_cluster(batch)
         results = dict(zip(batch.images, rows, strict=True))
-        stats = {worker: DeviceStats(number) for worker, number in drawn.items()}
+        stats = {worker: DeviceStats(number) for worker, number in generated.items()}
         bar_total = len(batch.images)
     else:
-        results, stats = draw_on_devices(batch, find_devices(batch.model, choice))
+        results, stats = generate_on_devices(batch, find_devices(batch.model, choice))
         bar_total = len(batch.images) * (len(batch.sigmas) - 1)
     rest = {k: v for k, v in batch.latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
     latents, images = zip(*results.values(), strict=True)
@@ -58,7 +58,7 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
 
 
 def describe(stats: Mapping[str, DeviceStats], seconds: float) -> str:
-    """Return how many images were drawn, how fast, and by whom."""
+    """Return how many images were generated, how fast, and by whom."""
     total = sum(own.images for own in stats.values())
     by_device = ", ".join(f"{device} {own.images}" for device, own in sorted(stats.items()))
     return f"{total} images in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"

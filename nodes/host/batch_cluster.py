@@ -15,10 +15,10 @@ import latent_preview
 import numpy as np
 import torch
 
-from ...sana_core.batch.draw import Settings, resolve_settings
+from ...sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from ...sana_core.batch.plan import Embedding, Workload
 from ...sana_core.batch.progress import Progress, WorkerReport
-from ...sana_core.cluster.batch import draw_with
+from ...sana_core.cluster.batch import generate_with
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.model.forward import longest_prompt
@@ -42,11 +42,11 @@ REMEDY = "remove it, or choose all in devices"
 PLAIN = {"pooled_output", "attention_mask", ENCODED}
 
 
-def draw_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
-    """Return LATENT rows and IMAGEs (None without a VAE) of the images, and how many each machine has drawn.
+def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
+    """Return LATENT rows and IMAGEs (None without a VAE) of the images, and how many each machine has generated.
 
-    Raises InputError for what a cluster cannot draw, for no cluster and for a broken file of it; ClusterError where no
-    cluster or no GPU of it can be reached, and what a machine said where none is left.
+    Raises InputError for what a cluster cannot generate, for no cluster and for a broken file of it; ClusterError where
+    no cluster or no GPU of it can be reached, and what a machine said where none is left.
     """
     cluster = require_cluster()
     job, prompts = make_job(batch)
@@ -59,9 +59,11 @@ def draw_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.
     report = WorkerReport()
     workload = Workload(prompts, images, batch.chunk or None)
     status = status_under_running_node()
-    drawing = run_for(batch.model, session, job, lambda run: draw_with(run, job, workload, report), "batch", status)
-    with closing(drawing) as drawn:
-        for image, (array, pixels) in drawn:
+    generation = run_for(
+        batch.model, session, job, lambda run: generate_with(run, job, workload, report), "batch", status
+    )
+    with closing(generation) as generated:
+        for image, (array, pixels) in generated:
             latent = torch.from_numpy(array.copy())
             results[image.number] = (finish_latent(batch.model, latent), finish_image(pixels))
             preview = previewer.decode_latent_to_preview_image("JPEG", latent[None]) if previewer else None
@@ -69,7 +71,7 @@ def draw_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.
             progress.step()
             show(progress.describe(len(report.ready)))
     machines: Counter[str] = Counter()
-    for worker, number in report.drawn.items():
+    for worker, number in report.finished.items():
         machines[report.machines[worker]] += number
     return [results[number] for number in sorted(results)], machines
 
@@ -86,7 +88,7 @@ def finish_image(pixels: np.ndarray | None) -> torch.Tensor | None:
 
 
 def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
-    """Return what the machines are told, and the encoded prompts. Raises InputError for what they cannot draw."""
+    """Return what the machines are told, and the encoded prompts. Raises InputError for what they cannot generate."""
     check_model(batch.model)
     path, resolution, reference = plain_file(batch.model)
     transformer = batch.model.model.diffusion_model
@@ -97,7 +99,7 @@ def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
         raise InputError(f"negative: got {len(negatives)} prompts, a cluster takes one; use SANA Text Encode")
     scale, blocks = batch.model.get_attachment(PERTURBED) or (0.0, "")
     rows, columns = batch.latent["samples"].shape[2:]
-    settings = Settings(
+    settings = SamplingSettings(
         columns * DOWNSCALE,
         rows * DOWNSCALE,
         len(batch.sigmas) - 1,
@@ -126,7 +128,7 @@ def check_model(model: ModelPatcher) -> None:
 
 
 def init_image(batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return latents in the model's scale and the mask, if any, of the image that is drawn over; None for none.
+    """Return latents in the model's scale and the mask, if any, of the image that sampling begins with; None for none.
 
     Raises InputError for a mask without an image.
     """

@@ -20,9 +20,9 @@ from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.batch.batch_size import find_architecture, images_that_fit
 from ...sana_core.batch.best import Rounds
-from ...sana_core.batch.local import Draw, LocalPool
+from ...sana_core.batch.local import GenerateChunk, LocalPool
 from ...sana_core.batch.loop import run_batch
-from ...sana_core.batch.plan import Chunk, ImageSpec, Workload, drawn_together
+from ...sana_core.batch.plan import Chunk, ImageSpec, Workload, sampled_together
 from ...sana_core.batch.queue import Queue
 from ...sana_core.errors import InputError
 from ...sana_core.model.known_models import SPRINT
@@ -82,7 +82,7 @@ def clone_patcher(base: ModelPatcher, device: torch.device, taken: list[torch.nn
 def clone_models(model: ModelPatcher, devices: list[torch.device]) -> list[ModelPatcher]:
     """Return a clone of `model` for each of `devices`; the first on the model's own device shares its weights."""
     base = model.clone()
-    # of an image that several devices share, each draws its own here
+    # of an image that several devices share, each generates its own here
     base.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
     base.remove_additional_models("multigpu")
     clones: list[ModelPatcher] = []
@@ -120,7 +120,7 @@ def pick_prompts(conditioning: list, rows: list[int]) -> list:
 
 
 def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device) -> int:
-    """Return how many images of latents of that shape `device` should draw at once."""
+    """Return how many images of latents of that shape `device` should generate at once."""
     # ComfyUI clears the device of other models
     held = sum(other.loaded_size() for other in comfy.model_management.loaded_models() if other.load_device == device)
     room = comfy.model_management.get_free_memory(device) + held - model.model_size()
@@ -145,18 +145,18 @@ class StepBar:
             self.context.run(self.bar.update_absolute, self.bar.current + len(x0), None, preview)
 
 
-Drawn = tuple[torch.Tensor, torch.Tensor | None]  # row of a LATENT, and IMAGE where there is a VAE
+Generated = tuple[torch.Tensor, torch.Tensor | None]  # row of a LATENT, and IMAGE where there is a VAE
 
 
 class DeviceStats(NamedTuple):
-    """What one device has drawn: images, seconds for each, and how many it drew at once at most."""
+    """What one device has generated: images, seconds for each, and how many it generated at once at most."""
 
     images: int
     pace: float | None = None
     together: int = 0
 
 
-class DeviceDrawing:
+class DeviceGeneration:
     """What the threads of a batch share: a clone of the MODEL and of the VAE for each device, and the progress."""
 
     def __init__(self, batch: BatchInputs, devices: list[torch.device], steps: int) -> None:
@@ -166,7 +166,7 @@ class DeviceDrawing:
         self.vaes = {device: clone_vae(batch.vae, device) for device in devices} if batch.vae is not None else {}
         self.progress = StepBar(steps)
         self.round = WHOLE
-        # images that each device drew at once at most
+        # images that each device generated at once at most
         self.together: Counter[torch.device] = Counter()
         # ComfyUI's list of what is loaded where knows no threads
         self.loading = threading.Lock()
@@ -176,8 +176,8 @@ class DeviceDrawing:
         """How many steps all images of the round have already."""
         return len(next(iter(self.round.past.values()), ()))
 
-    def prepare(self, device: torch.device, poll: Poll) -> Draw[Drawn | Draft]:
-        """Return what draws a chunk on `device`, for one thread."""
+    def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[Generated | Draft]:
+        """Return what generates a chunk on `device`, for one thread."""
         index = next(i for i, (free, _) in enumerate(self.clones) if free == device)
         _, clone = self.clones.pop(index)
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, one_at_a_time(self.loading, poll))
@@ -194,22 +194,22 @@ class DeviceDrawing:
             if step >= self.done:
                 self.progress.step(x0, previewer)
 
-        def draw(chunk: Chunk) -> list[Drawn | Draft]:
-            parts, own = drawn_together(chunk, device), self.round
+        def generate(chunk: Chunk) -> list[Generated | Draft]:
+            parts, own = sampled_together(chunk, device), self.round
             if own.past and chunk[0].number not in own.past:
-                # a copy that is late by a round: others have drawn all of it, and nobody will look at it
+                # a copy that is late by a round: others have generated all of it, and nobody will look at it
                 return [(torch.empty(0), None)] * len(chunk)
             # inference mode belongs to the thread
             with torch.inference_mode():
-                drawn = [each for part in parts for each in self.draw_part(device, clone, part, callback, poll)]
+                generated = [each for part in parts for each in self.generate_part(device, clone, part, callback, poll)]
             self.together[device] = max(self.together[device], *map(len, parts))
-            return drawn
+            return generated
 
-        return draw
+        return generate
 
-    def draw_part(
+    def generate_part(
         self, device: torch.device, clone: ModelPatcher, part: Chunk, callback: Callable, poll: Poll
-    ) -> Sequence[Drawn | Draft]:
+    ) -> Sequence[Generated | Draft]:
         """Return the latents of `part`, and with a VAE its images; of a round that ends early the Drafts."""
         trail = trail_of(self.batch, part, self.round)
         out = self.sample(clone, part, callback, trail)
@@ -242,10 +242,11 @@ class DeviceDrawing:
         return decode_loaded(own, latent[None], poll)[0]
 
 
-def draw_on_devices(
+def generate_on_devices(
     batch: BatchInputs, devices: list[torch.device]
-) -> tuple[dict[ImageSpec, Drawn], dict[str, DeviceStats]]:
-    """Return LATENT rows and IMAGEs (None without a VAE) of the images, and what each worker has drawn, by its name.
+) -> tuple[dict[ImageSpec, Generated], dict[str, DeviceStats]]:
+    """Return LATENT rows and IMAGEs (None without a VAE) of the images, and what each worker has generated, by its
+    name.
 
     Raises InputError for a ControlNet on several devices, and as `find_looks` does.
     """
@@ -258,12 +259,12 @@ def draw_on_devices(
     fitting = [] if batch.chunk else [chunk_that_fits(batch.model, shape, device) for device in devices]
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
     with Polled(cancel):
-        drawing = DeviceDrawing(batch, devices, count_steps(batch, looks))
-    results: dict[ImageSpec, Drawn] = {}
-    with closing(LocalPool(devices, drawing.prepare, cancel)) as pool:
+        generation = DeviceGeneration(batch, devices, count_steps(batch, looks))
+    results: dict[ImageSpec, Generated] = {}
+    with closing(LocalPool(devices, generation.prepare, cancel)) as pool:
         queue.limits.update(zip(pool.inboxes, fitting, strict=False))
         for workload in rounds.workloads():
-            drawing.round = workload.round
+            generation.round = workload.round
             queue.add(workload.split(width, height, len(devices)))
             for image, result in [(rounds.drafts[image.number], each) for image, each in run_batch(queue, pool)]:
                 if isinstance(result, Draft):
@@ -272,7 +273,8 @@ def draw_on_devices(
                     results[image] = result
     names = zip(pool.threads, devices, strict=True)
     stats = {
-        name: DeviceStats(queue.drawn[name], queue.pace.get(name), drawing.together[device]) for name, device in names
+        name: DeviceStats(queue.finished[name], queue.pace.get(name), generation.together[device])
+        for name, device in names
     }
     return dict(sorted(results.items())), stats
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Early(NamedTuple):
-    """Who looks at drafts, every how many steps, how many of a prompt are drawn to the end, and the prompts' text."""
+    """The scorer of drafts, every how many steps it looks, how many of a prompt are finished, and the prompts' text."""
 
     scorer: HostScorer
     after: int
@@ -57,7 +57,7 @@ def texts_of(text: str, prompts: int) -> list[str]:
 
 
 def count_steps(batch: BatchInputs, looks: list[tuple[int, int]]) -> int:
-    """Return how many steps of images are drawn in all."""
+    """Return how many steps all images take."""
     total, left, done = 0, batch.count, 0
     for step, kept in [*looks, (len(batch.sigmas) - 1, 0)]:
         total, left, done = total + left * (step - done), kept, step
@@ -77,19 +77,19 @@ def look_at(
     """Return the Drafts of a `trail`, with what they would be, of `decode`, as uint8 [H, W, 3]; in its place the score
     of a verifier for the prompts `positive`."""
     x0s = torch.stack(trail.x0s, 1).cpu()
-    if trail.watch is None or batch.early is None or batch.early.scorer.verifier is None:
+    if trail.capture is None or batch.early is None or batch.early.scorer.verifier is None:
         return [
             Draft(each, levels(decode(x0).movedim(-1, 0) * 2 - 1)) for each, x0 in zip(x0s, trail.x0s[-1], strict=True)
         ]
     embeds, rest = positive[0]
     mask = rest.get("attention_mask")
     mask = torch.ones(embeds.shape[:2]) if mask is None else mask
-    scores = batch.early.scorer.verifier.score(trail.watch.states, embeds, mask)
+    scores = batch.early.scorer.verifier.score(trail.capture.states, embeds, mask)
     return [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
 
 
 def note_look(rounds: Rounds, batch: BatchInputs, image: ImageSpec, draft: Draft) -> None:
-    """Note how well a draft fits its prompt: between two rounds, when no thread draws and a scorer may take memory."""
+    """Note how well a draft fits its prompt: between two rounds, when nothing samples and a scorer may take memory."""
     comfy.model_management.throw_exception_if_processing_interrupted()
     if draft.score is not None or batch.early is None:
         rounds.note(image, draft.score or 0.0, draft.x0s, added=True)

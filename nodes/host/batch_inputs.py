@@ -1,4 +1,4 @@
-"""What SANA Batch Sampler draws, checked before anything is loaded."""
+"""What SANA Batch Sampler generates, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class BatchInputs(NamedTuple):
     """`count` images of each prompt in `positive`, from `latent` of one image. Without a VAE, no IMAGE. With
-    `early` only the better ones are drawn to the end."""
+    `early` only the better ones are generated to the end."""
 
     model: ModelPatcher
     positive: list

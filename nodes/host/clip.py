@@ -25,10 +25,10 @@ from ...sana_core.model.text import MAX_TOKENS, TokenizedPrompt, Tokenizer, read
 from ...sana_core.model.text_generation import Placement, most_likely, read_request, stop_tokens, write_tokens
 from .compat import pixeldit_tokenizer, remember_loader
 from .core_nodes import ENCODED, no_effect
+from .file_stats import reloader
 from .layers import keep_on_device
 from .report import show_under_running_node
 from .saving import config_tensor
-from .stamps import reloader
 from .weights import load_component, wide_dtype
 
 if TYPE_CHECKING:

@@ -99,7 +99,7 @@ def run_for(
 
 
 def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """Return the transformer's weights that LoRAs change, or eight bits, as this machine would draw with them.
+    """Return the transformer's weights that LoRAs change, or eight bits, as this machine would generate with them.
 
     By diffusers' names.
     """

@@ -23,7 +23,7 @@ SECTION = "ComfyUI"
 KINDS = ("diffusion_models", "text_encoders", "vae", "controlnet", "loras")
 # options that decide on memory, types and attention; none of them holds a place or an address
 FLAGS = re.compile(r"vram|cpu|gpu|bf16|fp16|fp32|fp8|memory|cache|attention|fast|offload|pinned|precision")
-# functions that packs are known to replace, and that SANA is drawn through
+# functions that packs are known to replace, and that generating with SANA calls
 REPLACEABLE = {
     "comfy.ldm.modules.attention": ("optimized_attention",),
     "comfy.model_management": ("load_models_gpu", "get_torch_device", "soft_empty_cache"),

@@ -20,10 +20,10 @@ READ = (*SUFFIXES, ".json", ".model")
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def file_stamp(find: Callable[[], Path]) -> str:
+def file_stat(find: Callable[[], Path]) -> str:
     """Return what changes with any file that a loader reads for the path that `find` gives.
 
-    Never raises: what cannot be found has a stamp too, and the loader says why.
+    Never raises: what cannot be found has one too, and the loader says why.
     """
     try:
         files = sorted(files_read(find()))
@@ -32,14 +32,14 @@ def file_stamp(find: Callable[[], Path]) -> str:
     return "; ".join(f"{file.name} {size_and_time(file)}" for file in files)
 
 
-def dataset_stamp(find: Callable[[], Path]) -> str:
-    """Return what changes with any file of the data set's folder that `find` gives. Never raises, as `file_stamp`."""
+def dataset_stat(find: Callable[[], Path]) -> str:
+    """Return what changes with any file of the data set's folder that `find` gives. Never raises, as `file_stat`."""
     try:
         files, _ = list_folder(find())
     except (OSError, ValueError):
         return "missing"
-    stamps = "; ".join(f"{name} {size_and_time(file)}" for name, file in sorted(files.items()))
-    return sha256(stamps.encode(errors="surrogateescape")).hexdigest()
+    stats = "; ".join(f"{name} {size_and_time(file)}" for name, file in sorted(files.items()))
+    return sha256(stats.encode(errors="surrogateescape")).hexdigest()
 
 
 def size_and_time(file: Path) -> str:
@@ -70,10 +70,10 @@ def reloader(load: Callable[..., ModelPatcher], path: Path) -> Callable[..., Mod
 
     It raises CheckpointError where the files are others by then: the two copies would be of two models.
     """
-    before = file_stamp(lambda: path)
+    before = file_stat(lambda: path)
 
     def reload(*args, **options) -> ModelPatcher:
-        if file_stamp(lambda: path) != before:
+        if file_stat(lambda: path) != before:
             raise CheckpointError(
                 f"{shown(path)}: the file has changed since it was loaded, and a second copy of the model is wanted; "
                 "queue the graph again"

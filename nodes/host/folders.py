@@ -1,4 +1,4 @@
-"""Where models, data sets and runs are, which of them a name means, and what this server can draw on."""
+"""The folders of models, data sets and runs, the paths of their names, and the devices of this server."""
 
 from __future__ import annotations
 

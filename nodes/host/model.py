@@ -21,8 +21,8 @@ from .saving import config_tensor
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
-# Who looks at hidden states of the prompt: a Watch of sana_core.
-WATCH = "sana_watch"
+# a Capture of sana_core, for the hidden states of the prompt
+CAPTURE = "sana_capture"
 # what the transformer reads at sigma 1
 TIMESTEPS = 1000
 
@@ -74,12 +74,12 @@ class SanaDiffusionModel(SanaTransformer2DModel):
         if group is not None:
             return group.velocity(self, x, timesteps, prompt, guidance, residuals)
         constants, perturbation = prompt.constants(self, x)
-        # ComfyUI draws the passes of a step together or one after another; 0 is the prompt's
-        passes, watch = transformer_options.get("cond_or_uncond", ()), transformer_options.get(WATCH)
-        if watch is None or 0 not in passes:
+        # ComfyUI computes the passes of a step together or one after another; 0 is the prompt's
+        passes, capture = transformer_options.get("cond_or_uncond", ()), transformer_options.get(CAPTURE)
+        if capture is None or 0 not in passes:
             return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
-        out = velocity(self, x, timesteps, constants._replace(watch=watch), guidance, perturbation, residuals)
-        watch.keep(passes.index(0), len(x) // len(passes))
+        out = velocity(self, x, timesteps, constants._replace(capture=capture), guidance, perturbation, residuals)
+        capture.keep(passes.index(0), len(x) // len(passes))
         return out
 
 
@@ -92,7 +92,7 @@ class SanaModel(comfy.model_base.BaseModel):
         return self.diffusion_model.config.sample_size * DOWNSCALE
 
     def check_latent(self, field: str, shape: torch.Size) -> None:
-        """Raise InputError unless `shape` is that of latents that the model draws."""
+        """Raise InputError unless `shape` is that of latents of the model."""
         check_channels(field, shape)
 
     def check_control(self, control) -> None:
@@ -157,9 +157,9 @@ def check_flow(sampling) -> None:
 
 
 def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
-    """Raise InputError where some of the prompts, rows of `embeds`, would not be drawn in the batch of `noise`.
+    """Raise InputError where some of the prompts, rows of `embeds`, would not be used in the batch of `noise`.
 
-    Fewer prompts than images are drawn in turn, as ComfyUI repeats any batch.
+    Fewer prompts than images are used in turn, as ComfyUI repeats any batch.
     """
     prompts, images = len(embeds), len(noise)
     if prompts > images:

@@ -24,7 +24,7 @@ from ...sana_core.sampling.samplers import check_sampler, find_sampler, own_sigm
 from ...sana_core.sampling.schedules import trim_schedule
 from ...sana_core.sampling.trail import Trail
 from .guidance import SIGMA, require_sana
-from .model import WATCH, WHOLE_TIMESTEPS, check_flow
+from .model import CAPTURE, WHOLE_TIMESTEPS, check_flow
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -66,8 +66,8 @@ class FlowSampler(comfy.samplers.KSAMPLER):
         options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.flow.whole_timesteps}
         line, trail = iter(sigmas.tolist()), self.trail
         if trail is not None:
-            options[WATCH] = trail.watch
-            # of the steps that are not drawn yet
+            options[CAPTURE] = trail.capture
+            # of the steps that are still to come
             line = islice(line, len(trail.x0s), None)
 
         def denoise(x, sigma):

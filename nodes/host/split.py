@@ -93,7 +93,7 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     pixels = image_pixels(noise)
     apart = len(known) == 1 and len(guider.conds) > 1
     if math.prod(pixels) < WORTHWHILE and not apart:
-        few = "SANA Split Image: %d x %d pixels are few; one device may draw them as fast as several"
+        few = "SANA Split Image: %d x %d pixels are few; one device may generate them as fast as several"
         logger.warning(few, *pixels)
     heads, free = heads_and_free(patcher, [with_patches_of(patcher, replica) for replica in known])
     # with what this conditioning asks for ComfyUI loads them, and cleans up

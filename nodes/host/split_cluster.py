@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...sana_core.batch.draw import Settings
+from ...sana_core.batch.pipeline import SamplingSettings
 from ...sana_core.cluster.split import Call, answer_calls
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
@@ -58,7 +58,7 @@ def make_job(model: ModelPatcher, noise: torch.Tensor) -> Job:
     """Return what the machines are told. Raises InputError for weights that they cannot load."""
     path, resolution, reference = plain_file(model)
     dtype = str(model.model.get_dtype_inference()).removeprefix("torch.")
-    settings = Settings(*image_pixels(noise), dtype=dtype, reference=reference)
+    settings = SamplingSettings(*image_pixels(noise), dtype=dtype, reference=reference)
     return Job(settings, fingerprints([path]), path, resolution=resolution)
 
 

@@ -24,7 +24,7 @@ from ...sana_core.training.settings import (
     Method,
     Optimizer,
     Phase,
-    Settings,
+    TrainingSettings,
     Validation,
     check_settings,
     one_of,
@@ -70,7 +70,7 @@ FRAGMENTS = 1.1
 
 class Trained(NamedTuple):
     """What a run ends with: the LoRA's tensors as its file has them, the loss of each step, MODEL with the LoRA, what
-    to say of it, and the sheet of its validations as IMAGE, where it has drawn any."""
+    to say of it, and the sheet of its validations as IMAGE, where it has generated any."""
 
     lora: dict[str, torch.Tensor]
     losses: list[float]
@@ -153,7 +153,7 @@ def make_phase(dataset: Dataset, own: Inputs) -> Phase:
     )
 
 
-def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Method, own: Inputs) -> Settings:
+def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Method, own: Inputs) -> TrainingSettings:
     """Return the settings of the run in `out`; `own` are the node's other inputs by their names.
 
     Raises InputError for a MODEL that cannot be trained, and for numbers and names out of range.
@@ -165,7 +165,7 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Meth
     prompts = tuple(line.strip() for line in own["validation_prompts"].splitlines() if line.strip())
     prompts = prompts if own["validate_every"] else ()
     return check_settings(
-        Settings(
+        TrainingSettings(
             model=path_of(model),
             out=str(out),
             phase=(make_phase(dataset, own),),
@@ -191,7 +191,7 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Meth
     )
 
 
-def newest_step(settings: Settings) -> int:
+def newest_step(settings: TrainingSettings) -> int:
     """Return the step that the run goes on from, 0 for a new one."""
     return max((step for step, _ in find_states(Path(settings.out))), default=0)
 
@@ -201,14 +201,14 @@ def memory_to_free(plan: Plan) -> int:
     return int(plan.largest.bytes * FRAGMENTS) + comfy.model_management.minimum_inference_memory()
 
 
-def describe_fit(settings: Settings, base: Base, plan: Plan, memory: int) -> str:
+def describe_fit(settings: TrainingSettings, base: Base, plan: Plan, memory: int) -> str:
     """Return what a run takes of a GPU of `memory` bytes, and with which settings it fits where it does not."""
     if plan.card <= memory:
         return f"needs {plan.card / 1e9:.1f} of {memory / 1e9:.1f} GB"
     return "; ".join(fit_lines(settings, base, plan, memory))
 
 
-def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained:
+def train_lora(model: ModelPatcher, settings: TrainingSettings, node_id: str) -> Trained:
     """Train a LoRA as `settings` say, from where the run in their folder stands, and return what came of it.
 
     Raises as `run_training` does.
@@ -220,7 +220,9 @@ def train_lora(model: ModelPatcher, settings: Settings, node_id: str) -> Trained
     return Trained(lora, losses, trained, f"{fits}; {said}", read_sheet(Path(settings.out)))
 
 
-def train_controlnet(model: ModelPatcher, settings: Settings, node_id: str) -> tuple[ControlBase, list[float], str]:
+def train_controlnet(
+    model: ModelPatcher, settings: TrainingSettings, node_id: str
+) -> tuple[ControlBase, list[float], str]:
     """Train a ControlNet as `settings` say, and return it, the loss of each step, and what there is to say.
 
     Raises as `run_training` does.
@@ -231,7 +233,7 @@ def train_controlnet(model: ModelPatcher, settings: Settings, node_id: str) -> t
     return control, losses, f"{what}; {said}; to keep it, copy {place} to models/controlnet"
 
 
-def run_training(model: ModelPatcher, settings: Settings, node_id: str) -> tuple[Path, list[float], str]:
+def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) -> tuple[Path, list[float], str]:
     """Train as `settings` say, from where the run in their folder stands; return the file or folder of the result, the
     loss of each step, and what there is to say of the run.
 

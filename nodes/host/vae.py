@@ -25,9 +25,9 @@ from ...sana_core.model.latents import CHANNELS, DOWNSCALE
 from ...sana_core.model.weight_layout import arrange_convolutions
 from ...sana_core.runtime.cancellation import Poll, Polled
 from .compat import empty_vae, free_memory, path_of, remember_loader
+from .file_stats import reloader
 from .layers import keep_on_device
 from .saving import config_tensor
-from .stamps import reloader
 from .video_vae import load_video_vae
 from .weights import read, wide_dtype
 

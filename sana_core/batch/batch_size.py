@@ -14,8 +14,8 @@ from ..memory import transformer_bytes
 from ..model.known_models import Architecture
 from ..model.latents import latent_shape
 from ..runtime.accelerator import free_bytes
-from .draw import Settings
-from .plan import LARGEST_CHUNK, draws_one_by_one
+from .pipeline import SamplingSettings
+from .plan import LARGEST_CHUNK, samples_one_by_one
 
 # of what is free, for fragments and what others take meanwhile
 SHARE = 0.8
@@ -32,12 +32,12 @@ def find_architecture(checkpoint: str | Path) -> Architecture:
 def images_that_fit(
     device: torch.device, room: float, model: Architecture, width: int, height: int, dtype: torch.dtype
 ) -> int:
-    """Return how many images of `width` x `height` pixels `device` should draw at once, at least 1.
+    """Return how many images of `width` x `height` pixels `device` should generate at once, at least 1.
 
-    `room` are its bytes beside the weights, `dtype` is that of the forward. Where images are drawn one by one anyway,
-    chunks of one are shared out most evenly.
+    `room` are its bytes beside the weights, `dtype` is that of the forward. Where images are generated one by one
+    anyway, chunks of one are shared out most evenly.
     """
-    if draws_one_by_one(device):
+    if samples_one_by_one(device):
         return 1
     _, _, rows, columns = latent_shape(width, height, 1)
     count = LARGEST_CHUNK
@@ -55,14 +55,16 @@ def weight_bytes(
     return sum(math.prod(header.shape) for part in parts for header in part.headers.values()) * dtype.itemsize
 
 
-def has_room_for_encoder(checkpoint: str | Path, settings: Settings, device: torch.device) -> bool:
+def has_room_for_encoder(checkpoint: str | Path, settings: SamplingSettings, device: torch.device) -> bool:
     """Whether `device` has memory for the text encoder beside what is there."""
     needed = weight_bytes(checkpoint, getattr(torch, settings.dtype), ["text_encoder"])
     return needed <= SHARE * free_bytes(device)
 
 
-def largest_chunk(checkpoint: str | Path, settings: Settings, device: torch.device, loaded: bool = False) -> int:
-    """Return how many images `device` should draw at once, with the weights `loaded` there already or not yet."""
+def largest_chunk(
+    checkpoint: str | Path, settings: SamplingSettings, device: torch.device, loaded: bool = False
+) -> int:
+    """Return how many images `device` should generate at once, with the weights `loaded` there already or not yet."""
     dtype = getattr(torch, settings.dtype)
     room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
     return images_that_fit(device, room, find_architecture(checkpoint), settings.width, settings.height, dtype)

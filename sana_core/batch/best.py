@@ -18,20 +18,20 @@ from ..errors import InputError
 from ..model.latents import CHANNELS, latent_shape
 from ..runtime.checks import check_whole
 from ..sampling.trail import WHOLE, Draft, Round
-from .draw import Settings
 from .local import local_devices
-from .plan import LARGEST_COUNT, Drawn, ImageSpec, Workload
+from .pipeline import SamplingSettings
+from .plan import LARGEST_COUNT, Generated, ImageSpec, Workload
 from .scorer import Scorer, load_scorer
 from .verifier import Verifier, is_verifier, load_verifier
 
-# of those that are kept, how many times as many are drawn to the end
+# of those that are kept, how many times as many are generated to the end
 FINISHED = 2
 # prompts whose drafts are looked at early together, of which a run that is cut off loses no more; and what their x0
 # may take of the memory
 GROUP, KEPT_BYTES = 64, 2**29
 
-# draws a workload by settings
-Drawing = Callable[[Workload, Settings], Generator[Drawn, None, None]]
+# generates a workload by settings
+Backend = Callable[[Workload, SamplingSettings], Generator[Generated, None, None]]
 
 
 class Best(NamedTuple):
@@ -100,8 +100,8 @@ def find_best(
     return Best(int(keep), int(of), Path(scorer), after, verifier)
 
 
-def place_scorer(best: Best, settings: Settings, devices: Sequence[str | torch.device] | None) -> Scorer | None:
-    """Return the scorer on the first of `devices`, or the one that this machine would draw on; a verifier is where
+def place_scorer(best: Best, settings: SamplingSettings, devices: Sequence[str | torch.device] | None) -> Scorer | None:
+    """Return the scorer on the first of `devices`, or the one that this machine would generate on; a verifier is where
     drafts are."""
     if best.verifier is not None:
         return None
@@ -125,7 +125,7 @@ def last_look(verifier: Verifier | None, steps: int) -> int:
 def looks_every(after: int, last: int, of: int, finish: int) -> list[tuple[int, int]]:
     """Return the looks at `of` drafts every `after` steps up to the step `last`: the step, and how many go on then.
 
-    Half of them each time, at the last one the `finish` that are drawn to the end.
+    Half of them each time, at the last one the `finish` that are generated to the end.
     """
     found, left = list[tuple[int, int]](), of
     for step in range(after, last + 1, after):
@@ -137,7 +137,7 @@ def looks_every(after: int, last: int, of: int, finish: int) -> list[tuple[int, 
 
 class Rounds:
     """The drafts of a workload, a round after the other: all run some steps, at a look the worse half of each prompt
-    goes, and the others go on from their own steps. Nothing is drawn twice."""
+    goes, and the others go on from their own steps. Nothing is generated twice."""
 
     def __init__(self, workload: Workload, of: int, looks: Sequence[tuple[int, int]], cells: int) -> None:
         """Each prompt has `of` drafts, each of so many `cells` of latents; `looks` are those of `looks_every`."""
@@ -151,7 +151,7 @@ class Rounds:
         self.scores: dict[ImageSpec, float] = {}
 
     def workloads(self) -> Iterator[Workload]:
-        """Yield each round; before the next is asked for, what it has drawn must be in `seen`."""
+        """Yield each round; before the next is asked for, what it has generated must be in `seen`."""
         remaining = self.workload.remaining
         for first in range(0, len(remaining), self.group):
             group, past = remaining[first : first + self.group], dict[ImageSpec, torch.Tensor]()
@@ -184,8 +184,8 @@ def better_of_each_prompt(looks: Iterable[Look], kept: int) -> Iterator[Look]:
         yield from islice(rivals, kept)
 
 
-def draw_best(
-    drawing: Drawing, workload: Workload, settings: Settings, best: Best, scorer: Scorer | None
+def generate_picks(
+    backend: Backend, workload: Workload, settings: SamplingSettings, best: Best, scorer: Scorer | None
 ) -> Generator[Pick, None, None]:
     """Yield the best of each prompt of `workload` that is not done, in the order of their ranks.
 
@@ -205,7 +205,7 @@ def draw_best(
         return float(scorer.score(pixels[None], workload.prompts[image.prompt])[0])
 
     def whole() -> Iterator[tuple[ImageSpec, torch.Tensor]]:
-        for image, result in drawn:
+        for image, result in generated:
             image = rounds.drafts[image.number]
             if not isinstance(result, Draft):
                 yield image, result
@@ -216,21 +216,23 @@ def draw_best(
 
     finished = rounds.looks[-1][1] if rounds.looks else best.of
     settings = settings._replace(verifier=str(best.scorer) if best.verifier else None)
-    with closing(drawing(first._replace(later=later), settings)) as drawn:
+    with closing(backend(first._replace(later=later), settings)) as generated:
         yield from pick_best(whole(), best._replace(of=finished), score)
 
 
 def pick_best(
-    drawn: Iterable[tuple[ImageSpec, torch.Tensor]], best: Best, score_of: Callable[[ImageSpec, torch.Tensor], float]
+    generated: Iterable[tuple[ImageSpec, torch.Tensor]],
+    best: Best,
+    score_of: Callable[[ImageSpec, torch.Tensor], float],
 ) -> Generator[Pick, None, None]:
     """Yield the best of each prompt, in the order of their ranks, when all drafts of the prompt are there.
 
-    `drawn` are the drafts with their pixels, from wherever they were drawn; only the best so far are kept in memory.
-    Of equal scores the lower seed goes first, so the choice does not depend on who drew what.
+    `generated` are the drafts with their pixels, from wherever they were generated; only the best so far are kept in
+    memory. Of equal scores the lower seed goes first, so the choice does not depend on which worker generated what.
     """
     seen: defaultdict[int, int] = defaultdict(int)
     kept: defaultdict[int, list[Pick]] = defaultdict(list)
-    for image, pixels in drawn:
+    for image, pixels in generated:
         rivals = [*kept[image.prompt], Pick(image, pixels, score_of(image, pixels), 0)]
         rivals.sort(key=lambda pick: (-pick.score, pick.image.number))
         kept[image.prompt] = rivals[: best.keep]
@@ -240,7 +242,7 @@ def pick_best(
 
 
 def without_finished(workload: Workload, best: Best) -> Workload:
-    """Return `workload` without the drafts of prompts whose best are done; of the others all are drawn again."""
+    """Return `workload` without the drafts of prompts whose best are done; of the others all are generated again."""
     finished = [0] * len(workload.prompts)
     for image in workload.images:
         finished[image.prompt] += image.number in workload.done

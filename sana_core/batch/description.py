@@ -6,14 +6,16 @@ from pathlib import Path
 
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import OnBytes, fingerprint
-from .draw import Settings
+from .pipeline import SamplingSettings
 
 # of the description; a higher one where the same words mean other images
 VERSION = 2
 
 
-def describe_settings(settings: Settings, checkpoint: str | Path, progress: OnBytes = lambda done, total: None) -> Json:
-    """Return all that an image depends on besides prompt and seed. `compiled` only changes how fast it is drawn,
+def describe_settings(
+    settings: SamplingSettings, checkpoint: str | Path, progress: OnBytes = lambda done, total: None
+) -> Json:
+    """Return all that an image depends on besides prompt and seed. `compiled` only changes how fast it is generated,
     and `verifier` which are.
 
     `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises

@@ -13,8 +13,8 @@ from ..checkpoints.load import config_of
 from ..errors import InputError
 from ..model.forward import longest_prompt
 from ..model.known_models import MAX_TOKENS, SPRINT
-from .draw import Settings, encode_negative, load_encoder
 from .local import local_devices
+from .pipeline import SamplingSettings, encode_negative, load_encoder
 from .plan import Embedding
 
 
@@ -49,7 +49,7 @@ class Embeds(NamedTuple):
 
 
 def encoded_prompts(
-    embeds: Embeds, settings: Settings, checkpoint: str | Path, devices: Sequence[str | torch.device] | None
+    embeds: Embeds, settings: SamplingSettings, checkpoint: str | Path, devices: Sequence[str | torch.device] | None
 ) -> tuple[Mapping[str, Embedding], Embedding]:
     """Return the prompts of `embeds` by a name for each, and the negative one, all on the CPU.
 

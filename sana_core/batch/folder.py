@@ -36,11 +36,11 @@ class OutputFolder:
         self.held, self.path, self.prompts, self.settings = held, held.folder, prompts, settings
         self.entries: dict[str, Json] = {}
         self.claims: list[list[int]] = []  # of each run: prompts, first seed, images of each prompt
-        self.manifest = stamp(self.path / MANIFEST)
+        self.manifest = file_stat(self.path / MANIFEST)
         self.rewrite = 0.0
 
     def find_done(self, images: Sequence[ImageSpec]) -> frozenset[int]:
-        """Return the numbers of the images that are here whole, as they would be drawn now.
+        """Return the numbers of the images that are here whole, as they would be generated now.
 
         What is left of an image of ours after a power cut is removed. Raises InputError for images of other settings
         or prompts, and for a file that is not ours under a name that this batch would use.
@@ -76,7 +76,7 @@ class OutputFolder:
         return frozenset(done)
 
     def another(self, file: Path, entry: Json, settings: Json, prompt: str | None = None) -> InputError:
-        """Return the error for an image that differs from what would be drawn, with the first such thing."""
+        """Return the error for an image that differs from what would be generated, with the first such thing."""
         changed = [name for name, value in self.settings.items() if settings.get(name) != value]
         what = f"{changed[0]} {settings.get(changed[0])!r:.40}" if changed else "unknown"
         if "version" in changed:
@@ -86,7 +86,7 @@ class OutputFolder:
         return InputError(f"out: {file} is of another prompt or other settings ({what}); choose another folder")
 
     def is_claimed(self, image: ImageSpec) -> bool:
-        """Whether an earlier run had this image to draw, and so found its name free."""
+        """Whether an earlier run had this image to generate, and so found its name free."""
         return any(
             image.prompt < prompts and (image.seed - seed) % (LARGEST_SEED + 1) < count
             for prompts, seed, count in self.claims
@@ -116,13 +116,13 @@ class OutputFolder:
         """
         self.held.check()
         started, path = time.monotonic(), self.path / MANIFEST
-        if stamp(path) not in (None, self.manifest):
+        if file_stat(path) not in (None, self.manifest):
             raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command resumes")
         sync_folder(self.path)
         document = {"settings": self.settings, "claims": self.claims, "pictures": dict(sorted(self.entries.items()))}
         write_whole(path, json.dumps(document, indent=1).encode(), self.held.run, replace=True)
         sync_folder(self.path)
-        self.manifest = stamp(path)
+        self.manifest = file_stat(path)
         now = time.monotonic()
         self.rewrite = now + max(MANIFEST_INTERVAL, MANIFEST_PAUSE * (now - started))
 
@@ -152,7 +152,7 @@ def read_manifest(folder: Path) -> Json:
     return {"settings": settings, "claims": claims, "pictures": images}
 
 
-def stamp(path: Path) -> tuple[int, int, int] | None:
+def file_stat(path: Path) -> tuple[int, int, int] | None:
     """Return what tells a file from one that was put in its place, None where there is none."""
     try:
         status = path.stat()

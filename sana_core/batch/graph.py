@@ -1,4 +1,4 @@
-"""An image of a batch as ComfyUI's graph: dropped on the canvas, its PNG brings back the nodes that draw it again."""
+"""An image of a batch as ComfyUI's graph: dropped on the canvas, its PNG brings back the nodes that generate it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ ENTRY = "prompt"
 # the folder of the demo model, which SANA Loader lists with a remark
 BUNDLED = "sana-posters"
 
-# no input, but a widget of the canvas: so the next Run draws the same image and not that of another seed
+# no input, but a widget of the canvas: so the next Run generates the same image and not that of another seed
 FIXED = {"control_after_generate": "fixed"}
 
 Link = list[str | int]
 
 
 def graph_of(prompt: str, seed: int, settings: Json, checkpoint: str) -> dict[str, Json]:
-    """Return the graph, in ComfyUI's API format, that draws an image with `settings`, those of a manifest.
+    """Return the graph, in ComfyUI's API format, that generates an image with `settings`, those of a manifest.
 
     Its loader has the name of `checkpoint` as ComfyUI lists it in models/diffusers or models/checkpoints.
     """

@@ -21,20 +21,20 @@ from ..runtime.accelerator import current_accelerator, is_driver_error, is_out_o
 from ..runtime.cancellation import Poll, no_poll
 from ..sampling.trail import WHOLE, Draft
 from .batch_size import has_room_for_encoder, largest_chunk
-from .draw import (
+from .loop import GRACE, Outcome, run_batch
+from .pipeline import (
     Conditioning,
     Embedding,
     Models,
-    Settings,
-    draw,
+    SamplingSettings,
     embeddings_of,
     encode_texts,
+    generate_chunk,
     load_encoder,
     load_models,
     resolve_settings,
 )
-from .loop import GRACE, Outcome, run_batch
-from .plan import Chunk, Drawn, Workload
+from .plan import Chunk, Generated, Workload
 from .progress import WorkerReport
 from .queue import Queue
 from .windows import check_prompts, first_window, prompts_of, windows
@@ -42,7 +42,7 @@ from .windows import check_prompts, first_window, prompts_of, windows
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-Draw = Callable[[Chunk], Sequence[R]]
+GenerateChunk = Callable[[Chunk], Sequence[R]]
 # seconds between two looks at who hangs, and two polls
 POLL_INTERVAL = 0.2
 # how long the end waits for a thread to notice the cancel
@@ -56,9 +56,9 @@ class Cancelled(Exception):
 class LocalPool(Generic[R]):
     """One thread for each of `devices`, which may name a device twice.
 
-    `prepare(device, poll)` is called in the thread, one thread at a time, and returns what draws a chunk there. That
-    must call `poll`, which raises once the batch has ended, every step. A device that fails with an error of its own
-    is left out from then on. `cancel`, polled by whoever waits, ends the wait by raising.
+    `prepare(device, poll)` is called in the thread, one thread at a time, and returns what generates a chunk there.
+    That must call `poll`, which raises once the batch has ended, every step. A device that fails with an error of its
+    own is left out from then on. `cancel`, polled by whoever waits, ends the wait by raising.
     """
 
     depth = 1
@@ -66,7 +66,7 @@ class LocalPool(Generic[R]):
     def __init__(
         self,
         devices: Sequence[torch.device],
-        prepare: Callable[[torch.device, Poll], Draw[R]],
+        prepare: Callable[[torch.device, Poll], GenerateChunk[R]],
         cancel: Poll = no_poll,
     ) -> None:
         self.prepare, self.cancel = prepare, cancel
@@ -102,20 +102,20 @@ class LocalPool(Generic[R]):
                 torch.set_num_threads(cores)
             with self.loading:
                 self.poll()
-                draw_chunk = self.prepare(device, self.poll)
+                generate = self.prepare(device, self.poll)
             while (taken := inbox.get()) is not None:
                 chunk = taken
                 self.poll()
-                self.outcomes.put(self.attempt(name, chunk, draw_chunk))
+                self.outcomes.put(self.attempt(name, chunk, generate))
         except Cancelled:
             pass
         except BaseException as error:
             self.outcomes.put(Outcome(name, chunk, error=error))
 
-    def attempt(self, name: str, chunk: Chunk, draw_chunk: Draw[R]) -> Outcome[R]:
-        """Draw `chunk`; memory that runs out is an outcome like any other."""
+    def attempt(self, name: str, chunk: Chunk, generate: GenerateChunk[R]) -> Outcome[R]:
+        """Generate `chunk`; memory that runs out is an outcome like any other."""
         try:
-            return Outcome(name, chunk, draw_chunk(chunk))
+            return Outcome(name, chunk, generate(chunk))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -147,7 +147,7 @@ class LocalPool(Generic[R]):
         return [outcome]
 
     def drop(self, worker: str, reason: BaseException) -> None:
-        """Leave `worker` out; its thread ends when it notices, and what it still draws is taken."""
+        """Leave `worker` out; its thread ends when it notices, and what it still generates is taken."""
         logger.error("batch: %s is left out: %s", worker, reason)
         self.reason = reason
         self.inboxes.pop(worker).put(None)
@@ -202,10 +202,10 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
     return found
 
 
-class LocalDrawing:
-    """What the threads of `draw_local` share: the models on each device, and the prompts that are encoded now."""
+class LocalGeneration:
+    """What the threads of `generate_local` share: the models on each device, and the prompts that are encoded now."""
 
-    def __init__(self, workload: Workload, checkpoint: str | Path, settings: Settings) -> None:
+    def __init__(self, workload: Workload, checkpoint: str | Path, settings: SamplingSettings) -> None:
         self.prompts, self.checkpoint, self.settings = workload.prompts, checkpoint, settings
         self.inputs = workload.inputs
         self.models: dict[torch.device, Models] = {}
@@ -234,40 +234,41 @@ class LocalDrawing:
                 self.models[device] = load_models(self.checkpoint, device, self.settings, self.checkpoint)
             return self.models[device]
 
-    def prepare(self, device: torch.device, poll: Poll) -> Draw[torch.Tensor | Draft]:
-        """Return what draws a chunk on `device`, its models loaded."""
+    def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[torch.Tensor | Draft]:
+        """Return what generates a chunk on `device`, its models loaded."""
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
         self.models_on(device)
 
-        def draw_chunk(chunk: Chunk) -> Sequence[torch.Tensor | Draft]:
+        def generate(chunk: Chunk) -> Sequence[torch.Tensor | Draft]:
             (texts, negative), own_round = self.encoded, self.round
             late = any(self.prompts[image.prompt] not in texts for image in chunk)
             if late or (own_round.past and chunk[0].number not in own_round.past):
-                # a copy that is late by a window or a round: others have drawn all of it, and nobody will look at it
+                # a copy that is late by a window or a round: others have generated all of it, and nobody will look at
+                # it
                 return [torch.empty(0)] * len(chunk)
             assert negative is not None
             own = Conditioning(embeddings_of(chunk, self.prompts, texts), negative)
-            return draw(self.models_on(device), self.settings, chunk, own, poll, own_round, self.inputs)
+            return generate_chunk(self.models_on(device), self.settings, chunk, own, poll, own_round, self.inputs)
 
-        return draw_chunk
+        return generate
 
 
-def draw_local(
+def generate_local(
     workload: Workload,
     checkpoint: str | Path,
-    settings: Settings,
+    settings: SamplingSettings,
     devices: Sequence[str | torch.device] | None = None,
     grace: float = GRACE,
     report: WorkerReport | None = None,
-) -> Generator[Drawn, None, None]:
+) -> Generator[Generated, None, None]:
     """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], as they finish, or of a round that ends
     before the last step its Draft.
 
     The prompts are encoded some at a time, on the first device, where the text encoder is only meanwhile: before the
     models, and later beside them, or in their place where memory is short. A chunk is thought to hang after `grace`
     seconds at the earliest. Closing the iterator stops all devices within a step. `report` shows who
-    draws.
+    generates.
 
     Raises InputError for prompts that no encoding can carry, settings out of range and devices that are not there;
     CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded.
@@ -280,18 +281,18 @@ def draw_local(
     settings = resolve_settings(settings, checkpoint)
     queue = Queue()
     if report is not None:
-        report.drawn = queue.drawn
-    drawing = LocalDrawing(workload, checkpoint, settings)
+        report.finished = queue.finished
+    generation = LocalGeneration(workload, checkpoint, settings)
     pool: LocalPool[torch.Tensor | Draft] | None = None
     with ExitStack() as stack:
         for each in chain((workload,), workload.later):
             chunks = each.split(settings.width, settings.height, len(found))
             for window in windows(chunks, first_window(found[0])):
-                drawing.encode(window, found[0])
-                drawing.round = each.round
+                generation.encode(window, found[0])
+                generation.round = each.round
                 if pool is None:
                     fitting = [largest_chunk(checkpoint, settings, device) for device in found if not workload.chunk]
-                    pool = stack.enter_context(closing(LocalPool(found, drawing.prepare)))
+                    pool = stack.enter_context(closing(LocalPool(found, generation.prepare)))
                     if report is not None:
                         report.ready = pool.inboxes
                     queue.limits.update(zip(pool.inboxes, fitting, strict=False))

@@ -37,7 +37,7 @@ class Pool(Protocol[R]):
         """Return who can take chunks now. Raises where nobody is left, and nobody will come."""
 
     def submit(self, worker: str, chunk: Chunk) -> None:
-        """Let `worker` draw `chunk`, after those that it has."""
+        """Let `worker` generate `chunk`, after those that it has."""
 
     def wait(self) -> list[Outcome[R]]:
         """Return what has ended, after a short time also nothing."""
@@ -52,8 +52,8 @@ class Pool(Protocol[R]):
 def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[ImageSpec, R]]:
     """Yield each image of `queue` once, with its result, as they finish.
 
-    A chunk for which memory ran out is drawn in halves, one whose worker died or hangs by another worker. Raises what
-    a worker raised otherwise, ChunkLostError, and what the pool raises when no worker is left.
+    A chunk for which memory ran out is generated in halves, one whose worker died or hangs by another worker. Raises
+    what a worker raised otherwise, ChunkLostError, and what the pool raises when no worker is left.
     """
     while queue.missing:
         workers = pool.workers()

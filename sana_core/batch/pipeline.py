@@ -30,7 +30,7 @@ from ..sampling.masked import start_from_image
 from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_sigmas, sampler_kwargs
 from ..sampling.schedules import check_steps, shift_sigmas
 from ..sampling.trail import WHOLE, Draft, Round
-from .plan import NO_IMAGES, Chunk, Embedding, ImageInputs, Step, drawn_together
+from .plan import NO_IMAGES, Chunk, Embedding, ImageInputs, Step, sampled_together
 from .verifier import Verifier, check_verifier, load_verifier
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 LARGEST_STRENGTH = 100.0
 
 
-class Settings(NamedTuple):
-    """How images are drawn, besides prompt and seed. None is what the model's authors use: 20 steps, guidance 4.5 and
-    flow_dpmpp_2m, or SANA-Sprint's.
+class SamplingSettings(NamedTuple):
+    """How images are generated, besides prompt and seed. None is what the model's authors use: 20 steps, guidance 4.5
+    and flow_dpmpp_2m, or SANA-Sprint's.
 
     Perturbed attention of `pag_scale` acts in `pag_blocks`, like "8"; guidance acts from the first share of
     `guidance_interval` of the sampling to the second. `reference` is whose arithmetic is followed where NVIDIA's code
@@ -74,7 +74,7 @@ class Settings(NamedTuple):
     fp8: bool = False
 
 
-def resolve_settings(settings: Settings, checkpoint: str | Path) -> Settings:
+def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> SamplingSettings:
     """Return the settings with the defaults of the checkpoint's model in place of None; only headers are read.
 
     Raises InputError for a size that is not a multiple of 32, numbers out of range, a sampler that is not for the
@@ -173,7 +173,7 @@ class Models(NamedTuple):
 def load_models(
     checkpoint: str | Path,
     device: torch.device,
-    settings: Settings,
+    settings: SamplingSettings,
     autoencoder: str | Path | None = None,
     resolution: int | None = None,
 ) -> Models:
@@ -214,7 +214,7 @@ class Conditioning(NamedTuple):
 @torch.no_grad()
 def sample(
     models: Models,
-    settings: Settings,
+    settings: SamplingSettings,
     chunk: Chunk,
     prompts: Conditioning,
     poll: Poll = no_poll,
@@ -228,7 +228,7 @@ def sample(
     """
     transformer = models.transformer
     # what a step may leave out is decided for a whole batch
-    parts = [(image,) for image in chunk] if settings.step_cache else drawn_together(chunk, transformer.device)
+    parts = [(image,) for image in chunk] if settings.step_cache else sampled_together(chunk, transformer.device)
     if len(parts) > 1:
         return sample_apart(models, settings, parts, prompts, poll, images)
     assert settings.sampler is not None and settings.steps is not None
@@ -261,7 +261,7 @@ def sample(
 
 
 def guided(
-    models: Models, settings: Settings, prompts: Conditioning, images: ImageInputs, sharded: ShardedModel | None
+    models: Models, settings: SamplingSettings, prompts: Conditioning, images: ImageInputs, sharded: ShardedModel | None
 ) -> Denoiser:
     """Return the denoiser of `sample`, with its guidance."""
     assert settings.sampler is not None and settings.guidance is not None
@@ -270,9 +270,9 @@ def guided(
     perturbed = None
     if settings.pag_scale:
         perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
-    watch = images.trail.watch if images.trail else None
+    capture = images.trail.capture if images.trail else None
     return denoiser(
-        sharded or ControlledModel(transformer, images.control, watch, cache, settings.compiled),
+        sharded or ControlledModel(transformer, images.control, capture, cache, settings.compiled),
         stack_texts(prompts.texts),
         stack_texts([prompts.negative]),
         settings.guidance,
@@ -284,21 +284,21 @@ def guided(
 
 def sample_apart(
     models: Models,
-    settings: Settings,
+    settings: SamplingSettings,
     parts: Sequence[Chunk],
     prompts: Conditioning,
     poll: Poll,
     images: ImageInputs,
 ) -> torch.Tensor:
     """Return what `sample` makes of the `parts` of a chunk, one after another."""
-    own, drawn, control = iter(prompts.texts), [], images.control
+    own, generated, control = iter(prompts.texts), [], images.control
     for number, part in enumerate(parts):
         if control is not None and len(control.latents) > 1:
             first = sum(map(len, parts[:number]))
             images = images._replace(control=control._replace(latents=control.latents[first : first + len(part)]))
         texts = prompts._replace(texts=list(islice(own, len(part))))
-        drawn.append(sample(models, settings, part, texts, poll, images))
-    return torch.cat(drawn)
+        generated.append(sample(models, settings, part, texts, poll, images))
+    return torch.cat(generated)
 
 
 @torch.no_grad()
@@ -323,9 +323,9 @@ def decode(
     return images
 
 
-def draw(
+def generate_chunk(
     models: Models,
-    settings: Settings,
+    settings: SamplingSettings,
     chunk: Chunk,
     prompts: Conditioning,
     poll: Poll = no_poll,
@@ -336,22 +336,22 @@ def draw(
     assert models.autoencoder is not None and settings.steps is not None
     if round is WHOLE:
         return [*decode(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)]
-    own, drawn = iter(prompts.texts), list[torch.Tensor | Draft]()
+    own, generated = iter(prompts.texts), list[torch.Tensor | Draft]()
     block = models.verifier.shape.block if models.verifier else None
-    for part in drawn_together(chunk, models.transformer.device):
+    for part in sampled_together(chunk, models.transformer.device):
         trail = round.trail([image.number for image in part], settings.steps, block)
         texts = prompts._replace(texts=list(islice(own, len(part))))
         latents = sample(models, settings, part, texts, poll, images._replace(trail=trail))
         if round.until is None:
-            drawn += decode(models.autoencoder, latents, poll)
+            generated += decode(models.autoencoder, latents, poll)
         else:
             x0s = torch.stack(trail.x0s, 1).cpu()
-            if models.verifier is None or trail.watch is None:
-                drawn += map(Draft, x0s, decode(models.autoencoder, trail.x0s[-1], poll))
+            if models.verifier is None or trail.capture is None:
+                generated += map(Draft, x0s, decode(models.autoencoder, trail.x0s[-1], poll))
             else:
-                scores = models.verifier.score(trail.watch.states, *stack_texts(texts.texts))
-                drawn += [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
-    return drawn
+                scores = models.verifier.score(trail.capture.states, *stack_texts(texts.texts))
+                generated += [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
+    return generated
 
 
 def embeddings_of(chunk: Chunk, prompts: Sequence[str], texts: Mapping[str, Embedding]) -> list[Embedding]:

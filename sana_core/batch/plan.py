@@ -35,7 +35,7 @@ Chunk = tuple[ImageSpec, ...]
 # embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
 Embedding = tuple[torch.Tensor, torch.Tensor]
 # an image that is there: its pixels [3, H, W] in [-1, 1], its PNG file, the digest of that, or of a draft its Draft
-Drawn = tuple[ImageSpec, Any]
+Generated = tuple[ImageSpec, Any]
 
 
 def batch_images(prompts: int, count: int, seed: int) -> list[ImageSpec]:
@@ -57,14 +57,15 @@ def batch_images(prompts: int, count: int, seed: int) -> list[ImageSpec]:
 def split_into_chunks(images: Iterable[ImageSpec], size: int) -> list[Chunk]:
     """Return the images in chunks of at most `size`. Raises InputError for a size below 1.
 
-    Where a chunk begins depends on the number alone, so that what is drawn together does not depend on what is done.
+    Where a chunk begins depends on the number alone, so that what is generated together does not depend on what is
+    done.
     """
     check_whole("chunk", size, 1, LARGEST_COUNT)
     return [tuple(group) for _, group in groupby(images, key=lambda image: image.number // int(size))]
 
 
 def default_chunk_size(width: int, height: int, images: int, workers: int) -> int:
-    """Return how many images of `width` x `height` pixels a worker should draw at once.
+    """Return how many images of `width` x `height` pixels a worker should generate at once.
 
     As many as keep it busy, but few enough that several workers share `images` out evenly. It is a start: a worker
     whose memory runs out halves it.
@@ -73,17 +74,17 @@ def default_chunk_size(width: int, height: int, images: int, workers: int) -> in
     return busy if workers == 1 else max(1, min(busy, -(-images // (ROUNDS * workers))))
 
 
-def draws_one_by_one(device: torch.device) -> bool:
-    """Whether `device` draws the images of a chunk one after another.
+def samples_one_by_one(device: torch.device) -> bool:
+    """Whether `device` generates the images of a chunk one after another.
 
     A CPU gains little from a batch, and one by one the images have the same bits in any chunk.
     """
     return device.type == "cpu"
 
 
-def drawn_together(chunk: Chunk, device: torch.device) -> list[Chunk]:
-    """Return the parts of `chunk` that `device` draws as one batch."""
-    return [(image,) for image in chunk] if draws_one_by_one(device) else [chunk]
+def sampled_together(chunk: Chunk, device: torch.device) -> list[Chunk]:
+    """Return the parts of `chunk` that `device` generates as one batch."""
+    return [(image,) for image in chunk] if samples_one_by_one(device) else [chunk]
 
 
 class Step(NamedTuple):
@@ -97,8 +98,8 @@ class Step(NamedTuple):
 
 
 class ImageInputs(NamedTuple):
-    """What a chunk is generated from besides its prompts: the image of a ControlNet, one for all or one for each; what
-    each is drawn over; the steps so far, of images that are sampled together; and by the number of the image
+    """What a chunk is generated from besides its prompts: the image of a ControlNet, one for all or one for each; the
+    image that each begins with; the steps so far, of images that are sampled together; and by the number of the image
     the `latents` [N, 32, h, w] to begin with, instead of the seed's noise. `callback` is called after each step."""
 
     control: Control | None = None
@@ -114,10 +115,10 @@ NO_IMAGES = ImageInputs()
 class Workload(NamedTuple):
     """The images of a run: all but those whose number is in `done`, `chunk` at once on a worker, None for what suits.
 
-    `prompts` are text, or encoded where the workers get them so. Of images that are drawn in rounds, `round` is this
-    one, and `later` gives the following ones of the same prompts when all of this is drawn, with numbers of their own.
-    `encoded` are all prompts and the negative one where they come encoded, and `inputs` what the images are generated
-    from besides; both are for devices of this machine.
+    `prompts` are text, or encoded where the workers get them so. Of images that are generated in rounds, `round` is
+    this one, and `later` gives the following ones of the same prompts when all of this is generated, with numbers of
+    their own. `encoded` are all prompts and the negative one where they come encoded, and `inputs` what the images are
+    generated from besides; both are for devices of this machine.
     """
 
     prompts: Sequence[Any]

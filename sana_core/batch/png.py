@@ -44,7 +44,7 @@ def encode_png(
 ) -> bytes:
     """Return the image [3, H, W] in [-1, 1] as a PNG that says what it is, and `more` besides.
 
-    With the `checkpoint` that drew it, the PNG also has ComfyUI's graph for it.
+    With its `checkpoint`, the PNG also has ComfyUI's graph for it.
     """
     from PIL import Image, PngImagePlugin
 
@@ -87,8 +87,8 @@ def is_damaged(data: bytes) -> bool:
 def write_image(path: Path, png: bytes, parts: Path) -> str:
     """Write what `encode_png` returned, by way of the folder `parts`, and return the digest of the file.
 
-    Where the same image is there already, as when two machines drew it, it stays, and its digest is returned. Raises
-    FileExistsError for another file, and OSError.
+    Where the same image is there already, as when two machines generated it, it stays, and its digest is returned.
+    Raises FileExistsError for another file, and OSError.
     """
     try:
         write_whole(path, png, parts)

@@ -18,7 +18,7 @@ class WorkerReport:
     """Who makes the images of a run, live while it runs: how many each has made, who is ready now, on which machine
     each is, and why machines were left out."""
 
-    drawn: Mapping[str, int] = field(default_factory=dict)
+    finished: Mapping[str, int] = field(default_factory=dict)
     ready: Collection[str] = ()
     machines: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, Exception] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Who draws what: one queue of chunks, from which each worker takes the next when it is free.
+"""Who generates what: one queue of chunks, from which each worker takes the next when it is free.
 
 Pure: it starts nothing, waits for nothing and reads no clock. Threads, Ray and the simulation are driven by it.
 """
@@ -46,7 +46,7 @@ class Queue:
         self.strikes: Counter[str] = Counter()
         self.losses: Counter[Chunk] = Counter()
         self.pace: dict[str, float] = {}  # seconds an image
-        self.drawn: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Queue more chunks behind those that are there."""
@@ -81,7 +81,7 @@ class Queue:
         return chunk
 
     def latest(self, worker: str, now: float) -> Chunk | None:
-        """Return the chunk that would come last and that `worker` would draw sooner, None if there is none."""
+        """Return the chunk that would come last and that `worker` would generate sooner, None if there is none."""
         if not self.pace:
             return None
         usual = max(self.pace.values())
@@ -92,7 +92,7 @@ class Queue:
             left = 0.0
             for flight in flights:
                 expected = pace * len(flight.chunk)
-                # one that is late by some time will hardly come sooner than after that time again
+                # an overdue chunk is expected to need as long again as it is late
                 left += expected if flight.started is None else abs(expected - (now - flight.started))
                 own = self.pace.get(worker, usual) * len(flight.chunk)
                 fits = len(flight.chunk) <= self.limits.get(worker, len(flight.chunk))
@@ -115,7 +115,7 @@ class Queue:
         return None if flight.started is None else now - flight.started
 
     def finish(self, worker: str, chunk: Chunk, now: float) -> list[ImageSpec]:
-        """Note that `worker` has drawn `chunk`. Return the images that nobody had drawn before."""
+        """Note that `worker` has generated `chunk`. Return the images that nobody had generated before."""
         seconds = self.complete(worker, chunk, now)
         if seconds is not None:
             pace = seconds / len(chunk)
@@ -123,7 +123,7 @@ class Queue:
         self.strikes[worker] = 0
         fresh = [image for image in chunk if image.number in self.missing]
         self.missing.difference_update(image.number for image in fresh)
-        self.drawn[worker] += len(fresh)
+        self.finished[worker] += len(fresh)
         return fresh
 
     def halve(self, worker: str, chunk: Chunk, now: float) -> bool:

@@ -27,14 +27,14 @@ def check_prompts(prompts: Iterable[str]) -> None:
 
 
 def first_window(device: torch.device) -> int:
-    """Return how many prompts `device` encodes before it draws."""
+    """Return how many prompts `device` encodes before it generates."""
     return FIRST_ON_CPU if device.type == "cpu" else FIRST
 
 
 def windows(chunks: Iterable[Chunk], first: int) -> Iterator[list[Chunk]]:
     """Yield the chunks in their order, `first` prompts at a time, then twice as many, and so on up to 512.
 
-    A chunk is never divided, so what is drawn together does not depend on the windows.
+    A chunk is never divided, so what is generated together does not depend on the windows.
     """
     limit, seen = first, set[int]()
     window: list[Chunk] = []

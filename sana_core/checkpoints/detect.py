@@ -314,7 +314,7 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
         return "transformer", "diffusers", same
     if {"blocks.0.cross_attn.q_linear.weight", "blocks.0.mlp.point_conv.conv.weight"} <= names:
         return "transformer", "original", transformer_origins(names)
-    # of all DC-AEs, SANA's alone have attention in two scales
+    # only SANA's DC-AEs have attention in two scales
     if "decoder.conv_in.weight" in names and any(name.endswith("to_qkv_multiscale.0.proj_in.weight") for name in names):
         return "autoencoder", "diffusers", same
     if "decoder.project_in.main.conv.weight" in names and any(name.endswith(".aggreg.0.0.weight") for name in names):

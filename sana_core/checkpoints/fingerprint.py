@@ -100,7 +100,7 @@ def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) 
     missing = sorted(files - digests.keys())
     done, total = 0, sum(file.stat().st_size for file in missing)
     for file in missing:
-        before = stamp(file)
+        before = file_stat(file)
 
         def read(count: int) -> None:
             nonlocal done
@@ -108,14 +108,14 @@ def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) 
             progress(done, total)
 
         digests[file] = digest_file(file, read)
-        if stamp(file) != before:
+        if file_stat(file) != before:
             raise ReadError(f"{file}: was written while it was read; wait until it is whole")
         if before[0] >= KEPT:
             keep(kept_path(file, kept), before, digests[file])
     return digests
 
 
-def stamp(file: Path) -> list[int]:
+def file_stat(file: Path) -> list[int]:
     """Return what a file that was changed or replaced has otherwise: size, times of the last changes, number."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
@@ -132,12 +132,12 @@ def read_kept(file: Path, path: Path) -> str | None:
     """Return the digest of the file as it is now that is kept at `path`, None where there is none."""
     try:
         document = json.loads(path.read_bytes())
-        return str(document["sha256"]) if document["stamp"] == stamp(file) else None
+        return str(document["sha256"]) if document["stamp"] == file_stat(file) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def keep(path: Path, stamped: list[int], digest: str) -> None:
+def keep(path: Path, stat: list[int], digest: str) -> None:
     """Keep the digest at `path`, where no file of others is; a folder that cannot be written makes the next run read
     the file again."""
     with suppress(OSError):
@@ -146,6 +146,6 @@ def keep(path: Path, stamped: list[int], digest: str) -> None:
             return
         try:
             # not by way of another file: a process that is killed here leaves half of this one, which is read as none
-            path.write_text(json.dumps({"stamp": stamped, "sha256": digest}))
+            path.write_text(json.dumps({"stamp": stat, "sha256": digest}))
         except OSError:
             path.unlink(missing_ok=True)

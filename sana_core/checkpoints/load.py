@@ -149,7 +149,7 @@ def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str
     scheduler in its diffusers folder or of a saved MODEL, else the released model's.
 
     `info` is as `inspect_checkpoint` returns it. A chosen `resolution` in pixels decides instead, and a chosen
-    `reference` where it draws the released model with another shift than the file's own.
+    `reference` where it generates the released model with another shift than the file's own.
     """
     part = find_transformer(info)
     pixels = resolution or part.resolution or DEFAULT_RESOLUTION
@@ -172,8 +172,8 @@ def text_reference(info: CheckpointInfo, reference: str = AUTO) -> str:
     """
     check_reference(reference, READINGS)
     own = (info.reference or NVIDIA) if reference == AUTO else reference
-    draws_videos = any(part.kind == "video_transformer" for part in info.parts)
-    return DIFFUSERS_VIDEO if draws_videos and own == DIFFUSERS else own
+    makes_videos = any(part.kind == "video_transformer" for part in info.parts)
+    return DIFFUSERS_VIDEO if makes_videos and own == DIFFUSERS else own
 
 
 def latent_scale(info: CheckpointInfo) -> float:

@@ -1,4 +1,4 @@
-"""The adapter in a LoRA's file, as every way of drawing reads it, and training that begins there."""
+"""The adapter in a LoRA's file, as every way of generating reads it, and training that begins there."""
 
 from __future__ import annotations
 
@@ -299,6 +299,6 @@ def reference_note(name: str, metadata: Mapping[str, str], reference: str) -> st
     if trained not in RULES or trained == reference:
         return ""
     return (
-        f"{name}: trained with reference {trained}, but the model follows {reference}, which draws others; "
+        f"{name}: trained with reference {trained}, but the model follows {reference}, which generates other images; "
         f"choose {trained}"
     )

@@ -48,7 +48,7 @@ class Actor:
         self.warnings = BufferingHandler(1000)
         self.warnings.setLevel(logging.WARNING)
         logging.getLogger(PACKAGE).addHandler(self.warnings)
-        self.images = metrics.Counter("sana_pictures", description="images drawn")
+        self.images = metrics.Counter("sana_pictures", description="images generated")
         self.failures = metrics.Counter("sana_failures", description="chunks that ended with an error")
         self.seconds = metrics.Histogram(
             "sana_seconds_per_picture", description="seconds for an image", boundaries=BOUNDARIES
@@ -66,7 +66,7 @@ class Actor:
     def call(self, method: str, arguments: bytes, *weights: bytes) -> bytes:
         """Return what the method of that name makes, how it failed, why, and what was warned of meanwhile.
 
-        It is one of the worker's, or `prepare` or `draw`.
+        It is one of the worker's, or `prepare` or `generate`.
         """
         result, failure, reason = None, "", ""
         try:
@@ -89,17 +89,17 @@ class Actor:
             self.worker = worker
         return self.worker.begin(job)
 
-    def draw(self, chunk: list[object], prompts: list[object], *round: object) -> list[object]:
+    def generate(self, chunk: list[object], prompts: list[object], *round: object) -> list[object]:
         """Return the images of a chunk."""
         started = time.monotonic()
         try:
-            drawn = self.worker.draw(chunk, prompts, *round)
+            images = self.worker.generate(chunk, prompts, *round)
         except BaseException:
             self.failures.inc()
             raise
         self.images.inc(len(chunk))
         self.seconds.observe((time.monotonic() - started) / len(chunk))
-        return drawn
+        return images
 
 
 def actor_class() -> Any:

@@ -31,7 +31,7 @@ class ActorHandle:
 
 @dataclass
 class ActorCache:
-    """Actors that have all loaded the same, between the runs that they draw for.
+    """Actors that have all loaded the same, between the runs that they generate for.
 
     `changed` are the weights of the transformer that are not those of the file, as Ray's references, by name.
     """

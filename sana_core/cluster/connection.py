@@ -39,7 +39,7 @@ class ClientContext(Protocol):
 
 
 class ClusterSettings(NamedTuple):
-    """Which Ray cluster draws, with how much of it, and how long a run waits for it.
+    """Which Ray cluster generates, with how much of it, and how long a run waits for it.
 
     A run takes at most `gpus` GPUs, all without it, and each of its processes asks Ray for `gpus_per_worker` and for
     the custom `resources`, amounts by name. No chunk is thought to hang before `grace` seconds; `wait` are those for a

@@ -1,4 +1,4 @@
-"""The actors of a run: where Ray has placed them, which are ready, and which machines cannot draw.
+"""The actors of a run: where Ray has placed them, which are ready, and which machines cannot generate.
 
 A pool asks each machine for an actor on each of its GPUs, so that one that cannot start any is known by name, and asks
 for some more besides, so that the cluster's autoscaler sees what is wanted. An actor that dies is replaced.
@@ -46,7 +46,7 @@ class Pool:
         self.actors: dict[str, ActorHandle] = {}  # those that are ready, by name
         self.pings: dict[Hashable, ActorHandle] = {}  # by the call of answer
         self.loaded: dict[str, int] = {}  # how many images at once each has memory for
-        self.refused: dict[str, ClusterError] = {}  # nodes that cannot draw
+        self.refused: dict[str, ClusterError] = {}  # nodes that cannot generate
         self.failures: dict[str, tuple[int, float]] = {}  # starts that failed on a node in a row, and the last
         self.min_actors = 2 if together else 1  # actors that the work can begin with, or go on
         self.warned: set[str] = set()
@@ -332,7 +332,7 @@ class Pool:
                 logger.warning("cluster: %s: %s", self.machine(actor.node_id), reason)
 
     def refuse(self, actor: ActorHandle, cause: BaseException) -> None:
-        """Leave the actor's machine out: it is well, but cannot draw, and another try there would end the same."""
+        """Leave the actor's machine out: it is well, but cannot generate, and another try there would end the same."""
         name = actor.name or self.machine(actor.node_id)
         if actor.node_id not in self.refused:
             self.refused[actor.node_id] = with_name(name, cause)

@@ -1,4 +1,4 @@
-"""A process that stays, as a server does, and draws on a Ray cluster now and then.
+"""A process that stays, as a server does, and generates on a Ray cluster now and then.
 
 It is connected through Ray Client: its driver is a process of the head, and what happens there is an error here. A
 driver in this process would be ended by Ray a minute after the head, or with the machine's own raylet at once. When

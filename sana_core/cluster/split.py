@@ -1,7 +1,7 @@
 """Images that the GPUs of a Ray cluster share: actors that exchange tensors with each other directly.
 
-They draw whole images, or answer the calls of a model that something else samples with. A member that dies, or has no
-memory, ends the image or the call for all; it is begun again on those that live.
+They generate whole images, or answer the calls of a model that something else samples with. A member that dies, or has
+no memory, ends the image or the call for all; it is begun again on those that live.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..batch.draw import Settings
+from ..batch.pipeline import SamplingSettings
 from ..batch.plan import ImageSpec, Workload
 from ..batch.progress import OnStatus, no_status
 from ..batch.queue import FIRST_PATIENCE, PATIENCE
 from ..errors import ClusterError, InputError
 from ..model.latents import DOWNSCALE
 from ..runtime.cancellation import Poll, no_poll
-from ..split.draw import check_workload
+from ..split.generate import check_workload
 from .actors import ActorError, ActorHandle, ClusterRun, DriverError, with_name
 from .batch import make_job
 from .connection import ClusterSettings
@@ -31,14 +31,14 @@ from .session import run_alone
 from .timeouts import PEER_LOSS_TIMEOUT, POLL_INTERVAL
 from .worker import Job
 
-# how often an image is begun anew where all members have gone: NCCL takes the others of a dead one along
+# how often an image is begun again where all members have gone: a dead one aborts NCCL for the others
 TRIES = 3
 
 
-def draw_split_on_cluster(
+def generate_split_on_cluster(
     workload: Workload,
     checkpoint: str | Path,
-    settings: Settings,
+    settings: SamplingSettings,
     cluster: ClusterSettings,
     poll: Poll = no_poll,
     on_status: OnStatus = no_status,
@@ -47,8 +47,8 @@ def draw_split_on_cluster(
 
     One of them encodes the prompts and decodes. `checkpoint` is the path on every machine. `on_status` is told what the
     run waits for, and `poll`, called at least twice a second, cancels by raising. Raises InputError for what
-    `draw_split` refuses and a missing ray, CheckpointError, MissingFileError or ReadError for a checkpoint that cannot
-    be loaded, ClusterError where no two GPUs can be had, and what a machine said where none is left.
+    `generate_split` refuses and a missing ray, CheckpointError, MissingFileError or ReadError for a checkpoint that
+    cannot be loaded, ClusterError where no two GPUs can be had, and what a machine said where none is left.
     """
     check_workload(workload, settings)
     job = make_job(workload, checkpoint, settings)
@@ -63,11 +63,11 @@ def draw_split_on_cluster(
             texts, negative = group.call_first("encode_once", path, used)
             for image in images:
                 text = texts[workload.prompts[image.prompt]]
-                latents = group.compute("draw_sharded", rows, *map(pool.put, (tuple(image), text, negative)))
+                latents = group.compute("generate_sharded", rows, *map(pool.put, (tuple(image), text, negative)))
                 yield image, group.call_first("decode_one", path, latents)
 
-    with closing(run_alone(cluster, work, poll, on_status)) as drawn:
-        yield from drawn
+    with closing(run_alone(cluster, work, poll, on_status)) as results:
+        yield from results
 
 
 class Call(NamedTuple):
@@ -83,7 +83,7 @@ class Call(NamedTuple):
 def answer_calls(run: ClusterRun, job: Job, calls: SimpleQueue[Call]) -> Generator[torch.Tensor, None, None]:
     """Yield how many GPUs of the cluster share each image, and then the velocity of each of `calls` as they come.
 
-    Whoever asks closes the generator after the last. Raises as `draw_split_on_cluster` does.
+    Whoever asks closes the generator after the last. Raises as `generate_split_on_cluster` does.
     """
     rows = job.settings.height // DOWNSCALE
     with closing(Pool(run, job, rows, together=True)) as pool:

@@ -1,4 +1,4 @@
-"""What an actor of a cluster does: it loads the parts of a checkpoint once, draws chunks, or computes rows of an image.
+"""What an actor of a cluster does: load the parts of a checkpoint once, generate chunks, or compute rows of an image.
 
 What goes to an actor and comes back is plain: numbers, text, bytes, arrays, tensors. Inside ComfyUI this package has
 another name, and the machines would not find its classes under it.
@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 
 from ..batch.batch_size import has_room_for_encoder, largest_chunk
-from ..batch.draw import (
+from ..batch.pipeline import (
     Conditioning,
     Embedding,
     ImageInputs,
-    Settings,
+    SamplingSettings,
     decode,
-    draw,
     encode_negative,
     encode_text,
     encode_texts,
+    generate_chunk,
     load_decoder,
     load_encoder,
     load_models,
@@ -58,7 +58,7 @@ class Job(NamedTuple):
     mask of the image that all start from, if any.
     """
 
-    settings: Settings
+    settings: SamplingSettings
     weights: Mapping[str, Json]
     transformer: str
     autoencoder: str | None = None
@@ -77,7 +77,7 @@ class Job(NamedTuple):
 
 def unpack(payload: Json) -> Job:
     """Return the job of which `payload` are the `pack`."""
-    return Job(**{**payload, "settings": Settings(**payload["settings"])})
+    return Job(**{**payload, "settings": SamplingSettings(**payload["settings"])})
 
 
 class Worker:
@@ -116,7 +116,7 @@ class Worker:
             self.encoder = load_encoder(job.encoder, device, settings.dtype, settings.reference)
 
     def begin(self, payload: Json) -> int:
-        """Draw for the job of those `payload` from now on, which wants what is loaded, in that precision.
+        """Generate for the job of those `payload` from now on, which wants what is loaded, in that precision.
 
         Return how many images at once the GPU has memory for. Raises MissingFileError for a shared folder that is not
         here, OutputError for one that cannot be written.
@@ -132,7 +132,7 @@ class Worker:
             self.negative = job.negative
         return largest_chunk(job.transformer, job.settings, self.models.transformer.device, loaded=True)
 
-    def draw(
+    def generate(
         self,
         images: Sequence[tuple[int, int, int]],
         prompts: Sequence[Any],
@@ -148,8 +148,8 @@ class Worker:
         if until is not None or past:
             numbers = [image.number for image in chunk]
             own = Round(until, dict(zip(numbers, past, strict=True)) if past else {})
-            drawn = draw(self.models, self.job.settings, chunk, encoded, round=own)
-            return [tuple(each) if isinstance(each, Draft) else each.numpy() for each in drawn]
+            drafts = generate_chunk(self.models, self.job.settings, chunk, encoded, round=own)
+            return [tuple(each) if isinstance(each, Draft) else each.numpy() for each in drafts]
         inputs = ImageInputs(init=self.job.init and InitImage(*self.job.init))
         latents = sample(self.models, self.job.settings, chunk, encoded, images=inputs)
         pixels: list[Any] = [None] * len(chunk)
@@ -238,7 +238,7 @@ class Worker:
             self.split = None
             dist.destroy_process_group()
 
-    def draw_sharded(
+    def generate_sharded(
         self,
         rank: int,
         speeds: Sequence[float],
@@ -251,8 +251,8 @@ class Worker:
         with self.joined_to(rank, speeds, address) as split:
             sharded = ShardedModel(split.run, [ControlledModel(self.models.transformer)])
             chunk, prompts = (ImageSpec(*image),), Conditioning([text], negative)
-            drawn = sample(self.models, self.job.settings, chunk, prompts, sharded=sharded)
-        return drawn.cpu() if rank == 0 else None
+            latents = sample(self.models, self.job.settings, chunk, prompts, sharded=sharded)
+        return latents.cpu() if rank == 0 else None
 
     @torch.no_grad()
     def velocity(

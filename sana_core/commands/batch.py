@@ -1,4 +1,4 @@
-"""Draw many images of many prompts on every device, or on a Ray cluster.
+"""Generate many images of many prompts on every device, or on a Ray cluster.
 
 Each image is written as it finishes. A run that was interrupted goes on where it was when it is started again.
 """
@@ -12,22 +12,22 @@ from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from ..batch.best import Best, draw_best, find_best, place_scorer, without_finished
+from ..batch.best import Best, find_best, generate_picks, place_scorer, without_finished
 from ..batch.description import describe_settings
-from ..batch.draw import Settings, resolve_settings
 from ..batch.folder import OutputFolder, read_manifest
-from ..batch.local import draw_local
+from ..batch.local import generate_local
+from ..batch.pipeline import SamplingSettings, resolve_settings
 from ..batch.plan import ImageSpec, Workload, batch_images
 from ..batch.png import encode_png
 from ..batch.progress import Progress, WorkerReport
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import KEPT
 from ..errors import InputError, OutputError, SanaError
-from ..generate import find_drawing
+from ..generate import find_backend
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
-from .options import add_drawing, cluster_of, settings_of, show_status
+from .options import add_sampling_options, cluster_of, settings_of, show_status
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
@@ -36,7 +36,7 @@ EXAMPLE = """example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", type=Path, help="a text file in UTF-8, one prompt a line")
-    add_drawing(parser)
+    add_sampling_options(parser)
     parser.add_argument(
         "--out-shared",
         action="store_true",
@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def carry_on(
-    arguments: argparse.Namespace, workload: Workload, settings: Settings, held: Hold, best: Best | None
+    arguments: argparse.Namespace, workload: Workload, settings: SamplingSettings, held: Hold, best: Best | None
 ) -> None:
-    """Draw what is not in the folder yet."""
+    """Generate what is not in the folder yet."""
     described = describe_settings(settings, arguments.checkpoint, show_reading)
     if best:
         described |= best.describe()
@@ -91,10 +91,10 @@ def carry_on(
     started = time.monotonic()
     report = WorkerReport()
     progress = Progress(total, there)
-    drawn = draw(arguments, workload, settings, described, report, held, best)
+    generated = generate_files(arguments, workload, settings, described, report, held, best)
     try:
-        with noting_interrupts() as poll, closing(drawn):
-            for image, png in drawn:
+        with noting_interrupts() as poll, closing(generated):
+            for image, png in generated:
                 poll()
                 path = folder.note(image, png) if isinstance(png, str) else save(folder, image, png, total)
                 progress.step()
@@ -109,7 +109,7 @@ def carry_on(
     if arguments.report:
         seconds, count = time.monotonic() - started, len(workload.remaining)
         sys.stdout.write(f"{count} images in {seconds:.1f} s, {count / seconds:.2f} a second\n")
-        for worker, number in report.drawn.items():
+        for worker, number in report.finished.items():
             sys.stdout.write(f"  {worker}: {number}\n")
         for error in report.refused.values():
             sys.stdout.write(f"  left out: {error}\n")
@@ -123,10 +123,10 @@ def show_reading(done: int, total: int) -> None:
         sys.stderr.flush()
 
 
-def draw(
+def generate_files(
     arguments: argparse.Namespace,
     workload: Workload,
-    settings: Settings,
+    settings: SamplingSettings,
     described: Json,
     report: WorkerReport,
     held: Hold,
@@ -140,33 +140,33 @@ def draw(
     cluster = cluster_of(arguments)
     if best:
         if workload.remaining:
-            yield from draw_picks(arguments, workload, settings, described, report, best)
+            yield from generate_pick_files(arguments, workload, settings, described, report, best)
         return
     if cluster is not None:
-        from ..cluster.batch import draw_on_cluster
+        from ..cluster.batch import generate_on_cluster
 
         shared = held if arguments.out_shared else None
-        with closing(draw_on_cluster(*options, cluster, described, report, shared, show_status)) as files:
+        with closing(generate_on_cluster(*options, cluster, described, report, shared, show_status)) as files:
             try:
                 yield from files
             except SanaError:
-                there = len(workload.done) + sum(report.drawn.values())
+                there = len(workload.done) + sum(report.finished.values())
                 # of a chunk that a machine could not end, some may be
                 show_status(
                     f"at least {there} of {len(workload.images)} images are there; the same command makes the rest"
                 )
                 raise
         return
-    with closing(draw_local(*options, arguments.devices, report=report)) as drawn:
-        for image, pixels in drawn:
+    with closing(generate_local(*options, arguments.devices, report=report)) as generated:
+        for image, pixels in generated:
             prompt = workload.prompts[image.prompt]
             yield image, encode_png(pixels, prompt, image.seed, described, arguments.checkpoint)
 
 
-def draw_picks(
+def generate_pick_files(
     arguments: argparse.Namespace,
     workload: Workload,
-    settings: Settings,
+    settings: SamplingSettings,
     described: Json,
     report: WorkerReport,
     best: Best,
@@ -174,8 +174,8 @@ def draw_picks(
     """Yield the best drafts of each prompt that is not done, as PNG files with score and rank."""
     scorer = place_scorer(best, settings, arguments.devices)
     where = arguments.devices, cluster_of(arguments)
-    drawing = find_drawing(arguments.checkpoint, *where, split=False, on_status=show_status, report=report)
-    with closing(draw_best(drawing, workload, settings, best, scorer)) as picks:
+    backend = find_backend(arguments.checkpoint, *where, split=False, on_status=show_status, report=report)
+    with closing(generate_picks(backend, workload, settings, best, scorer)) as picks:
         for pick in picks:
             prompt, seed = workload.prompts[pick.image.prompt], pick.image.seed
             yield pick.image, encode_png(pick.pixels, prompt, seed, described, arguments.checkpoint, pick.describe())

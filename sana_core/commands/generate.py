@@ -1,4 +1,4 @@
-"""Draw images of prompts and write them as PNG files."""
+"""Generate images of prompts and write them as PNG files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..checkpoints.files import Json
 from ..errors import InputError
 from ..model.known_models import VIDEO_FRAMES
 from ..runtime.atomic_files import check_free, make_folder, unfinished
-from .options import add_drawing, choose_dtype, cluster_of, settings_of, show_status
+from .options import add_sampling_options, choose_dtype, cluster_of, settings_of, show_status
 
 EXAMPLE = """example:
   python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", action="store_true", help="all devices share each image together")
     parser.add_argument("--frames", type=int, help="a video of so many, by SANA-Video; --out is its file, as clip.mp4")
     parser.add_argument("--first", type=Path, help="the image that the video begins with")
-    add_drawing(parser)
+    add_sampling_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -70,7 +70,7 @@ IMAGES_ONLY = {
 
 
 def run_video(arguments: argparse.Namespace) -> None:
-    """Draw one video and write it. Raises InputError for what only images have."""
+    """Generate one video and write it. Raises InputError for what only images have."""
     from ..checkpoints import find_part, inspect_checkpoint
     from ..model.known_models import VIDEOS
     from ..video.files import check_writer, read_first, write_video
@@ -92,6 +92,8 @@ def run_video(arguments: argparse.Namespace) -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
     settings |= {"dtype": choose_dtype(arguments), "device": str(local_devices(arguments.devices)[0])}
     shown = arguments.prompts[0], arguments.checkpoint, arguments.seed, arguments.frames or VIDEO_FRAMES
-    drawn = generate_video(*shown, size, first, arguments.negative_prompt, reference=arguments.reference, **settings)
-    write_video(arguments.out, drawn, arguments.overwrite)
+    generated = generate_video(
+        *shown, size, first, arguments.negative_prompt, reference=arguments.reference, **settings
+    )
+    write_video(arguments.out, generated, arguments.overwrite)
     sys.stdout.write(f"{arguments.out}\n")

@@ -1,4 +1,4 @@
-"""What `generate` and `batch` both take: which images, how they are drawn, and with which devices."""
+"""What `generate` and `batch` both take: which images, how they are generated, and with which devices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..batch.draw import DTYPES, Settings
 from ..batch.local import local_devices
+from ..batch.pipeline import DTYPES, SamplingSettings
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError
 from ..model.known_models import DEFAULT_RESOLUTION
@@ -15,7 +15,7 @@ from ..model.reference import AUTO, REFERENCE_HELP, REFERENCES
 from ..runtime.accelerator import has_bf16
 
 
-def add_drawing(parser: argparse.ArgumentParser) -> None:
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add checkpoint, out, seed, count, the choice of drafts, chunk and devices, and the options whose values
     `settings_of` and `cluster_of` read."""
     add = parser.add_argument
@@ -104,7 +104,7 @@ def resource_of(text: str) -> tuple[str, float]:
 
 
 def cluster_of(arguments: argparse.Namespace) -> ClusterSettings | None:
-    """Return which cluster draws, None for this machine.
+    """Return which cluster generates, None for this machine.
 
     Raises InputError for devices of this machine beside a cluster, and for a share of none.
     """
@@ -136,13 +136,13 @@ def choose_dtype(arguments: argparse.Namespace) -> str:
     devices = local_devices(arguments.devices)
     dtype = arguments.dtype or ("bfloat16" if all(map(has_bf16, devices)) else "float32")
     if any(device.type != "cpu" for device in devices):
-        sys.stderr.write(f"drawing in {dtype} on {', '.join(map(str, devices))}\n")
+        sys.stderr.write(f"generating in {dtype} on {', '.join(map(str, devices))}\n")
     return dtype
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return how the images are drawn; None stays where the model decides."""
-    return Settings(
+def settings_of(arguments: argparse.Namespace) -> SamplingSettings:
+    """Return how the images are generated; None stays where the model decides."""
+    return SamplingSettings(
         DEFAULT_RESOLUTION if arguments.width is None else arguments.width,
         DEFAULT_RESOLUTION if arguments.height is None else arguments.height,
         arguments.steps,

@@ -1,4 +1,4 @@
-"""Predict the memory that drawing an image takes, stage by stage."""
+"""Predict the memory that generating an image takes, stage by stage."""
 
 from __future__ import annotations
 

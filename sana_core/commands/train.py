@@ -21,7 +21,7 @@ from ..errors import VersionError
 if TYPE_CHECKING:
     from ..training.ranks import Ranks
     from ..training.run_log import Line
-    from ..training.settings import Settings
+    from ..training.settings import TrainingSettings
 
 # seconds in which signals are one wish to stop
 ONE_PRESS = 3.0
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         run_training(settings, ranks, arguments.tensorboard and ranks.first, arguments.wandb and ranks.first)
 
 
-def run_training(settings: Settings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
+def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
     """Train as one of `ranks`, of which the first says how it goes."""
     from ..training.prepare import no_progress
     from ..training.run_log import Eta, describe_validation
@@ -91,7 +91,7 @@ def run_training(settings: Settings, ranks: Ranks, tensorboard: bool, wandb: boo
         sys.stdout.write(f"{path}\n")
 
 
-def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[str]:
+def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -> list[str]:
     """Return the table of a run's stages, how long its steps take, and whether they fit a GPU of `card` GiB or this
     machine's; of several `cards`, or of one with a sharded or offloaded model, what each takes in every arrangement.
 
@@ -121,7 +121,7 @@ def plan_lines(settings: Settings, card: float | None, cards: int = 1) -> list[s
     return [*lines, *fit_lines(settings, base, plan, room)]
 
 
-def warn_of_memory(settings: Settings) -> None:
+def warn_of_memory(settings: TrainingSettings) -> None:
     """Write a line where the accelerator that will train has less memory than that takes."""
     from ..runtime.accelerator import chosen_device, memory_info
     from ..training.plan import plan_training, read_base
@@ -188,7 +188,7 @@ def open_board(out: Path) -> Any:
     return SummaryWriter(out / "tensorboard")
 
 
-def open_wandb(settings: Settings) -> Any:
+def open_wandb(settings: TrainingSettings) -> Any:
     """Return the run of wandb that a run's folder always has. Raises VersionError where it is not installed."""
     from ..checkpoints.fingerprint import digest_json
 

@@ -17,7 +17,7 @@ def fuses(x: torch.Tensor, activation: torch.nn.Module | None = None, kernel: st
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """Return a view [n * W, C] of one picture [C, n, W] whose rows are one piece of memory."""
+    """Return a view [n * W, C] of one picture [C, n, W] whose rows are contiguous."""
     return x.movedim(0, -1).view(x.shape[1] * x.shape[2], x.shape[0])
 
 

@@ -145,7 +145,7 @@ def planned_rows(
         for picture in range(len(latents)):
             one = latents[picture : picture + 1].to(device=like.device, dtype=like.dtype)
             if not stages.attends:
-                # as attention leaves its maps, and rows of strips are one piece of memory
+                # as attention leaves its maps, and rows of strips are contiguous
                 one = one.contiguous(memory_format=torch.channels_last)
             retry = OomRetry(planner, plan, report)
             if workers is not None and plan.method == "strips":

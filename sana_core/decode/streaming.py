@@ -5,7 +5,7 @@ Strips lie in a `Workspace`. A residual block works in place: its rows replace t
 rows higher when they begin with rows of the strip before.
 
 All maps are channels-last in memory, as they are in diffusers once an attention block has made them so: the rows of a
-strip are one piece of memory. On the CPU in fp32 the results are then those of the undivided layers bit for bit.
+strip are contiguous. On the CPU in fp32 the results are then those of the undivided layers bit for bit.
 """
 
 from __future__ import annotations

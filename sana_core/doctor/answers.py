@@ -1,7 +1,7 @@
 """What model files compute, where the answer is known: a round trip through a VAE, a loss, an image of two programs.
 
 The published DC-AE gives photographs back at 29.3 (1.0) and 29.7 dB (1.1) at 1024 px (efficientvit,
-assets/docs/dc_ae_sana_1.1.md). NVIDIA's training logs have losses of about 0.67 at 1024 px; what knows nothing has 1 +
+assets/docs/dc_ae_sana_1.1.md). NVIDIA's training logs have losses of about 0.67 at 1024 px; an untrained model has 1 +
 the variance of the latents.
 """
 

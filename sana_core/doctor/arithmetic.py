@@ -183,7 +183,7 @@ def check_step(report: Report, device: torch.device, dtype: torch.dtype, width: 
 
 
 def check_bundled(report: Report, device: torch.device) -> None:
-    """The image that the bundled model draws in float32, beside the committed one, whose file says how."""
+    """The image that the bundled model generates in float32, beside the committed one, whose file says how."""
     import numpy as np
     from PIL import Image
 
@@ -199,8 +199,8 @@ def check_bundled(report: Report, device: torch.device) -> None:
         with Image.open(EXPECTED) as image:
             expected, settings = np.asarray(image).astype(int), json.loads(image.info["sana"])
         digests = settings.pop("digests")
-        drawn = generate([settings.pop("prompt")], BUNDLED, devices=[device], **settings)
-        difference = np.abs(levels(drawn[0]).astype(int) - expected)
+        generated = generate([settings.pop("prompt")], BUNDLED, devices=[device], **settings)
+        difference = np.abs(levels(generated[0]).astype(int) - expected)
         got = f"{difference.max()} levels of 255 at most, {difference.mean():.2f} in the mean"
         report.judge(SECTION, what, f"at most {LEVELS} levels", got, bool(difference.max() <= LEVELS))
         changed = [name for name, digest in digests.items() if digest_file(BUNDLED / name) != digest]

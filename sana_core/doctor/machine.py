@@ -107,7 +107,7 @@ def named(dtype: torch.dtype) -> str:
 
 
 def accelerator_dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return the 16-bit types that `device` draws in."""
+    """Return the 16-bit types that `device` computes in."""
     return [torch.bfloat16, torch.float16] if has_bf16(device) else [torch.float16]
 
 

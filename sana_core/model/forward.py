@@ -34,7 +34,7 @@ FUSED_HEADS = (16, 32, 64)
 DROPPED = -10000.0
 
 
-class Watch:
+class Capture:
     """Keeps the hidden states [B, N, D] that the last call had behind `block`."""
 
     def __init__(self, block: int) -> None:
@@ -55,7 +55,7 @@ class Constants(NamedTuple):
     tables: torch.Tensor  # [L, 6, D]
     kernels: frozenset[str]  # those of sana_core.kernels that do what lies between the layers
     eps: float  # in the denominator of the linear attention
-    watch: Watch | None = None  # who looks on
+    capture: Capture | None = None
     cache: StepCache | None = None  # by which blocks may be left out
 
 
@@ -184,8 +184,8 @@ def velocity(
         if residual is not None:
             hidden = add(*carried, constants.kernels)
             carried = hidden + residual.to(hidden.dtype), None
-        if constants.watch is not None and i == constants.watch.block:
-            constants.watch.states = add(*carried, constants.kernels)
+        if constants.capture is not None and i == constants.capture.block:
+            constants.capture.states = add(*carried, constants.kernels)
         if cache is not None and i == 0:
             carried = add(*carried, constants.kernels), None
             found = cache.find(carried[0])

@@ -1,6 +1,6 @@
 """Whose arithmetic a model follows: NVIDIA's own code, or diffusers' port of it.
 
-The released files exist in NVIDIA's layout and in diffusers', and the two codebases draw slightly different images
+The released files exist in NVIDIA's layout and in diffusers', and the two codebases generate slightly different images
 from the same weights. A model computes what the codebase of its file computes, unless its user chooses the other. Which
 one it is stands in the configuration of the module, under "reference".
 

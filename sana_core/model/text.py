@@ -85,7 +85,7 @@ def instruction_text(reference: str) -> str:
 
 
 def check_characters(text: str) -> None:
-    """Raise InputError for half of a character of two, which JSON can carry and no encoding can."""
+    """Raise InputError for a lone surrogate, which JSON can carry and no encoding can."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -190,7 +190,7 @@ def claim(held: Hold, locked: bool) -> None:
         # the lock reaches all of this machine, so that run is dead
         held.write(replace=True)
     else:
-        watch(held, found)
+        wait_for_heartbeat(held, found)
         held.write(replace=True)
         # of two that take it at the same moment, one finds the other's record
         time.sleep(HEARTBEAT_INTERVAL)
@@ -199,7 +199,7 @@ def claim(held: Hold, locked: bool) -> None:
             raise in_use(held.folder, found)
 
 
-def watch(held: Hold, found: Holder) -> None:
+def wait_for_heartbeat(held: Hold, found: Holder) -> None:
     """Raise InUseError if the run of the record `found` lives."""
     logger.warning(
         "batch: %s was in use by a run on %s (process %d, since %s); waiting %.0f s to see whether it lives",

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..model.controlnet import Control, control_residuals
-from ..model.forward import Constants, Perturbation, Watch, pad_prompts, prepare, velocity
+from ..model.forward import Capture, Constants, Perturbation, pad_prompts, prepare, velocity
 from ..model.known_models import TransformerConfig, perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import RowRange, Shard, shard_constants
@@ -40,7 +40,7 @@ class ControlledModel(NamedTuple):
 
     transformer: SanaTransformer2DModel
     control: Control | None = None
-    watch: Watch | None = None
+    capture: Capture | None = None
     cache: StepCache | None = None  # of one sampling on one device
     compiled: bool = False  # by torch.compile, with CUDA graphs where it has them
 
@@ -132,8 +132,8 @@ def denoiser(
             return forward(member.transformer, batch, times, fixed, embedded, perturbation, residuals, shard.ops)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
-        if members[0].watch is not None:
-            members[0].watch.keep(int(guided), len(x))
+        if members[0].capture is not None:
+            members[0].capture.keep(int(guided), len(x))
         # guided in x0 and in this order, as ComfyUI does it: the same bits with and without the host
         return combine(list(x - sigma * velocities.unflatten(0, (count, len(x)))), guided, guidance, perturbed)
 
@@ -187,7 +187,7 @@ class PromptCache:
         constants, perturbation, steering = self.prepared[key]
         if perturbation is not None:
             perturbation = perturbation._replace(images=shard.own(perturbation.images))
-        own = shard_constants(constants, shard)._replace(watch=member.watch, cache=member.cache)
+        own = shard_constants(constants, shard)._replace(capture=member.capture, cache=member.cache)
         return Prepared(own, perturbation, steering and shard_constants(steering, shard))
 
 

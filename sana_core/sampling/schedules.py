@@ -95,7 +95,7 @@ def scm_sigmas(
 
 
 def trim_schedule(schedule: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
-    """Return the last `steps` steps of a schedule of `steps` / `denoise`: as much noise as a half-drawn image has.
+    """Return the last `steps` steps of a schedule of `steps` / `denoise`: as much noise as a half-denoised image has.
 
     No sigma at all for `denoise` 0. Raises InputError unless 0 <= `denoise` <= 1 and `steps` is a whole number from 1
     to 1000.

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from ..batch.draw import (
+from ..batch.local import local_devices
+from ..batch.pipeline import (
     Conditioning,
     Models,
-    Settings,
+    SamplingSettings,
     decode,
     encode_texts,
     load_encoder,
@@ -19,7 +20,6 @@ from ..batch.draw import (
     resolve_settings,
     sample,
 )
-from ..batch.local import local_devices
 from ..batch.plan import ImageSpec, Workload
 from ..batch.windows import check_prompts
 from ..errors import InputError
@@ -32,7 +32,7 @@ from .devices import Split
 from .speed import relative_speeds
 
 
-def check_workload(workload: Workload, settings: Settings) -> None:
+def check_workload(workload: Workload, settings: SamplingSettings) -> None:
     """Raise InputError for what images that are shared cannot be: several at once, compiled or cached."""
     if workload.chunk not in (None, 1):
         raise InputError(f"chunk: got {workload.chunk} with split, expected 1: devices share one image at a time")
@@ -52,10 +52,10 @@ def check_devices(devices: Sequence[torch.device]) -> None:
         raise InputError(f"devices: got {twice[0]} twice, expected each once: it would do the same work in two halves")
 
 
-def draw_split(
+def generate_split(
     workload: Workload,
     checkpoint: str | Path,
-    settings: Settings,
+    settings: SamplingSettings,
     devices: Sequence[str | torch.device] | None = None,
     poll: Poll = no_poll,
 ) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:
@@ -64,8 +64,8 @@ def draw_split(
     Its latents are those of one device to within rounding, and on CPUs in float32, for widths of 512, 640, 768 px ...,
     the same bits for any number of two and more. A device that fails is left out, and the step begun again without it.
     `poll` cancels by raising. Raises InputError for fewer than two devices, one named twice, more than the image has
-    rows of 32 pixels, and what `draw_local` refuses; CheckpointError, MissingFileError or ReadError for a checkpoint
-    that cannot be loaded.
+    rows of 32 pixels, and what `generate_local` refuses; CheckpointError, MissingFileError or ReadError for a
+    checkpoint that cannot be loaded.
     """
     check_prompts(workload.prompts)
     check_workload(workload, settings)
@@ -96,7 +96,7 @@ def draw_split(
         yield image, decode(models[0].autoencoder, latents, poll, living)[0]
 
 
-def load_on(devices: Sequence[torch.device], checkpoint: str | Path, settings: Settings) -> list[Models]:
+def load_on(devices: Sequence[torch.device], checkpoint: str | Path, settings: SamplingSettings) -> list[Models]:
     """Return the models on each of `devices`, those of one device once; the decoder on the first alone."""
     loaded: dict[torch.device, Models] = {}
     for device in devices:

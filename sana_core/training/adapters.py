@@ -1,7 +1,7 @@
 """LoRA, DoRA and LoKr on a SANA transformer: peft's layers, and files that other programs open.
 
 The file has diffusers' names. The scale alpha / rank is folded into the weights, so that a program that does not know
-where PEFT keeps alpha draws the same image.
+where PEFT keeps alpha generates the same image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import InputError, VersionError
 from ..runtime.atomic_files import digest_of
 from .images import FileRange, read_range
 from .runs import find_states, read_run
-from .settings import ADAPTERS, TARGETS, Method, Settings
+from .settings import ADAPTERS, TARGETS, Method, TrainingSettings
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
@@ -225,12 +225,12 @@ def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
             parameter.data.copy_((parts[part].float() * factor).reshape(parameter.shape))
 
 
-def needs_start(settings: Settings) -> bool:
+def needs_start(settings: TrainingSettings) -> bool:
     """Whether a run begins at the file `method.start`; one that has a state resumes without it."""
     return bool(settings.method.start) and not find_states(Path(settings.out))
 
 
-def start_digest(settings: Settings) -> str:
+def start_digest(settings: TrainingSettings) -> str:
     """Return the digest of the file `method.start`, or what the run has noted of one that is gone since.
 
     Raises MissingFileError or ReadError for a file that cannot be read.

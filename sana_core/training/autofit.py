@@ -11,32 +11,32 @@ import torch
 from ..memory import CARDS, CONTEXT, count
 from .memory_model import FP32, backward_bytes, step_bytes, trained_shapes, weights_dtype
 from .plan import Base, Plan, largest_shape, plan_training, resident, streaming
-from .settings import DDP, FSDP, OFFLOADED, QUANTISED, Parallel, Phase, Settings, check_parallel
+from .settings import DDP, FSDP, OFFLOADED, QUANTISED, Parallel, Phase, TrainingSettings, check_parallel
 
 # of the optimizers the one with the least state
 LEAST = "came8bit"
-Change = Callable[[Settings], Settings]
+Change = Callable[[TrainingSettings], TrainingSettings]
 # the blocks that are gathered at once: the one that is worked on, the next one, and the buffer that it travels in
 GATHERED = 3
 GIGABYTE = 10**9
 
 
 class Proposal(NamedTuple):
-    """Settings, how they differ from those that were asked about, as text, and what they take."""
+    """TrainingSettings, how they differ from those that were asked about, as text, and what they take."""
 
-    settings: Settings
+    settings: TrainingSettings
     changes: tuple[str, ...]
     plan: Plan
 
 
-def propose(settings: Settings, base: Base, card: float) -> Proposal:
+def propose(settings: TrainingSettings, base: Base, card: float) -> Proposal:
     """Return the settings nearest to `settings` that fit a GPU of `card` bytes, or that miss it by the least.
 
     Changed is, as far as it must be, what slows a run down least: gradient checkpointing first, then smaller batches of
     which a step takes more, an optimizer with less state, no moving average, weights in bf16, a base in 8 bits.
     """
 
-    def changed(changes: list[Change]) -> Settings:
+    def changed(changes: list[Change]) -> TrainingSettings:
         found = settings
         for change in changes:
             found = change(found)
@@ -62,11 +62,11 @@ def propose(settings: Settings, base: Base, card: float) -> Proposal:
     return Proposal(found, tuple(differences(settings, found)), plan_training(found, base))
 
 
-def checkpoint_gradients(settings: Settings) -> Settings:
+def checkpoint_gradients(settings: TrainingSettings) -> TrainingSettings:
     return replace(settings, checkpoint_gradients=True)
 
 
-def divide_batches(settings: Settings) -> Settings:
+def divide_batches(settings: TrainingSettings) -> TrainingSettings:
     """Return `settings` with the batches that take the most divided by their least factor, more of them in a step."""
     most = max(phase.batch * phase.largest**2 if phase.batch > 1 else 0 for phase in settings.phase)
 
@@ -79,21 +79,21 @@ def divide_batches(settings: Settings) -> Settings:
     return replace(settings, phase=tuple(map(divide, settings.phase)))
 
 
-def shrink_state(settings: Settings) -> Settings:
+def shrink_state(settings: TrainingSettings) -> TrainingSettings:
     return replace(settings, optimizer=replace(settings.optimizer, name=LEAST))
 
 
-def drop_average(settings: Settings) -> Settings:
+def drop_average(settings: TrainingSettings) -> TrainingSettings:
     return replace(settings, optimizer=replace(settings.optimizer, ema=0.0))
 
 
-def round_weights(settings: Settings) -> Settings:
+def round_weights(settings: TrainingSettings) -> TrainingSettings:
     if not settings.method.whole or settings.dtype == "float32":
         return settings
     return replace(settings, method=replace(settings.method, weights="bfloat16"))
 
 
-def quantise_base(settings: Settings) -> Settings:
+def quantise_base(settings: TrainingSettings) -> TrainingSettings:
     if settings.method.kind not in QUANTISED:
         return settings
     return replace(settings, method=replace(settings.method, base="int8"))
@@ -110,7 +110,7 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
-def differences(before: Settings, after: Settings) -> list[str]:
+def differences(before: TrainingSettings, after: TrainingSettings) -> list[str]:
     """Return the keys of a settings file that differ, with their values in `after`."""
     found = []
     if before.checkpoint_gradients != after.checkpoint_gradients:
@@ -138,7 +138,7 @@ def table_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def fit_lines(settings: Settings, base: Base, plan: Plan, card: float | None) -> list[str]:
+def fit_lines(settings: TrainingSettings, base: Base, plan: Plan, card: float | None) -> list[str]:
     """Return whether `plan`, that of `settings`, fits a GPU of `card` bytes, and if not, what settings do.
 
     Without a GPU it is the smallest of CARDS that it fits.
@@ -174,13 +174,13 @@ class RankMemory(NamedTuple):
         return self.weights + self.state + self.work + CONTEXT
 
 
-def rank_memory(settings: Settings, base: Base, phase: Phase, cards: int) -> RankMemory:
+def rank_memory(settings: TrainingSettings, base: Base, phase: Phase, cards: int) -> RankMemory:
     """Return what a step of `phase` takes of each of `cards`, whose arrangement is `settings.parallel`."""
     memory, encoding = step_on_rank(settings, base, phase, cards), streaming(settings, base)
     return memory._replace(weights=memory.weights + encoding.weights, work=max(memory.work, encoding.work))
 
 
-def step_on_rank(settings: Settings, base: Base, phase: Phase, cards: int) -> RankMemory:
+def step_on_rank(settings: TrainingSettings, base: Base, phase: Phase, cards: int) -> RankMemory:
     """Return what `rank_memory` does, without what encodes."""
     width, height = largest_shape(phase.largest)
     rounds, batch = pieces_of(phase, cards)
@@ -228,14 +228,14 @@ def ring(cards: int) -> float:
     return (cards - 1) / cards
 
 
-def compute_settings(settings: Settings) -> Settings:
+def compute_settings(settings: TrainingSettings) -> TrainingSettings:
     """Return `settings` as FSDP computes: weights in fp32 arrive in the precision of the forward, and are not cast."""
     if not settings.method.whole:
         return settings
     return replace(settings, method=replace(settings.method, weights=settings.dtype))
 
 
-def gathered_bytes(settings: Settings, base: Base, blocks: int) -> int:
+def gathered_bytes(settings: TrainingSettings, base: Base, blocks: int) -> int:
     """Return the bytes of so many gathered `blocks`, of what lies outside of them, and of the gradients of one, in fp32
     before they are divided."""
     item = getattr(torch, settings.dtype).itemsize
@@ -248,12 +248,12 @@ def gathered_bytes(settings: Settings, base: Base, blocks: int) -> int:
 class Choice(NamedTuple):
     """An arrangement, with what else had to change, and what it takes."""
 
-    settings: Settings
+    settings: TrainingSettings
     changes: tuple[str, ...]
     memory: RankMemory
 
 
-def arrangements(settings: Settings, base: Base, cards: int) -> list[Choice]:
+def arrangements(settings: TrainingSettings, base: Base, cards: int) -> list[Choice]:
     """Return every way to hold the model with these settings, the one that sends least first."""
     found = []
     for kind in (DDP, FSDP, OFFLOADED):
@@ -264,12 +264,12 @@ def arrangements(settings: Settings, base: Base, cards: int) -> list[Choice]:
     return sorted(found, key=lambda choice: choice.memory.sent)
 
 
-def largest_memory(settings: Settings, base: Base, cards: int) -> RankMemory:
+def largest_memory(settings: TrainingSettings, base: Base, cards: int) -> RankMemory:
     """Return that of the phase that takes most."""
     return max((rank_memory(settings, base, phase, cards) for phase in settings.phase), key=lambda memory: memory.card)
 
 
-def cheapest(settings: Settings, base: Base, cards: int, card: float) -> Choice | None:
+def cheapest(settings: TrainingSettings, base: Base, cards: int, card: float) -> Choice | None:
     """Return the arrangement that fits `card` bytes with the least change: DDP, then FSDP, then offloaded, and in each
     as few of the changes that a single GPU's plan proposes as it takes. None where nothing fits."""
     for choice in [*steps_of(settings, base, cards, (DDP, FSDP)), *steps_of(settings, base, cards, (OFFLOADED,))]:
@@ -278,7 +278,7 @@ def cheapest(settings: Settings, base: Base, cards: int, card: float) -> Choice 
     return None
 
 
-def steps_of(settings: Settings, base: Base, cards: int, kinds: Iterable[str]) -> list[Choice]:
+def steps_of(settings: TrainingSettings, base: Base, cards: int, kinds: Iterable[str]) -> list[Choice]:
     """Return the settings with more and more of CHANGES, in each of the arrangements `kinds`."""
     found, own = [], settings
     for change in (None, *CHANGES):
@@ -296,7 +296,7 @@ def steps_of(settings: Settings, base: Base, cards: int, kinds: Iterable[str]) -
     return found
 
 
-def arrangement_lines(settings: Settings, base: Base, cards: int, card: float | None) -> list[str]:
+def arrangement_lines(settings: TrainingSettings, base: Base, cards: int, card: float | None) -> list[str]:
     """Return the arrangements as a table in GB of each GPU, and the cheapest that fits a GPU of `card` bytes."""
     head = ("weights", "state", "work", "card", "host", "sent a step")
     where = f"GB on each of {cards} GPUs" if cards > 1 else "GB on one GPU"

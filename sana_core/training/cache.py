@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoints.files import Json, brief
-from ..checkpoints.fingerprint import stamp
+from ..checkpoints.fingerprint import file_stat
 from ..errors import ExistingFileError, InputError, OutputError, ReadError
 from ..model.latents import CHANNELS, DOWNSCALE
 from ..runtime.atomic_files import digest_of, write_whole
@@ -310,7 +310,7 @@ def find_entry(path: Path) -> bool:
 
 
 class Digests:
-    """The digests of images, kept in a cache's folder with the stamps of the files, so that each is read once.
+    """The digests of images, kept in a cache's folder with the stats of the files, so that each is read once.
 
     Raises ExistingFileError for a file of others under that name, which stays as it is if it comes later too.
     """
@@ -338,11 +338,11 @@ class Digests:
         """Return the digest of the bytes at `place`. Raises as `read_range` does."""
         key = json.dumps([str(place.file.absolute()), place.start, place.length])
         try:
-            stamped = stamp(place.file)
+            stat = file_stat(place.file)
         except OSError:
-            stamped = None
-        if stamped is None or self.kept.get(key, [None])[0] != stamped:
-            self.kept[key] = [stamped, digest_of(read_range(place, name))]
+            stat = None
+        if stat is None or self.kept.get(key, [None])[0] != stat:
+            self.kept[key] = [stat, digest_of(read_range(place, name))]
             self.changed = True
         return self.kept[key][1]
 

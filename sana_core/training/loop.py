@@ -43,7 +43,7 @@ from .schedule import (
     same_epochs,
     steps_left,
 )
-from .settings import Phase, Settings
+from .settings import Phase, TrainingSettings
 from .state_files import chosen_save, own_values, read_tensors, restore, tensors_of, unpacked, whole_values
 from .train_state import TrainState, averaged, gather_weights, take_step, validation_loss, warm_up_ddp_buckets
 
@@ -93,7 +93,7 @@ class Run:
     completing: Future[None] | None = None  # of that, until it is in its place
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> TrainingSettings:
         return self.state.settings
 
     @property

@@ -19,7 +19,7 @@ from ..memory import Shapes, count
 from ..model.known_models import MAX_TOKENS, TEXT_WIDTH, Architecture
 from .adapters import layer_names
 from .came import BLOCK, BUCKET, SMALLEST
-from .settings import Method, Phase, Settings
+from .settings import Method, Phase, TrainingSettings
 
 FP32 = torch.float32.itemsize
 
@@ -49,7 +49,7 @@ def controlnet_shapes(shapes: Shapes, blocks: int) -> list[tuple[int, ...]]:
     return found + (blocks + 1) * [(width, width), (width,)]
 
 
-def frozen_bytes(shapes: Shapes, settings: Settings) -> int:
+def frozen_bytes(shapes: Shapes, settings: TrainingSettings) -> int:
     """Return the bytes of the weights of `shapes` under what is trained, which are all there is without "full"."""
     item = getattr(torch, settings.dtype).itemsize
 
@@ -231,7 +231,9 @@ class StepMemory(NamedTuple):
     work: int
 
 
-def step_memory(settings: Settings, model: Architecture, shapes: Shapes, phase: Phase, cells: int) -> StepMemory:
+def step_memory(
+    settings: TrainingSettings, model: Architecture, shapes: Shapes, phase: Phase, cells: int
+) -> StepMemory:
     """Return what a step of `phase` takes whose images have `cells` latents and whose captions MAX_TOKENS tokens."""
     trained = trained_shapes(shapes, settings.method)
     dtype = weights_dtype(settings)
@@ -241,7 +243,7 @@ def step_memory(settings: Settings, model: Architecture, shapes: Shapes, phase: 
     return StepMemory(gradients, max(backward, step) - gradients)
 
 
-def weights_dtype(settings: Settings) -> torch.dtype:
+def weights_dtype(settings: TrainingSettings) -> torch.dtype:
     """Return the dtype of what is trained, and of its gradients."""
     return getattr(torch, settings.method.weights) if settings.method.whole else torch.float32
 
@@ -258,7 +260,7 @@ class Units(NamedTuple):
 
 
 def backward_bytes(
-    settings: Settings, model: Architecture, shapes: Shapes, phase: Phase, cells: int, gradients: int
+    settings: TrainingSettings, model: Architecture, shapes: Shapes, phase: Phase, cells: int, gradients: int
 ) -> int:
     """Return the peak of forward and backward, with the gradients that are there then."""
     method, item = settings.method, getattr(torch, settings.dtype).itemsize
@@ -289,7 +291,7 @@ def backward_bytes(
 
 
 def steering_bytes(
-    settings: Settings, model: Architecture, phase: Phase, units: Units, gradients: int, of_block: int
+    settings: TrainingSettings, model: Architecture, phase: Phase, units: Units, gradients: int, of_block: int
 ) -> float:
     """Return what a ControlNet and the model that it steers hold at the peak, with the gradients that are there then.
 
@@ -308,7 +310,7 @@ def steering_bytes(
     return max(before + base, before + kept + units.of(steering.reworked), last)
 
 
-def held_by(settings: Settings, model: Architecture) -> Held:
+def held_by(settings: TrainingSettings, model: Architecture) -> Held:
     """Return what a forward and its backward hold."""
     method, full = settings.method, settings.method.kind == "full"
     mixed = full and method.weights != settings.dtype

@@ -38,7 +38,7 @@ from .adapters import check_layers
 from .images import shapes_at
 from .memory_model import FP32, frozen_bytes, state_bytes, step_memory, trained_shapes, weights_dtype
 from .run_log import clock
-from .settings import CONSISTENCY, Phase, Settings
+from .settings import CONSISTENCY, Phase, TrainingSettings
 
 # copies in fp32 of the largest weight while an adapter is added to it
 MERGED_COPIES = 2
@@ -86,7 +86,7 @@ class Plan(NamedTuple):
         return self.largest.bytes + CONTEXT
 
 
-def read_base(settings: Settings) -> Base:
+def read_base(settings: TrainingSettings) -> Base:
     """Return what a plan has to know of the models of `settings`; only headers and configurations are read.
 
     Raises CheckpointError, MissingFileError or ReadError for what is no SANA or not all of one.
@@ -111,7 +111,7 @@ def read_base(settings: Settings) -> Base:
     )
 
 
-def plan_training(settings: Settings, base: Base, accelerator: bool = True) -> Plan:
+def plan_training(settings: TrainingSettings, base: Base, accelerator: bool = True) -> Plan:
     """Return what a run with checked `settings` on the models of `base` takes of an accelerator, or of the CPU.
 
     A stage's work is the least that it can do with: where there is more room, latents are encoded and images decoded
@@ -132,12 +132,12 @@ def plan_training(settings: Settings, base: Base, accelerator: bool = True) -> P
     return Plan(tuple(stages))
 
 
-def captions_stage(settings: Settings, base: Base) -> Stage:
+def captions_stage(settings: TrainingSettings, base: Base) -> Stage:
     item = getattr(torch, settings.dtype).itemsize
     return Stage("captions", base.text_parameters * item, 0, text_bytes(1, item))
 
 
-def latents_stage(settings: Settings, base: Base, accelerator: bool) -> Stage:
+def latents_stage(settings: TrainingSettings, base: Base, accelerator: bool) -> Stage:
     """Return the stage that encodes the images, one by one and in fp32."""
     width, height = largest_shape(max(phase.largest for phase in settings.phase))
     work = Planner(base.encoder, height, width, torch.float32, accelerator).floor().peak_bytes
@@ -151,7 +151,7 @@ class Encoding(NamedTuple):
     work: int  # at the peak
 
 
-def streaming(settings: Settings, base: Base, accelerator: bool = True) -> Encoding:
+def streaming(settings: TrainingSettings, base: Base, accelerator: bool = True) -> Encoding:
     """Return what encoding adds to a run that streams: the weights of both encoders, and the most bytes that either
     works with; nothing of a run that does not."""
     if not settings.stream:
@@ -173,7 +173,7 @@ class Resident(NamedTuple):
     state: int
 
 
-def resident(settings: Settings, base: Base) -> Resident:
+def resident(settings: TrainingSettings, base: Base) -> Resident:
     """Return the bytes of the weights, and of the optimizer's state with the moving average."""
     method, trained = settings.method, trained_shapes(base.shapes, settings.method)
     if method.kind == "full":
@@ -184,7 +184,7 @@ def resident(settings: Settings, base: Base) -> Resident:
     return Resident(weights + position_bytes(settings, base), state_bytes(settings.optimizer.name, trained) + average)
 
 
-def position_bytes(settings: Settings, base: Base) -> int:
+def position_bytes(settings: TrainingSettings, base: Base) -> int:
     """Return the bytes of the position embedding, in fp32, of models for large images."""
     if base.resolution is None:
         side = max(phase.largest for phase in settings.phase) // DOWNSCALE
@@ -192,7 +192,9 @@ def position_bytes(settings: Settings, base: Base) -> int:
     return (base.resolution // DOWNSCALE) ** 2 * base.model.width * FP32 if base.resolution >= POSITIONED else 0
 
 
-def training_stage(phase: Phase, number: int, settings: Settings, base: Base, accelerator: bool = True) -> Stage:
+def training_stage(
+    phase: Phase, number: int, settings: TrainingSettings, base: Base, accelerator: bool = True
+) -> Stage:
     width, height = largest_shape(phase.largest)
     kept = resident(settings, base)
     memory = step_memory(settings, base.model, base.shapes, phase, width * height)
@@ -202,31 +204,31 @@ def training_stage(phase: Phase, number: int, settings: Settings, base: Base, ac
     return Stage(name, kept.weights + encoding.weights, kept.state + memory.gradients, work)
 
 
-def validation_stage(settings: Settings, base: Base, accelerator: bool) -> Stage:
-    """Return the stage that draws the prompts while the trained model, and the optimizer's state, stay."""
+def validation_stage(settings: TrainingSettings, base: Base, accelerator: bool) -> Stage:
+    """Return the stage that generates the prompts while the trained model, and the optimizer's state, stay."""
     own, kept = settings.validation, resident(settings, base)
     trained = trained_shapes(base.shapes, settings.method)
     dtype = getattr(torch, settings.dtype)
     side = settings.phase[-1].resolution
     width, height = (own.width or side) // DOWNSCALE, (own.height or side) // DOWNSCALE
     together = len(own.prompts) if accelerator else 1
-    drawing = transformer_bytes(base.model, height, width, together, dtype, accelerator)
+    sampling = transformer_bytes(base.model, height, width, together, dtype, accelerator)
     decoding = base.autoencoder_parameters * dtype.itemsize
     decoding += Planner(base.decoder, height, width, dtype, accelerator).floor().peak_bytes
     copies = 0
     if not settings.method.whole:
         # an adapter is added to the layers, one at a time
-        drawing = max(drawing, MERGED_COPIES * FP32 * max(map(math.prod, base.shapes.values())))
+        sampling = max(sampling, MERGED_COPIES * FP32 * max(map(math.prod, base.shapes.values())))
         if settings.method.base != "full":
             # the whole model, with an adapter, beside the one in 8 bits
             copies = count(base.shapes.values()) * dtype.itemsize + count(trained) * FP32
     elif settings.method.weights != settings.dtype:
-        # weights in fp32 are drawn with in a copy, as they are saved
+        # weights in fp32 are generated with in a copy, as they are saved
         copies = count(trained) * dtype.itemsize
     if settings.method.kind == "controlnet":
-        drawing += controlnet_bytes(settings.method.blocks, base.model, height, width, together, dtype)
+        sampling += controlnet_bytes(settings.method.blocks, base.model, height, width, together, dtype)
     copies += streaming(settings, base, accelerator).weights
-    return Stage("validation's images", kept.weights + copies, kept.state, max(drawing, decoding))
+    return Stage("validation's images", kept.weights + copies, kept.state, max(sampling, decoding))
 
 
 def controlnet_bytes(blocks: int, model: Architecture, height: int, width: int, batch: int, dtype: torch.dtype) -> int:
@@ -237,7 +239,7 @@ def controlnet_bytes(blocks: int, model: Architecture, height: int, width: int, 
     return (residuals + prompts) * model.width * dtype.itemsize
 
 
-def step_operations(settings: Settings, base: Base, phase: Phase) -> int:
+def step_operations(settings: TrainingSettings, base: Base, phase: Phase) -> int:
     """Return the operations of a step of `phase`, a product and its sum being two: the forward, once more with gradient
     checkpointing, the gradients of what every layer takes in, and those of the weights that are trained."""
     sizes = [largest_shape(side) for side in (phase.resolution, *phase.resolutions)]
@@ -245,7 +247,7 @@ def step_operations(settings: Settings, base: Base, phase: Phase) -> int:
     return round(mean * phase.batch * phase.accumulate)
 
 
-def image_operations(settings: Settings, base: Base, cells: int) -> float:
+def image_operations(settings: TrainingSettings, base: Base, cells: int) -> float:
     """Return the operations of a step for one image of `cells` latents."""
     method, width, layers = settings.method, base.model.width, base.model.layers
     forwards = 2 if settings.checkpoint_gradients else 1
@@ -261,7 +263,7 @@ def image_operations(settings: Settings, base: Base, cells: int) -> float:
     return (forwards + 1) * once + forwards * text + (forwards + 2) * adapter
 
 
-def duration_lines(settings: Settings, base: Base, cards: int = 1) -> list[str]:
+def duration_lines(settings: TrainingSettings, base: Base, cards: int = 1) -> list[str]:
     """Return what the steps of each phase take on `cards` of GPUS."""
     lines = []
     for number, phase in enumerate(settings.phase, 1):
@@ -276,7 +278,7 @@ def duration_lines(settings: Settings, base: Base, cards: int = 1) -> list[str]:
     return lines
 
 
-def measured_seconds(settings: Settings, base: Base, device: torch.device, done: int) -> float:
+def measured_seconds(settings: TrainingSettings, base: Base, device: torch.device, done: int) -> float:
     """Return how long the steps after the first `done` take on `device`, whose speed is measured in half a second."""
     square = torch.ones(SIDE, SIDE, device=device, dtype=getattr(torch, settings.dtype))
     reached = REACHED * 2 * SIDE**3 / seconds_of(lambda: square @ square, [device])

@@ -18,7 +18,7 @@ from ..model.known_models import TransformerConfig
 from .adapters import add_adapter, begin_at, check_layers, needs_start
 from .controlnet import check_steerable
 from .ranks import Ranks
-from .settings import DDP, FLOW, Loss, Settings
+from .settings import DDP, FLOW, Loss, TrainingSettings
 
 # of a configuration, what a teacher has to have as its pupil has it
 SHARED_WITH_TEACHER = ("in_channels", "caption_channels")
@@ -27,7 +27,7 @@ PLACES = ("model", "text_encoder", "autoencoder", "cache", "out", "data", "devic
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 
 
-def check_launch(settings: Settings, ranks: Ranks) -> None:
+def check_launch(settings: TrainingSettings, ranks: Ranks) -> None:
     """Raise InputError where what `settings` ask of several processes cannot be had of `ranks`."""
     check_shares(settings, ranks.size)
     if settings.parallel.kind != DDP and not ranks.launched:
@@ -37,7 +37,7 @@ def check_launch(settings: Settings, ranks: Ranks) -> None:
         )
 
 
-def check_base(settings: Settings) -> float:
+def check_base(settings: TrainingSettings) -> float:
     """Return the shift of the model that is trained; only headers are read.
 
     Raises InputError for a model that the loss or a ControlNet does not fit, for a teacher that does not fit it, and
@@ -86,7 +86,7 @@ def check_loss_fits(config: TransformerConfig, loss: Loss) -> None:
             raise InputError(f"teacher: got {name} {got}, expected the model's {expected}; name the SANA it came from")
 
 
-def check_shares(settings: Settings, count: int) -> None:
+def check_shares(settings: TrainingSettings, count: int) -> None:
     """Raise InputError unless a step of each phase has an image for each of `count` ranks, and replicas are even."""
     for number, phase in enumerate(settings.phase, 1):
         images = phase.batch * phase.accumulate
@@ -149,7 +149,7 @@ def code_versions() -> Json:
     return found
 
 
-def check_ranks(ranks: Ranks, settings: Settings) -> None:
+def check_ranks(ranks: Ranks, settings: TrainingSettings) -> None:
     """Raise InputError where a rank has other settings or other code than the first."""
     if ranks.size > 1:
         check_same(ranks, all_values(settings), "settings")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..batch.draw import load_encoder
+from ..batch.pipeline import load_encoder
 from ..checkpoints import load_autoencoder
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json, fingerprint
@@ -33,7 +33,7 @@ from .loss import CHOICE, generator
 from .previews import Inputs, encode_validation
 from .ranks import Ranks
 from .schedule import Data, digest_data
-from .settings import Phase, Settings
+from .settings import Phase, TrainingSettings
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -57,7 +57,7 @@ class Sources(NamedTuple):
 
 
 def prepare(
-    settings: Settings,
+    settings: TrainingSettings,
     samples: Sequence[list[Sample]],
     device: torch.device,
     ranks: Ranks,
@@ -65,7 +65,8 @@ def prepare(
     progress: OnProgress,
     poll: Poll,
 ) -> tuple[list[Data], Inputs | None]:
-    """Return the data of each phase, and what the validation's images are drawn from, None where none are drawn.
+    """Return the data of each phase, and what the validation's images are generated from, None where none are
+    generated.
 
     `samples` are those of each phase. Latents and embeddings that the cache does not have yet are encoded, by each of
     `ranks` the share of its images; a run that streams encodes them later. `digests` are what `digest_models` returns;
@@ -101,7 +102,7 @@ def no_progress(what: str, done: int, total: int) -> None:
     """No-op default."""
 
 
-def digest_models(settings: Settings, progress: OnProgress) -> Json:
+def digest_models(settings: TrainingSettings, progress: OnProgress) -> Json:
     """Return what `fingerprint` does of the model, with the parts that have files of their own from there."""
 
     def digests_of(path: str) -> Json:
@@ -119,7 +120,7 @@ def digest_models(settings: Settings, progress: OnProgress) -> Json:
     return digests
 
 
-def read_samples(settings: Settings, poll: Poll) -> list[list[Sample]]:
+def read_samples(settings: TrainingSettings, poll: Poll) -> list[list[Sample]]:
     """Return the samples of each phase, with control images where those are learned.
 
     Raises as `read_dataset` and `check_controls` do.
@@ -147,7 +148,7 @@ def read_samples(settings: Settings, poll: Poll) -> list[list[Sample]]:
 def prepare_phase(
     samples: Sequence[Sample],
     phase: Phase,
-    settings: Settings,
+    settings: TrainingSettings,
     ids: ModelIds,
     sources: Sources,
     progress: OnProgress,
@@ -195,7 +196,7 @@ def prepare_phase(
 
 
 @contextmanager
-def encoders(settings: Settings, device: torch.device) -> Iterator[Sources]:
+def encoders(settings: TrainingSettings, device: torch.device) -> Iterator[Sources]:
     """Give what returns the text encoder and the autoencoder, of which one at a time is in memory.
 
     Both are loaded when they are first asked for, and not at all where the cache has everything. What a run streams
@@ -227,7 +228,7 @@ def encoders(settings: Settings, device: torch.device) -> Iterator[Sources]:
         make_room()
 
 
-def cache_store(settings: Settings) -> Store:
+def cache_store(settings: TrainingSettings) -> Store:
     """Return the run's cache. Others may share it, so what is not whole lies apart for each run's folder."""
     folder = Path(settings.cache) if settings.cache else Path(settings.out) / "cache"
     return Store(folder, folder / f".{digest_json(str(Path(settings.out).absolute()))}.parts")
@@ -241,7 +242,7 @@ def clear(store: Store) -> None:
             remove(store.parts)
 
 
-def model_ids(settings: Settings, digests: Json) -> ModelIds:
+def model_ids(settings: TrainingSettings, digests: Json) -> ModelIds:
     """Return what the cache's entries depend on besides the data."""
     text, image = ([digests[name] for name in names] for names in (TEXT_DIGESTS, IMAGE_DIGESTS))
     return ModelIds(digest_json(image), digest_json([*text, settings.dtype]))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from ..batch.draw import Conditioning, Models, decode, encode_negative, encode_text, sample
-from ..batch.draw import Settings as Drawing
+from ..batch.pipeline import Conditioning, Models, SamplingSettings, decode, encode_negative, encode_text, sample
 from ..batch.plan import Embedding, ImageInputs, batch_images
 from ..checkpoints import load_autoencoder
 from ..decode import encode_images
@@ -29,7 +28,7 @@ from .cache import ModelIds, Store, Tensors, entry_path, read_entry
 from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
 from .run_log import Line, read_log
 from .runs import PICTURES, stranger, writing
-from .settings import Settings
+from .settings import TrainingSettings
 from .train_state import TrainState
 
 if TYPE_CHECKING:
@@ -46,27 +45,27 @@ PAPER, TEXT, LOSS, VALIDATION, BEST = "#fafaf8", "#282828", "#becde1", "#285096"
 
 
 class Inputs(NamedTuple):
-    """What the validation's images are drawn from, encoded."""
+    """What the validation's images are generated from, encoded."""
 
     prompts: list[Embedding]
     negative: Embedding
     control: torch.Tensor | None  # [1 or as many as prompts, 32, h, w], in the model's scale
 
 
-def preview_size(settings: Settings) -> Bucket:
+def preview_size(settings: TrainingSettings) -> Bucket:
     """Return (width, height) of the validation's images: where training is at last decides, unless they say."""
     own, side = settings.validation, settings.phase[-1].resolution
     return own.width or side, own.height or side
 
 
 def encode_validation(
-    settings: Settings,
+    settings: TrainingSettings,
     store: Store,
     ids: ModelIds,
     encoder: Callable[[], TextEncoder],
     autoencoder: Callable[[], AutoencoderDC],
 ) -> Inputs | None:
-    """Return what the validation's images are drawn from, kept in the cache; None where none are drawn.
+    """Return what the validation's images are generated from, kept in the cache; None where none are generated.
 
     Raises as `read_range` and `decode_image` do for a control image.
     """
@@ -108,10 +107,10 @@ def encode_control(autoencoder: AutoencoderDC, data: bytes, name: str, size: Buc
     return {"latents": latents[0].cpu().contiguous()}
 
 
-def draw_validation(
+def generate_validation(
     state: TrainState, inputs: Inputs | None, folder: Path, parts: Path, step: int, poll: Poll
 ) -> list[torch.Tensor]:
-    """Draw the validation's prompts, prompt i with seed i, into `folder` as step-0000500-00.png and so on.
+    """Generate the validation's prompts, prompt i with seed i, into `folder` as step-0000500-00.png and so on.
 
     Returns the images [3, H, W] in [-1, 1]. What is not whole lies in `parts`, and no file is replaced. Raises
     OutputError where nothing can be written.
@@ -122,7 +121,7 @@ def draw_validation(
     settings, transformer = state.settings, state.transformer
     own, defaults = settings.validation, model_defaults(transformer.config)
     width, height = preview_size(settings)
-    drawing = Drawing(
+    sampling = SamplingSettings(
         width=width,
         height=height,
         steps=own.steps or defaults.steps,
@@ -136,7 +135,7 @@ def draw_validation(
         control = Control(state.controlnet, inputs.control)
     models = Models(transformer, None, state.shift)
     prompts = Conditioning(inputs.prompts, inputs.negative)
-    latents = sample(models, drawing, tuple(chunk), prompts, poll, ImageInputs(control))
+    latents = sample(models, sampling, tuple(chunk), prompts, poll, ImageInputs(control))
     dtype = getattr(torch, settings.dtype)
     autoencoder = load_autoencoder(settings.source("autoencoder"), transformer.device, dtype)
     images = decode(autoencoder, latents, poll)
@@ -160,7 +159,7 @@ def write_beside(file: Path, data: bytes, parts: Path) -> None:
             with writing(path):
                 return write_whole(path, data, parts)
         except ExistingFileError:
-            # a run that resumes from an earlier state draws the same again
+            # a run that resumes from an earlier state generates the same again
             if path.is_file() and path.read_bytes() == data:
                 return None
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# a collective waits for the ranks that encode or draw meanwhile; that a rank is dead is for the heartbeats to find out
+# a collective waits for the ranks that encode or generate meanwhile; that a rank is dead is for the heartbeats to find
+# out
 PATIENCE = timedelta(hours=24)
 # known harmless warnings: nothing here works in place on what a projection returns; and the gradients of depthwise
 # convolutions, 0.2 % of all, are copied into their bucket
@@ -56,7 +57,7 @@ class Ranks(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes, draws and reports."""
+        """Whether this is the rank that writes, generates and reports."""
         return self.rank == 0
 
     def total(self, *values: float) -> list[float]:
@@ -318,10 +319,10 @@ def name_lost(heartbeat: Heartbeat) -> str:
     """Return who is dead, once a collective has failed; that takes as long as nobody beats."""
     end = time.monotonic() + LOST + 3 * BEAT
     # all of them, for any may be the dead one
-    watch = Heartbeat(heartbeat.store, 0, heartbeat.count, heartbeat.name)
+    monitor = Heartbeat(heartbeat.store, 0, heartbeat.count, heartbeat.name)
     while time.monotonic() < end:
         try:
-            lost = watch.failed() or watch.silent()
+            lost = monitor.failed() or monitor.silent()
         except RuntimeError:
             return "lost the machine that the run was started on"
         if lost:

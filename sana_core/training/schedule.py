@@ -14,7 +14,7 @@ from .cache import Cache, Stream
 from .dataset import Sample
 from .images import Bucket
 from .loss import CHOICE, generator
-from .settings import Phase, Settings
+from .settings import Phase, TrainingSettings
 
 # indices of samples, in the batches of one step
 Group = list[list[int]]
@@ -73,13 +73,15 @@ def same_epochs(first: str, second: str) -> bool:
     )
 
 
-def is_due(settings: Settings, progress: TrainProgress, finished: bool) -> bool:
+def is_due(settings: TrainingSettings, progress: TrainProgress, finished: bool) -> bool:
     """Whether there is a validation at `progress`: before the first step, every `every` steps, and at the end."""
     every = settings.validation.every
     return bool(every) and (progress.step % every == 0 or finished)
 
 
-def advance(progress: TrainProgress, data: Sequence[Data], settings: Settings) -> tuple[TrainProgress, list[Group]]:
+def advance(
+    progress: TrainProgress, data: Sequence[Data], settings: TrainingSettings
+) -> tuple[TrainProgress, list[Group]]:
     """Return where the next step is, and the groups of its epoch; none when the last phase is at its end."""
     while True:
         phase = settings.phase[progress.phase]
@@ -104,7 +106,7 @@ def plan(phase: Phase, data: Data, seed: int, epoch: int) -> list[Group]:
     return [batches[start : start + phase.accumulate] for start in range(0, len(batches), phase.accumulate)]
 
 
-def all_steps_left(settings: Settings, data: Sequence[Data], progress: TrainProgress) -> int:
+def all_steps_left(settings: TrainingSettings, data: Sequence[Data], progress: TrainProgress) -> int:
     """Return how many steps there are from `progress` to the end."""
     left = 0
     for number in range(progress.phase, len(data)):

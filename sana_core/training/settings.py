@@ -59,10 +59,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Loss:
-    """What is learned: "flow" matching, or with "consistency" to draw in few steps, which SANA-Sprint models are for.
+    """What is learned: "flow" matching, or with "consistency" to generate in few steps, which SANA-Sprint models are
+    for.
 
-    Then `teacher` is the checkpoint of a SANA model that says what to draw, or without one the images do; the part of
-    the loss that is unstable at first grows from 0 over `tangent_warmup` steps.
+    Then `teacher` is the checkpoint of a SANA model that says what to generate, or without one the images do; the part
+    of the loss that is unstable at first grows from 0 over `tangent_warmup` steps.
 
     `times` are those of flow matching, before the model's shift: "logit_normal" with NVIDIA's `logit_mean` (positive:
     more noise; diffusers' scripts count the other way) and `logit_std`, SD3's "mode" with `mode_scale`, or "uniform".
@@ -162,7 +163,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """A whole run. `model` is a checkpoint of transformer, text encoder and autoencoder, in any layout, or of the first
     alone with files of their own for the others; `out` is the run's folder; `trigger` are words that a LoRA's file is
     labelled with."""
@@ -196,7 +197,7 @@ class Settings:
         return own.get(kind) or self.model
 
 
-def check_settings(settings: Settings) -> Settings:
+def check_settings(settings: TrainingSettings) -> TrainingSettings:
     """Return `settings`. Raises InputError for the first value that is out of range."""
     method, optimizer, validation = settings.method, settings.optimizer, settings.validation
     one_of("optimizer.name", optimizer.name, NAMES)
@@ -284,7 +285,7 @@ def check_loss(loss: Loss, method: Method) -> None:
 
 
 def check_control(method: Method, validation: Validation) -> None:
-    """Raise InputError unless a ControlNet has control images to draw with, and nothing else has."""
+    """Raise InputError unless a ControlNet has control images to generate with, and nothing else has."""
     found, needed = len(validation.control), len(validation.prompts)
     if method.kind != "controlnet":
         if found:
@@ -295,7 +296,7 @@ def check_control(method: Method, validation: Validation) -> None:
         )
 
 
-def check_parallel(settings: Settings) -> None:
+def check_parallel(settings: TrainingSettings) -> None:
     """Raise InputError unless what is trained can be trained in the way that is asked for."""
     own, method, name = settings.parallel, settings.method, settings.optimizer.name
     one_of("parallel.kind", own.kind, KINDS)

@@ -1,4 +1,4 @@
-"""A training run's TOML file as Settings, with the nearest name for a key that nothing reads."""
+"""A training run's TOML file as TrainingSettings, with the nearest name for a key that nothing reads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ..checkpoints.files import Json
 from ..errors import InputError, MissingFileError, ReadError
-from .settings import Settings, check_settings
+from .settings import TrainingSettings, check_settings
 
 LARGEST_FILE = 1_000_000
 
 
-def read_settings(file: Path) -> Settings:
+def read_settings(file: Path) -> TrainingSettings:
     """Return the settings in the TOML file `file`, whose paths are relative to its folder.
 
     Raises MissingFileError, ReadError, and InputError for what is no TOML, an unknown or missing key, and values that
@@ -29,7 +29,7 @@ def read_settings(file: Path) -> Settings:
         raise MissingFileError(f"{file}: no such file; write one, or copy one of recipes/") from None
     except OSError as error:
         raise ReadError(f"{file}: cannot be read ({error.strerror}); see its name and its rights") from None
-    settings = parse(Settings, parse_toml(data, file.name), file.name)
+    settings = parse(TrainingSettings, parse_toml(data, file.name), file.name)
     folder = file.parent
 
     def absolute(path: str) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from ..checkpoints.files import Json
 from ..errors import InputError, VersionError
 from .ranks import ALONE, Ranks
-from .settings import DDP, Settings
+from .settings import DDP, TrainingSettings
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -78,7 +78,7 @@ class Layout(NamedTuple):
         return clip_sharded(parameters, limit, self.ranks, self.ranks.size // self.parts)
 
 
-def lay_out(models: Sequence[nn.Module], settings: Settings, ranks: Ranks) -> Layout:
+def lay_out(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks) -> Layout:
     """Return how `ranks` hold `models` from now on, as `settings.parallel` says where a launcher has started them.
 
     Raises as `shard` does.
@@ -111,7 +111,7 @@ def replicate(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(Step(model), gradient_as_bucket_view=True, **{buffers: False})  # type: ignore[arg-type]
 
 
-def shard(models: Sequence[nn.Module], settings: Settings, ranks: Ranks) -> Shards:
+def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks) -> Shards:
     """Put the weights of `models`, the transformer and a ControlNet if that is trained, in rows on the ranks.
 
     Each block is gathered when it is computed with, and what is in no block of a transformer that is trained or
@@ -188,7 +188,7 @@ def empty_parameters(models: Sequence[nn.Module]) -> dict[int, object]:
     return memo
 
 
-def fsdp_options(settings: Settings, ranks: Ranks) -> Json:
+def fsdp_options(settings: TrainingSettings, ranks: Ranks) -> Json:
     """Return what `fully_shard` takes besides a module."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy

@@ -1,4 +1,4 @@
-"""From settings to a trained model: data sets, cache, run, and what is drawn on the way."""
+"""From settings to a trained model: data sets, cache, run, and what is generated on the way."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .adapters import adapter_tensors, add_adapter, merged, start_digest, write_
 from .loop import Callbacks, Report, Run, RunDir, run
 from .preflight import check_base, check_launch, check_ranks, check_same
 from .prepare import TEACHER, OnProgress, digest_models, no_progress, prepare, read_samples
-from .previews import SHEET, draw_validation, write_sheet
+from .previews import SHEET, generate_validation, write_sheet
 from .previews import check_own as check_sheet
 from .ranks import ALONE, Ranks, log_line
 from .runs import PICTURES, check_folder, check_places, publish, step_folder, writing
 from .schedule import Best
-from .settings import DDP, FLOW, Settings
+from .settings import DDP, FLOW, TrainingSettings
 from .sharding import describe_layout
 from .train_state import TrainState, make_train_state
 
@@ -42,7 +42,7 @@ def no_show(step: int, images: Sequence[torch.Tensor]) -> None:
 
 
 def train(
-    settings: Settings,
+    settings: TrainingSettings,
     report: Report = lambda line: None,
     progress: OnProgress = no_progress,
     poll: Poll = no_poll,
@@ -82,7 +82,7 @@ def train(
 
         def preview(state: TrainState, step: int) -> None:
             with as_saved(state) as saved:
-                show(step, draw_validation(saved, inputs, out / PICTURES, parts, step, watched))
+                show(step, generate_validation(saved, inputs, out / PICTURES, parts, step, watched))
             write_sheet(out, parts)
 
         folder = RunDir(out, parts, settings_config(settings) | model_config(digests))
@@ -101,7 +101,7 @@ def finish(ended: Run, report: Report) -> Path:
     return path
 
 
-def check_run_folder(settings: Settings, ranks: Ranks) -> None:
+def check_run_folder(settings: TrainingSettings, ranks: Ranks) -> None:
     """Raise as `check_folder` does for what others have put into the run's folder, or another run has."""
     names = () if settings.method.whole else (lora_file(settings), last_file(settings))
     config = settings_config(settings)
@@ -110,11 +110,11 @@ def check_run_folder(settings: Settings, ranks: Ranks) -> None:
         ranks.run_on_rank0(lambda: check_sheet(Path(settings.out) / SHEET))
 
 
-def device_of(settings: Settings, ranks: Ranks) -> torch.device:
+def device_of(settings: TrainingSettings, ranks: Ranks) -> torch.device:
     return ranks.device or chosen_device(settings.device)
 
 
-def load_state(settings: Settings, shift: float, ranks: Ranks) -> TrainState:
+def load_state(settings: TrainingSettings, shift: float, ranks: Ranks) -> TrainState:
     """Return what is trained, before the first step. Raises as `load_transformer` and `make_train_state` do."""
     device = device_of(settings, ranks)
     state = make_train_state(load_base(settings, device, ranks), shift, settings, device, ranks)
@@ -123,7 +123,7 @@ def load_state(settings: Settings, shift: float, ranks: Ranks) -> TrainState:
     return state._replace(teacher=load_teacher(settings, device))
 
 
-def put_result(settings: Settings, parts: Path, last: int, best: Best | None) -> Path:
+def put_result(settings: TrainingSettings, parts: Path, last: int, best: Best | None) -> Path:
     """Put the LoRAs of a run that has ended at the step `last` into its folder, the best as its result; return that, or
     the folder of whole weights. Raises as `publish` does."""
     out = Path(settings.out)
@@ -142,7 +142,7 @@ def model_config(digests: Json) -> Json:
     return {"model": digest_json(model), **teacher}
 
 
-def settings_config(settings: Settings) -> Json:
+def settings_config(settings: TrainingSettings) -> Json:
     """Return what a run's states depend on, besides models and data, and what a new phase may change.
 
     Raises MissingFileError or ReadError for a file to start from that cannot be read.
@@ -168,7 +168,7 @@ def settings_config(settings: Settings) -> Json:
     return config | own.get(method.kind, adapter)
 
 
-def load_base(settings: Settings, device: torch.device, ranks: Ranks = ALONE) -> SanaTransformer2DModel:
+def load_base(settings: TrainingSettings, device: torch.device, ranks: Ranks = ALONE) -> SanaTransformer2DModel:
     """Return the transformer that training begins with. If it is sharded, rank 0 alone holds its weights.
 
     Raises as `load_transformer` does.
@@ -231,21 +231,21 @@ def export(state: TrainState, folder: Path) -> None:
     write_adapter(folder / lora_file(settings), state.transformer, tensors, settings.method, metadata)
 
 
-def lora_file(settings: Settings) -> str:
+def lora_file(settings: TrainingSettings) -> str:
     return f"{settings.name}.safetensors"
 
 
-def last_file(settings: Settings) -> str:
+def last_file(settings: TrainingSettings) -> str:
     """Return the name of the LoRA that a run ends with, beside the best of its validations."""
     return f"{settings.name}-last.safetensors"
 
 
-def whole_part(settings: Settings) -> str:
+def whole_part(settings: TrainingSettings) -> str:
     """Return the name of the folder that holds the weights, where no adapter is trained."""
     return "controlnet" if settings.method.kind == "controlnet" else "transformer"
 
 
-def load_teacher(settings: Settings, device: torch.device) -> SanaTransformer2DModel | None:
+def load_teacher(settings: TrainingSettings, device: torch.device) -> SanaTransformer2DModel | None:
     """Return the teacher, frozen, None where there is none. Raises as `load_transformer` does."""
     if not settings.loss.teacher:
         return None

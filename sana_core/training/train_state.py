@@ -48,7 +48,7 @@ from .optimizers import (
 from .quantised_base import quantise_base
 from .ranks import ALONE, Ranks
 from .schedule import Data, TrainProgress
-from .settings import CONSISTENCY, DDP, Settings
+from .settings import CONSISTENCY, DDP, TrainingSettings
 from .sharding import Layout, gather, lay_out, local_parameters
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class TrainState(NamedTuple):
 
     transformer: SanaTransformer2DModel
     shift: float
-    settings: Settings
+    settings: TrainingSettings
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     average: dict[str, torch.Tensor] | None  # of the parameters, by name, in float32
@@ -91,7 +91,7 @@ class TrainState(NamedTuple):
 def make_train_state(
     transformer: SanaTransformer2DModel,
     shift: float,
-    settings: Settings,
+    settings: TrainingSettings,
     device: torch.device | None = None,
     ranks: Ranks = ALONE,
 ) -> TrainState:
@@ -256,7 +256,7 @@ def on_trajectory(
     return point, prompt, None if batch.weight is None else batch.weight.to(device)
 
 
-def tangent_ramp(settings: Settings, progress: TrainProgress) -> float:
+def tangent_ramp(settings: TrainingSettings, progress: TrainProgress) -> float:
     """Return the share of the tangent at `progress` that has still to be warmed up to."""
     return min(1.0, progress.step / settings.loss.tangent_warmup) if settings.loss.tangent_warmup else 1.0
 
@@ -301,7 +301,7 @@ def image_loss(state: TrainState, data: Data, batch: Batch, noise: torch.Tensor,
 
 
 def gather_weights(state: TrainState, device: torch.device, trained_alone: bool) -> TrainState | None:
-    """Return `state` with all its weights on `device`, or with those that are trained alone, to be saved or drawn
+    """Return `state` with all its weights on `device`, or with those that are trained alone, to be saved or generated
     with; None on all ranks but the first. All have to call this."""
     first, shards = state.ranks.first, state.layout.shards
     if shards is None:

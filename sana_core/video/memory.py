@@ -38,7 +38,7 @@ def token_bytes(width: int, hidden: int) -> int:
 def plan_video(
     variant: str, width: int, height: int, frames: int = VIDEO_FRAMES, batch: int = 1, dtype: str = "bfloat16"
 ) -> VideoPlan:
-    """Return the bytes of each stage of drawing `batch` videos of `frames` frames of `width` x `height` pixels.
+    """Return the bytes of each stage of generating `batch` videos of `frames` frames of `width` x `height` pixels.
 
     It is as `plan_memory` returns it; "smallest" is with one of the two prompts at a time, as ComfyUI computes them
     where memory is short. Raises InputError for an unknown variant or dtype, and for sizes that videos have not.

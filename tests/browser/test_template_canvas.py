@@ -11,7 +11,7 @@ from parts import blueprints
 from setup import ROOT
 from templates import DOWNLOADED, SHOWING, templates
 
-from sana_core.batch.draw import Settings
+from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.png import encode_png
 from sana_core.checkpoints import downloads as released
 from sana_core.checkpoints.headers import SUFFIXES
@@ -206,7 +206,7 @@ DROP = """async bytes => {
 
 
 def test_a_dropped_png_of_the_batch_command_brings_its_nodes_back(page):
-    settings = Settings(160, 128, steps=11, guidance=3.0, sampler="flow_euler", negative_prompt="a blue circle")
+    settings = SamplingSettings(160, 128, steps=11, guidance=3.0, sampler="flow_euler", negative_prompt="a blue circle")
     png = encode_png(torch.zeros(3, 128, 160), "a red star", 7, settings._asdict(), "models/sana-posters")
     found = dict(page.evaluate(DROP, list(png)))
     assert found["SanaNodesLoader"][0] == "sana-posters (bundled)"

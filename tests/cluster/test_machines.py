@@ -12,7 +12,7 @@ from machines import add_node
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actors import ActorCache, ClusterRun
 from sana_core.cluster.connection import ClusterSettings, connected
@@ -35,7 +35,7 @@ def pool_of(cluster, checkpoint):
     @contextmanager
     def build(most, together=False, **share):
         path, cache = str(checkpoint), ActorCache()
-        job = Job(resolve_settings(Settings(64, 64), path), {path: fingerprint(path)}, path, path)
+        job = Job(resolve_settings(SamplingSettings(64, 64), path), {path: fingerprint(path)}, path, path)
         with connected(cluster.address) as ray:
             pool = Pool(ClusterRun(ray, ClusterSettings(cluster.address, **share), cache), job, most, together)
             yield pool

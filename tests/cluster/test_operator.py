@@ -5,16 +5,16 @@ import time
 import pytest
 from machines import actors, add_node
 
-from sana_core.batch.draw import Settings
+from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.progress import WorkerReport
-from sana_core.cluster.batch import draw_on_cluster, draw_with, make_job
+from sana_core.cluster.batch import generate_on_cluster, generate_with, make_job
 from sana_core.cluster.connection import ClusterSettings
 from sana_core.cluster.session import Session
 
 pytestmark = pytest.mark.timeout(300)
 
-SETTINGS = Settings(64, 64, 2)
+SETTINGS = SamplingSettings(64, 64, 2)
 
 
 def test_ray_lists_the_job_by_its_name(cluster, checkpoint):
@@ -22,7 +22,7 @@ def test_ray_lists_the_job_by_its_name(cluster, checkpoint):
 
     add_node(cluster)
     workload = Workload(["a red circle"], batch_images(1, 4, 5), 1)
-    drawn = draw_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
+    drawn = generate_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
     next(drawn)
     jobs = global_worker.gcs_client.get_all_job_info().values()
     assert [job.config.metadata["job_name"] for job in jobs] == ["sana"]
@@ -36,7 +36,9 @@ def test_workers_that_nobody_wants_for_long_end(cluster, checkpoint):
     session = Session(ClusterSettings(cluster.client_address), idle=5.0)
     for seed in range(2):
         before = {process.pid for process in actors()}
-        assert len(list(session.run("the same", dict, lambda run: draw_with(run, job, workload, WorkerReport())))) == 2
+        assert (
+            len(list(session.run("the same", dict, lambda run: generate_with(run, job, workload, WorkerReport())))) == 2
+        )
         # those of the first run draw in the second
         assert not seed or {process.pid for process in actors()} == before
     assert actors()

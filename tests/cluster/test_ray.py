@@ -19,13 +19,13 @@ import sana_core
 from demo.verifier import save
 from sana_core.__main__ import main
 from sana_core.batch.description import describe_settings
-from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.progress import WorkerReport
 from sana_core.batch.verifier import Shape, Verifier
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actors import ActorCache, ClusterRun
-from sana_core.cluster.batch import draw_on_cluster
+from sana_core.cluster.batch import generate_on_cluster
 from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
 from sana_core.cluster.worker import Job
@@ -38,7 +38,7 @@ from sana_core.training.settings import Method
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
-SETTINGS = Settings(128, 128, steps=4)
+SETTINGS = SamplingSettings(128, 128, steps=4)
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_every_picture_arrives_once_while_machines_die_and_join(cluster, checkpo
     pictures = batch_images(2, 20, 5)
     report, joined, arrived = WorkerReport(), None, {}
     run = ClusterSettings(cluster.address)
-    drawn = draw_on_cluster(Workload(PROMPTS, pictures, 2), checkpoint, SETTINGS, run, report=report)
+    drawn = generate_on_cluster(Workload(PROMPTS, pictures, 2), checkpoint, SETTINGS, run, report=report)
     for picture, pixels in drawn:
         assert picture.number not in arrived
         arrived[picture.number] = pixels
@@ -64,11 +64,11 @@ def test_every_picture_arrives_once_while_machines_die_and_join(cluster, checkpo
             time.sleep(0.1)
     assert sorted(arrived) == list(range(40))
     assert torch.equal(torch.stack([arrived[number] for number in range(40)]), expected)
-    assert sum(report.drawn.values()) == 40 and drew(report, joined)
+    assert sum(report.finished.values()) == 40 and drew(report, joined)
 
 
 def drew(report, node):
-    return any(f"({node.node_id[:6]}" in name for name in report.drawn)
+    return any(f"({node.node_id[:6]}" in name for name in report.finished)
 
 
 @pytest.mark.timeout(200)
@@ -138,7 +138,7 @@ def test_one_machine_without_the_checkpoint_costs_no_picture(cluster, checkpoint
     add_node(cluster)
     late, report, arrived = None, WorkerReport(), []
     workload = Workload(PROMPTS, batch_images(2, 40, 5), 1)
-    for picture, _ in draw_on_cluster(workload, copy, SETTINGS, ClusterSettings(cluster.address), report=report):
+    for picture, _ in generate_on_cluster(workload, copy, SETTINGS, ClusterSettings(cluster.address), report=report):
         arrived.append(picture.number)
         if late is None:
             copy.rename(tmp_path / "gone")
@@ -178,7 +178,7 @@ def test_closing_ends_every_actor(cluster, checkpoint):
     for _ in range(2):
         add_node(cluster)
     workload = Workload(PROMPTS, batch_images(2, 1000, 5), 1)
-    drawn = draw_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
+    drawn = generate_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
     next(drawn)
     assert actors()
     drawn.close()
@@ -193,12 +193,12 @@ def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
     pictures = batch_images(2, 6, 5)
     report, arrived = WorkerReport(), []
     workload, run = Workload(PROMPTS, pictures, 1), ClusterSettings(cluster.address, grace=3.0)
-    for picture, _ in draw_on_cluster(workload, checkpoint, SETTINGS, run, report=report):
+    for picture, _ in generate_on_cluster(workload, checkpoint, SETTINGS, run, report=report):
         arrived.append(picture.number)
         if len(arrived) == 2:
             send_to_an_actor(signal.SIGSTOP)
     assert sorted(arrived) == list(range(12))
-    assert [name.split()[-1] for name in report.drawn] == ["1)", "2)"]
+    assert [name.split()[-1] for name in report.finished] == ["1)", "2)"]
 
 
 @pytest.mark.timeout(300)
@@ -273,7 +273,7 @@ def shared_run(cluster, checkpoint, tmp_path):
 
     def draw(count, report):
         workload, run = Workload(PROMPTS, batch_images(2, count, 5), 1), ClusterSettings(cluster.address)
-        return draw_on_cluster(workload, checkpoint, SETTINGS, run, described, report, held)
+        return generate_on_cluster(workload, checkpoint, SETTINGS, run, described, report, held)
 
     with hold(tmp_path / "out") as held:
         yield draw, held
@@ -317,7 +317,7 @@ def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(clus
 @pytest.mark.timeout(200)
 def test_an_address_where_nobody_answers_is_named(checkpoint):
     workload = Workload(PROMPTS, batch_images(2, 1, 5))
-    drawn = draw_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings("127.0.0.1:1"))
+    drawn = generate_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings("127.0.0.1:1"))
     with pytest.raises(ConnectionError, match="cluster: nobody answers at 127.0.0.1:1 "):
         next(drawn)
 

@@ -8,10 +8,10 @@ import torch
 from machines import actors, add_node
 
 import sana_core
-from sana_core.batch.draw import Settings
+from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.cluster.connection import ClusterSettings, connected
-from sana_core.cluster.split import draw_split_on_cluster
+from sana_core.cluster.split import generate_split_on_cluster
 from sana_core.errors import InputError
 
 # an actor has one core
@@ -38,10 +38,10 @@ def test_a_dead_member_s_rows_go_to_the_others(lasting_cluster, checkpoint, capl
             began.clear()
             actors()[1].send_signal(signal.SIGKILL)
 
-    drawn = draw_split_on_cluster(
+    drawn = generate_split_on_cluster(
         Workload([PROMPT], batch_images(1, 2, 5)),
         checkpoint,
-        Settings(128, 160, steps=STEPS[when]),
+        SamplingSettings(128, 160, steps=STEPS[when]),
         ClusterSettings(lasting_cluster.address),
         poll,
     )
@@ -66,7 +66,7 @@ def test_a_member_that_hangs_is_replaced_where_there_are_but_two_gpus(cluster, c
         add_node(cluster)
     workload, run = Workload([PROMPT], batch_images(1, 3, 5)), ClusterSettings(cluster.address)
     pictures = []
-    for _, pixels in draw_split_on_cluster(workload, checkpoint, Settings(128, 160, steps=3), run):
+    for _, pixels in generate_split_on_cluster(workload, checkpoint, SamplingSettings(128, 160, steps=3), run):
         if not pictures:
             actors()[1].send_signal(signal.SIGSTOP)
         pictures.append(pixels)
@@ -87,8 +87,8 @@ def test_gpus_of_others_are_not_waited_for(cluster, checkpoint):
         other = ray.remote(num_gpus=1)(Other).remote()
         ray.get(other.__ray_ready__.remote())
         began = time.monotonic()
-        workload, settings = Workload([PROMPT], batch_images(1, 1, 5)), Settings(128, 160, steps=2)
-        ((_, pixels),) = draw_split_on_cluster(workload, checkpoint, settings, ClusterSettings(cluster.address))
+        workload, settings = Workload([PROMPT], batch_images(1, 1, 5)), SamplingSettings(128, 160, steps=2)
+        ((_, pixels),) = generate_split_on_cluster(workload, checkpoint, settings, ClusterSettings(cluster.address))
         assert time.monotonic() - began < 120
     expected = sana_core.generate([PROMPT], checkpoint, seed=5, width=128, height=160, steps=2)
     torch.testing.assert_close(pixels[None], expected, atol=1e-4, rtol=0)

@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import changed_bytes
 
-from sana_core.training.settings import Settings
+from sana_core.training.settings import TrainingSettings
 from sana_core.training.settings_file import read_settings
 
 SETTINGS = """
@@ -87,4 +87,4 @@ def test_settings(survives, tmp_path_factory, content):
     file = tmp_path_factory.getbasetemp() / "run.toml"
     file.write_bytes(content)
     found = survives(lambda: read_settings(file), "run.toml")
-    assert found is None or isinstance(found, Settings)
+    assert found is None or isinstance(found, TrainingSettings)

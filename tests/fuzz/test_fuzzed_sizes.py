@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from noise import noise_like
 
 import sana_core
-from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.plan import batch_images, default_chunk_size, split_into_chunks
 from sana_core.decode import Tiles
 from sana_core.memory import DTYPES
@@ -118,7 +118,7 @@ def some(options):
 
 @given(options=some(OPTIONS))
 def test_settings(survives, small, options):
-    survives(lambda: resolve_settings(Settings(**options), small))
+    survives(lambda: resolve_settings(SamplingSettings(**options), small))
 
 
 def affordable(options):

@@ -22,10 +22,10 @@ from setup import ROOT
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch import local
-from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster import worker
-from sana_core.split import draw
+from sana_core.split import generate
 
 BOUND = 1e-6
 FILES = ROOT / "tests" / "adapters"
@@ -116,7 +116,7 @@ def caught_models(monkeypatch):
 
         return load_and_keep
 
-    for module in (local, worker, draw):
+    for module in (local, worker, generate):
         monkeypatch.setattr(module, "load_models", caught_by(module.load_models))
     return caught
 
@@ -158,7 +158,7 @@ def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
 
     def actor(file):
         path = str(checkpoint)
-        settings = resolve_settings(Settings(64, 64, steps=1), path)._replace(loras=((str(file), 1.0),))
+        settings = resolve_settings(SamplingSettings(64, 64, steps=1), path)._replace(loras=((str(file), 1.0),))
         described = {each: fingerprint(each) for each in (path, str(file))}
         worker.Worker(worker.Job(settings, described, path, path, path).pack()).load(1, {})
         return weights()

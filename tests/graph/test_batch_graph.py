@@ -10,7 +10,7 @@ from PIL import Image
 
 import sana_core
 from sana_core.batch.description import describe_settings
-from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.png import encode_png, read_entry
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
 from sana_core.training.settings import Method
@@ -41,7 +41,7 @@ CASES = {"plain": {}, "with PAG, an interval and a negative prompt": OTHERS, "wi
 @pytest.mark.parametrize("case", CASES)
 def test_the_graph_of_a_picture_draws_it_again(host, checkpoint, case, loras, one_thread):
     more = CASES[case] if CASES[case] is not None else {"loras": loras}
-    prompt, settings = "a red circle on a blue background", Settings(128, 160, steps=3, guidance=4.0, **more)
+    prompt, settings = "a red circle on a blue background", SamplingSettings(128, 160, steps=3, guidance=4.0, **more)
     options = {**settings._asdict(), "seed": 7}
     picture = sana_core.generate([prompt], checkpoint, **{key: options[key] for key in options if key != "compiled"})[0]
     described = describe_settings(resolve_settings(settings, checkpoint), checkpoint)

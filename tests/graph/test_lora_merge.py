@@ -10,7 +10,7 @@ from lora_dialects import DIALECTS
 from safetensors.torch import load_file
 
 import sana_core
-from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.checkpoints.lora import merge_loras
 from sana_core.errors import CheckpointError, InputError
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
@@ -147,7 +147,7 @@ def test_a_lora_of_the_other_reference_is_named(host, checkpoint, caplog, refere
     try:
         with caplog.at_level(logging.WARNING):
             cores(host, file.name, 1.0)
-            resolve_settings(Settings(64, 64, loras=((str(file), 1.0),)), checkpoint)
+            resolve_settings(SamplingSettings(64, 64, loras=((str(file), 1.0),)), checkpoint)
     finally:
         file.unlink()
     note = "merge.safetensors: trained with reference nvidia, but the model follows diffusers"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from demo.pictures import combinations, draw_scene, prompt, random_scene
 from sana_core.training.plan import plan_training, read_base
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Phase, Settings
+from sana_core.training.settings import Phase, TrainingSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -246,7 +246,7 @@ def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, run
 
 def test_before_it_begins_it_says_what_fits(host, checkpoint):
     training = pack("nodes.host.training")
-    settings = Settings(str(checkpoint), "out", (Phase(("two",), 128, batch=64),), checkpoint_gradients=False)
+    settings = TrainingSettings(str(checkpoint), "out", (Phase(("two",), 128, batch=64),), checkpoint_gradients=False)
     base = read_base(settings)
     plan = plan_training(settings, base)
     assert re.fullmatch(r"needs 1\.\d of 24\.0 GB", training.describe_fit(settings, base, plan, 24 * 10**9))

@@ -10,7 +10,7 @@ from PIL import Image
 
 from demo.pictures import combinations, draw_scene, prompt, random_scene
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Loss, Method, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Loss, Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.train import train
 
 STEPS = 6
@@ -40,7 +40,7 @@ def run(pictures, tmp_path):
         phase = (Phase((str(pictures),), 128, batch=4, steps=STEPS, learning_rate=rate),)
         looks = Validation(every=STEPS, prompts=PROMPTS, **dict(validation))
         out = str(tmp_path / "out")
-        return train(check_settings(Settings(str(model), out, phase, dtype="float32", validation=looks, **own)))
+        return train(check_settings(TrainingSettings(str(model), out, phase, dtype="float32", validation=looks, **own)))
 
     return start
 

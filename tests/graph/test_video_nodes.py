@@ -325,7 +325,11 @@ def test_a_saved_model_loads_again(host, build, name):
 
 
 REFUSED = [
-    ("SanaNodesPAG", {"scale": 2.0}, "^model: got SANA-Video, expected a SANA model of images; draw videos with SANA "),
+    (
+        "SanaNodesPAG",
+        {"scale": 2.0},
+        "^model: got SANA-Video, expected a SANA model of images; generate videos with SANA ",
+    ),
     ("SanaNodesSplitPicture", {"devices": "2 workers on the CPU (to try)"}, "^model: got SANA-Video, expected a SANA "),
 ]
 
@@ -341,7 +345,9 @@ def test_samplers_for_images_refuse_a_video(host, build, image, name):
     _, links = graph["sample"]
     batch = {key: links[key] for key in ("model", "positive", "negative", "latent_image", "seed", "steps")}
     batch |= {"count": 1, "devices": "default", "chunk": 0, **OURS}
-    with pytest.raises(NodeError, match="^model: got SANA-Video, expected a SANA model of images; draw videos with"):
+    with pytest.raises(
+        NodeError, match="^model: got SANA-Video, expected a SANA model of images; generate videos with"
+    ):
         host.run({**graph, "sample": ("SanaNodesBatchSampler", batch)})
     sprint = {key: links[key] for key in ("model", "positive", "latent_image", "seed")} | {"steps": 2, "guidance": 4.5}
     with pytest.raises(NodeError, match="^sampler: got scm"):

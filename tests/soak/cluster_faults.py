@@ -31,11 +31,11 @@ from machines import actors, add_node  # noqa: E402
 
 import sana_core  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
-from sana_core.batch.draw import Settings  # noqa: E402
+from sana_core.batch.pipeline import SamplingSettings  # noqa: E402
 from sana_core.batch.plan import Workload, batch_images  # noqa: E402
-from sana_core.cluster.batch import draw_on_cluster  # noqa: E402
+from sana_core.cluster.batch import generate_on_cluster  # noqa: E402
 from sana_core.cluster.connection import ClusterSettings  # noqa: E402
-from sana_core.cluster.split import draw_split_on_cluster  # noqa: E402
+from sana_core.cluster.split import generate_split_on_cluster  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "cluster_faults.json"
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
@@ -43,7 +43,7 @@ PROMPTS = ["a red circle on a blue background", "a blue square on a white backgr
 MACHINES = 4
 # images of a batch, of each prompt; shared images; faults in a run, and in one of the command
 BATCH, SHARED, FAULTS, ENDS = 40, 14, 12, 3
-BATCH_SETTINGS, SHARED_SETTINGS = Settings(64, 64, 2), Settings(64, 128, 30)
+BATCH_SETTINGS, SHARED_SETTINGS = SamplingSettings(64, 64, 2), SamplingSettings(64, 128, 30)
 # seconds that an actor is slow for, and after a run until none may be left
 SLOW, LEFT = 4.0, 60.0
 
@@ -143,7 +143,7 @@ class Faults:
         other = self.folder / "checkout"
         if not other.exists():
             shutil.copytree(ROOT / "sana_core", other / "sana_core", ignore=shutil.ignore_patterns("__pycache__"))
-            file = other / "sana_core" / "batch" / "draw.py"
+            file = other / "sana_core" / "batch" / "pipeline.py"
             file.write_text(file.read_text().replace(".clamp(-1, 1)", ".clamp(-1, 1).neg()"))
             (other / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(other)!r})\n")
         self.unfit.append(self.cluster.add_node(num_cpus=1, num_gpus=1, env_vars={"PYTHONPATH": str(other)}))
@@ -182,10 +182,10 @@ def run_here(faults: Faults, silence: Silence, expected: torch.Tensor, split: bo
 
     if split:
         workload = Workload(PROMPTS[:1], batch_images(1, SHARED, 5))
-        drawn = draw_split_on_cluster(workload, CHECKPOINT, SHARED_SETTINGS, run, poll)
+        drawn = generate_split_on_cluster(workload, CHECKPOINT, SHARED_SETTINGS, run, poll)
     else:
         workload = Workload(PROMPTS, batch_images(2, BATCH, 5), 1)
-        drawn = draw_on_cluster(workload, CHECKPOINT, BATCH_SETTINGS, run)
+        drawn = generate_on_cluster(workload, CHECKPOINT, BATCH_SETTINGS, run)
     total = len(workload.images)
     moments = set(faults.chance.sample(range(1, total - 1), FAULTS))
     arrived: dict[int, torch.Tensor] = {}

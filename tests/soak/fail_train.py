@@ -42,7 +42,7 @@ from benchmarks.machine import description  # noqa: E402
 from sana_core.runtime import atomic_files as whole_files  # noqa: E402
 from sana_core.training import train  # noqa: E402
 from sana_core.training.run_log import read_losses  # noqa: E402
-from sana_core.training.settings import Settings  # noqa: E402
+from sana_core.training.settings import TrainingSettings  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "failed_training_calls.json"
 NAMES = ("read-only", "full", "fails once")
@@ -81,7 +81,9 @@ def arm(fault: Fault, number: int) -> Callable[[Path], None]:
     return prepare
 
 
-def disturb(settings: Settings, name: str, number: int, whole: dict[str, bytes], losses: list[float]) -> Counter[str]:
+def disturb(
+    settings: TrainingSettings, name: str, number: int, whole: dict[str, bytes], losses: list[float]
+) -> Counter[str]:
     """Let the fault happen at the `number`-th call and return how it ended; nothing if there is no such call."""
     out = Path(settings.out)
     folder = out.parent

@@ -30,11 +30,11 @@ import torch  # noqa: E402
 
 from benchmarks.machine import description  # noqa: E402
 from sana_core.__main__ import main as run_command  # noqa: E402
-from sana_core.batch.draw import (  # noqa: E402
+from sana_core.batch.pipeline import (  # noqa: E402
     Conditioning,
-    Settings,
-    draw,
+    SamplingSettings,
     encode_texts,
+    generate_chunk,
     load_encoder,
     load_models,
     resolve_settings,
@@ -55,10 +55,10 @@ def import_all() -> None:
     checkpoint, cpu = CHECKPOINT, torch.device("cpu")
     torch.set_num_threads(1)
     fingerprint(checkpoint)
-    models = load_models(checkpoint, cpu, Settings(), checkpoint)
-    settings = resolve_settings(Settings(32, 32, steps=1), checkpoint)
+    models = load_models(checkpoint, cpu, SamplingSettings(), checkpoint)
+    settings = resolve_settings(SamplingSettings(32, 32, steps=1), checkpoint)
     texts, negative = encode_texts(load_encoder(checkpoint, cpu, "float32"), PROMPTS, "")
-    (pixels,) = draw(models, settings, (ImageSpec(0, 0, 0),), Conditioning([texts[PROMPTS[0]]], negative))
+    (pixels,) = generate_chunk(models, settings, (ImageSpec(0, 0, 0),), Conditioning([texts[PROMPTS[0]]], negative))
     encode_png(pixels, "", 0, {})
 
 

@@ -35,7 +35,7 @@ from small import make_checkpoint  # noqa: E402
 from sana_core.errors import SanaError  # noqa: E402
 from sana_core.training import loop, runs, train  # noqa: E402
 from sana_core.training.run_log import read_losses  # noqa: E402
-from sana_core.training.settings import Method, Phase, Settings, Validation  # noqa: E402
+from sana_core.training.settings import Method, Phase, TrainingSettings, Validation  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "train_kills.json"
 SMALL = "small"
@@ -62,12 +62,12 @@ def model_folder(name: str, base: Path) -> Path:
     return base / SMALL if (base / SMALL).exists() else make_checkpoint(base / SMALL)
 
 
-def settings_of(model: Path, folder: Path) -> Settings:
+def settings_of(model: Path, folder: Path) -> TrainingSettings:
     """Return a run in `folder`/out with several saves, of which older ones are removed, and pictures."""
     phase = Phase((str(folder / "pictures"),), 32, steps=STEPS, learning_rate=1e-3)
     drawn = Validation(every=STEPS, share=0.3, prompts=("a red circle",), steps=1, width=32, height=32)
     own = {"dtype": "float32", "save_every": 2, "keep": 1, "method": Method(rank=2), "name": "x", "validation": drawn}
-    return Settings(str(model), str(folder / "out"), (phase,), **own)
+    return TrainingSettings(str(model), str(folder / "out"), (phase,), **own)
 
 
 def new_folder(base: Path) -> Path:
@@ -83,7 +83,7 @@ def put_foreign(folder: Path) -> None:
         (folder / "out" / name).write_bytes(data)
 
 
-def start(settings: Settings, prepare: Prepare = lambda out: None) -> int:
+def start(settings: TrainingSettings, prepare: Prepare = lambda out: None) -> int:
     """Start the run in a process of its own, which first does `prepare`; return its id. What it says goes to a log."""
     pid = os.fork()
     if pid:
@@ -181,7 +181,7 @@ def check(out: Path, log: bytes) -> bytes:
     return now
 
 
-def check_end(settings: Settings, whole: dict[str, bytes], losses: list[float]) -> None:
+def check_end(settings: TrainingSettings, whole: dict[str, bytes], losses: list[float]) -> None:
     """Raise AssertionError unless the run that has ended is the one that nobody killed."""
     out = Path(settings.out)
     found = content(out)

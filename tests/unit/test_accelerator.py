@@ -228,6 +228,6 @@ def test_the_command_line_draws_in_what_suits_its_devices_and_says_so(monkeypatc
     for asked, expected in ((None, "float32"), ("float16", "float16")):
         arguments = SimpleNamespace(cluster=None, devices=None, dtype=asked)
         assert options.choose_dtype(arguments) == expected
-        assert capsys.readouterr().err == f"drawing in {expected} on cuda:0, cuda:1\n"
+        assert capsys.readouterr().err == f"generating in {expected} on cuda:0, cuda:1\n"
     del cards[1]
     assert options.choose_dtype(SimpleNamespace(cluster=None, devices=None, dtype=None)) == "bfloat16"

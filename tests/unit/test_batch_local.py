@@ -9,13 +9,13 @@ import torch
 
 import sana_core
 from sana_core.batch import local, windows
-from sana_core.batch.draw import Settings, encode_text, load_encoder
-from sana_core.batch.local import draw_local, local_devices
+from sana_core.batch.local import generate_local, local_devices
+from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder
 from sana_core.batch.plan import Workload, batch_images, split_into_chunks
 from sana_core.model.latents import noise_stream
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
-SETTINGS = Settings(128, 128, steps=4)
+SETTINGS = SamplingSettings(128, 128, steps=4)
 CPUS = ["cpu", "cpu"]
 # what depends on nothing has the same bits, but for a sum that more threads divide in another way
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,13 +36,13 @@ def slow_draw(monkeypatch):
     """A function that puts another one before the drawing of every chunk."""
 
     def put(before):
-        real = local.draw
+        real = local.generate_chunk
 
         def wrapped(models, settings, chunk, texts, negative, poll, round):
             before(chunk, poll)
             return real(models, settings, chunk, texts, negative, poll, round)
 
-        monkeypatch.setattr(local, "draw", wrapped)
+        monkeypatch.setattr(local, "generate_chunk", wrapped)
 
     return put
 
@@ -60,7 +60,9 @@ def test_pictures_do_not_depend_on_workers_and_chunks(checkpoint, alone, workers
 
 def test_pictures_come_as_they_finish_and_say_which_they_are(checkpoint, alone):
     pictures = batch_images(2, 4, 5)
-    for picture, pixels in draw_local(Workload(PROMPTS, pictures, 1, frozenset({0, 5})), checkpoint, SETTINGS, CPUS):
+    for picture, pixels in generate_local(
+        Workload(PROMPTS, pictures, 1, frozenset({0, 5})), checkpoint, SETTINGS, CPUS
+    ):
         assert picture.number not in (0, 5)
         assert torch.equal(pixels, alone[picture.number])
 
@@ -109,7 +111,9 @@ def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
 
     slow_draw(hang)
     pictures = batch_images(2, 4, 5)
-    arrived = [p.number for p, _ in draw_local(Workload(PROMPTS, pictures, 1), checkpoint, SETTINGS, CPUS, grace=0.1)]
+    arrived = [
+        p.number for p, _ in generate_local(Workload(PROMPTS, pictures, 1), checkpoint, SETTINGS, CPUS, grace=0.1)
+    ]
     woken.set()
     assert sorted(arrived) == list(range(8))
 
@@ -168,7 +172,7 @@ def test_bad_numbers_are_named_before_anything_is_loaded(checkpoint, options, me
 MANY = [
     f"a {colour} {shape}" for colour in ("red", "green", "blue", "white", "black") for shape in ("circle", "square")
 ]
-SMALL = Settings(32, 32, steps=1)
+SMALL = SamplingSettings(32, 32, steps=1)
 
 
 @pytest.fixture
@@ -188,7 +192,9 @@ def loads(monkeypatch):
 
 def draw_many(checkpoint, devices=("cpu",), chunk=1):
     pictures = batch_images(len(MANY), 2, 5)
-    return {p.number: pixels for p, pixels in draw_local(Workload(MANY, pictures, chunk), checkpoint, SMALL, devices)}
+    return {
+        p.number: pixels for p, pixels in generate_local(Workload(MANY, pictures, chunk), checkpoint, SMALL, devices)
+    }
 
 
 @pytest.mark.parametrize("chunk, devices", [(1, ["cpu"]), (3, ["cpu"]), (1, CPUS)])
@@ -240,7 +246,7 @@ def test_windows_grow_and_keep_chunks_whole():
 
 
 def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
-    drawing = draw_local(Workload([*MANY, "half \ud83d"], batch_images(11, 1, 5)), checkpoint, SMALL)
+    drawing = generate_local(Workload([*MANY, "half \ud83d"], batch_images(11, 1, 5)), checkpoint, SMALL)
     with pytest.raises(ValueError, match=r"^prompt 11: .*half a character .* at position 5; write the text again$"):
         next(drawing)
     assert not loads

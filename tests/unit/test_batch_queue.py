@@ -74,13 +74,13 @@ def test_the_chunk_shrinks_with_the_picture_and_with_the_share_of_each_worker():
 @pytest.mark.parametrize("workers, chunk, depth", [(1, 1, 1), (2, 4, 1), (3, 7, 2), (64, 4, 2)])
 def test_every_picture_arrives_once_whatever_the_workers(workers, chunk, depth):
     queue = run(SimulatedPool([1.0] * workers, depth=depth, jitter=0.3), chunk=chunk)
-    assert sum(queue.drawn.values()) == 100
+    assert sum(queue.finished.values()) == 100
 
 
 def test_a_slow_card_gets_fewer():
     pool = SimulatedPool([3.0, 1.0], depth=1)
     queue = run(pool, pictures=32, chunk=1)
-    assert queue.drawn == {"worker 0": 24, "worker 1": 8}
+    assert queue.finished == {"worker 0": 24, "worker 1": 8}
     assert pool.clock == pytest.approx(8.0)
 
 
@@ -232,7 +232,7 @@ def test_the_pace_is_of_one_picture_and_follows_the_last_chunks():
     for start, end, pace in ((0.0, 8.0, 2.0), (10.0, 14.0, 1.5)):
         queue.finish("gpu", queue.next_chunk("gpu", start), end)
         assert queue.pace["gpu"] == pace
-    assert queue.drawn["gpu"] == 8
+    assert queue.finished["gpu"] == 8
 
 
 def test_the_clock_of_a_chunk_that_waits_starts_when_the_one_before_it_is_done():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sana_core.batch import batch_size
-from sana_core.batch.draw import Settings
+from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.plan import LARGEST_CHUNK
 from sana_core.memory import transformer_bytes
 from sana_core.model.known_models import VARIANTS, Architecture
@@ -35,7 +35,7 @@ def test_the_numbers_are_those_of_the_checkpoint(checkpoint):
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_weights_that_are_not_there_yet_take_their_part(checkpoint, monkeypatch, loaded):
-    settings = Settings(128, 128)
+    settings = SamplingSettings(128, 128)
     weights = batch_size.weight_bytes(checkpoint, torch.float32)
     one, two = (transformer_bytes(Architecture(160, 5), 4, 4, n, torch.float32, accelerator=True) for n in (16, 32))
     free = (one + two) / 2 / 0.8 + (0 if loaded else weights)
@@ -46,4 +46,4 @@ def test_weights_that_are_not_there_yet_take_their_part(checkpoint, monkeypatch,
 
 
 def test_a_cpu_draws_one_after_another(checkpoint):
-    assert batch_size.largest_chunk(checkpoint, Settings(), torch.device("cpu")) == 1
+    assert batch_size.largest_chunk(checkpoint, SamplingSettings(), torch.device("cpu")) == 1

@@ -10,9 +10,9 @@ from PIL import Image
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch import draw
+from sana_core.batch import pipeline
 from sana_core.batch.best import find_best
-from sana_core.batch.draw import Settings
+from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.scorer import load_scorer
 from sana_core.errors import InputError
 from sana_core.sampling.samplers import find_sampler
@@ -80,26 +80,26 @@ def test_in_rounds_half_of_the_drafts_go_and_no_step_is_drawn_twice(checkpoint, 
         return flow._replace(sample=sample)
 
     with monkeypatch.context() as patch:
-        patch.setattr(draw, "find_sampler", watched)
+        patch.setattr(pipeline, "find_sampler", watched)
         whole = sana_core.generate(PROMPTS[:1], checkpoint, seed=5, count=6, **own)
-    models = draw.load_models(checkpoint, torch.device("cpu"), Settings(), checkpoint)
+    models = pipeline.load_models(checkpoint, torch.device("cpu"), SamplingSettings(), checkpoint)
     scorer = load_scorer(clip)
 
     def scores(step, drafts):
-        pictures = torch.cat([torch.stack(draw.decode(models.autoencoder, expected[i][step - 1])) for i in drafts])
+        pictures = torch.cat([torch.stack(pipeline.decode(models.autoencoder, expected[i][step - 1])) for i in drafts])
         return scorer.score(pictures, PROMPTS[0])
 
     three = sorted(scores(1, range(6)).argsort(descending=True)[:3].tolist())
     two = sorted(three[i] for i in scores(2, three).argsort(descending=True)[:2])
     first = two[int(scorer.score(whole[two], PROMPTS[0]).argmax())]
     calls = []
-    denoiser = draw.denoiser
+    denoiser = pipeline.denoiser
 
     def counted(*args):
         model = denoiser(*args)
         return lambda x, sigma: calls.append(float(sigma)) or model(x, sigma)
 
-    monkeypatch.setattr(draw, "denoiser", counted)
+    monkeypatch.setattr(pipeline, "denoiser", counted)
     for devices in (None, ["cpu", "cpu"]):
         report = {}
         best = {"best": 1, "of": 6, "after": 1, "scorer": clip, "report": report, "devices": devices}

@@ -8,9 +8,9 @@ import torch
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.checkpoints.fingerprint import fingerprint
-from sana_core.cluster.batch import draw_on_cluster
+from sana_core.cluster.batch import generate_on_cluster
 from sana_core.cluster.worker import Job, Worker
 from sana_core.commands.options import lora_of
 from sana_core.errors import CheckpointError, MissingFileError
@@ -47,14 +47,14 @@ def test_strengths_add_up_in_any_way_of_drawing(checkpoint, lora):
 
 def test_a_worker_draws_with_it_and_refuses_another_file_of_that_name(checkpoint, lora, tmp_path):
     path, file = str(checkpoint), shutil.copy(lora, tmp_path / "it.safetensors")
-    settings = resolve_settings(Settings(128, 96, steps=2, loras=((str(file), 0.6),)), path)
+    settings = resolve_settings(SamplingSettings(128, 96, steps=2, loras=((str(file), 0.6),)), path)
     weights = {each: fingerprint(each) for each in (path, str(file))}
     words = Job(settings, weights, path, path, path).pack()
     worker = Worker(words)
     worker.load(1, {})
     worker.begin(words)
     drawn = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 0.6)], **SIZE)
-    assert torch.equal(torch.from_numpy(worker.draw([(0, 0, 3)], [PROMPT])[0]), drawn[0])
+    assert torch.equal(torch.from_numpy(worker.generate([(0, 0, 3)], [PROMPT])[0]), drawn[0])
     transformer = sana_core.load_transformer(checkpoint)
     add_adapter(transformer, Method(rank=4), seed=8)
     write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {})
@@ -97,6 +97,6 @@ def test_how_the_option_is_read():
 
 
 def test_a_file_that_is_not_there_is_named_before_a_cluster_is_asked(checkpoint, tmp_path):
-    settings = Settings(32, 32, loras=((str(tmp_path / "none.safetensors"), 1.0),))
+    settings = SamplingSettings(32, 32, loras=((str(tmp_path / "none.safetensors"), 1.0),))
     with pytest.raises(MissingFileError, match="none.safetensors"):
-        list(draw_on_cluster(sana_core.batch.plan.Workload([PROMPT], (), None), checkpoint, settings, None))
+        list(generate_on_cluster(sana_core.batch.plan.Workload([PROMPT], (), None), checkpoint, settings, None))

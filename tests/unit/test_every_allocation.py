@@ -7,7 +7,7 @@ from decoders import noise, relative
 
 from sana_core import decode_latents, encode_images
 from sana_core.batch import local
-from sana_core.batch.draw import Settings
+from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
@@ -52,7 +52,7 @@ def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
 
 @pytest.mark.slow
 def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(checkpoint, monkeypatch):
-    real, wanted = local.draw, 0
+    real, wanted = local.generate_chunk, 0
 
     def draw(*arguments):
         nonlocal wanted
@@ -63,12 +63,13 @@ def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(chec
         return pictures
 
     def run():
-        settings, workload = Settings(128, 128, steps=1), Workload(["a red circle"], batch_images(1, 2, 0), chunk=2)
-        drawn = local.draw_local(workload, checkpoint, settings, ["cpu"])
+        settings = SamplingSettings(128, 128, steps=1)
+        workload = Workload(["a red circle"], batch_images(1, 2, 0), chunk=2)
+        drawn = local.generate_local(workload, checkpoint, settings, ["cpu"])
         return {picture.number: pixels for picture, pixels in drawn}
 
     counts = []
-    monkeypatch.setattr(local, "draw", draw)
+    monkeypatch.setattr(local, "generate_chunk", draw)
     expected = run()
     before, tried = large_tensors(), numbers(counts[0], 6)
     for wanted in tried:  # noqa: B007

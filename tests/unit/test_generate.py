@@ -9,8 +9,8 @@ from setup import ROOT
 from tiny import library_pipeline
 
 import sana_core
-from sana_core.batch.draw import Settings
-from sana_core.generate import DrawingOptions
+from sana_core.batch.pipeline import SamplingSettings
+from sana_core.generate import SamplingOptions
 from sana_core.model.latents import noise_stream
 
 PROMPT = "a red circle on a blue background"
@@ -203,4 +203,4 @@ def test_embeds_that_do_not_fit_are_one_short_error(checkpoint, options, message
 
 
 def test_the_options_that_are_typed_are_the_fields_of_settings():
-    assert get_type_hints(DrawingOptions) == get_type_hints(Settings)
+    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingSettings)

@@ -16,7 +16,7 @@ from sana_core.model.controlnet import Control
 from sana_core.model.forward import Perturbation, prepare, velocity
 from sana_core.model.row_shards import check_splittable, find_groups, shard_constants, split_rows
 from sana_core.sampling.guidance import ControlledModel, PerturbedAttention, ShardedModel, denoiser
-from sana_core.split import draw
+from sana_core.split import generate as sharing
 from sana_core.split.cost import GPU_SPEEDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
 
@@ -255,17 +255,17 @@ def test_generate_draws_the_same_picture_on_any_number_of_devices(checkpoint):
     ],
 )
 def test_what_cannot_be_shared_is_named_before_anything_is_loaded(checkpoint, monkeypatch, where, message):
-    monkeypatch.setattr(draw, "load_encoder", None)
-    monkeypatch.setattr(draw, "load_models", None)
+    monkeypatch.setattr(sharing, "load_encoder", None)
+    monkeypatch.setattr(sharing, "load_models", None)
     with pytest.raises(InputError, match=message):
         drawn(checkpoint, split=True, **where)
 
 
 def test_an_accelerator_is_named_once():
     cards = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    draw.check_devices(cards)
+    sharing.check_devices(cards)
     with pytest.raises(InputError, match="devices: got cuda:1 twice, expected each once"):
-        draw.check_devices([*cards, cards[1]])
+        sharing.check_devices([*cards, cards[1]])
 
 
 def test_plan_says_what_devices_take_and_gain(capsys):

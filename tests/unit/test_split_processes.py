@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from setup import ROOT
 
-from sana_core.batch.draw import Conditioning, Settings, load_models, resolve_settings, sample
+from sana_core.batch.pipeline import Conditioning, SamplingSettings, load_models, resolve_settings, sample
 from sana_core.batch.plan import ImageSpec
 from sana_core.cluster.worker import Job, Worker
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY, POSTERS = ROOT / "tests" / "models" / "sana-tiny", ROOT / "demo" / "sana-posters"
 PICTURE = ImageSpec(0, 0, 3)
-SETTINGS = Settings(128, 160, 3, 4.5)
+SETTINGS = SamplingSettings(128, 160, 3, 4.5)
 HALF = SETTINGS._replace(height=384, guidance_interval=(0.0, 0.5))
 PERTURBED = SETTINGS._replace(pag_scale=2.0, pag_blocks="1")
 # models, speeds, settings, and the sizes of the groups that members were in, that of all among them
@@ -41,7 +41,7 @@ def be_member(rank, speeds, settings, port, checkpoint, results):
     worker.load(1, {})
     worker.store = dist.TCPStore("127.0.0.1", port, len(speeds), is_master=False)
     texts = texts_of(worker.models.transformer.config.caption_channels)
-    drawn = worker.draw_sharded(rank, speeds, ("127.0.0.1", port), PICTURE, *texts)
+    drawn = worker.generate_sharded(rank, speeds, ("127.0.0.1", port), PICTURE, *texts)
     sizes = set(worker.split.groups)
     worker.leave()
     results.put((rank, None if drawn is None else drawn.numpy(), sizes))

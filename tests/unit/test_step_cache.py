@@ -10,9 +10,9 @@ from setup import ROOT
 from tiny import random_prompt, tiny_transformer
 
 from sana_core import generate
-from sana_core.batch.best import Best, draw_best
+from sana_core.batch.best import Best, generate_best
 from sana_core.batch.description import describe_settings
-from sana_core.batch.draw import Settings, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.errors import InputError
 from sana_core.model.step_cache import StepCache
@@ -83,18 +83,18 @@ def test_an_image_is_the_same_alone_and_in_a_batch():
 def test_what_it_cannot_go_with_is_refused():
     for other, field in (({"compiled": True}, "step_cache"), ({"step_cache": 2.0}, "step_cache")):
         with pytest.raises(InputError, match=field):
-            resolve_settings(Settings(**{"step_cache": 0.1} | other), CHECKPOINT)
+            resolve_settings(SamplingSettings(**{"step_cache": 0.1} | other), CHECKPOINT)
     with pytest.raises(InputError, match="step_cache.*split"):
         generate(["a"], CHECKPOINT, devices=["cpu", "cpu"], split=True, step_cache=0.1)
     with pytest.raises(InputError, match="step_cache.*after"):
         workload = Workload(["a"], batch_images(1, 2, 0))
-        cached = resolve_settings(Settings(step_cache=0.1), CHECKPOINT)
-        next(draw_best(lambda workload, how: iter(()), workload, cached, Best(1, 2, CHECKPOINT, 2), None))
+        cached = resolve_settings(SamplingSettings(step_cache=0.1), CHECKPOINT)
+        next(generate_best(lambda workload, how: iter(()), workload, cached, Best(1, 2, CHECKPOINT, 2), None))
 
 
 def test_images_of_it_are_described_and_others_as_before():
-    plain = describe_settings(resolve_settings(Settings(), CHECKPOINT), CHECKPOINT)
+    plain = describe_settings(resolve_settings(SamplingSettings(), CHECKPOINT), CHECKPOINT)
     assert not plain.keys() & {"step_cache", "fp8"}
-    inexact = resolve_settings(Settings(step_cache=0.1, fp8=True, dtype="bfloat16"), CHECKPOINT)
+    inexact = resolve_settings(SamplingSettings(step_cache=0.1, fp8=True, dtype="bfloat16"), CHECKPOINT)
     described = describe_settings(inexact, CHECKPOINT)
     assert described["step_cache"] == 0.1 and described["fp8"] is True

@@ -22,7 +22,7 @@ from sana_core.training.controlnet import begin_controlnet, check_steerable
 from sana_core.training.loss import flow_loss
 from sana_core.training.prepare import digest_models, no_progress, prepare, read_samples
 from sana_core.training.ranks import ALONE
-from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train_state import make_train_state, validation_loss
 
@@ -156,7 +156,7 @@ def settings(tmp_path, checkpoint):
         phase = Phase((str(data),), 128, batch=8, steps=steps, learning_rate=1e-3)
         values = {"dtype": "float32", "reference": reference, "checkpoint_gradients": False, **others}
         values.setdefault("validation", Validation(every=steps, share=0.15))
-        own = Settings(
+        own = TrainingSettings(
             str(checkpoint), str(tmp_path / "out"), (phase,), method=Method("controlnet", blocks=3), **values
         )
         return check_settings(own)

@@ -16,7 +16,7 @@ from sana_core.errors import CheckpointError, ExistingFileError, InputError, Out
 from sana_core.training import loop, prepare, train
 from sana_core.training.run_log import append_log, read_log, read_losses
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def make(shared, tmp_path, checkpoint):
         phase = Phase((str(shared / "pictures"),), 32, steps=steps, learning_rate=1e-3)
         values = {"dtype": "float32", "save_every": 2, "method": Method(rank=2), "name": "x", **others}
         cache, out = str(shared / "cache"), str(tmp_path / "out")
-        return check_settings(Settings(str(model), out, (phase,) * phases, cache=cache, **values))
+        return check_settings(TrainingSettings(str(model), out, (phase,) * phases, cache=cache, **values))
 
     return make
 

@@ -16,7 +16,7 @@ from sana_core.errors import CheckpointError, InputError, TrainingError
 from sana_core.training import train, train_state
 from sana_core.training.run_log import describe_validation, read_log
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Loss, Method, Optimizer, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 
 
 class Stopped(Exception):
@@ -41,7 +41,9 @@ def settings(folder, tmp_path, checkpoint):
         values = {"dtype": "float32", "save_every": 2, "caption_dropout": 0.3, "method": Method(rank=2), **others}
         values.setdefault("validation", Validation(every=3, share=0.3))
         cache = str(folder / "cache")
-        return check_settings(Settings(str(checkpoint), str(tmp_path / out), (phase,) * phases, cache=cache, **values))
+        return check_settings(
+            TrainingSettings(str(checkpoint), str(tmp_path / out), (phase,) * phases, cache=cache, **values)
+        )
 
     return make
 

@@ -25,7 +25,7 @@ from sana_core.training.optimizers import (
     validation_weights,
 )
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Method, Optimizer, Phase, Settings, check_settings
+from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
 from sana_core.training.state_files import optimizer_state, restore_optimizer
 from sana_core.training.train import train as train_run
 
@@ -337,7 +337,7 @@ def test_prodigy_finds_a_rate_in_a_short_run(checkpoint, tmp_path, name):
     values = {"dtype": "float32", "save_every": 50, "method": Method(rank=4), "checkpoint_gradients": False}
     found = {}
     for d_coef in (1.0, 0.1):
-        own = Settings(str(CHECKPOINTS[name]), str(tmp_path / f"{d_coef}"), (phase,), **values)
+        own = TrainingSettings(str(CHECKPOINTS[name]), str(tmp_path / f"{d_coef}"), (phase,), **values)
         own = replace(own, optimizer=Optimizer("prodigy", d_coef=d_coef), cache=str(tmp_path / "cache"))
         train_run(check_settings(own))
         ((_, state),) = find_states(tmp_path / f"{d_coef}")

@@ -11,7 +11,7 @@ from tiny import library_pipeline
 import sana_core
 from sana_core.runtime.image_files import levels
 from sana_core.training.preflight import check_base
-from sana_core.training.settings import Method, Phase, Settings, Validation
+from sana_core.training.settings import Method, Phase, TrainingSettings, Validation
 from sana_core.training.train import train
 
 PROMPTS = ("a red circle on a blue background", "a watercolour of a red lighthouse on the sea at dusk")
@@ -35,7 +35,7 @@ def pictures(tmp_path):
 @pytest.mark.parametrize("kind, rate", [("lora", 1e-2), ("dora", 2e-3)])
 def test_the_pictures_of_a_run_are_those_of_its_file(checkpoint, pictures, tmp_path, name, shift, kind, rate):
     model = CHECKPOINTS[name]
-    settings = Settings(
+    settings = TrainingSettings(
         str(model),
         str(tmp_path / "out"),
         (Phase((str(pictures),), 128, batch=3, steps=4, learning_rate=rate),),

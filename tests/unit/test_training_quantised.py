@@ -17,7 +17,7 @@ from sana_core.training.adapters import adapter_layers, add_adapter
 from sana_core.training.quantised_base import EightBitLinear, EightBitPointwise, quantise_base, quantise_rows
 from sana_core.training.run_log import read_losses
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 
 LAYERS = {
     "linear": (lambda: torch.nn.Linear(96, 40), EightBitLinear, (3, 5, 96)),
@@ -92,7 +92,7 @@ def settings(tmp_path, checkpoint):
         write_pictures(tmp_path / "pictures", 4)
         phase = Phase((str(tmp_path / "pictures"),), 128, batch=2, steps=40, learning_rate=3e-3)
         values = {"dtype": "float32", "save_every": 20, "method": Method(rank=4, targets="both", base="int8"), **others}
-        own = Settings(str(checkpoint), str(tmp_path / out), (phase,), **values)
+        own = TrainingSettings(str(checkpoint), str(tmp_path / out), (phase,), **values)
         return check_settings(replace(own, cache=str(tmp_path / "cache")))
 
     return make
@@ -141,4 +141,4 @@ def test_its_pictures_are_those_of_the_lora_on_the_whole_model(settings, checkpo
 @pytest.mark.parametrize("kind", ["dora", "controlnet", "full"])
 def test_other_methods_want_the_whole_model(kind):
     with pytest.raises(InputError, match=f"^base: got int8 with method {kind}, expected full; or choose lora or lokr"):
-        check_settings(Settings("m", "o", (Phase(("d",), steps=1),), method=Method(kind, base="int8")))
+        check_settings(TrainingSettings("m", "o", (Phase(("d",), steps=1),), method=Method(kind, base="int8")))

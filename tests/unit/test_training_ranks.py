@@ -15,7 +15,7 @@ from sana_core.training.came import CAME
 from sana_core.training.preflight import check_shares
 from sana_core.training.ranks import ALONE
 from sana_core.training.schedule import TrainProgress
-from sana_core.training.settings import Method, Optimizer, Parallel, Phase, Settings, check_settings
+from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, check_settings
 from sana_core.training.sharding import describe_layout
 from sana_core.training.train import as_saved
 from sana_core.training.train_state import gather_weights, make_train_state, microbatches, take_step, validation_loss
@@ -50,7 +50,7 @@ def settings(kind="ddp", method="lora", **others):
     phase = Phase(("data",), 128, batch=2, accumulate=2, steps=1)
     optimizer = Optimizer(others.pop("optimizer", "adamw"), clip=others.pop("clip", 0.1))
     parallel = Parallel(kind, others.pop("block", ""), others.pop("replicas", 1))
-    made = Settings("model", "out", (phase,), dtype="float32", method=METHODS[method], **others)
+    made = TrainingSettings("model", "out", (phase,), dtype="float32", method=METHODS[method], **others)
     return check_settings(replace(made, optimizer=optimizer, parallel=parallel))
 
 

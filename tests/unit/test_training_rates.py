@@ -16,7 +16,7 @@ from pictures import write_pictures
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR
 
 from sana_core.training.schedule import TrainProgress, after_step, learning_rate, plan_epoch, steps_left
-from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.train import train
 
 PEAK, START = 1e-3, TrainProgress()
@@ -116,7 +116,7 @@ def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkp
     data = tmp_path / "pictures"
     write_pictures(data, 6, seed=2)
     phase = Phase((str(data),), 128, batch=1, epochs=2, learning_rate=PEAK, schedule="cosine")
-    own = Settings(str(CHECKPOINTS[name]), str(tmp_path / "out"), (phase,), dtype="float32")
+    own = TrainingSettings(str(CHECKPOINTS[name]), str(tmp_path / "out"), (phase,), dtype="float32")
     own = check_settings(replace(own, method=Method(rank=2), validation=Validation()))
 
     class Stopped(Exception):

@@ -4,7 +4,7 @@ import pytest
 from setup import ROOT
 
 from sana_core.errors import InputError, MissingFileError
-from sana_core.training.settings import Settings
+from sana_core.training.settings import TrainingSettings
 from sana_core.training.settings_file import read_settings
 
 WHOLE = """
@@ -24,7 +24,7 @@ def write(folder, text):
 
 def test_paths_are_relative_to_the_file(tmp_path):
     settings = read_settings(write(tmp_path, WHOLE))
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, TrainingSettings)
     assert (settings.model, settings.out) == (str(tmp_path / "model"), str(tmp_path / "out"))
     assert settings.phase[0].data == (str(tmp_path / "pictures"),)
     assert settings.cache == "" and settings.method.scale == 1.0

@@ -15,7 +15,7 @@ from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.training import state_files, train
 from sana_core.training.run_log import read_log
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Method, Optimizer, Parallel, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, Validation, check_settings
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 
@@ -38,7 +38,7 @@ def settings(folder, tmp_path, checkpoint):
         values = {"dtype": "float32", "save_every": 2, "caption_dropout": 0.3, "method": Method(rank=2), **others}
         values.setdefault("validation", Validation(every=2, share=0.3))
         paths = {"model": str(checkpoint), "out": str(tmp_path / out), "cache": str(folder / "cache")}
-        return check_settings(Settings(phase=(phase,), parallel=Parallel(kind), **paths, **values))
+        return check_settings(TrainingSettings(phase=(phase,), parallel=Parallel(kind), **paths, **values))
 
     return make
 

@@ -10,7 +10,7 @@ from PIL import Image
 from sana_core.errors import ExistingFileError
 from sana_core.training.previews import BEST, COLUMNS, GAP, HEAD, SHEET, best_step, columns_of
 from sana_core.training.run_log import read_log
-from sana_core.training.settings import Method, Phase, Settings, Validation
+from sana_core.training.settings import Method, Phase, TrainingSettings, Validation
 from sana_core.training.train import train
 
 PROMPTS = ("a red circle", "a blue square")
@@ -21,7 +21,7 @@ def settings(tmp_path, checkpoint):
     write_pictures(tmp_path / "pictures", 4)
     phase = Phase((str(tmp_path / "pictures"),), 128, steps=4, learning_rate=1e-3)
     validation = Validation(every=2, share=0.3, prompts=PROMPTS, steps=2)
-    own = Settings(str(checkpoint), str(tmp_path / "out"), (phase,), dtype="float32", method=Method(rank=2))
+    own = TrainingSettings(str(checkpoint), str(tmp_path / "out"), (phase,), dtype="float32", method=Method(rank=2))
     return replace(own, validation=validation)
 
 

@@ -38,7 +38,7 @@ from sana_core.training.loss import (
 )
 from sana_core.training.quantised_base import quantise_base
 from sana_core.training.runs import find_states
-from sana_core.training.settings import Loss, Method, Optimizer, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.settings_file import read_settings
 
 ANGLE = torch.tensor([0.3, 1.2])
@@ -278,7 +278,9 @@ def settings(folder, tmp_path, sprint):
         values.setdefault("validation", Validation(every=2, share=0.3))
         loss = Loss("consistency", str(teacher), warmup)
         cache = str(folder / "cache")
-        return check_settings(Settings(str(sprint), str(tmp_path / out), (phase,), cache=cache, loss=loss, **values))
+        return check_settings(
+            TrainingSettings(str(sprint), str(tmp_path / out), (phase,), cache=cache, loss=loss, **values)
+        )
 
     return make
 

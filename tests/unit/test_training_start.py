@@ -17,7 +17,7 @@ import sana_core
 from sana_core.errors import CheckpointError, InputError, MissingFileError
 from sana_core.training import train
 from sana_core.training.adapters import adapter_tensors, add_adapter, begin_at, write_adapter
-from sana_core.training.settings import Method, Phase, Settings, check_settings
+from sana_core.training.settings import Method, Phase, TrainingSettings, check_settings
 
 RANK = 4
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -186,7 +186,9 @@ def test_settings_that_cannot_be_followed_are_named(checkpoint, tmp_path, lora):
     with pytest.raises(CheckpointError, match="found a SANA transformer"):
         begun(checkpoint, checkpoint / "transformer" / "diffusion_pytorch_model.safetensors")
     with pytest.raises(InputError, match="^start: got a file with method full"):
-        check_settings(Settings("m", "o", (Phase(("d",), steps=1),), method=Method("full", start="a.safetensors")))
+        check_settings(
+            TrainingSettings("m", "o", (Phase(("d",), steps=1),), method=Method("full", start="a.safetensors"))
+        )
 
 
 @pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
@@ -195,7 +197,7 @@ def test_a_run_goes_on_from_the_file_and_resumes_without_it(checkpoint, tmp_path
     write_pictures(tmp_path / "pictures", 2)
     phase = Phase((str(tmp_path / "pictures"),), 128, batch=2, steps=4, learning_rate=1e-3)
     first = check_settings(
-        Settings(str(checkpoint), str(tmp_path / "first"), (phase,), dtype="float32", method=Method(rank=RANK))
+        TrainingSettings(str(checkpoint), str(tmp_path / "first"), (phase,), dtype="float32", method=Method(rank=RANK))
     )
     file = train.train(first)
     idle = replace(phase, learning_rate=0.0)
@@ -224,7 +226,7 @@ def test_a_file_that_does_not_fit_is_refused_before_anything_is_read_or_written(
     file = write(tmp_path, named(lora[0]))
     phase = Phase((str(tmp_path / "no pictures"),), 128, steps=1)
     method = Method(rank=RANK + 1, start=str(file))
-    settings = Settings(str(checkpoint), str(tmp_path / "out"), (phase,), dtype="float32", method=method)
+    settings = TrainingSettings(str(checkpoint), str(tmp_path / "out"), (phase,), dtype="float32", method=method)
     with pytest.raises(InputError, match=f"got rank {RANK}, but method.rank is {RANK + 1}"):
         train.train(settings)
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sana_core.training import cache, train
 from sana_core.training.autofit import rank_memory
 from sana_core.training.plan import plan_training, read_base
-from sana_core.training.settings import Method, Parallel, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def settings(folder, tmp_path, checkpoint):
         phase = Phase((str(folder / "tars"),), 128, batch=2, accumulate=2, steps=4, learning_rate=1e-3)
         values = {"dtype": "float32", "caption_dropout": 0.3, "method": Method(rank=2), **others}
         values.setdefault("validation", Validation(every=2, share=0.3))
-        return check_settings(Settings(str(checkpoint), str(tmp_path / out), (phase,), stream=stream, **values))
+        return check_settings(TrainingSettings(str(checkpoint), str(tmp_path / out), (phase,), stream=stream, **values))
 
     return make
 

@@ -19,7 +19,7 @@ from sana_core.training.prepare import groups_of, prepare, read_phase, read_samp
 from sana_core.training.ranks import ALONE
 from sana_core.training.run_log import read_log
 from sana_core.training.schedule import choose, plan
-from sana_core.training.settings import Method, Phase, Settings, Validation, check_settings
+from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_data_set_in_the_hub_s_cache_is_read_through_its_links(tmp_path):
 def test_a_run_learns_every_variant_and_holds_all_of_an_image_out(phase, tmp_path, checkpoint):
     own = replace(phase, repeats=(2,), flip=True, resolutions=(160,), regularisation=(str(tmp_path / "prior"),))
     own = replace(own, steps=None, epochs=2, weights=(0.5,), learning_rate=1e-3)
-    settings = Settings(str(checkpoint), str(tmp_path / "out"), (own,), dtype="float32", method=Method(rank=2))
+    settings = TrainingSettings(str(checkpoint), str(tmp_path / "out"), (own,), dtype="float32", method=Method(rank=2))
     settings = check_settings(replace(settings, validation=Validation(every=100, share=0.3)))
     marks = train.digest_models(settings, lambda *told: None)
     samples = read_samples(settings, no_poll)

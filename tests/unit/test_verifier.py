@@ -8,7 +8,7 @@ import torch
 import sana_core
 from demo.verifier import Drafts, order_of, read, save, train
 from demo.verifier import gather as gather_draft
-from sana_core.batch import draw
+from sana_core.batch import pipeline
 from sana_core.batch.verifier import Shape, Verifier, load_verifier
 from sana_core.checkpoints import load_transformer
 from sana_core.errors import CheckpointError, InputError, MissingFileError
@@ -45,14 +45,14 @@ def library_states(checkpoint, trail_x, timestep, text):
 
 def test_a_look_sees_the_states_of_the_prompt_s_own_pass(checkpoint, folder, monkeypatch):
     inputs = []
-    denoiser = draw.denoiser
+    denoiser = pipeline.denoiser
 
     def noted(*args):
         model = denoiser(*args)
         return lambda x, sigma: inputs.append((x, sigma, args[1])) or model(x, sigma)
 
     seen = []
-    monkeypatch.setattr(draw, "denoiser", noted)
+    monkeypatch.setattr(pipeline, "denoiser", noted)
     monkeypatch.setattr(Verifier, "score", lambda self, states, *text: seen.append(states) or torch.zeros(len(states)))
     generate(checkpoint, folder, of=2, reference="diffusers", sampler="flow_euler")
     x, sigma, text = inputs[0]
