@@ -1,8 +1,9 @@
 """An AutoencoderDC with the proportions of SANA's, x32 and 32 channels, trained with posters in all their sizes.
 
 `python -m demo.posters.autoencoder FOLDER --minutes 60` trains on from where FOLDER was left, and stops when the time
-is spent; it begins with the autoencoder of demo/sana-posters, where that is. FOLDER holds state.pt, log.jsonl with what
-is measured every now and then, and vae/, the averaged weights.
+is spent; it begins with the autoencoder of demo/sana-posters, where that is. With `--decoder` only the decoder learns,
+so that latents, and what learnt to generate them, stay what they are. FOLDER holds state.pt, log.jsonl with what is
+measured every now and then, and vae/, the averaged weights.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class Norms:
     """
 
     def __init__(self, model: AutoencoderDC) -> None:
-        self.matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        self.vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+        learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.matrices = [parameter for parameter in learnt if parameter.ndim > 1]
+        self.vectors = [parameter for parameter in learnt if parameter.ndim == 1]
         self.norms = [matrix.detach().norm() for matrix in self.matrices]
 
     def groups(self) -> list[dict]:
@@ -164,13 +166,14 @@ def write(path: Path, save) -> None:
     part.replace(path)
 
 
-def train(folder: Path, spent: Callable[[int], bool]) -> None:
+def train(folder: Path, spent: Callable[[int], bool], decoder_alone: bool = False) -> None:
     """Train on from where `folder` was left, until `spent` says so of the number of steps that were taken."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     known = START.is_dir()
     model = AutoencoderDC.from_pretrained(START, torch_dtype=torch.float32) if known else build(CHANNELS, LAYERS)
     model = model.to(memory_format=torch.channels_last)
+    model.encoder.requires_grad_(not decoder_alone)
     norms, first = Norms(model), 0
     averaged = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(norms.groups(), betas=(0.9, 0.98), weight_decay=0.0)
@@ -226,13 +229,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--decoder", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.set_flush_denormal(True)  # late in training so many gradients are denormal that a step takes a third longer
     until, stopped = time.monotonic() + 60 * arguments.minutes, threading.Event()
     # a kill ends it as the clock does: after the step, with everything saved
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    train(arguments.folder, lambda _: stopped.is_set() or time.monotonic() > until)
+    train(arguments.folder, lambda _: stopped.is_set() or time.monotonic() > until, arguments.decoder)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer
 
 from sana_core.checkpoints import load_text_encoder
-from sana_core.training.settings import Settings
+from sana_core.training.settings import TrainingSettings
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
@@ -58,7 +58,7 @@ class Spent(Exception):
     """The time is."""
 
 
-def settings_in(folder: Path, name: str) -> Settings:
+def settings_in(folder: Path, name: str) -> TrainingSettings:
     """Return the settings of `name` with paths in `folder`, where a copy stays."""
     shutil.copyfile(HERE / name, folder / name)
     return read_settings(folder / name)
@@ -84,19 +84,21 @@ def paintings(seed: str) -> torch.Tensor:
     return to_pixels(np.stack([paint(scene) for scene in scenes]))
 
 
-def write_pictures(folder: Path, resolution: int, count: int) -> None:
+def write_pictures(folder: Path, resolution: int, count: int, seed: str) -> None:
     """Paint the data set of a stage, in all shapes."""
 
     def painted(scene: Scene) -> np.ndarray:
         width, height = SIZES[scene.seed % len(SIZES)]
         return paint(scene, width * resolution // 512, height * resolution // 512)
 
-    rng = random.Random(f"pictures {resolution}")
+    rng = random.Random(f"pictures {resolution} {seed}")
     write_dataset(folder, islice(training_scenes(rng), count), rng, painted, random_caption)
 
 
-def make(folder: Path, until: float, first: int) -> None:
-    """Go on with the recipe in `folder`, from the stage `first` on. Raises Spent when the clock passes `until`."""
+def make(folder: Path, until: float, first: int, seed: str) -> None:
+    """Go on with the recipe in `folder`, from the stage `first` on, with pictures of `seed`.
+
+    Raises Spent when the clock passes `until`."""
 
     def poll() -> None:
         if time.monotonic() > until:
@@ -129,7 +131,7 @@ def make(folder: Path, until: float, first: int) -> None:
         if resolution < first:
             continue
         poll()
-        write_pictures(folder / f"pictures-{resolution}", resolution, count)
+        write_pictures(folder / f"pictures-{resolution}", resolution, count, seed)
         start = folder / f"start-{resolution}"
         if not (start / "model_index.json").is_file():
             pipeline(transformer, shift).save_pretrained(start)
@@ -149,10 +151,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--first", type=int, choices=STAGES, default=min(STAGES))
+    parser.add_argument("--seed", default="", help="of the pictures: another one paints some that were never shown")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     try:
-        make(arguments.folder, time.monotonic() + 60 * arguments.minutes, arguments.first)
+        make(arguments.folder, time.monotonic() + 60 * arguments.minutes, arguments.first, arguments.seed)
     except Spent:
         sys.stderr.write("the time is spent; the same command goes on from here\n")
 
