@@ -149,9 +149,9 @@ class Cards(TorchFunctionMode):
             learns = tensor.is_leaf and tensor.requires_grad
             parameter, tensor = isinstance(tensor, torch.nn.Parameter), tensor.as_subclass(torch.Tensor)
             tensor = tensor.clone() if copied else tensor
-            made = tensor.as_subclass(CardTensor)
+            made = (tensor.detach() if learns else tensor).as_subclass(CardTensor)
             if learns:
-                made = made.detach().requires_grad_()
+                made.requires_grad_()
             made.card, made._is_param = card, parameter
             storage = tensor.untyped_storage()
             key, size = (card, storage._cdata), storage.nbytes()

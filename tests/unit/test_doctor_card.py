@@ -153,7 +153,7 @@ def test_a_users_files_that_are_broken_are_found_on_a_gpu(cards, tmp_path):
     vae = tmp_path / "dc-ae.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in f32c32(1).state_dict().items()}, vae)
     report = Report(seconds=5000)
-    check_files(report, [POSTERS, TINY / "transformer", vae], CARD)
+    check_files(report, [POSTERS, POSTERS / "transformer", vae], CARD)
     assert faults(report).keys() == {"dc-ae.safetensors, round trip"}, report.markdown()
 
 
