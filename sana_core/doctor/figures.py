@@ -19,6 +19,7 @@ from ..memory import INSTRUCTION_TOKENS, plan_memory
 from ..model.forward import prepare, velocity
 from ..model.known_models import DECODERS, ENCODER_LAYERS, HEAD_DIM, MAX_TOKENS, TEXT_WIDTH, VARIANTS, WIDTHS
 from ..model.latents import CHANNELS, DOWNSCALE
+from ..model.weight_layout import arrange_convolutions, join_projections
 from ..runtime.accelerator import has_bf16
 from .arithmetic import noise, release, transformer
 from .machine import named
@@ -121,6 +122,7 @@ def measure_step(report: Report, device: torch.device, dtype: torch.dtype, varia
     """A call with prompt and negative prompt."""
     with made_as(dtype, device):
         model = transformer(VARIANTS[variant].width, VARIANTS[variant].layers)
+    join_projections(model)
     cells = pixels // DOWNSCALE
     x, embeds = (
         noise(2, *shape, seed=0).to(device, dtype) for shape in ((CHANNELS, cells, cells), (MAX_TOKENS, TEXT_WIDTH))
@@ -160,6 +162,7 @@ def measure_decode(report: Report, device: torch.device, dtype: torch.dtype, pix
             decoder_qkv_multiscales=scales,
             upsample_block_type="interpolate",
         ).requires_grad_(False)
+    arrange_convolutions(model)
     cells = pixels // DOWNSCALE
     latents, out = noise(1, CHANNELS, cells, cells, seed=0).to(device, wide), torch.empty(1, 3, pixels, pixels)
     own: Json = {}
