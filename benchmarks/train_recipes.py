@@ -38,12 +38,14 @@ def settings_of(file: Path) -> TrainingSettings:
         return read_settings(file)
     document = json.loads(file.read_text(encoding="utf-8"))
     graphs = [document, *document.get("definitions", {}).get("subgraphs", [])]
-    (node,) = (node for graph in graphs for node in graph["nodes"] if node["type"] == "SanaNodesTrain")
-    names = [each["name"] for each in node["inputs"] if "widget" in each]
-    own: dict[str, Any] = dict(zip(names, node["widgets_values"], strict=True))
+    nodes = {node["type"]: node for graph in graphs for node in graph["nodes"]}
+    own: dict[str, Any] = {}
+    for node in (nodes["SanaNodesDataset"], nodes["SanaNodesTrain"]):
+        names = [each["name"] for each in node["inputs"] if "widget" in each]
+        own |= zip(names, node["widgets_values"], strict=True)
     phase = Phase(
         (str(ROOT / "recipes" / "cyanotypes"),),
-        256,
+        own["resolution"],
         batch=own["batch_size"],
         accumulate=own["accumulate"],
         steps=own["steps"],

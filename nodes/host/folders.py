@@ -16,6 +16,7 @@ from ...sana_core.checkpoints.files import brief, parse_json, read_bytes
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.cluster.connection import ClusterSettings
 from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError
+from ...sana_core.model.known_models import DEMO_MODEL, DEMO_MODEL_LISTED
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ LARGEST_CLUSTER_FILE = 10_000
 CLUSTER_ADDRESS = re.compile(r"ray://\S+:\d{1,5}")
 HERE = Path(__file__).parents[2]
 # what comes with the pack, and what came with it before, whose names older graphs have
-BUNDLED_MODEL, FORMER_MODEL, REMARK = "sana-posters", "sana-scenes", " (bundled)"
-MODELS = {BUNDLED_MODEL + REMARK: HERE / "demo" / BUNDLED_MODEL}
+FORMER_MODEL, REMARK = "sana-scenes", " (bundled)"
+MODELS = {DEMO_MODEL_LISTED: HERE / "demo" / DEMO_MODEL}
 DATASETS = {
     "cyanotypes (bundled)": HERE / "recipes" / "cyanotypes",
     "red stars (bundled)": HERE / "recipes" / "stars",
@@ -75,7 +76,7 @@ def without_places() -> Iterator[None]:
 
 def present_name(name: str) -> str:
     """Return `name`, or of what was bundled before the name of what has taken its place."""
-    return name.replace(FORMER_MODEL, BUNDLED_MODEL) if isinstance(name, str) and name.endswith(REMARK) else name
+    return name.replace(FORMER_MODEL, DEMO_MODEL) if isinstance(name, str) and name.endswith(REMARK) else name
 
 
 def list_files(kind: str) -> list[str]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..checkpoints.files import Json
+from ..model.known_models import DEMO_MODEL, DEMO_MODEL_LISTED
 
 # the PNG's text entry that ComfyUI reads
 ENTRY = "prompt"
-# the folder of the demo model, which SANA Loader lists with a remark
-BUNDLED = "sana-posters"
-
 # no input, but a widget of the canvas: so the next Run generates the same image and not that of another seed
 FIXED = {"control_after_generate": "fixed"}
 
@@ -24,7 +22,7 @@ def graph_of(prompt: str, seed: int, settings: Json, checkpoint: str) -> dict[st
     """
     name = Path(checkpoint).name
     loader = {
-        "model": f"{name} (bundled)" if name == BUNDLED else name,
+        "model": DEMO_MODEL_LISTED if name == DEMO_MODEL else name,
         "weight_dtype": "default",
         "resolution": "auto",
         "reference": settings["reference"],

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ..checkpoints.files import Json
 from ..kernels.trial import kernels_on
 from ..model import block
-from ..model.known_models import CROSS_HEADS, HEAD_DIM, TEXT_WIDTH
+from ..model.known_models import CROSS_HEADS, DEMO_MODEL, HEAD_DIM, TEXT_WIDTH
 from ..model.latents import CHANNELS
 from ..runtime.accelerator import empty_cache
 from ..runtime.atomic_files import digest_file
@@ -42,7 +42,7 @@ SIDE, TOKENS = 16, 40
 LEVELS = 2
 # bytes beyond what is held, for a decode that has to run out of memory
 CAP = 130_000_000
-BUNDLED = Path(__file__).parents[2] / "demo" / "sana-posters"
+BUNDLED = Path(__file__).parents[2] / "demo" / DEMO_MODEL
 EXPECTED = BUNDLED / "expected.png"
 
 

@@ -103,6 +103,10 @@ LARGEST_FRAMES = 1025
 VIDEO_SHIFT = 8.0
 VIDEO_WIDTH, VIDEO_HIDDEN, VIDEO_LAYERS = 2240, 6720, 20
 
+# the demo model: its folder in demo/, and its name in ComfyUI's lists
+DEMO_MODEL = "sana-posters"
+DEMO_MODEL_LISTED = f"{DEMO_MODEL} (bundled)"
+
 
 class Defaults(NamedTuple):
     """What SANA's authors sample a model with, besides its shift; `sampler` is a name in SAMPLERS."""
