@@ -95,7 +95,7 @@ def write_pictures(folder: Path, resolution: int, count: int, seed: str) -> None
     write_dataset(folder, islice(training_scenes(rng), count), rng, painted, random_caption)
 
 
-def make(folder: Path, until: float, first: int, seed: str) -> None:
+def make(folder: Path, until: float, first: int, seed: str = "") -> None:
     """Go on with the recipe in `folder`, from the stage `first` on, with pictures of `seed`.
 
     Raises Spent when the clock passes `until`."""

@@ -27,7 +27,7 @@ def other_checkout(tmp_path):
     shutil.copytree(
         ROOT / "sana_core", tmp_path / "checkout" / "sana_core", ignore=shutil.ignore_patterns("__pycache__")
     )
-    file = tmp_path / "checkout" / "sana_core" / "batch" / "draw.py"
+    file = tmp_path / "checkout" / "sana_core" / "batch" / "pipeline.py"
     text = file.read_text()
     assert text.count(".clamp(-1, 1)") == 1
     file.write_text(text.replace(".clamp(-1, 1)", ".clamp(-1, 1).neg()"))

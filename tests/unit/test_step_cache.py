@@ -10,7 +10,7 @@ from setup import ROOT
 from tiny import random_prompt, tiny_transformer
 
 from sana_core import generate
-from sana_core.batch.best import Best, generate_best
+from sana_core.batch.best import Best, generate_picks
 from sana_core.batch.description import describe_settings
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.plan import Workload, batch_images
@@ -89,7 +89,7 @@ def test_what_it_cannot_go_with_is_refused():
     with pytest.raises(InputError, match="step_cache.*after"):
         workload = Workload(["a"], batch_images(1, 2, 0))
         cached = resolve_settings(SamplingSettings(step_cache=0.1), CHECKPOINT)
-        next(generate_best(lambda workload, how: iter(()), workload, cached, Best(1, 2, CHECKPOINT, 2), None))
+        next(generate_picks(lambda workload, how: iter(()), workload, cached, Best(1, 2, CHECKPOINT, 2), None))
 
 
 def test_images_of_it_are_described_and_others_as_before():
