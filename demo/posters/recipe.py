@@ -91,14 +91,15 @@ def write_pictures(folder: Path, resolution: int, count: int, seed: str) -> None
         width, height = SIZES[scene.seed % len(SIZES)]
         return paint(scene, width * resolution // 512, height * resolution // 512)
 
-    rng = random.Random(f"pictures {resolution} {seed}")
+    rng = random.Random(f"pictures {resolution}{seed}")
     write_dataset(folder, islice(training_scenes(rng), count), rng, painted, random_caption)
 
 
 def make(folder: Path, until: float, first: int, seed: str = "") -> None:
     """Go on with the recipe in `folder`, from the stage `first` on, with pictures of `seed`.
 
-    Raises Spent when the clock passes `until`."""
+    Raises Spent when the clock passes `until`.
+    """
 
     def poll() -> None:
         if time.monotonic() > until:

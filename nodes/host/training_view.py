@@ -113,7 +113,7 @@ def draw_curve(draw: ImageDraw.ImageDraw, losses: Sequence[float], top: int) -> 
 
 
 def read_sheet(out: Path) -> torch.Tensor | None:
-    """Return the sheet of the validations of the run in `out` as IMAGE [1, H, W, 3], None where none was drawn."""
+    """Return the sheet of the validations of the run in `out` as IMAGE [1, H, W, 3], None where there was none."""
     if not (out / SHEET).exists():
         return None
     with Image.open(out / SHEET) as sheet:

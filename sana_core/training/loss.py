@@ -86,7 +86,7 @@ def drop_captions(
     """Return `embeds` [B, T, C] and `mask` [B, T] with the `empty` prompt's for the captions that are dropped.
 
     `empty` has embeds [300, C] and mask [300]. Guidance compares with what is learned here, so the mask is the one that
-    the model is drawn with: the caption's if it is `shared`, as in NVIDIA's code (CaptionEmbedder.token_drop in
+    the model generates with: the caption's if it is `shared`, as in NVIDIA's code (CaptionEmbedder.token_drop in
     diffusion/model/nets/sana_blocks.py replaces the embeddings alone), else the empty prompt's own, as in diffusers'.
     """
     width = embeds.shape[1]
