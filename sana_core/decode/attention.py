@@ -58,7 +58,10 @@ def projection(attn: Block, parts: tuple[int, ...]) -> Projection:
         Scale(pick(scale.proj_in.weight), pick(scale.proj_out.weight.flatten(1)).unflatten(0, (-1, d)))
         for scale in attn.to_qkv_multiscale
     ]
-    return Projection(pick(torch.cat([attn.to_q.weight, attn.to_k.weight, attn.to_v.weight])), scales)
+    # a head's query, key and value lie beside each other, of whichever matrix
+    rows = [part for matrix in (attn.to_q, attn.to_k, attn.to_v) for part in matrix.weight.split(d)]
+    chosen = [part for index, part in enumerate(rows) if index % 3 in parts]
+    return Projection(torch.cat(chosen), scales)
 
 
 class Reading(NamedTuple):

@@ -144,10 +144,9 @@ def global_demand(stages: Stages, height: int, width: int, rows: int | None, ite
         buffer = max(buffer, -(-max(windows) // 2), layer)
         # the map, which a block changes in place
         summed = (h if rows is None else high) * row
-        # weights of query, key and value in one, and those of key and value of that
-        weights = 5 * channels**2
-        held = attention_elements(stages.scales, summed, (high + 3) * row, item, accelerator)
-        beside = max(beside, whole + max(held, weights))
+        # with the weights of key and value in one
+        held = attention_elements(stages.scales, summed, (high + 3) * row, item, accelerator) + 2 * channels**2
+        beside = max(beside, whole + held)
         largest = max(largest, *windows)
     # rows of keys, values, queries, and of what is gated
     return Demand(buffer, 24 * stages.boundary_width * width, beside, largest)

@@ -124,7 +124,7 @@ def test_the_measured_decodes_are_predicted_as_they_were(file):
                     size = 4 * whole_demand(stages[name], planner.height, planner.width, torch.float32, False).beside
                 else:
                     size = cheapest(planner, result["plan"]).peak_bytes
-                assert size / 1e6 == pytest.approx(result["predicted_megabytes"], rel=0.006)
+                assert size / 1e6 == pytest.approx(result["predicted_megabytes"], rel=0.01)
                 if "peak_megabytes" in result:
                     # the heap of a process is different in each run: 101 to 173 MB for one plan of 512 px
                     assert 0.8 < size / 1e6 / result["peak_megabytes"] < 1.5
