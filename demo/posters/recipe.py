@@ -15,6 +15,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,14 +40,28 @@ from .captions import random_caption
 from .evaluate import evaluate
 from .painting import paint
 from .text import SIZE, documents
-from .world import SIZES, Scene, training_scenes
+from .world import COUNTING, GROUPINGS, SIZES, Groupings, Scene, training_scenes
 
 HERE = Path(__file__).parent
 CHECKPOINT = HERE.parent / "sana-posters"
-# by the side of a square: how many pictures, and the shift. SANA's 3 is for the 1024 tokens of 1024 px; the more
-# there are the less noise hides, by the root of their number (Esser et al., "Scaling Rectified Flow Transformers",
-# 2024, section 5.3.2), here of 64 and of 256 tokens.
-STAGES = {256: (24_000, 1.0), 512: (8_000, 1.5)}
+
+
+class Stage(NamedTuple):
+    """What is learnt from: `count` pictures as large as a square of `side` pixels, and with which shift."""
+
+    side: int
+    count: int
+    shift: float
+    groupings: Groupings = GROUPINGS
+
+
+# SANA's shift of 3 is for the 1024 tokens of 1024 px; the more there are the less noise hides, by the root of their
+# number (Esser et al., "Scaling Rectified Flow Transformers", 2024, section 5.3.2), here of 64 and of 256 tokens.
+STAGES = {
+    "256": Stage(256, 24_000, 1.0),
+    "512": Stage(512, 8_000, 1.5),
+    "counting": Stage(512, 4_000, 1.5, COUNTING),
+}
 # of the transformer
 HEADS, LAYERS = 6, 14
 LARGEST_HALF = 65504.0
@@ -84,18 +99,19 @@ def paintings(seed: str) -> torch.Tensor:
     return to_pixels(np.stack([paint(scene) for scene in scenes]))
 
 
-def write_pictures(folder: Path, resolution: int, count: int, seed: str) -> None:
-    """Paint the data set of a stage, in all shapes."""
+def write_pictures(folder: Path, name: str, seed: str) -> None:
+    """Paint the data set of the stage `name`, in all shapes."""
+    side, count, _, groupings = STAGES[name]
 
     def painted(scene: Scene) -> np.ndarray:
         width, height = SIZES[scene.seed % len(SIZES)]
-        return paint(scene, width * resolution // 512, height * resolution // 512)
+        return paint(scene, width * side // 512, height * side // 512)
 
-    rng = random.Random(f"pictures {resolution}{seed}")
-    write_dataset(folder, islice(training_scenes(rng), count), rng, painted, random_caption)
+    rng = random.Random(f"pictures {name}{seed}")
+    write_dataset(folder, islice(training_scenes(rng, groupings), count), rng, painted, random_caption)
 
 
-def make(folder: Path, until: float, first: int, seed: str = "") -> None:
+def make(folder: Path, until: float, first: str, seed: str = "") -> None:
     """Go on with the recipe in `folder`, from the stage `first` on, with pictures of `seed`.
 
     Raises Spent when the clock passes `until`.
@@ -127,16 +143,16 @@ def make(folder: Path, until: float, first: int, seed: str = "") -> None:
     if (parts / "transformer").is_dir():
         transformer = SanaTransformer2DModel.from_pretrained(parts / "transformer", torch_dtype=torch.float32)
     else:
-        transformer = build(encoder.model.config.hidden_size, HEADS, LAYERS, max(STAGES))
-    for resolution, (count, shift) in STAGES.items():
-        if resolution < first:
-            continue
+        transformer = build(
+            encoder.model.config.hidden_size, HEADS, LAYERS, max(stage.side for stage in STAGES.values())
+        )
+    for name in list(STAGES)[list(STAGES).index(first) :]:
         poll()
-        write_pictures(folder / f"pictures-{resolution}", resolution, count, seed)
-        start = folder / f"start-{resolution}"
+        write_pictures(folder / f"pictures-{name}", name, seed)
+        start, shift = folder / f"start-{name}", STAGES[name].shift
         if not (start / "model_index.json").is_file():
             pipeline(transformer, shift).save_pretrained(start)
-        settings = settings_in(folder, f"train_{resolution}.toml")
+        settings = settings_in(folder, f"train_{name}.toml")
         # on CPUs the backward pass of torch's flash attention takes three times as long as that of plain products
         with sdpa_kernel(SDPBackend.MATH):
             trained = train(settings, report=lambda line: sys.stderr.write(f"{line}\n"), poll=poll)
@@ -151,7 +167,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--first", type=int, choices=STAGES, default=min(STAGES))
+    parser.add_argument("--first", choices=STAGES, default=next(iter(STAGES)))
     parser.add_argument("--seed", default="", help="of the pictures: another one paints some that were never shown")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

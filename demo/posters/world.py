@@ -32,7 +32,10 @@ SIZES = ((512, 512), (640, 384), (384, 640))
 # of the combinations of time, place, style, subject and colour, one in this many is never shown to the model
 HELD_OUT_ONE_IN = 10
 # how many subjects of which kinds a scene has: one, two or three alike, two or three different ones, two and another
-GROUPINGS = {(1,): 36, (2,): 16, (3,): 16, (1, 1): 20, (1, 1, 1): 4, (2, 1): 8}
+Groupings = dict[tuple[int, ...], int]
+GROUPINGS: Groupings = {(1,): 36, (2,): 16, (3,): 16, (1, 1): 20, (1, 1, 1): 4, (2, 1): 8}
+# more of two and three alike, of which numbers are learnt
+COUNTING: Groupings = {(1,): 20, (2,): 26, (3,): 28, (1, 1): 12, (1, 1, 1): 4, (2, 1): 10}
 
 
 class Group(NamedTuple):
@@ -118,12 +121,12 @@ def combinations_of(scene: Scene) -> list[Combination]:
     return [Combination(scene.time, scene.place, scene.style, group.kind, group.colour) for group in scene.groups]
 
 
-def training_scenes(rng: random.Random) -> Iterator[Scene]:
-    """Yield scenes for ever none of which shows a held-out combination."""
+def training_scenes(rng: random.Random, groupings: Groupings = GROUPINGS) -> Iterator[Scene]:
+    """Yield scenes for ever none of which shows a held-out combination, with groups as often as `groupings` says."""
     train, held_out = combinations()
-    never, groupings = set(held_out), list(GROUPINGS)
+    never = set(held_out)
     while True:
-        counts = rng.choices(groupings, list(GROUPINGS.values()))[0]
+        counts = rng.choices(list(groupings), list(groupings.values()))[0]
         scene = scene_of(rng, rng.choice(train), counts)
         if never.isdisjoint(combinations_of(scene)):
             yield scene

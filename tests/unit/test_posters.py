@@ -155,7 +155,7 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
 
     whole_settings = recipe.settings_in
     monkeypatch.setattr(recipe, "settings_in", small_settings)
-    monkeypatch.setattr(recipe, "STAGES", {side: (6, shift) for side, (_, shift) in recipe.STAGES.items()})
+    monkeypatch.setattr(recipe, "STAGES", {name: stage._replace(count=6) for name, stage in recipe.STAGES.items()})
     monkeypatch.setattr(recipe, "SIZE", recipe.SIZE._replace(steps=2))
     evaluated = []
     monkeypatch.setattr(recipe, "evaluate", lambda *paths: evaluated.append(paths))
@@ -164,8 +164,8 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "CHECKPOINT", tmp_path / "nothing")
     shutil.copytree(TINY / "vae", tmp_path / "autoencoder" / "vae")
     with pytest.raises(recipe.Spent):
-        recipe.make(tmp_path, until=0.0, first=256)
-    recipe.make(tmp_path, until=float("inf"), first=256)
+        recipe.make(tmp_path, until=0.0, first="256")
+    recipe.make(tmp_path, until=float("inf"), first="256")
     assert evaluated == [(tmp_path / "sana-posters", tmp_path / "report")]
     found = inspect_checkpoint(tmp_path / "sana-posters")
     assert find_part(found, "transformer").resolution == 512 and shift_of(found) == 1.5
@@ -174,11 +174,11 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     # elsewhere it begins with what is kept of the model, at the stage that is named
     monkeypatch.setattr(recipe, "CHECKPOINT", tmp_path / "sana-posters")
     later = tmp_path / "later"
-    recipe.make(later, until=float("inf"), first=512)
-    assert not (later / "start-256").exists()
+    recipe.make(later, until=float("inf"), first="counting")
+    assert not (later / "start-512").exists()
     kept, started = (
         load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-        for folder in (recipe.CHECKPOINT, later / "start-512")
+        for folder in (recipe.CHECKPOINT, later / "start-counting")
     )
     assert all(torch.equal(started[name], tensor.float()) for name, tensor in kept.items())
 
