@@ -49,8 +49,8 @@ if "--figure" in words:
     from sana_core.model.known_models import VARIANTS
 
     sampling_gpu.SIDE, sampling_gpu.RUNS = 256, 1
-    for name in ("0.6B", "1.6B"):
-        VARIANTS[name] = VARIANTS[name]._replace(layers=1)
+    arithmetic.SIDE = 4
+    VARIANTS["0.6B"] = VARIANTS["1.6B"] = VARIANTS["0.6B"]._replace(layers=1)
     figures.STEPS, figures.DECODES = {True: (("1.6B", 128),)}, {True: (128,)}
     narrow = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 100}
     Gemma2Config.__init__ = functools.partialmethod(Gemma2Config.__init__, **narrow)

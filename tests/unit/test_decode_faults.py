@@ -119,6 +119,7 @@ def large_tensors():
     return {id(x) for x in gc.get_objects() if type(x) is torch.Tensor and x.numel() > 10**5}
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_a_cancel_at_any_point_leaves_nothing_behind(bundled):
     latents = noise(1, 32, 9, 7)
     points = 0
