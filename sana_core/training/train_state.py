@@ -85,7 +85,7 @@ class TrainState(NamedTuple):
     @property
     def device(self) -> torch.device:
         """Where it computes; rows that are offloaded lie elsewhere."""
-        return self.ranks.device or self.transformer.device
+        return self.ranks.device or next(self.transformer.parameters()).device
 
 
 def make_train_state(
