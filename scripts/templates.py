@@ -154,7 +154,7 @@ def lora(name: str) -> Template:
 
 
 def train(name: str) -> Template:
-    drawn = "a cyanotype of a blue lighthouse on the sea at noon"
+    drawn = "a cyanotype of two green trees in the snow at dawn"
     settings = {
         "name": "cyanotype",
         "steps": 200,
