@@ -38,7 +38,11 @@ MULTISCALES = ((), (), (), (5,), (5,), (5,))
 LAYERS = (1,) * 6
 
 
-def build(channels: tuple[int, ...] = CHANNELS, layers: tuple[int, ...] = LAYERS) -> AutoencoderDC:
+def build(
+    channels: tuple[int, ...] = CHANNELS,
+    layers: tuple[int, ...] = LAYERS,
+    decoder_layers: tuple[int, ...] = LAYERS,
+) -> AutoencoderDC:
     return AutoencoderDC(
         in_channels=3,
         latent_channels=32,
@@ -48,7 +52,7 @@ def build(channels: tuple[int, ...] = CHANNELS, layers: tuple[int, ...] = LAYERS
         encoder_block_out_channels=channels,
         decoder_block_out_channels=channels,
         encoder_layers_per_block=layers,
-        decoder_layers_per_block=layers,
+        decoder_layers_per_block=decoder_layers,
         encoder_qkv_multiscales=MULTISCALES,
         decoder_qkv_multiscales=MULTISCALES,
         upsample_block_type="interpolate",

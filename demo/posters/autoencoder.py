@@ -31,14 +31,15 @@ from .world import SIZES, STYLES, training_scenes
 
 START = Path(__file__).parents[1] / "sana-posters" / "vae"
 CHANNELS = (16, 16, 32, 128, 128, 256)
-# as in the first DC-AE, nothing runs at the size of the picture itself
-LAYERS = (0, 1, 1, 1, 1, 1)
+# The encoder does nothing at the size of the picture itself, as DC-AE's first. The decoder does: without a block there
+# its last upsampling is linear, and edges are 63 % as steep as a painting's.
+LAYERS, DECODER_LAYERS = (0, 1, 1, 1, 1, 1), (1,) * 6
 # one step in four sees whole posters, since the attention's sums run over all positions; the others as many pixels
 CROP, CROPS, WHOLE_EVERY = 256, 4, 4
 # Highest change in a step, as a share of a weight matrix' entries (root mean square), and of vectors at once.
 CHANGE, VECTOR_RATE = 0.01, 0.003
-# the rate falls with the root of the steps after so many, so that no end has to be known
-WARM, STEADY = 100, 3000
+# the rate falls with the root of the steps after so many, and to nothing over this share of the time
+WARM, STEADY, COOLING = 100, 3000, 0.25
 # the average covers about a tenth of the steps (Karras et al., 2024, "Analyzing and Improving the Training Dynamics of
 # Diffusion Models", section 3.1)
 EMA_POWER = 6.94
@@ -166,12 +167,14 @@ def write(path: Path, save) -> None:
     part.replace(path)
 
 
-def train(folder: Path, spent: Callable[[int], bool], decoder_alone: bool = False) -> None:
-    """Train on from where `folder` was left, until `spent` says so of the number of steps that were taken."""
+def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = False) -> None:
+    """Train on from where `folder` was left, until none of the time is: `left` gives its share after so many steps."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
-    known = START.is_dir()
-    model = AutoencoderDC.from_pretrained(START, torch_dtype=torch.float32) if known else build(CHANNELS, LAYERS)
+    if START.is_dir():
+        model = AutoencoderDC.from_pretrained(START, torch_dtype=torch.float32)
+    else:
+        model = build(CHANNELS, LAYERS, DECODER_LAYERS)
     model = model.to(memory_format=torch.channels_last)
     model.encoder.requires_grad_(not decoder_alone)
     norms, first = Norms(model), 0
@@ -200,10 +203,12 @@ def train(folder: Path, spent: Callable[[int], bool], decoder_alone: bool = Fals
         write(folder / "state.pt", lambda part: torch.save(state, part))
 
     step, saved, losses = first, time.monotonic(), []
-    while not spent(step):
+    while (remaining := left(step)) > 0:
         if step % MEASURE_EVERY == 0:
             note({"step": step, **measure(averaged)})
         pixels = batch(step).to(memory_format=torch.channels_last)
+        for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+            group["lr"] = rate * min(1.0, remaining / COOLING)
         loss = reconstruction_loss(model.decode(model.encode(pixels).latent).sample, pixels)
         take_step(model, optimizer, schedule, loss)
         norms.keep()
@@ -236,7 +241,11 @@ def main() -> None:
     until, stopped = time.monotonic() + 60 * arguments.minutes, threading.Event()
     # a kill ends it as the clock does: after the step, with everything saved
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    train(arguments.folder, lambda _: stopped.is_set() or time.monotonic() > until, arguments.decoder)
+
+    def left(_: int) -> float:
+        return 0.0 if stopped.is_set() else (until - time.monotonic()) / (60 * arguments.minutes)
+
+    train(arguments.folder, left, arguments.decoder)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_the_autoencoder_trains_on_as_if_it_had_not_stopped(tmp_path, monkeypatc
     monkeypatch.setattr(autoencoder, "CROPS", 1)
     for folder, stops in (("once", (3,)), ("twice", (2, 3))):
         for stop in stops:
-            autoencoder.train(tmp_path / folder, lambda step, stop=stop: step >= stop)
+            autoencoder.train(tmp_path / folder, lambda step, stop=stop: float(step < stop))
     once, twice = (torch.load(tmp_path / folder / "state.pt", weights_only=True) for folder in ("once", "twice"))
     assert once["step"] == twice["step"] == 3
     start = AutoencoderDC.from_pretrained(tmp_path / "start").state_dict()
