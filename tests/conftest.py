@@ -12,11 +12,8 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
 
 def pytest_collection_modifyitems(items):
-    """Unit tests first: some fork, and a fork dies where a test of a cluster has left threads of gRPC. The longest
-    file, of the browser, is not left for the end, where one worker would wait for the other."""
-    order = ("unit", "graph", "browser", "cluster")
-    ranks = {name: rank for rank, name in enumerate(order)}
-    items.sort(key=lambda item: ranks.get(item.path.relative_to(ROOT / "tests").parts[0], len(order)))
+    """Unit tests first: some fork, and a fork dies where a test of a cluster has left threads of gRPC."""
+    items.sort(key=lambda item: ROOT / "tests" / "unit" not in item.path.parents)
 
 
 @pytest.fixture(scope="session")
