@@ -38,11 +38,7 @@ MULTISCALES = ((), (), (), (5,), (5,), (5,))
 LAYERS = (1,) * 6
 
 
-def build(
-    channels: tuple[int, ...] = CHANNELS,
-    layers: tuple[int, ...] = LAYERS,
-    decoder_layers: tuple[int, ...] = LAYERS,
-) -> AutoencoderDC:
+def build(channels: tuple[int, ...] = CHANNELS, encoder_layers: tuple[int, ...] = LAYERS) -> AutoencoderDC:
     return AutoencoderDC(
         in_channels=3,
         latent_channels=32,
@@ -51,8 +47,8 @@ def build(
         decoder_block_types=BLOCKS,
         encoder_block_out_channels=channels,
         decoder_block_out_channels=channels,
-        encoder_layers_per_block=layers,
-        decoder_layers_per_block=decoder_layers,
+        encoder_layers_per_block=encoder_layers,
+        decoder_layers_per_block=LAYERS,
         encoder_qkv_multiscales=MULTISCALES,
         decoder_qkv_multiscales=MULTISCALES,
         upsample_block_type="interpolate",

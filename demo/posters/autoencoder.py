@@ -33,7 +33,7 @@ START = Path(__file__).parents[1] / "sana-posters" / "vae"
 CHANNELS = (16, 16, 32, 128, 128, 256)
 # The encoder does nothing at the size of the picture itself, as DC-AE's first. The decoder does: without a block there
 # its last upsampling is linear, and edges are 63 % as steep as a painting's.
-LAYERS, DECODER_LAYERS = (0, 1, 1, 1, 1, 1), (1,) * 6
+ENCODER_LAYERS = (0, 1, 1, 1, 1, 1)
 # one step in four sees whole posters, since the attention's sums run over all positions; the others as many pixels
 CROP, CROPS, WHOLE_EVERY = 256, 4, 4
 # Highest change in a step, as a share of a weight matrix' entries (root mean square), and of vectors at once.
@@ -174,7 +174,7 @@ def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = Fals
     if START.is_dir():
         model = AutoencoderDC.from_pretrained(START, torch_dtype=torch.float32)
     else:
-        model = build(CHANNELS, LAYERS, DECODER_LAYERS)
+        model = build(CHANNELS, ENCODER_LAYERS)
     model = model.to(memory_format=torch.channels_last)
     model.encoder.requires_grad_(not decoder_alone)
     norms, first = Norms(model), 0
@@ -188,9 +188,12 @@ def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = Fals
         optimizer.load_state_dict(state["optimizer"])
         for group, fresh in zip(optimizer.param_groups, norms.groups(), strict=True):
             group["lr"] = group["initial_lr"] = fresh["lr"]
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda index: min((first + index + 1) / WARM, 1.0, (STEADY / (first + index + 1)) ** 0.5)
-    )
+
+    def rate(index: int) -> float:
+        step = first + index
+        return min((step + 1) / WARM, 1.0, (STEADY / (step + 1)) ** 0.5) * min(1.0, left(step) / COOLING)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     def note(line: dict) -> None:
         with (folder / "log.jsonl").open("a") as stream:
@@ -203,12 +206,10 @@ def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = Fals
         write(folder / "state.pt", lambda part: torch.save(state, part))
 
     step, saved, losses = first, time.monotonic(), []
-    while (remaining := left(step)) > 0:
+    while left(step) > 0:
         if step % MEASURE_EVERY == 0:
             note({"step": step, **measure(averaged)})
         pixels = batch(step).to(memory_format=torch.channels_last)
-        for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
-            group["lr"] = rate * min(1.0, remaining / COOLING)
         loss = reconstruction_loss(model.decode(model.encode(pixels).latent).sample, pixels)
         take_step(model, optimizer, schedule, loss)
         norms.keep()
