@@ -33,14 +33,9 @@ def faults(report):
     return {line.what: line.got for line in report.faults}
 
 
-@pytest.fixture
-def few_positions(monkeypatch):
-    """Of the blocks of released widths, as a CPU computes them in a second."""
+def test_a_machine_and_files_that_are_right_have_no_fault(capsys, tmp_path, monkeypatch):
+    # of the blocks of released widths, for a CPU computes
     monkeypatch.setattr(arithmetic, "SIDE", 4)
-
-
-@pytest.mark.usefixtures("few_positions")
-def test_a_machine_and_files_that_are_right_have_no_fault(capsys, tmp_path):
     file = tmp_path / "report.json"
     options = ["--device", "cpu", "--seconds", "1000", "--json", str(file)]
     assert main(["doctor", str(POSTERS), str(CYANOTYPE), *options]) == 0

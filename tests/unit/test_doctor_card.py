@@ -84,15 +84,15 @@ def test_a_right_gpu_has_no_fault_in_any_section(cards, monkeypatch):
     assert ("decode on two devices" in rights(report)) == (torch.cuda.device_count() == 2)
 
 
-@pytest.mark.parametrize("cards", [2], indirect=True)
-def test_the_bundled_model_s_image_and_decodes_are_right_on_gpus(cards):
+@pytest.mark.parametrize("cards", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True)
+def test_the_bundled_model_s_image_and_decodes_are_right_on_a_gpu(cards):
     report = Report(seconds=1000)
     describe_devices(report)
     arithmetic.check_bundled(report, CARD)
     arithmetic.check_decode(report, CARD)
     assert not report.faults, report.markdown()
-    decodes = {"decode in strips", "decode on two devices", "decode out of memory"}
-    assert rights(report) >= {"image of the bundled model", *decodes}
+    assert rights(report) >= {"image of the bundled model", "decode in strips", "decode out of memory"}
+    assert ("decode on two devices" in rights(report)) == (torch.cuda.device_count() == 2)
     # all that was taken is given back
     assert not any(cards.alive.values())
 
