@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of `sana_core.batch.pipeline.Settings`, which says what they mean."""
+    """The fields of `sana_core.batch.pipeline.SamplingSettings`, which says what they mean."""
 
     width: int
     height: int
@@ -86,11 +86,11 @@ def generate(
     every accelerator of this machine, or its CPU. `cluster` is the address of a Ray cluster, "auto", or a
     `sana_core.cluster.connection.ClusterSettings`: its GPUs work instead. With `split` all of them share each image.
 
-    `options` are the fields of `sana_core.batch.pipeline.Settings`, like width, steps and guidance; `chunk`, how many
-    images a device makes at once; `say`, which is told what a cluster waits for; and, as in diffusers' SanaPipeline:
-    `prompt_embeds` [P, T, C] with `prompt_attention_mask` [P, T], from `encode_prompts`, and None as `prompts`;
-    `negative_prompt_embeds` with its mask; `latents` [N, 32, height / 32, width / 32], the noise that the images begin
-    with. `callback` is called after each step with a `Step`: step, sigma, latents, images.
+    `options` are the fields of `sana_core.batch.pipeline.SamplingSettings`, like width, steps and guidance; `chunk`,
+    how many images a device makes at once; `say`, which is told what a cluster waits for; and, as in diffusers'
+    SanaPipeline: `prompt_embeds` [P, T, C] with `prompt_attention_mask` [P, T], from `encode_prompts`, and None as
+    `prompts`; `negative_prompt_embeds` with its mask; `latents` [N, 32, height / 32, width / 32], the noise that the
+    images begin with. `callback` is called after each step with a `Step`: step, sigma, latents, images.
 
     With `best`, `of` and `scorer`, the images are those of `generate_best`; `report`, a dict, gets "picked": prompt,
     seed, score and rank of each.

@@ -1,6 +1,6 @@
-"""Queue a file of prompts on a running ComfyUI and fetch the pictures: `python queue_prompts.py prompts.txt`.
+"""Queue a file of prompts on a running ComfyUI and fetch the images: `python queue_prompts.py prompts.txt`.
 
-Only Python's own library is needed. The prompts go into graphs of a few lines each, so that pictures come while others
+Only Python's own library is needed. The prompts go into graphs of a few lines each, so that images come while others
 wait; inside each, SANA Batch Sampler draws on every device of the server.
 """
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--model", default="sana-posters (bundled)", help="as SANA Loader lists it")
     parser.add_argument("--width", type=at_least(32), default=256)
     parser.add_argument("--height", type=at_least(32), default=256)
-    parser.add_argument("--count", type=at_least(1), default=1, help="pictures of each prompt")
+    parser.add_argument("--count", type=at_least(1), default=1, help="images of each prompt")
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--devices", default="all", help="as SANA Batch Sampler lists them")
     parser.add_argument("--together", type=at_least(1), default=10, help="prompts in one graph")

@@ -1,6 +1,6 @@
 """Latents to pixels and back, exactly, in bounded memory.
 
-A decoder has two stages. The global one sums over the whole picture (attention) and ends in the boundary map; the local
+A decoder has two stages. The global one sums over the whole image (attention) and ends in the boundary map; the local
 one has convolutions only, so that a row of pixels depends on a few rows of that map, the halo above and below it.
 
     latents [32, h, w]

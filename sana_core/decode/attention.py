@@ -1,4 +1,4 @@
-"""EfficientViT blocks in strips of rows, with the sums of linear attention over the whole picture.
+"""EfficientViT blocks in strips of rows, with the sums of linear attention over the whole image.
 
 Two passes over a block's input. The first makes keys and values only and sums value @ key^T, the second makes queries
 only and applies the sums: between them they do each projection once. diffusers projects q, k and v, concatenates them
@@ -65,7 +65,7 @@ def projection(attn: Block, parts: tuple[int, ...]) -> Projection:
 
 
 class Reading(NamedTuple):
-    """The rows of its input that a layer reads for some of its output, and the zeros beyond the picture's edges."""
+    """The rows of its input that a layer reads for some of its output, and the zeros beyond the image's edges."""
 
     low: int
     high: int

@@ -1,7 +1,7 @@
-"""One picture over several devices: each has a band of rows.
+"""One image over several devices: each has a band of rows.
 
 In the attention stages the bands stay where they are. A block's sums come back from every device, are added from the
-top of the picture to its bottom, and go out again; the rows that a band's edge looks at are copied from its neighbours.
+top of the image to its bottom, and go out again; the rows that a band's edge looks at are copied from its neighbours.
 The boundary map is then put together on the first device, and each device takes rows of it to pixels. Sums and strips
 are those of one device, so the pixels are too.
 

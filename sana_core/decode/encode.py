@@ -37,8 +37,8 @@ def encode_images(
 ) -> torch.Tensor:
     """Return latents [B, 32, H / 32, W / 32] in the autoencoder's own scale of `images` [B, 3, H, W] in [-1, 1].
 
-    The pictures may be on another device; strips of them go to the autoencoder's. "strips" and "whole" give the same
-    latents, "auto" fits `max_bytes` or what is free. Raises InputError for pictures of other channels or with NaN, a
+    The images may be on another device; strips of them go to the autoencoder's. "strips" and "whole" give the same
+    latents, "auto" fits `max_bytes` or what is free. Raises InputError for images of other channels or with NaN, a
     side that is not a multiple of 32, an unknown method, or a budget that no plan fits.
     """
     stages = encoder_stages(autoencoder)
@@ -58,7 +58,7 @@ def encode_images(
 
 
 def check_images(images: torch.Tensor, stages: Stages) -> None:
-    """Raise InputError for anything but pictures [B, 3, H, W] of finite values whose sides can be latents."""
+    """Raise InputError for anything but images [B, 3, H, W] of finite values whose sides can be latents."""
     shape, side = list(images.shape), stages.downscale
     if len(shape) != 4 or shape[1] != 3 or 0 in shape or shape[2] % side or shape[3] % side:
         raise InputError(
@@ -71,7 +71,7 @@ def check_images(images: torch.Tensor, stages: Stages) -> None:
 def encode_one(
     encoder: Encoder, stages: Stages, planner: Planner, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
 ) -> torch.Tensor:
-    """Return the latents of one picture, with half the budget each time that memory runs out."""
+    """Return the latents of one image, with half the budget each time that memory runs out."""
     if plan.method == "whole":
         with Polled(poll):
             return encoder(channels_last(image, like))
@@ -87,7 +87,7 @@ def encode_one(
 def in_strips(
     encoder: Encoder, stages: Stages, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
 ) -> torch.Tensor:
-    """Return the latents of one picture as `plan` says, with the device and dtype of `like`."""
+    """Return the latents of one image as `plan` says, with the device and dtype of `like`."""
     workspace = Workspace(like, plan.workspace)
     # with no name here, which would keep the map until the end
     return last_layers(
@@ -102,7 +102,7 @@ def channels_last(pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def local_layers(encoder: Encoder, stages: Stages, size: tuple[int, int]) -> list[Layer]:
     """Return the layers from pixels to the map before the first attention stage."""
     layers: list[Layer] = []
-    # where nothing runs at the size of the picture, what halves it comes first
+    # where nothing runs at the size of the image, what halves it comes first
     for block in (encoder.conv_in, *(block for stage in range(stages.local) for block in encoder.down_blocks[stage])):
         plain = isinstance(block, torch.nn.Conv2d)
         layers.append(StreamedConv(block, size) if plain else local_layer(block, size))

@@ -17,7 +17,7 @@ def fuses(x: torch.Tensor, activation: torch.nn.Module | None = None, kernel: st
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """Return a view [n * W, C] of one picture [C, n, W] whose rows are contiguous."""
+    """Return a view [n * W, C] of one image [C, n, W] whose rows are contiguous."""
     return x.movedim(0, -1).view(x.shape[1] * x.shape[2], x.shape[0])
 
 
@@ -55,8 +55,8 @@ def bias_into(x: torch.Tensor, bias: torch.Tensor, activation: torch.nn.Module, 
     """Write `x` [B, C, n, W] plus `bias` [C], activated, into `out`, rows of another map. For what `fuses`."""
     from ..kernels.channels import add_bias
 
-    for picture in range(len(x)):
-        add_bias(flat(x[picture]).contiguous(), bias, flat(out[picture]), ACTIVATIONS[type(activation)])
+    for image in range(len(x)):
+        add_bias(flat(x[image]).contiguous(), bias, flat(out[image]), ACTIVATIONS[type(activation)])
 
 
 def gated_depthwise(window: torch.Tensor, depth: torch.nn.Conv2d) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How a picture is decoded, and the bytes that takes: counted from the shapes, before anything is allocated.
+"""How an image is decoded, and the bytes that takes: counted from the shapes, before anything is allocated.
 
 Bytes are those beyond weights, latents and output. Measured against real decodes in benchmarks/decode.json, and counted
 on accelerators in benchmarks/accelerator_counts.json. The workspace of an accelerator's convolutions is not in them:
@@ -198,10 +198,10 @@ def whole_demand(stages: Stages, height: int, width: int, dtype: torch.dtype, ac
 
 
 class Planner:
-    """Plans for one picture of `height` x `width` rows and columns of latents, the fastest first.
+    """Plans for one image of `height` x `width` rows and columns of latents, the fastest first.
 
     With `same_bits` a plan that gives the library's bits goes before a faster one. Of several devices that share a
-    picture out, each needs no more than one alone.
+    image out, each needs no more than one alone.
     """
 
     def __init__(

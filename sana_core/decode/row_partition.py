@@ -58,7 +58,7 @@ class RowPartition:
 
 
 def empty_partition(like: torch.Tensor, channels: int, height: int, width: int) -> RowPartition:
-    """Return an uninitialised map of as many pictures as `like`, in one part unless that would be too large."""
+    """Return an uninitialised map of as many images as `like`, in one part unless that would be too large."""
     # half of what a tensor may have, so that a part with its neighbours' rows is one too
     size = max(1, LARGEST_TENSOR // 2 // (len(like) * channels * width))
     if height * width * channels * len(like) < LARGEST_TENSOR:

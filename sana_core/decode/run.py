@@ -1,4 +1,4 @@
-"""Latents to pixels: which plan, picture after picture, and on after memory ran out."""
+"""Latents to pixels: which plan, image after image, and on after memory ran out."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def decode_latents(
     tiles: Tiles = TILES,
     poll: Poll = no_poll,
 ) -> torch.Tensor:
-    """Return pictures [B, 3, 32 h, 32 w], about [-1, 1], of `latents` [B, 32, h, w] in the autoencoder's own scale.
+    """Return images [B, 3, 32 h, 32 w], about [-1, 1], of `latents` [B, 32, h, w] in the autoencoder's own scale.
 
     "strips" and "whole" give the same pixels, "tiles" blends `tiles`, each with statistics of its own. "auto" is the
-    fastest exact plan within `max_bytes` of memory beyond weights, latents and pictures; without it, within what is
+    fastest exact plan within `max_bytes` of memory beyond weights, latents and images; without it, within what is
     free. On a CPU "strips" gives the bits of "whole" in float32 where memory allows it, "auto" of up to 512 cells of
-    latents. `devices` share the rows of each picture out. `poll` is called many times a strip and cancels by raising.
+    latents. `devices` share the rows of each image out. `poll` is called many times a strip and cancels by raising.
     `report` is filled with what was done. Raises InputError for latents of other channels or with NaN, an unknown
     method, or a budget that no plan fits.
     """
@@ -88,13 +88,13 @@ def decode_into(
     options: DecodeOptions,
     report: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Write the pictures of `latents` [B, 32, h, w] into `out` [B, 3, 32 h, 32 w], on any device, and return it.
+    """Write the images of `latents` [B, 32, h, w] into `out` [B, 3, 32 h, 32 w], on any device, and return it.
 
     `report` is filled with what was done. Raises InputError for latents of other channels or with NaN, an unknown
     method, or a budget that no plan fits.
     """
-    for picture, top, pixels in decode_rows(autoencoder, latents, options, report):
-        out[picture, :, top : top + pixels.shape[1]] = pixels
+    for image, top, pixels in decode_rows(autoencoder, latents, options, report):
+        out[image, :, top : top + pixels.shape[1]] = pixels
     return out
 
 
@@ -105,9 +105,9 @@ def decode_rows(
     options: DecodeOptions,
     report: dict[str, Any] | None = None,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield (picture, first row, pixels [3, n, W]) of `latents` [B, 32, h, w] as they are done.
+    """Yield (image, first row, pixels [3, n, W]) of `latents` [B, 32, h, w] as they are done.
 
-    One picture after the other; with one device its rows come from top to bottom. `report` is filled with what was
+    One image after the other; with one device its rows come from top to bottom. `report` is filled with what was
     done. Raises InputError for latents of other channels or with NaN, an unknown method, or a budget that no plan fits.
     """
     check_channels("samples", latents.shape)
@@ -138,12 +138,12 @@ def planned_rows(
     options: DecodeOptions,
     report: Report,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield what `decode_rows` does; each picture begins with `plan`, also where one before ran out of memory."""
+    """Yield what `decode_rows` does; each image begins with `plan`, also where one before ran out of memory."""
     like, stages, poll = next(autoencoder.parameters()), planner.stages, options.poll
     total, done = len(latents) * latents.shape[2] * stages.downscale, 0
     with PeakMemory(like.device) as peak:
-        for picture in range(len(latents)):
-            one = latents[picture : picture + 1].to(device=like.device, dtype=like.dtype)
+        for image in range(len(latents)):
+            one = latents[image : image + 1].to(device=like.device, dtype=like.dtype)
             if not stages.attends:
                 # as attention leaves its maps, and rows of strips are contiguous
                 one = one.contiguous(memory_format=torch.channels_last)
@@ -156,7 +156,7 @@ def planned_rows(
                 poll()
                 if plan.method == "strips":
                     report.count_strip()
-                yield picture, top, pixels[0]
+                yield image, top, pixels[0]
                 done += pixels.shape[2]
                 if options.progress is not None:
                     options.progress(done, total)
@@ -186,7 +186,7 @@ def choose(planner: Planner, method: str, budget: float, tiles: Tiles) -> Plan:
 def picture_rows(
     autoencoder: AutoencoderDC, stages: Stages, latents: torch.Tensor, retry: OomRetry, poll: Poll
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, pixels [1, 3, n, W]) of one picture, from top to bottom."""
+    """Yield (first row, pixels [1, 3, n, W]) of one image, from top to bottom."""
     decoder, plan = autoencoder.decoder, retry.plan
     if plan.method == "whole":
         with Polled(poll):

@@ -12,7 +12,7 @@ class Stages(NamedTuple):
     """One half of a DC-AE, its stages in the order of their resolution, the finest first.
 
     The `local` finest stages hold convolutions only. Between them and the attention stages lies the one map that a
-    decode in strips keeps whole: `boundary_width` channels at 1 / `stride` of the picture's resolution. The decoder of
+    decode in strips keeps whole: `boundary_width` channels at 1 / `stride` of the image's resolution. The decoder of
     DC-AE-Lite has no attention; its boundary map is what the first convolution makes of the latents.
     """
 

@@ -31,7 +31,7 @@ class Layer(Protocol):
     shape: LayerShape
 
     def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
-        """Return the rows that `strip` completes, none at first, all that are left if the picture ends with it."""
+        """Return the rows that `strip` completes, none at first, all that are left if the image ends with it."""
 
     def completes(self, count: int) -> int:
         """Return how many rows the last strip completes if it has `count`."""
@@ -48,7 +48,7 @@ def run(layers: list[Layer], strip: Strip, last: bool, workspace: Workspace, pol
 
 
 class Carry:
-    """The last `overlap` rows of a layer's input, and the rows of zeros `above` and `below` the picture."""
+    """The last `overlap` rows of a layer's input, and the rows of zeros `above` and `below` the image."""
 
     def __init__(self, overlap: int = 2, above: int = 1, below: int = 1) -> None:
         self.overlap, self.zeros_above, self.zeros_below = overlap, above, below
@@ -75,17 +75,17 @@ class Carry:
 
 
 def empty(like: torch.Tensor, channels: int, height: int, width: int) -> torch.Tensor:
-    """Return an uninitialised map of as many pictures as `like`, channels-last."""
+    """Return an uninitialised map of as many images as `like`, channels-last."""
     shape = (len(like), channels, height, width)
     return torch.empty(shape, device=like.device, dtype=like.dtype, memory_format=torch.channels_last)
 
 
 def convolve(conv: torch.nn.Conv2d, window: torch.Tensor, whole: int) -> torch.Tensor:
-    """Return `conv` of a window whose rows are padded already; `whole` is the picture's size in elements of input."""
+    """Return `conv` of a window whose rows are padded already; `whole` is the image's size in elements of input."""
     padding = (0, int(conv.padding[1]))
     small, small_whole = window.numel() <= SMALL_INPUT, whole <= SMALL_INPUT
     if small != small_whole and window.device.type == "cpu" and window.dtype == torch.float32:
-        # as the undivided picture would be convolved
+        # as the undivided image would be convolved
         if small_whole:
             kernel = conv.weight.shape[2:]
             return torch.ops.aten.thnn_conv2d(window, conv.weight, kernel, conv.bias, conv.stride, padding)
@@ -232,9 +232,9 @@ class StreamedUpsample:
         inner, made, interpolates = block.conv.in_channels, block.conv.out_channels, block.interpolate
         outer = made if interpolates else made // 4
         self.shape = LayerShape(inner, outer, made, 2, 1 if interpolates else 2, interpolates)
-        # the convolution sees the larger picture if it comes after the interpolation
+        # the convolution sees the larger image if it comes after the interpolation
         self.whole = block.conv.in_channels * size[0] * size[1] * (4 if block.interpolate else 1)
-        # a row of an interpolated picture depends on one more row, of a shuffled one on two
+        # a row of an interpolated image depends on one more row, of a shuffled one on two
         self.carry = Carry(1) if block.interpolate else Carry()
 
     def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
@@ -268,7 +268,7 @@ class StreamedUpsample:
             doubled = empty(window, channels, 2 * count, 2 * width)
             rows = window[:, :, start : stop + 1, None, :, None]
             doubled.unflatten(3, (width, 2)).unflatten(2, (count, 2)).copy_(rows)
-            # the zeros beyond the picture are one row of the larger one
+            # the zeros beyond the image are one row of the larger one
             skipped = int(first and start == 0)
             x = convolve(self.block.conv, doubled[:, :, skipped : 2 * count - int(last and stop == total)], self.whole)
             top = 2 * start - int(first) + skipped

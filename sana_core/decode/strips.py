@@ -198,7 +198,7 @@ def pixel_rows(
 def flow(
     layers: list[Layer], strip: Strip, last: bool, capacity: int, workspace: Workspace, poll: Poll
 ) -> Iterator[Strip]:
-    """Yield what comes out of `layers` when `strip` goes in: nothing or one strip, but for the last rows of a picture.
+    """Yield what comes out of `layers` when `strip` goes in: nothing or one strip, but for the last rows of an image.
 
     With those every layer completes the rows that it was behind. Where that would be more than the workspace holds, of
     `capacity` rows of the map that goes in, the strip goes on first, and what the layers have kept follows.

@@ -1,6 +1,6 @@
 """The memory of a decode in strips, made once, and what of it each layer takes.
 
-A map in a workspace has rows above its own for those that a layer carries, and below for the zeros beyond the picture's
+A map in a workspace has rows above its own for those that a layer carries, and below for the zeros beyond the image's
 edge, so that a layer reads its window where the rows are. What a convolution returns is new memory, so it makes a piece
 at a time, which is written where it belongs.
 """
