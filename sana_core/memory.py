@@ -18,7 +18,6 @@ from .decode.stages import Stages
 from .model.known_models import (
     DECODERS,
     ENCODER_PARAMETERS,
-    HEAD_DIM,
     MAX_TOKENS,
     TEXT_HIDDEN,
     TEXT_PARAMETERS,
@@ -129,7 +128,7 @@ def released_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
 def stages_of(decoder: Decoder) -> Stages:
     """Return the stages of a released decoder."""
     shapes = decoder.widths, decoder.layers, decoder.local
-    return Stages(*shapes, HEAD_DIM, CHANNELS, decoder.scales, decoder.shuffles)
+    return Stages(*shapes, CHANNELS, decoder.scales, decoder.shuffles)
 
 
 def text_bytes(batch: int, item: int) -> int:

@@ -62,6 +62,24 @@ def test_the_best_are_the_drafts_that_score_most(checkpoint, clip, drafts, ranks
     assert torch.equal(images[:1], again)
 
 
+def test_the_best_come_with_their_scores_and_a_wrong_call_is_refused(checkpoint, clip, drafts, ranks):
+    own = {"seed": 5, "best": 2, "of": 6, "scorer": clip, **SIZE}
+    picks = sana_core.generate_best(PROMPTS[:1], checkpoint, **own)
+    scores, order = (each[0] for each in ranks)
+    assert [pick.rank for pick in picks] == [1, 2]
+    for pick, place in zip(picks, order[:2], strict=True):
+        assert pick.image.seed == 5 + int(place) and torch.equal(pick.pixels, drafts[0, place])
+        assert pick.score == pytest.approx(float(scores[place]), abs=1e-3)
+    for wrong, message in (
+        ({"best": None, "of": None, "scorer": None}, "best: got none, expected best, of and scorer"),
+        ({"scorer": None}, "best: got only a part of best, of and scorer"),
+        ({"stpes": 3}, "stpes: no option of generate; the nearest is steps"),
+        ({"latents": drafts}, "latents: got it with best"),
+    ):
+        with pytest.raises(InputError, match=message):
+            sana_core.generate_best(PROMPTS, checkpoint, **own | wrong)
+
+
 @pytest.mark.parametrize("sampler", ["flow_dpmpp_2m", "flow_dpmpp_3m", "flow_euler"])
 def test_in_rounds_half_of_the_drafts_go_and_no_step_is_drawn_twice(checkpoint, clip, monkeypatch, sampler):
     """Scores after one and two of five steps are those of what the sampler itself expects there, undisturbed."""
