@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import sana_core
+from sana_core.model.latents import latent_shape, noise_stream
 from sana_core.runtime.image_files import levels
 
 from ..evaluate import contact_sheet
@@ -37,10 +39,14 @@ def prompt_of(scene: Scene) -> str:
     return prompt(combination, group.count)
 
 
-def draw(checkpoint: Path, prompts: list[str], **options) -> np.ndarray:
-    """Draw the prompts, uint8 [N, H, W, 3]."""
-    size = dict(zip(("width", "height"), SIZES[0], strict=True))
-    images = sana_core.generate(prompts, checkpoint, steps=STEPS, **size | options)
+def draw(
+    checkpoint: Path, prompts: list[str], seed: int = 0, size: tuple[int, int] = SIZES[0], **options
+) -> np.ndarray:
+    """Draw the prompts, each from noise of its own, uint8 [N, H, W, 3]: prompt k has seed + k."""
+    width, height = size
+    # `generate` gives the same noise to each prompt, with which a few hundred images are one sample, not so many
+    noise = next(noise_stream(torch.empty(latent_shape(width, height, len(prompts))), seed))
+    images = sana_core.generate(prompts, checkpoint, latents=noise, steps=STEPS, width=width, height=height, **options)
     return np.stack([levels(image) for image in images])
 
 
@@ -56,19 +62,18 @@ def evaluate(checkpoint: Path, report: Path, seeds: int = SEEDS) -> dict:
     prompts = [prompt_of(scene) for scene in scenes]
     scores, found = [], []
     for seed in range(seeds):
-        # the picture of a prompt has the seed and the prompt's place, so that no noise comes twice
-        pictures = draw(checkpoint, prompts, guidance=GUIDANCE, seed=1000 * seed)
+        pictures = draw(checkpoint, prompts, 1000 * seed, guidance=GUIDANCE)
         scores.append(score(judge, pictures, scenes))
         found.append(features(judge, pictures))
         if seed == 0:
             contact_sheet(pictures[:64], side=256).save(report / "held_out.jpg", quality=88)
     result = {"prompts": len(prompts), "guidance": GUIDANCE, "steps": STEPS}
     result |= {"mean": mean_score(scores), "seeds": scores}
-    empty = draw(checkpoint, [""], guidance=1.0, count=TRIED)
+    empty = draw(checkpoint, [""] * TRIED, guidance=1.0)
     contact_sheet(empty, side=256).save(report / "empty_prompt.jpg", quality=88)
     result["empty_prompt"] = score(judge, empty, scenes[:TRIED])
     for width, height in SIZES[1:]:
-        pictures = draw(checkpoint, prompts[:TRIED], guidance=GUIDANCE, width=width, height=height)
+        pictures = draw(checkpoint, prompts[:TRIED], size=(width, height), guidance=GUIDANCE)
         result[f"{width}x{height}"] = score(judge, pictures, scenes[:TRIED])
         contact_sheet(pictures[:16], columns=4, side=256).save(report / f"{width}x{height}.jpg", quality=88)
     result["distance"] = distances(judge, np.concatenate(found), seeds)

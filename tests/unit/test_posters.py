@@ -27,6 +27,7 @@ from sana_core.batch.scorer import load_scorer
 from sana_core.checkpoints import find_part, inspect_checkpoint, load_text_encoder
 from sana_core.checkpoints.load import shift_of
 from sana_core.model.text import encode_prompts
+from sana_core.runtime.image_files import levels
 from sana_core.training.dataset import check_controls, read_dataset
 from sana_core.training.settings_file import read_settings
 
@@ -237,6 +238,16 @@ def test_the_judge_knows_paintings_that_training_never_shows():
     model = judge.load()
     assert min(judge.score(model, pictures, wanted).values()) >= 0.9
     assert judge.score(model, pictures, wanted[1:] + wanted[:1])["all"] <= 0.05
+
+
+def test_each_image_that_is_scored_has_noise_of_its_own(monkeypatch):
+    monkeypatch.setattr(evaluate, "STEPS", 2)
+    words = "a watercolour of a blue boat on the sea at dusk"
+    drawn = evaluate.draw(recipe.CHECKPOINT, [words] * 3, 7, (64, 96), guidance=2.0)
+    own = {"width": 64, "height": 96, "steps": 2, "guidance": 2.0}
+    alone = [sana_core.generate([words], recipe.CHECKPOINT, seed=7 + k, **own)[0] for k in range(3)]
+    assert drawn.shape == (3, 96, 64, 3) and np.array_equal(drawn, np.stack([levels(image) for image in alone]))
+    assert len({image.tobytes() for image in drawn}) == 3
 
 
 def test_the_text_encoder_tells_facts_of_captions_that_training_never_saw():
