@@ -60,7 +60,7 @@ class Stage(NamedTuple):
 STAGES = {
     "256": Stage(256, 24_000, 1.0),
     "512": Stage(512, 8_000, 1.5),
-    "counting": Stage(512, 4_000, 1.5, COUNTING),
+    "counting": Stage(512, 6_000, 1.5, COUNTING),
 }
 # of the transformer
 HEADS, LAYERS = 6, 14
