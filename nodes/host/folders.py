@@ -122,14 +122,14 @@ def model_path(name: str) -> Path:
 
     Raises MissingFileError for a released folder that is not there, InputError for any other name.
     """
-    name = present_name(name)
-    if name not in list_models() and name in DOWNLOADS:
+    name, names = present_name(name), list_models()
+    if name not in names and isinstance(name, str) and name in DOWNLOADS:
         raise MissingFileError(
             f"model: no folder {name!r} in models/diffusers; {where_to_get(name)}, or choose another"
         )
-    if name not in list_models():
+    if name not in names:
         raise InputError(
-            f"model: got {name!r:.40}, expected one of {', '.join(list_models())}; "
+            f"model: got {name!r:.40}, expected one of {', '.join(names)}; "
             "put diffusers folders into models/diffusers and all-in-one files into models/checkpoints"
         )
     if name in MODELS:

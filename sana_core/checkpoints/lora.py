@@ -252,9 +252,10 @@ def tucker(core: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch
 def file_scale(parts: Tensors, layer: str, settings: Json) -> float:
     """Return what the file's program multiplies the product of a layer's `parts` by.
 
-    LyCORIS leaves a LoKr of two whole matrices as it is, PEFT scales that too. Raises RuntimeError for several alphas.
+    LyCORIS leaves a LoKr of two whole matrices as it is, PEFT scales that too. Raises RuntimeError for several alphas,
+    IndexError for a part without rows.
     """
-    rank: float | None = next((len(parts[part]) for part in RANKED if part in parts), None)
+    rank: float | None = next((parts[part].shape[0] for part in RANKED if part in parts), None)
     if rank is None and "alpha" in parts:
         return 1.0
     alpha = parts["alpha"].item() if "alpha" in parts else of_layer(settings, "alpha", layer)

@@ -172,6 +172,8 @@ LAYER = "caption_projection.linear_1"
 # a weight that fits and a bias that does not: none of the layers fits, and yet the weight was another
 @example({**pair(LAYER), f"{LAYER}.diff_b": ((32, 1), "float32", 0.1)}, None, False)
 @example({**pair(LAYER), f"{LAYER}.reshape_weight": ((), "float32", 0.1)}, None, False)
+# a part that is one number, of which there is no rank
+@example({**pair(LAYER), f"{LAYER}.lora_A.weight": ((), "float32", 0.1)}, None, False)
 # no block at all: ComfyUI applies it, and the weight stays as it was
 @example(
     {

@@ -160,6 +160,17 @@ def test_names_outside_the_folder_are_refused(host, name):
             host.run({**graph, **catch("load", 0)})
 
 
+@pytest.mark.parametrize("name", [{}, 7, None, "x"])
+@pytest.mark.parametrize(
+    "node, field",
+    [("SanaNodesLoader", "model"), ("SanaNodesModelLoader", "model_name"), ("SanaNodesScorerLoader", "scorer_name")],
+)
+def test_what_is_no_name_is_refused_as_one(host, node, field, name):
+    graph = {"name": ("AnyValue", {"value": name}), "load": (node, {field: ["name", 0]})}
+    with pytest.raises(NodeError, match="^(model|diffusion_models|scorer_name): got "):
+        host.run({**graph, **catch("load", 0)})
+
+
 SMALL = {
     "vocab_size": 600,
     "hidden_size": layouts.CAPTION,
