@@ -123,11 +123,11 @@ def model_path(name: str) -> Path:
     Raises MissingFileError for a released folder that is not there, InputError for any other name.
     """
     name, names = present_name(name), list_models()
-    if name not in names and isinstance(name, str) and name in DOWNLOADS:
-        raise MissingFileError(
-            f"model: no folder {name!r} in models/diffusers; {where_to_get(name)}, or choose another"
-        )
     if name not in names:
+        if isinstance(name, str) and name in DOWNLOADS:
+            raise MissingFileError(
+                f"model: no folder {name!r} in models/diffusers; {where_to_get(name)}, or choose another"
+            )
         raise InputError(
             f"model: got {name!r:.40}, expected one of {', '.join(names)}; "
             "put diffusers folders into models/diffusers and all-in-one files into models/checkpoints"
