@@ -100,7 +100,6 @@ lint: setup
 
 bench: setup
 	$(VENV) benchmarks/start.py
-	$(VENV) benchmarks/doctor.py
 	$(VENV) benchmarks/load.py
 	$(VENV) benchmarks/sampling.py
 	$(VENV) benchmarks/step_cache.py
@@ -116,7 +115,6 @@ bench: setup
 	$(VENV) benchmarks/kernels.py
 	$(VENV) benchmarks/quantised.py
 	OMP_NUM_THREADS=1 $(VENV) benchmarks/batch.py
-	OMP_NUM_THREADS=1 $(VENV) benchmarks/cluster_queue.py
 
 # takes a Python that has torch, and installs nothing into it
 gpu:
