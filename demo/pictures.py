@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from typing import NamedTuple
 
@@ -21,8 +20,6 @@ COLOURS = {
     "black": (20, 20, 20),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
-# of recipes/stars, which the checkpoint has never seen
-NEW_SHAPE = "star"
 PIXELS = 128
 HELD_OUT = 64
 SUPERSAMPLE = 2
@@ -79,25 +76,8 @@ def draw_shape(draw: ImageDraw.ImageDraw, shape: str, box: tuple[float, float, f
         w, h = (right - left) / 3, (bottom - top) / 3
         draw.rectangle((left + w, top, right - w, bottom), fill=fill)
         draw.rectangle((left, top + h, right, bottom - h), fill=fill)
-    elif shape == NEW_SHAPE:
-        draw.polygon(star_points(box), fill=fill)
     else:
-        raise ValueError(f"shape: got {shape!r}, expected one of {', '.join((*SHAPES, NEW_SHAPE))}")
-
-
-def star_points(box: tuple[float, float, float, float]) -> list[tuple[float, float]]:
-    """Return the ten corners of a star with five points that touches the sides of `box`."""
-    corners = []
-    for index in range(10):
-        radius, angle = (0.382, 1.0)[index % 2 == 0], math.pi * (index / 5 - 0.5)
-        corners.append((radius * math.cos(angle), radius * math.sin(angle)))
-    columns, rows = zip(*corners, strict=True)
-    left, top, right, bottom = box
-
-    def within(value: float, values: tuple[float, ...], low: float, high: float) -> float:
-        return low + (value - min(values)) / (max(values) - min(values)) * (high - low)
-
-    return [(within(x, columns, left, right), within(y, rows, top, bottom)) for x, y in corners]
+        raise ValueError(f"shape: got {shape!r}, expected one of {', '.join(SHAPES)}")
 
 
 def draw_scene(scene: Scene, pixels: int = PIXELS) -> np.ndarray:
