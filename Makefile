@@ -108,7 +108,7 @@ bench: setup
 	$(VENV) benchmarks/memory.py
 	$(VENV) benchmarks/train_memory.py
 	$(VENV) benchmarks/train.py
-	$(VENV) benchmarks/train_lora.py
+	$(VENV) benchmarks/train_lora.py .cache/train_lora
 	OMP_NUM_THREADS=1 $(VENV) benchmarks/train_parallel.py
 	$(VENV) benchmarks/reference.py
 	$(VENV) benchmarks/accelerator_counts.py
