@@ -104,7 +104,7 @@ bench: setup
 	$(VENV) benchmarks/sampling.py
 	$(VENV) benchmarks/step_cache.py
 	$(VENV) benchmarks/decode.py
-	$(VENV) benchmarks/decode_lite.py
+	$(VENV) benchmarks/decode.py --lite 512
 	$(VENV) benchmarks/memory.py
 	$(VENV) benchmarks/train_memory.py
 	$(VENV) benchmarks/train.py
