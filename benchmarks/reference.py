@@ -1,24 +1,29 @@
-"""How far transformers and ControlNets are from NVIDIA's code and from diffusers': relative differences in fp32.
+"""How far transformers and ControlNets are from NVIDIA's code and from diffusers', and adapters from their trainers'.
 
-Runs the tests that compare them with independent forwards, and writes reference.json from what they print. Those of the
-autoencoders are in decode_lite.json, under "authors".
+Runs the tests that compare them, in fp32, and writes reference.json and adapters.json from what they print: relative
+differences, an adapter's relative to what it adds to a weight, by their Frobenius norms. The autoencoders are held to
+their authors' arithmetic by tests/unit/test_dc_ae.py.
 """
 
 from __future__ import annotations
 
 import re
 
-from machine import printed_by, write
+from machine import ROOT, printed_by, write
 
-TESTS = "tests/unit/test_reference.py"
-BOUND = 1e-4
+BOUND, ADAPTERS_BOUND = 1e-4, 1e-6
 
 
 def main() -> None:
-    rows = re.findall(r"^\.*(\S.* x (?:nvidia|diffusers)): (\S+)$", printed_by(TESTS), re.MULTILINE)
+    printed = printed_by("tests/unit/test_reference.py")
+    rows = re.findall(r"^\.*(\S.* x (?:nvidia|diffusers)): (\S+)$", printed, re.MULTILINE)
     differences = {name: float(difference) for name, difference in rows}
-    report = {"bound": BOUND, "largest_relative_difference": differences}
-    write(__file__, report)
+    write(__file__, {"bound": BOUND, "largest_relative_difference": differences})
+    table: dict[str, dict[str, float | str]] = {}
+    printed = printed_by("tests/graph/test_adapters.py")
+    for name, way, result in re.findall(r"^\.*(\S+) x (.+): (\S+)$", printed, re.MULTILINE):
+        table.setdefault(name, {})[way] = result if result.isalpha() else float(result)
+    write(f"{ROOT}/benchmarks/adapters", {"bound": ADAPTERS_BOUND, "relative_difference": table})
 
 
 if __name__ == "__main__":

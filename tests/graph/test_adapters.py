@@ -62,7 +62,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def show(name, way, result):
-    """For benchmarks/adapters.py."""
+    """For benchmarks/reference.py."""
     sys.stdout.write(f"{name} x {way}: {result}\n")
 
 
