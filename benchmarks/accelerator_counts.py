@@ -21,9 +21,27 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit"), str(ROOT / "scripts")]
 
+import decoders  # noqa: E402
 from fake_accelerator import FIRST, SECOND, Counter, default_dtype, fake_accelerators  # noqa: E402
 
 from benchmarks.machine import write  # noqa: E402
+from benchmarks.train_memory import transformer as build  # noqa: E402
+from sana_core.decode import devices  # noqa: E402
+from sana_core.decode.encode import in_strips  # noqa: E402
+from sana_core.decode.oom import OomRetry, Report  # noqa: E402
+from sana_core.decode.plan import Planner  # noqa: E402
+from sana_core.decode.stages import decoder_stages, encoder_stages  # noqa: E402
+from sana_core.decode.strips import pixel_rows  # noqa: E402
+from sana_core.decode.workspace import Workspace  # noqa: E402
+from sana_core.memory import transformer_bytes  # noqa: E402
+from sana_core.model.forward import prepare, velocity  # noqa: E402
+from sana_core.model.fp8 import quantise_products  # noqa: E402
+from sana_core.model.known_models import VARIANTS  # noqa: E402
+from sana_core.model.sharded_ops import ShardedOps  # noqa: E402
+from sana_core.model.weight_layout import arrange_convolutions, join_projections  # noqa: E402
+from sana_core.runtime.cancellation import no_poll  # noqa: E402
+from sana_core.sampling.guidance import denoiser, perturbed_attention  # noqa: E402
+from sana_core.split.threads import ExchangeBoard, ThreadExchange  # noqa: E402
 
 DTYPE = torch.bfloat16
 TOKENS = 300
@@ -32,30 +50,6 @@ STEPS = (("1.6B", 1024), ("1.6B", 2048), ("1.6B", 4096), ("1.6B", 8192), ("0.6B"
 SIDES = (1024, 2048, 4096, 8192)
 # in the smallest plans, which launch a hundred thousand times at 8192 px
 SMALL_SIDES = (1024, 2048, 4096)
-
-
-# what the same counter found before there were kernels, at commit 455afce
-BEFORE = {
-    "guided_step": {
-        "1.6B, 1024 px": {"launches": 836, "gigabytes_moved": 29.32, "gigabytes_of_products": 14.62},
-        "1.6B, 4096 px": {"launches": 838, "gigabytes_moved": 426.36, "gigabytes_of_products": 190.13},
-        "0.6B, 1024 px": {"launches": 1156, "gigabytes_moved": 20.11, "gigabytes_of_products": 9.54},
-        "1.5-4.8B, 1024 px": {"launches": 3876, "gigabytes_moved": 115.68, "gigabytes_of_products": 43.64},
-        "1.6B, 1024 px, PAG": {"launches": 839, "gigabytes_moved": 42.6, "gigabytes_of_products": 20.53},
-    },
-    "decode": {"4096 px": {"launches": 12435, "gigabytes_moved": 1198.84, "peak_megabytes": 2275.9, "transfers": 70}},
-    "encode": {"4096 px": {"launches": 11110, "gigabytes_moved": 867.62, "peak_megabytes": 2119.2, "transfers": 70}},
-    # where the weights of convolutions were not laid out as their maps, at commit 25faa48
-    "weight_copies": {
-        "decode, 4096 px": {"weight_copies": 360, "gigabytes_of_weight_copies": 1.66},
-        "encode, 4096 px": {"weight_copies": 273, "gigabytes_of_weight_copies": 1.49},
-    },
-    # inside ComfyUI at commit 994b5c1, where its layers did not lend their weights to the kernels
-    "guided_step_in_host": {
-        "1.6B, 1024 px": {"launches": 478, "gigabytes_moved": 19.99, "gigabytes_of_products": 13.58},
-        "1.6B, 4096 px": {"launches": 478, "gigabytes_moved": 275.12, "gigabytes_of_products": 172.5},
-    },
-}
 
 
 def figures(counter: Counter, predicted: int | None = None) -> dict[str, Any]:
@@ -69,11 +63,6 @@ def figures(counter: Counter, predicted: int | None = None) -> dict[str, Any]:
 
 def transformer(variant: str, pixels: int, fp8: bool = False) -> Any:
     """Return a transformer of that variant with empty weights on the first accelerator."""
-    from benchmarks.train_memory import transformer as build
-    from sana_core.model.fp8 import quantise_products
-    from sana_core.model.known_models import VARIANTS
-    from sana_core.model.weight_layout import join_projections
-
     with torch.device(FIRST):
         made = build(VARIANTS[variant], DTYPE, pixels).requires_grad_(False)
     # as `load_models` does
@@ -85,10 +74,6 @@ def transformer(variant: str, pixels: int, fp8: bool = False) -> Any:
 
 def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) -> dict[str, Any]:
     """Return the counts of one guided step, a short negative prompt beside a long prompt; the peak is the first's."""
-    from sana_core.memory import transformer_bytes
-    from sana_core.model.known_models import VARIANTS
-    from sana_core.sampling.guidance import denoiser, perturbed_attention
-
     # what prepare reads: the longest prompt, and whether all are as long
     scalars = {torch.int64: TOKENS, torch.bool: False}
     first, second = Counter(scalars), Counter(scalars)
@@ -112,9 +97,6 @@ def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) 
 def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = False) -> dict[str, Any]:
     """Return the counts of one of so many members, of whom two are its neighbours if there are, that share the rows of
     a step; the others' tensors lie on another device."""
-    from sana_core.model.forward import prepare, velocity
-    from sana_core.model.sharded_ops import ShardedOps
-    from sana_core.split.threads import ExchangeBoard, ThreadExchange
 
     class Met(ThreadExchange):
         """What the others bring is there when it comes."""
@@ -158,10 +140,6 @@ def shares() -> dict[str, Any]:
 
 @functools.cache
 def autoencoder(device: torch.device = FIRST, kind: str = "f32c32") -> Any:
-    import decoders
-
-    from sana_core.model.weight_layout import arrange_convolutions
-
     with fake_accelerators(), torch.device(device), default_dtype(DTYPE):
         made = getattr(decoders, kind)(1)
         # as `load_autoencoder` does
@@ -171,10 +149,6 @@ def autoencoder(device: torch.device = FIRST, kind: str = "f32c32") -> Any:
 
 def decode(pixels: int, smallest: bool = False, triton: bool = True, kind: str = "f32c32") -> dict[str, Any]:
     """Return the counts of a decode in the plan for a card with much memory, or in the smallest."""
-    from sana_core.decode.oom import OomRetry, Report
-    from sana_core.decode.stages import decoder_stages
-    from sana_core.runtime.cancellation import no_poll
-
     model = autoencoder(kind=kind)
     decoder, stages = model.decoder, decoder_stages(model)
     planner, plan = plan_for(stages, pixels, smallest)
@@ -198,10 +172,6 @@ def decode(pixels: int, smallest: bool = False, triton: bool = True, kind: str =
 
 def encode(pixels: int, smallest: bool = False) -> dict[str, Any]:
     """Return the counts of an encode in the plan for a card with much memory, or in the smallest."""
-    from sana_core.decode.encode import in_strips
-    from sana_core.decode.stages import encoder_stages
-    from sana_core.runtime.cancellation import no_poll
-
     encoder, stages = autoencoder().encoder, encoder_stages(autoencoder())
     planner, plan = plan_for(stages, pixels, smallest)
     with fake_accelerators(), torch.no_grad():
@@ -214,8 +184,6 @@ def encode(pixels: int, smallest: bool = False) -> dict[str, Any]:
 
 
 def plan_for(stages: Any, pixels: int, smallest: bool) -> tuple[Any, Any]:
-    from sana_core.decode.plan import Planner
-
     planner = Planner(stages, pixels // 32, pixels // 32, DTYPE, True)
     plan = planner.floor() if smallest else planner.fitting(float("inf"))
     assert plan is not None
@@ -224,12 +192,6 @@ def plan_for(stages: Any, pixels: int, smallest: bool) -> tuple[Any, Any]:
 
 def decode_on_two(pixels: int) -> dict[str, Any]:
     """Return the counts of one picture over two devices, whose work is done here one after the other."""
-    from sana_core.decode import devices
-    from sana_core.decode.stages import decoder_stages
-    from sana_core.decode.strips import pixel_rows
-    from sana_core.decode.workspace import Workspace
-    from sana_core.runtime.cancellation import no_poll
-
     stages = decoder_stages(autoencoder())
     planner, plan = plan_for(stages, pixels, False)
     with fake_accelerators(), torch.no_grad():
@@ -284,7 +246,6 @@ def in_host() -> dict[str, Any]:
 def main() -> None:
     result = {
         "note": "counted on fake tensors, in bf16; nothing of this has run on a card",
-        "before": BEFORE,
         "guided_step": {f"{name}, {pixels} px": step(name, pixels) for name, pixels in STEPS}
         | {"1.6B, 1024 px, PAG": step("1.6B", 1024, perturbed=True)}
         | {f"1.6B, {pixels} px, fp8": step("1.6B", pixels, fp8=True) for pixels in (1024, 4096)},
