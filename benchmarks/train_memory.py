@@ -44,6 +44,7 @@ from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.dataset import Sample  # noqa: E402
 from sana_core.training.images import FileRange  # noqa: E402
 from sana_core.training.plan import Base, training_stage  # noqa: E402
+from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
 from sana_core.training.schedule import TrainProgress  # noqa: E402
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings  # noqa: E402
 from sana_core.training.train_state import make_train_state, take_step  # noqa: E402
@@ -163,20 +164,28 @@ def empty_prompt(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {"embeds": torch.zeros(MAX_TOKENS, TEXT_WIDTH, dtype=dtype), "mask": mask}
 
 
-def count_step(model: Architecture, settings: TrainingSettings, fake: bool = True, steps: int = 2) -> Counted:
-    """Return what the last of `steps` steps takes, each with the longest captions; of the first phase of `settings`."""
-    phase = settings.phase[0]
-    side = phase.resolution // 32
-    dtype = getattr(torch, settings.dtype)
-    live = LiveBytes(fake)
-    steered = settings.method.kind == "controlnet"
+def fake_batch(count: int, side: int, dtype: torch.dtype, control: bool = False) -> Batch:
+    """Return latents of zeros, the longest captions, and with `control` as many latents of control images."""
+    embeds = torch.zeros(count, MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
+    mask = torch.ones(count, MAX_TOKENS, dtype=torch.int64)
+    latents = torch.zeros(count, 32, side, side)
+    return Batch(latents, embeds, mask, None, ["picture"] * count, latents.clone() if control else None)
+
+
+def count_step(
+    model: Architecture,
+    settings: TrainingSettings,
+    fake: bool = True,
+    steps: int = 2,
+    live: LiveBytes | None = None,
+    ranks: Ranks = ALONE,
+) -> Counted:
+    """Return what the last of `steps` steps takes, as `live` counts it; of the first phase of `settings`."""
+    phase, live = settings.phase[0], live or LiveBytes(fake)
+    side, dtype = phase.resolution // 32, getattr(torch, settings.dtype)
 
     def load(indices: list[int]) -> Batch:
-        count = len(indices)
-        embeds = torch.zeros(count, MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
-        mask = torch.ones(count, MAX_TOKENS, dtype=torch.int64)
-        latents = torch.zeros(count, 32, side, side)
-        return Batch(latents, embeds, mask, None, ["picture"] * count, latents.clone() if steered else None)
+        return fake_batch(len(indices), side, dtype, settings.method.kind == "controlnet")
 
     with contextlib.ExitStack() as stack:
         if fake:
@@ -186,9 +195,8 @@ def count_step(model: Architecture, settings: TrainingSettings, fake: bool = Tru
         stack.enter_context(live)
         # torchao's step without a compiler
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        weights = settings.method.weights if settings.method.kind == "full" else settings.dtype
-        made = transformer(model, getattr(torch, weights), phase.resolution)
-        learner = make_train_state(made, 3.0, settings)
+        weights = getattr(torch, settings.method.weights if settings.method.kind == "full" else settings.dtype)
+        learner = make_train_state(transformer(model, weights, phase.resolution), 3.0, settings, ranks=ranks)
         data: Any = SimpleNamespace(cache=SimpleNamespace(load=load, empty=empty_prompt(dtype)), samples=SAMPLES)
         group = [list(range(phase.batch)) for _ in range(phase.accumulate)]
         for step in range(steps):

@@ -24,21 +24,26 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT / "tests" / "unit")]
 
-from fake_accelerator import FAKE  # noqa: E402
 from launched import results_of  # noqa: E402
 from live_bytes import BLOCK, LiveBytes  # noqa: E402
 
-from benchmarks import train_memory  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
-from benchmarks.sampling import small_model  # noqa: E402
-from benchmarks.train_memory import FULL, SAMPLES, make_settings, released_base  # noqa: E402
+from benchmarks.train_memory import (  # noqa: E402
+    FULL,
+    SAMPLES,
+    count_step,
+    empty_prompt,
+    fake_batch,
+    make_settings,
+    released_base,
+)
+from sana_core.doctor.arithmetic import transformer  # noqa: E402
 from sana_core.memory import CONTEXT  # noqa: E402
-from sana_core.model.known_models import MAX_TOKENS, TEXT_WIDTH, VARIANTS, Architecture  # noqa: E402
+from sana_core.model.known_models import VARIANTS, Architecture  # noqa: E402
 from sana_core.training.autofit import rank_memory, ring  # noqa: E402
 from sana_core.training.cache import Batch  # noqa: E402
 from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
@@ -46,7 +51,7 @@ from sana_core.training.schedule import TrainProgress  # noqa: E402
 from sana_core.training.settings import Method, Parallel, TrainingSettings  # noqa: E402
 from sana_core.training.train_state import make_train_state, take_step  # noqa: E402
 
-CARDS, STEPS = 4, 8
+CARDS, STEPS, BLOCKS = 4, 8, 6
 # the issue's two: all weights with AdamW at 1024 px in batches of 1, and the GiB of the cards
 RELEASED = {"1.6B": 12, "1.5-4.8B": 24}
 # of an H100: dense bf16, of which a training reaches about 0.4; NVLink in one direction; a machine of 8 behind 100 GbE
@@ -75,43 +80,23 @@ class Shared(LiveBytes):
             self.peak = max(self.peak, self.alive)
 
 
-def fake_batch(count: int, side: int, dtype: torch.dtype) -> Batch:
-    embeds = torch.zeros(count, MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
-    mask = torch.ones(count, MAX_TOKENS, dtype=torch.int64)
-    return Batch(torch.zeros(count, 32, side, side), embeds, mask, None, ["picture"] * count)
-
-
-def count_rank(model: Architecture, settings: TrainingSettings, steps: int = 2) -> int:
-    """Return the most bytes at once of the last of `steps` steps on one of CARDS ranks. Makes the process's group."""
+def count_rank(model: Architecture, settings: TrainingSettings) -> int:
+    """Return the most bytes at once of a second step on one of CARDS ranks. Makes the process's group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=CARDS)
-    mesh = init_device_mesh("cpu", (CARDS,), mesh_dim_names=("shard",))
-    phase, dtype, live = settings.phase[0], getattr(torch, settings.dtype), Shared(True)
+    mesh, live = init_device_mesh("cpu", (CARDS,), mesh_dim_names=("shard",)), Shared(True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(FAKE)
-        stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", train_memory.replace_parameters))
-        stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", train_memory.copy_parameter))
         stack.enter_context(mock.patch("torch.distributed.device_mesh.init_device_mesh", lambda *_, **__: mesh))
         for module in (_fsdp_param, _fsdp_param_group):
             for name, function in (("alloc_storage", live.taken), ("free_storage", live.freed)):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, function))
-        stack.enter_context(live)
-        weights = settings.method.weights if settings.method.kind == "full" else settings.dtype
-        made = train_memory.transformer(model, getattr(torch, weights), phase.resolution)
-        learner = make_train_state(made, 3.0, settings, ranks=Ranks(0, CARDS, True, torch.device("cpu")))
-        del made
-        side, empty = phase.resolution // 32, train_memory.empty_prompt(dtype)
-        cache = SimpleNamespace(load=lambda indices: fake_batch(len(indices), side, dtype), empty=empty)
-        data: Any = SimpleNamespace(cache=cache, samples=SAMPLES)
-        for step in range(steps):
-            live.restart()
-            take_step(learner, data, [[index] for index in range(phase.accumulate)], TrainProgress(step), 1e-4)
+        counted = count_step(model, settings, live=live, ranks=Ranks(0, CARDS, True, torch.device("cpu")))
     torch.distributed.destroy_process_group()
-    return live.peak
+    return counted.peak
 
 
 def memory_settings() -> TrainingSettings:
@@ -148,8 +133,8 @@ def seconds(ranks: Ranks, kind: str, bare: bool) -> float:
     """Return the median seconds of a step of two pictures: the trainer's, or those of a loop without a trainer."""
     torch.manual_seed(0)
     settings = speed_settings(kind)
-    learner = make_train_state(small_model().requires_grad_(False), 3.0, settings, ranks=ranks)
-    batch, empty = fake_batch(1, 16, torch.float32), train_memory.empty_prompt(torch.float32)
+    learner = make_train_state(transformer(1152, BLOCKS), 3.0, settings, ranks=ranks)
+    batch, empty = fake_batch(1, 16, torch.float32), empty_prompt(torch.float32)
     data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=empty), samples=SAMPLES)
     found = []
     for step in range(STEPS + 2):
