@@ -11,6 +11,13 @@ import sys
 
 import torch
 from machine import last_line, write
+from transformers import Gemma2Config, Gemma2Model
+
+from sana_core.decode.device_memory import PeakMemory
+from sana_core.doctor.arithmetic import transformer
+from sana_core.memory import INSTRUCTION_TOKENS, text_bytes, transformer_bytes
+from sana_core.model.known_models import MAX_TOKENS, Architecture
+from sana_core.sampling.guidance import denoiser
 
 BLOCKS = 2
 DTYPES = ("float32", "bfloat16")
@@ -19,22 +26,7 @@ TRANSFORMERS = [(width, pixels, dtype) for width in (1152, 2240) for pixels in (
 
 def measure_transformer(width: int, pixels: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return measured and predicted bytes of a guided step."""
-    from diffusers import SanaTransformer2DModel
-
-    from sana_core.decode.device_memory import PeakMemory
-    from sana_core.memory import transformer_bytes
-    from sana_core.model.known_models import CROSS_HEADS, Architecture
-    from sana_core.sampling.guidance import denoiser
-
-    heads = CROSS_HEADS[width]
-    model = SanaTransformer2DModel(
-        num_attention_heads=width // 32,
-        num_layers=BLOCKS,
-        num_cross_attention_heads=heads,
-        cross_attention_head_dim=width // heads,
-        cross_attention_dim=width,
-    )
-    model = model.requires_grad_(False).to(dtype)
+    model = transformer(width, BLOCKS).to(dtype)
     side = pixels // 32
     prompt = torch.randn(1, 300, 2304, dtype=dtype), torch.ones(1, 300)
     x = torch.randn(1, 32, side, side)
@@ -47,12 +39,6 @@ def measure_transformer(width: int, pixels: int, dtype: torch.dtype) -> tuple[in
 
 def measure_text(dtype: torch.dtype) -> tuple[int, int]:
     """Return measured and predicted bytes of one prompt behind the instruction."""
-    from transformers import Gemma2Config, Gemma2Model
-
-    from sana_core.decode.device_memory import PeakMemory
-    from sana_core.memory import INSTRUCTION_TOKENS, text_bytes
-    from sana_core.model.known_models import MAX_TOKENS
-
     model = Gemma2Model(Gemma2Config(num_hidden_layers=BLOCKS, vocab_size=1000)).requires_grad_(False).to(dtype)
     ids = torch.randint(3, 1000, (1, INSTRUCTION_TOKENS + MAX_TOKENS))
     with torch.inference_mode():

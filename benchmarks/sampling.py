@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import description
+from machine import ROOT, description
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "scripts"), str(ROOT)]
+sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from setup import comfyui_path  # noqa: E402
+from fake_cuda import pack  # noqa: E402
+from in_process import Host  # noqa: E402
 
+from sana_core.doctor.arithmetic import transformer as released  # noqa: E402
 from sana_core.sampling.guidance import denoiser  # noqa: E402
 from sana_core.sampling.samplers import SAMPLERS  # noqa: E402
 
@@ -32,20 +33,6 @@ BLOCKS = 6
 STEPS = 20
 GUIDANCE = 4.5
 TOKENS = 300
-
-
-def small_model() -> torch.nn.Module:
-    from diffusers import SanaTransformer2DModel
-
-    torch.manual_seed(0)
-    return SanaTransformer2DModel(
-        num_attention_heads=36,
-        attention_head_dim=32,
-        num_layers=BLOCKS,
-        num_cross_attention_heads=16,
-        cross_attention_head_dim=72,
-        cross_attention_dim=1152,
-    ).requires_grad_(False)
 
 
 def prompts(transformer: torch.nn.Module, kept: int) -> tuple[tuple, tuple]:
@@ -119,33 +106,14 @@ def loop_beside_pipeline(transformer: torch.nn.Module, pixels: int, kept: int, r
 
 def load_in_comfyui(transformer: torch.nn.Module) -> Any:
     """Return the MODEL that the pack's loader in this process's ComfyUI makes of `transformer`."""
-    import asyncio
-
-    sys.path.insert(0, str(comfyui_path()))
-    from comfy.cli_args import args
-
-    args.cpu = True
-    from server import PromptServer
-
-    import nodes
-
-    with tempfile.TemporaryDirectory() as temporary:
-        base = Path(temporary)
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
-        PromptServer(loop)
-        link = base / "sana"
-        link.symlink_to(ROOT, target_is_directory=True)
-        assert loop.run_until_complete(nodes.load_custom_node(str(link), set()))
-        (name,) = (name for name in sys.modules if name.endswith("sana.nodes.loader"))
-        package = __import__(name.rsplit(".", 1)[0] + ".host.load_model", fromlist=["load_model"])
-
-        folder = base / "model"
+    with tempfile.TemporaryDirectory() as base:
+        Host(Path(base))
+        folder = Path(base) / "model"
         transformer.save_pretrained(folder / "transformer")
         for part in (ROOT / "tests" / "models" / "sana-tiny").iterdir():
             if part.name != "transformer":
                 (folder / part.name).symlink_to(part)
-        return package.load_model(folder)
+        return pack("nodes.host.load_model").load_model(folder)
 
 
 def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -> dict:
@@ -174,7 +142,7 @@ def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -
 
 
 def main() -> None:
-    transformer = small_model()
+    transformer = released(1152, BLOCKS)
     figures = description() | {
         "model": f"SANA-0.6B with {BLOCKS} of 28 blocks, random weights, fp32, {STEPS} steps, guidance {GUIDANCE}",
         "threads": torch.get_num_threads(),

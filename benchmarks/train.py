@@ -9,7 +9,6 @@ autoencoder and the text encoder is not counted.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -23,15 +22,15 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.machine import description  # noqa: E402
-from benchmarks.sampling import small_model  # noqa: E402
+from benchmarks.machine import write  # noqa: E402
 from benchmarks.train_lora import CHECKPOINT  # noqa: E402
 from demo.dataset import write_dataset  # noqa: E402
 from demo.posters.beside import small  # noqa: E402
 from demo.posters.captions import random_caption  # noqa: E402
 from demo.posters.world import training_scenes  # noqa: E402
+from sana_core.doctor.arithmetic import transformer  # noqa: E402
 from sana_core.runtime.accelerator import current_accelerator  # noqa: E402
 from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cache  # noqa: E402
 from sana_core.training.dataset import read_dataset  # noqa: E402
@@ -40,7 +39,6 @@ from sana_core.training.schedule import Data, TrainProgress  # noqa: E402
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings  # noqa: E402
 from sana_core.training.train_state import TrainState, make_train_state, take_step  # noqa: E402
 
-FILE = ROOT / "benchmarks" / "train.json"
 STEPS = 30
 PICTURES = 96
 
@@ -175,11 +173,10 @@ def main() -> None:
         write_dataset(folder / "data", islice(training_scenes(rng), PICTURES), rng, small, random_caption)
         bundled = [load_transformer(CHECKPOINT, device, torch.float32) for _ in range(2)]
         result = {
-            **description(),
             "threads": 1,
             "step": {
                 "0.6B, 6 blocks, 512 px, batch 2": step(
-                    [small_model(), small_model()], random_data(folder, 512, 2304), 2
+                    [transformer(1152, 6), transformer(1152, 6)], random_data(folder, 512, 2304), 2
                 ),
                 "bundled model, 128 px, batch 32": step(
                     bundled, random_data(folder, 128, bundled[0].config.caption_channels), 32
@@ -187,8 +184,7 @@ def main() -> None:
             },
             "epoch": {"bundled model, 128 px, batch 32": epoch(folder, 32)},
         }
-    FILE.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(FILE.read_text())
+    write(__file__, result)
 
 
 if __name__ == "__main__":
