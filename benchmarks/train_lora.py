@@ -4,8 +4,6 @@
 combinations that the judge of demo/posters finds right, of new combinations (windmills, turquoise things) and of
 old ones, before and after, means of four seeds: "beside" regularisation images that show what the model knows, and
 "alone", without them, in the steps that show as many new paintings. It works in FOLDER, and resumes there.
-"right_through_autoencoder" are those of true paintings once the model's autoencoder has encoded and decoded them: no
-LoRA of the transformer can draw what that cannot.
 """
 
 from __future__ import annotations
@@ -14,25 +12,21 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machine import description  # noqa: E402
+from benchmarks.machine import write  # noqa: E402
 from demo.dataset import write_dataset  # noqa: E402
 from demo.posters.beside import small  # noqa: E402
 from demo.posters.captions import random_caption  # noqa: E402
 from demo.posters.evaluate import GUIDANCE, SEEDS, draw, mean_score, prompt_of  # noqa: E402
 from demo.posters.judge import load, score  # noqa: E402
-from demo.posters.painting import paint  # noqa: E402
 from demo.posters.world import (  # noqa: E402
     ALL_COLOURS,
     ALL_KINDS,
@@ -47,7 +41,6 @@ from demo.posters.world import (  # noqa: E402
 )
 
 CHECKPOINT = ROOT / "demo" / "sana-posters"
-FILE = ROOT / "benchmarks" / "train_lora.json"
 HELD_OUT = 96  # combinations that are drawn and judged, of new ones and of old ones
 PAINTINGS = {"new": 900, "old": 300}  # what the LoRA learns
 STEPS = {"beside": 2100, "alone": 1050}  # half of what is learned beside is old
@@ -118,20 +111,6 @@ def right(wanted: list[Scene], checkpoint: Path) -> dict[str, float]:
     return mean_score([score(judge, pictures, wanted) for pictures in drawn])
 
 
-def through_autoencoder(wanted: list[Scene]) -> dict[str, float]:
-    """Return the shares of true paintings of `wanted` that are right after the autoencoder."""
-    from sana_core.checkpoints import load_autoencoder
-    from sana_core.decode import decode_latents, encode_images
-    from sana_core.runtime.image_files import levels
-
-    autoencoder = load_autoencoder(CHECKPOINT, torch.device("cpu"), torch.float32)
-    pictures = []
-    for each in wanted:
-        pixels = torch.tensor(paint(each)).movedim(-1, 0)[None] / 127.5 - 1
-        pictures.append(levels(decode_latents(autoencoder, encode_images(autoencoder, pixels))[0]))
-    return score(load(), np.stack(pictures), wanted)
-
-
 def main() -> None:
     from sana_core.training.settings_file import read_settings
     from sana_core.training.train import train
@@ -142,13 +121,14 @@ def main() -> None:
     rng = random.Random(23)
     held_out = {"new": new_combinations()[1], "old": combinations()[1][:HELD_OUT]}
     asked = {which: [scene_of(rng, each) for each in wanted] for which, wanted in held_out.items()}
-    document: dict[str, Any] = json.loads((folder / FILE.name).read_text()) if (folder / FILE.name).exists() else {}
+    kept = folder / "train_lora.json"
+    document: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
 
-    def found(name: str, scores: Callable[[list[Scene]], dict[str, float]]) -> None:
+    def judge(name: str, checkpoint: Path) -> None:
         """Put the scores of both into the document, where they are not there yet."""
         if name not in document:
-            document[name] = {which: scores(wanted) for which, wanted in asked.items()}
-            (folder / FILE.name).write_text(json.dumps(document))
+            document[name] = {which: right(wanted, checkpoint) for which, wanted in asked.items()}
+            kept.write_text(json.dumps(document))
 
     for way, regularisation in (("beside", [str(folder / "old")]), ("alone", [])):
         text = SETTINGS.format(
@@ -156,12 +136,10 @@ def main() -> None:
         )
         (folder / f"{way}.toml").write_text(text)
         lora = train(read_settings(folder / f"{way}.toml"))
-        learnt = with_lora(lora, folder / f"{way} learnt")
-        found(way, partial(right, checkpoint=learnt))
-    found("right_before", partial(right, checkpoint=CHECKPOINT))
-    found("right_through_autoencoder", through_autoencoder)
+        judge(way, with_lora(lora, folder / f"{way} learnt"))
+    judge("right_before", CHECKPOINT)
     facts = {"paintings": PAINTINGS, "steps": STEPS, "held_out": HELD_OUT, "seeds": SEEDS}
-    FILE.write_text(json.dumps({**description(), **facts, **document}, indent=2) + "\n")
+    write(__file__, {**facts, **document})
 
 
 if __name__ == "__main__":
