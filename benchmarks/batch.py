@@ -1,4 +1,4 @@
-"""Batches: workers against one worker, Ray against threads, what the queue costs, and a simulated cluster.
+"""Batches: two workers against one, by threads and by Ray, what the queue costs, and a simulated cluster.
 
 `OMP_NUM_THREADS=1 python benchmarks/batch.py` writes benchmarks/batch.json and benchmarks/batch.png; on a machine that
 does nothing else, for two processes of two threads each would slow each other down.
@@ -22,7 +22,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import sana_core  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
 from benchmarks.simulation import SimulatedPool  # noqa: E402
 from sana_core.batch.local import LocalPool  # noqa: E402
@@ -171,33 +170,6 @@ def ray_pool(workers: int) -> Iterator[Any]:
     cluster.shutdown()
 
 
-def ray_against_threads() -> dict:
-    """Two actors on two logical GPUs of this machine against two threads, when all are warm."""
-    times: dict[str, list[float]] = {"threads": [], "ray": []}
-    with ray_pool(2) as actors, closing(local_pool(2, os.sched_getaffinity(0))) as threads:
-        warm(threads, 2)
-        for _ in range(RUNS):
-            times["threads"].append(seconds_of(threads, PICTURES, CHUNK))
-            times["ray"].append(seconds_of(actors, PICTURES, CHUNK))
-    medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
-    ratio = round(medians["ray"] / medians["threads"], 3)
-    return {"pictures": PICTURES, "chunk": CHUNK, "seconds": medians, "ratio": ratio, "target": 1.1}
-
-
-def exactness() -> dict:
-    """Whether pictures of other chunks and other numbers of workers have the bits of those drawn alone, in fp32."""
-
-    def images(**options):
-        return sana_core.generate(PROMPTS, CHECKPOINT, count=16, width=128, height=128, **options)
-
-    # as many threads in every worker: other shares of a sum would round in another way
-    torch.set_num_threads(1)
-    alone = images(chunk=1)
-    chunks, workers = (1, 2, 3, 8, 16), (1, 2, 3)
-    far = [(images(chunk=chunk, devices=["cpu"] * many) - alone).abs().max() for chunk in chunks for many in workers]
-    return {"chunks": chunks, "workers": workers, "largest_difference": max(far).item(), "target": 1e-5}
-
-
 def mishap(source: random.Random) -> str | None:
     """One chunk in 500 takes its worker down, one in 2000 hangs, one in 500 runs out of memory."""
     value = source.random()
@@ -264,8 +236,6 @@ def main() -> None:
         "ray_speedup": ray_speedup,
         "unequal": unequal,
         "overhead": overhead,
-        "ray": ray_against_threads,
-        "exactness": exactness,
         "simulation": simulation,
     }
     path = ROOT / "benchmarks" / "batch.json"
