@@ -6,7 +6,6 @@ Writes benchmarks/kernels.json. What is built is machine code of ptxas; no card 
 from __future__ import annotations
 
 import functools
-import json
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machine import description  # noqa: E402
+from benchmarks.machine import write  # noqa: E402
 
 # Turing, Ampere's two, Ada, Hopper, Blackwell's two
 CARDS = (75, 80, 86, 89, 90, 100, 120)
@@ -137,12 +136,7 @@ def main() -> None:
         for width in (1152, 2240)
         for launch in recorded(width, dtype)
     }
-    result = {**description(), "note": "built by Triton's ptxas; none of it has run on a card", "kernels": kernels}
-    text = json.dumps(result, indent=1) + "\n"
-    (ROOT / "benchmarks" / "kernels.json").write_text(text)
-    rows = [one for cards in kernels.values() for one in cards.values()]
-    most = {name: max(row[name] for row in rows) for name in rows[0]}
-    sys.stdout.write(f"{len(rows)} builds; at most {most}\n")
+    write(__file__, {"note": "built by Triton's ptxas; none of it has run on a card", "kernels": kernels})
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ RUNS = 3
 STEPS = {
     "ours": "model = sana_core.load_transformer(path, dtype=torch.bfloat16)",
     "load_file, read": "tensors = load_file(path); [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]",
-    "load_file, mapped": "tensors = load_file(path)",
     "ours, to fp32": "model = sana_core.load_transformer(path)",
-    "diffusers": "model = SanaTransformer2DModel.from_single_file(path, config=config, dtype=torch.bfloat16)",
     "inspect": "info = sana_core.inspect_checkpoint(path)",
 }
 PROCESS = """
@@ -33,7 +31,7 @@ from transformers import Gemma2Model
 sys.path.insert(0, sys.argv[1])
 import sana_core
 import sana_core.checkpoints.load
-path, config = sys.argv[2:4]
+path = sys.argv[2]
 
 def status(field):
     lines = open("/proc/self/status").read().splitlines()
@@ -72,7 +70,7 @@ def main() -> None:
         runs: dict[str, list[dict]] = {name: [] for name in STEPS}
         for _ in range(RUNS):
             for name, step in STEPS.items():
-                command = ("-c", PROCESS.format(step=step), str(ROOT), str(path), folder)
+                command = ("-c", PROCESS.format(step=step), str(ROOT), str(path))
                 runs[name].append(last_line(*command))
     results = {
         name: {

@@ -45,5 +45,5 @@ def write(benchmark: str, figures: dict[str, Any]) -> None:
 def last_line(*command: str, **environment: str) -> Any:
     """Return what the JSON in the last line says that Python prints for `command`."""
     own = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, *command], env=own, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -5,19 +5,15 @@ Writes benchmarks/start.json. The baseline of each figure is measured in the sam
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import re
 import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+from machine import ROOT, last_line, write
+
+sys.path.append(str(ROOT / "scripts"))
 
 from host import base_directory, start_server  # noqa: E402
 from setup import comfyui_path  # noqa: E402
@@ -55,9 +51,7 @@ def import_cost() -> dict:
     runs: dict[str, list[dict]] = {"pack": [], "empty_pack": []}
     for _ in range(RUNS):
         for name, folder in (("pack", base / "custom_nodes" / "sana"), ("empty_pack", empty)):
-            command = [sys.executable, "-c", IMPORT, str(comfyui_path()), str(folder)]
-            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            runs[name].append(json.loads(out.splitlines()[-1]))
+            runs[name].append(last_line("-c", IMPORT, str(comfyui_path()), str(folder)))
     return {
         name: {
             "seconds": round(statistics.median(run["seconds"] for run in results), 4),
@@ -97,25 +91,14 @@ def demo() -> dict:
     return {"seconds": round(whole, 1), "graph_seconds": round(graph, 1), "graph_share": round(graph / whole, 2)}
 
 
-def main() -> None:
-    figures = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")}
-        | {"python": platform.python_version(), "comfyui": comfyui_version()},
-        "runs": RUNS,
-        "import": import_cost(),
-        "server_start": server_start(),
-        "make_demo": demo(),
-    }
-    text = json.dumps(figures, indent=2) + "\n"
-    (ROOT / "benchmarks" / "start.json").write_text(text)
-    sys.stdout.write(text)
-
-
 def comfyui_version() -> str:
     (found,) = re.findall(r'__version__ = "(.+)"', (comfyui_path() / "comfyui_version.py").read_text())
     return found
+
+
+def main() -> None:
+    figures = {"comfyui": comfyui_version(), "runs": RUNS}
+    write(__file__, {**figures, "import": import_cost(), "server_start": server_start(), "make_demo": demo()})
 
 
 if __name__ == "__main__":

@@ -6,20 +6,15 @@ part that was computed whole, and the mean difference in levels of 255; and that
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from unittest import mock
 
 import torch
-from machine import description
+from machine import ROOT, write
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
-
-from sana_core import generate  # noqa: E402
-from sana_core.batch import draw  # noqa: E402
-from sana_core.model.step_cache import StepCache  # noqa: E402
+from sana_core import generate
+from sana_core.batch import draw
+from sana_core.model.step_cache import StepCache
 
 PROMPTS = [
     "a flat drawing of a red boat on the sea at dusk",
@@ -57,8 +52,7 @@ def main() -> None:
             "levels_away_of_as_few_steps": away(images(round(computed)), expected),
         }
         sys.stderr.write(f"{share}: {found[str(share)]}\n")
-    document = {**description(), "steps": STEPS, "shares": found}
-    (ROOT / "benchmarks" / "step_cache.json").write_text(json.dumps(document, indent=1) + "\n")
+    write(__file__, {"steps": STEPS, "shares": found})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ configurations in bf16, 81 frames. Nothing of this has run on a card.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from fake_accelerator import FIRST, Counter, default_dtype, fake_accelerators  # noqa: E402
 
-from benchmarks.machine import description  # noqa: E402
+from benchmarks.machine import write  # noqa: E402
 from sana_core.model.known_models import MAX_TOKENS, VIDEO_FRAMES, VIDEO_LAYERS, VIDEOS  # noqa: E402
 from sana_core.video import forward as video  # noqa: E402
 from sana_core.video.latents import video_shape  # noqa: E402
@@ -38,27 +37,13 @@ def transformer(channels: int, layers: int = VIDEO_LAYERS) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def count(channels: int, prompts: int, given: bool = False, layers: int = VIDEO_LAYERS) -> dict[str, Any]:
+def count(
+    channels: int, prompts: int, given: bool = False, layers: int = VIDEO_LAYERS, library: bool = False
+) -> dict[str, Any]:
     """Return launches, and bytes beyond weights and what is kept of the prompts, of one forward of so many `prompts`.
 
-    With `given`, the first frame is.
+    With `given`, the first frame is. With `library` it is diffusers' forward, which reads the prompts in each step.
     """
-    shape = video_shape(*VIDEOS[channels].size, VIDEO_FRAMES, channels)
-    with fake_accelerators(), default_dtype(torch.bfloat16):
-        with FIRST:
-            model = transformer(channels, layers)
-            embeds, mask = torch.empty(prompts, MAX_TOKENS, 2304), torch.ones(prompts, MAX_TOKENS)
-            x, timestep = torch.empty(prompts, *shape), torch.empty((prompts, shape[1]) if given else (prompts,))
-        with Counter(READ):
-            constants = video.prepare(model, embeds, mask, *shape[1:])
-        with Counter() as counter:
-            video.velocity(model, x, timestep, constants)
-        return {"launches": counter.launches, "bytes": counter.peak[FIRST], "moved": counter.moved}
-
-
-@torch.no_grad()
-def count_library(channels: int, prompts: int) -> dict[str, Any]:
-    """As `count`, of diffusers' forward, which reads the prompts again in each step."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def in_places(query: Any, key: Any, value: Any, attn_mask: Any = None, **others: Any) -> torch.Tensor:
@@ -67,31 +52,35 @@ def count_library(channels: int, prompts: int) -> dict[str, Any]:
     shape = video_shape(*VIDEOS[channels].size, VIDEO_FRAMES, channels)
     with fake_accelerators(), default_dtype(torch.bfloat16):
         with FIRST:
-            model = transformer(channels)
+            model = transformer(channels, layers)
             embeds, mask = torch.empty(prompts, MAX_TOKENS, 2304), torch.ones(prompts, MAX_TOKENS)
-            x, timestep = torch.empty(prompts, *shape), torch.empty(prompts)
-        # the counter knows the attention by its arguments in their places
-        with Counter() as counter, mock.patch("torch.nn.functional.scaled_dot_product_attention", in_places):
-            model(x, embeds, timestep, encoder_attention_mask=mask, return_dict=False)
+            x, timestep = torch.empty(prompts, *shape), torch.empty((prompts, shape[1]) if given else (prompts,))
+        if library:
+            # the counter knows the attention by its arguments in their places
+            with Counter() as counter, mock.patch("torch.nn.functional.scaled_dot_product_attention", in_places):
+                model(x, embeds, timestep, encoder_attention_mask=mask, return_dict=False)
+        else:
+            with Counter(READ):
+                constants = video.prepare(model, embeds, mask, *shape[1:])
+            with Counter() as counter:
+                video.velocity(model, x, timestep, constants)
         return {"launches": counter.launches, "bytes": counter.peak[FIRST], "moved": counter.moved}
 
 
 def main() -> None:
-    report: dict[str, Any] = {"machine": description(), "dtype": "bfloat16", "frames": VIDEO_FRAMES, "forwards": {}}
+    forwards: dict[str, Any] = {}
     for channels, model in VIDEOS.items():
         plan = plan_video(model.name, *model.size)
         kept = 2 * VIDEO_LAYERS * MAX_TOKENS * 2240 * 2
         for prompts in (1, 2):
             planned = prompts * (plan["transformer"]["activations"] // 2 - kept)
-            report["forwards"][f"{model.name}, {prompts} prompts"] = {
+            forwards[f"{model.name}, {prompts} prompts"] = {
                 **count(channels, prompts),
                 "planned_bytes": planned,
                 "first_frame_given": count(channels, prompts, True),
-                "diffusers": count_library(channels, prompts),
+                "diffusers": count(channels, prompts, library=True),
             }
-    path = ROOT / "benchmarks" / "video.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    sys.stdout.write(path.read_text(encoding="utf-8"))
+    write(__file__, {"dtype": "bfloat16", "frames": VIDEO_FRAMES, "forwards": forwards})
 
 
 if __name__ == "__main__":
