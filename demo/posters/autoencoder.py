@@ -45,7 +45,6 @@ WARM, STEADY, COOLING = 100, 3000, 0.25
 EMA_POWER = 6.94
 SQUARED, EDGES = 20.0, 1.0
 SAVE_MINUTES, MEASURE_EVERY, MEASURED = 4.0, 500, 16
-SKY = 128
 
 
 def batch(step: int) -> torch.Tensor:
@@ -105,8 +104,7 @@ def measure(model: AutoencoderDC) -> dict[str, float]:
     """Return what `model` gives back of posters that training does not show.
 
     For each style: decibels, and `edges`, the steepness of the reconstruction as a share of the painting's where that
-    has edges. `weave`: the strongest wave of the error in a plain sky whose period is 32 pixels or a part of them, in
-    levels of 255. `largest`: the largest number in any map, which float16 holds up to 65504.
+    has edges. `largest`: the largest number in any map, which float16 holds up to 65504.
     """
     largest = [0.0]
     hooks = [
@@ -114,7 +112,7 @@ def measure(model: AutoencoderDC) -> dict[str, float]:
         for module in model.modules()
         if not list(module.children())
     ]
-    scenes, result, skies = training_scenes(random.Random("measure the autoencoder")), {}, []
+    scenes, result = training_scenes(random.Random("measure the autoencoder")), {}
     for style in STYLES:
         squared, steep = [], []
         for index, scene in enumerate(islice(scenes, MEASURED)):
@@ -125,13 +123,10 @@ def measure(model: AutoencoderDC) -> dict[str, float]:
             wanted, got = steepness(pixels), steepness(shown)
             edge = wanted > 0.1
             steep.append((got[edge].sum() / wanted[edge].sum()).item())
-            if style == "flat":
-                skies += plain_patches(pixels, shown)
         result[style] = round(-10 * float(np.log10(np.mean(squared) / 4)), 2)
         result[f"{style} edges"] = round(float(np.mean(steep)), 3)
     for hook in hooks:
         hook.remove()
-    result["weave"] = round(weave(skies), 3)
     return result | {"largest": round(max(largest), 1)}
 
 
@@ -139,32 +134,6 @@ def steepness(pixels: torch.Tensor) -> torch.Tensor:
     """Return the magnitude of the gradient of the lightness, [B, H - 1, W - 1]."""
     grey = pixels.mean(1)
     return torch.hypot(grey.diff(dim=-1)[:, :-1], grey.diff(dim=-2)[:, :, :-1])
-
-
-def plain_patches(pixels: torch.Tensor, shown: torch.Tensor) -> list[np.ndarray]:
-    """Return the error, in levels of lightness, where a patch of the painting is nothing but sky."""
-    found = []
-    for x in range(0, pixels.shape[-1] - SKY + 1, 32):
-        at = (..., slice(0, SKY), slice(x, x + SKY))
-        if pixels[at].diff(dim=-1).abs().max() == 0:
-            found.append(((shown[at] - pixels[at]).mean(1)[0] * 127.5).numpy())
-    return found
-
-
-def weave(errors: list[np.ndarray]) -> float:
-    """Return the amplitude of the strongest wave with a period of 32, 16, 8, 4 or 2 pixels, or slanting ones of those
-    periods, in the mean spectrum of patches [128, 128]."""
-    spectrum = np.sqrt(np.mean([np.abs(np.fft.fft2(error)) ** 2 for error in errors], 0)) * 2 / SKY**2
-    waves = spectrum[:: SKY // 32, :: SKY // 32]
-    waves[0, 0] = 0.0
-    return float(waves.max())
-
-
-def write(path: Path, save) -> None:
-    """Have `save` write a file beside `path`, and put it in its place at once."""
-    part = path.with_name(path.name + ".part")
-    save(part)
-    part.replace(path)
 
 
 def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = False) -> None:
@@ -203,7 +172,9 @@ def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = Fals
     def save(step: int) -> None:
         state = {"step": step, "model": model.state_dict(), "averaged": averaged.state_dict()}
         state["optimizer"] = optimizer.state_dict()
-        write(folder / "state.pt", lambda part: torch.save(state, part))
+        part = folder / "state.pt.part"
+        torch.save(state, part)
+        part.replace(folder / "state.pt")
 
     step, saved, losses = first, time.monotonic(), []
     while left(step) > 0:

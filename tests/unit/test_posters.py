@@ -109,14 +109,6 @@ def test_the_autoencoder_trains_on_as_if_it_had_not_stopped(tmp_path, monkeypatc
         assert not all(torch.equal(tensor, start[name]) for name, tensor in once[part].items())
 
 
-def test_a_weave_is_measured_in_levels():
-    x = np.arange(autoencoder.SKY)
-    woven = np.broadcast_to(3 * np.sin(2 * np.pi * x / 16), (len(x), len(x)))
-    assert autoencoder.weave([woven]) == pytest.approx(3)
-    # neither a wrong brightness nor a slow drift is one
-    assert autoencoder.weave([np.full(woven.shape, 5.0) + np.sin(2 * np.pi * x / 128)]) == pytest.approx(0, abs=1e-9)
-
-
 def test_the_judge_counts_by_what_it_sees_where():
     torch.manual_seed(0)
     model = judge.Judge()
