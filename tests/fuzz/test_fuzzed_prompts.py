@@ -9,7 +9,6 @@ import sana_core
 from sana_core.batch.png import encode_png, is_damaged, read_entry
 from sana_core.commands.batch import read_prompts
 from sana_core.model.text import MAX_TOKENS, read_prompt
-from sana_core.sampling.guidance import perturbed_attention
 
 PIECES = st.sampled_from(
     ["a red circle", "--ar 16:9", "--hw", "\0", "\r", "\u2028", "\x1b[31m", "\ufeff", "\u202e", "e\u0301", "\U0010ffff"]
@@ -41,11 +40,6 @@ def encoder(small):
     """A function that gives the text encoder, whose own words for itself fill pages."""
     encoder = sana_core.load_text_encoder(small)
     return lambda: encoder
-
-
-@pytest.fixture(scope="module")
-def config(small):
-    return sana_core.load_transformer(small).config
 
 
 @given(text=TEXTS, instruction=st.booleans(), tokens=st.sampled_from([MAX_TOKENS, 2, 77]))
@@ -85,8 +79,3 @@ WHOLE = TEXTS.map(lambda text: text.encode("utf-8", "replace").decode())
 def test_pictures_carry_them(survives, text, settings):
     png = survives(lambda: encode_png(torch.zeros(3, 8, 8), text, 7, settings))
     assert read_entry(png)["prompt"] == text and not is_damaged(png)
-
-
-@given(text=TEXTS | st.lists(st.integers(-3, 30).map(str), max_size=4).map(", ".join), scale=st.floats())
-def test_blocks_of_pag(survives, config, text, scale):
-    survives(lambda: perturbed_attention(config, scale, text))

@@ -168,7 +168,7 @@ def test_encode(survives, models, shape, method, budget, value):
     survives(lambda: sana_core.encode_images(models[1](), torch.full(tuple(shape), value), method, budget))
 
 
-@given(NUMBERS, st.lists(NUMBERS, max_size=3).map(lambda blocks: ", ".join(map(str, blocks))))
+@given(NUMBERS, TEXTS | st.lists(NUMBERS, max_size=3).map(lambda blocks: ", ".join(map(str, blocks))))
 def test_perturbed_attention(survives, models, scale, blocks):
     survives(lambda: perturbed_attention(models[0]().config, scale, blocks))
 
