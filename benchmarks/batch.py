@@ -29,9 +29,9 @@ from sana_core.batch.loop import run_batch  # noqa: E402
 from sana_core.batch.pipeline import (  # noqa: E402
     Conditioning,
     SamplingSettings,
-    draw,
     embeddings_of,
     encode_texts,
+    generate_chunk,
     load_encoder,
     load_models,
     resolve_settings,
@@ -74,7 +74,7 @@ def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
     pool = LocalPool(
         [CPU] * workers,
         lambda device, poll: (
-            lambda chunk: draw(
+            lambda chunk: generate_chunk(
                 models, settings, chunk, Conditioning(embeddings_of(chunk, PROMPTS, texts), negative), poll
             )
         ),

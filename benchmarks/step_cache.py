@@ -13,7 +13,7 @@ import torch
 from machine import ROOT, write
 
 from sana_core import generate
-from sana_core.batch import draw
+from sana_core.batch import pipeline
 from sana_core.model.step_cache import StepCache
 
 PROMPTS = [
@@ -43,7 +43,7 @@ def main() -> None:
             caches.append(StepCache(share))
             return caches[-1]
 
-        with mock.patch.object(draw, "StepCache", noted):
+        with mock.patch.object(pipeline, "StepCache", noted):
             got = images(share=share)
         computed = sum(cache.steps - cache.reused for cache in caches) / len(PROMPTS)
         found[str(share)] = {
