@@ -99,22 +99,22 @@ lint: setup
 	$(VENV) -m mypy
 
 bench: setup
-	$(VENV) benchmarks/start.py
-	$(VENV) benchmarks/load.py
-	$(VENV) benchmarks/sampling.py
-	$(VENV) benchmarks/step_cache.py
-	$(VENV) benchmarks/decode.py
-	$(VENV) benchmarks/decode.py --lite 512
-	$(VENV) benchmarks/memory.py
-	$(VENV) benchmarks/train_memory.py
-	$(VENV) benchmarks/train.py
-	$(VENV) benchmarks/train_lora.py .cache/train_lora
-	OMP_NUM_THREADS=1 $(VENV) benchmarks/train_parallel.py
-	$(VENV) benchmarks/reference.py
-	$(VENV) benchmarks/accelerator_counts.py
-	$(VENV) benchmarks/kernels.py
-	$(VENV) benchmarks/quantised.py
-	OMP_NUM_THREADS=1 $(VENV) benchmarks/batch.py
+	$(VENV) -m benchmarks.start
+	$(VENV) -m benchmarks.load
+	$(VENV) -m benchmarks.sampling
+	$(VENV) -m benchmarks.step_cache
+	$(VENV) -m benchmarks.decode
+	$(VENV) -m benchmarks.decode --lite 512
+	$(VENV) -m benchmarks.memory
+	$(VENV) -m benchmarks.train_memory
+	$(VENV) -m benchmarks.train
+	$(VENV) -m benchmarks.train_lora .cache/train_lora
+	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.train_parallel
+	$(VENV) -m benchmarks.reference
+	$(VENV) -m benchmarks.accelerator_counts
+	$(VENV) -m benchmarks.kernels
+	$(VENV) -m benchmarks.quantised
+	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.batch
 
 # takes a Python that has torch, and installs nothing into it
 gpu:

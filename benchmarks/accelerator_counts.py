@@ -9,39 +9,34 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import tempfile
 from pathlib import Path
 from threading import Barrier
 from typing import Any
 from unittest import mock
 
+import decoders
 import torch
+from fake_accelerator import FIRST, SECOND, Counter, default_dtype, fake_accelerators
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit"), str(ROOT / "scripts")]
-
-import decoders  # noqa: E402
-from fake_accelerator import FIRST, SECOND, Counter, default_dtype, fake_accelerators  # noqa: E402
-
-from benchmarks.machine import write  # noqa: E402
-from benchmarks.train_memory import transformer as build  # noqa: E402
-from sana_core.decode import devices  # noqa: E402
-from sana_core.decode.encode import in_strips  # noqa: E402
-from sana_core.decode.oom import OomRetry, Report  # noqa: E402
-from sana_core.decode.plan import Planner  # noqa: E402
-from sana_core.decode.stages import decoder_stages, encoder_stages  # noqa: E402
-from sana_core.decode.strips import pixel_rows  # noqa: E402
-from sana_core.decode.workspace import Workspace  # noqa: E402
-from sana_core.memory import transformer_bytes  # noqa: E402
-from sana_core.model.forward import prepare, velocity  # noqa: E402
-from sana_core.model.fp8 import quantise_products  # noqa: E402
-from sana_core.model.known_models import VARIANTS  # noqa: E402
-from sana_core.model.sharded_ops import ShardedOps  # noqa: E402
-from sana_core.model.weight_layout import arrange_convolutions, join_projections  # noqa: E402
-from sana_core.runtime.cancellation import no_poll  # noqa: E402
-from sana_core.sampling.guidance import denoiser, perturbed_attention  # noqa: E402
-from sana_core.split.threads import ExchangeBoard, ThreadExchange  # noqa: E402
+from benchmarks.machine import write
+from benchmarks.train_memory import transformer as build
+from sana_core.decode import devices
+from sana_core.decode.encode import in_strips
+from sana_core.decode.oom import OomRetry, Report
+from sana_core.decode.plan import Planner
+from sana_core.decode.stages import decoder_stages, encoder_stages
+from sana_core.decode.strips import pixel_rows
+from sana_core.decode.workspace import Workspace
+from sana_core.memory import transformer_bytes
+from sana_core.model.forward import prepare, velocity
+from sana_core.model.fp8 import quantise_products
+from sana_core.model.known_models import VARIANTS
+from sana_core.model.sharded_ops import ShardedOps
+from sana_core.model.weight_layout import arrange_convolutions, join_projections
+from sana_core.runtime.cancellation import no_poll
+from sana_core.sampling.guidance import denoiser, perturbed_attention
+from sana_core.split.threads import ExchangeBoard, ThreadExchange
 
 DTYPE = torch.bfloat16
 TOKENS = 300

@@ -1,6 +1,6 @@
 """Batches: two workers against one, by threads and by Ray, what the queue costs, and a simulated cluster.
 
-`OMP_NUM_THREADS=1 python benchmarks/batch.py` writes benchmarks/batch.json and benchmarks/batch.png; on a machine that
+`OMP_NUM_THREADS=1 python -m benchmarks.batch` writes benchmarks/batch.json and benchmarks/batch.png; on a machine that
 does nothing else, for two processes of two threads each would slow each other down.
 """
 
@@ -14,19 +14,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import description  # noqa: E402
-from benchmarks.simulation import SimulatedPool  # noqa: E402
-from sana_core.batch.local import LocalPool  # noqa: E402
-from sana_core.batch.loop import run_batch  # noqa: E402
-from sana_core.batch.pipeline import (  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import description
+from benchmarks.simulation import SimulatedPool
+from sana_core.batch.local import LocalPool
+from sana_core.batch.loop import run_batch
+from sana_core.batch.pipeline import (
     Conditioning,
     SamplingSettings,
     embeddings_of,
@@ -36,8 +33,8 @@ from sana_core.batch.pipeline import (  # noqa: E402
     load_models,
     resolve_settings,
 )
-from sana_core.batch.plan import Workload, batch_images, split_into_chunks  # noqa: E402
-from sana_core.batch.queue import Queue  # noqa: E402
+from sana_core.batch.plan import Workload, batch_images, split_into_chunks
+from sana_core.batch.queue import Queue
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PROMPTS = ["a red circle on a blue background"]

@@ -1,4 +1,4 @@
-"""Time, memory and error of the decode: `python benchmarks/decode.py [PIXELS ...]`, 1024 and 2048 unless said.
+"""Time, memory and error of the decode: `python -m benchmarks.decode [PIXELS ...]`, 1024 and 2048 unless said.
 
 The real f32c32 configuration with random weights, on the CPU in fp32, each decode in a process of its own whose memory
 is sampled, with the allocator as a user has it. Writes benchmarks/decode.json, where sizes that are not measured again
@@ -20,17 +20,14 @@ import time
 from pathlib import Path
 
 import torch
+from decoders import f32c32, lite
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
-
-from decoders import f32c32, lite  # noqa: E402
-
-from benchmarks.machine import description, last_line  # noqa: E402
-from sana_core.decode import DecodeOptions, decode_into  # noqa: E402
-from sana_core.decode.device_memory import process_bytes  # noqa: E402
-from sana_core.decode.plan import Planner  # noqa: E402
-from sana_core.decode.stages import decoder_stages  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import description, last_line
+from sana_core.decode import DecodeOptions, decode_into
+from sana_core.decode.device_memory import process_bytes
+from sana_core.decode.plan import Planner
+from sana_core.decode.stages import decoder_stages
 
 SECONDS = 0.02  # between two samples of the memory
 POINTS = 100  # of a timeline that are kept
@@ -127,7 +124,7 @@ def size(pixels: int, methods: list[str], is_lite: bool) -> dict[str, dict]:
     results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         for method in methods:
-            command = [__file__, str(pixels), "--method", method, f"{folder}/{method}.pt"]
+            command = ["-m", "benchmarks.decode", str(pixels), "--method", method, f"{folder}/{method}.pt"]
             results[method] = last_line(*command, *["--lite"] * is_lite, **(MAPPED if is_lite else {}))
             used = f"{results[method]['seconds']} s {results[method]['peak_megabytes']} MB"
             sys.stderr.write(f"{pixels} {method} {used}\n")

@@ -7,19 +7,16 @@ which is also that of ComfyUI's VAE Decode (Tiled): 512 px, overlapping by 64. O
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import sana_core  # noqa: E402
-from demo.posters.painting import paint  # noqa: E402
-from demo.posters.world import Group, Scene  # noqa: E402
-from sana_core.runtime.image_files import levels  # noqa: E402
+import sana_core
+from benchmarks import ROOT
+from demo.posters.painting import paint
+from demo.posters.world import Group, Scene
+from sana_core.runtime.image_files import levels
 
 SIDE, GAIN = 1024, 16
 SCENE = Scene(

@@ -1,6 +1,6 @@
 """Large pictures decoded into a file by the command, in bf16: the memory that it takes, as it says itself.
 
-`python benchmarks/decode_stream.py [PIXELS ...]`, 4096 and 8192 unless said. The real f32c32 configuration with random
+`python -m benchmarks.decode_stream [PIXELS ...]`, 4096 and 8192 unless said. The real f32c32 configuration with random
 weights, on the CPU. Writes benchmarks/decode_stream.json, where sizes that are not measured again stay.
 """
 
@@ -13,12 +13,11 @@ import time
 from pathlib import Path
 
 import torch
-from machine import ROOT, description, last_line
+from decoders import f32c32
 from safetensors.torch import save_file
 
-sys.path.append(str(ROOT / "tests" / "unit"))
-
-from decoders import f32c32  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import description, last_line
 
 FILE = ROOT / "benchmarks" / "decode_stream.json"
 # of a decode beyond the weights, in GB: what 8192 x 8192 may take of a card of 8 GB

@@ -1,4 +1,4 @@
-"""What choosing among drafts is worth: `python benchmarks/drafts.py 288` adds to drafts.json, prompt by prompt.
+"""What choosing among drafts is worth: `python -m benchmarks.drafts 288` adds to drafts.json, prompt by prompt.
 
 Held-out combinations on the demo model at its own size, in few steps, so that there are errors to choose against. Each
 draft is drawn once, and seen after the first, second and third of five steps and whole: by the scorer of
@@ -21,17 +21,16 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))
-from demo.posters import verifier as recipe  # noqa: E402
-from demo.posters.evaluate import held_out_scenes, prompt_of  # noqa: E402
-from demo.posters.judge import load, score  # noqa: E402
-from demo.posters.world import SIZES, Scene  # noqa: E402
-from demo.verifier import DRAWN, Drafts  # noqa: E402
-from sana_core import load_scorer  # noqa: E402
-from sana_core.batch.best import FINISHED, looks_every  # noqa: E402
-from sana_core.batch.pipeline import decode  # noqa: E402
-from sana_core.batch.verifier import load_verifier  # noqa: E402
+from benchmarks import ROOT
+from demo.posters import verifier as recipe
+from demo.posters.evaluate import held_out_scenes, prompt_of
+from demo.posters.judge import load, score
+from demo.posters.world import SIZES, Scene
+from demo.verifier import DRAWN, Drafts
+from sana_core import load_scorer
+from sana_core.batch.best import FINISHED, looks_every
+from sana_core.batch.pipeline import decode
+from sana_core.batch.verifier import load_verifier
 
 OUT, KEPT = Path(__file__).with_suffix(".json"), ROOT / ".cache" / "drafts"
 DRAFTS, LOOKS = 8, (1, 2, 3)

@@ -1,4 +1,4 @@
-"""Seconds of a 4096 x 4096 graph with the bundled checkpoint, queued over HTTP: `python benchmarks/graph_4k.py`.
+"""Seconds of a 4096 x 4096 graph with the bundled checkpoint, queued over HTTP: `python -m benchmarks.graph_4k`.
 
 Writes benchmarks/graph_4k.json.
 """
@@ -6,17 +6,15 @@ Writes benchmarks/graph_4k.json.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+from checkpoints import link_tiny
+from host import base_directory, images_of, run_graph, start_server
 
-from checkpoints import link_tiny  # noqa: E402
-from host import base_directory, images_of, run_graph, start_server  # noqa: E402
-from machine import write  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import write
 
 SIDE = 4096
 

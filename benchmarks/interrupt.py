@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
 import urllib.request
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "scripts")]
+from host import post, run_graph, start_server
 
-from host import post, run_graph, start_server  # noqa: E402
-
-from benchmarks.machine import write  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import write
 
 # presses of Interrupt
 MOMENTS = 10

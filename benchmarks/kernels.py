@@ -8,17 +8,13 @@ from __future__ import annotations
 import functools
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import write  # noqa: E402
+from benchmarks.machine import write
 
 # Turing, Ampere's two, Ada, Hopper, Blackwell's two
 CARDS = (75, 80, 86, 89, 90, 100, 120)

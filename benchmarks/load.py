@@ -11,7 +11,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from machine import ROOT, last_line, write
+from benchmarks import ROOT
+from benchmarks.machine import last_line, write
 
 RUNS = 3
 

@@ -1,7 +1,4 @@
-"""What every benchmark writes beside its figures: when, where, with which versions; and what a process or test prints.
-
-To import it puts the project on the path of a benchmark that is started as a script.
-"""
+"""What every benchmark writes beside its figures: when, where, with which versions; what a process or test prints."""
 
 from __future__ import annotations
 
@@ -15,9 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-# the last, for its nodes/ must not stand before ComfyUI's nodes.py
-sys.path.append(str(ROOT))
+from benchmarks import ROOT
 
 
 def description() -> dict:

@@ -10,9 +10,9 @@ import json
 import sys
 
 import torch
-from machine import last_line, write
 from transformers import Gemma2Config, Gemma2Model
 
+from benchmarks.machine import last_line, write
 from sana_core.decode.device_memory import PeakMemory
 from sana_core.doctor.arithmetic import transformer
 from sana_core.memory import INSTRUCTION_TOKENS, text_bytes, transformer_bytes
@@ -50,7 +50,7 @@ def measure_text(dtype: torch.dtype) -> tuple[int, int]:
 
 def child(arguments: list[str]) -> dict:
     # glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
-    measured, predicted = last_line(__file__, *arguments, MALLOC_MMAP_THRESHOLD_="1000000")
+    measured, predicted = last_line("-m", "benchmarks.memory", *arguments, MALLOC_MMAP_THRESHOLD_="1000000")
     return {
         "measured_megabytes": round(measured / 1e6, 1),
         "predicted_megabytes": round(predicted / 1e6, 1),

@@ -12,9 +12,10 @@ from itertools import islice
 
 import torch
 from diffusers import SanaPipeline
-from machine import ROOT, write
 
 import sana_core
+from benchmarks import ROOT
+from benchmarks.machine import write
 from demo.posters.captions import prompt, random_caption
 from demo.posters.world import combinations, training_scenes
 

@@ -13,19 +13,15 @@ plain ones, beside the exact product of the rounded operands, and ComfyUI's fp8_
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from fake_cuda import pack
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
-
-from fake_cuda import pack  # noqa: E402
-
-from benchmarks.machine import write  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import write
 
 SIGMAS = (0.9, 0.5, 0.1)
 TOKENS = 40

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-from machine import ROOT, printed_by, write
+from benchmarks import ROOT
+from benchmarks.machine import printed_by, write
 
 BOUND, ADAPTERS_BOUND = 1e-4, 1e-6
 

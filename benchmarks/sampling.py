@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ROOT, description
+from fake_cuda import pack
+from in_process import Host
 
-sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
-
-from fake_cuda import pack  # noqa: E402
-from in_process import Host  # noqa: E402
-
-from sana_core.doctor.arithmetic import transformer as released  # noqa: E402
-from sana_core.sampling.guidance import denoiser  # noqa: E402
-from sana_core.sampling.samplers import SAMPLERS  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import description
+from sana_core.doctor.arithmetic import transformer as released
+from sana_core.sampling.guidance import denoiser
+from sana_core.sampling.samplers import SAMPLERS
 
 BLOCKS = 6
 STEPS = 20

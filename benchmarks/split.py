@@ -14,22 +14,17 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from decoders import f32c32
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
-
-from decoders import f32c32  # noqa: E402
-
-from benchmarks.machine import write  # noqa: E402
-from sana_core.decode import decode_latents  # noqa: E402
-from sana_core.doctor.arithmetic import transformer  # noqa: E402
-from sana_core.model.forward import prepare, shard_velocity, velocity  # noqa: E402
-from sana_core.split.devices import Split  # noqa: E402
-from sana_core.split.processes import ProcessSplit  # noqa: E402
+from benchmarks.machine import write
+from sana_core.decode import decode_latents
+from sana_core.doctor.arithmetic import transformer
+from sana_core.model.forward import prepare, shard_velocity, velocity
+from sana_core.split.devices import Split
+from sana_core.split.processes import ProcessSplit
 
 RUNS = 2
 BLOCKS = 6
@@ -127,7 +122,7 @@ def timed(mode: str, rank: int) -> dict[str, float]:
 
 
 def start(mode: str, rank: int) -> subprocess.Popen:
-    command = [sys.executable, __file__, "--mode", mode, "--rank", str(rank)]
+    command = [sys.executable, "-m", "benchmarks.split", "--mode", mode, "--rank", str(rank)]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
 
 

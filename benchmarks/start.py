@@ -8,15 +8,13 @@ from __future__ import annotations
 import re
 import statistics
 import subprocess
-import sys
 import time
 
-from machine import ROOT, last_line, write
+from host import base_directory, start_server
+from setup import comfyui_path
 
-sys.path.append(str(ROOT / "scripts"))
-
-from host import base_directory, start_server  # noqa: E402
-from setup import comfyui_path  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import last_line, write
 
 RUNS = 5
 

@@ -10,8 +10,9 @@ import sys
 from unittest import mock
 
 import torch
-from machine import ROOT, write
 
+from benchmarks import ROOT
+from benchmarks.machine import write
 from sana_core import generate
 from sana_core.batch import pipeline
 from sana_core.model.step_cache import StepCache

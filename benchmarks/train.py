@@ -1,6 +1,6 @@
 """A training step beside a bare loop of the same operations, cached epochs beside uncached ones, waiting for data.
 
-`python benchmarks/train.py` writes benchmarks/train.json, on the CPU in fp32 with one thread. "step": a LoRA of rank 16
+`python -m benchmarks.train` writes benchmarks/train.json, on the CPU in fp32 with one thread. "step": a LoRA of rank 16
 on SANA-0.6B with 6 of its 28 blocks and random weights, and on the bundled model; the bare loop has its batches in
 memory and draws its noise by torch. Both sides take a step in turn, and the medians of the processor's seconds are
 compared. "epoch": the bundled model, pictures of 128 px, what is encoded once beside what is read again; loading the
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,23 +20,20 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import write  # noqa: E402
-from benchmarks.train_lora import CHECKPOINT  # noqa: E402
-from demo.dataset import write_dataset  # noqa: E402
-from demo.posters.beside import small  # noqa: E402
-from demo.posters.captions import random_caption  # noqa: E402
-from demo.posters.world import training_scenes  # noqa: E402
-from sana_core.doctor.arithmetic import transformer  # noqa: E402
-from sana_core.runtime.accelerator import current_accelerator  # noqa: E402
-from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cache  # noqa: E402
-from sana_core.training.dataset import read_dataset  # noqa: E402
-from sana_core.training.loop import learn  # noqa: E402
-from sana_core.training.schedule import Data, TrainProgress  # noqa: E402
-from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings  # noqa: E402
-from sana_core.training.train_state import TrainState, make_train_state, take_step  # noqa: E402
+from benchmarks.machine import write
+from benchmarks.train_lora import CHECKPOINT
+from demo.dataset import write_dataset
+from demo.posters.beside import small
+from demo.posters.captions import random_caption
+from demo.posters.world import training_scenes
+from sana_core.doctor.arithmetic import transformer
+from sana_core.runtime.accelerator import current_accelerator
+from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cache
+from sana_core.training.dataset import read_dataset
+from sana_core.training.loop import learn
+from sana_core.training.schedule import Data, TrainProgress
+from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings
+from sana_core.training.train_state import TrainState, make_train_state, take_step
 
 STEPS = 30
 PICTURES = 96

@@ -1,6 +1,6 @@
 """What a LoRA of the demo model learns, a subject and a colour that it has never seen, and what it forgets by that.
 
-`python benchmarks/train_lora.py FOLDER` writes benchmarks/train_lora.json: the shares of images of held-out
+`python -m benchmarks.train_lora FOLDER` writes benchmarks/train_lora.json: the shares of images of held-out
 combinations that the judge of demo/posters finds right, of new combinations (windmills, turquoise things) and of
 old ones, before and after, means of four seeds: "beside" regularisation images that show what the model knows, and
 "alone", without them, in the steps that show as many new paintings. It works in FOLDER, and resumes there.
@@ -18,16 +18,14 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import write  # noqa: E402
-from demo.dataset import write_dataset  # noqa: E402
-from demo.posters.beside import small  # noqa: E402
-from demo.posters.captions import random_caption  # noqa: E402
-from demo.posters.evaluate import GUIDANCE, SEEDS, draw, mean_score, prompt_of  # noqa: E402
-from demo.posters.judge import load, score  # noqa: E402
-from demo.posters.world import (  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import write
+from demo.dataset import write_dataset
+from demo.posters.beside import small
+from demo.posters.captions import random_caption
+from demo.posters.evaluate import GUIDANCE, SEEDS, draw, mean_score, prompt_of
+from demo.posters.judge import load, score
+from demo.posters.world import (
     ALL_COLOURS,
     ALL_KINDS,
     NEW_COLOUR,

@@ -16,18 +16,14 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from fake_accelerator import FAKE, default_dtype
+from live_bytes import LiveBytes
 from torch._subclasses.fake_tensor import FakeTensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from fake_accelerator import FAKE, default_dtype  # noqa: E402
-from live_bytes import LiveBytes  # noqa: E402
-
-from benchmarks.machine import write  # noqa: E402
-from sana_core.decode.stages import Stages  # noqa: E402
-from sana_core.memory import released_shapes, stages_of  # noqa: E402
-from sana_core.model.known_models import (  # noqa: E402
+from benchmarks.machine import write
+from sana_core.decode.stages import Stages
+from sana_core.memory import released_shapes, stages_of
+from sana_core.model.known_models import (
     CROSS_HEADS,
     DECODERS,
     ENCODER_LAYERS,
@@ -39,15 +35,15 @@ from sana_core.model.known_models import (  # noqa: E402
     WIDTHS,
     Architecture,
 )
-from sana_core.model.latents import CHANNELS  # noqa: E402
-from sana_core.training.cache import Batch  # noqa: E402
-from sana_core.training.dataset import Sample  # noqa: E402
-from sana_core.training.images import FileRange  # noqa: E402
-from sana_core.training.plan import Base, training_stage  # noqa: E402
-from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
-from sana_core.training.schedule import TrainProgress  # noqa: E402
-from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings  # noqa: E402
-from sana_core.training.train_state import make_train_state, take_step  # noqa: E402
+from sana_core.model.latents import CHANNELS
+from sana_core.training.cache import Batch
+from sana_core.training.dataset import Sample
+from sana_core.training.images import FileRange
+from sana_core.training.plan import Base, training_stage
+from sana_core.training.ranks import ALONE, Ranks
+from sana_core.training.schedule import TrainProgress
+from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
+from sana_core.training.train_state import make_train_state, take_step
 
 # of a step, which asks them for the weight of their loss
 SAMPLES = [Sample("", "", (0, 0), FileRange(Path()))] * 64

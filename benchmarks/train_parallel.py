@@ -1,6 +1,6 @@
 """Training on several processes: what a step takes of each card, how fast ranks are, and 64 cards on paper.
 
-`python benchmarks/train_parallel.py` writes benchmarks/train_parallel.json. "memory": the trainer's own step under
+`python -m benchmarks.train_parallel` writes benchmarks/train_parallel.json. "memory": the trainer's own step under
 FSDP2, on fake tensors in a fake group of 4, beside the plan's prediction. "overhead": the trainer's step beside a bare
 loop under the same wrapper, two ranks over gloo on this machine's CPU. "speed": two ranks, a core each, beside one on
 one core. "on_paper": seconds of a step of SANA 1.6B that send and that compute, by the plan's volumes. No GPU has run
@@ -18,21 +18,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from launched import results_of
+from live_bytes import BLOCK, LiveBytes
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT / "tests" / "unit")]
-
-from launched import results_of  # noqa: E402
-from live_bytes import BLOCK, LiveBytes  # noqa: E402
-
-from benchmarks.machine import description  # noqa: E402
-from benchmarks.train_memory import (  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import description
+from benchmarks.train_memory import (
     FULL,
     SAMPLES,
     count_step,
@@ -41,15 +37,15 @@ from benchmarks.train_memory import (  # noqa: E402
     make_settings,
     released_base,
 )
-from sana_core.doctor.arithmetic import transformer  # noqa: E402
-from sana_core.memory import CONTEXT  # noqa: E402
-from sana_core.model.known_models import VARIANTS, Architecture  # noqa: E402
-from sana_core.training.autofit import rank_memory, ring  # noqa: E402
-from sana_core.training.cache import Batch  # noqa: E402
-from sana_core.training.ranks import ALONE, Ranks  # noqa: E402
-from sana_core.training.schedule import TrainProgress  # noqa: E402
-from sana_core.training.settings import Method, Parallel, TrainingSettings  # noqa: E402
-from sana_core.training.train_state import make_train_state, take_step  # noqa: E402
+from sana_core.doctor.arithmetic import transformer
+from sana_core.memory import CONTEXT
+from sana_core.model.known_models import VARIANTS, Architecture
+from sana_core.training.autofit import rank_memory, ring
+from sana_core.training.cache import Batch
+from sana_core.training.ranks import ALONE, Ranks
+from sana_core.training.schedule import TrainProgress
+from sana_core.training.settings import Method, Parallel, TrainingSettings
+from sana_core.training.train_state import make_train_state, take_step
 
 CARDS, STEPS, BLOCKS = 4, 8, 6
 # the issue's two: all weights with AdamW at 1024 px in batches of 1, and the GiB of the cards

@@ -1,6 +1,6 @@
 """Whether each recipe that runs on a bundled model, and the canvas's template, ends better than it began.
 
-`python benchmarks/train_recipes.py [NAME ...]` writes benchmarks/train_recipes.json: for each of RECIPES the loss of
+`python -m benchmarks.train_recipes [NAME ...]` writes benchmarks/train_recipes.json: for each of RECIPES the loss of
 its validation, over pictures that it never learns, before the first step, of the LoRA or ControlNet that it publishes,
 and after the last step, with the step of each. A recipe is run as it is, in a folder of its own, but draws no pictures.
 """
@@ -14,13 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import description  # noqa: E402
-from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings  # noqa: E402
-from sana_core.training.settings_file import read_settings  # noqa: E402
-from sana_core.training.train import train  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import description
+from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.settings_file import read_settings
+from sana_core.training.train import train
 
 FILE = ROOT / "benchmarks" / "train_recipes.json"
 TEMPLATE = ROOT / "workflows" / "SANA train a LoRA.json"

@@ -1,4 +1,4 @@
-"""What saving costs a run that saves every 100 steps: `python benchmarks/train_saving.py`.
+"""What saving costs a run that saves every 100 steps: `python -m benchmarks.train_saving`.
 
 It writes benchmarks/train_saving.json: for a LoRA of the demo model and for all of its weights, the bytes of a state,
 how long training stands still for one, and the share of that in the time of 100 steps; beside it the same where it
@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write
-
+from benchmarks import ROOT
+from benchmarks.machine import write
 from sana_core.training import loop
 from sana_core.training.settings import Method, Validation
 from sana_core.training.settings_file import read_settings

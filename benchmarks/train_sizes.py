@@ -1,6 +1,6 @@
 """Several resolutions mixed in one phase against phases one after another, at the same number of steps.
 
-`python benchmarks/train_sizes.py` writes benchmarks/train_sizes.json: a LoRA of the demo model on paintings in blue
+`python -m benchmarks.train_sizes` writes benchmarks/train_sizes.json: a LoRA of the demo model on paintings in blue
 alone, which it does not know, at 256 px, at 384 px, first at the one and then at the other, and at both in one phase;
 the loss before, and of each, on held-out paintings of either size, the mean of SEEDS runs.
 """
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import ROOT, write
 
+from benchmarks import ROOT
+from benchmarks.machine import write
 from demo.dataset import write_dataset
 from demo.posters.beside import in_blue
 from demo.posters.captions import random_caption

@@ -1,28 +1,22 @@
 """Launches and memory of a SANA-Video forward on an accelerator, counted without one, beside diffusers' and the plan.
 
-`python benchmarks/video.py` writes benchmarks/video.json: what tests/fake_accelerator.py counts of the released
+`python -m benchmarks.video` writes benchmarks/video.json: what tests/fake_accelerator.py counts of the released
 configurations in bf16, 81 frames. Nothing of this has run on a card.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from fake_accelerator import FIRST, Counter, default_dtype, fake_accelerators
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
-
-from fake_accelerator import FIRST, Counter, default_dtype, fake_accelerators  # noqa: E402
-
-from benchmarks.machine import write  # noqa: E402
-from sana_core.model.known_models import MAX_TOKENS, VIDEO_FRAMES, VIDEO_LAYERS, VIDEOS  # noqa: E402
-from sana_core.video import forward as video  # noqa: E402
-from sana_core.video.latents import video_shape  # noqa: E402
-from sana_core.video.memory import plan_video  # noqa: E402
+from benchmarks.machine import write
+from sana_core.model.known_models import MAX_TOKENS, VIDEO_FRAMES, VIDEO_LAYERS, VIDEOS
+from sana_core.video import forward as video
+from sana_core.video.latents import video_shape
+from sana_core.video.memory import plan_video
 
 # what the host gets when it reads the longest prompt, or whether none is padded
 READ = {torch.bool: False, torch.int64: MAX_TOKENS, torch.float32: MAX_TOKENS, torch.bfloat16: MAX_TOKENS}

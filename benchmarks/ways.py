@@ -5,12 +5,12 @@ Runs the tests that draw every case in every way, of tests/graph and tests/clust
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+from benchmarks.machine import printed_by, write
+
 DOCUMENT = ROOT / "docs" / "developer" / "reproducibility.md"
 TESTS = ("tests/graph/test_ways.py", "tests/cluster/test_ways_on_a_cluster.py")
 LINE = re.compile(r"^(\S.*) \| (.*) \| (nvidia|diffusers): (\S+)$", re.MULTILINE)
@@ -33,15 +33,13 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    from machine import description, printed_by
-
     rows = [row for test in TESTS for row in LINE.findall(printed_by(test))]
     found = [
         {"case": case, "way": way, "reference": reference, "difference": float(difference)}
         for way, case, reference, difference in rows
     ]
-    report = {**description(), "largest_difference": found}
-    (ROOT / "benchmarks" / "ways.json").write_text(json.dumps(report, indent=1) + "\n")
+    report = {"largest_difference": found}
+    write(__file__, report)
     DOCUMENT.write_text(TABLE.sub(lambda _: table(report), DOCUMENT.read_text()))
 
 

@@ -171,8 +171,8 @@ def main() -> None:
     found = figures(session, modules)
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     if not args.only:
-        sys.path.append(str(ROOT / "benchmarks"))
-        from machine import description
+        sys.path.append(str(ROOT))
+        from benchmarks.machine import description
 
         own = {"machine": description(), "each": args.each, "seed": args.seed}
         FIGURES.write_text(json.dumps(own | found, indent=1) + "\n")
