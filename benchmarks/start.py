@@ -35,8 +35,7 @@ started = time.perf_counter()
 loaded = asyncio.run(nodes.load_custom_node(pack, set()))
 seconds = time.perf_counter() - started
 assert loaded
-heavy = [name for name in ("diffusers", "peft", "accelerate", "ray") if name in sys.modules]
-sys.stdout.write("\\n" + json.dumps({"seconds": seconds, "bytes": tracemalloc.get_traced_memory()[0], "heavy": heavy}))
+sys.stdout.write("\\n" + json.dumps({"seconds": seconds, "bytes": tracemalloc.get_traced_memory()[0]}))
 """
 
 
@@ -54,27 +53,21 @@ def import_cost() -> dict:
         name: {
             "seconds": round(statistics.median(run["seconds"] for run in results), 4),
             "megabytes": round(statistics.median(run["bytes"] for run in results) / 1e6, 3),
-            "heavy_imports": results[0]["heavy"],
         }
         for name, results in runs.items()
     }
 
 
 def server_start() -> dict:
-    """Seconds until the server answers, with the pack and without any, and what the server says of its import."""
+    """Seconds until the server answers, with the pack and without any."""
     times: dict[str, list[float]] = {"with_pack": [], "without": []}
-    reported = []
     for _ in range(RUNS):
         for name, options in (("with_pack", []), ("without", ["--disable-all-custom-nodes"])):
             started = time.perf_counter()
-            with start_server("bench", options=options) as server:
+            with start_server("bench", options=options):
                 times[name].append(time.perf_counter() - started)
-                log = server.log.read_text()
-            if name == "with_pack":
-                reported += re.findall(r"([\d.]+) seconds: .*custom_nodes/sana\n", log)
     medians = {name: round(statistics.median(values), 2) for name, values in times.items()}
-    ratio = round(medians["with_pack"] / medians["without"], 3)
-    return {"seconds": medians, "ratio": ratio, "reported_import_seconds": [float(text) for text in reported]}
+    return {"seconds": medians, "ratio": round(medians["with_pack"] / medians["without"], 3)}
 
 
 def demo() -> dict:
@@ -86,7 +79,7 @@ def demo() -> dict:
         (graph,) = re.findall(r"of which the graph ([\d.]+) s", done.stdout)
         results.append((time.perf_counter() - started, float(graph)))
     whole, graph = (statistics.median(column) for column in zip(*results, strict=True))
-    return {"seconds": round(whole, 1), "graph_seconds": round(graph, 1), "graph_share": round(graph / whole, 2)}
+    return {"seconds": round(whole, 1), "graph_seconds": round(graph, 1)}
 
 
 def comfyui_version() -> str:
