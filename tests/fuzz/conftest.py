@@ -91,6 +91,12 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def folder(small, tmp_path_factory):
+    """A copy of the checkpoint, of which each example breaks one file, and mends it."""
+    return shutil.copytree(small, tmp_path_factory.mktemp("fuzz") / "model")
+
+
+@pytest.fixture(scope="module")
 def loaded(host, small):
     """MODEL, CLIP and VAE of the small checkpoint, as SANA Loader gives them."""
     folder = shutil.copytree(small, host.models / "diffusers" / "fuzzed")

@@ -8,8 +8,15 @@ import torch
 from diffusers import AutoencoderDC, SanaTransformer2DModel
 from transformers import Gemma2Config, Gemma2Model
 
+import sana_core
+
 BUNDLED = Path(__file__).parents[2] / "tests" / "models" / "sana-tiny"
 WIDTH, TEXT_WIDTH = 32, 16
+LOADERS = {
+    "transformer": sana_core.load_transformer,
+    "vae": sana_core.load_autoencoder,
+    "text_encoder": sana_core.load_text_encoder,
+}
 
 
 def make_checkpoint(folder: Path) -> Path:

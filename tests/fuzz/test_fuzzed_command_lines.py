@@ -176,21 +176,19 @@ def source(small, tmp_path_factory):
 @pytest.fixture(scope="module")
 def raised():
     """What the commands raise, before the command line makes a line of it."""
-    raised, before = [], {}
-    for name, command in COMMANDS.items():
-        before[name] = command.run
+    raised = []
+    with pytest.MonkeyPatch.context() as patch:
+        for command in COMMANDS.values():
 
-        def run(arguments, run=command.run):
-            try:
-                run(arguments)
-            except Exception as error:
-                raised.append(error)
-                raise
+            def run(arguments, run=command.run):
+                try:
+                    run(arguments)
+                except Exception as error:
+                    raised.append(error)
+                    raise
 
-        command.run = run
-    yield raised
-    for name, run in before.items():
-        COMMANDS[name].run = run
+            patch.setattr(command, "run", run)
+        yield raised
 
 
 def contents(folder):

@@ -1,7 +1,6 @@
 """Broken configurations, schedulers, preview files and tokenizers: they load, or one line says which is broken."""
 
 import json
-import shutil
 
 import layouts
 import pytest
@@ -9,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
-from small import BUNDLED
+from small import BUNDLED, LOADERS
 
 import sana_core
 from sana_core.batch.folder import OutputFolder
@@ -18,12 +17,6 @@ from sana_core.batch.png import encode_png
 from sana_core.checkpoints.load import shift_of
 from sana_core.checkpoints.schemas import read_preview
 from sana_core.runtime.folder_lock import Holder, hold, read_record
-
-LOADERS = {
-    "transformer": sana_core.load_transformer,
-    "vae": sana_core.load_autoencoder,
-    "text_encoder": sana_core.load_text_encoder,
-}
 
 
 def changed(content: bytes):
@@ -37,12 +30,6 @@ PREVIEW = changed((BUNDLED / "preview.json").read_bytes())
 TOKENIZER = changed((BUNDLED / "tokenizer" / "tokenizer.json").read_bytes())
 SETTINGS = changed((BUNDLED / "tokenizer" / "tokenizer_config.json").read_bytes())
 MODEL_INDEX = changed((BUNDLED / "model_index.json").read_bytes())
-
-
-@pytest.fixture(scope="module")
-def folder(small, tmp_path_factory):
-    """A copy of the checkpoint, of which each example breaks one file, and mends it."""
-    return shutil.copytree(small, tmp_path_factory.mktemp("fuzz") / "model")
 
 
 @pytest.mark.parametrize("name", LOADERS)

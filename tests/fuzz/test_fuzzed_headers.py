@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import zipfile
 from pathlib import Path
 
@@ -12,22 +11,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
+from small import LOADERS
 
 import sana_core
 from sana_core.batch.png import encode_png, is_damaged, read_entry
 from sana_core.checkpoints.convert import convert_checkpoint
-
-LOADERS = {
-    "transformer": sana_core.load_transformer,
-    "vae": sana_core.load_autoencoder,
-    "text_encoder": sana_core.load_text_encoder,
-}
-
-
-@pytest.fixture(scope="module")
-def folder(small, tmp_path_factory):
-    """A copy of the checkpoint, into which each example puts one file."""
-    return shutil.copytree(small, tmp_path_factory.mktemp("fuzz") / "model")
 
 
 @pytest.fixture(scope="module")
