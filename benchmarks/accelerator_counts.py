@@ -26,8 +26,6 @@ from sana_core.decode.encode import in_strips
 from sana_core.decode.oom import OomRetry, Report
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
-from sana_core.decode.strips import pixel_rows
-from sana_core.decode.workspace import Workspace
 from sana_core.memory import transformer_bytes
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.fp8 import quantise_products
@@ -199,17 +197,10 @@ def decode_on_two(pixels: int) -> dict[str, Any]:
     in_turn = mock.patch.object(devices, "all_of", lambda pool, bands, count, work, poll: list(map(work, range(bands))))
     with fake_accelerators(counter), torch.no_grad(), in_turn:
         boundary = devices.shared_global_stage(workers, stages, latents, plan, no_poll)
-        height, half = boundary.height, boundary.height // 2
-        for device, decoder, start, stop in (
-            (FIRST, workers.decoders[0], 0, half),
-            (SECOND, workers.decoders[1], half, height),
-        ):
-            low, high = max(0, start - stages.halo), min(height, stop + stages.halo)
-            part = boundary.moved(low, high, device)
-            workspace, span = Workspace(part.parts[0], plan.workspace), range(start - low, stop - low)
-            for pixels_done in pixel_rows(decoder, stages, part, span, plan.strip, workspace, no_poll):
+        half = boundary.height // 2
+        for index, span in enumerate((range(half), range(half, boundary.height))):
+            for pixels_done in devices.range_rows(workers, index, stages, boundary, plan, span, no_poll):
                 del pixels_done
-            del part
     return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}
 
 

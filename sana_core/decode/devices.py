@@ -12,11 +12,11 @@ left out: the attention stages begin again on the others, and its rows of pixels
 from __future__ import annotations
 
 import copy
-import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -55,9 +55,12 @@ class Stopped(Exception):
     """The work was cancelled by the thread that waits for it."""
 
 
-class Failure(NamedTuple):
-    worker: int
-    error: BaseException
+class Failure(Exception):
+    """A worker failed, in a phase that the others cannot end without it, or in rows of its own."""
+
+    def __init__(self, worker: int, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.worker, self.error = worker, error
 
 
 class Workers:
@@ -95,17 +98,17 @@ def shared_rows(
     """Yield (first row, pixels [1, 3, n, W]) of `latents` [1, 32, h, w], in the order in which they are done."""
     boundary = None
     while boundary is None:
+        failures: list[Failure] = []
         try:
             boundary = shared_global_stage(workers, stages, latents, retry.plan, poll)
-        except WorkerFailed as failed:
-            failure = failed.failure
-        if boundary is None:
-            recover(workers, [failure], retry)
+        except Failure as failure:
+            # without its frames, which would keep the failed work's tensors alive
+            failures.append(failure.with_traceback(None))
+        recover(workers, failures, retry)
     waiting = list(chunks(boundary.height, -(-boundary.height // len(workers.devices))))
     while waiting:
-        local = SharedLocalStage(workers, stages, boundary, retry.plan, waiting)
-        yield from local.rows(poll)
-        recover(workers, local.failures, retry)
+        failures = yield from shared_local_stage(workers, stages, boundary, retry.plan, waiting, poll)
+        recover(workers, failures, retry)
 
 
 def recover(workers: Workers, failures: list[Failure], retry: OomRetry) -> None:
@@ -118,18 +121,10 @@ def recover(workers: Workers, failures: list[Failure], retry: OomRetry) -> None:
         workers.drop(failure, retry.report.add)
 
 
-class WorkerFailed(Exception):
-    """A worker failed in a phase that the others cannot end without it."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(str(failure.error))
-        self.failure = failure
-
-
 def shared_global_stage(
     workers: Workers, stages: Stages, latents: torch.Tensor, plan: Plan, poll: Poll
 ) -> RowPartition:
-    """Return the boundary map, on the first device. Raises WorkerFailed."""
+    """Return the boundary map, on the first device. Raises Failure."""
     rows = plan.attention_rows or PIECE
     x = project_latents(workers.decoders[0], latents.to(workers.devices[0])).channels_last()
     (height, width), count = latents.shape[2:], len(workers.devices)
@@ -211,7 +206,7 @@ def shared_local(
 
 
 def all_of(pool: ThreadPoolExecutor, bands: int, workers: int, work: Callable[[int], T], poll: Poll) -> list[T]:
-    """Return work(0) .. work(bands - 1), the bands dealt out in turn. Raises WorkerFailed for the first that fails."""
+    """Return work(0) .. work(bands - 1), the bands dealt out in turn. Raises Failure for the first that fails."""
 
     def quiet(index: int) -> T:
         with torch.no_grad():
@@ -223,90 +218,66 @@ def all_of(pool: ThreadPoolExecutor, bands: int, workers: int, work: Callable[[i
     for index, future in enumerate(futures):
         error = future.exception()
         if error is not None:
-            raise WorkerFailed(Failure(index % workers, error))
+            raise Failure(index % workers, error)
     return [future.result() for future in futures]
 
 
-class SharedLocalStage:
-    """The local stage on several devices: a thread for each takes row ranges out of `waiting` to pixels.
+def shared_local_stage(
+    workers: Workers,
+    stages: Stages,
+    boundary: RowPartition,
+    plan: Plan,
+    waiting: list[tuple[int, int]],
+    poll: Poll,
+) -> Generator[tuple[int, torch.Tensor], None, list[Failure]]:
+    """Yield (first row, pixels [1, 3, n, W]) of the row ranges in `waiting`, in the order in which they are done.
 
-    What a failing worker leaves goes back into `waiting`, and its error into `failures`.
+    What a failing worker leaves goes back into `waiting`, and its failure is among those that are returned.
     """
+    failures: list[Failure] = []
+    idle, stop = list(range(len(workers.devices))), threading.Event()
+    # the work on a strip: who is at it, the strips of its range, the first row of pixels, and where the range ends
+    running: dict[Future[torch.Tensor | None], tuple[int, Iterator[torch.Tensor], int, int]] = {}
 
-    def __init__(
-        self, workers: Workers, stages: Stages, boundary: RowPartition, plan: Plan, waiting: list[tuple[int, int]]
-    ) -> None:
-        self.workers, self.stages, self.boundary, self.plan = workers, stages, boundary, plan
-        self.waiting = waiting
-        self.failures: list[Failure] = []
-        self.stop, self.lock = threading.Event(), threading.Lock()
-        # None from each thread at its end
-        self.done: queue.Queue[tuple[int, torch.Tensor] | None] = queue.Queue(2 * len(workers.devices))
-
-    def rows(self, poll: Poll) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, pixels [1, 3, n, W]), in the order in which they are done."""
-        running = len(self.workers.devices)
-        threads = [threading.Thread(target=self.work, args=(index,), daemon=True) for index in range(running)]
-        for thread in threads:
-            thread.start()
-        try:
-            while running:
-                poll()
-                try:
-                    item = self.done.get(timeout=SECONDS)
-                except queue.Empty:
-                    continue
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
-        finally:
-            self.stop.set()
-            for thread in threads:
-                thread.join()
-
-    def work(self, index: int) -> None:
-        """What a thread does: one row range after another."""
-        try:
-            with torch.no_grad():
-                while (span := self.next_span()) is not None:
-                    self.take(index, *span)
-        except Stopped:
-            return
-        except Exception as error:
-            self.failures.append(Failure(index, error))
-        finally:
-            self.hand(None)
-
-    def next_span(self) -> tuple[int, int] | None:
-        with self.lock:
-            return self.waiting.pop(0) if self.waiting else None
-
-    def take(self, index: int, top: int, bottom: int) -> None:
-        """Take rows `top` to `bottom` of the boundary map to pixels."""
-        halo, stride, height = self.stages.halo, self.stages.stride, self.boundary.height
-        low, high = max(0, top - halo), min(height, bottom + halo)
-        row, decoder = top * stride, self.workers.decoders[index]
-        try:
-            part = self.boundary.moved(low, high, self.workers.devices[index])
-            workspace = Workspace(part.parts[0], self.plan.workspace)
-            span = range(top - low, bottom - low)
-            for pixels in pixel_rows(decoder, self.stages, part, span, self.plan.strip, workspace, self.check):
-                self.hand((row, pixels))
-                row += pixels.shape[2]
-        except Exception:
-            # from the last whole row of the boundary map; a few rows of pixels are made twice
-            self.waiting.append((row // stride, bottom))
-            raise
-
-    def hand(self, item: tuple[int, torch.Tensor] | None) -> None:
-        while not self.stop.is_set():
-            try:
-                return self.done.put(item, timeout=SECONDS)
-            except queue.Full:
-                continue
-
-    def check(self) -> None:
-        """Raise Stopped once nobody waits for pixels any more."""
-        if self.stop.is_set():
+    def check() -> None:
+        if stop.is_set():
             raise Stopped
+
+    with ExitStack() as stack:
+        threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in idle]
+        stack.callback(stop.set)
+        while running or (idle and waiting):
+            while idle and waiting:
+                index, (top, bottom) = idle.pop(0), waiting.pop(0)
+                strips = range_rows(workers, index, stages, boundary, plan, range(top, bottom), check)
+                running[threads[index].submit(next_rows, strips)] = index, strips, top * stages.stride, bottom
+            poll()
+            for future in wait(running, SECONDS, FIRST_COMPLETED).done:
+                index, strips, row, bottom = running.pop(future)
+                error = future.exception()
+                if error is not None:
+                    # from the last whole row of the boundary map; a few rows of pixels are made twice
+                    waiting.append((row // stages.stride, bottom))
+                    failures.append(Failure(index, error))
+                elif (pixels := future.result()) is None:
+                    idle.append(index)
+                else:
+                    running[threads[index].submit(next_rows, strips)] = index, strips, row + pixels.shape[2], bottom
+                    yield row, pixels
+    return failures
+
+
+def range_rows(
+    workers: Workers, index: int, stages: Stages, boundary: RowPartition, plan: Plan, span: range, poll: Poll
+) -> Iterator[torch.Tensor]:
+    """Yield the pixels of the rows in `span` of the boundary map, strip by strip, made by one of the workers."""
+    low, high = max(0, span.start - stages.halo), min(boundary.height, span.stop + stages.halo)
+    part = boundary.moved(low, high, workers.devices[index])
+    workspace, own = Workspace(part.parts[0], plan.workspace), range(span.start - low, span.stop - low)
+    yield from pixel_rows(workers.decoders[index], stages, part, own, plan.strip, workspace, poll)
+
+
+@torch.no_grad()
+def next_rows(strips: Iterator[torch.Tensor]) -> torch.Tensor | None:
+    """Return the next strip, None after the last."""
+    return next(strips, None)
