@@ -23,7 +23,7 @@ from benchmarks.machine import write
 from benchmarks.train_memory import transformer as build
 from sana_core.decode import devices
 from sana_core.decode.encode import in_strips
-from sana_core.decode.oom import OomRetry, Report
+from sana_core.decode.oom import OomRetry
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
 from sana_core.memory import transformer_bytes
@@ -153,7 +153,7 @@ def decode(pixels: int, smallest: bool = False, triton: bool = True, kind: str =
         out = torch.empty(1, 3, pixels, pixels, dtype=DTYPE)
     counter = Counter()
     with fake_accelerators(counter, triton), torch.no_grad():
-        retry = OomRetry(planner, plan, Report(None, stages, plan))
+        retry = OomRetry(planner, plan, {})
         boundary = retry.global_stage(decoder, stages, latents, no_poll)
         for row, part in retry.local_stage(decoder, stages, boundary, no_poll):
             out[:, :, row : row + part.shape[2]] = part

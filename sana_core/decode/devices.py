@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ from ..runtime.accelerator import is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
 from .attention import GLU_HALO, attend_rows, halo, score_pieces
 from .oom import OomRetry
-from .plan import Plan
+from .plan import Plan, smaller
 from .row_partition import LARGEST_TENSOR, RowPartition
 from .stages import Stages
 from .strips import (
@@ -76,14 +76,14 @@ class Workers:
         self.devices = placed
         self.decoders = [copies[device] for device in placed]
 
-    def drop(self, failure: Failure, note: Callable[[str], None]) -> None:
+    def drop(self, failure: Failure, report: dict[str, Any]) -> None:
         """Leave the worker of `failure` out. Raises its error if it was the last."""
         device = self.devices.pop(failure.worker)
         self.decoders.pop(failure.worker)
         error = release_memory_of(failure.error)
         if not self.devices:
             raise error
-        note(f"{device} failed ({type(error).__name__}), its rows went to the others")
+        report["events"].append(f"{device} failed ({type(error).__name__}), its rows went to the others")
 
 
 def copy_to(device: torch.device, decoder: Decoder) -> Decoder:
@@ -114,11 +114,11 @@ def shared_rows(
 def recover(workers: Workers, failures: list[Failure], retry: OomRetry) -> None:
     """Take half the budget where memory ran out and strips can be smaller; leave out the workers of other failures."""
     short = [failure for failure in failures if is_out_of_memory(failure.error)]
-    if short and retry.can_shrink():
+    if short and smaller(retry.planner, retry.plan) is not None:
         retry.shrink([short[0].error])
         failures = [failure for failure in failures if failure not in short]
     for failure in sorted(failures, key=lambda one: -one.worker):
-        workers.drop(failure, retry.report.add)
+        workers.drop(failure, retry.report)
 
 
 def shared_global_stage(

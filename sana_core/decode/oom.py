@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,29 +17,6 @@ from .workspace import Workspace
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
-
-
-class Report:
-    """What a decode did, written into `entries`, the dict that the caller reads in the end."""
-
-    def __init__(self, entries: dict[str, Any] | None, stages: Stages, plan: Plan) -> None:
-        self.entries = {} if entries is None else entries
-        self.stages = stages
-        self.started = time.perf_counter()
-        self.entries.update(events=[], strips=0)
-        self.planned(plan)
-
-    def planned(self, plan: Plan) -> None:
-        self.entries.update(method=plan.method, plan=plan.words(self.stages), predicted_bytes=plan.peak_bytes)
-
-    def add(self, event: str) -> None:
-        self.entries["events"].append(event)
-
-    def count_strip(self) -> None:
-        self.entries["strips"] += 1
-
-    def finish(self, peak_bytes: int | None) -> None:
-        self.entries.update(seconds=time.perf_counter() - self.started, peak_bytes=peak_bytes)
 
 
 def plan_after_oom(planner: Planner, plan: Plan, failures: list[BaseException]) -> Plan:
@@ -61,9 +37,9 @@ def plan_after_oom(planner: Planner, plan: Plan, failures: list[BaseException]) 
 
 class OomRetry:
     """Strips that go on with half the budget when memory runs out: the attention stages from the latents on, the local
-    ones from the last row."""
+    ones from the last row. `report` says so."""
 
-    def __init__(self, planner: Planner, plan: Plan, report: Report) -> None:
+    def __init__(self, planner: Planner, plan: Plan, report: dict[str, Any]) -> None:
         self.planner, self.plan, self.report = planner, plan, report
         self.made: Workspace | None = None
 
@@ -73,15 +49,12 @@ class OomRetry:
             self.made = Workspace(like, self.plan.workspace)
         return self.made
 
-    def can_shrink(self) -> bool:
-        return smaller(self.planner, self.plan) is not None
-
     def shrink(self, failures: list[BaseException]) -> None:
         """Take half the budget after the one error in `failures`, or raise it, as `plan_after_oom` does."""
         self.made = None
         self.plan = plan_after_oom(self.planner, self.plan, failures)
-        self.report.planned(self.plan)
-        self.report.add(f"out of memory, went on with {self.plan.words(self.planner.stages)}")
+        self.report.update(self.plan.report(self.planner.stages))
+        self.report["events"].append(f"out of memory, went on with {self.report['plan']}")
 
     def global_stage(self, decoder: Decoder, stages: Stages, latents: torch.Tensor, poll: Poll) -> RowPartition:
         while True:
@@ -105,24 +78,19 @@ class OomRetry:
         while row < boundary.height * stages.stride:
             failures: list[BaseException] = []
             first, repeated = divmod(row, stages.stride)
-            strips: Iterator[torch.Tensor] | None = None
-            while True:
-                try:
-                    if strips is None:
-                        workspace, span = self.workspace(boundary.parts[0]), range(first, boundary.height)
-                        strips = pixel_rows(decoder, stages, boundary, span, self.plan.strip, workspace, poll)
-                        del workspace
-                    pixels = next(strips, None)
-                except Exception as error:
-                    failures.append(error)
-                    break
-                if pixels is None:
-                    return
-                # after a failure the first strip begins with rows that are out already
-                pixels = pixels[:, :, repeated:]
-                repeated = 0
-                yield row, pixels
-                row += pixels.shape[2]
-                del pixels
-            del strips
-            self.shrink(failures)
+            span, strip = range(first, boundary.height), self.plan.strip
+            try:
+                # without a name for the workspace, which another one takes the place of after a failure
+                for pixels in pixel_rows(
+                    decoder, stages, boundary, span, strip, self.workspace(boundary.parts[0]), poll
+                ):
+                    # after a failure the first strip begins with rows that are out already
+                    pixels = pixels[:, :, repeated:]
+                    repeated = 0
+                    yield row, pixels
+                    row += pixels.shape[2]
+                    del pixels
+            except Exception as error:
+                failures.append(error)
+            if failures:
+                self.shrink(failures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ..runtime.checks import check_finite, check_number
 from .blended_tiles import decode_tiles
 from .device_memory import PeakMemory
 from .devices import Workers, shared_rows
-from .oom import OomRetry, Report
+from .oom import OomRetry
 from .plan import METHODS, Plan, Planner
 from .stages import Stages, decoder_stages
 
@@ -126,7 +127,9 @@ def decode_rows(
     if max_bytes is None:
         max_bytes = int(BUDGET * min(free_bytes(device) for device in (workers.devices if workers else [own])))
     plan = choose(planner, method, max_bytes, options.tiles)
-    yield from planned_rows(autoencoder, latents, planner, plan, workers, options, Report(report, planner.stages, plan))
+    report = {} if report is None else report
+    report.update(events=[], strips=0, **plan.report(planner.stages))
+    yield from planned_rows(autoencoder, latents, planner, plan, workers, options, report)
 
 
 def planned_rows(
@@ -136,11 +139,11 @@ def planned_rows(
     plan: Plan,
     workers: Workers | None,
     options: DecodeOptions,
-    report: Report,
+    report: dict[str, Any],
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield what `decode_rows` does; each image begins with `plan`, also where one before ran out of memory."""
     like, stages, poll = next(autoencoder.parameters()), planner.stages, options.poll
-    total, done = len(latents) * latents.shape[2] * stages.downscale, 0
+    total, done, started = len(latents) * latents.shape[2] * stages.downscale, 0, time.perf_counter()
     with PeakMemory(like.device) as peak:
         for image in range(len(latents)):
             one = latents[image : image + 1].to(device=like.device, dtype=like.dtype)
@@ -155,13 +158,13 @@ def planned_rows(
             for top, pixels in parts:
                 poll()
                 if plan.method == "strips":
-                    report.count_strip()
+                    report["strips"] += 1
                 yield image, top, pixels[0]
                 done += pixels.shape[2]
                 if options.progress is not None:
                     options.progress(done, total)
                 del pixels
-    report.finish(peak.bytes)
+    report.update(seconds=time.perf_counter() - started, peak_bytes=peak.bytes)
 
 
 def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int], same_bits: bool) -> Planner:

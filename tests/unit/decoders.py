@@ -56,7 +56,7 @@ def f32c32_layout():
 
 def decode_in_strips(model, latents, strip, columns=None, attention_rows=None):
     """Decode in strips of `strip` rows of the boundary map, and panels and attention as said."""
-    from sana_core.decode.oom import OomRetry, Report
+    from sana_core.decode.oom import OomRetry
     from sana_core.decode.plan import Planner
     from sana_core.decode.stages import decoder_stages
     from sana_core.decode.strips import StripSize
@@ -65,6 +65,6 @@ def decode_in_strips(model, latents, strip, columns=None, attention_rows=None):
     stages, accelerator = decoder_stages(model), latents.device.type != "cpu"
     planner = Planner(stages, *latents.shape[2:], latents.dtype, accelerator)
     plan = planner.of(StripSize(strip, columns), attention_rows)
-    retry = OomRetry(planner, plan, Report(None, stages, plan))
+    retry = OomRetry(planner, plan, {})
     boundary = retry.global_stage(model.decoder, stages, latents, no_poll)
     return torch.cat([rows for _, rows in retry.local_stage(model.decoder, stages, boundary, no_poll)], dim=2)

@@ -7,7 +7,7 @@ from fake_accelerator import FIRST, Counter, fake_accelerators
 
 from benchmarks import accelerator_counts as counts
 from sana_core.decode.encode import encode_one
-from sana_core.decode.oom import OomRetry, Report
+from sana_core.decode.oom import OomRetry
 from sana_core.decode.stages import decoder_stages, encoder_stages
 from sana_core.runtime.cancellation import no_poll
 from sana_core.sampling.guidance import denoiser
@@ -41,16 +41,16 @@ def decode(pixels, card):
     planner, plan = counts.plan_for(stages, pixels, smallest=False)
     with fake_accelerators(), torch.no_grad():
         latents = torch.empty(1, 32, pixels // 32, pixels // 32, dtype=counts.DTYPE, device=FIRST)
-    entries, row = {}, 0
+    report, row = {"events": []}, 0
     with fake_accelerators(card), torch.no_grad():
-        retry = OomRetry(planner, plan, Report(entries, stages, plan))
+        retry = OomRetry(planner, plan, report)
         boundary = retry.global_stage(model.decoder, stages, latents, no_poll)
         for top, part in retry.local_stage(model.decoder, stages, boundary, no_poll):
             assert top == row
             row += part.shape[2]
             del part
     assert row == pixels
-    return len(entries["events"])
+    return len(report["events"])
 
 
 def encode(pixels, card):
