@@ -116,19 +116,21 @@ def decode_rows(
     method, max_bytes, devices = options.method, options.max_bytes, options.devices
     if method not in METHODS:
         raise InputError(f"method: got {method!r:.40}, expected one of {', '.join(METHODS)}")
-    own = next(autoencoder.parameters()).device
+    like = next(autoencoder.parameters())
+    own = like.device
     if method in ("whole", "tiles") and [torch.device(name) for name in devices or [own]] != [own]:
         raise InputError(
             f"devices: got {len(devices or ())} for method {method}, which runs on the VAE's; choose method "
             "auto or strips, or no devices"
         )
-    planner = planner_for(autoencoder, latents.shape, method == "strips")
+    stages = decoder_stages(autoencoder)
+    planner = Planner(stages, *latents.shape[2:], like.dtype, own.type != "cpu", same_bits=method == "strips")
     workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
     if max_bytes is None:
         max_bytes = int(BUDGET * min(free_bytes(device) for device in (workers.devices if workers else [own])))
     plan = choose(planner, method, max_bytes, options.tiles)
     report = {} if report is None else report
-    report.update(events=[], strips=0, **plan.report(planner.stages))
+    report.update(events=[], strips=0, **plan.report(stages))
     yield from planned_rows(autoencoder, latents, planner, plan, workers, options, report)
 
 
@@ -165,13 +167,6 @@ def planned_rows(
                     options.progress(done, total)
                 del pixels
     report.update(seconds=time.perf_counter() - started, peak_bytes=peak.bytes)
-
-
-def planner_for(autoencoder: AutoencoderDC, latent_shape: Sequence[int], same_bits: bool) -> Planner:
-    """Return what plans the decode of latents [B, 32, h, w] where the autoencoder is."""
-    like = next(autoencoder.parameters())
-    stages, accelerator = decoder_stages(autoencoder), like.device.type != "cpu"
-    return Planner(stages, latent_shape[2], latent_shape[3], like.dtype, accelerator, same_bits)
 
 
 def choose(planner: Planner, method: str, budget: float, tiles: Tiles) -> Plan:
