@@ -9,7 +9,7 @@ import torch
 from ..errors import InputError
 from ..runtime.accelerator import free_bytes
 from ..runtime.cancellation import Poll, Polled, no_poll
-from ..runtime.checks import check_finite
+from ..runtime.checks import check_finite, check_name
 from .oom import plan_after_oom
 from .plan import Plan, Planner
 from .row_partition import RowPartition, empty_partition
@@ -43,8 +43,7 @@ def encode_images(
     """
     stages = encoder_stages(autoencoder)
     check_images(images, stages)
-    if method not in METHODS:
-        raise InputError(f"method: got {method!r:.40}, expected one of {', '.join(METHODS)}")
+    check_name("method", method, METHODS)
     like = next(autoencoder.parameters())
     height, width = (side // stages.downscale for side in images.shape[2:])
     planner = Planner(stages, height, width, like.dtype, like.device.type != "cpu", method == "strips")

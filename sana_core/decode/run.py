@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..model.latents import check_channels
 from ..runtime.accelerator import free_bytes
 from ..runtime.cancellation import Poll, Polled, no_poll
-from ..runtime.checks import check_finite, check_number
+from ..runtime.checks import check_finite, check_name, check_number
 from .blended_tiles import decode_tiles
 from .device_memory import PeakMemory
 from .devices import Workers, shared_rows
@@ -114,8 +114,7 @@ def decode_rows(
     check_channels("samples", latents.shape)
     check_finite("samples", latents)
     method, max_bytes, devices = options.method, options.max_bytes, options.devices
-    if method not in METHODS:
-        raise InputError(f"method: got {method!r:.40}, expected one of {', '.join(METHODS)}")
+    check_name("method", method, METHODS)
     like = next(autoencoder.parameters())
     own = like.device
     if method in ("whole", "tiles") and [torch.device(name) for name in devices or [own]] != [own]:
