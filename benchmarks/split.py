@@ -41,8 +41,7 @@ def step(model, rows: int, columns: int):
 
 def shared_step(model, arguments, devices: int):
     """The velocity by so many shards, and the exchanges they had."""
-    split = Split([torch.device("cpu")] * max(2, devices))
-    split.living = list(range(devices))
+    split = Split([torch.device("cpu")] * devices)
     return run_split(split, model, arguments), split.exchanges
 
 

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-from ..errors import InputError
 from ..model.row_shards import Shard, shard_specs
 from ..model.sharded_ops import make_shard
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
@@ -29,8 +28,6 @@ class Split:
     """
 
     def __init__(self, devices: Sequence[torch.device], speeds: Sequence[float] | None = None) -> None:
-        if len(devices) < 2:
-            raise InputError(f"devices: got {len(devices)} to share an image, expected two or more; name more")
         self.devices = list(devices)
         self.speeds = [1.0] * len(devices) if speeds is None else list(speeds)
         self.living = list(range(len(devices)))

@@ -28,9 +28,8 @@ SPEEDS = {1: [1], 2: [1, 2], 3: [4, 1, 2], 5: [1, 5, 2, 1, 1], 8: [1, 1, 2, 1, 3
 
 
 def shared(transformer, x, timestep, constants, speeds, guidance=None, perturbation=None, control=()):
-    """The velocity at `x` as members of those `speeds` make it; a split of one is what is left of more."""
-    split = Split([CPU] * max(2, len(speeds)), speeds)
-    split.living = list(range(len(speeds)))
+    """The velocity at `x` as members of those `speeds` make it."""
+    split = Split([CPU] * len(speeds), speeds)
 
     def work(shard):
         rows = slice(shard.span.top * x.shape[3], shard.span.bottom * x.shape[3])
@@ -226,9 +225,7 @@ def test_cancel_ends_a_step_in_its_midst(step):
     assert not [thread for thread in enumerate_threads() if thread.name.startswith("sana split")]
 
 
-def test_one_device_and_models_of_patches_are_refused():
-    with pytest.raises(InputError, match="devices: got 1 to share an image, expected two or more"):
-        Split([CPU])
+def test_models_of_patches_are_refused():
     transformer = tiny_transformer()
     transformer.register_to_config(patch_size=2)
     with pytest.raises(InputError, match="model: got patch_size 2, expected 1"):
