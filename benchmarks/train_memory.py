@@ -8,6 +8,7 @@ take for themselves, fragmentation and the driver are not in it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.machine import write
 from sana_core.decode.stages import Stages
-from sana_core.memory import released_shapes, stages_of
+from sana_core.memory import Shapes, stages_of
 from sana_core.model.known_models import (
     CROSS_HEADS,
     DECODERS,
@@ -152,6 +153,14 @@ def transformer(model: Architecture, dtype: torch.dtype, pixels: int) -> Any:
             guidance_embeds=model.guidance_embeds,
             **large,
         )
+
+
+@functools.cache
+def released_shapes(model: Architecture) -> Shapes:
+    """Return the shapes of that transformer's weights, by diffusers' names."""
+    with torch.device("meta"):
+        made = transformer(model, torch.float32, 1024)
+    return {name: tuple(each.shape) for name, each in made.named_parameters()}
 
 
 def empty_prompt(dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -81,48 +81,23 @@ FIXED = 4_500_000
 EMBEDDED = 4096 // DOWNSCALE  # from this many latents on a model surely has a position embedding, in fp32
 
 
-def transformer_parameters(model: Architecture) -> int:
-    """Return how many parameters a SANA transformer has."""
-    return count(released_shapes(model).values())
-
-
 def count(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes))
 
 
-def released_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a SANA transformer's weights, by diffusers' names."""
+def transformer_parameters(model: Architecture) -> int:
+    """Return how many parameters a SANA transformer has."""
     width, hidden = model.width, 5 * model.width // 2
-    found: dict[str, tuple[int, ...]] = {"scale_shift_table": (2, width), "caption_norm.weight": (width,)}
-
-    def linear(name: str, out: int, inner: int, *kernel: int, bias: bool = True) -> None:
-        found[f"{name}.weight"] = (out, inner, *kernel)
-        if bias:
-            found[f"{name}.bias"] = (out,)
-
-    linear("patch_embed.proj", width, CHANNELS, 1, 1)
-    linear("caption_projection.linear_1", width, TEXT_WIDTH)
-    linear("caption_projection.linear_2", width, width)
-    # where there is guidance, the embedder of the time is not one of "emb"
-    times = ("timestep_embedder", "guidance_embedder") if model.guidance_embeds else ("emb.timestep_embedder",)
-    for name in times:
-        linear(f"time_embed.{name}.linear_1", width, 256)
-        linear(f"time_embed.{name}.linear_2", width, width)
-    linear("time_embed.linear", 6 * width, width)
-    linear("proj_out", CHANNELS, width)
-    for number in range(model.layers):
-        block = f"transformer_blocks.{number}"
-        found[f"{block}.scale_shift_table"] = (6, width)
-        for attention in ("attn1", "attn2"):
-            for layer in ("to_q", "to_k", "to_v"):
-                linear(f"{block}.{attention}.{layer}", width, width, bias=attention == "attn2")
-            linear(f"{block}.{attention}.to_out.0", width, width)
-            for norm in ("norm_q", "norm_k") if model.qk_norm else ():
-                found[f"{block}.{attention}.{norm}.weight"] = (width,)
-        linear(f"{block}.ff.conv_inverted", 2 * hidden, width, 1, 1)
-        linear(f"{block}.ff.conv_depth", 2 * hidden, 1, 3, 3)
-        linear(f"{block}.ff.conv_point", width, hidden, 1, 1, bias=False)
-    return found
+    square = width**2 + width  # a layer from the width to itself, with its bias
+    # the table of a block, its two attentions, of which one has no bias for query, key and value, and their norms
+    block = 6 * width + (8 * square - 3 * width) + 4 * width * model.qk_norm
+    # and its feed-forward
+    block += 2 * hidden * (width + 1) + 2 * hidden * (9 + 1) + hidden * width
+    # where there is guidance, it is embedded as the time is
+    embedders = (2 if model.guidance_embeds else 1) * ((256 + 1) * width + square) + 6 * square
+    captions = (TEXT_WIDTH + 1) * width + square + width
+    ends = (CHANNELS + 1) * width + 2 * width + (width + 1) * CHANNELS
+    return model.layers * block + embedders + captions + ends
 
 
 def stages_of(decoder: Decoder) -> Stages:
