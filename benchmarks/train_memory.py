@@ -27,7 +27,6 @@ from sana_core.memory import Shapes, stages_of
 from sana_core.model.known_models import (
     CROSS_HEADS,
     DECODERS,
-    ENCODER_LAYERS,
     ENCODER_PARAMETERS,
     MAX_TOKENS,
     TEXT_PARAMETERS,
@@ -245,7 +244,7 @@ def released_base(variant: str) -> Base:
     """Return what a plan has to know of the released model `variant`, a name in VARIANTS, and DC-AE."""
     decoder, model = DECODERS["dc-ae-f32c32"], VARIANTS[variant]
     parameters = decoder.parameters + ENCODER_PARAMETERS
-    encoder = Stages(WIDTHS, ENCODER_LAYERS, 3, CHANNELS, 2, False, True)
+    encoder = Stages(WIDTHS, (2, 2, 2, 3, 3, 3), 3, CHANNELS, 2, False, True)
     return Base(model, released_shapes(model), None, TEXT_PARAMETERS, parameters, encoder, stages_of(decoder))
 
 

@@ -228,18 +228,12 @@ def sparse(model: torch.nn.Module | dict[str, tuple[int, ...]], path: Path) -> P
 
 
 def released_autoencoder():
-    """DC-AE f32c32 as mit-han-lab/dc-ae-f32c32-sana-1.1-diffusers configures it."""
-    side = {
-        "block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
-        "block_out_channels": (128, 256, 512, 512, 1024, 1024),
-        "qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
-    }
+    """DC-AE f32c32 as mit-han-lab/dc-ae-f32c32-sana-1.1-diffusers configures it; its sizes are the library's own."""
+    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
     return AutoencoderDC(
-        attention_head_dim=32,
-        encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
-        decoder_layers_per_block=(3,) * 6,
+        encoder_block_types=blocks,
+        decoder_block_types=blocks,
         upsample_block_type="interpolate",
         downsample_block_type="Conv",
         scaling_factor=0.41407,
-        **{f"{name}_{key}": value for name in ("encoder", "decoder") for key, value in side.items()},
     )

@@ -140,9 +140,8 @@ def transformer(width: int, layers: int, qk_norm: str | None = None) -> SanaTran
     """Return the library's module of a released width with random weights, float32 on the CPU."""
     from diffusers import SanaTransformer2DModel
 
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         return SanaTransformer2DModel(
             num_attention_heads=width // HEAD_DIM,
             attention_head_dim=HEAD_DIM,
@@ -152,8 +151,6 @@ def transformer(width: int, layers: int, qk_norm: str | None = None) -> SanaTran
             cross_attention_dim=width,
             qk_norm=qk_norm,
         ).requires_grad_(False)
-    finally:
-        torch.random.set_rng_state(state)
 
 
 def convert(model: M, dtype: torch.dtype) -> M:

@@ -17,7 +17,7 @@ from ..decode import DecodeOptions, decode_into
 from ..decode.device_memory import PeakMemory
 from ..memory import INSTRUCTION_TOKENS, plan_memory
 from ..model.forward import prepare, velocity
-from ..model.known_models import DECODERS, ENCODER_LAYERS, HEAD_DIM, MAX_TOKENS, TEXT_WIDTH, VARIANTS, WIDTHS
+from ..model.known_models import MAX_TOKENS, TEXT_WIDTH, VARIANTS
 from ..model.latents import CHANNELS, DOWNSCALE
 from ..model.weight_layout import arrange_convolutions, join_projections
 from ..runtime.accelerator import has_bf16
@@ -144,23 +144,13 @@ def measure_decode(report: Report, device: torch.device, dtype: torch.dtype, pix
     """As SANA Decode does it, beside diffusers' tiles."""
     from diffusers import AutoencoderDC
 
-    decoder = DECODERS["dc-ae-f32c32"]
-    blocks = ("ResBlock",) * decoder.local + ("EfficientViTBlock",) * (len(WIDTHS) - decoder.local)
-    scales = ((),) * decoder.local + ((5,),) * (len(WIDTHS) - decoder.local)
+    # the other sizes of the published one are the library's defaults
+    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
     # float16 overflows in it
     wide = torch.bfloat16 if dtype.itemsize == 2 else dtype
     with made_as(wide, device):
         model = AutoencoderDC(
-            attention_head_dim=HEAD_DIM,
-            encoder_block_types=blocks,
-            decoder_block_types=blocks,
-            encoder_block_out_channels=WIDTHS,
-            decoder_block_out_channels=WIDTHS,
-            encoder_layers_per_block=ENCODER_LAYERS,
-            decoder_layers_per_block=decoder.layers,
-            encoder_qkv_multiscales=scales,
-            decoder_qkv_multiscales=scales,
-            upsample_block_type="interpolate",
+            encoder_block_types=blocks, decoder_block_types=blocks, upsample_block_type="interpolate"
         ).requires_grad_(False)
     arrange_convolutions(model)
     cells = pixels // DOWNSCALE

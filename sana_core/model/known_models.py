@@ -143,8 +143,7 @@ DECODERS = {
     "dc-ae-f32c32": Decoder(WIDTHS, (3, 3, 3, 3, 3, 3), 3, 2, False, 159_223_171),
     "dc-ae-lite-f32c32": Decoder(WIDTHS, (0, 3, 5, 4, 4, 4), 6, 1, True, 268_154_124),
 }
-ENCODER_PARAMETERS = 153_027_104  # of either, and the blocks in its stages, of which 3 are local
-ENCODER_LAYERS = (2, 2, 2, 3, 3, 3)
+ENCODER_PARAMETERS = 153_027_104  # of either
 DC_AE_SCALE = 0.41407  # what latents are multiplied by
 
 GEMMA_WIDTHS = {2304: "gemma-2-2b", 3584: "gemma-2-9b", 4608: "gemma-2-27b"}

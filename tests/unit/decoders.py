@@ -10,17 +10,11 @@ def f32c32(divisor, **changes):
     torch.manual_seed(0)
     blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
     widths = tuple(width // divisor for width in (128, 256, 512, 512, 1024, 1024))
-    scales = ((), (), (), (5,), (5,), (5,))
     config = {
-        "attention_head_dim": 32,
         "encoder_block_types": blocks,
         "decoder_block_types": blocks,
         "encoder_block_out_channels": widths,
         "decoder_block_out_channels": widths,
-        "encoder_layers_per_block": (2, 2, 2, 3, 3, 3),
-        "decoder_layers_per_block": (3,) * 6,
-        "encoder_qkv_multiscales": scales,
-        "decoder_qkv_multiscales": scales,
         "upsample_block_type": "interpolate",
         "downsample_block_type": "Conv",
     }

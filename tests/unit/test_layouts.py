@@ -190,23 +190,8 @@ def test_dc_ae_loads_exactly(tmp_path, layout):
 
 
 def test_the_configuration_read_from_the_real_dc_aes_shapes_is_the_real_one(tmp_path):
-    both = {
-        "block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
-        "block_out_channels": (128, 256, 512, 512, 1024, 1024),
-        "qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
-    }
     with init_empty_weights():
-        model = AutoencoderDC(
-            latent_channels=32,
-            encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
-            decoder_layers_per_block=(3, 3, 3, 3, 3, 3),
-            downsample_block_type="Conv",
-            upsample_block_type="interpolate",
-            decoder_norm_types="rms_norm",
-            decoder_act_fns="silu",
-            scaling_factor=0.41407,
-            **{f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in both.items()},
-        )
+        model = layouts.released_autoencoder()
     info = sana_core.inspect_checkpoint(layouts.sparse(model, tmp_path / "dc-ae.safetensors"))
     assert settings(build_module(info)) == settings(model)
     assert info.size == 2 * 312_250_275
