@@ -1,22 +1,18 @@
 """The doctor on GPUs that compute, as `pretend_card` has them: what is right has no fault, what is broken is named."""
 
-import shutil
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from decoders import f32c32
 from pretend_card import pretend_cards
-from safetensors.torch import save_file
 from setup import ROOT
 
 from sana_core.doctor import Report, arithmetic, examine, figures
-from sana_core.doctor.files import check_files
 from sana_core.doctor.machine import describe_devices
 from sana_core.kernels import trial
 
-POSTERS, TINY = ROOT / "demo" / "sana-posters", ROOT / "tests" / "models" / "sana-tiny"
+POSTERS = ROOT / "demo" / "sana-posters"
 CYANOTYPE = ROOT / "demo" / "sana-posters-cyanotype.safetensors"
 CARD = torch.device("cuda", 0)
 
@@ -35,9 +31,6 @@ def cards(request, no_trials):
     """One GPU, or as many as a test is parametrized with."""
     with pretend_cards(getattr(request, "param", 1)) as cards:
         yield cards
-
-
-both = pytest.mark.parametrize("cards", [1, 2], indirect=True)
 
 
 def faults(report):
@@ -66,8 +59,8 @@ def test_tensors_of_several_devices_raise_and_bytes_are_counted():
         assert not cards.alive[CARD]
 
 
-@both
 @pytest.mark.slow
+@pytest.mark.parametrize("cards", [1, 2], indirect=True)
 def test_a_right_gpu_has_no_fault_in_any_section(cards, monkeypatch):
     # smaller, for a CPU computes
     monkeypatch.setattr(figures, "STEPS", {True: (("0.6B", 128),)})
@@ -84,7 +77,7 @@ def test_a_right_gpu_has_no_fault_in_any_section(cards, monkeypatch):
     assert ("decode on two devices" in rights(report)) == (torch.cuda.device_count() == 2)
 
 
-@pytest.mark.parametrize("cards", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True)
+@pytest.mark.parametrize("cards", [2], indirect=True)
 def test_the_bundled_model_s_image_and_decodes_are_right_on_a_gpu(cards):
     report = Report(seconds=1000)
     describe_devices(report)
@@ -92,7 +85,7 @@ def test_the_bundled_model_s_image_and_decodes_are_right_on_a_gpu(cards):
     arithmetic.check_decode(report, CARD)
     assert not report.faults, report.markdown()
     assert rights(report) >= {"image of the bundled model", "decode in strips", "decode out of memory"}
-    assert ("decode on two devices" in rights(report)) == (torch.cuda.device_count() == 2)
+    assert "decode on two devices" in rights(report)
     # all that was taken is given back
     assert not any(cards.alive.values())
 
@@ -110,51 +103,6 @@ def test_a_gpu_without_triton_says_which_kernels_are_missing_and_why(monkeypatch
     assert faults(report).keys() == {"fused kernels, bfloat16", "fused kernels, float16"}
     for got in faults(report).values():
         assert all(f"not {name} (" in got for name in trial.TRIALS) and "triton" in got
-
-
-def test_attention_that_a_pack_has_replaced_is_named_on_a_gpu(cards, monkeypatch):
-    own = F.scaled_dot_product_attention
-
-    def coarse(query, key, value, **options):
-        return own(query.to(torch.float8_e4m3fn).to(query.dtype), key, value, **options)
-
-    right, wrong = Report(), Report()
-    arithmetic.check_attention(right, CARD, torch.float16)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", coarse)
-    arithmetic.check_attention(wrong, CARD, torch.float16)
-    assert not right.faults and faults(wrong).keys() == {"attention, float16"}
-
-
-def flip(folder):
-    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1000] ^= 1
-    file.write_bytes(content)
-
-
-def swap(folder):
-    shutil.rmtree(folder / "vae")
-    shutil.copytree(TINY / "vae", folder / "vae")
-
-
-@pytest.mark.parametrize("broken", [flip, swap])
-def test_a_broken_bundled_model_is_found_on_a_gpu(cards, tmp_path, monkeypatch, broken):
-    folder = shutil.copytree(POSTERS, tmp_path / "model")
-    broken(folder)
-    monkeypatch.setattr(arithmetic, "BUNDLED", folder)
-    report = Report()
-    arithmetic.check_bundled(report, CARD)
-    assert "files of the bundled model" in faults(report)
-    assert ("image of the bundled model" in faults(report)) == (broken is swap)
-
-
-@pytest.mark.slow
-def test_a_users_files_that_are_broken_are_found_on_a_gpu(cards, tmp_path):
-    vae = tmp_path / "dc-ae.safetensors"
-    save_file({name: tensor.bfloat16() for name, tensor in f32c32(1).state_dict().items()}, vae)
-    report = Report(seconds=5000)
-    check_files(report, [POSTERS, POSTERS / "transformer", vae], CARD)
-    assert faults(report).keys() == {"dc-ae.safetensors, round trip"}, report.markdown()
 
 
 def test_a_gpu_that_computes_something_else_is_found(cards, monkeypatch):
