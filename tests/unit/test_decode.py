@@ -228,19 +228,19 @@ def test_a_panel_is_planned_with_a_halo_on_both_sides():
 
 @pytest.mark.parametrize("height, width", [(2**a, 2**b) for a in (4, 7, 8) for b in (4, 7, 8)] + [(128, 512)])
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(height, width, accelerator):
-    from sana_core.decode.plan import global_demand, local_demand
-
-    stages = decoder_stages(f32c32_layout())
+@pytest.mark.parametrize("kind", [f32c32, lite])
+def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(kind, height, width, accelerator):
+    with torch.device("meta"):
+        stages = decoder_stages(kind(1))
     planner = Planner(stages, height, width, torch.bfloat16, accelerator)
-    for budget in (1e9, 4e9, 1e11, 1e15):
-        plan = planner.fitting(budget)
-        if plan is None:
+    for budget in (planner.floor().peak_bytes, 1e9, 4e9, 1e11, 1e15):
+        found = planner.fitting(budget)
+        if found is None:
             continue
         size = stages, planner.height, planner.width
-        tail = local_demand(*size, plan.strip, accelerator, plan.workspace.buffer)
-        head = global_demand(*size, plan.attention_rows, 2, accelerator)
-        assert max(tail.largest, head.largest, 2 * plan.workspace.buffer) < 2**31
+        tail = plan.local_demand(*size, found.strip, accelerator, found.workspace.buffer)
+        head = plan.global_demand(*size, found.attention_rows, 2, accelerator)
+        assert max(tail.largest, head.largest, 2 * found.workspace.buffer) < 2**31
 
 
 class Largest(TorchDispatchMode):

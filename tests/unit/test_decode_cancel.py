@@ -4,20 +4,14 @@ import threading
 
 import pytest
 import torch
+from decoders import noise
+from test_decode_faults import Cancelled
 
 from sana_core import decode_latents, encode_images
 from sana_core.decode import Tiles
 from sana_core.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's, which is no Exception."""
-
-
-def noise(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def run(bundled, method, poll):

@@ -112,7 +112,7 @@ def test_memory_that_runs_out_while_encoding(bundled, monkeypatch):
 
 
 class Cancelled(BaseException):
-    pass
+    """As ComfyUI's, which is no Exception."""
 
 
 @pytest.mark.usefixtures("frozen_heap")
