@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..runtime.accelerator import free_bytes
 from ..runtime.cancellation import Poll, Polled, no_poll
 from ..runtime.checks import check_finite, check_name
-from .oom import plan_after_oom
+from .oom import OomRetry
 from .plan import Plan, Planner
 from .row_partition import RowPartition, empty_partition
 from .run import BUDGET
@@ -74,13 +74,8 @@ def encode_one(
     if plan.method == "whole":
         with Polled(poll):
             return encoder(channels_last(image, like))
-    while True:
-        try:
-            return in_strips(encoder, stages, plan, image, like, poll)
-        except Exception as error:
-            failures: list[BaseException] = [error]
-        # outside the handler, which would keep the failed work's tensors alive
-        plan = plan_after_oom(planner, plan, failures)
+    retry = OomRetry(planner, plan, {"events": []})
+    return retry.run(lambda: in_strips(encoder, stages, retry.plan, image, like, poll))
 
 
 def in_strips(

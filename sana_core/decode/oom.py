@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,21 +18,7 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
 
-
-def plan_after_oom(planner: Planner, plan: Plan, failures: list[BaseException]) -> Plan:
-    """Return the plan in strips to go on with after the one error in `failures`, with half the budget; empty the list.
-
-    Raises the error if it is another one than memory, or if there is no smaller plan. In a list, because a frame that
-    holds what it raises is a cycle, and keeps all its tensors until the garbage collector comes.
-    """
-    if not is_out_of_memory(failures[0]):
-        raise failures.pop()
-    release_memory_of(failures[0])
-    following = smaller(planner, plan)
-    if following is None:
-        raise failures.pop()
-    failures.clear()
-    return following
+T = TypeVar("T")
 
 
 class OomRetry:
@@ -50,25 +36,42 @@ class OomRetry:
         return self.made
 
     def shrink(self, failures: list[BaseException]) -> None:
-        """Take half the budget after the one error in `failures`, or raise it, as `plan_after_oom` does."""
+        """Take half the budget after the one error in `failures`, and empty the list.
+
+        Raises the error if it is another one than memory, or if there is no smaller plan. In a list, because a frame
+        that holds what it raises is a cycle, and keeps all its tensors until the garbage collector comes.
+        """
         self.made = None
-        self.plan = plan_after_oom(self.planner, self.plan, failures)
-        self.report.update(self.plan.report(self.planner.stages))
+        if not is_out_of_memory(failures[0]):
+            raise failures.pop()
+        release_memory_of(failures[0])
+        following = smaller(self.planner, self.plan)
+        if following is None:
+            raise failures.pop()
+        failures.clear()
+        self.plan = following
+        self.report.update(following.report(self.planner.stages))
         self.report["events"].append(f"out of memory, went on with {self.report['plan']}")
 
-    def global_stage(self, decoder: Decoder, stages: Stages, latents: torch.Tensor, poll: Poll) -> RowPartition:
+    def run(self, work: Callable[[], T]) -> T:
+        """Return what `work` makes, which begins again with half the budget each time that memory runs out."""
         while True:
-            failures: list[BaseException] = []
             try:
-                x = project_latents(decoder, latents)
-                for block, scale in global_blocks(decoder, stages):
-                    x = global_block(block, x, self.plan.attention_rows, scale, self.workspace(latents), poll)
-                return x
+                return work()
             except Exception as error:
-                failures.append(error)
-            # outside the handler, which would keep the failed work's tensors alive; from the latents on, for a block
-            # works in place
+                failures: list[BaseException] = [error]
+            # outside the handler, which would keep the failed work's tensors alive
             self.shrink(failures)
+
+    def global_stage(self, decoder: Decoder, stages: Stages, latents: torch.Tensor, poll: Poll) -> RowPartition:
+        def attempt() -> RowPartition:
+            # from the latents on, for a block works in place
+            x = project_latents(decoder, latents)
+            for block, scale in global_blocks(decoder, stages):
+                x = global_block(block, x, self.plan.attention_rows, scale, self.workspace(latents), poll)
+            return x
+
+        return self.run(attempt)
 
     def local_stage(
         self, decoder: Decoder, stages: Stages, boundary: RowPartition, poll: Poll
