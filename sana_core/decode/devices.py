@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -76,14 +76,14 @@ class Workers:
         self.devices = placed
         self.decoders = [copies[device] for device in placed]
 
-    def drop(self, failure: Failure, report: dict[str, Any]) -> None:
+    def drop(self, failure: Failure, events: list[str]) -> None:
         """Leave the worker of `failure` out. Raises its error if it was the last."""
         device = self.devices.pop(failure.worker)
         self.decoders.pop(failure.worker)
         error = release_memory_of(failure.error)
         if not self.devices:
             raise error
-        report["events"].append(f"{device} failed ({type(error).__name__}), its rows went to the others")
+        events.append(f"{device} failed ({type(error).__name__}), its rows went to the others")
 
 
 def copy_to(device: torch.device, decoder: Decoder) -> Decoder:
@@ -118,7 +118,7 @@ def recover(workers: Workers, failures: list[Failure], retry: OomRetry) -> None:
         retry.shrink([short[0].error])
         failures = [failure for failure in failures if failure not in short]
     for failure in sorted(failures, key=lambda one: -one.worker):
-        workers.drop(failure, retry.report)
+        workers.drop(failure, retry.report["events"])
 
 
 def shared_global_stage(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -74,7 +74,7 @@ class Plan:
         attention = "whole" if self.attention_rows is None else f"{self.attention_rows} latent rows at a time"
         return f"{strips}; attention {attention}"
 
-    def report(self, stages: Stages) -> dict[str, Any]:
+    def report(self, stages: Stages) -> dict[str, object]:
         """Return what the report of a decode says of the plan."""
         return {"method": self.method, "plan": self.words(stages), "predicted_bytes": self.peak_bytes}
 
