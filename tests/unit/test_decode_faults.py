@@ -175,11 +175,22 @@ def test_a_device_that_fails_gives_its_rows_to_the_others(bundled, monkeypatch, 
     assert report["events"] == ["cpu failed (OSError), its rows went to the others"]
 
 
-@pytest.mark.parametrize("where", ["score_pieces", "attend_rows", "pixel_rows"])
-def test_memory_that_runs_out_on_a_device_makes_the_strips_smaller_and_keeps_the_device(bundled, monkeypatch, where):
+@pytest.mark.parametrize(
+    "module, where, calls",
+    [
+        (devices, "score_pieces", 2),
+        (devices, "attend_rows", 2),
+        (devices, "pixel_rows", 2),
+        (streaming, "convolve", 60),
+    ],
+)
+def test_memory_that_runs_out_on_a_device_makes_the_strips_smaller_and_keeps_the_device(
+    bundled, monkeypatch, module, where, calls
+):
+    """In the last case in the midst of a device's rows, of which some are out."""
     latents = noise(1, 32, 16, 12)
     expected = decode_latents(bundled, latents, devices=["cpu"])
-    monkeypatch.setattr(devices, where, Fails(getattr(devices, where), 2))
+    monkeypatch.setattr(module, where, Fails(getattr(module, where), calls))
     report = {}
     assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * 2, report=report), expected)
     (event,) = report["events"]
