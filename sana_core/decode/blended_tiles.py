@@ -23,11 +23,8 @@ def tile_starts(length: int, tile: int, overlap: int) -> list[int]:
 
 def ramps(length: int, tile: int, starts: list[int]) -> torch.Tensor:
     """Return the weight [tiles, length] of each tile at each place: linear where tiles overlap, 1 in all."""
-    weights = torch.zeros(len(starts), length, dtype=torch.float64)
-    place = torch.arange(length, dtype=torch.float64) + 0.5
-    for index, start in enumerate(starts):
-        inside = torch.minimum(place - start, start + tile - place).clamp(min=0)
-        weights[index] = inside
+    place, begin = torch.arange(length).double() + 0.5, torch.tensor(starts).double()[:, None]
+    weights = torch.minimum(place - begin, begin + tile - place).clamp(min=0)
     return (weights / weights.sum(0)).float()
 
 
