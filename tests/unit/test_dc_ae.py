@@ -52,15 +52,28 @@ def test_the_authors_files_compute_what_the_authors_code_computes(tmp_path, vari
 
 
 @pytest.mark.parametrize("variant", mit_dc_ae.RELEASED)
-def test_every_tensor_of_a_released_file_has_its_place(tmp_path, variant):
-    shapes = mit_dc_ae.shapes(mit_dc_ae.RELEASED[variant])
+def test_every_tensor_of_a_released_file_has_its_place_and_the_configuration_is_the_released_one(tmp_path, variant):
+    config = mit_dc_ae.RELEASED[variant]
+    shapes = mit_dc_ae.shapes(config)
     info = sana_core.inspect_checkpoint(layouts.sparse(shapes, tmp_path / "model.safetensors"))
     assert (info.kind, info.variant, info.layout) == ("autoencoder", variant, "original")
     assert {origin.name for origin in info.origins.values()} == shapes.keys()
-    built = dict(build_module(info).named_parameters())
-    assert info.headers.keys() == built.keys()
+    module = build_module(info)
+    parameters, built = dict(module.named_parameters()), module.config
+    assert info.headers.keys() == parameters.keys()
     # linear layers of the library's are convolutions of one pixel there
-    assert all(without_ones(info.headers[name].shape) == without_ones(built[name].shape) for name in built)
+    assert all(without_ones(info.headers[name].shape) == without_ones(each.shape) for name, each in parameters.items())
+    library = {mit_dc_ae.RES: "ResBlock", mit_dc_ae.EVIT: "EfficientViTBlock"}
+    for side in ("encoder", "decoder"):
+        half = getattr(config, side)
+        assert built[f"{side}_block_types"] == tuple(library[kind] for kind in half.types)
+        assert built[f"{side}_block_out_channels"] == half.widths
+        assert built[f"{side}_layers_per_block"] == half.depths
+        assert built[f"{side}_qkv_multiscales"] == tuple((5,) if kind == mit_dc_ae.EVIT else () for kind in half.types)
+    upsampling = {"InterpolateConv": "interpolate", "ConvPixelShuffle": "pixel_shuffle"}[config.upsampling]
+    assert (built.upsample_block_type, built.downsample_block_type) == (upsampling, "Conv")
+    assert (built.decoder_conv_act_fn, built.scaling_factor) == (config.out_act, 0.41407)
+    assert (built.latent_channels, built.attention_head_dim) == (32, mit_dc_ae.DIM)
 
 
 def without_ones(shape):
@@ -88,24 +101,6 @@ def test_lite_in_the_library_s_layout_loads_exactly_and_is_not_taken_for_the_lar
     latents = noise(1, 32, 2, 3)
     with torch.no_grad():
         assert torch.equal(loaded.decode(latents).sample, model.decode(latents).sample)
-
-
-@pytest.mark.parametrize("variant", mit_dc_ae.RELEASED)
-def test_the_configuration_read_from_released_shapes_is_the_released_one(tmp_path, variant):
-    config = mit_dc_ae.RELEASED[variant]
-    shapes = mit_dc_ae.shapes(config)
-    built = build_module(sana_core.inspect_checkpoint(layouts.sparse(shapes, tmp_path / "model.safetensors"))).config
-    library = {mit_dc_ae.RES: "ResBlock", mit_dc_ae.EVIT: "EfficientViTBlock"}
-    for side in ("encoder", "decoder"):
-        half = getattr(config, side)
-        assert built[f"{side}_block_types"] == tuple(library[kind] for kind in half.types)
-        assert built[f"{side}_block_out_channels"] == half.widths
-        assert built[f"{side}_layers_per_block"] == half.depths
-        assert built[f"{side}_qkv_multiscales"] == tuple((5,) if kind == mit_dc_ae.EVIT else () for kind in half.types)
-    upsampling = {"InterpolateConv": "interpolate", "ConvPixelShuffle": "pixel_shuffle"}[config.upsampling]
-    assert (built.upsample_block_type, built.downsample_block_type) == (upsampling, "Conv")
-    assert (built.decoder_conv_act_fn, built.scaling_factor) == (config.out_act, 0.41407)
-    assert (built.latent_channels, built.attention_head_dim) == (32, mit_dc_ae.DIM)
 
 
 @torch.no_grad()
