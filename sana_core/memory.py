@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TypedDict
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from .decode.plan import Planner
 from .decode.run import TILES
 from .decode.stages import Stages
+from .errors import InputError
 from .model.known_models import (
     DECODERS,
     ENCODER_PARAMETERS,
@@ -182,25 +184,19 @@ def plan_memory(
 
 def plan_decode(planner: Planner, decoder: Decoder, item: int) -> DecodePlan:
     """Return the bytes of decoding an image by each method, with weights of `item` bytes."""
-    strips = planner.strips(float("inf")).peak_bytes
+    strips, whole = planner.strips(float("inf")).peak_bytes, None
+    with suppress(InputError):
+        whole = planner.whole().peak_bytes
     return {
         "weights": (decoder.parameters + ENCODER_PARAMETERS) * item,
         "activations": strips,
         "methods": {
-            "whole": whole_bytes(planner),
+            "whole": whole,
             "tiles": planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes,
             "strips": strips,
             "smallest": planner.floor().peak_bytes,
         },
     }
-
-
-def whole_bytes(planner: Planner) -> int | None:
-    """Return the bytes beyond weights and images of decoding one image at once, None where that cannot work."""
-    try:
-        return planner.whole().peak_bytes
-    except ValueError:
-        return None
 
 
 def fitting_cards(plan: MemoryPlan) -> str:
