@@ -46,8 +46,8 @@ class Split:
             try:
                 return self.step(x, work, parts, poll)
             except MemberFailed as failed:
-                failure = failed
-            # outside the handler, which would keep the failed work's tensors alive
+                # without its frames, which would keep the failed step's tensors alive, and outside the handler too
+                failure = failed.with_traceback(None)
             self.drop(failure.member, release_memory_of(failure.error))
 
     def step(self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int, poll: Poll) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """A picture that several devices share, against the library's forward and against itself on other numbers of them."""
 
+import weakref
 from threading import Event, Timer
 from threading import enumerate as enumerate_threads
 
@@ -191,6 +192,24 @@ def test_a_member_that_fails_is_left_out_and_the_picture_is_the_same(step, faili
     assert torch.equal(got, expected)
     assert split.living == sorted({0, 1, 2} - failing)
     assert caplog.text.count("its rows of the image go to the others") == len(failing)
+
+
+def test_a_failed_step_s_tensors_are_gone_when_it_begins_again():
+    held = []
+
+    def work(shard):
+        if len(split.living) == 1:
+            assert all(each() is None for each in held)
+            return shard.x
+        mine = torch.zeros(1000)
+        held.append(weakref.ref(mine))
+        if shard.member == 0:
+            raise torch.OutOfMemoryError("out of memory")
+        # until it is told that the other has failed
+        return shard.ops.exchange.all_reduce(mine)
+
+    split, x = Split([CPU] * 2), torch.randn(1, 32, 9, 16)
+    assert torch.equal(split.run(x, work), x) and len(held) == 2
 
 
 def test_the_last_member_says_why_it_failed_and_a_mistake_is_no_failure_of_a_device(step):
