@@ -122,8 +122,8 @@ def decode_rows(
             f"devices: got {len(devices or ())} for method {method}, which runs on the VAE's; choose method "
             "auto or strips, or no devices"
         )
-    stages = decoder_stages(autoencoder)
-    planner = Planner(stages, *latents.shape[2:], like.dtype, own.type != "cpu", same_bits=method == "strips")
+    stages, (height, width) = decoder_stages(autoencoder), latents.shape[2:]
+    planner = Planner(stages, height, width, like.dtype, own.type != "cpu", same_bits=method == "strips")
     workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
     if max_bytes is None:
         max_bytes = int(BUDGET * min(free_bytes(device) for device in (workers.devices if workers else [own])))
