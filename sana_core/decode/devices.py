@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
 
 SECONDS = 0.02  # between two polls of the thread that waits
+# strips that a device goes on with while the one before is taken
+AHEAD = 2
 T = TypeVar("T")
 
 
@@ -61,6 +64,16 @@ class Failure(Exception):
     def __init__(self, worker: int, error: BaseException) -> None:
         super().__init__(str(error))
         self.worker, self.error = worker, error
+
+
+@dataclass
+class Task:
+    """Rows of the boundary map that a worker takes to pixels, up to `bottom`; `row` is the next one of pixels."""
+
+    worker: int
+    strips: Iterator[torch.Tensor]
+    row: int
+    bottom: int
 
 
 class Workers:
@@ -235,36 +248,38 @@ def shared_local_stage(
     What a failing worker leaves goes back into `waiting`, and its failure is among those that are returned.
     """
     failures: list[Failure] = []
-    idle, stop = list(range(len(workers.devices))), threading.Event()
-    # the work on a strip: who is at it, the strips of its range, the first row of pixels, and where the range ends
-    running: dict[Future[torch.Tensor | None], tuple[int, Iterator[torch.Tensor], int, int]] = {}
+    running: dict[Future[torch.Tensor | None], Task] = {}
+    stop = threading.Event()
 
     def check() -> None:
         if stop.is_set():
             raise Stopped
 
     with ExitStack() as stack:
-        threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in idle]
+        threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in workers.devices]
         stack.callback(stop.set)
-        while running or (idle and waiting):
-            while idle and waiting:
-                index, (top, bottom) = idle.pop(0), waiting.pop(0)
+        while True:
+            busy = {task.worker for task in running.values()} | {failure.worker for failure in failures}
+            for index in sorted(set(range(len(threads))) - busy)[: len(waiting)]:
+                top, bottom = waiting.pop(0)
                 strips = range_rows(workers, index, stages, boundary, plan, range(top, bottom), check)
-                running[threads[index].submit(next_rows, strips)] = index, strips, top * stages.stride, bottom
+                task = Task(index, strips, top * stages.stride, bottom)
+                running |= {threads[index].submit(next_rows, strips): task for _ in range(AHEAD)}
+            if not running:
+                return failures
             poll()
-            for future in wait(running, SECONDS, FIRST_COMPLETED).done:
-                index, strips, row, bottom = running.pop(future)
-                error = future.exception()
+            done = wait(running, SECONDS, FIRST_COMPLETED).done
+            # of a device in the order of its strips
+            for future in [each for each in running if each in done]:
+                task, error = running.pop(future), future.exception()
                 if error is not None:
                     # from the last whole row of the boundary map; a few rows of pixels are made twice
-                    waiting.append((row // stages.stride, bottom))
-                    failures.append(Failure(index, error))
-                elif (pixels := future.result()) is None:
-                    idle.append(index)
-                else:
-                    running[threads[index].submit(next_rows, strips)] = index, strips, row + pixels.shape[2], bottom
+                    waiting.append((task.row // stages.stride, task.bottom))
+                    failures.append(Failure(task.worker, error))
+                elif (pixels := future.result()) is not None:
+                    running[threads[task.worker].submit(next_rows, task.strips)] = task
+                    row, task.row = task.row, task.row + pixels.shape[2]
                     yield row, pixels
-    return failures
 
 
 def range_rows(
