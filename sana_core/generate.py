@@ -169,12 +169,8 @@ def make_workload(
 ) -> Workload:
     """Return what is generated. Raises InputError for inputs that do not fit the model, the settings or each other."""
     encoded = None
-    embeds = Embeds(
-        options.get("prompt_embeds"),
-        options.get("prompt_attention_mask"),
-        options.get("negative_prompt_embeds"),
-        options.get("negative_prompt_attention_mask"),
-    )
+    given: Json = {**options}
+    embeds = Embeds(*map(given.get, Embeds._fields))
     if embeds.prompt_embeds is not None:
         if prompts is not None:
             raise InputError("prompt_embeds: got them beside prompts, expected one of both; give None as prompts")
