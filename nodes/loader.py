@@ -1,6 +1,7 @@
 """Model files to MODEL, CLIP and VAE."""
 
 from inspect import cleandoc
+from pathlib import Path
 
 from comfy_api.latest import io
 
@@ -83,13 +84,48 @@ def load_whole(
     return io.NodeOutput(patcher, load_clip(path, reference), load_vae(path))
 
 
-class SanaNodesLoader(io.ComfyNode):
+class FileNode:
+    """A node whose input `field` is the name of a file in ComfyUI's folder `kind`."""
+
+    field: str
+    kind: str
+
+    @classmethod
+    def find(cls, name: str) -> Path:
+        return find_file(cls.kind, name)
+
+    @classmethod
+    def file_input(cls) -> io.Combo.Input:
+        return io.Combo.Input(cls.field, options=list_files(cls.kind), tooltip=f"A file in models/{cls.kind}.")
+
+    @classmethod
+    def validate_inputs(
+        cls, model=None, model_name=None, text_encoder_name=None, vae_name=None, control_net_name=None, lora_name=None
+    ):
+        # names here are not held against the widget's list: a missing file is answered when it is loaded, with its size
+        # and link, and not where nothing wants it
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs) -> str:
+        from .host.file_stats import file_stat
+
+        return file_stat(lambda: cls.find(inputs.get(cls.field)))
+
+
+class SanaNodesLoader(FileNode, io.ComfyNode):
     """
     Loads a whole SANA model: the model itself, the text encoder Gemma 2 as CLIP, and the VAE.
 
     Put diffusers folders into models/diffusers, all-in-one files into models/checkpoints. "sana-posters (bundled)"
     is the demo model of the pack: simple scenes at 512 x 512 on any computer.
     """
+
+    field = "model"
+
+    @classmethod
+    def find(cls, name: str) -> Path:
+        return model_path(name)
 
     @classmethod
     def define_schema(cls):
@@ -119,17 +155,6 @@ class SanaNodesLoader(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model: str | None = None):
-        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
-        return True
-
-    @classmethod
-    def fingerprint_inputs(cls, model: str | None = None, **others) -> str:
-        from .host.file_stats import file_stat
-
-        return file_stat(lambda: model_path(model))
-
-    @classmethod
     def execute(
         cls,
         model: str,
@@ -141,12 +166,14 @@ class SanaNodesLoader(io.ComfyNode):
         return load_whole(model, cls.hidden.unique_id, weight_dtype, pixels(resolution), reference, quantise)
 
 
-class SanaNodesModelLoader(io.ComfyNode):
+class SanaNodesModelLoader(FileNode, io.ComfyNode):
     """
     Loads a SANA model from one file, .safetensors or .pth, in diffusers' or NVIDIA's layout.
 
     If a model comes in several files, choose the first. A config.json in the same folder is read.
     """
+
+    field, kind = "model_name", "diffusion_models"
 
     @classmethod
     def define_schema(cls):
@@ -157,9 +184,7 @@ class SanaNodesModelLoader(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["sana unet", "sana transformer", "load sana model", "sana pth"],
             inputs=[
-                io.Combo.Input(
-                    "model_name", options=list_files("diffusion_models"), tooltip="A file in models/diffusion_models."
-                ),
+                cls.file_input(),
                 weight_dtype_input(),
                 resolution_input(),
                 reference_input(),
@@ -168,17 +193,6 @@ class SanaNodesModelLoader(io.ComfyNode):
             outputs=[io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders.")],
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def validate_inputs(cls, model_name: str | None = None):
-        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
-        return True
-
-    @classmethod
-    def fingerprint_inputs(cls, model_name: str | None = None, **others) -> str:
-        from .host.file_stats import file_stat
-
-        return file_stat(lambda: find_file("diffusion_models", model_name))
 
     @classmethod
     def execute(
@@ -192,18 +206,19 @@ class SanaNodesModelLoader(io.ComfyNode):
         from .host.load_model import load_model, model_text
         from .host.report import show_under_node
 
-        path = find_file("diffusion_models", model_name)
-        model = load_model(path, weight_dtype, pixels(resolution), reference, quantise)
+        model = load_model(cls.find(model_name), weight_dtype, pixels(resolution), reference, quantise)
         show_under_node(model_text(model), cls.hidden.unique_id)
         return io.NodeOutput(model)
 
 
-class SanaNodesTextEncoderLoader(io.ComfyNode):
+class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
     """
     Loads SANA's text encoder, Gemma-2-2b-it, from one file with its tokenizer inside or from a downloaded folder.
 
     The gemma_2_2b file that other models use works. ComfyUI's CLIPLoader with type pixeldit gives nearly the same.
     """
+
+    field, kind = "text_encoder_name", "text_encoders"
 
     @classmethod
     def define_schema(cls):
@@ -214,9 +229,7 @@ class SanaNodesTextEncoderLoader(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["gemma loader", "sana clip", "load gemma 2"],
             inputs=[
-                io.Combo.Input(
-                    "text_encoder_name", options=list_files("text_encoders"), tooltip="A file in models/text_encoders."
-                ),
+                cls.file_input(),
                 io.Combo.Input(
                     "reference",
                     options=list(READINGS),
@@ -229,29 +242,20 @@ class SanaNodesTextEncoderLoader(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, text_encoder_name: str | None = None):
-        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
-        return True
-
-    @classmethod
-    def fingerprint_inputs(cls, text_encoder_name: str | None = None, **others) -> str:
-        from .host.file_stats import file_stat
-
-        return file_stat(lambda: find_file("text_encoders", text_encoder_name))
-
-    @classmethod
     def execute(cls, text_encoder_name: str, reference: str = AUTO) -> io.NodeOutput:
         from .host.clip import load_clip
 
-        return io.NodeOutput(load_clip(find_file("text_encoders", text_encoder_name), reference))
+        return io.NodeOutput(load_clip(cls.find(text_encoder_name), reference))
 
 
-class SanaNodesVAELoader(io.ComfyNode):
+class SanaNodesVAELoader(FileNode, io.ComfyNode):
     """
     Loads SANA's VAE, DC-AE f32c32 1.0, 1.1 or Lite, in diffusers' or the original layout.
 
     Take 1.1. Lite needs less memory and time; details differ slightly. Any of them fits every SANA model.
     """
+
+    field, kind = "vae_name", "vae"
 
     @classmethod
     def define_schema(cls):
@@ -261,26 +265,15 @@ class SanaNodesVAELoader(io.ComfyNode):
             category="SANA/loaders",
             description=cleandoc(cls.__doc__),
             search_aliases=["dc-ae", "sana vae", "load dc-ae", "dc-ae-lite"],
-            inputs=[io.Combo.Input("vae_name", options=list_files("vae"), tooltip="A file in models/vae.")],
+            inputs=[cls.file_input()],
             outputs=[io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode.")],
         )
-
-    @classmethod
-    def validate_inputs(cls, vae_name: str | None = None):
-        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
-        return True
-
-    @classmethod
-    def fingerprint_inputs(cls, vae_name: str | None = None, **others) -> str:
-        from .host.file_stats import file_stat
-
-        return file_stat(lambda: find_file("vae", vae_name))
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
         from .host.vae import load_vae
 
-        return io.NodeOutput(load_vae(find_file("vae", vae_name)))
+        return io.NodeOutput(load_vae(cls.find(vae_name)))
 
 
 NODES = [SanaNodesLoader, SanaNodesModelLoader, SanaNodesTextEncoderLoader, SanaNodesVAELoader]

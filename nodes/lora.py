@@ -5,18 +5,20 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.runtime.checks import check_number
-from .host.folders import find_file, list_files
+from .loader import FileNode
 
 LARGEST_STRENGTH = 100.0
 
 
-class SanaNodesLoraLoader(io.ComfyNode):
+class SanaNodesLoraLoader(FileNode, io.ComfyNode):
     """
     Puts a LoRA on a SANA model and says how much of it fits. Chain several for several LoRAs.
 
     It reads the files of diffusers and PEFT, kohya, OneTrainer, SimpleTuner and ComfyUI. ComfyUI's own LoRA loaders
     work too, but do not say so when nothing fits.
     """
+
+    field, kind = "lora_name", "loras"
 
     @classmethod
     def define_schema(cls):
@@ -29,7 +31,7 @@ class SanaNodesLoraLoader(io.ComfyNode):
             search_aliases=["sana lora", "apply lora", "peft"],
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL of a SANA loader, or of another SANA Load LoRA."),
-                io.Combo.Input("lora_name", options=list_files("loras"), tooltip="A file in models/loras."),
+                cls.file_input(),
                 io.Float.Input("strength_model", **strength, tooltip="0 changes nothing; negative values are allowed."),
                 io.Clip.Input("clip", optional=True, tooltip="For a LoRA that was trained on the text encoder too."),
                 io.Float.Input("strength_clip", **strength, optional=True, tooltip="The strength on the text encoder."),
@@ -40,17 +42,6 @@ class SanaNodesLoraLoader(io.ComfyNode):
             ],
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def validate_inputs(cls, lora_name: str | None = None):
-        # a missing file is answered when it is loaded, with its size and link, and not where nothing wants it
-        return True
-
-    @classmethod
-    def fingerprint_inputs(cls, lora_name: str | None = None, **others) -> str:
-        from .host.file_stats import file_stat
-
-        return file_stat(lambda: find_file("loras", lora_name))
 
     @classmethod
     def execute(
@@ -65,7 +56,7 @@ class SanaNodesLoraLoader(io.ComfyNode):
             check_links(clip=clip)
         for field, value in (("strength_model", strength_model), ("strength_clip", strength_clip)):
             check_number(field, value, -LARGEST_STRENGTH, LARGEST_STRENGTH)
-        model, clip, report = apply_lora(model, clip, find_file("loras", lora_name), strength_model, strength_clip)
+        model, clip, report = apply_lora(model, clip, cls.find(lora_name), strength_model, strength_clip)
         show_under_node(report, cls.hidden.unique_id)
         return io.NodeOutput(model, clip)
 
