@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from comfy.patcher_extension import WrappersMP
 
@@ -23,40 +23,21 @@ SPLIT = "sana_split"
 # of the transformer's weights
 WEIGHTS = "diffusion_model."
 
-
-class Known(NamedTuple):
-    """`travels`: a cluster has it too, or generates the same without; `trains`: training sees the same model."""
-
-    travels: bool
-    trains: bool
-
-
-KNOWN = {
-    # the loader's, on every SANA model that needs it
-    CORE_NODES: Known(travels=True, trains=True),
-    KEEP: Known(travels=True, trains=True),
-    SHARED_MASK: Known(travels=True, trains=True),
-    SPRINT: Known(travels=True, trains=True),
-    # guidance, whose settings travel as attachments
-    INTERVAL: Known(travels=True, trains=False),
-    PERTURBED: Known(travels=True, trains=False),
-    # SANA Split Image's and MultiGPU CFG Split's: more devices generate the same
-    SPLIT: Known(travels=True, trains=False),
-    "multigpu": Known(travels=True, trains=False),
-    "multigpu_options": Known(travels=True, trains=False),
-}
+# the loader's, on every SANA model that needs it: training sees the same model
+LOADED = {CORE_NODES, KEEP, SHARED_MASK, SPRINT}
+# what a cluster has too, or generates the same without: those, guidance, whose settings travel as attachments, and what
+# lets more devices generate the same, of SANA Split Image and of MultiGPU CFG Split
+TRAVELLING = LOADED | {INTERVAL, PERTURBED, SPLIT, "multigpu", "multigpu_options"}
 
 
 def staying(model: ModelPatcher) -> set[str]:
     """Return the patches of MODEL that cannot go to another machine: functions, unknown kinds, other weights."""
-    found = {name for name in patches_of(model) if name not in KNOWN or not KNOWN[name].travels}
-    return found | {key for key in model.patches if not key.startswith(WEIGHTS)}
+    return (patches_of(model) - TRAVELLING) | {key for key in model.patches if not key.startswith(WEIGHTS)}
 
 
 def untrained(model: ModelPatcher) -> set[str]:
     """Return the patches of MODEL that training, which begins at its file, does not see."""
-    found = {name for name in patches_of(model) if name not in KNOWN or not KNOWN[name].trains}
-    return found | ({"LoRA"} if model.patches else set())
+    return (patches_of(model) - LOADED) | ({"LoRA"} if model.patches else set())
 
 
 def unshared(model: ModelPatcher, conds: dict) -> set[str]:
