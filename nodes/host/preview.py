@@ -1,7 +1,7 @@
 """Live previews by TAESANA, a small decoder for SANA's latents, where the user has put it into models/vae_approx.
 
-Its architecture is the f32 decoder of https://github.com/madebyollin/taesd: residual blocks of three 3x3 convolutions,
-doubled in size five times. ComfyUI has only the decoder for 8x latents.
+Its architecture is the f32 decoder of https://github.com/madebyollin/taesd: ComfyUI's own blocks, doubled in size
+five times. ComfyUI has only the decoder for 8x latents.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import comfy.ops
 import comfy.utils
 import folder_paths
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
+from comfy.taesd.taesd import Block, Clamp, conv
 
 from ...sana_core.errors import CheckpointError
+from ...sana_core.model.latents import CHANNELS
 
 NAME = "taesana_decoder"
 # channels of the three blocks at each size, from that of the latent to twice, four times ... as large
@@ -23,36 +24,14 @@ WIDTHS = (256, 128, 64, 64, 64)
 # cells a side; a larger preview would take longer than the step that it shows
 LARGEST = 32
 
-layers = comfy.ops.disable_weight_init
-
-
-class Squash(torch.nn.Module):
-    """Keep latents in [-3, 3], softly."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 3 * torch.tanh(x / 3)
-
-
-class ResidualBlock(torch.nn.Module):
-    """ReLU(x + three convolutions of x); the parameters keep the names of the file."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        convolutions = [layers.Conv2d(width, width, 3, padding=1) for _ in range(3)]
-        relu = torch.nn.ReLU()
-        self.conv = torch.nn.Sequential(convolutions[0], relu, convolutions[1], relu, convolutions[2])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.conv(x) + x)
-
 
 def taesana_decoder() -> torch.nn.Sequential:
     """Return the decoder without weights: scaled latents [B, 32, h, w] to images [B, 3, 32h, 32w], about [0, 1]."""
-    parts = [Squash(), layers.Conv2d(32, WIDTHS[0], 3, padding=1), torch.nn.ReLU()]
+    parts = [Clamp(), conv(CHANNELS, WIDTHS[0]), torch.nn.ReLU()]
     for width, following in zip(WIDTHS, (*WIDTHS[1:], WIDTHS[-1]), strict=True):
-        parts += [ResidualBlock(width) for _ in range(3)]
-        parts += [torch.nn.Upsample(scale_factor=2), layers.Conv2d(width, following, 3, padding=1, bias=False)]
-    parts += [ResidualBlock(WIDTHS[-1]), layers.Conv2d(WIDTHS[-1], 3, 3, padding=1)]
+        parts += [Block(width, width) for _ in range(3)]
+        parts += [torch.nn.Upsample(scale_factor=2), conv(width, following, bias=False)]
+    parts += [Block(WIDTHS[-1], WIDTHS[-1]), conv(WIDTHS[-1], 3)]
     return torch.nn.Sequential(*parts)
 
 

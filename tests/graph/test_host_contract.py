@@ -61,6 +61,8 @@ CALLS = {
     "comfy.samplers.calc_cond_batch": ("model conds x_in timestep model_options", "guidance.py, reference.py"),
     "comfy.sd.VAE": ("sd device dtype", "compat.py (empty_vae)"),
     "comfy.supported_models_base.ClipTarget": ("tokenizer clip", "clip.py"),
+    "comfy.taesd.taesd.Block": ("n_in n_out", "preview.py"),
+    "comfy.taesd.taesd.conv": ("n_in n_out", "preview.py"),
     "comfy.text_encoders.llama.BaseGenerate.sample_token": (
         "logits temperature top_k top_p min_p repetition_penalty token_history generator",
         "clip.py (token_sampler)",
