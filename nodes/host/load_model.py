@@ -21,13 +21,12 @@ from ...sana_core.model.reference import AUTO, DIFFUSERS
 from .compat import add_lora_names, remember_loader
 from .core_nodes import fit_core_nodes
 from .file_stats import reloader
+from .guidance import follow_reference, refuse_unfit_samplers
 from .latents import latent_format
 from .layers import keep_on_device
 from .lora import model_keys
 from .model import SanaDiffusionModel, SanaModel
 from .quantise import OFF, check_choice
-from .reference import follow_reference
-from .sampler_guard import refuse_unfit_samplers
 from .video_model import SanaVideoDiffusionModel, SanaVideoModel, cell_bytes, video_format
 from .weights import load_component
 

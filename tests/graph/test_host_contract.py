@@ -58,7 +58,7 @@ CALLS = {
         "model_wrap sigmas extra_args callback noise latent_image denoise_mask disable_pbar",
         "sampling.py",
     ),
-    "comfy.samplers.calc_cond_batch": ("model conds x_in timestep model_options", "guidance.py, reference.py"),
+    "comfy.samplers.calc_cond_batch": ("model conds x_in timestep model_options", "guidance.py"),
     "comfy.sd.VAE": ("sd device dtype", "compat.py (empty_vae)"),
     "comfy.supported_models_base.ClipTarget": ("tokenizer clip", "clip.py"),
     "comfy.taesd.taesd.Block": ("n_in n_out", "preview.py"),
@@ -85,12 +85,12 @@ NAMES = {
     "comfy.ops.disable_weight_init.Linear": "layers.py, clip.py",
     "comfy.ops.manual_cast.Conv2d": "layers.py, clip.py",
     "comfy.patcher_extension.CallbacksMP.ON_LOAD": "layers.py, vae.py",
-    "comfy.patcher_extension.WrappersMP.CALC_COND_BATCH": "guidance.py, reference.py",
+    "comfy.patcher_extension.WrappersMP.CALC_COND_BATCH": "guidance.py",
     "comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL": "model.py",
     "comfy.patcher_extension.WrappersMP.APPLY_MODEL": "split.py",
     "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE": "core_nodes.py, split.py",
     "comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING": "batch_devices.py",
-    "comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE": "sampler_guard.py",
+    "comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE": "guidance.py",
     "comfy.text_encoders.pixeldit.PixelDiTGemma2Tokenizer": "compat.py (pixeldit_tokenizer)",
 }
 
