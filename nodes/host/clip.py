@@ -28,8 +28,7 @@ from .core_nodes import ENCODED, no_effect
 from .file_stats import reloader
 from .layers import keep_on_device
 from .report import show_under_running_node
-from .saving import config_tensor
-from .weights import load_component, wide_dtype
+from .weights import config_tensor, load_component, wide_dtype
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model

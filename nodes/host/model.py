@@ -17,7 +17,7 @@ from ...sana_core.model.latents import DOWNSCALE, check_channels
 from ...sana_core.model.reference import model_timestep
 from .patches import SPLIT
 from .prompts import Prompt, PromptBatch, PromptCondition
-from .saving import config_tensor
+from .weights import config_tensor
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"

@@ -27,9 +27,8 @@ from ...sana_core.runtime.cancellation import Poll, Polled
 from .compat import empty_vae, free_memory, path_of, remember_loader
 from .file_stats import reloader
 from .layers import keep_on_device
-from .saving import config_tensor
 from .video_vae import load_video_vae
-from .weights import read, wide_dtype
+from .weights import config_tensor, read, wide_dtype
 
 # of the free memory
 BUDGET = 0.9

@@ -19,7 +19,7 @@ from ...sana_core.video.forward import velocity
 from ...sana_core.video.memory import token_bytes
 from .model import WHOLE_TIMESTEPS, SanaDiffusionModel, SanaModel
 from .prompts import PromptBatch
-from .saving import config_tensor
+from .weights import config_tensor
 
 if TYPE_CHECKING:
     import comfy.sd

@@ -1,9 +1,9 @@
-"""A recognised component as a module in ComfyUI's operations, filled from its file."""
+"""A recognised component as a module in ComfyUI's operations, filled from its file, and what it is saved with."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import comfy.ops
 import comfy.utils
 import torch
 
+from ...sana_core.checkpoints.detect import CLASSES, SAVED_CONFIG
 from ...sana_core.checkpoints.files import brief, parse_json
 from ...sana_core.checkpoints.headers import SAFETENSORS, read_file
 from ...sana_core.checkpoints.load import build_module, component_tensors, fill
@@ -116,6 +117,18 @@ def renamed_layers(info: CheckpointInfo) -> dict[str, str]:
         }
         metadata[QUANTISATION] = json.dumps({**table, "layers": layers})
     return metadata
+
+
+def config_tensor(kind: str, config: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return {name: bytes} of a component's configuration, for its state dict; `kind` is one of CLASSES.
+
+    ComfyUI's nodes for saving take tensors and write no metadata of a pack. So the configuration goes beside the
+    weights as a tensor of bytes, as the tokenizers of ComfyUI's own text encoders do.
+    """
+    known = {key: value for key, value in config.items() if key != "_name_or_path"}
+    named = {"architectures": [CLASSES[kind][0]]} if kind == "text_encoder" else {"_class_name": CLASSES[kind][0]}
+    content = json.dumps({**known, **named}).encode()
+    return {SAVED_CONFIG: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
