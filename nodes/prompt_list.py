@@ -47,7 +47,7 @@ class SanaNodesPromptList(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip: list, prompts: list[str], instruction: list[bool]) -> io.NodeOutput:
-        from .host.conditioning import encode_list
+        from .host.clip import encode_list
         from .host.links import check_links
         from .host.report import show_under_node
 
