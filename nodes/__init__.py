@@ -37,7 +37,7 @@ class SanaExtension(ComfyExtension):
 
 
 async def comfy_entrypoint() -> SanaExtension:
-    from .host.version import check_host
+    from .host.compat import check_host
 
     check_host()
     return SanaExtension()

@@ -13,11 +13,15 @@ import comfy.lora
 import comfy.model_management
 import comfy.model_patcher
 import comfy.sd
+import comfyui_version
 import torch
+
+from ...sana_core.errors import VersionError
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
+OLDEST = (0, 27)
 # collections of a ModelPatcher that hold what ComfyUI or a pack has put on a MODEL
 PATCHES = {
     "patches",
@@ -45,6 +49,13 @@ STATE = {
     "_last_prepare_log_key",
     "non_dynamic_delegate_model",
 }
+
+
+def check_host() -> None:
+    """Raise VersionError for a ComfyUI older than OLDEST, whose classes for models take other arguments."""
+    version = comfyui_version.__version__
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise VersionError(f"SANA: got ComfyUI {version}, expected {OLDEST[0]}.{OLDEST[1]} or newer; update ComfyUI")
 
 
 def free_memory(device: torch.device) -> int:

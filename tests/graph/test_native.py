@@ -144,6 +144,6 @@ def test_an_older_host_is_refused_in_words(host, monkeypatch, version):
     import comfyui_version
 
     monkeypatch.setattr(comfyui_version, "__version__", version)
-    name = next(name for name in sys.modules if name.endswith(".nodes.host.version"))
+    name = next(name for name in sys.modules if name.endswith(".nodes.host.compat"))
     with pytest.raises(RuntimeError, match=f"^SANA: got ComfyUI {version}, expected 0.27 or newer; update ComfyUI$"):
-        host.loop.run_until_complete(sys.modules[name.removesuffix(".host.version")].comfy_entrypoint())
+        host.loop.run_until_complete(sys.modules[name.removesuffix(".host.compat")].comfy_entrypoint())
