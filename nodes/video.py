@@ -60,7 +60,7 @@ class SanaNodesVideoLatent(io.ComfyNode):
         cls, model, width: int, height: int, frames: int, batch_size: int, vae=None, first_image=None
     ) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.video_latent import video_latent
+        from .host.video_model import video_latent
 
         optional = {"vae": vae, "first_image": first_image}
         check_links(model=model, **{name: value for name, value in optional.items() if value is not None})
