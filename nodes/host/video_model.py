@@ -38,21 +38,12 @@ def middle_frame(latents: torch.Tensor) -> torch.Tensor:
     return latents[:, :, middle : middle + 1]
 
 
-class WanLatents(comfy.latent_formats.Wan21):
-    """Latents of Wan 2.1's VAE."""
-
-    latent_rgb_factors_reshape = staticmethod(middle_frame)
-
-
-class LTXLatents(comfy.latent_formats.LTXV):
-    """Latents of LTX-2's VAE."""
-
-    latent_rgb_factors_reshape = staticmethod(middle_frame)
-
-
 def video_format(channels: int) -> comfy.latent_formats.LatentFormat:
-    """Return the format of latents with so many channels."""
-    return WanLatents() if channels == WanLatents.latent_channels else LTXLatents()
+    """Return the format of latents with so many channels: of Wan 2.1's VAE, or of LTX-2's."""
+    wan, ltx = comfy.latent_formats.Wan21, comfy.latent_formats.LTXV
+    latents = wan() if channels == wan.latent_channels else ltx()
+    latents.latent_rgb_factors_reshape = middle_frame
+    return latents
 
 
 def cell_bytes(embedding: Header, hidden: int) -> float:
