@@ -130,8 +130,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
         finish: int = 2,
     ) -> io.NodeOutput:
         from .host.batch import sample_batch
-        from .host.batch_early import Early
-        from .host.batch_inputs import BatchInputs
+        from .host.batch_inputs import BatchInputs, Early
         from .host.links import check_links
         from .host.report import show_under_node
         from .host.sampling import schedule

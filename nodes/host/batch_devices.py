@@ -29,8 +29,7 @@ from ...sana_core.model.known_models import SPRINT
 from ...sana_core.model.latents import DOWNSCALE
 from ...sana_core.runtime.cancellation import Poll, Polled
 from ...sana_core.sampling.trail import WHOLE, Draft, Trail
-from .batch_early import count_steps, find_looks, look_at, note_look, trail_of
-from .batch_inputs import BatchInputs
+from .batch_inputs import BatchInputs, count_steps, find_looks, look_at, note_look, trail_of
 from .compat import loaded_from
 from .folders import TWO_WORKERS
 from .patches import SPLIT
