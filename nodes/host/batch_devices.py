@@ -72,10 +72,16 @@ def clone_patcher(base: ModelPatcher, device: torch.device, taken: list[torch.nn
     for known in comfy.model_management.loaded_models():
         is_ours = known.clone_base_uuid == base.clone_base_uuid and known.load_device == device
         if is_ours and all(known.model is not other for other in taken):
-            clone = base.clone(model_override=known.get_clone_model_override())
-            clone.load_device, clone.hook_backup = known.load_device, known.hook_backup
-            return clone
+            return with_weights_of(base, known)
     return base.deepclone_multigpu(new_load_device=device)
+
+
+def with_weights_of(patcher: ModelPatcher, other: ModelPatcher) -> ModelPatcher:
+    """Return a clone of `patcher`, with its LoRAs and settings, that has the weights and the device of `other`."""
+    clone = patcher.clone(model_override=other.get_clone_model_override())
+    clone.load_device, clone.hook_backup = other.load_device, other.hook_backup
+    clone.remove_additional_models("multigpu")
+    return clone
 
 
 def clone_models(model: ModelPatcher, devices: list[torch.device]) -> list[ModelPatcher]:

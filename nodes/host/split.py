@@ -19,7 +19,7 @@ from ...sana_core.model.forward import shard_velocity
 from ...sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ...sana_core.split.devices import Split
 from ...sana_core.split.speed import relative_speeds
-from .batch_devices import clone_patcher
+from .batch_devices import clone_models, with_weights_of
 from .cluster import require_cluster
 from .folders import CLUSTER, TWO_WORKERS
 from .guidance import require_images
@@ -71,11 +71,8 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
     devices = find_devices(patched, choice)
     if len(devices) < 2:
         return patched, f"one device, {devices[0]}, computes the image: this machine has no other to share it with"
-    replicas: list[ModelPatcher] = []
-    for device in devices[1:]:
-        replicas.append(clone_patcher(patched, device, [patched.model, *(replica.model for replica in replicas)]))
     # not as additional models: MultiGPU CFG Split would make copies of them for each of its devices
-    patched.set_attachments(SPLIT, replicas)
+    patched.set_attachments(SPLIT, clone_models(patched, devices)[1:])
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SPLIT, share_sampling)
     return patched, f"{len(devices)} devices share each image: {', '.join(map(str, devices))}"
 
@@ -95,7 +92,10 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     if math.prod(pixels) < WORTHWHILE and not apart:
         few = "SANA Split Image: %d x %d pixels are few; one device may generate them as fast as several"
         logger.warning(few, *pixels)
-    heads, free = heads_and_free(patcher, [with_patches_of(patcher, replica) for replica in known])
+    # whom ComfyUI hands conditionings to: MODEL and the clones of MultiGPU CFG Split, which share out the other devices
+    heads = [patcher, *patcher.get_additional_models_with_key("multigpu")]
+    taken = {head.load_device for head in heads[1:]}
+    free = [with_weights_of(patcher, replica) for replica in known if replica.load_device not in taken]
     # with what this conditioning asks for ComfyUI loads them, and cleans up
     positive = guider.conds["positive"][0]
     positive["additional_models"] = [*positive.get("additional_models", []), *free]
@@ -105,24 +105,6 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     for replica in free:
         replica.pre_run()
     return executor(noise, *args, **kwargs)
-
-
-def with_patches_of(patcher: ModelPatcher, replica: ModelPatcher) -> ModelPatcher:
-    """Return a clone of `patcher`, with its LoRAs and settings, that has the weights and the device of `replica`."""
-    clone = patcher.clone(model_override=replica.get_clone_model_override())
-    clone.load_device, clone.hook_backup = replica.load_device, replica.hook_backup
-    clone.remove_additional_models("multigpu")
-    return clone
-
-
-def heads_and_free(
-    patcher: ModelPatcher, replicas: list[ModelPatcher]
-) -> tuple[list[ModelPatcher], list[ModelPatcher]]:
-    """Return whom ComfyUI hands conditionings to, MODEL and the clones of MultiGPU CFG Split, and the replicas on the
-    other devices, which those share out among them."""
-    heads = [patcher, *patcher.get_additional_models_with_key("multigpu")]
-    taken = {head.load_device for head in heads[1:]}
-    return heads, [replica for replica in replicas if replica.load_device not in taken]
 
 
 class Group:

@@ -139,7 +139,7 @@ def test_a_patcher_has_the_collections_that_travel_or_are_refused(host):
     assert not new, f"ComfyUI's ModelPatcher has {new} besides: add it to PATCHES or STATE in nodes/host/compat.py"
     assert set(patcher.model_options) == {"transformer_options"}, "see patches_of in nodes/host/compat.py"
     assert patcher.cached_patcher_init is None, "see remember_loader in nodes/host/compat.py"
-    assert len(patcher.get_clone_model_override()) == 2, "see clone_patcher in nodes/host/batch_devices.py"
+    assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/batch_devices.py"
     for name in ("clone_base_uuid", "hook_backup", "load_device"):
         assert hasattr(patcher, name), f"ComfyUI's ModelPatcher has no {name}; see nodes/host/batch_devices.py"
 
