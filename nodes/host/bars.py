@@ -27,10 +27,6 @@ class Bar(NamedTuple):
     parts: Sequence[tuple[float, Colour]]
     words: str
 
-    @property
-    def length(self) -> float:
-        return sum(length for length, _ in self.parts)
-
 
 def draw_bars(
     title: str,
@@ -42,7 +38,7 @@ def draw_bars(
     """Return the chart of `bars` on one scale; `title` has up to two lines, `line` is a length and its name."""
     image = Image.new("RGB", (WIDTH, TOP + len(bars) * STEP + BOTTOM), PAPER)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(LETTERS)
-    longest = max(bar.length for bar in bars) or 1.0
+    longest = max(sum(length for length, _ in bar.parts) for bar in bars) or 1.0
     if line is not None and line[0] > FARTHEST * longest:
         line = None
     scale = (WIDTH - LEFT - right) / max(longest, line[0] if line else 0.0)

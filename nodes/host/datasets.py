@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import comfy.model_management
-import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ...sana_core.runtime.cancellation import Poll
 from ...sana_core.training.dataset import Sample, open_image, read_dataset
 from ...sana_core.training.images import Bucket, choose_bucket, is_smaller, part_of
+from .bars import PAPER, TEXT, as_image
 
-PAPER, TEXT, FAINT = (250, 250, 248), (40, 40, 40), (120, 120, 120)
+FAINT = (120, 120, 120)
 # of the sheet, in pixels: a cell with a thumbnail at its top and two lines of text, and the line above a shape's cells
 CELL, THUMBNAIL, LINE, MARGIN = (200, 222), (184, 176), 20, 16
 COLUMNS = 6
@@ -44,8 +44,7 @@ def look_at(folder: Path, resolution: int) -> tuple[Dataset, torch.Tensor, str]:
     for sample, bucket in zip(samples, buckets, strict=True):
         members.setdefault(bucket, []).append(sample)
     members = dict(sorted(members.items(), key=lambda item: (-len(item[1]), item[0])))
-    sheet = np.asarray(draw_sheet(members, poll), np.float32) / 255
-    return Dataset(str(folder), resolution), torch.from_numpy(sheet)[None], describe(members)
+    return Dataset(str(folder), resolution), as_image(draw_sheet(members, poll)), describe(members)
 
 
 def describe(members: dict[Bucket, list[Sample]]) -> str:

@@ -8,15 +8,7 @@ import torch
 from ...sana_core.memory import CONTEXT, fitting_cards, plan_memory
 from .bars import BLUE, ORANGE, Bar, as_image, draw_bars
 
-Row = tuple[str, int, "int | None"]
 LEGEND = (("weights", BLUE), ("beyond them", ORANGE))
-
-
-def memory_rows(plan: dict) -> list[Row]:
-    """Return (name, weights, bytes beyond them) of each bar."""
-    rows: list[Row] = [(name, plan[name]["weights"], plan[name]["activations"]) for name in ("text", "transformer")]
-    methods = plan["decode"]["methods"]
-    return rows + [(f"decode, {name}", plan["decode"]["weights"], size) for name, size in methods.items()]
 
 
 def draw_plan(variant: str, width: int, height: int, batch_size: int, vae: str) -> tuple[torch.Tensor, str]:
@@ -26,7 +18,12 @@ def draw_plan(variant: str, width: int, height: int, batch_size: int, vae: str) 
     dtype = "bfloat16" if comfy.model_management.should_use_bf16(device) else "float32"
     plan = plan_memory(variant, width, height, batch_size, dtype, accelerator, vae)
     card = comfy.model_management.get_total_memory(device)
-    rows = memory_rows(plan)
+    decode = plan["decode"]
+    rows: list[tuple[str, int, int | None]] = [
+        (name, stage["weights"], stage["activations"])
+        for name, stage in (("text", plan["text"]), ("transformer", plan["transformer"]))
+    ]
+    rows += [(f"decode, {name}", decode["weights"], size) for name, size in decode["methods"].items()]
     title = f"SANA {variant}, {width} x {height}, {batch_size} at once, {dtype}: {fitting_cards(plan)}"
     bars = [
         Bar(name, ((weights, BLUE), (size or 0, ORANGE)), amount(weights, size).split(",")[0])

@@ -15,12 +15,13 @@ from server import PromptServer
 from ...sana_core.runtime.image_files import levels
 from ...sana_core.training.previews import SHEET
 from ...sana_core.training.run_log import Eta, Line, describe_validation
+from .bars import PAPER, TEXT, as_image
 
 # seconds between two lines of text, and between two curves
 WORDS, CURVES = 0.5, 2.0
 # pixels: the preview's width, the curve's height, and the largest side of an image
 WIDTH, CURVE, LARGEST = 512, 128, 512
-PAPER, LINE, AVERAGE, TEXT = (250, 250, 248), (190, 205, 225), (40, 80, 150), (40, 40, 40)
+LINE, AVERAGE = (190, 205, 225), (40, 80, 150)
 # of the moving average that is drawn over the losses, which jump with the times that are drawn
 DECAY = 0.95
 
@@ -117,4 +118,4 @@ def read_sheet(out: Path) -> torch.Tensor | None:
     if not (out / SHEET).exists():
         return None
     with Image.open(out / SHEET) as sheet:
-        return torch.from_numpy(np.asarray(sheet.convert("RGB"), np.float32) / 255)[None]
+        return as_image(sheet.convert("RGB"))
