@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import comfy.model_management
 import comfy.utils
 import latent_preview
-import numpy as np
 import torch
 
 from ...sana_core.batch.pipeline import SamplingSettings, resolve_settings
@@ -51,6 +50,7 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
     cluster = require_cluster()
     job, prompts = make_job(batch)
     session = session_on(cluster)
+    device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     images = batch.images
     bar = comfy.utils.ProgressBar(len(images))
     progress, show = Progress(len(images)), progress_under_running_node()
@@ -65,7 +65,10 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
     with closing(generation) as generated:
         for image, (array, pixels) in generated:
             latent = torch.from_numpy(array.copy())
-            results[image.number] = (finish_latent(batch.model, latent), finish_image(pixels))
+            row = batch.model.model.process_latent_out(latent).to(device=device, dtype=dtype)
+            # [3, H, W] in [-1, 1] to [H, W, 3] in [0, 1]
+            picture = None if pixels is None else ((torch.from_numpy(pixels.copy()) + 1) / 2).movedim(0, -1)
+            results[image.number] = (row, picture)
             preview = previewer.decode_latent_to_preview_image("JPEG", latent[None]) if previewer else None
             bar.update_absolute(bar.current + 1, None, preview)
             progress.step()
@@ -74,17 +77,6 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
     for worker, number in report.finished.items():
         machines[report.machines[worker]] += number
     return [results[number] for number in sorted(results)], machines
-
-
-def finish_latent(model: ModelPatcher, latent: torch.Tensor) -> torch.Tensor:
-    """Return a latent [32, h, w] in the model's scale as the row of a LATENT."""
-    device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
-    return model.model.process_latent_out(latent).to(device=device, dtype=dtype)
-
-
-def finish_image(pixels: np.ndarray | None) -> torch.Tensor | None:
-    """Return an array [3, H, W] in [-1, 1] as an IMAGE [H, W, 3] in [0, 1]."""
-    return None if pixels is None else ((torch.from_numpy(pixels.copy()) + 1) / 2).movedim(0, -1)
 
 
 def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:

@@ -55,19 +55,17 @@ class BatchInputs(NamedTuple):
 
     @property
     def prompts(self) -> int:
-        return count_prompts(self.positive)
+        """How many prompts `positive` has, one in each row. Raises InputError for entries of unequal numbers."""
+        rows = {len(embeds) for embeds, _ in self.positive} - {1}
+        if len(rows) > 1:
+            raise InputError(
+                f"positive: got entries of {sorted(rows)} prompts, expected one number; use one prompt list"
+            )
+        return rows.pop() if rows else 1
 
     @property
     def images(self) -> list[ImageSpec]:
         return batch_images(self.prompts, self.count, self.seed)
-
-
-def count_prompts(conditioning: list) -> int:
-    """Return how many prompts a CONDITIONING has, one in each row. Raises InputError for entries of unequal numbers."""
-    rows = {len(embeds) for embeds, _ in conditioning} - {1}
-    if len(rows) > 1:
-        raise InputError(f"positive: got entries of {sorted(rows)} prompts, expected one number; use one prompt list")
-    return rows.pop() if rows else 1
 
 
 def check_batch(batch: BatchInputs) -> None:

@@ -50,10 +50,7 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
         """Return `use(weight, bias)` of the weights as the input `like` needs them, cast and patched."""
         if self.is_ready(like):
             return use(self.weight, self.bias)
-        dtype = self.dtype_for(like)
-        weight, bias, stream = comfy.ops.cast_bias_weight(
-            self, dtype=dtype, device=like.device, bias_dtype=dtype, offloadable=True
-        )
+        weight, bias, stream = comfy.ops.cast_bias_weight(self, like, self.dtype_for(like), offloadable=True)
         out = use(weight, bias)
         comfy.ops.uncast_bias_weight(self, weight, bias, stream)
         return out
@@ -100,10 +97,7 @@ class LookupLayer(CastLayer):
         weight, stream = self.weight, None
         # dynamic VRAM keeps it on the GPU from one token to the next
         if hasattr(self, "_v") or self.weight_function:
-            dtype = weight.dtype
-            weight, _, stream = comfy.ops.cast_bias_weight(
-                self, dtype=dtype, device=states.device, bias_dtype=dtype, offloadable=True
-            )
+            weight, _, stream = comfy.ops.cast_bias_weight(self, states, weight.dtype, offloadable=True)
         # otherwise a part at a time comes over
         out = [torch.nn.functional.linear(states, part.to(states)) for part in weight.split(PART)]
         comfy.ops.uncast_bias_weight(self, weight, None, stream)

@@ -76,7 +76,9 @@ class FlowSampler(comfy.samplers.KSAMPLER):
             return model(x, sigma.expand(len(x)), **{**extra_args, "model_options": step})
 
         reference = reference_of(require_sana(model.inner_model.inner_model).diffusion_model)
-        more = sampler_kwargs(self.flow, reference, self.noise or later_noise(x, extra_args["seed"]))
+        # the first noise of the seed is what the image started from
+        noise = self.noise or islice(noise_stream(x, extra_args["seed"] or 0), 1, None)
+        more = sampler_kwargs(self.flow, reference, noise)
         with tqdm(total=len(sigmas) - 1, disable=disable) as bar:
 
             def report(state):
@@ -84,13 +86,6 @@ class FlowSampler(comfy.samplers.KSAMPLER):
                 bar.update()
 
             return self.flow.sample(trail.follow(denoise) if trail else denoise, x, sigmas, report, **more)
-
-
-def later_noise(x: torch.Tensor, seed: int | None) -> Iterator[torch.Tensor]:
-    """Return the noise of `seed` after the first, which the image started from."""
-    noise = noise_stream(x, seed or 0)
-    next(noise)
-    return noise
 
 
 def defaults_of(model: ModelPatcher) -> Defaults:

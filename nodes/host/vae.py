@@ -136,15 +136,13 @@ def load_vae(path: Path) -> comfy.sd.VAE:
     vae.patcher = comfy.model_patcher.ModelPatcher(autoencoder, device, comfy.model_management.vae_offload_device())
     remember_loader(vae.patcher, reload, path)
     keep_on_device(vae.patcher)
-    vae.patcher.add_callback_with_key(CallbacksMP.ON_LOAD, "sana_arrange", arrange)
+    # for the device that they are on by then
+    vae.patcher.add_callback_with_key(
+        CallbacksMP.ON_LOAD, "sana_arrange", lambda patcher, *load: arrange_convolutions(patcher.model)
+    )
     vae.size = comfy.model_management.module_size(autoencoder)
     vae.get_sd = lambda: {**autoencoder.state_dict(), **config_tensor("autoencoder", autoencoder.config)}
     return vae
-
-
-def arrange(patcher: comfy.model_patcher.ModelPatcher, *load) -> None:
-    """Lay the weights out for the device that they are on; ComfyUI calls this when it has loaded them."""
-    arrange_convolutions(patcher.model)
 
 
 def load_vae_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_patcher.ModelPatcher:

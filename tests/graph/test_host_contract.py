@@ -46,7 +46,7 @@ CALLS = {
     "comfy.model_patcher.ModelPatcher.pre_run": ("", "split.py"),
     "comfy.sampler_helpers.get_models_from_cond": ("cond model_type", "split.py (additional_models)"),
     "comfy.samplers.CFGGuider.outer_sample": ("noise", "split.py"),
-    "comfy.ops.cast_bias_weight": ("s input dtype device bias_dtype offloadable", "layers.py"),
+    "comfy.ops.cast_bias_weight": ("s input dtype offloadable", "layers.py"),
     "comfy.ops.mixed_precision_ops": ("quant_config compute_dtype full_precision_mm", "clip.py"),
     "comfy.ops.pick_operations": (
         "weight_dtype compute_dtype load_device fp8_optimizations model_config",
