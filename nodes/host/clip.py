@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import comfy.model_management
-import comfy.model_patcher
 import comfy.ops
 import comfy.sd
 import comfy.supported_models_base
@@ -168,7 +167,7 @@ def load_clip(path: Path, reference: str = AUTO, disable_dynamic: bool = False) 
 
     Raises CheckpointError or MissingFileError, with the file's name, for what is no Gemma 2 with its tokenizer.
     """
-    reload = reloader(load_clip_patcher, path)
+    reload = reloader(lambda *args, **options: load_clip(*args, **options).patcher, path)
     checkpoint = inspect_checkpoint(path)
     info = find_part(checkpoint, "text_encoder")
     tokenizer, reading = load_tokenizer(info), text_reference(checkpoint, reference)
@@ -201,13 +200,6 @@ def text_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     is_card = not comfy.model_management.is_device_cpu(device)
     half = is_card and comfy.model_management.supports_cast(device, torch.bfloat16)
     return torch.bfloat16 if half else compute, compute
-
-
-def load_clip_patcher(
-    path: Path, reference: str = AUTO, disable_dynamic: bool = False
-) -> comfy.model_patcher.ModelPatcher:
-    """What ComfyUI calls for another copy of the weights."""
-    return load_clip(path, reference, disable_dynamic).patcher
 
 
 def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, TokenizedPrompt]:

@@ -105,7 +105,8 @@ def load_vae(path: Path) -> comfy.sd.VAE:
 
     Raises CheckpointError or MissingFileError, with the file's name, for what is no DC-AE and no VAE of SANA-Video.
     """
-    reload = reloader(load_vae_patcher, path)
+    # whether under dynamic VRAM or not, which these weights never are
+    reload = reloader(lambda path, **ignored: load_vae(path).patcher, path)
     checkpoint = inspect_checkpoint(path)
     for part in checkpoint.parts or (checkpoint,):
         if part.kind == "video_autoencoder":
@@ -143,11 +144,6 @@ def load_vae(path: Path) -> comfy.sd.VAE:
     vae.size = comfy.model_management.module_size(autoencoder)
     vae.get_sd = lambda: {**autoencoder.state_dict(), **config_tensor("autoencoder", autoencoder.config)}
     return vae
-
-
-def load_vae_patcher(path: Path, disable_dynamic: bool = False) -> comfy.model_patcher.ModelPatcher:
-    """What ComfyUI calls for another copy of the weights, which are never under dynamic VRAM."""
-    return load_vae(path).patcher
 
 
 def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: float, devices: str) -> tuple:
