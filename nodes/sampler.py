@@ -101,7 +101,7 @@ class SanaNodesSampler(io.ComfyNode):
         model_defaults: bool = False,
     ) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.sampling import Sampling, defaults_of, sample, sample_sprint, schedule
+        from .host.sampling import Sampling, defaults_of, sample, schedule
 
         check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
         if model_defaults:
@@ -110,8 +110,6 @@ class SanaNodesSampler(io.ComfyNode):
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
         sampling = Sampling(sampler, schedule(model, sampler, steps, denoise), guidance, seed)
-        if sampler == SPRINT:
-            return io.NodeOutput(sample_sprint(model, positive, latent_image, sampling))
         return io.NodeOutput(sample(model, positive, negative, latent_image, sampling))
 
 
@@ -187,13 +185,14 @@ class SanaNodesSprint(io.ComfyNode):
         intermediate_timestep: float = INTERMEDIATE_TIMESTEP,
     ) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.sampling import Sampling, sample_sprint
+        from .host.sampling import Sampling, sample
 
         check_links(model=model, positive=positive, latent_image=latent_image)
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
         sigmas = last_steps(scm_sigmas(steps, max_timestep, intermediate_timestep), strength)
-        return io.NodeOutput(sample_sprint(model, positive, latent_image, Sampling(SPRINT, sigmas, guidance, seed)))
+        sampling = Sampling(SPRINT, sigmas, guidance, seed)
+        return io.NodeOutput(sample(model, positive, positive, latent_image, sampling))
 
 
 NODES = [SanaNodesSampler, SanaNodesSprint]

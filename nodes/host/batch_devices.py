@@ -33,7 +33,7 @@ from .batch_inputs import BatchInputs, count_steps, find_looks, look_at, note_lo
 from .compat import loaded_from
 from .folders import TWO_WORKERS
 from .patches import SPLIT
-from .sampling import Sampling, sample, sample_sprint
+from .sampling import Sampling, sample
 from .vae import SanaAutoencoder, decode_loaded, load_for_decode
 
 if TYPE_CHECKING:
@@ -232,9 +232,9 @@ class DeviceGeneration:
         start = {**batch.latent, "samples": samples, "batch_index": [image.seed for image in part]}
         sampling = Sampling(batch.sampler, batch.sigmas[: trail.until + 1], batch.guidance, trail=trail)
         positive = pick_prompts(batch.positive, rows)
-        if batch.sampler == SPRINT:
-            return sample_sprint(clone, positive, start, sampling, callback)["samples"]
-        return sample(clone, positive, pick_prompts(batch.negative, rows), start, sampling, callback)["samples"]
+        # a SANA-Sprint model has no negative prompt
+        negative = positive if batch.sampler == SPRINT else pick_prompts(batch.negative, rows)
+        return sample(clone, positive, negative, start, sampling, callback)["samples"]
 
     def decode(self, device: torch.device, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
         poll()

@@ -138,10 +138,15 @@ def sample(
 ) -> dict:
     """Return a LATENT of images sampled from `latent`; image k uses seed + k, or seed + its batch_index.
 
-    `callback` takes the place of the node's progress and preview. Raises InputError for a MODEL, a LATENT or embeddings
-    that are not SANA's.
+    With scm, `negative` is not read. `callback` takes the place of the node's progress and preview. Raises InputError
+    for a MODEL, a LATENT or embeddings that are not SANA's, and for a MODEL that the sampler is not for.
     """
-    require_sana(model.model)
+    check_sampler(require_sana(model.model).diffusion_model.config, sampling.sampler)
+    guidance = sampling.guidance
+    if sampling.sampler == SPRINT:
+        # a SANA-Sprint model gets its guidance as an embedding
+        positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
+        guidance = 1.0
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"))
     model.model.check_latent("latent_image", samples.shape)
     noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
@@ -149,7 +154,7 @@ def sample(
     out["samples"] = comfy.sample.sample_custom(
         model,
         next(noise),
-        sampling.guidance,
+        guidance,
         FlowSampler(sampling.sampler, noise, sampling.trail),
         sampling.sigmas,
         positive,
@@ -177,15 +182,3 @@ def preview_callback(model: ModelPatcher, latents: torch.Tensor, steps: int) -> 
         bar.update_absolute(step + 1, total, preview and (*preview[:2], min(side, preview[2])))
 
     return callback
-
-
-def sample_sprint(
-    model: ModelPatcher, positive: list, latent: dict, sampling: Sampling, callback: Callable | None = None
-) -> dict:
-    """Return a LATENT of a SANA-Sprint model, which gets its guidance as an embedding; the sampler has to be scm.
-
-    Raises InputError for another MODEL, and for a LATENT or embeddings that are not SANA's.
-    """
-    check_sampler(require_sana(model.model).diffusion_model.config, SPRINT)
-    positive = node_helpers.conditioning_set_values(positive, {"guidance": sampling.guidance})
-    return sample(model, positive, positive, latent, sampling._replace(guidance=1.0), callback)
