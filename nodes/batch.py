@@ -8,10 +8,9 @@ from ..sana_core.batch.plan import LARGEST_CHUNK, LARGEST_SEED
 from ..sana_core.model.latents import LARGEST_BATCH
 from ..sana_core.runtime.checks import check_number, check_whole
 from ..sana_core.sampling.guidance import LARGEST_GUIDANCE
-from ..sana_core.sampling.samplers import SAMPLERS
 from ..sana_core.sampling.schedules import LARGEST_STEPS
 from .host.folders import list_devices
-from .sampler import guidance_input, seed_input
+from .sampler import guidance_input, sampler_input, seed_input
 from .scorer import SCORER
 
 
@@ -75,11 +74,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
                 seed_input(),
                 io.Int.Input("steps", default=20, min=1, max=LARGEST_STEPS, tooltip="20 for flow_dpmpp_2m."),
                 guidance_input("How closely to follow the prompt; 2 to 7 is usual."),
-                io.Combo.Input(
-                    "sampler",
-                    options=list(SAMPLERS),
-                    tooltip="flow_dpmpp_2m is SANA's own. scm is only for SANA-Sprint.",
-                ),
+                sampler_input(),
                 io.Combo.Input(
                     "devices",
                     options=list_devices(),

@@ -29,6 +29,11 @@ def guidance_input(tooltip: str) -> io.Float.Input:
     )
 
 
+def sampler_input() -> io.Combo.Input:
+    tooltip = "flow_dpmpp_2m is SANA's own. scm is only for SANA-Sprint."
+    return io.Combo.Input("sampler", options=list(SAMPLERS), tooltip=tooltip)
+
+
 class SanaNodesSampler(io.ComfyNode):
     """
     Generates images with the sampler and schedule of SANA's own demo.
@@ -61,11 +66,7 @@ class SanaNodesSampler(io.ComfyNode):
                 guidance_input(
                     "How closely to follow the prompt; 2 to 7 is usual. At 1 it is twice as fast, without negative."
                 ),
-                io.Combo.Input(
-                    "sampler",
-                    options=list(SAMPLERS),
-                    tooltip="flow_dpmpp_2m is SANA's own. scm is only for SANA-Sprint.",
-                ),
+                sampler_input(),
                 io.Float.Input(
                     "denoise",
                     default=1.0,
