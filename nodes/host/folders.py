@@ -47,6 +47,8 @@ BUNDLED = {
     "clip_vision": {"sana-posters-scorer (bundled)": HERE / "demo" / "sana-posters-scorer"},
     "loras": {"sana-posters-cyanotype (bundled)": HERE / "demo" / "sana-posters-cyanotype.safetensors"},
 }
+# by which ComfyUI's folders of models hold some that are folders themselves
+MARKS = {"diffusers": ("*/model_index.json", "*/*/model_index.json"), "clip_vision": ("*/config.json",)}
 # of a sharded model, the first file stands for all
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
 
@@ -108,13 +110,19 @@ def find_file(kind: str, name: str) -> Path:
     return Path(path)
 
 
+def find_folders(kind: str) -> dict[str, Path]:
+    """Return {name: path} of the models in ComfyUI's folders of that kind which are whole folders."""
+    found: dict[str, Path] = {}
+    for root in map(Path, folder_paths.get_folder_paths(kind)):
+        for pattern in MARKS[kind]:
+            for file in root.glob(pattern):
+                found.setdefault(file.parent.relative_to(root).as_posix(), file.parent)
+    return dict(sorted(found.items()))
+
+
 def list_models() -> list[str]:
     """Return what SANA Loader offers: diffusers folders, files in models/checkpoints, the bundled ones last."""
-    found = set()
-    for root in map(Path, folder_paths.get_folder_paths("diffusers")):
-        for pattern in ("*/model_index.json", "*/*/model_index.json"):
-            found.update(file.parent.relative_to(root).as_posix() for file in root.glob(pattern))
-    return [*sorted(found), *list_files("checkpoints"), *MODELS]
+    return [*find_folders("diffusers"), *list_files("checkpoints"), *MODELS]
 
 
 def model_path(name: str) -> Path:
@@ -132,20 +140,12 @@ def model_path(name: str) -> Path:
             f"model: got {name!r:.40}, expected one of {', '.join(names)}; "
             "put diffusers folders into models/diffusers and all-in-one files into models/checkpoints"
         )
-    if name in MODELS:
-        return MODELS[name]
-    roots = map(Path, folder_paths.get_folder_paths("diffusers"))
-    folders = (root / name for root in roots if (root / name / "model_index.json").is_file())
-    return next(folders, None) or find_file("checkpoints", name)
+    return (find_folders("diffusers") | MODELS).get(name) or find_file("checkpoints", name)
 
 
 def list_scorers() -> list[str]:
     """Return what SANA Load Scorer offers: folders with a config.json in models/clip_vision, the bundled one last."""
-    roots = map(Path, folder_paths.get_folder_paths("clip_vision"))
-    return [
-        *sorted({file.parent.name for root in roots for file in root.glob("*/config.json")}),
-        *BUNDLED["clip_vision"],
-    ]
+    return [*find_folders("clip_vision"), *BUNDLED["clip_vision"]]
 
 
 def scorer_path(name: str) -> Path:
@@ -156,11 +156,7 @@ def scorer_path(name: str) -> Path:
             f"scorer_name: got {name!r:.40}, expected one of {', '.join(list_scorers())}; put the whole folder of a "
             "CLIP into models/clip_vision"
         )
-    if name in BUNDLED["clip_vision"]:
-        return BUNDLED["clip_vision"][name]
-    return next(
-        Path(root) / name for root in folder_paths.get_folder_paths("clip_vision") if (Path(root) / name).is_dir()
-    )
+    return (find_folders("clip_vision") | BUNDLED["clip_vision"])[name]
 
 
 def list_datasets() -> list[str]:
