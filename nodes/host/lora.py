@@ -19,8 +19,8 @@ from ...sana_core.checkpoints.lora import (
     reference_note,
     written_names,
 )
-from ...sana_core.errors import InputError
 from .adapters import fitting_patches, patch_of
+from .guidance import require_sana
 from .model import SanaModel
 from .weights import read
 
@@ -63,10 +63,9 @@ def apply_lora(
     are ComfyUI's. Raises InputError for a MODEL that is not SANA's and for a LoRA of which nothing fits,
     CheckpointError for a file that is no LoRA.
     """
-    if not isinstance(model.model, SanaModel):
-        raise InputError(f"model: got {type(model.model).__name__}, expected a SANA model; use SANA Loader")
+    transformer = require_sana(model.model).diffusion_model
     info = find_part(inspect_checkpoint(path), "lora")
-    weights = layer_weights(model.model.diffusion_model)
+    weights = layer_weights(transformer)
     found, others, misfits = read_adapters(info, read(path), {name: weight.shape for name, weight in weights.items()})
     total = len(found) + len(others) + len(misfits)
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
@@ -83,7 +82,7 @@ def apply_lora(
     if misfits:
         report += f", not {listed(misfits)}"
         logger.warning(report)
-    if note := reference_note(info.name, info.weights.metadata, model.model.diffusion_model.config.reference):
+    if note := reference_note(info.name, info.weights.metadata, transformer.config.reference):
         logger.warning(note)
         report += f"; {note}"
     model = model.clone()
