@@ -1,7 +1,6 @@
 """Model files to MODEL, CLIP and VAE."""
 
 from inspect import cleandoc
-from pathlib import Path
 
 from comfy_api.latest import io
 
@@ -91,7 +90,7 @@ class FileNode:
     kind: str
 
     @classmethod
-    def find(cls, name: str) -> Path:
+    def find(cls, name: str):
         return find_file(cls.kind, name)
 
     @classmethod
@@ -124,7 +123,7 @@ class SanaNodesLoader(FileNode, io.ComfyNode):
     field = "model"
 
     @classmethod
-    def find(cls, name: str) -> Path:
+    def find(cls, name: str):
         return model_path(name)
 
     @classmethod

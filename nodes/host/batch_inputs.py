@@ -1,5 +1,7 @@
-"""What SANA Batch Sampler generates, checked before anything is loaded; and its early looks at drafts, after which the
-worse half goes and the others go on from their own steps."""
+"""What SANA Batch Sampler generates, checked before anything is loaded, and its early looks at drafts.
+
+At a look the worse half goes, and the others go on from their own steps.
+"""
 
 from __future__ import annotations
 

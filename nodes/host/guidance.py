@@ -1,8 +1,8 @@
-"""Guidance as patches of a MODEL, for every sampler and guider: perturbed attention, the guidance interval, the mask
-that the reference shares among prompts, and what SANA-Sprint refuses.
+"""Guidance as patches of a MODEL, for every sampler and guider, and what SANA-Sprint refuses of it.
 
-The first three wrap the call that computes what a step needs of the positive and the negative prompt, so that all
-passes stay one batch, and other patches of the guidance (APG, CFG-Zero) act on what they return.
+Perturbed attention, the interval and the mask that prompts share wrap the call that computes what a step needs of the
+positive and the negative prompt, so that all passes stay one batch, and other patches of the guidance (APG, CFG-Zero)
+act on what they return.
 """
 
 from __future__ import annotations

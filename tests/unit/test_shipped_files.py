@@ -77,7 +77,7 @@ def test_the_documents_name_the_lowest_versions_that_are_declared():
 
 def oldest_host():
     """What the pack refuses older ones of."""
-    source = (ROOT / "nodes" / "host" / "version.py").read_text()
+    source = (ROOT / "nodes" / "host" / "compat.py").read_text()
     return ast.literal_eval(re.search(r"^OLDEST = (.+)$", source, re.M)[1])
 
 
