@@ -1,34 +1,40 @@
-"""SANA Split Image: the devices of this machine compute each call of a MODEL together, whatever samples it.
+"""SANA Split Image: devices of this machine or a cluster compute each call of a MODEL together, whatever samples it.
 
 The node puts a replica of the MODEL for each further device beside it. When a sampling begins they get the patches that
-the MODEL has by then, and ComfyUI loads them with it; the model's own call then finds who shares it in its options.
+the MODEL has by then, and ComfyUI loads them with it; the model's own call then finds who shares it in its options. To
+the GPUs of the cluster go latents in each step and prompts once, and the rows of the velocity come back.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from contextlib import closing
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
+from ...sana_core.batch.pipeline import SamplingSettings
+from ...sana_core.cluster.split import Call, answer_calls
+from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
 from ...sana_core.model.forward import shard_velocity
 from ...sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ...sana_core.split.devices import Split
 from ...sana_core.split.speed import relative_speeds
 from .batch_devices import clone_models, with_weights_of
-from .cluster import require_cluster
+from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 from .folders import CLUSTER, TWO_WORKERS
 from .guidance import require_images
 from .model import image_pixels
-from .patches import SPLIT
-from .split_cluster import check_patches, share_on_cluster
+from .patches import SPLIT, unshared
+from .report import status_under_running_node
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from comfy.model_patcher import ModelPatcher
 
@@ -107,6 +113,14 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     return executor(noise, *args, **kwargs)
 
 
+def check_patches(model: ModelPatcher, conds: dict) -> None:
+    """Raise InputError for patches that replace parts of the one model, which other devices cannot have."""
+    if found := ", ".join(sorted(unshared(model, conds))):
+        raise InputError(
+            f"model: got a patch that devices cannot share an image with ({found}); remove it, or SANA Split Image"
+        )
+
+
 class Group:
     """Who computes the calls that `head` gets: its own model first, then the replicas' on other devices."""
 
@@ -137,3 +151,56 @@ class Group:
 
         poll = comfy.model_management.throw_exception_if_processing_interrupted
         return self.split.run(x, work, len(prompt.prompts), poll)
+
+
+def share_on_cluster(executor, noise: torch.Tensor, *args, **kwargs):
+    """What ComfyUI calls around a sampling: let workers of the cluster load the MODEL, and answer its calls.
+
+    Raises InputError, before anything is loaded, for what other machines cannot compute; ClusterError where no cluster
+    or no two GPUs of it can be reached, and what a machine said where none is left.
+    """
+    guider = executor.class_obj
+    model = guider.model_patcher
+    check_patches(model, guider.conds)
+    path, resolution, reference = plain_file(model)
+    dtype = str(model.model.get_dtype_inference()).removeprefix("torch.")
+    settings = SamplingSettings(*image_pixels(noise), dtype=dtype, reference=reference)
+    job = Job(settings, fingerprints([path]), path, resolution=resolution)
+    session, status = session_on(require_cluster()), status_under_running_node()
+    calls: SimpleQueue[Call] = SimpleQueue()
+    answering = run_for(model, session, job, lambda run: answer_calls(run, job, calls), "split", status)
+    with closing(answering) as answers:
+        status(f"{int(next(answers))} GPUs of the cluster share the image")
+        guider.model_options["transformer_options"][SPLIT] = {model.load_device: ClusterGroup(calls, answers)}
+        return executor(noise, *args, **kwargs)
+
+
+class ClusterGroup:
+    """Who computes the calls that this machine's device gets: the cluster's workers."""
+
+    def __init__(self, calls: SimpleQueue[Call], answers: Generator[torch.Tensor, None, None]) -> None:
+        self.calls, self.answers = calls, answers
+        # of prompts, which live as long as the sampling
+        self.numbers: dict[tuple[int, ...], int] = {}
+
+    def velocity(
+        self,
+        transformer: torch.nn.Module,
+        x: torch.Tensor,
+        timesteps: torch.Tensor,
+        prompt: PromptBatch,
+        guidance: torch.Tensor | None,
+        control: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """Return the velocity at `x` as `forward.velocity` does; cancel is polled."""
+        key = (*map(id, prompt.prompts), len(x))
+        prompts = None
+        if key not in self.numbers:
+            embeds, mask, perturbation = prompt.inputs(x)
+            images, blocks = perturbation or (None, frozenset())
+            flags = None if images is None else images.cpu()
+            prompts = embeds.cpu(), mask.cpu(), flags, blocks, len(prompt.prompts)
+        number = self.numbers.setdefault(key, len(self.numbers))
+        inputs = tuple(None if one is None else one.cpu() for one in (x, timesteps, guidance, *control))
+        self.calls.put(Call(inputs, number, prompts))
+        return next(self.answers).to(x.device)
