@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import node
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.files import Json, brief
@@ -18,12 +18,10 @@ from ..model.known_models import TransformerConfig
 from .adapters import add_adapter, begin_at, check_layers, needs_start
 from .controlnet import check_steerable
 from .ranks import Ranks
-from .settings import DDP, FLOW, Loss, TrainingSettings
+from .settings import DDP, FLOW, Loss, Place, TrainingSettings
 
 # of a configuration, what a teacher has to have as its pupil has it
 SHARED_WITH_TEACHER = ("in_channels", "caption_channels")
-# what each machine may keep elsewhere: models and images are compared by what is in them
-PLACES = ("model", "text_encoder", "autoencoder", "cache", "out", "data", "device", "teacher", "start", "control")
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 
 
@@ -118,18 +116,19 @@ def check_same(ranks: Ranks, values: Json, what: str) -> None:
 
 
 def all_values(settings: Any, before: str = "") -> Json:
-    """Return the values of `settings` by their names, without places."""
+    """Return the values of `settings` by their names, of places, which each machine may have elsewhere, how many:
+    models and images are compared by what is in them."""
     found: Json = {}
-    for each in fields(settings):
-        value, name = getattr(settings, each.name), before + each.name
-        if each.name in PLACES:
-            found[name] = len(value) if isinstance(value, tuple) else bool(value) if each.name != "device" else None
+    for own_name, hint in get_type_hints(type(settings), include_extras=True).items():
+        value, name = getattr(settings, own_name), before + own_name
+        if hint in (Place, tuple[Place, ...]):
+            found[name] = len(value) if isinstance(value, tuple) else bool(value)
         elif is_dataclass(value):
             found |= all_values(value, f"{name}.")
         elif isinstance(value, tuple) and value and is_dataclass(value[0]):
             for number, inner in enumerate(value, 1):
                 found |= all_values(inner, f"{name} {number}: ")
-        else:
+        elif name != "device":
             found[name] = value
     return found
 

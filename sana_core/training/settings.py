@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass
+from functools import partial
+from typing import Annotated, Any, get_type_hints
 
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
@@ -25,6 +28,22 @@ FLOW, CONSISTENCY = "flow", "consistency"
 DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
 # bytes in UTF-8; disks take 255 with the ending
 LONGEST_NAME = 240
+# a file or folder, in a settings file relative to that, and on each machine where it likes
+Place = Annotated[str, "place"]
+# of a field's annotation, called with its name and value
+Check = Callable[[str, Any], None]
+
+
+def within(low: float, high: float) -> Check:
+    return partial(check_number, low=low, high=high)
+
+
+def among(names: tuple[str, ...]) -> Check:
+    return partial(one_of, names=names)
+
+
+def sides_from(low: int) -> Check:
+    return partial(check_side, low=low)
 
 
 @dataclass(frozen=True)
@@ -36,16 +55,16 @@ class Method:
     `targets` get an adapter whose name in the transformer fits one; `dropout` is peft's lora_dropout. `start` is the
     file of an adapter that a new run begins with; `base` "int8" keeps the frozen model under an adapter in 8 bits."""
 
-    kind: str = "lora"
-    rank: int = 16
-    alpha: float | None = None
-    targets: str = "attention"
-    weights: str = "float32"
-    blocks: int = 7
-    start: str = ""
-    base: str = "full"
+    kind: Annotated[str, among(METHODS)] = "lora"
+    rank: Annotated[int, within(1, 1024)] = 16
+    alpha: Annotated[float | None, within(1e-3, 1e5)] = None
+    targets: Annotated[str, among(TARGETS)] = "attention"
+    weights: Annotated[str, among(DTYPES)] = "float32"
+    blocks: Annotated[int, within(1, 255)] = 7
+    start: Place = ""
+    base: Annotated[str, among(BASES)] = "full"
     layers: tuple[str, ...] = ()
-    dropout: float = 0.0
+    dropout: Annotated[float, within(0, 0.99)] = 0.0
 
     @property
     def whole(self) -> bool:
@@ -69,13 +88,14 @@ class Loss:
     more noise; diffusers' scripts count the other way) and `logit_std`, SD3's "mode" with `mode_scale`, or "uniform".
     """
 
-    kind: str = FLOW
-    teacher: str = ""
-    tangent_warmup: int = 4000
-    times: str = LOGIT_NORMAL
-    logit_mean: float = 0.0
-    logit_std: float = 1.0
-    mode_scale: float = 1.29
+    kind: Annotated[str, among((FLOW, CONSISTENCY))] = FLOW
+    teacher: Place = ""
+    tangent_warmup: Annotated[int, within(0, 10**9)] = 4000
+    times: Annotated[str, among(TIMES)] = LOGIT_NORMAL
+    logit_mean: Annotated[float, within(-10, 10)] = 0.0
+    logit_std: Annotated[float, within(1e-3, 10)] = 1.0
+    # a density up to here: Esser et al. 2024, arXiv 2403.03206, section 3.1
+    mode_scale: Annotated[float, within(-1, 1.75)] = 1.29
 
 
 @dataclass(frozen=True)
@@ -84,12 +104,12 @@ class Optimizer:
     average of the weights, which is then what is saved and previewed, or 0 for none. Prodigy begins with `d0` as its
     estimate of the distance that the weights have to go, and makes its rate `d_coef` times what it has found."""
 
-    name: str = "adamw"
-    weight_decay: float = 0.01
-    clip: float = 0.1
-    ema: float = 0.0
-    d0: float = 1e-6
-    d_coef: float = 1.0
+    name: Annotated[str, among(NAMES)] = "adamw"
+    weight_decay: Annotated[float, within(0, 1)] = 0.01
+    clip: Annotated[float, within(1e-6, 1e6)] = 0.1
+    ema: Annotated[float, within(0, 0.999999)] = 0.0
+    d0: Annotated[float, within(1e-12, 1)] = 1e-6
+    d_coef: Annotated[float, within(1e-3, 1e3)] = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,9 +120,9 @@ class Parallel:
     `block` is the class of the modules that are gathered one at a time, without one SANA's block. With `replicas` each
     so many-th part of the processes, those of one or more machines, shares a copy of its own (HSDP)."""
 
-    kind: str = DDP
+    kind: Annotated[str, among(KINDS)] = DDP
     block: str = ""
-    replicas: int = 1
+    replicas: Annotated[int, within(1, 4096)] = 1
 
 
 @dataclass(frozen=True)
@@ -118,26 +138,26 @@ class Phase:
     step takes `accumulate` batches of `batch` images, which all processes of a run share.
     """
 
-    data: tuple[str, ...]
-    resolution: int = 1024
-    batch: int = 1
-    accumulate: int = 1
-    epochs: int | None = None
-    steps: int | None = None
-    learning_rate: float = 1e-4
-    schedule: str = "constant"
-    warmup: int = 0
-    cycles: int = 1
-    power: float = 1.0
-    repeats: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    regularisation: tuple[str, ...] = ()
-    prior_loss_weight: float = 1.0
-    resolutions: tuple[int, ...] = ()
+    data: tuple[Place, ...]
+    resolution: Annotated[int, sides_from(DOWNSCALE)] = 1024
+    batch: Annotated[int, within(1, 4096)] = 1
+    accumulate: Annotated[int, within(1, 4096)] = 1
+    epochs: Annotated[int | None, within(1, 10**6)] = None
+    steps: Annotated[int | None, within(1, 10**9)] = None
+    learning_rate: Annotated[float, within(0, 10)] = 1e-4
+    schedule: Annotated[str, among(SCHEDULES + SHAPED)] = "constant"
+    warmup: Annotated[int, within(0, 10**9)] = 0
+    cycles: Annotated[int, within(1, 10**6)] = 1
+    power: Annotated[float, within(1e-3, 1e3)] = 1.0
+    repeats: Annotated[tuple[int, ...], within(1, 10**4)] = ()
+    weights: Annotated[tuple[float, ...], within(0, 10**3)] = ()
+    regularisation: tuple[Place, ...] = ()
+    prior_loss_weight: Annotated[float, within(0, 10**3)] = 1.0
+    resolutions: Annotated[tuple[int, ...], sides_from(DOWNSCALE)] = ()
     flip: bool = False
-    crops: int = 1
-    tag_orders: int = 1
-    keep_tags: int = 0
+    crops: Annotated[int, within(1, 64)] = 1
+    tag_orders: Annotated[int, within(1, 64)] = 1
+    keep_tags: Annotated[int, within(0, 10**3)] = 0
 
     @property
     def largest(self) -> int:
@@ -151,15 +171,15 @@ class Validation:
     images of `prompts`, each with the seed of its place, at `width` x `height` pixels (0: the phase's resolution).
     `control` are the images that steer a ControlNet there, one, or one for each prompt."""
 
-    every: int = 0
-    share: float = 0.0
+    every: Annotated[int, within(0, 10**9)] = 0
+    share: Annotated[float, within(0, 0.5)] = 0.0
     prompts: tuple[str, ...] = ()
     negative_prompt: str = ""
-    width: int = 0
-    height: int = 0
+    width: Annotated[int, sides_from(0)] = 0
+    height: Annotated[int, sides_from(0)] = 0
     steps: int | None = None
     guidance: float | None = None
-    control: tuple[str, ...] = ()
+    control: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,23 +188,23 @@ class TrainingSettings:
     alone with files of their own for the others; `out` is the run's folder; `trigger` are words that a LoRA's file is
     labelled with."""
 
-    model: str
-    out: str
+    model: Place
+    out: Place
     phase: tuple[Phase, ...]
     name: str = "sana"
-    text_encoder: str = ""  # that of `model`
-    autoencoder: str = ""  # that of `model`
+    text_encoder: Place = ""  # that of `model`
+    autoencoder: Place = ""  # that of `model`
     trigger: str = ""
-    seed: int = 0
-    dtype: str = "bfloat16"
+    seed: Annotated[int, within(0, 2**63 - 1)] = 0
+    dtype: Annotated[str, among(DTYPES)] = "bfloat16"
     reference: str = "auto"
     device: str = ""  # the accelerator of this machine, or its CPU
-    cache: str = ""  # folder of latents and embeddings; "cache" in `out`
+    cache: Place = ""  # folder of latents and embeddings; "cache" in `out`
     stream: bool = False  # encode each image when it is learned, and keep nothing of it on disk
-    caption_dropout: float = 0.1
+    caption_dropout: Annotated[float, within(0, 1)] = 0.1
     checkpoint_gradients: bool = True
-    save_every: int = 500
-    keep: int = 3
+    save_every: Annotated[int, within(1, 10**9)] = 500
+    keep: Annotated[int, within(1, 10**6)] = 3
     method: Method = field(default_factory=Method)
     loss: Loss = field(default_factory=Loss)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -199,24 +219,10 @@ class TrainingSettings:
 
 def check_settings(settings: TrainingSettings) -> TrainingSettings:
     """Return `settings`. Raises InputError for the first value that is out of range."""
-    method, optimizer, validation = settings.method, settings.optimizer, settings.validation
-    one_of("optimizer.name", optimizer.name, NAMES)
-    one_of("dtype", settings.dtype, DTYPES)
+    method, validation = settings.method, settings.validation
+    check_fields(settings)
     check_method(method, settings.dtype)
     check_loss(settings.loss, method)
-    check_number("optimizer.weight_decay", optimizer.weight_decay, 0, 1)
-    check_number("optimizer.clip", optimizer.clip, 1e-6, 1e6)
-    check_number("optimizer.ema", optimizer.ema, 0, 0.999999)
-    check_number("optimizer.d0", optimizer.d0, 1e-12, 1)
-    check_number("optimizer.d_coef", optimizer.d_coef, 1e-3, 1e3)
-    check_number("caption_dropout", settings.caption_dropout, 0, 1)
-    check_number("seed", settings.seed, 0, 2**63 - 1)
-    check_number("save_every", settings.save_every, 1, 10**9)
-    check_number("keep", settings.keep, 1, 10**6)
-    check_number("validation.every", validation.every, 0, 10**9)
-    check_number("validation.share", validation.share, 0, 0.5)
-    for side in ("width", "height"):
-        check_side(f"validation.{side}", getattr(validation, side), 0)
     check_control(method, validation)
     if validation.prompts and not validation.every:
         raise InputError(
@@ -227,30 +233,35 @@ def check_settings(settings: TrainingSettings) -> TrainingSettings:
     if not settings.phase:
         raise InputError("phase: got none, expected one or more [[phase]] tables; see recipes/")
     for number, phase in enumerate(settings.phase, 1):
+        check_fields(phase, f"phase {number}: ")
         check_phase(f"phase {number}", phase)
     return settings
 
 
+def check_fields(settings: Any, before: str = "") -> None:
+    """Raise InputError for the first value that its annotation forbids; `before` stands before its field's name."""
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        value = getattr(settings, name)
+        if is_dataclass(value):
+            check_fields(value, f"{name}.")
+        for check in filter(callable, getattr(hint, "__metadata__", ())):
+            for each in value if isinstance(value, tuple) else (value,):
+                if each is not None:
+                    check(before + name, each)
+
+
 def check_method(method: Method, dtype: str) -> None:
-    """Raise InputError unless the values of `method` are in their ranges and fit each other."""
-    one_of("method.kind", method.kind, METHODS)
-    one_of("method.targets", method.targets, TARGETS)
-    one_of("method.weights", method.weights, DTYPES)
+    """Raise InputError unless the values of `method` fit each other."""
     if method.weights == "bfloat16" and dtype == "float32":
         raise InputError("weights: got bfloat16 with dtype float32, expected the same; change one of them")
-    check_number("method.rank", method.rank, 1, 1024)
-    one_of("method.base", method.base, BASES)
     if method.base == "int8" and method.kind not in QUANTISED:
         raise InputError(f"base: got int8 with method {method.kind}, expected full; or choose {' or '.join(QUANTISED)}")
     if method.start and method.whole:
         raise InputError(f"start: got a file with method {method.kind}, expected one of an adapter; remove it")
-    check_number("method.dropout", method.dropout, 0, 0.99)
     if method.dropout and method.kind not in ("lora", "dora"):
         raise InputError(f"dropout: got one with method {method.kind}, expected lora or dora; remove it")
     if method.layers and method.whole:
         raise InputError(f"layers: got some with method {method.kind}, expected {', '.join(ADAPTERS)}; remove them")
-    check_number("method.blocks", method.blocks, 1, 255)
-    check_number("method.alpha", 1.0 if method.alpha is None else method.alpha, 1e-3, 1e5)
 
 
 def check_name(name: str) -> None:
@@ -265,13 +276,6 @@ def check_name(name: str) -> None:
 
 def check_loss(loss: Loss, method: Method) -> None:
     """Raise InputError unless `method` can be trained by `loss`."""
-    one_of("loss.kind", loss.kind, (FLOW, CONSISTENCY))
-    check_number("loss.tangent_warmup", loss.tangent_warmup, 0, 10**9)
-    one_of("loss.times", loss.times, TIMES)
-    check_number("loss.logit_mean", loss.logit_mean, -10, 10)
-    check_number("loss.logit_std", loss.logit_std, 1e-3, 10)
-    # a density up to here: Esser et al. 2024, arXiv 2403.03206, section 3.1
-    check_number("loss.mode_scale", loss.mode_scale, -1, 1.75)
     for field_name, times in (("logit_mean", LOGIT_NORMAL), ("logit_std", LOGIT_NORMAL), ("mode_scale", MODE)):
         check_used("loss", loss, field_name, loss.times == times, f"times {times}")
     if loss.kind == CONSISTENCY and loss != Loss(loss.kind, loss.teacher, loss.tangent_warmup):
@@ -299,8 +303,6 @@ def check_control(method: Method, validation: Validation) -> None:
 def check_parallel(settings: TrainingSettings) -> None:
     """Raise InputError unless what is trained can be trained in the way that is asked for."""
     own, method, name = settings.parallel, settings.method, settings.optimizer.name
-    one_of("parallel.kind", own.kind, KINDS)
-    check_number("parallel.replicas", own.replicas, 1, 4096)
     if own.kind == DDP:
         if own.replicas > 1:
             raise InputError("replicas: got more than 1 with parallel ddp, expected fsdp; remove it, or choose that")
@@ -321,12 +323,7 @@ def check_parallel(settings: TrainingSettings) -> None:
 
 
 def check_phase(name: str, phase: Phase) -> None:
-    one_of(f"{name}: schedule", phase.schedule, SCHEDULES + SHAPED)
-    check_number(f"{name}: cycles", phase.cycles, 1, 10**6)
-    check_number(f"{name}: power", phase.power, 1e-3, 1e3)
     sides = (phase.resolution, *phase.resolutions)
-    for side in sides:
-        check_side(f"{name}: resolution", side, DOWNSCALE)
     if len({*sides}) < len(sides):
         raise InputError(f"{name}: resolutions: got a size twice, expected others than {phase.resolution}; remove it")
     for field_name, used, needed in (
@@ -336,26 +333,15 @@ def check_phase(name: str, phase: Phase) -> None:
         ("power", phase.schedule == "polynomial", "schedule polynomial"),
     ):
         check_used(name, phase, field_name, bool(used), needed)
-    for field_name, numbers, low, high in (("repeats", phase.repeats, 1, 10**4), ("weights", phase.weights, 0, 10**3)):
-        for number in numbers:
-            check_number(f"{name}: {field_name}", number, low, high)
+    for field_name, numbers in (("repeats", phase.repeats), ("weights", phase.weights)):
         if len(numbers) not in (0, len(phase.data)):
             raise InputError(
                 f"{name}: got {len(numbers)} {field_name} for {len(phase.data)} sets of data, expected one for each"
             )
     if phase.weights and not any(phase.weights):
         raise InputError(f"{name}: weights: got only 0, so nothing is trained; raise one")
-    check_number(f"{name}: prior_loss_weight", phase.prior_loss_weight, 0, 10**3)
-    for field_name, low, high in (("crops", 1, 64), ("tag_orders", 1, 64), ("keep_tags", 0, 10**3)):
-        check_number(f"{name}: {field_name}", getattr(phase, field_name), low, high)
-    for field_name, most in (("batch", 4096), ("accumulate", 4096)):
-        check_number(f"{name}: {field_name}", getattr(phase, field_name), 1, most)
-    check_number(f"{name}: learning_rate", phase.learning_rate, 0, 10)
-    check_number(f"{name}: warmup", phase.warmup, 0, 10**9)
     if (phase.epochs is None) == (phase.steps is None):
         raise InputError(f"{name}: got {'neither' if phase.steps is None else 'both'} of epochs and steps; set one")
-    check_number(f"{name}: epochs", 1 if phase.epochs is None else phase.epochs, 1, 10**6)
-    check_number(f"{name}: steps", 1 if phase.steps is None else phase.steps, 1, 10**9)
     if not phase.data:
         raise InputError(f"{name}: got no data, expected one or more folders; name the folder of your images")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from ..checkpoints.files import Json
 from ..errors import InputError, MissingFileError, ReadError
-from .settings import TrainingSettings, check_settings
+from .settings import Place, TrainingSettings, check_settings
 
 LARGEST_FILE = 1_000_000
 
@@ -29,24 +29,7 @@ def read_settings(file: Path) -> TrainingSettings:
         raise MissingFileError(f"{file}: no such file; write one, or copy one of recipes/") from None
     except OSError as error:
         raise ReadError(f"{file}: cannot be read ({error.strerror}); see its name and its rights") from None
-    settings = parse(TrainingSettings, parse_toml(data, file.name), file.name)
-    folder = file.parent
-
-    def absolute(path: str) -> str:
-        return str(folder / path) if path else path
-
-    phases = tuple(
-        replace(phase, data=tuple(map(absolute, phase.data)), regularisation=tuple(map(absolute, phase.regularisation)))
-        for phase in settings.phase
-    )
-    paths = {
-        name: absolute(getattr(settings, name)) for name in ("model", "text_encoder", "autoencoder", "out", "cache")
-    }
-    control = tuple(map(absolute, settings.validation.control))
-    validation = replace(settings.validation, control=control)
-    method = replace(settings.method, start=absolute(settings.method.start))
-    loss = replace(settings.loss, teacher=absolute(settings.loss.teacher))
-    settings = replace(settings, phase=phases, validation=validation, method=method, loss=loss, **paths)
+    settings = parse(TrainingSettings, parse_toml(data, file.name), file.name, file.parent)
     try:
         return check_settings(settings)
     except InputError as error:
@@ -68,11 +51,12 @@ def parse_toml(data: bytes, name: str) -> Json:
         raise InputError(f"{name}: not TOML ({str(error) or 'nested too deeply'!s:.80}); correct that line") from None
 
 
-def parse(kind: type, table: object, name: str) -> Any:
-    """Return `table` as the dataclass `kind`, tables within it as its fields' dataclasses; `name` is for errors."""
+def parse(kind: type, table: object, name: str, folder: Path) -> Any:
+    """Return `table` as the dataclass `kind`, tables within it as its fields' dataclasses, places as those in `folder`;
+    `name` is for errors."""
     if not isinstance(table, Mapping):
         raise InputError(f"{name}: got {table!r:.40}, expected a table; see recipes/")
-    known = get_type_hints(kind)
+    known = get_type_hints(kind, include_extras=True)
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1, 0.0)[0]
@@ -80,21 +64,24 @@ def parse(kind: type, table: object, name: str) -> Any:
     needed = {each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}
     for key in sorted(needed - table.keys()):
         raise InputError(f"{name}: {key} is missing; add it")
-    return kind(**{key: parse_value(known[key], value, f"{name}: {key}") for key, value in table.items()})
+    return kind(**{key: parse_value(known[key], value, f"{name}: {key}", folder) for key, value in table.items()})
 
 
-def parse_value(kind: Any, value: object, name: str) -> Any:
+def parse_value(kind: Any, value: object, name: str, folder: Path) -> Any:
+    if get_origin(kind) is Annotated:
+        found = parse_value(get_args(kind)[0], value, name, folder)
+        return str(folder / found) if kind == Place and found else found
     if is_dataclass(kind) and isinstance(kind, type):
-        return parse(kind, value, name)
+        return parse(kind, value, name, folder)
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
         # one word stands for a list of one
-        values = [value] if inner is str and isinstance(value, str) else value
+        values = [value] if inner in (str, Place) and isinstance(value, str) else value
         if is_dataclass(inner) and isinstance(value, Mapping):
             raise InputError(f"{name}: got [phase], expected a list of tables; write [[phase]]")
         if not isinstance(values, list):
             raise InputError(f"{name}: got {value!r:.40}, expected a list; put it into brackets")
-        return tuple(parse_value(inner, each, name) for each in values)
+        return tuple(parse_value(inner, each, name, folder) for each in values)
     kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
     if kinds[0] is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

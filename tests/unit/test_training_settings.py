@@ -4,7 +4,8 @@ import pytest
 from setup import ROOT
 
 from sana_core.errors import InputError, MissingFileError
-from sana_core.training.settings import TrainingSettings
+from sana_core.training.preflight import all_values
+from sana_core.training.settings import Phase, TrainingSettings
 from sana_core.training.settings_file import read_settings
 
 WHOLE = """
@@ -28,6 +29,12 @@ def test_paths_are_relative_to_the_file(tmp_path):
     assert (settings.model, settings.out) == (str(tmp_path / "model"), str(tmp_path / "out"))
     assert settings.phase[0].data == (str(tmp_path / "pictures"),)
     assert settings.cache == "" and settings.method.scale == 1.0
+
+
+def test_each_machine_may_have_its_folders_elsewhere():
+    phases = [Phase((f"{own}/pictures",), steps=1, regularisation=(f"{own}/others",)) for own in ("here", "there")]
+    one, other = (all_values(TrainingSettings("model", "out", (phase,))) for phase in phases)
+    assert one == other and one["phase 1: data"] == one["phase 1: regularisation"] == 1
 
 
 WRONG = {
@@ -91,7 +98,7 @@ WRONG = {
         "phase 1: got 2 repeats for 1 sets of data, expected one for each",
     ),
     "crops": (WHOLE + "crops = 0", "phase 1: crops: got 0, expected a number from 1 to 64"),
-    "other sizes": (WHOLE + "resolutions = [1000]", "phase 1: resolution: got 1000, expected a multiple of 32"),
+    "other sizes": (WHOLE + "resolutions = [1000]", "phase 1: resolutions: got 1000, expected a multiple of 32"),
     "times": (WHOLE + "[loss]\ntimes = 'sigmoid'", "loss.times: got 'sigmoid', expected one of logit_normal, mode"),
     "times of Sprint": (
         WHOLE + "[loss]\nkind = 'consistency'\nlogit_std = 1.6",
