@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # of Hugging Face's folders of images, and of WebDataset's
 LISTS = ("metadata.jsonl", "wids-meta.json")
-MASKS = ("-mask", ".mask")
-CONTROLS = ("-control", ".control")
+# what the stem of a mask or of a control image ends with
+COMPANIONS = {"-mask": "mask", ".mask": "mask", "-control": "control", ".control": "control"}
 CAPTIONS = ("prompt", "caption", "text")
 # bytes
 LARGEST_CAPTION = 1_000_000
@@ -62,7 +63,8 @@ class Sample(NamedTuple):
     share: float = 1.0
 
 
-Add = Callable[[Callable[[], Sample]], None]
+# makes a sample, or raises what is wrong with it
+Make = Callable[[], Sample]
 
 
 class Faults:
@@ -97,18 +99,13 @@ def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
     Of images only the headers are read; `poll` is called for each and cancels by raising. Raises SanaError for the
     first fault, with the number of the others, which the log names; InputError for a data set without images.
     """
-    path = Path(path)
-    faults = Faults()
-    samples: list[Sample] = []
-
-    def add(make: Callable[[], Sample]) -> None:
+    faults, samples = Faults(), list[Sample]()
+    for make in list_samples(Path(path)):
         poll()
         try:
             samples.append(make())
         except SanaError as fault:
             faults.add(fault)
-
-    read_any(path, add, faults)
     faults.check()
     if not samples:
         raise InputError(f"dataset: no image in {path}, expected files that end with {', '.join(ENDINGS)}")
@@ -118,30 +115,34 @@ def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
     return samples
 
 
-def read_any(path: Path, add: Add, faults: Faults) -> None:
-    """Give `add` the samples at `path`, by what it is."""
+def list_samples(path: Path) -> Iterator[Make]:
+    """Yield what makes each of the samples at `path`, by what it is."""
     if path.is_dir():
         for listed in LISTS:
             if (path / listed).is_file():
-                return read_any(path / listed, add, faults)
+                yield from list_samples(path / listed)
+                return
         files, found = list_folder(path)
-        for fault in found:
-            faults.add(fault)
-        read_files({name: FileRange(file) for name, file in files.items()}, "", add)
-        shards = {name: file for name, file in files.items() if name.lower().endswith(TAR_ENDINGS)}
-        read_tars(shards, add, faults)
+        yield from (partial(refuse, fault) for fault in found)
+        yield from list_pairs({name: FileRange(file) for name, file in files.items()}, "")
+        yield from list_tars({name: file for name, file in files.items() if name.lower().endswith(TAR_ENDINGS)})
     elif not path.exists():
         raise MissingFileError(f"dataset: no file or folder {path}, expected a folder of images; see its spelling")
     elif path.suffix == ".jsonl":
-        read_jsonl(path, add)
+        yield from list_lines(path)
     elif path.suffix == ".tar":
-        read_tars({path.name: path}, add, faults)
+        yield from list_tars({path.name: path})
     elif path.name == "wids-meta.json":
         document = parse(read_range(FileRange(path), path.name, LARGEST_LIST), path.name)
-        shards = {inner: find_inside(path.parent, inner, path.name) for inner in list_shards(document, path.name)}
-        read_tars(shards, add, faults)
+        yield from list_tars(
+            {inner: find_inside(path.parent, inner, path.name) for inner in list_shards(document, path.name)}
+        )
     else:
         raise InputError(f"dataset: got the file {path.name}, expected a folder, a .jsonl or an uncompressed .tar")
+
+
+def refuse(fault: SanaError) -> Sample:
+    raise fault
 
 
 def open_image(sample: Sample) -> Image:
@@ -152,69 +153,58 @@ def open_image(sample: Sample) -> Image:
     return decode_image(read_range(sample.image, sample.name), sample.name)
 
 
-def read_tars(shards: Mapping[str, Path], add: Add, faults: Faults) -> None:
-    """Give `add` the samples of each tar, the faults of whole tars to `faults`."""
+def list_tars(shards: Mapping[str, Path]) -> Iterator[Make]:
+    """Yield what makes the samples of each tar, or for a whole tar that is broken what is wrong."""
     for shard, file in sorted(shards.items()):
         try:
-            read_files(list_tar(file, shard), f"{shard}:", add)
+            members = list_tar(file, shard)
         except SanaError as fault:
-            faults.add(fault)
+            yield partial(refuse, fault)
+        else:
+            yield from list_pairs(members, f"{shard}:")
 
 
-def read_files(files: Mapping[str, FileRange], before: str, add: Add) -> None:
-    """Give `add` each image of `files` with what belongs to it; `before` stands before the names in errors."""
+def list_pairs(files: Mapping[str, FileRange], before: str) -> Iterator[Make]:
+    """Yield what makes each image of `files` a sample, with what belongs to it; `before` stands before the names in
+    errors."""
     stems: dict[str, dict[str, list[str]]] = {}
     for name in sorted(files):
         suffix = PurePosixPath(name).suffix
         kind = "image" if suffix.lower() in ENDINGS else suffix.lower()
         stems.setdefault(name[: len(name) - len(suffix)], {}).setdefault(kind, []).append(name)
-    masks, controls = (companions(stems, marks) for marks in (MASKS, CONTROLS))
-    taken = {name for found in (masks, controls) for names in found.values() for name in names}
+    marked = [
+        (stem, stem[: -len(mark)], kind) for stem in stems for mark, kind in COMPANIONS.items() if stem.endswith(mark)
+    ]
+    # found before any is moved, for a mask may have one too
+    for stem, base, kind in [each for each in marked if all("image" in stems.get(name, ()) for name in each[:2])]:
+        stems[base].setdefault(kind, []).extend(stems[stem].pop("image"))
     alone = []
     for stem, kinds in sorted(stems.items()):
-        images = [name for name in kinds.get("image", []) if name not in taken]
-        if images:
-            add(
-                lambda stem=stem, kinds=kinds, images=images: pair(  # type: ignore[misc]
-                    files, before, stem, kinds, images, masks.get(stem, []), controls.get(stem, [])
-                )
-            )
+        if "image" in kinds:
+            yield partial(pair, files, before, stem, kinds)
         elif ".txt" in kinds:
             alone.append(kinds[".txt"][0])
     if alone:
         logger.warning("dataset: %d texts belong to no image, the first is %s", len(alone), before + alone[0])
 
 
-def companions(stems: Mapping[str, Mapping[str, list[str]]], marks: Iterable[str]) -> dict[str, list[str]]:
-    """Return {stem of an image: the images whose stem is that with one of `marks` behind it}."""
-    found: dict[str, list[str]] = {}
-    for stem in stems:
-        base = next((stem[: -len(mark)] for mark in marks if stem.endswith(mark)), None)
-        if base is not None and "image" in stems.get(base, {}):
-            found.setdefault(base, []).extend(stems[stem].get("image", []))
-    return found
-
-
-def pair(
-    files: Mapping[str, FileRange],
-    before: str,
-    stem: str,
-    kinds: Mapping[str, list[str]],
-    images: list[str],
-    masks: list[str],
-    controls: list[str],
-) -> Sample:
-    """Return the sample of the files with this stem, by their kinds."""
-    name = before + images[0]
-    both = next((names for names in (masks, controls, images) if len(names) > 1), None)
-    if both:
-        raise InputError(f"{name}: {both[0]} and {both[1]} have one name, expected one of them; rename the other")
-    for kind, read in ((".txt", read_caption), (".json", read_prompts)):
-        for text in kinds.get(kind, [])[:1]:
-            captions = read(read_range(files[text], before + text, LARGEST_CAPTION), before + text)
-            mask, control = (files[names[0]] if names else None for names in (masks, controls))
-            return make_sample(name, captions, files[images[0]], mask, control)
-    raise InputError(f"{name}: has no caption, expected {PurePosixPath(stem).name}.txt beside it; an empty one is none")
+def pair(files: Mapping[str, FileRange], before: str, stem: str, kinds: Mapping[str, list[str]]) -> Sample:
+    """Return the sample of the files with this stem, and of its mask and control image, by their kinds."""
+    name = before + kinds["image"][0]
+    for names in (kinds.get(kind, []) for kind in ("mask", "control", "image")):
+        if len(names) > 1:
+            raise InputError(f"{name}: {names[0]} and {names[1]} have one name, expected one of them; rename the other")
+    text = next((kinds[kind][0] for kind in (".txt", ".json") if kind in kinds), None)
+    if text is None:
+        stem = PurePosixPath(stem).name
+        raise InputError(f"{name}: has no caption, expected {stem}.txt beside it; an empty one is none")
+    data = read_range(files[text], before + text, LARGEST_CAPTION)
+    if ".txt" in kinds:
+        captions: Captions = ((read_text(data, before + text), 1.0),)
+    else:
+        captions = pick_captions(parse(data, before + text), before + text)
+    mask, control = (files[kinds[kind][0]] if kind in kinds else None for kind in ("mask", "control"))
+    return make_sample(name, captions, files[kinds["image"][0]], mask, control)
 
 
 def make_sample(
@@ -250,14 +240,6 @@ def read_text(data: bytes, name: str) -> str:
         raise InputError(f"{name}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
 
 
-def read_caption(data: bytes, name: str) -> Captions:
-    return ((read_text(data, name), 1.0),)
-
-
-def read_prompts(data: bytes, name: str) -> Captions:
-    return pick_captions(parse(data, name), name)
-
-
 def parse(data: bytes, name: str) -> Json:
     """Return the JSON object in `data`. Raises InputError."""
     try:
@@ -291,8 +273,8 @@ def pick_captions(document: Json, name: str) -> Captions:
     raise InputError(f"{name}: has no caption, expected a text under one of {', '.join(CAPTIONS)}")
 
 
-def read_jsonl(path: Path, add: Add) -> None:
-    """Give `add` the sample of each line: {"file_name" or "image": path, "text" or "caption": ..., "mask": path,
+def list_lines(path: Path) -> Iterator[Make]:
+    """Yield what makes the sample of each line: {"file_name" or "image": path, "text" or "caption": ..., "mask": path,
     "control" or "conditioning_image": path}.
 
     Paths are relative to the file's folder and stay in it.
@@ -317,4 +299,4 @@ def read_jsonl(path: Path, add: Add) -> None:
 
     for number, line in enumerate(lines, 1):
         if line.strip():
-            add(lambda number=number, line=line: read_line(number, line))  # type: ignore[misc]
+            yield partial(read_line, number, line)
