@@ -54,14 +54,10 @@ class Product(torch.autograd.Function):
 
 
 class EightBitLinear(torch.nn.Linear):
-    """`linear`, with its weight in 8 bits; of its class, which peft asks for."""
+    """A linear layer with its weight in 8 bits; of its class, which peft asks for."""
 
     codes: torch.Tensor
     scale: torch.Tensor
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        torch.nn.Module.__init__(self)
-        keep(self, linear)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -72,14 +68,10 @@ class EightBitLinear(torch.nn.Linear):
 
 
 class EightBitPointwise(torch.nn.Conv2d):
-    """`conv`, a convolution of 1x1, with its weight in 8 bits; of its class, which peft asks for."""
+    """A convolution of 1x1 with its weight in 8 bits; of its class, which peft asks for."""
 
     codes: torch.Tensor
     scale: torch.Tensor
-
-    def __init__(self, conv: torch.nn.Conv2d) -> None:
-        torch.nn.Module.__init__(self)
-        keep(self, conv)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -89,15 +81,19 @@ class EightBitPointwise(torch.nn.Conv2d):
         return Product.apply(input.movedim(1, -1), self.codes, self.scale, self.bias).movedim(-1, 1)
 
 
-def keep(module: torch.nn.Module, like: torch.nn.Linear | torch.nn.Conv2d) -> None:
-    """Give `module` the sizes and the bias of `like`, and the weight in 8 bits."""
-    for name, value in vars(like).items():
-        if not name.startswith("_"):
-            setattr(module, name, value)
-    codes, scale = quantise_rows(like.weight.flatten(1))
-    module.register_buffer("codes", codes)
-    module.register_buffer("scale", scale)
-    module.register_parameter("bias", like.bias)  # type: ignore[arg-type]  # a parameter, or None
+def quantise_layer(layer: torch.nn.Module) -> None:
+    """Put the weight of `layer` into 8 bits where it is a linear layer or a convolution of 1x1."""
+    if type(layer) is torch.nn.Linear:
+        kind: type[torch.nn.Module] = EightBitLinear
+    elif type(layer) is torch.nn.Conv2d and layer.kernel_size == (1, 1) and layer.groups == 1:
+        kind = EightBitPointwise
+    else:
+        return
+    codes, scale = quantise_rows(layer.weight.flatten(1))
+    del layer.weight
+    layer.register_buffer("codes", codes)
+    layer.register_buffer("scale", scale)
+    layer.__class__ = kind
 
 
 def quantise_base(transformer: SanaTransformer2DModel) -> None:
@@ -106,11 +102,6 @@ def quantise_base(transformer: SanaTransformer2DModel) -> None:
     The depthwise convolutions, what embeds image, time and caption, and an adapter that is on it stay as they are.
     """
     for block in transformer.transformer_blocks:
-        for owner in list(block.modules()):
-            for name, layer in list(owner.named_children()):
-                if any(parameter.requires_grad for parameter in layer.parameters()):
-                    continue
-                if type(layer) is torch.nn.Linear:
-                    setattr(owner, name, EightBitLinear(layer))
-                elif type(layer) is torch.nn.Conv2d and layer.kernel_size == (1, 1) and layer.groups == 1:
-                    setattr(owner, name, EightBitPointwise(layer))
+        for layer in block.modules():
+            if not any(parameter.requires_grad for parameter in layer.parameters()):
+                quantise_layer(layer)
