@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,27 +25,6 @@ from ..model.reference import DIFFUSERS, NVIDIA
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
-
-
-# what a ControlNet's configuration has of the model's
-COPIED = (
-    "in_channels",
-    "out_channels",
-    "num_attention_heads",
-    "attention_head_dim",
-    "num_cross_attention_heads",
-    "cross_attention_head_dim",
-    "cross_attention_dim",
-    "caption_channels",
-    "mlp_ratio",
-    "dropout",
-    "attention_bias",
-    "sample_size",
-    "patch_size",
-    "norm_elementwise_affine",
-    "norm_eps",
-    "interpolation_scale",
-)
 
 
 def check_steerable(config: TransformerConfig, blocks: int) -> None:
@@ -71,9 +51,10 @@ def begin_controlnet(transformer: SanaTransformer2DModel, blocks: int, dtype: to
     from diffusers import SanaControlNetModel
 
     transformer.requires_grad_(False)
-    config = {name: transformer.config[name] for name in COPIED}
+    own = signature(SanaControlNetModel.__init__).parameters
+    config = {name: value for name, value in transformer.config.items() if name in own}
     with init_empty_weights():
-        controlnet = SanaControlNetModel(num_layers=blocks, **config)
+        controlnet = SanaControlNetModel(**{**config, "num_layers": blocks})
     for name in ("patch_embed", "time_embed", "caption_projection", "caption_norm"):
         setattr(controlnet, name, getattr(transformer, name))
     copies = [copy.deepcopy(block).to(dtype) for block in transformer.transformer_blocks[:blocks]]
