@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoints.files import shown
-from ..checkpoints.lora import COLUMNS, ROWS, Adapter, Tensors, adapted, dora_scale, product_of, read_whole
+from ..checkpoints.lora import (
+    COLUMNS,
+    ROWS,
+    Adapter,
+    Tensors,
+    adapted,
+    dora_scale,
+    parts_of,
+    product_of,
+    read_whole,
+    split_layers,
+)
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import InputError, VersionError
 from ..runtime.atomic_files import digest_of
@@ -117,25 +128,15 @@ def adapter_tensors(transformer: SanaTransformer2DModel, dtype: torch.dtype) -> 
     scales = {name: layer.scaling[ADAPTER] for name, layer in adapter_layers(transformer).items()}
     tensors = {}
     for name, tensor in get_peft_model_state_dict(transformer, adapter_name=ADAPTER).items():
-        layer, part = split(name)
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
         scale = scales[layer] if part in SCALED else 1.0
         tensors[PREFIX + name] = (tensor.detach().float() * scale).to("cpu", dtype).contiguous()
     return tensors
 
 
-def split(name: str) -> tuple[str, str]:
-    """Return the layer and the part of an adapter's tensor: ("...to_q", "lora_B") of "...to_q.lora_B.weight"."""
-    layer, _, part = name.removesuffix(".weight").rpartition(".")
-    return layer, part
-
-
 def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
     """Return {layer: {part: tensor}} of the `tensors` of `adapter_tensors`."""
-    found: dict[str, Tensors] = {}
-    for name, tensor in tensors.items():
-        layer, part = split(name.removeprefix(PREFIX))
-        found.setdefault(layer, {})[part] = tensor
-    return found
+    return {name.removeprefix(PREFIX): parts_of(own) or {} for name, own in split_layers(tensors).items()}
 
 
 def core_magnitudes(layer: Any, parts: Tensors) -> torch.Tensor:
@@ -192,16 +193,6 @@ def merged(transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tens
             weights[name].copy_(before[name])
 
 
-def parts_of(layer: Any) -> dict[str, torch.nn.Parameter]:
-    """Return {part: parameter} of a layer's adapter."""
-    found = {}
-    for name, parameter in layer.named_parameters():
-        if parameter.requires_grad:
-            part = name.removesuffix(".weight").removesuffix(f".{ADAPTER}")
-            found[part] = parameter
-    return found
-
-
 def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
     """Give the adapter that `add_adapter` put on `transformer` the weights in the file `method.start`.
 
@@ -218,11 +209,12 @@ def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
     layers = adapter_layers(transformer)
     check_targets(found.keys(), layers.keys(), shapes.keys(), method, file)
     for name, layer in layers.items():
-        own, (parts, scale) = parts_of(layer), found[name]
+        trained = {f".{key}": each for key, each in layer.named_parameters() if each.requires_grad}
+        own, (parts, scale) = parts_of(trained) or {}, found[name]
         check_parts(parts, own, f"{file}: {name}")
         for part, parameter in own.items():
             factor = scale / method.scale if part in SCALED else 1.0
-            parameter.data.copy_((parts[part].float() * factor).reshape(parameter.shape))
+            parameter.detach().copy_((parts[part].float() * factor).reshape(parameter.shape))
 
 
 def needs_start(settings: TrainingSettings) -> bool:
@@ -269,19 +261,15 @@ def check_targets(
 
 def check_parts(found: Tensors, own: Mapping[str, torch.Tensor], name: str) -> None:
     """Raise InputError unless the file's tensors of a layer have the shapes of its adapter."""
-    for part in sorted(own.keys() | found.keys()):
-        if part not in found or part not in own:
-            raise InputError(f"{name}: {part} is {'missing' if part in own else 'unexpected'}; remove method.start")
+    for part in sorted(own.keys() ^ found.keys()):
+        raise InputError(f"{name}: {part} is {'missing' if part in own else 'unexpected'}; remove method.start")
+    for part in sorted(own):
         got, expected = (list(tensor.shape) for tensor in (found[part], own[part]))
-        if squeezed(got) == squeezed(expected):
-            continue
-        rank = 1 if part == "lora_B" else 0
-        ranked = part in ("lora_A", "lora_B") and len(got) == len(expected)
-        if ranked and squeezed(got[:rank] + got[rank + 1 :]) == squeezed(expected[:rank] + expected[rank + 1 :]):
-            raise InputError(
-                f"{name}: got rank {got[rank]}, but method.rank is {expected[rank]}; set rank to {got[rank]}"
-            )
-        raise InputError(f"{name}: got {part} of {got}, expected {expected}; choose a LoRA of this model")
+        # all else of a LoRA has the model's sizes
+        if part == "lora_A" and got[0] != expected[0]:
+            raise InputError(f"{name}: got rank {got[0]}, but method.rank is {expected[0]}; set rank to {got[0]}")
+        if squeezed(got) != squeezed(expected):
+            raise InputError(f"{name}: got {part} of {got}, expected {expected}; choose a LoRA of this model")
 
 
 def squeezed(shape: list[int]) -> list[int]:
