@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from ..checkpoints import load_autoencoder
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json, fingerprint
 from ..decode import encode_images
-from ..model.text import TextEncoder, encode_prompts
+from ..model.text import encode_prompts
 from ..runtime.atomic_files import digest_of, remove
 from ..runtime.cancellation import Poll
 from .cache import Encoders, ModelIds, Store, Stream, build_cache
@@ -35,9 +35,6 @@ from .ranks import Ranks
 from .schedule import Data, digest_data
 from .settings import Phase, TrainingSettings
 
-if TYPE_CHECKING:
-    from diffusers import AutoencoderDC
-
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[str, int, int], None]
 # of `fingerprint`, what embeddings and latents depend on
@@ -47,13 +44,6 @@ IMAGE_DIGESTS = ("autoencoder_weights", "autoencoder_config")
 TEACHER = "teacher"
 # in the cache, the digests of models' files
 MODELS = "models"
-
-
-class Sources(NamedTuple):
-    """What returns the encoders of captions and images, loaded."""
-
-    encoder: Callable[[], TextEncoder]
-    autoencoder: Callable[[], AutoencoderDC]
 
 
 def prepare(
@@ -75,18 +65,17 @@ def prepare(
     """
     ids, store = model_ids(settings, digests), cache_store(settings)
 
-    def encode(sources: Sources, part: slice, progress: OnProgress) -> list[Data]:
+    def encode_part(encode: Encoders, part: slice, progress: OnProgress) -> list[Data]:
         phases = zip(samples, settings.phase, strict=True)
-        return [prepare_phase(each[part], phase, settings, ids, sources, progress, poll) for each, phase in phases]
+        return [prepare_phase(each[part], phase, settings, ids, encode, progress, poll) for each, phase in phases]
 
     def encode_share() -> None:
-        with encoders(settings, device) as sources:
-            encode(sources, slice(ranks.rank, None, ranks.size), progress if ranks.first else no_progress)
+        with encoders(settings, device, poll) as encode:
+            encode_part(encode, slice(ranks.rank, None, ranks.size), progress if ranks.first else no_progress)
 
     def encode_all(progress: OnProgress) -> tuple[list[Data], Inputs | None]:
-        with encoders(settings, device) as sources:
-            data = encode(sources, slice(None), progress)
-            return data, encode_validation(settings, store, ids, *sources)
+        with encoders(settings, device, poll) as encode:
+            return encode_part(encode, slice(None), progress), encode_validation(settings, store, ids, encode)
 
     try:
         if ranks.size > 1 and not settings.stream:
@@ -94,8 +83,10 @@ def prepare(
         # what all have encoded the first finds, and what it has completed the others
         return ranks.run_on_rank0(lambda: encode_all(progress)) or encode_all(no_progress)
     finally:
-        if ranks.first:
-            clear(store)
+        if ranks.first and store.parts is not None:
+            # of dead processes of this run, which is held; what cannot be removed is in nobody's way
+            with suppress(OSError):
+                remove(store.parts)
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -150,21 +141,12 @@ def prepare_phase(
     phase: Phase,
     settings: TrainingSettings,
     ids: ModelIds,
-    sources: Sources,
+    encode: Encoders,
     progress: OnProgress,
     poll: Poll,
 ) -> Data:
     """Return the `samples` of `phase`, encoded, or to be as they are learned."""
     buckets = [choose_bucket(each.size, each.resolution) for each in samples]
-
-    def encode_pixels(pixels: torch.Tensor) -> torch.Tensor:
-        model = sources.autoencoder()
-        return encode_images(model, pixels, poll=poll) * model.config.scaling_factor
-
-    def encode_caption(caption: str, instruction: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return encode_prompts(sources.encoder(), [caption], instruction)
-
-    encode = Encoders(encode_pixels, encode_caption)
     cached = 0 if settings.stream else len(samples)
     cache = build_cache(
         samples[:cached],
@@ -196,50 +178,41 @@ def prepare_phase(
 
 
 @contextmanager
-def encoders(settings: TrainingSettings, device: torch.device) -> Iterator[Sources]:
-    """Give what returns the text encoder and the autoencoder, of which one at a time is in memory.
+def encoders(settings: TrainingSettings, device: torch.device, poll: Poll) -> Iterator[Encoders]:
+    """Give what encodes images and captions, of which one at a time is in memory.
 
     Both are loaded when they are first asked for, and not at all where the cache has everything. What a run streams
     through them stays possible behind the context, and both stay in memory.
     """
     loaded: Json = {}
 
-    def make_room() -> None:
-        if not settings.stream:
-            loaded.clear()
+    def model(kind: str, load: Callable[[str], Any]) -> Any:
+        if kind not in loaded:
+            if not settings.stream:
+                loaded.clear()
+            loaded[kind] = load(settings.source(kind))
+        return loaded[kind]
 
-    def text() -> TextEncoder:
-        if "text" not in loaded:
-            make_room()
-            source = settings.source("text_encoder")
-            loaded["text"] = load_encoder(source, device, settings.dtype, settings.reference)
-        return loaded["text"]
+    def pixels(pixels: torch.Tensor) -> torch.Tensor:
+        # in float32: it runs once for each image, and what it loses is lost to every step
+        own = model("autoencoder", lambda source: load_autoencoder(source, device, torch.float32))
+        return encode_images(own, pixels, poll=poll) * own.config.scaling_factor
 
-    def image() -> AutoencoderDC:
-        if "image" not in loaded:
-            make_room()
-            # in float32: it runs once for each image, and what it loses is lost to every step
-            loaded["image"] = load_autoencoder(settings.source("autoencoder"), device, torch.float32)
-        return loaded["image"]
+    def caption(caption: str, instruction: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        own = model("text_encoder", lambda source: load_encoder(source, device, settings.dtype, settings.reference))
+        return encode_prompts(own, [caption], instruction)
 
     try:
-        yield Sources(text, image)
+        yield Encoders(pixels, caption)
     finally:
-        make_room()
+        if not settings.stream:
+            loaded.clear()
 
 
 def cache_store(settings: TrainingSettings) -> Store:
     """Return the run's cache. Others may share it, so what is not whole lies apart for each run's folder."""
     folder = Path(settings.cache) if settings.cache else Path(settings.out) / "cache"
     return Store(folder, folder / f".{digest_json(str(Path(settings.out).absolute()))}.parts")
-
-
-def clear(store: Store) -> None:
-    """Remove what dead processes of a run that is held have left in its cache."""
-    if store.parts is not None:
-        # what cannot be removed is in nobody's way
-        with suppress(OSError):
-            remove(store.parts)
 
 
 def model_ids(settings: TrainingSettings, digests: Json) -> ModelIds:

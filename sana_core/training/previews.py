@@ -7,24 +7,23 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from ..batch.pipeline import Conditioning, Models, SamplingSettings, decode, encode_negative, encode_text, sample
+from ..batch.pipeline import Conditioning, Models, SamplingSettings, decode, sample
 from ..batch.plan import Embedding, ImageInputs, batch_images
 from ..checkpoints import load_autoencoder
-from ..decode import encode_images
 from ..errors import ExistingFileError, SanaError
 from ..model.controlnet import Control
 from ..model.known_models import model_defaults
-from ..model.text import TextEncoder
 from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.cancellation import Poll
 from ..runtime.image_files import LEVEL, levels
-from .cache import ModelIds, Store, Tensors, entry_path, read_entry
+from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text, encode_tokens, entry_path, read_entry
 from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
 from .run_log import Line, read_log
 from .runs import PICTURES, stranger, writing
@@ -32,7 +31,6 @@ from .settings import TrainingSettings
 from .train_state import TrainState
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderDC
     from PIL.ImageDraw import ImageDraw
 
 SHEET = "validations.png"
@@ -58,53 +56,40 @@ def preview_size(settings: TrainingSettings) -> Bucket:
     return own.width or side, own.height or side
 
 
-def encode_validation(
-    settings: TrainingSettings,
-    store: Store,
-    ids: ModelIds,
-    encoder: Callable[[], TextEncoder],
-    autoencoder: Callable[[], AutoencoderDC],
-) -> Inputs | None:
+def encode_validation(settings: TrainingSettings, store: Store, ids: ModelIds, encode: Encoders) -> Inputs | None:
     """Return what the validation's images are generated from, kept in the cache; None where none are generated.
 
     Raises as `read_range` and `decode_image` do for a control image.
     """
-    validation = settings.validation
+    validation, size = settings.validation, preview_size(settings)
     if not validation.every or not validation.prompts:
         return None
 
     def find_or(kind: str, parts: list, make: Callable[[], Tensors]) -> Tensors:
         return read_entry(store.find_or(entry_path(store.folder, kind, parts), make))
 
-    def encoded(kind: str, prompt: str, encode: Callable[[], Embedding]) -> Embedding:
-        def make() -> Tensors:
-            embeds, mask = encode()
-            return {"embeds": embeds.contiguous(), "mask": mask.contiguous()}
-
+    def text(kind: str, prompt: str, make: Callable[[], Tensors]) -> Embedding:
         entry = find_or("texts", [kind, prompt, ids.text_encoder], make)
-        return entry["embeds"], entry["mask"]
+        return entry["embeds"][None], entry["mask"][None].long()
 
     def steering(file: str) -> torch.Tensor:
-        data, size = read_range(FileRange(Path(file)), file), preview_size(settings)
+        data = read_range(FileRange(Path(file)), file)
         parts = ["validation", digest_of(data), size, CROP_RULE, ids.autoencoder]
-        return find_or("latents", parts, lambda: encode_control(autoencoder(), data, file, size))["latents"]
+        return find_or("latents", parts, lambda: encode_control(encode.pixels, data, file, size))["latents"]
 
-    prompts = [
-        encoded("prompt", each, lambda each=each: encode_text(encoder(), each, True))  # type: ignore[misc]
-        for each in validation.prompts
-    ]
-    text = validation.negative_prompt
-    negative = encoded("negative", text, lambda: encode_negative(encoder(), text))
+    prompts = [text("caption", each, partial(encode_tokens, encode.caption, each)) for each in validation.prompts]
+    # all its tokens, for NVIDIA's mask is that of the positive prompt
+    own = validation.negative_prompt
+    negative = text("negative prompt", own, partial(encode_text, encode.caption, own, False))
     control = torch.stack(list(map(steering, validation.control))) if validation.control else None
     return Inputs(prompts, negative, control)
 
 
-def encode_control(autoencoder: AutoencoderDC, data: bytes, name: str, size: Bucket) -> Tensors:
+def encode_control(encode: EncodePixels, data: bytes, name: str, size: Bucket) -> Tensors:
     """Return the latents [32, h, w] of a control image cropped to `size`, in ComfyUI's order of operations."""
     image = np.asarray(crop_image(decode_image(data, name), size), dtype=np.float32) / 255
     pixels = torch.from_numpy(image).movedim(-1, 0)[None] * 2 - 1
-    latents = encode_images(autoencoder, pixels).float() * autoencoder.config.scaling_factor
-    return {"latents": latents[0].cpu().contiguous()}
+    return {"latents": encode(pixels)[0].float().cpu().contiguous()}
 
 
 def generate_validation(
