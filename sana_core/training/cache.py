@@ -243,15 +243,19 @@ class Store(NamedTuple):
     parts: Path | None = None  # without one beside the entries
 
     def find_or(self, path: Path, make: Callable[[], Tensors]) -> Path:
-        """Return the entry's `path` once it is there and whole. Raises OutputError."""
-        if not find_entry(path):
-            self.write_entry(path, make())
-        return path
+        """Return the entry's `path` once it is there and whole; a damaged one is in the log, and is written over.
 
-    def write_entry(self, path: Path, tensors: Tensors) -> None:
-        """Write an entry, over a damaged one too. Raises OutputError and leaves nothing half written then."""
+        Raises OutputError and leaves nothing half written then.
+        """
         from safetensors.torch import save
 
+        if path.exists():
+            try:
+                read_entry(path)
+                return path
+            except ReadError as error:
+                logger.warning("%s", error)
+        tensors = make()
         try:
             self.write(path, save({**tensors, CHECK: check_sum(tensors)}))
         except OSError as error:
@@ -259,6 +263,7 @@ class Store(NamedTuple):
             raise OutputError(
                 f"cache: cannot write {path} ({reason}); make room and start again, what is in it stays"
             ) from error
+        return path
 
     def write(self, path: Path, data: bytes) -> None:
         """Write a file of the cache, over an earlier one too. Raises OSError."""
@@ -295,18 +300,6 @@ def read_entry(path: Path) -> Tensors:
     if not torch.equal(check, check_sum(tensors)):
         raise ReadError(f"cache: {path} is damaged, its digest is another; start again, which makes it again")
     return tensors
-
-
-def find_entry(path: Path) -> bool:
-    """Return whether the entry is there and whole; a line in the log says if it is there and not."""
-    if not path.exists():
-        return False
-    try:
-        read_entry(path)
-    except ReadError as error:
-        logger.warning("%s", error)
-        return False
-    return True
 
 
 class Digests:
