@@ -6,9 +6,10 @@ from comfy_api.latest import io, ui
 
 from ..sana_core.model.known_models import DEFAULT_RESOLUTION
 from ..sana_core.model.latents import DOWNSCALE
+from ..sana_core.runtime.checks import check_whole
 from ..sana_core.training.images import LARGEST_SIDE
 from ..sana_core.training.optimizers import NAMES
-from ..sana_core.training.settings import ADAPTERS, BASES, SCHEDULES, TARGETS
+from ..sana_core.training.settings import ADAPTERS, BASES, SCHEDULES, TARGETS, Method
 from .host.folders import dataset_path, find_file, list_datasets, list_files, run_path, without_places
 
 DATASET = io.Custom("SANA_DATASET")
@@ -226,7 +227,8 @@ class SanaNodesTrain(io.ComfyNode):
         from .host.training import adapter_method, make_settings, train_lora
 
         check_sockets(model=model, dataset=dataset, **own)
-        own = {**defaults(), **own, "start": "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora))}
+        own = complete(cls, own)
+        own["start"] = "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora))
         with without_places():
             settings = make_settings(model, dataset, run_path(name), adapter_method(own), own)
             trained = train_lora(model, settings, cls.hidden.unique_id)
@@ -273,21 +275,31 @@ class SanaNodesTrainControlNet(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, dataset, name: str, blocks: int, **own) -> io.NodeOutput:
+    def execute(cls, model, dataset, name: str, **own) -> io.NodeOutput:
         from .host.report import show_under_node
-        from .host.training import controlnet_method, make_settings, train_controlnet
+        from .host.training import make_settings, train_controlnet
 
         check_sockets(model=model, dataset=dataset, **own)
+        own = complete(cls, own)
         with without_places():
-            settings = make_settings(model, dataset, run_path(name), controlnet_method(blocks), {**defaults(), **own})
+            method = Method("controlnet", blocks=own["blocks"])
+            settings = make_settings(model, dataset, run_path(name), method, own)
             control, losses, report = train_controlnet(model, settings, cls.hidden.unique_id)
         show_under_node(report, cls.hidden.unique_id)
         return io.NodeOutput(control, {"loss": losses})
 
 
-def defaults() -> dict[str, object]:
-    """Return the values of the inputs that the API leaves out."""
-    return {"validation_prompts": "", **{each.id: each.default for each in advanced_inputs()}}
+def complete(node: type[io.ComfyNode], own: dict) -> dict:
+    """Return the values `own` of the inputs of `node`, with those that the API leaves out.
+
+    Raises InputError for whole numbers out of range, which widgets check, and links do not.
+    """
+    values = {"validation_prompts": "", **{each.id: each.default for each in advanced_inputs()}, **own}
+    for each in node.define_schema().inputs:
+        if isinstance(each, io.Int.Input):
+            check_whole(each.id, values[each.id], each.min, each.max)
+            values[each.id] = int(values[each.id])
+    return values
 
 
 def check_sockets(**inputs) -> None:

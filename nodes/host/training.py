@@ -13,7 +13,6 @@ import torch
 from ...sana_core.checkpoints import inspect_checkpoint
 from ...sana_core.checkpoints.headers import read_file
 from ...sana_core.errors import InputError
-from ...sana_core.runtime.checks import check_whole
 from ...sana_core.training.autofit import fit_lines
 from ...sana_core.training.plan import REACHED, Base, Plan, measured_seconds, plan_training, read_base
 from ...sana_core.training.preflight import check_base
@@ -50,19 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Inputs = Mapping[str, Any]  # of a node, by name
-
-# the node's whole numbers and their bounds; `check_settings` knows those of the others
-WHOLE = {
-    "steps": (1, 1_000_000),
-    "batch_size": (1, 4096),
-    "accumulate": (1, 4096),
-    "warmup": (0, 1_000_000),
-    "validate_every": (0, 1_000_000),
-    "save_every": (1, 1_000_000),
-    "keep": (1, 1_000_000),
-    "training_seed": (0, 2**63 - 1),
-}
-
 
 # of a run's memory that allocators lose between blocks
 FRAGMENTS = 1.1
@@ -115,24 +101,13 @@ def clip_path(clip: comfy.sd.CLIP | None) -> str:
 
 def adapter_method(own: Inputs) -> Method:
     """Return the method of SANA Train's inputs. Raises InputError for what is none."""
-    # widgets check their range, links do not
     one_of("method", own["method"], ADAPTERS)
-    check_whole("rank", own["rank"], 1, 1024)
-    rank, alpha = int(own["rank"]), own["alpha"] or None
-    return Method(own["method"], rank, alpha, own["targets"], start=own["start"], base=own["base"])
-
-
-def controlnet_method(blocks: int) -> Method:
-    """Return the method of SANA Train ControlNet's inputs. Raises InputError for a number out of range."""
-    check_whole("blocks", blocks, 1, 255)
-    return Method("controlnet", blocks=int(blocks))
+    alpha = own["alpha"] or None
+    return Method(own["method"], own["rank"], alpha, own["targets"], start=own["start"], base=own["base"])
 
 
 def make_phase(dataset: Dataset, own: Inputs) -> Phase:
-    """Return the only phase of the run. Raises InputError for whole numbers out of range, and for another resolution of
-    the regularisation images."""
-    for field, (least, most) in WHOLE.items():
-        check_whole(field, own[field], least, most)
+    """Return the only phase of the run. Raises InputError for another resolution of the regularisation images."""
     prior = own.get("regularisation")
     if prior is not None and prior.resolution != dataset.resolution:
         raise InputError(
@@ -141,12 +116,12 @@ def make_phase(dataset: Dataset, own: Inputs) -> Phase:
     return Phase(
         (dataset.folder,),
         dataset.resolution,
-        batch=int(own["batch_size"]),
-        accumulate=int(own["accumulate"]),
-        steps=int(own["steps"]),
+        batch=own["batch_size"],
+        accumulate=own["accumulate"],
+        steps=own["steps"],
         learning_rate=own["learning_rate"],
         schedule=own["schedule"],
-        warmup=int(own["warmup"]),
+        warmup=own["warmup"],
         regularisation=() if prior is None else (prior.folder,),
         # without images the widget waits for some
         prior_loss_weight=1.0 if prior is None else own["prior_loss_weight"],
@@ -173,20 +148,20 @@ def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Meth
             text_encoder=clip_path(own.get("clip")),
             autoencoder="" if vae is None else vae_path(vae, "training"),
             trigger=own["trigger"],
-            seed=int(own["training_seed"]),
+            seed=own["training_seed"],
             # nothing trains in fp16
             dtype="float32" if model.model.get_dtype_inference() == torch.float32 else "bfloat16",
             reference=reference,
             device=str(model.load_device),
             caption_dropout=own["caption_dropout"],
             checkpoint_gradients=own["checkpoint_gradients"],
-            save_every=int(own["save_every"]),
-            keep=int(own["keep"]),
+            save_every=own["save_every"],
+            keep=own["keep"],
             method=method,
             optimizer=Optimizer(
                 own["optimizer"], own["weight_decay"], own["gradient_clip"], own["ema"], own["d0"], own["d_coef"]
             ),
-            validation=Validation(int(own["validate_every"]), own["held_out"], prompts),
+            validation=Validation(own["validate_every"], own["held_out"], prompts),
         )
     )
 
