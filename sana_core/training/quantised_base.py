@@ -93,7 +93,7 @@ def quantise_layer(layer: torch.nn.Module) -> None:
     del layer.weight
     layer.register_buffer("codes", codes)
     layer.register_buffer("scale", scale)
-    layer.__class__ = kind
+    layer.__class__ = kind  # type: ignore[assignment]
 
 
 def quantise_base(transformer: SanaTransformer2DModel) -> None:
