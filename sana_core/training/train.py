@@ -120,7 +120,11 @@ def load_state(settings: TrainingSettings, shift: float, ranks: Ranks) -> TrainS
     state = make_train_state(load_base(settings, device, ranks), shift, settings, device, ranks)
     if ranks.launched and ranks.first:
         log_line(describe_layout(state.layout, state.parameters, state.device))
-    return state._replace(teacher=load_teacher(settings, device))
+    if settings.loss.teacher:
+        dtype = getattr(torch, settings.dtype)
+        teacher = load_transformer(settings.loss.teacher, device, dtype, reference=settings.reference)
+        state = state._replace(teacher=teacher.requires_grad_(False))
+    return state
 
 
 def put_result(settings: TrainingSettings, parts: Path, last: int, best: Best | None) -> Path:
@@ -243,14 +247,6 @@ def last_file(settings: TrainingSettings) -> str:
 def whole_part(settings: TrainingSettings) -> str:
     """Return the name of the folder that holds the weights, where no adapter is trained."""
     return "controlnet" if settings.method.kind == "controlnet" else "transformer"
-
-
-def load_teacher(settings: TrainingSettings, device: torch.device) -> SanaTransformer2DModel | None:
-    """Return the teacher, frozen, None where there is none. Raises as `load_transformer` does."""
-    if not settings.loss.teacher:
-        return None
-    dtype = getattr(torch, settings.dtype)
-    return load_transformer(settings.loss.teacher, device, dtype, reference=settings.reference).requires_grad_(False)
 
 
 @contextmanager
