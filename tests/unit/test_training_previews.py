@@ -5,6 +5,7 @@ import pytest
 import torch
 from checkpoints import CHECKPOINTS
 from diffusers import DPMSolverMultistepScheduler
+from pictures import write_pictures
 from PIL import Image
 from tiny import library_pipeline
 
@@ -18,27 +19,16 @@ PROMPTS = ("a red circle on a blue background", "a watercolour of a red lighthou
 STEPS = 6
 
 
-@pytest.fixture
-def pictures(tmp_path):
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    for number in range(3):
-        pixels = np.random.default_rng(number).integers(0, 256, (4, 4, 3)).astype(np.uint8)
-        Image.fromarray(pixels).resize((128, 128)).save(folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text(f"colours {number}")
-    return folder
-
-
 # of the second the shift is 1.5, which no released model has. A DoRA moves a model so far at the rate of a LoRA that it
 # makes levels of the last bits of the text's embeddings
 @pytest.mark.parametrize("name, shift", [("sana-tiny", 3.0), ("sana-posters", 1.5)])
 @pytest.mark.parametrize("kind, rate", [("lora", 1e-2), ("dora", 2e-3)])
-def test_the_pictures_of_a_run_are_those_of_its_file(checkpoint, pictures, tmp_path, name, shift, kind, rate):
+def test_the_pictures_of_a_run_are_those_of_its_file(tmp_path, name, shift, kind, rate):
     model = CHECKPOINTS[name]
     settings = TrainingSettings(
         str(model),
         str(tmp_path / "out"),
-        (Phase((str(pictures),), 128, batch=3, steps=4, learning_rate=rate),),
+        (Phase((write_pictures(tmp_path / "pictures", 3),), 128, batch=3, steps=4, learning_rate=rate),),
         dtype="float32",
         method=Method(kind, rank=4, alpha=3.0, targets="both"),
         validation=Validation(every=4, prompts=PROMPTS, steps=STEPS),
