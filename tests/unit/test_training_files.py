@@ -194,18 +194,6 @@ def test_a_state_that_others_have_put_a_file_into_stays(make, out):
     assert [step for step, _ in find_states(out)] == [4, 10]
 
 
-def test_a_name_that_a_state_needs_for_itself_is_refused(make):
-    for name in ("state", "STATE"):
-        with pytest.raises(InputError, match=f"^name: got '{name}', .*; choose another"):
-            make(name=name)
-
-
-def test_a_name_that_no_disk_takes_is_refused_before_anything_is_trained(make):
-    for name in ("x" * 241, "\u4e00" * 81):
-        with pytest.raises(InputError, match="^name: got .*, expected at most 240 bytes; choose a shorter one"):
-            make(name=name)
-
-
 def test_a_lora_that_is_named_anew_after_the_end_is_published_as_that(make, out):
     first = train.train(make())
     second = train.train(make(name="y"))

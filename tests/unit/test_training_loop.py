@@ -238,17 +238,6 @@ def test_a_folder_with_another_run_is_refused(settings, change):
         train.train(settings(steps=4, **change))
 
 
-def test_a_broken_state_is_named(settings):
-    own = settings(steps=2)
-    train.train(own)
-    file = newest(own) / "state.safetensors"
-    file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(CheckpointError, match="^step-0000002: broken state of a run .*; remove that folder"):
-        train.train(own)
-    shutil.rmtree(newest(own))
-    train.train(own)
-
-
 def test_a_loss_that_is_not_finite_stops_at_the_last_state_and_names_the_picture(settings, monkeypatch):
     own = settings(steps=4, validation=Validation())
     real, calls = train_state.flow_loss, []

@@ -69,6 +69,12 @@ WRONG = {
         r"phase: got \[phase\], expected a list of tables; write \[\[phase\]\]$",
     ),
     "a name with a folder": ("name = '../x'" + WHOLE, "name: got '../x', expected the name of a file"),
+    "a state's own name": ("name = 'STATE'" + WHOLE, "name: got 'STATE', .* a state's own file; choose another"),
+    "a name that no disk takes": (f"name = '{'x' * 241}'" + WHOLE, "name: got .*, expected at most 240 bytes; choose"),
+    "a longer one in bytes": (
+        "name = '" + "\u4e00" * 81 + "'" + WHOLE,
+        "name: got .*, expected at most 240 bytes; choose",
+    ),
     "nothing counts": (
         WHOLE + "weights = [0]",
         "phase 1: weights: got only 0, so nothing is trained; raise one",
