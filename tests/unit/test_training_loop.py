@@ -6,21 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoints import CHECKPOINTS
 from pictures import write_pictures
+from runs import Stopped, lines_of, newest, same_state, stopping_after
 from safetensors.torch import load_file
 from setup import ROOT
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
 from sana_core.training import train, train_state
-from sana_core.training.run_log import describe_validation, read_log
+from sana_core.training.run_log import describe_validation
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
-
-
-class Stopped(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -46,31 +42,6 @@ def settings(folder, tmp_path, checkpoint):
         )
 
     return make
-
-
-def stopping_after(steps):
-    """A poll that cancels once it was called between so many steps and the next."""
-    lines = []
-
-    def poll():
-        if len([line for line in lines if "loss" in line]) == steps:
-            raise Stopped
-
-    return lines.append, poll
-
-
-def lines_of(settings):
-    lines = read_log(Path(settings.out))
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
-
-
-def newest(settings):
-    return find_states(Path(settings.out))[-1][1]
-
-
-def same_state(first, second):
-    one, other = (load_file(newest(each) / "state.safetensors") for each in (first, second))
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 WAYS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pictures import write_pictures
 from PIL import Image
+from runs import Stopped, stopping_after
 from safetensors.torch import load_file
 
 import sana_core
@@ -108,15 +109,9 @@ def test_it_learns_as_on_the_whole_model_and_goes_on_where_it_stood(settings):
     np.testing.assert_allclose(losses, others, rtol=0.1)
     assert first.keys() == second.keys()
 
-    class Stopped(Exception):
-        pass
-
-    def report(line):
-        if line["step"] == 7:
-            raise Stopped
-
+    report, poll = stopping_after(7)
     with pytest.raises(Stopped):
-        train.train(broken, report)
+        train.train(broken, report, poll=poll)
     again = load_file(train.train(broken))
     assert all(torch.equal(again[name], first[name]) for name in first)
     with pytest.raises(InputError, match="^base: got none, but the run in .* has int8"):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launched import OLD, outcomes, results_of
+from runs import difference
 from tiny import CAPTION, tiny_transformer
 
 from sana_core.errors import InputError
@@ -69,11 +70,6 @@ def learn(own, ranks=ALONE, groups=(((0, 1), (2, 3)),), rate=None):
     whole = gather_weights(learner, torch.device("cpu"), trained_alone=True)
     weights = {} if whole is None else {name: each.detach().clone() for name, each in whole.parameters.items()}
     return found, held_out, weights
-
-
-def difference(one, other):
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 @pytest.mark.parametrize("kind", KINDS)

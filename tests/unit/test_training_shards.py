@@ -1,6 +1,5 @@
 """A run of several ranks is saved by all of them, goes on with more or fewer, and refuses a rank that differs."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 from launched import OLD, outcomes, results_of
 from pictures import write_pictures
+from runs import difference, lines_of, newest
 from safetensors.torch import load_file
 
 from sana_core.checkpoints.convert import convert_checkpoint
@@ -43,11 +43,6 @@ def settings(folder, tmp_path, checkpoint):
     return make
 
 
-def lines_of(settings):
-    lines = map(json.loads, Path(settings.out, "log.jsonl").read_text(encoding="utf-8").splitlines())
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
-
-
 def trained(settings, count=1, plain=False):
     """Train on `count` ranks, or with `plain` in a process without a launcher, and return the path of the result."""
     if plain:
@@ -60,11 +55,6 @@ def trained(settings, count=1, plain=False):
 def result(path):
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     return {name: each for file in files for name, each in load_file(file).items()}
-
-
-def difference(one, other):
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 # adapters, for AdamW's first steps make much of what rounding leaves of gradients near zero, which whole weights have
@@ -84,7 +74,7 @@ def test_a_run_goes_on_with_other_ranks_and_ends_as_the_run_of_one_process(setti
     expected = result(trained(settings("plain", kind, **own), plain=True))
     broken = settings("broken", kind, **own)
     trained(replace(broken, phase=(replace(broken.phase[0], steps=2),)), 2)
-    assert len(list((find_states(Path(broken.out))[-1][1] / "shards").iterdir())) == 2
+    assert len(list((newest(broken) / "shards").iterdir())) == 2
     path = trained(broken, 3 if kind == "fsdp" else 1, plain=kind == "ddp")
     assert difference(result(path), expected) < 1e-5
     for one, other in zip(lines_of(broken), lines_of(settings("plain")), strict=True):

@@ -13,7 +13,7 @@ import torch
 from diffusers import SanaSprintPipeline, SanaTransformer2DModel, SCMScheduler
 from pictures import write_pictures
 from PIL import Image
-from safetensors.torch import load_file
+from runs import Stopped, lines_of, same_state, stopping_after
 from tiny import CAPTION, random_prompt, tiny_transformer
 
 import sana_core
@@ -37,7 +37,6 @@ from sana_core.training.loss import (
     validation_times,
 )
 from sana_core.training.quantised_base import quantise_base
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.settings_file import read_settings
 
@@ -285,20 +284,6 @@ def settings(folder, tmp_path, sprint):
     return make
 
 
-class Stopped(Exception):
-    pass
-
-
-def lines_of(settings):
-    lines = map(json.loads, Path(settings.out, "log.jsonl").read_text(encoding="utf-8").splitlines())
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
-
-
-def same_state(first, second):
-    one, other = (load_file(find_states(Path(each.out))[-1][1] / "state.safetensors") for each in (first, second))
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 WAYS = {
     "data": {},
     "teacher": {"taught": True},
@@ -314,12 +299,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, checkpoint,
     whole, broken = (settings(out, teacher=teacher, **own) for out in ("whole", "broken"))
     train.train(whole)
 
-    def report(line):
-        if "loss" in line and line["step"] == 3:
-            raise Stopped
-
+    report, poll = stopping_after(3)
     with pytest.raises(Stopped):
-        train.train(broken, report)
+        train.train(broken, report, poll=poll)
     train.train(broken)
     assert lines_of(broken) == lines_of(whole) and same_state(whole, broken)
 

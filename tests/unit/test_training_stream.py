@@ -1,6 +1,5 @@
 """A run that encodes each picture when it is learnt is the run over a cache, and keeps nothing of the pictures."""
 
-import json
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 from launched import OLD, results_of
 from pictures import write_pictures
 from PIL import Image
+from runs import difference, lines_of
 from safetensors.torch import load_file
 
 from sana_core.training import cache, train
@@ -43,19 +43,13 @@ def settings(folder, tmp_path, checkpoint):
     return make
 
 
-def lines_of(own):
-    lines = map(json.loads, Path(own.out, "log.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
-
-
 @pytest.mark.parametrize("method", [Method(rank=2), Method("controlnet", blocks=1)], ids=["lora", "controlnet"])
 def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settings, method):
     streamed, cached = settings("streamed", method=method), settings("cached", False, method=method)
     one, other = train.train(streamed), train.train(cached)
     assert lines_of(streamed) == lines_of(cached)
     if method.kind == "lora":
-        one, other = load_file(one), load_file(other)
-        assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+        assert difference(load_file(one), load_file(other)) == 0
     kept = [len(list((Path(own.out) / "cache").rglob("*.safetensors"))) for own in (streamed, cached)]
     # the empty prompt alone
     assert kept[0] == 1 < kept[1]
@@ -89,8 +83,7 @@ def test_each_rank_reads_and_encodes_its_own_pictures_alone(settings, monkeypatc
         return str(train.train(own, ranks=ranks)), list(read)
 
     (path, first), (_, second) = results_of(2, both)
-    one, other = load_file(path), load_file(train.train(plain))
-    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5
+    assert difference(load_file(path), load_file(train.train(plain))) < 1e-5
     # 4 steps of 4 pictures, or all 8 once
     assert [len(first), len(second)] == ([8, 8] if stream else [4, 4])
     assert stream or not set(first) & set(second)
