@@ -44,7 +44,7 @@ from .schedule import (
     steps_left,
 )
 from .settings import Phase, TrainingSettings
-from .state_files import chosen_save, own_values, read_tensors, restore, tensors_of, unpacked, whole_values
+from .state_files import chosen_save, read_tensors, restore, tensors_of
 from .train_state import TrainState, averaged, gather_weights, take_step, validation_loss, warm_up_ddp_buckets
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,6 @@ def save(now: Run) -> None:
         tensors, values = tensors_of(state)
         ranks.run_on_all(partial(check_finite, tensors, now.progress.step))
         digests, shards = [own.digest for own in now.data], state.layout.parts
-        values = whole_values(state, values)
         saved = SavedState(now.progress, tensors, values, folder.config, digests, now.best, now.validated, shards)
         complete = write_state(folder.out, folder.parts, saved, partial(export, now), chosen_save(state), ranks)
         now.saved = now.progress.step
@@ -284,8 +283,7 @@ def resume_at(now: Run, newest: Path) -> None:
     again."""
     saved = now.ranks.run_on_all(lambda: read_state(newest, partial(read_tensors, now.state), now.ranks))
     check_config(now.folder.config, saved.config, now.folder.out)
-    tensors = unpacked(saved.tensors, saved.values)
-    restore(now.state, tensors, own_values(now.state, saved.values, tensors), newest.name)
+    restore(now.state, saved.tensors, saved.values, newest.name)
     progress = saved.progress
     now.progress, now.best, now.validated = progress, saved.best, saved.validated
     if same_epochs(saved.data[progress.phase], now.data[progress.phase].digest):

@@ -215,20 +215,6 @@ def update_average(average: Tensors, parameters: Tensors, decay: float) -> None:
         average[name].lerp_(parameter.detach().float(), 1.0 - decay)
 
 
-@torch.no_grad()
-def restore_average(average: Tensors, saved: Tensors) -> None:
-    """Write the values of `saved`, an average as it was written, into `average`. Raises InputError where they differ
-    in names or shapes."""
-    for name in average.keys() | saved.keys():
-        if name not in saved or name not in average or saved[name].shape != average[name].shape:
-            raise InputError(
-                f"ema: got an average of other weights, first {name:.80}, expected one of the trained ones; resume "
-                "with the settings that it was saved with"
-            )
-    for name, values in saved.items():
-        average[name].copy_(values)
-
-
 @contextmanager
 def averaged_weights(parameters: Tensors, average: Tensors) -> Iterator[None]:
     """Hold the average in `parameters`, in their dtype, and put the trained weights back after, bit for bit."""
@@ -250,5 +236,6 @@ def kept_weights(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @torch.no_grad()
 def fill(targets: Mapping, values: Mapping) -> None:
+    """Write `values` into the `targets` of the same keys."""
     for name, target in targets.items():
         target.copy_(values[name])

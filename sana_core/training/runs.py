@@ -322,7 +322,7 @@ def read_state(folder: Path, read: Callable[[Path, int], dict[str, torch.Tensor]
         tensors = read(folder, document["shares"])
     except SanaError:
         raise
-    except (ValueError, KeyError, OSError, SafetensorError) as error:
+    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
         raise broken(folder, error) from error
     values, config, data, best = (document[name] for name in ("values", "facts", "data", "best"))
     return SavedState(progress_of(document), tensors, values, config, data, best and Best(*best), document["validated"])
