@@ -34,9 +34,7 @@ class Shards(NamedTuple):
 
     trained: dict[str, DTensor]
     models: Sequence[nn.Module]  # transformer, and a ControlNet where that is trained
-    whole: Sequence[nn.Module]  # the same without weights, to be filled on one rank
-    names: Mapping[int, str]  # of each parameter of `whole`, by its id, the name in `everything`
-    everything: dict[str, nn.Parameter]  # DTensors, and what is whole on every rank
+    whole: Sequence[nn.Module]  # the same without weights, copies of which are filled on one rank
 
 
 class Layout(NamedTuple):
@@ -74,8 +72,15 @@ class Layout(NamedTuple):
         """Bound the norm of all gradients together, and return what it was; those of shards are moved to their rows."""
         if self.shards is None:
             return float(nn.utils.clip_grad_norm_(list(parameters.values()), limit))
-        collect_sharded_grads(self.shards, parameters)
-        return clip_sharded(parameters, limit, self.ranks, self.ranks.size // self.parts)
+        for name, parameter in parameters.items():
+            owner: Any = self.shards.trained[name]
+            parameter.grad = None if owner.grad is None else owner.grad.to_local()
+            owner.grad = None
+        gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+        local, replicas = float(nn.utils.get_total_norm(gradients)), self.ranks.size // self.parts
+        norm = (self.ranks.total(local**2)[0] / replicas) ** 0.5
+        nn.utils.clip_grads_with_norm_(list(parameters.values()), limit, torch.tensor(norm))
+        return norm
 
 
 def lay_out(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks) -> Layout:
@@ -119,31 +124,33 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
     block. Raises VersionError for a torch that is too old, and InputError for a class of
     blocks that is not there or leaves trained weights outside.
     """
-    try:
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-    except ImportError:
-        raise too_old() from None
-    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        raise too_old()
-    names, memo = name_parameters(models), empty_parameters(models)
-    skeleton = copy.deepcopy(list(models), memo)
-    of_skeleton = {id(memo[key]): name for key, (name, _) in names.items()}
+    from torch.distributed import fsdp
+
+    if not hasattr(getattr(fsdp, "FSDPModule", None), "set_force_sum_reduction_for_comms"):
+        raise VersionError(
+            f"parallel: fsdp needs torch 2.9 or newer, got {torch.__version__}; update it, or choose ddp"
+        )
+    empty: dict[int, Any] = {
+        id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad)
+        for model in models
+        for each in model.parameters()
+    }
+    whole = copy.deepcopy(list(models), empty)
     options = fsdp_options(settings, ranks)
     given: dict[nn.Parameter, nn.Parameter] = {}
     for block in [*find_blocks(models, settings.parallel.block), *parts_outside(models)]:
-        if not isinstance(block, FSDPModule):
+        if not isinstance(block, fsdp.FSDPModule):
             materialize_params(block, given)
-            fully_shard(block, **options)
+            fsdp.fully_shard(block, **options)
     for model in models:
         materialize_params(model, given)
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, fsdp.FSDPModule):
                 # gloo's mean of a reduce-scatter has been its sum (pytorch issue 162338); sums are the same everywhere
                 module.set_force_sum_reduction_for_comms(True)
-    everything = {name: parameter for name, parameter in name_parameters(models).values()}
     trained: dict[str, Any] = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
     check_sharded(trained, settings.parallel.block)
-    return Shards(trained, models, skeleton, of_skeleton, everything)
+    return Shards(trained, models, whole)
 
 
 def materialize_params(module: nn.Module, given: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -163,29 +170,6 @@ def materialize_params(module: nn.Module, given: dict[nn.Parameter, nn.Parameter
                 made = nn.Parameter(whole, parameter.requires_grad) if parameter.is_meta else parameter
                 given[parameter] = given[made] = made
             owner._parameters[name] = given[parameter]
-
-
-def too_old() -> VersionError:
-    return VersionError(f"parallel: fsdp needs torch 2.9 or newer, got {torch.__version__}; update it, or choose ddp")
-
-
-def name_parameters(models: Sequence[nn.Module]) -> dict[int, tuple[str, nn.Parameter]]:
-    """Return the name of each parameter, with the number of its first model before it, and itself, by its id."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for number, model in enumerate(models):
-        for name, parameter in model.named_parameters():
-            found.setdefault(id(parameter), (f"{number}.{name}", parameter))
-    return found
-
-
-def empty_parameters(models: Sequence[nn.Module]) -> dict[int, object]:
-    """Return the memo by which copy.deepcopy makes models with empty parameters."""
-    memo: dict[int, object] = {}
-    for model in models:
-        for parameter in model.parameters():
-            if id(parameter) not in memo:
-                memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    return memo
 
 
 def fsdp_options(settings: TrainingSettings, ranks: Ranks) -> Json:
@@ -256,17 +240,18 @@ def check_sharded(trained: Mapping[str, nn.Parameter], name: str) -> None:
 
 def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], device: torch.device) -> str:
     """Return as text how the ranks really hold the trained `parameters`, from the modules as they are."""
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
     ranks, shards = layout.ranks, layout.shards
     backend = torch.distributed.get_backend()
     if shards is None:
-        assert isinstance(layout.replica, DistributedDataParallel)
         count = sum(parameter.numel() for parameter in parameters.values())
         return f"DDP over {backend}: {ranks.size} processes, {count:,} trained parameters, all of them on each"
-    blocks = find_blocks_wrapped(shards.models)
-    whole = sum(parameter.numel() for parameter in shards.everything.values())
-    here = sum(local_size(parameter) for parameter in shards.everything.values())
+    modules = {module for model in shards.models for module in model.modules()}
+    everything = {parameter for model in shards.models for parameter in model.parameters()}
+    blocks, whole = sum(isinstance(module, FSDPModule) for module in modules), sum(each.numel() for each in everything)
+    here = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in everything)
     offloaded = any(each.device.type == "cpu" for each in parameters.values()) and device.type != "cpu"
     return (
         f"FSDP over {backend}: {ranks.size} processes, {blocks} gathered modules, {whole:,} parameters, of which "
@@ -274,59 +259,23 @@ def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], devi
     )
 
 
-def find_blocks_wrapped(models: Sequence[nn.Module]) -> int:
-    from torch.distributed.fsdp import FSDPModule
-
-    return len({id(module) for model in models for module in model.modules() if isinstance(module, FSDPModule)})
-
-
-def local_size(parameter: torch.Tensor) -> int:
-    from torch.distributed.tensor import DTensor
-
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
-
-
-def local_parameters(shards: Shards) -> dict[str, nn.Parameter]:
-    """Return the rows of this rank of what is trained, by name: they share their memory with the model's."""
-    return {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in shards.trained.items()}
-
-
-def collect_sharded_grads(shards: Shards, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give the rows of this rank their gradients, which the model does not keep."""
-    for name, parameter in parameters.items():
-        owner = shards.trained[name]
-        parameter.grad = None if owner.grad is None else owner.grad.to_local()  # type: ignore[attr-defined]
-        owner.grad = None
-
-
-def clip_sharded(parameters: Mapping[str, nn.Parameter], limit: float, ranks: Ranks, replicas: int) -> float:
-    """Scale the gradients of the rows so that the norm of all gradients together is at most `limit`; return it."""
-    own = [parameter for parameter in parameters.values() if parameter.grad is not None]
-    local = float(nn.utils.get_total_norm([parameter.grad for parameter in own if parameter.grad is not None]))
-    norm = (ranks.total(local**2)[0] / replicas) ** 0.5
-    nn.utils.clip_grads_with_norm_(own, limit, torch.tensor(norm))
-    return norm
-
-
-def gather(shards: Shards, device: torch.device, first: bool, names: Callable[[str], bool]) -> list[nn.Module] | None:
+def gather(shards: Shards, device: torch.device, first: bool, trained_alone: bool) -> list[nn.Module] | None:
     """Return, on the first rank, the models with whole weights on `device`; None on the others, which have to call it.
 
-    Weights whose names `names` does not want stay empty.
+    With `trained_alone` frozen weights stay empty.
     """
-    filled: dict[str, nn.Parameter] = {}
-    for name, parameter in shards.everything.items():
-        if not names(name):
-            continue
-        whole = parameter.detach()
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+    models = copy.deepcopy(list(shards.whole)) if first else []
+    for number, model in enumerate(shards.models):
+        filled = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or not trained_alone:
+                whole = parameter.detach()
+                whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+                if first:
+                    filled[name] = whole.to(device, copy=True)
         if first:
-            filled[name] = nn.Parameter(whole.to(device, copy=True), parameter.requires_grad)
-    if not first:
-        return None
-    memo = {key: filled[name] for key, name in shards.names.items() if name in filled}
-    models = copy.deepcopy(list(shards.whole), memo)
-    for model in models:
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device)
-    return models
+            models[number].load_state_dict(filled, strict=False, assign=True)
+    for module in (module for model in models for module in model.modules()):
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    return models if first else None

@@ -49,7 +49,7 @@ from .quantised_base import quantise_base
 from .ranks import ALONE, Ranks
 from .schedule import Data, TrainProgress
 from .settings import CONSISTENCY, DDP, TrainingSettings
-from .sharding import Layout, gather, lay_out, local_parameters
+from .sharding import Layout, gather, lay_out
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
@@ -122,7 +122,9 @@ def make_train_state(
     layout = lay_out(models, settings, ranks)
     parameters = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
     if layout.shards is not None:
-        parameters = local_parameters(layout.shards)
+        # the rows of this rank, in the memory of the model's
+        trained = layout.shards.trained.items()
+        parameters = {name: torch.nn.Parameter(each.to_local().detach()) for name, each in trained}
     own = settings.optimizer
     optimizer = make_optimizer(own.name, list(parameters.values()), 0.0, own.weight_decay, d0=own.d0, d_coef=own.d_coef)
     if layout.shards is not None and isinstance(optimizer, CAME):
@@ -306,16 +308,13 @@ def gather_weights(state: TrainState, device: torch.device, trained_alone: bool)
     first, shards = state.ranks.first, state.layout.shards
     if shards is None:
         return state if first else None
-    wanted = {id(each) for each in shards.trained.values()}
-    names = {name for name, each in shards.everything.items() if id(each) in wanted}
-    found: Any = gather(shards, device, first, names.__contains__ if trained_alone else lambda name: True)
+    found: Any = gather(shards, device, first, trained_alone)
     if found is None:
         return None
     parameters = {name: each for name, each in found[-1].named_parameters() if each.requires_grad}
     controlnet = found[1] if len(found) > 1 else None
-    # an optimizer without weights, for nothing learns any more
-    optimizer = make_optimizer(state.settings.optimizer.name, [torch.nn.Parameter(torch.zeros(1))], 0.0)
-    return TrainState(found[0], state.shift, state.settings, parameters, optimizer, None, controlnet)
+    # it keeps the optimizer of the rows, for nothing learns any more
+    return TrainState(found[0], state.shift, state.settings, parameters, state.optimizer, None, controlnet)
 
 
 def microbatches(group: Sequence[Sequence[int]], rank: int, count: int) -> list[Microbatch]:
