@@ -1,29 +1,34 @@
 """The learning rate follows the share of the work that is done, through whatever is changed when a run goes on."""
 
 import itertools
-import json
 import logging
 import random
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from checkpoints import CHECKPOINTS
-from diffusers.optimization import get_cosine_with_hard_restarts_schedule_with_warmup as RESTARTS
-from diffusers.optimization import get_polynomial_decay_schedule_with_warmup as POLYNOMIAL
+from diffusers import optimization
 from pictures import write_pictures
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR
+from runs import Stopped, lines_of, stopping_after
 
 from sana_core.training.schedule import TrainProgress, after_step, learning_rate, plan_epoch, steps_left
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.train import train
 
 PEAK, START = 1e-3, TrainProgress()
-TORCHS = {
-    "constant": lambda optimizer: ConstantLR(optimizer, factor=1.0),
-    "linear": lambda optimizer: LinearLR(optimizer, 1.0, 0.0, total_iters=16),
-    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 16),
+# diffusers' of the same names
+THEIRS = {
+    "constant": optimization.get_constant_schedule_with_warmup,
+    "linear": partial(optimization.get_linear_schedule_with_warmup, num_training_steps=20),
+    "cosine": partial(optimization.get_cosine_schedule_with_warmup, num_training_steps=20),
+    "cosine_with_restarts": partial(
+        optimization.get_cosine_with_hard_restarts_schedule_with_warmup, num_training_steps=20, num_cycles=3
+    ),
+    "polynomial": partial(
+        optimization.get_polynomial_decay_schedule_with_warmup, num_training_steps=20, power=2.0, lr_end=0.0
+    ),
 }
 
 
@@ -45,37 +50,16 @@ def rates_of(phase, pictures, place=START, stop=10**9):
     return rates, place
 
 
-def test_of_a_run_that_nobody_changes():
-    for schedule in TORCHS:
-        phase = Phase(("x",), steps=20, learning_rate=PEAK, schedule=schedule, warmup=4)
-        rates, place = rates_of(phase, 7)
-        assert len(rates) == place.phase_step == 20
-        assert rates[:4] == pytest.approx([PEAK * share for share in (0.25, 0.5, 0.75, 1)])
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
-        theirs = TORCHS[schedule](optimizer)
-        for rate in rates[4:]:
-            assert rate == pytest.approx(theirs.get_last_lr()[0])
-            optimizer.step()
-            theirs.step()
-
-
-def test_restarts_and_powers_are_those_of_diffusers():
+@pytest.mark.parametrize("schedule", THEIRS)
+def test_of_a_run_that_nobody_changes(schedule):
+    own = {"cosine_with_restarts": {"cycles": 3}, "polynomial": {"power": 2.0}}.get(schedule, {})
+    phase = Phase(("x",), steps=20, learning_rate=PEAK, schedule=schedule, warmup=4, **own)
+    rates, place = rates_of(phase, 7)
+    assert len(rates) == place.phase_step == 20
+    assert rates[:4] == pytest.approx([PEAK * share for share in (0.25, 0.5, 0.75, 1)])
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
-    for own, theirs in (
-        (
-            {"schedule": "cosine_with_restarts", "cycles": 3},
-            (RESTARTS, {"num_cycles": 3}),
-        ),
-        (
-            {"schedule": "polynomial", "power": 2.0},
-            (POLYNOMIAL, {"power": 2.0, "lr_end": 0.0}),
-        ),
-    ):
-        make, options = theirs
-        phase = Phase(("x",), steps=20, learning_rate=PEAK, warmup=4, **own)
-        rates, _ = rates_of(phase, 7)
-        (factor,) = make(optimizer, 4, 20, **options).lr_lambdas
-        assert rates[4:] == pytest.approx([PEAK * factor(step) for step in range(4, 20)], abs=1e-12)
+    (factor,) = THEIRS[schedule](optimizer, num_warmup_steps=4).lr_lambdas
+    assert rates[4:] == pytest.approx([PEAK * factor(step) for step in range(4, 20)], abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -119,17 +103,9 @@ def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkp
     own = TrainingSettings(str(CHECKPOINTS[name]), str(tmp_path / "out"), (phase,), dtype="float32")
     own = check_settings(replace(own, method=Method(rank=2), validation=Validation()))
 
-    class Stopped(Exception):
-        pass
-
-    lines = []
-
-    def poll():
-        if len(lines) == 9:
-            raise Stopped
-
+    report, poll = stopping_after(9)
     with pytest.raises(Stopped):
-        train(own, lines.append, poll=poll)
+        train(own, report, poll=poll)
     # 9 of 12 steps are done; in batches of 3 the second epoch, which begins again, has 2
     train(replace(own, phase=(replace(phase, batch=3),)))
     assert "batches of phase 1 have changed, so its epoch begins again" in caplog.text
@@ -138,6 +114,6 @@ def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkp
     with caplog.at_level(logging.WARNING):
         train(replace(own, phase=(replace(phase, batch=3, epochs=4),)))
     assert "phase 1 has more steps than it had, and continues from its learning rate of" in caplog.text
-    rates = [json.loads(line)["learning_rate"] for line in Path(own.out, "log.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines_of(own)]
     assert len(rates) == 9 + 2 + 2 * 5
     assert all(0 < after <= before <= PEAK for before, after in itertools.pairwise(rates))
