@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import InputError
 from ..memory import CARDS, CONTEXT, count
 from .memory_model import FP32, backward_bytes, step_bytes, trained_shapes, weights_dtype
 from .plan import Base, Plan, largest_shape, plan_training, resident, streaming
-from .settings import DDP, FSDP, OFFLOADED, QUANTISED, Parallel, Phase, TrainingSettings, check_parallel
+from .settings import DDP, FSDP, KINDS, OFFLOADED, QUANTISED, Parallel, Phase, TrainingSettings, check_parallel
 
 # of the optimizers the one with the least state
 LEAST = "came8bit"
@@ -255,13 +256,23 @@ class Choice(NamedTuple):
 
 def arrangements(settings: TrainingSettings, base: Base, cards: int) -> list[Choice]:
     """Return every way to hold the model with these settings, the one that sends least first."""
+    return sorted(arranged(settings, settings, base, cards, KINDS), key=lambda choice: choice.memory.sent)
+
+
+def arranged(
+    before: TrainingSettings, after: TrainingSettings, base: Base, cards: int, kinds: Iterable[str]
+) -> list[Choice]:
+    """Return `after`, which are `before` with some changes, in each of the arrangements `kinds` that can train it."""
     found = []
-    for kind in (DDP, FSDP, OFFLOADED):
-        if kind != DDP and settings.method.base != "full" and settings.method.kind in QUANTISED:
+    for kind in kinds:
+        own = replace(after, parallel=Parallel(kind))
+        try:
+            check_parallel(own)
+        except InputError:
             continue
-        own = replace(settings, parallel=Parallel(kind))
-        found.append(Choice(own, (f'kind = "{kind}" in [parallel]',), largest_memory(own, base, cards)))
-    return sorted(found, key=lambda choice: choice.memory.sent)
+        words = (f'kind = "{kind}" in [parallel]', *differences(before, after))
+        found.append(Choice(own, words, largest_memory(own, base, cards)))
+    return found
 
 
 def largest_memory(settings: TrainingSettings, base: Base, cards: int) -> RankMemory:
@@ -280,20 +291,12 @@ def cheapest(settings: TrainingSettings, base: Base, cards: int, card: float) ->
 
 def steps_of(settings: TrainingSettings, base: Base, cards: int, kinds: Iterable[str]) -> list[Choice]:
     """Return the settings with more and more of CHANGES, in each of the arrangements `kinds`."""
-    found, own = [], settings
-    for change in (None, *CHANGES):
-        changed = own if change is None else change(own)
-        if change is not None and changed == own:
-            continue
-        own = changed
-        for kind in kinds:
-            if kind != DDP and own.method.base != "full":
-                continue
-            arranged = replace(own, parallel=Parallel(kind))
-            check_parallel(arranged)
-            words = (f'kind = "{kind}" in [parallel]', *differences(settings, own))
-            found.append(Choice(arranged, words, largest_memory(arranged, base, cards)))
-    return found
+    steps = [settings]
+    for change in CHANGES:
+        changed = change(steps[-1])
+        if changed != steps[-1]:
+            steps.append(changed)
+    return [choice for step in steps for choice in arranged(settings, step, base, cards, kinds)]
 
 
 def arrangement_lines(settings: TrainingSettings, base: Base, cards: int, card: float | None) -> list[str]:

@@ -85,3 +85,10 @@ def test_a_base_in_8_bits_is_not_divided():
     settings = make_settings(method=EIGHT_BITS, accumulate=2)
     lines = arrangement_lines(settings, released_base("1.6B"), 2, None)
     assert [line.split()[0] for line in lines[1:]] == ["ddp"]
+
+
+def test_what_prodigy_cannot_train_is_not_planned():
+    """It counts over all weights at once, so they may not lie in shards."""
+    settings, base = make_settings(optimizer="prodigy", accumulate=2), released_base("1.6B")
+    lines = arrangement_lines(settings, base, 2, 8 * GB)
+    assert [line.split()[0] for line in lines[1:-1]] == ["ddp"] and 'fits 2 GPUs of 8 GB with kind = "ddp"' in lines[-1]
