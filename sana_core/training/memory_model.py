@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..memory import Shapes, count
@@ -103,21 +104,19 @@ def parameter_state(optimizer: str, shape: tuple[int, ...]) -> float:
     return (4 if optimizer == "prodigy" else 2) * FP32 * size
 
 
-class Maps(NamedTuple):
-    """Bytes in maps of all latents [B, N, D], in maps of all tokens [B, 300, D], and in a block's weights."""
-
-    cells: float
-    tokens: float
-    weights: float = 0.0
+def maps(cells: float, tokens: float, weights: float = 0.0) -> np.ndarray:
+    """Return as a vector bytes in maps of all latents [B, N, D], in maps of all tokens [B, 300, D], and in a block's
+    weights."""
+    return np.array([cells, tokens, weights])
 
 
 class Held(NamedTuple):
     """What a forward and its backward hold, in the forward's dtype."""
 
-    block: Maps  # of each block, without gradient checkpointing
-    beside: Maps  # at the peak beside what the blocks hold
-    checkpointed: Maps  # at the peak beside what the blocks hold with gradient checkpointing
-    kept: Maps = Maps(1, 0)  # of each block, with gradient checkpointing
+    block: np.ndarray  # of each block, without gradient checkpointing
+    beside: np.ndarray  # at the peak beside what the blocks hold
+    checkpointed: np.ndarray  # at the peak beside what the blocks hold with gradient checkpointing
+    kept: np.ndarray = maps(1, 0)  # of each block, with gradient checkpointing
     # of small images the peak is where the last block's weights are worked on: so many of them, and `small` maps
     heavy: float = 0.0
     small: float = 20.0
@@ -125,79 +124,79 @@ class Held(NamedTuple):
 
 # by kind and targets, of a forward in bf16, in which adapters are in fp32
 HELD = {
-    ("lora", "attention"): Held(Maps(47.3, 6), Maps(5, 0), Maps(52.3, 7)),
-    ("lora", "feed_forward"): Held(Maps(42.3, 2), Maps(-8.3, -2), Maps(48.3, 3)),
-    ("lora", "both"): Held(Maps(54.3, 6), Maps(6, 0), Maps(60.3, 7)),
-    ("dora", "attention"): Held(Maps(65.3, 12), Maps(5, 0), Maps(70.3, 13), heavy=0.94),
-    ("dora", "feed_forward"): Held(Maps(60.3, 2), Maps(-9.1, -1, 0.76), Maps(66.3, 3, 0.76), heavy=1.98),
-    ("dora", "both"): Held(Maps(90.3, 12), Maps(5.1, 1, 0.76), Maps(96.4, 13, 0.76), heavy=2.29),
-    ("lokr", "attention"): Held(Maps(47.3, 6, 0.77), Maps(5, 0, -0.39), Maps(52.3, 7, 0.77)),
-    ("lokr", "feed_forward"): Held(Maps(42.3, 2, 0.97), Maps(-7.7, -2, 0.41), Maps(48.8, 3, 1.37), heavy=1.97),
-    ("lokr", "both"): Held(Maps(54.3, 6, 1.74), Maps(6.6, 0, 0.02), Maps(60.8, 7, 2.15), heavy=2.87),
-    ("full", "bfloat16"): Held(Maps(42.3, 2), Maps(3.5, 7, 0.16), Maps(44.8, 9, 0.16)),
+    ("lora", "attention"): Held(maps(47.3, 6), maps(5, 0), maps(52.3, 7)),
+    ("lora", "feed_forward"): Held(maps(42.3, 2), maps(-8.3, -2), maps(48.3, 3)),
+    ("lora", "both"): Held(maps(54.3, 6), maps(6, 0), maps(60.3, 7)),
+    ("dora", "attention"): Held(maps(65.3, 12), maps(5, 0), maps(70.3, 13), heavy=0.94),
+    ("dora", "feed_forward"): Held(maps(60.3, 2), maps(-9.1, -1, 0.76), maps(66.3, 3, 0.76), heavy=1.98),
+    ("dora", "both"): Held(maps(90.3, 12), maps(5.1, 1, 0.76), maps(96.4, 13, 0.76), heavy=2.29),
+    ("lokr", "attention"): Held(maps(47.3, 6, 0.77), maps(5, 0, -0.39), maps(52.3, 7, 0.77)),
+    ("lokr", "feed_forward"): Held(maps(42.3, 2, 0.97), maps(-7.7, -2, 0.41), maps(48.8, 3, 1.37), heavy=1.97),
+    ("lokr", "both"): Held(maps(54.3, 6, 1.74), maps(6.6, 0, 0.02), maps(60.8, 7, 2.15), heavy=2.87),
+    ("full", "bfloat16"): Held(maps(42.3, 2), maps(3.5, 7, 0.16), maps(44.8, 9, 0.16)),
     # fp32 weights, cast where they are used
-    ("full", "float32"): Held(Maps(44.2, 4, 1), Maps(4.1, 7, 0.63), Maps(43.7, 13, 1.79), Maps(2, 0)),
+    ("full", "float32"): Held(maps(44.2, 4, 1), maps(4.1, 7, 0.63), maps(43.7, 13, 1.79), maps(2, 0)),
 }
 
 HELD_FP32 = {
-    ("lora", "attention"): Held(Maps(34.2, 2), Maps(5, 1), Maps(39.2, 3)),
-    ("lora", "feed_forward"): Held(Maps(31.2, 2), Maps(-3.2, -2), Maps(37.2, 3)),
-    ("lora", "both"): Held(Maps(34.2, 2), Maps(6, 1), Maps(40.2, 3)),
-    ("dora", "attention"): Held(Maps(46.2, 6), Maps(5, 1), Maps(51.2, 7), heavy=0.34),
-    ("dora", "feed_forward"): Held(Maps(43.2, 2), Maps(-10.1, -1, 0.48), Maps(43.2, 3, 0.49), heavy=0.96),
-    ("dora", "both"): Held(Maps(58.2, 6), Maps(-1, 1, 0.48), Maps(58.2, 7, 0.49), heavy=1.1),
-    ("lokr", "attention"): Held(Maps(34.2, 2, 0.39), Maps(5, 1, -0.19), Maps(39.2, 3, 0.39), heavy=0.54),
-    ("lokr", "feed_forward"): Held(Maps(31.2, 2, 0.49), Maps(-5.7, -2, 0.32), Maps(34.7, 3, 0.81), heavy=0.96),
-    ("lokr", "both"): Held(Maps(34.2, 2, 0.87), Maps(3.5, 1), Maps(37.7, 3, 1.19), heavy=1.37),
-    ("full", "float32"): Held(Maps(38.2, 2), Maps(3.5, 5, 0.16), Maps(40.7, 7, 0.16)),
+    ("lora", "attention"): Held(maps(34.2, 2), maps(5, 1), maps(39.2, 3)),
+    ("lora", "feed_forward"): Held(maps(31.2, 2), maps(-3.2, -2), maps(37.2, 3)),
+    ("lora", "both"): Held(maps(34.2, 2), maps(6, 1), maps(40.2, 3)),
+    ("dora", "attention"): Held(maps(46.2, 6), maps(5, 1), maps(51.2, 7), heavy=0.34),
+    ("dora", "feed_forward"): Held(maps(43.2, 2), maps(-10.1, -1, 0.48), maps(43.2, 3, 0.49), heavy=0.96),
+    ("dora", "both"): Held(maps(58.2, 6), maps(-1, 1, 0.48), maps(58.2, 7, 0.49), heavy=1.1),
+    ("lokr", "attention"): Held(maps(34.2, 2, 0.39), maps(5, 1, -0.19), maps(39.2, 3, 0.39), heavy=0.54),
+    ("lokr", "feed_forward"): Held(maps(31.2, 2, 0.49), maps(-5.7, -2, 0.32), maps(34.7, 3, 0.81), heavy=0.96),
+    ("lokr", "both"): Held(maps(34.2, 2, 0.87), maps(3.5, 1), maps(37.7, 3, 1.19), heavy=1.37),
+    ("full", "float32"): Held(maps(38.2, 2), maps(3.5, 5, 0.16), maps(40.7, 7, 0.16)),
 }
 
 # over a base in 8 bits, whose weights are made again for each product
 HELD_INT8 = {
-    ("lora", "attention"): Held(Maps(43.7, 6), Maps(7.5, 1.5), Maps(51.3, 8.3), heavy=0.66, small=40.3),
-    ("lora", "feed_forward"): Held(Maps(36.7, 2), Maps(-0.6, 0), Maps(48.3, 4.3), heavy=0.61, small=30.7),
-    ("lora", "both"): Held(Maps(49.7, 6), Maps(10.6, 2.3), Maps(60.3, 8.3), heavy=0.65, small=42.7),
+    ("lora", "attention"): Held(maps(43.7, 6), maps(7.5, 1.5), maps(51.3, 8.3), heavy=0.66, small=40.3),
+    ("lora", "feed_forward"): Held(maps(36.7, 2), maps(-0.6, 0), maps(48.3, 4.3), heavy=0.61, small=30.7),
+    ("lora", "both"): Held(maps(49.7, 6), maps(10.6, 2.3), maps(60.3, 8.3), heavy=0.65, small=42.7),
     ("lokr", "attention"): Held(
-        Maps(43.7, 6, 0.77), Maps(7.5, 1.5, -0.39), Maps(51.3, 8.3, 0.77), heavy=1.43, small=40.3
+        maps(43.7, 6, 0.77), maps(7.5, 1.5, -0.39), maps(51.3, 8.3, 0.77), heavy=1.43, small=40.3
     ),
     ("lokr", "feed_forward"): Held(
-        Maps(36.7, 2, 0.97), Maps(0, 0, 0.41), Maps(48.8, 4.3, 1.37), heavy=1.98, small=30.7
+        maps(36.7, 2, 0.97), maps(0, 0, 0.41), maps(48.8, 4.3, 1.37), heavy=1.98, small=30.7
     ),
-    ("lokr", "both"): Held(Maps(49.7, 6, 1.74), Maps(11.2, 2.3, 0.02), Maps(60.8, 8.3, 2.15), heavy=2.8, small=42.7),
+    ("lokr", "both"): Held(maps(49.7, 6, 1.74), maps(11.2, 2.3, 0.02), maps(60.8, 8.3, 2.15), heavy=2.8, small=42.7),
 }
 
 HELD_INT8_FP32 = {
-    ("lora", "attention"): Held(Maps(30.6, 2), Maps(7.5, 2), Maps(38.5, 3), heavy=0.62, small=25.2),
-    ("lora", "feed_forward"): Held(Maps(30.8, 2), Maps(-1.4, 0), Maps(36.5, 3), heavy=0.63, small=21.9),
-    ("lora", "both"): Held(Maps(34.1, 2), Maps(5, 2), Maps(39.5, 3), heavy=0.63, small=24.9),
-    ("lokr", "attention"): Held(Maps(30.6, 2, 0.39), Maps(7.5, 2, -0.19), Maps(38.5, 3, 0.39), heavy=1.01, small=25.2),
-    ("lokr", "feed_forward"): Held(Maps(30.8, 2, 0.49), Maps(0, 0, 0.32), Maps(36.5, 3, 0.81), heavy=1.44, small=21.9),
-    ("lokr", "both"): Held(Maps(34.1, 2, 0.87), Maps(5, 2), Maps(39.5, 3, 1.19), heavy=1.82, small=24.9),
+    ("lora", "attention"): Held(maps(30.6, 2), maps(7.5, 2), maps(38.5, 3), heavy=0.62, small=25.2),
+    ("lora", "feed_forward"): Held(maps(30.8, 2), maps(-1.4, 0), maps(36.5, 3), heavy=0.63, small=21.9),
+    ("lora", "both"): Held(maps(34.1, 2), maps(5, 2), maps(39.5, 3), heavy=0.63, small=24.9),
+    ("lokr", "attention"): Held(maps(30.6, 2, 0.39), maps(7.5, 2, -0.19), maps(38.5, 3, 0.39), heavy=1.01, small=25.2),
+    ("lokr", "feed_forward"): Held(maps(30.8, 2, 0.49), maps(0, 0, 0.32), maps(36.5, 3, 0.81), heavy=1.44, small=21.9),
+    ("lokr", "both"): Held(maps(34.1, 2, 0.87), maps(5, 2), maps(39.5, 3, 1.19), heavy=1.82, small=24.9),
 }
 
 
 class Steering(NamedTuple):
     """What a forward of a ControlNet and of the model that it steers, and their backward, hold."""
 
-    copy: Maps  # of each trained block with its projection, without gradient checkpointing
-    base: Maps  # of each frozen block that gradients go through, without gradient checkpointing
-    beside: Maps
-    reworked: Maps  # at the peak with gradient checkpointing, when a copy's forward is done again
-    kept: Maps  # of each copy, with gradient checkpointing: its input, its residual and the gradient of that
-    base_reworked: Maps  # at the peak while the model's blocks are worked on, with gradient checkpointing
-    passed: Maps = Maps(1, 0)  # of each of those blocks, with gradient checkpointing
+    copy: np.ndarray  # of each trained block with its projection, without gradient checkpointing
+    base: np.ndarray  # of each frozen block that gradients go through, without gradient checkpointing
+    beside: np.ndarray
+    reworked: np.ndarray  # at the peak with gradient checkpointing, when a copy's forward is done again
+    kept: np.ndarray  # of each copy, with gradient checkpointing: its input, its residual and the gradient of that
+    base_reworked: np.ndarray  # at the peak while the model's blocks are worked on, with gradient checkpointing
+    passed: np.ndarray = maps(1, 0)  # of each of those blocks, with gradient checkpointing
 
 
 # by the precision of the trained weights and that of the forward
 STEERING = {
     ("float32", "bfloat16"): Steering(
-        Maps(45.1, 3, 0.94), Maps(31.1, 2), Maps(2.1, 0), Maps(44.2, 4, 1.1), Maps(4, 0), Maps(33.7, 3)
+        maps(45.1, 3, 0.94), maps(31.1, 2), maps(2.1, 0), maps(44.2, 4, 1.1), maps(4, 0), maps(33.7, 3)
     ),
     ("bfloat16", "bfloat16"): Steering(
-        Maps(42.2, 3), Maps(35.3, 2), Maps(8.1, 0), Maps(45, 4.3, 0.16), Maps(2, 0), Maps(33.5, 3)
+        maps(42.2, 3), maps(35.3, 2), maps(8.1, 0), maps(45, 4.3, 0.16), maps(2, 0), maps(33.5, 3)
     ),
     ("float32", "float32"): Steering(
-        Maps(39.2, 2), Maps(31.1, 2), Maps(7, 0), Maps(38.8, 2.5, 0.17), Maps(2, 0), Maps(33.5, 3)
+        maps(39.2, 2), maps(31.1, 2), maps(7, 0), maps(38.8, 2.5, 0.17), maps(2, 0), maps(33.5, 3)
     ),
 }
 
@@ -206,14 +205,14 @@ UNSTEERED = 2
 
 # what the norms of query and key, which SANA-1.5 has, add in a block: of frozen ones in bf16, of trained ones, of those
 # that are in fp32 beside bf16, and where all is in fp32
-NORMED, TRAINED_NORMS, MIXED_NORMS, FP32_NORMS = Maps(9, 3), Maps(12, 4), Maps(18, 5), Maps(3.3, 1)
+NORMED, TRAINED_NORMS, MIXED_NORMS, FP32_NORMS = maps(9, 3), maps(12, 4), maps(18, 5), maps(3.3, 1)
 
 # layers with an adapter in a block whose inputs, times A, are kept in fp32: of all latents, and of the tokens
 RANK_MAPS = {"attention": (6, 2), "feed_forward": (2, 0), "both": (8, 2)}
 
 # what the adapters of a block take as their inputs, in maps of all latents (2.5 for the second convolution) and of
 # all tokens. Of each, dropout keeps a byte a number, and beside a forward in fp32 what it has left in
-INPUTS = {"attention": Maps(6, 2), "feed_forward": Maps(3.5, 0), "both": Maps(9.5, 2)}
+INPUTS = {"attention": maps(6, 2), "feed_forward": maps(3.5, 0), "both": maps(9.5, 2)}
 
 # copies in fp32 of the largest parameter in an optimizer's step; schedulefree's are of all parameters
 STEP_COPIES = {"adamw": 0, "adamw8bit": 2, "came": 2, "came8bit": 3, "prodigy": 1}
@@ -248,17 +247,6 @@ def weights_dtype(settings: TrainingSettings) -> torch.dtype:
     return getattr(torch, settings.method.weights) if settings.method.whole else torch.float32
 
 
-class Units(NamedTuple):
-    """Bytes of a map of all latents, of one of all tokens, and of a block's weights, in the forward's dtype."""
-
-    cells: int
-    tokens: int
-    block: int
-
-    def of(self, maps: Maps) -> float:
-        return maps.cells * self.cells + maps.tokens * self.tokens + maps.weights * self.block
-
-
 def backward_bytes(
     settings: TrainingSettings, model: Architecture, shapes: Shapes, phase: Phase, cells: int, gradients: int
 ) -> int:
@@ -266,7 +254,8 @@ def backward_bytes(
     method, item = settings.method, getattr(torch, settings.dtype).itemsize
     block = {name: shape for name, shape in shapes.items() if name.startswith("transformer_blocks.0.")}
     row = phase.batch * model.width * item
-    units = Units(row * cells, row * MAX_TOKENS, count(block.values()) * item)
+    # the bytes of one of each
+    units = maps(row * cells, row * MAX_TOKENS, count(block.values()) * item)
     # what comes from the cache: latents and noise are small beside the captions
     given = phase.batch * MAX_TOKENS * TEXT_WIDTH * item
     if method.kind == "controlnet":
@@ -278,11 +267,11 @@ def backward_bytes(
         of_cells, of_tokens = RANK_MAPS[method.targets]
         ranks = phase.batch * (of_cells * cells + of_tokens * MAX_TOKENS) * method.rank * FP32
     if settings.checkpoint_gradients:
-        kept, beside = units.of(held.kept), units.of(held.checkpointed) + ranks
+        kept, beside = units @ held.kept, units @ held.checkpointed + ranks
     else:
-        kept, beside = units.of(held.block) + ranks, units.of(held.beside)
+        kept, beside = units @ held.block + ranks, units @ held.beside
     if held.heavy:
-        beside = max(beside, units.of(Maps(held.small, 0, held.heavy)) - kept)
+        beside = max(beside, units @ maps(held.small, 0, held.heavy) - kept)
     if phase.accumulate > 1:
         return round(given + gradients + model.layers * kept + beside)
     # the gradients come about as what is kept goes
@@ -291,7 +280,7 @@ def backward_bytes(
 
 
 def steering_bytes(
-    settings: TrainingSettings, model: Architecture, phase: Phase, units: Units, gradients: int, of_block: int
+    settings: TrainingSettings, model: Architecture, phase: Phase, units: np.ndarray, gradients: int, of_block: int
 ) -> float:
     """Return what a ControlNet and the model that it steers hold at the peak, with the gradients that are there then.
 
@@ -301,13 +290,13 @@ def steering_bytes(
     steering = STEERING[method.weights, settings.dtype]
     before = gradients if phase.accumulate > 1 else 0
     if not settings.checkpoint_gradients:
-        blocks = method.blocks * units.of(steering.copy) + (model.layers - UNSTEERED) * units.of(steering.base)
-        return before + blocks + units.of(steering.beside)
+        blocks = method.blocks * units @ steering.copy + (model.layers - UNSTEERED) * units @ steering.base
+        return before + blocks + units @ steering.beside
     # first the model's blocks are worked on backwards, then the copies, whose gradients come about as they are
-    kept = method.blocks * units.of(steering.kept)
-    base = kept + model.layers * units.of(steering.passed) + units.of(steering.base_reworked)
-    last = gradients - of_block + units.of(add(steering.reworked, Maps(2, 0)))
-    return max(before + base, before + kept + units.of(steering.reworked), last)
+    kept = method.blocks * units @ steering.kept
+    base = kept + model.layers * units @ steering.passed + units @ steering.base_reworked
+    last = gradients - of_block + units @ (steering.reworked + maps(2, 0))
+    return max(before + base, before + kept + units @ steering.reworked, last)
 
 
 def held_by(settings: TrainingSettings, model: Architecture) -> Held:
@@ -318,18 +307,13 @@ def held_by(settings: TrainingSettings, model: Architecture) -> Held:
     table = tables[settings.dtype == "float32"]
     held = table[method.kind, method.weights if full else method.targets]
     if method.dropout:
-        share = 1.25 if settings.dtype == "float32" else 0.5
-        dropped = Maps(*(share * each for each in INPUTS[method.targets]))
-        held = held._replace(block=add(held.block, dropped), checkpointed=add(held.checkpointed, dropped))
+        dropped = (1.25 if settings.dtype == "float32" else 0.5) * INPUTS[method.targets]
+        held = held._replace(block=held.block + dropped, checkpointed=held.checkpointed + dropped)
     if not model.qk_norm:
         return held
     norms = NORMED if not full else MIXED_NORMS if mixed else TRAINED_NORMS
     norms = FP32_NORMS if settings.dtype == "float32" else norms
-    return held._replace(block=add(held.block, norms), checkpointed=add(held.checkpointed, norms))
-
-
-def add(one: Maps, other: Maps) -> Maps:
-    return Maps(*map(sum, zip(one, other, strict=True)))
+    return held._replace(block=held.block + norms, checkpointed=held.checkpointed + norms)
 
 
 def step_bytes(optimizer: str, trained: Iterable[tuple[int, ...]], dtype: torch.dtype, shards: int = 1) -> int:
