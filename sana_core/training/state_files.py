@@ -26,7 +26,7 @@ from ..checkpoints.files import Json, brief
 from ..errors import CheckpointError, InputError, OutputError
 from ..runtime.atomic_files import digest_file, sync
 from .optimizers import fill
-from .runs import SHARDS, TENSORS, save_whole
+from .runs import SHARDS, TENSORS, broken, save_whole
 from .train_state import TrainState
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def in_rows(tensor: torch.Tensor, owner: DTensor, shape: torch.Size) -> DTensor:
 def read_tensors(state: TrainState, folder: Path, count: int) -> dict[str, torch.Tensor]:
     """Return the tensors of the state in `folder` as `state` holds them here; they were in `count` shares.
 
-    Raises InputError for 8-bit values that were in other shards, and what `read_state` takes for a broken state.
+    Raises InputError for 8-bit values that were in other shards, and as `read_state` takes it for a broken state.
     """
     if (folder / SHARDS).is_dir():
         return read_shards(state, folder / SHARDS, count)
@@ -287,7 +287,7 @@ def read_shards(state: TrainState, folder: Path, count: int) -> dict[str, torch.
         with quiet():
             load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
-        raise OSError(str(reason(error))) from None
+        raise broken(folder.parent, str(reason(error))) from None
     return {
         name.partition(OWN)[0]: each.to_local() if hasattr(each, "to_local") else each for name, each in wanted.items()
     }
