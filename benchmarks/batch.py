@@ -26,7 +26,6 @@ from sana_core.batch.loop import run_batch
 from sana_core.batch.pipeline import (
     Conditioning,
     SamplingSettings,
-    embeddings_of,
     encode_texts,
     generate_chunk,
     load_encoder,
@@ -72,7 +71,7 @@ def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
         [CPU] * workers,
         lambda device, poll: (
             lambda chunk: generate_chunk(
-                models, settings, chunk, Conditioning(embeddings_of(chunk, PROMPTS, texts), negative), poll
+                models, settings, chunk, Conditioning([texts[PROMPTS[0]]] * len(chunk), negative), poll
             )
         ),
     )
