@@ -27,7 +27,6 @@ from .pipeline import (
     Embedding,
     Models,
     SamplingSettings,
-    embeddings_of,
     encode_texts,
     generate_chunk,
     load_encoder,
@@ -248,7 +247,7 @@ class LocalGeneration:
                 # it
                 return [torch.empty(0)] * len(chunk)
             assert negative is not None
-            own = Conditioning(embeddings_of(chunk, self.prompts, texts), negative)
+            own = Conditioning([texts[self.prompts[image.prompt]] for image in chunk], negative)
             return generate_chunk(self.models_on(device), self.settings, chunk, own, poll, own_round, self.inputs)
 
         return generate

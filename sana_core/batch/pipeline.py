@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -147,17 +147,11 @@ def load_decoder(checkpoint: str | Path, device: torch.device, dtype: str) -> Au
 def encode_texts(
     encoder: TextEncoder, prompts: Iterable[str], negative_prompt: str, poll: Poll = no_poll
 ) -> tuple[dict[str, Embedding], Embedding]:
-    """Return each different prompt encoded once, and the negative one. `poll` cancels by raising.
-
-    Raises InputError, with the prompt's beginning, for characters that cannot be encoded.
-    """
+    """Return each different prompt encoded once, and the negative one. `poll` cancels by raising."""
     texts: dict[str, Embedding] = {}
-    for prompt in prompts:
+    for prompt in dict.fromkeys(prompts):
         poll()
-        try:
-            texts[prompt] = texts.get(prompt) or encode_text(encoder, prompt, instruction=True)
-        except InputError as error:
-            raise InputError(f"prompt {prompt[:40]!a}: {error}") from None
+        texts[prompt] = encode_text(encoder, prompt, instruction=True)
     return texts, encode_negative(encoder, negative_prompt)
 
 
@@ -352,8 +346,3 @@ def generate_chunk(
                 scores = models.verifier.score(trail.capture.states, *stack_texts(texts.texts))
                 generated += [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
     return generated
-
-
-def embeddings_of(chunk: Chunk, prompts: Sequence[str], texts: Mapping[str, Embedding]) -> list[Embedding]:
-    """Return the encoded prompt of each image."""
-    return [texts[prompts[image.prompt]] for image in chunk]
