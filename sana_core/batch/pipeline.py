@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +29,7 @@ from ..sampling.masked import start_from_image
 from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_sigmas, sampler_kwargs
 from ..sampling.schedules import check_steps, shift_sigmas
 from ..sampling.trail import WHOLE, Draft, Round
-from .plan import NO_IMAGES, Chunk, Embedding, ImageInputs, Step, sampled_together
+from .plan import NO_IMAGES, Chunk, Embedding, ImageInputs, Step, samples_one_by_one
 from .verifier import Verifier, check_verifier, load_verifier
 
 if TYPE_CHECKING:
@@ -221,10 +220,9 @@ def sample(
     Without a ControlNet, `sharded` may compute the model on several devices.
     """
     transformer = models.transformer
-    # what a step may leave out is decided for a whole batch
-    parts = [(image,) for image in chunk] if settings.step_cache else sampled_together(chunk, transformer.device)
+    parts = list(split_chunk(models, settings, chunk, prompts, images))
     if len(parts) > 1:
-        return sample_apart(models, settings, parts, prompts, poll, images)
+        return torch.cat([sample(models, settings, part, texts, poll, own) for part, texts, own in parts])
     assert settings.sampler is not None and settings.steps is not None
     flow, reference = find_sampler(settings.sampler), reference_of(transformer)
     model = guided(models, settings, prompts, images, sharded)
@@ -276,23 +274,18 @@ def guided(
     )
 
 
-def sample_apart(
-    models: Models,
-    settings: SamplingSettings,
-    parts: Sequence[Chunk],
-    prompts: Conditioning,
-    poll: Poll,
-    images: ImageInputs,
-) -> torch.Tensor:
-    """Return what `sample` makes of the `parts` of a chunk, one after another."""
-    own, generated, control = iter(prompts.texts), [], images.control
-    for number, part in enumerate(parts):
+def split_chunk(
+    models: Models, settings: SamplingSettings, chunk: Chunk, prompts: Conditioning, images: ImageInputs
+) -> Iterator[tuple[Chunk, Conditioning, ImageInputs]]:
+    """Yield the parts of a chunk that are sampled as one batch, each with its own of `prompts` and `images`."""
+    # what a step may leave out is decided for a whole batch
+    alone = settings.step_cache or samples_one_by_one(models.transformer.device)
+    size, control = 1 if alone else len(chunk), images.control
+    for first in range(0, len(chunk), size):
+        own = slice(first, first + size)
         if control is not None and len(control.latents) > 1:
-            first = sum(map(len, parts[:number]))
-            images = images._replace(control=control._replace(latents=control.latents[first : first + len(part)]))
-        texts = prompts._replace(texts=list(islice(own, len(part))))
-        generated.append(sample(models, settings, part, texts, poll, images))
-    return torch.cat(generated)
+            images = images._replace(control=control._replace(latents=control.latents[own]))
+        yield chunk[own], prompts._replace(texts=prompts.texts[own]), images
 
 
 @torch.no_grad()
@@ -330,12 +323,11 @@ def generate_chunk(
     assert models.autoencoder is not None and settings.steps is not None
     if round is WHOLE:
         return [*decode(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)]
-    own, generated = iter(prompts.texts), list[torch.Tensor | Draft]()
+    generated = list[torch.Tensor | Draft]()
     block = models.verifier.shape.block if models.verifier else None
-    for part in sampled_together(chunk, models.transformer.device):
+    for part, texts, own in split_chunk(models, settings, chunk, prompts, images):
         trail = round.trail([image.number for image in part], settings.steps, block)
-        texts = prompts._replace(texts=list(islice(own, len(part))))
-        latents = sample(models, settings, part, texts, poll, images._replace(trail=trail))
+        latents = sample(models, settings, part, texts, poll, own._replace(trail=trail))
         if round.until is None:
             generated += decode(models.autoencoder, latents, poll)
         else:
