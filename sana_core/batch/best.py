@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import count, groupby, islice
+from itertools import chain, count, groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,14 +109,6 @@ def place_scorer(best: Best, settings: SamplingSettings, devices: Sequence[str |
     return load_scorer(best.scorer, device, torch.float32 if device.type == "cpu" else getattr(torch, settings.dtype))
 
 
-class Look(NamedTuple):
-    """What an early look has found of a draft, which has the x0 [k, 32, h, w] of its steps so far."""
-
-    image: ImageSpec
-    score: float
-    x0s: torch.Tensor
-
-
 def last_look(verifier: Verifier | None, steps: int) -> int:
     """Return the last of so many steps after which drafts are scored; an image after the last step is the whole."""
     return steps - 1 if verifier is None else verifier.last_look(steps)
@@ -145,43 +137,41 @@ class Rounds:
         x0s = 4 * CHANNELS * cells * of * max((step for step, _ in looks), default=1)
         self.group = max(1, min(GROUP, KEPT_BYTES // x0s)) * of if looks else max(1, len(workload.remaining))
         self.numbers = count()
-        # of this round: the drafts by their numbers in it, and what was seen of them
+        # of this round: the drafts by their numbers in it, and what a look has found of them
         self.drafts: dict[int, ImageSpec] = {}
-        self.seen: list[Look] = []
+        self.x0s: dict[ImageSpec, torch.Tensor] = {}
         self.scores: dict[ImageSpec, float] = {}
 
     def workloads(self) -> Iterator[Workload]:
-        """Yield each round; before the next is asked for, what it has generated must be in `seen`."""
+        """Yield each round; before the next is asked for, all that it has generated must be noted."""
         remaining = self.workload.remaining
         for first in range(0, len(remaining), self.group):
-            group, past = remaining[first : first + self.group], dict[ImageSpec, torch.Tensor]()
+            group = remaining[first : first + self.group]
             for step, kept in self.looks:
-                yield self.begin(group, step, past)
-                past = {look.image: look.x0s for look in better_of_each_prompt(self.seen, kept)}
-                group = sorted(past)
-            yield self.begin(group, None, past)
+                yield self.begin(group, step)
+                group = self.better(kept)
+            yield self.begin(group, None)
 
     def note(self, image: ImageSpec, score: float, x0s: torch.Tensor, added: bool) -> None:
-        """Note what a look has found of a draft. A verifier's scores, logarithms, are `added` up, for where it errs
-        differs from step to step."""
+        """Note what a look has found of a draft, which has the x0 [k, 32, h, w] of its steps so far. A verifier's
+        scores, logarithms, are `added` up, for where it errs differs from step to step."""
         self.scores[image] = score + (self.scores.get(image, 0.0) if added else 0.0)
-        self.seen.append(Look(image, self.scores[image], x0s))
+        self.x0s[image] = x0s
 
-    def begin(self, group: list[ImageSpec], until: int | None, past: dict[ImageSpec, torch.Tensor]) -> Workload:
-        """Return the workload of `group`, on from their steps in `past`, with numbers that are new and without gaps."""
-        self.drafts, self.seen = {next(self.numbers): image for image in group}, []
-        own = {number: past[image] for number, image in self.drafts.items() if past}
-        images = [image._replace(number=number) for number, image in self.drafts.items()]
-        return self.workload._replace(
-            images=images, done=frozenset(), round=Round(until, own) if until or own else WHOLE
-        )
+    def better(self, kept: int) -> list[ImageSpec]:
+        """Return the `kept` best of each prompt in this round; of equal scores the lower seed goes first."""
+        ranked = sorted(self.x0s, key=lambda image: (image.prompt, -self.scores[image], image.number))
+        rivals = (islice(group, kept) for _, group in groupby(ranked, key=lambda image: image.prompt))
+        return sorted(chain.from_iterable(rivals))
 
-
-def better_of_each_prompt(looks: Iterable[Look], kept: int) -> Iterator[Look]:
-    """Yield the `kept` best of each prompt; of equal scores the lower seed goes first."""
-    ranked = sorted(looks, key=lambda look: (look.image.prompt, -look.score, look.image.number))
-    for _, rivals in groupby(ranked, key=lambda look: look.image.prompt):
-        yield from islice(rivals, kept)
+    def begin(self, group: list[ImageSpec], until: int | None) -> Workload:
+        """Return the workload of `group`, on from the steps that were noted, with numbers that are new and without
+        gaps."""
+        self.drafts = {next(self.numbers): image for image in group}
+        past = {number: self.x0s[image] for number, image in self.drafts.items() if self.x0s}
+        images, self.x0s = [image._replace(number=number) for number, image in self.drafts.items()], {}
+        own = Round(until, past) if until or past else WHOLE
+        return self.workload._replace(images=images, done=frozenset(), round=own)
 
 
 def generate_picks(
