@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .cluster.connection import ClusterSettings
+    from .runtime.folder_lock import Hold
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -228,9 +229,12 @@ def find_backend(
     split: bool,
     on_status: OnStatus,
     report: WorkerReport | None = None,
+    described: Json | None = None,
+    shared: Hold | None = None,
 ) -> Backend:
     """Return what generates a workload: the cluster's GPUs or `devices`, with `split` all of them each image. Without
-    `split`, `report` gets what each has made."""
+    `split`, `report` gets what each has made, and a cluster's images come as `described` and `shared` say in
+    `generate_on_cluster`."""
     if cluster is not None:
         from .cluster.batch import generate_on_cluster
         from .cluster.connection import ClusterSettings
@@ -242,7 +246,7 @@ def find_backend(
                 workload, checkpoint, how, where, on_status=on_status
             )
         return lambda workload, how: generate_on_cluster(
-            workload, checkpoint, how, where, report=report, on_status=on_status
+            workload, checkpoint, how, where, described, report, shared, on_status
         )
     if split:
         from .split.generate import generate_split

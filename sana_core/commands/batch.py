@@ -12,10 +12,11 @@ from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
 
+import torch
+
 from ..batch.best import Best, find_best, generate_picks, place_scorer, without_finished
 from ..batch.description import describe_settings
 from ..batch.folder import OutputFolder, read_manifest
-from ..batch.local import generate_local
 from ..batch.pipeline import SamplingSettings, resolve_settings
 from ..batch.plan import ImageSpec, Workload, batch_images
 from ..batch.png import encode_png
@@ -134,51 +135,34 @@ def generate_files(
 ) -> Generator[tuple[ImageSpec, bytes | str], None, None]:
     """Yield each image that is not done as a PNG file, or its digest where a machine has written it itself.
 
-    With `best`, only the best of each prompt's drafts.
+    With `best`, only the best of each prompt's drafts, with score and rank.
     """
-    options = (workload, arguments.checkpoint, settings)
-    cluster = cluster_of(arguments)
+    checkpoint, devices, cluster = arguments.checkpoint, arguments.devices, cluster_of(arguments)
     if best:
         if workload.remaining:
-            yield from generate_pick_files(arguments, workload, settings, described, report, best)
+            scorer = place_scorer(best, settings, devices)
+            backend = find_backend(checkpoint, devices, cluster, False, show_status, report)
+            with closing(generate_picks(backend, workload, settings, best, scorer)) as picks:
+                for pick in picks:
+                    prompt, seed = workload.prompts[pick.image.prompt], pick.image.seed
+                    yield pick.image, encode_png(pick.pixels, prompt, seed, described, checkpoint, pick.describe())
         return
-    if cluster is not None:
-        from ..cluster.batch import generate_on_cluster
-
-        shared = held if arguments.out_shared else None
-        with closing(generate_on_cluster(*options, cluster, described, report, shared, show_status)) as files:
-            try:
-                yield from files
-            except SanaError:
+    shared = held if arguments.out_shared else None
+    backend = find_backend(checkpoint, devices, cluster, False, show_status, report, described, shared)
+    with closing(backend(workload, settings)) as generated:
+        try:
+            for image, made in generated:
+                if isinstance(made, torch.Tensor):
+                    made = encode_png(made, workload.prompts[image.prompt], image.seed, described, checkpoint)
+                yield image, made
+        except SanaError:
+            if cluster is not None:
                 there = len(workload.done) + sum(report.finished.values())
                 # of a chunk that a machine could not end, some may be
                 show_status(
                     f"at least {there} of {len(workload.images)} images are there; the same command makes the rest"
                 )
-                raise
-        return
-    with closing(generate_local(*options, arguments.devices, report=report)) as generated:
-        for image, pixels in generated:
-            prompt = workload.prompts[image.prompt]
-            yield image, encode_png(pixels, prompt, image.seed, described, arguments.checkpoint)
-
-
-def generate_pick_files(
-    arguments: argparse.Namespace,
-    workload: Workload,
-    settings: SamplingSettings,
-    described: Json,
-    report: WorkerReport,
-    best: Best,
-) -> Generator[tuple[ImageSpec, bytes], None, None]:
-    """Yield the best drafts of each prompt that is not done, as PNG files with score and rank."""
-    scorer = place_scorer(best, settings, arguments.devices)
-    where = arguments.devices, cluster_of(arguments)
-    backend = find_backend(arguments.checkpoint, *where, split=False, on_status=show_status, report=report)
-    with closing(generate_picks(backend, workload, settings, best, scorer)) as picks:
-        for pick in picks:
-            prompt, seed = workload.prompts[pick.image.prompt], pick.image.seed
-            yield pick.image, encode_png(pick.pixels, prompt, seed, described, arguments.checkpoint, pick.describe())
+            raise
 
 
 def save(folder: OutputFolder, image: ImageSpec, png: bytes, total: int) -> Path:
