@@ -37,14 +37,14 @@ def run(arguments: argparse.Namespace) -> None:
     from ..checkpoints import load_autoencoder
     from ..decode import DecodeOptions, decode_rows
     from ..model.latents import DOWNSCALE
-    from ..runtime.accelerator import find_device
+    from ..runtime.accelerator import chosen_device
     from ..runtime.atomic_files import make_folder
     from ..runtime.checks import check_number
     from ..runtime.image_files import WRITERS, levels
 
     if arguments.max_gb is not None:
         check_number("max-gb", arguments.max_gb, 0, 1e6)
-    device = find_device("device", arguments.device)
+    device = chosen_device(arguments.device)
     latents = read_latents(arguments.latents)
     count, _, height, width = latents.shape
     names = paths(arguments.out, arguments.latents.stem, count, WRITERS)

@@ -53,16 +53,21 @@ def current_accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def find_device(field: str, name: str) -> torch.device:
-    """Return the device of that name. Raises InputError, with `field`, for one that torch or this machine has not."""
+def chosen_device(name: str) -> torch.device:
+    """Return the device that a setting `name`s, and for an empty one this machine's accelerator, or its CPU.
+
+    Raises InputError for one that torch or this machine has not.
+    """
     own = current_accelerator()
+    if not name:
+        return own or torch.device("cpu")
     names = ["cpu", *(f"{own.type}:{index}" for index in range(torch.accelerator.device_count()) if own)]
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
     if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in names:
-        raise InputError(f"{field}: got {name!r:.40}, expected {' or '.join(names)}")
+        raise InputError(f"device: got {name!r:.40}, expected {' or '.join(names)}")
     return device
 
 
@@ -101,11 +106,3 @@ def release_memory_of(error: BaseException) -> BaseException:
     gc.collect()
     empty_cache()
     return error
-
-
-def chosen_device(name: str) -> torch.device:
-    """Return the device that a setting `name`s, and for an empty one this machine's accelerator, or its CPU.
-
-    Raises InputError as `find_device` does.
-    """
-    return find_device("device", name) if name else current_accelerator() or torch.device("cpu")

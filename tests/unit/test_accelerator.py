@@ -33,11 +33,11 @@ def test_memory_is_counted_by_functions_that_this_torch_has(kind):
     assert all(callable(getattr(memory, name)) for name in NAMES)
 
 
-@pytest.mark.parametrize("name", ["model", "", "cuda:7", "meta", "cpu:x", "xpu"])
+@pytest.mark.parametrize("name", ["model", "cuda:7", "meta", "cpu:x", "xpu"])
 def test_a_device_that_is_not_here_is_named_with_those_that_are(name):
-    assert accelerator.find_device("device", "cpu") == torch.device("cpu")
+    assert accelerator.chosen_device("cpu") == accelerator.chosen_device("") == torch.device("cpu")
     with pytest.raises(errors.InputError, match="^device: got .*, expected cpu"):
-        accelerator.find_device("device", name)
+        accelerator.chosen_device(name)
 
 
 def test_emptying_the_cache_of_no_accelerator_does_nothing():
