@@ -141,24 +141,11 @@ def choose_dtype(arguments: argparse.Namespace) -> str:
 
 
 def settings_of(arguments: argparse.Namespace) -> SamplingSettings:
-    """Return how the images are generated; None stays where the model decides."""
-    return SamplingSettings(
-        DEFAULT_RESOLUTION if arguments.width is None else arguments.width,
-        DEFAULT_RESOLUTION if arguments.height is None else arguments.height,
-        arguments.steps,
-        arguments.guidance,
-        arguments.negative_prompt,
-        arguments.sampler,
-        arguments.pag_scale,
-        arguments.pag_blocks,
-        tuple(arguments.guidance_interval),
-        choose_dtype(arguments),
-        arguments.compile,
-        arguments.reference,
-        tuple(arguments.lora or ()),
-        step_cache=arguments.step_cache,
-        fp8=arguments.fp8,
-    )
+    """Return how the images are generated; what is not said is left to the settings' own defaults."""
+    said = {name: value for name, value in vars(arguments).items() if value is not None}
+    own = {name: said[name] for name in SamplingSettings._fields if name in said}
+    own |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments)}
+    return SamplingSettings(**own, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
 
 
 def show_status(text: str) -> None:
