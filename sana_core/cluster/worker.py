@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from ..batch.pipeline import (
     load_models,
     sample,
 )
-from ..batch.plan import Chunk, ImageSpec
+from ..batch.plan import LARGEST_CHUNK, Chunk, ImageSpec
 from ..batch.png import encode_png, file_name, write_image
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
@@ -124,9 +125,11 @@ class Worker:
         job = unpack(payload)
         if job.shared is not None:
             check_run(Path(job.shared[0]), job.shared[1])
-        self.job, self.texts = job, dict[str, Embedding]()
+        self.job = job
         self.constants.clear()
         if job.encoder is not None:
+            # the last ones: the queue hands the images of a prompt out one after another
+            self.encode = lru_cache(LARGEST_CHUNK)(partial(encode_text, self.encoder, instruction=True))
             self.negative = encode_negative(self.encoder, job.settings.negative_prompt)
         elif job.negative is not None:
             self.negative = job.negative
@@ -144,7 +147,8 @@ class Worker:
         In rounds, they go on from the `past` of each up to the step `until`, and come as the fields of a Draft.
         """
         chunk: Chunk = tuple(ImageSpec(*each) for each in images)
-        encoded = Conditioning(self.encode(prompts), self.negative)
+        texts = prompts if self.job.encoder is None else list(map(self.encode, prompts))
+        encoded = Conditioning(texts, self.negative)
         if until is not None or past:
             numbers = [image.number for image in chunk]
             own = Round(until, dict(zip(numbers, past, strict=True)) if past else {})
@@ -156,17 +160,6 @@ class Worker:
         if self.models.autoencoder is not None:
             pixels = decode(self.models.autoencoder, latents)
         return [self.package_result(*each) for each in zip(chunk, prompts, latents, pixels, strict=True)]
-
-    def encode(self, prompts: Sequence[Any]) -> list[Embedding]:
-        if self.job.encoder is None:
-            return list(prompts)
-        # only those of the last chunks: the queue hands the images of a prompt out one after another
-        known = {prompt: self.texts[prompt] for prompt in prompts if prompt in self.texts}
-        for prompt in prompts:
-            if prompt not in known:
-                known[prompt] = encode_text(self.encoder, prompt, instruction=True)
-        self.texts = known
-        return [known[prompt] for prompt in prompts]
 
     def package_result(self, image: ImageSpec, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | None) -> Any:
         """Return one image as the job wants it. Raises OutputError where it cannot be written."""
