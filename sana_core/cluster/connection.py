@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import NamedTuple, Protocol, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..batch.loop import GRACE
 from ..batch.progress import OnStatus, no_status
@@ -20,22 +20,15 @@ from ..runtime.checks import check_number
 from .background import call_in_thread
 from .timeouts import CLIENT_TIMEOUT, CONNECT_TIMEOUT, GPU_TIMEOUT
 
+if TYPE_CHECKING:
+    from ray.client_builder import ClientContext
+
 T = TypeVar("T")
 CLIENT = "ray://"
 # what a run is called among the cluster's jobs
 NAMESPACE = "sana"
 # GPUs of a run, or processes on one
 LARGEST = 10_000
-
-
-class ClientContext(Protocol):
-    """A connection through Ray Client, of which this package calls these."""
-
-    def __enter__(self) -> object: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> object: ...
-    def disconnect(self) -> None: ...
 
 
 class ClusterSettings(NamedTuple):

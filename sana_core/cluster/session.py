@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -21,8 +21,11 @@ from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
 from .actors import ActorCache, ClusterRun, Work, put_weights
 from .background import LostError, call_in_thread, iterate_in_thread
-from .connection import CLIENT, ClientContext, ClusterSettings, connect_client, connected, import_ray
+from .connection import CLIENT, ClusterSettings, connect_client, connected, import_ray
 from .timeouts import ACTOR_IDLE_TIMEOUT, CALL_TIMEOUT, POLL_INTERVAL, PROBE_TIMEOUT
+
+if TYPE_CHECKING:
+    from ray.client_builder import ClientContext
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
