@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from .pipeline import (
     Embedding,
     Models,
     SamplingSettings,
+    check_prompts,
     encode_texts,
     generate_chunk,
     load_encoder,
@@ -36,7 +37,6 @@ from .pipeline import (
 from .plan import Chunk, Generated, Workload
 from .progress import WorkerReport
 from .queue import Queue
-from .windows import check_prompts, first_window, prompts_of, windows
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,10 @@ GenerateChunk = Callable[[Chunk], Sequence[R]]
 POLL_INTERVAL = 0.2
 # how long the end waits for a thread to notice the cancel
 JOIN_TIMEOUT = 30.0
+# prompts that are encoded before the first image: a CPU takes long for one, an accelerator changes models for them
+FIRST_ON_CPU, FIRST = 8, 64
+# each window has twice the prompts of the one before, up to 1.4 GB of embeddings of Gemma 2 in fp32
+LARGEST_WINDOW = 512
 
 
 class Cancelled(Exception):
@@ -201,6 +205,25 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
     return found
 
 
+def windows(chunks: Iterable[Chunk], first: int) -> Iterator[list[Chunk]]:
+    """Yield the chunks in their order, `first` prompts at a time, then twice as many, and so on up to 512: the first
+    image comes early, and the embeddings stay few.
+
+    A chunk is never divided, so what is generated together does not depend on the windows.
+    """
+    limit, seen = first, set[int]()
+    window: list[Chunk] = []
+    for chunk in chunks:
+        own = {image.prompt for image in chunk}
+        if window and len(seen | own) > limit:
+            yield window
+            limit, window, seen = min(2 * limit, LARGEST_WINDOW), [], set()
+        window.append(chunk)
+        seen |= own
+    if window:
+        yield window
+
+
 class LocalGeneration:
     """What the threads of `generate_local` share: the models on each device, and the prompts that are encoded now."""
 
@@ -217,7 +240,7 @@ class LocalGeneration:
 
         A later round of drafts has the prompts of the one before.
         """
-        prompts = prompts_of(window, self.prompts)
+        prompts = [self.prompts[image.prompt] for chunk in window for image in chunk]
         if self.encoded[0].keys() >= set(prompts):
             return
         if not has_room_for_encoder(self.checkpoint, self.settings, device):
@@ -282,11 +305,12 @@ def generate_local(
     if report is not None:
         report.finished = queue.finished
     generation = LocalGeneration(workload, checkpoint, settings)
+    first = FIRST_ON_CPU if found[0].type == "cpu" else FIRST
     pool: LocalPool[torch.Tensor | Draft] | None = None
     with ExitStack() as stack:
         for each in chain((workload,), workload.later):
             chunks = each.split(settings.width, settings.height, len(found))
-            for window in windows(chunks, first_window(found[0])):
+            for window in windows(chunks, first):
                 generation.encode(window, found[0])
                 generation.round = each.round
                 if pool is None:

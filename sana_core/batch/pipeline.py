@@ -20,7 +20,7 @@ from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
 from ..model.latents import latent_shape, noise_stream
 from ..model.reference import AUTO, reference_of
 from ..model.step_cache import StepCache
-from ..model.text import TextEncoder, encode_prompts
+from ..model.text import TextEncoder, check_characters, encode_prompts
 from ..model.weight_layout import join_projections
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_name, check_number
@@ -117,6 +117,15 @@ def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> Samp
     if settings.fp8 and settings.dtype != "bfloat16":
         raise InputError(f"fp8: got it with dtype {settings.dtype}, expected bfloat16; choose that, or leave it out")
     return settings
+
+
+def check_prompts(prompts: Iterable[str]) -> None:
+    """Raise InputError, with the number of the prompt, for what no encoding can carry."""
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            check_characters(prompt)
+        except InputError as error:
+            raise InputError(f"prompt {number}: {error}") from None
 
 
 def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Embedding:

@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 
 from ..batch.loop import Outcome, run_batch
-from ..batch.pipeline import SamplingSettings, resolve_settings
+from ..batch.pipeline import SamplingSettings, check_prompts, resolve_settings
 from ..batch.plan import Chunk, Generated, Workload
 from ..batch.progress import OnStatus, WorkerReport, no_status
 from ..batch.queue import Queue
-from ..batch.windows import check_prompts
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import fingerprint
 from ..runtime.cancellation import no_poll

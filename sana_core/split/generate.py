@@ -13,6 +13,7 @@ from ..batch.pipeline import (
     Conditioning,
     Models,
     SamplingSettings,
+    check_prompts,
     decode,
     encode_texts,
     load_encoder,
@@ -21,7 +22,6 @@ from ..batch.pipeline import (
     sample,
 )
 from ..batch.plan import ImageSpec, Workload
-from ..batch.windows import check_prompts
 from ..errors import InputError
 from ..model.fp8 import check_fp8
 from ..model.latents import DOWNSCALE

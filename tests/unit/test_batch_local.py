@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sana_core
-from sana_core.batch import local, windows
+from sana_core.batch import local
 from sana_core.batch.local import generate_local, local_devices
 from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder
 from sana_core.batch.plan import Workload, batch_images, split_into_chunks
@@ -202,7 +202,7 @@ def test_prompts_that_come_in_windows_give_the_same_pictures(checkpoint, loads, 
     whole = draw_many(checkpoint)
     assert loads == ["load_encoder", "load_models", "load_encoder"]
     loads.clear()
-    monkeypatch.setattr(windows, "FIRST_ON_CPU", 2)
+    monkeypatch.setattr(local, "FIRST_ON_CPU", 2)
     some = draw_many(checkpoint, devices, chunk)
     # 2, 4 and the other 4 prompts; the models are loaded once
     assert loads.count("load_encoder") >= 3 and loads.count("load_models") == 1
@@ -212,7 +212,7 @@ def test_prompts_that_come_in_windows_give_the_same_pictures(checkpoint, loads, 
 def test_where_memory_is_short_encoder_and_models_are_never_there_together(checkpoint, loads, monkeypatch):
     whole = draw_many(checkpoint)
     loads.clear()
-    monkeypatch.setattr(windows, "FIRST_ON_CPU", 2)
+    monkeypatch.setattr(local, "FIRST_ON_CPU", 2)
     monkeypatch.setattr(local, "has_room_for_encoder", lambda *arguments: False)
     some = draw_many(checkpoint)
     assert loads == ["load_encoder", "load_models"] * 3
@@ -220,7 +220,7 @@ def test_where_memory_is_short_encoder_and_models_are_never_there_together(check
 
 
 def test_a_copy_that_is_late_by_a_window_harms_nothing(checkpoint, slow_draw, monkeypatch):
-    monkeypatch.setattr(windows, "FIRST_ON_CPU", 2)
+    monkeypatch.setattr(local, "FIRST_ON_CPU", 2)
     whole, begun = draw_many(checkpoint), threading.Event()
 
     def wait(chunk, poll):
@@ -236,13 +236,13 @@ def test_a_copy_that_is_late_by_a_window_harms_nothing(checkpoint, slow_draw, mo
 
 def test_windows_grow_and_keep_chunks_whole():
     chunks = split_into_chunks(batch_images(2000, 3, 0), 2)
-    cuts = list(windows.windows(chunks, 8))
+    cuts = list(local.windows(chunks, 8))
     assert [chunk for window in cuts for chunk in window] == chunks
     sizes = [len({picture.prompt for chunk in window for picture in chunk}) for window in cuts]
-    assert sizes[:6] == [8, 16, 32, 64, 128, 256] and max(sizes) == windows.LARGEST and len(sizes) == 9
-    assert list(windows.windows([], 8)) == []
+    assert sizes[:6] == [8, 16, 32, 64, 128, 256] and max(sizes) == local.LARGEST_WINDOW and len(sizes) == 9
+    assert list(local.windows([], 8)) == []
     # a chunk of more prompts than fit is a window of its own
-    assert [len(window) for window in windows.windows(split_into_chunks(batch_images(32, 1, 0), 32), 8)] == [1]
+    assert [len(window) for window in local.windows(split_into_chunks(batch_images(32, 1, 0), 32), 8)] == [1]
 
 
 def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
