@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Mapping
@@ -12,15 +11,19 @@ from types import MappingProxyType
 import torch
 
 from ..checkpoints.files import Json
+from ..checkpoints.fingerprint import OnBytes, fingerprint
 from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.image_files import LEVEL, levels
 from .graph import ENTRY as GRAPH
 from .graph import graph_of
+from .pipeline import SamplingSettings
 from .plan import ImageSpec
 
 # the PNG's text entry
 ENTRY = "sana"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
+# of the description of settings; a higher one where the same words mean other images
+VERSION = 2
 
 
 def file_name(image: ImageSpec) -> str:
@@ -31,7 +34,30 @@ def file_name(image: ImageSpec) -> str:
 def describe_image(prompt: str, seed: int, settings: Json) -> Json:
     """Return what an image is: prompt, seed, and the digest of all that it depends on, as its key."""
     text = json.dumps([prompt, seed, settings], sort_keys=True)
-    return {"prompt": prompt, "seed": seed, "key": hashlib.sha256(text.encode()).hexdigest()}
+    return {"prompt": prompt, "seed": seed, "key": digest_of(text.encode())}
+
+
+def describe_settings(
+    settings: SamplingSettings, checkpoint: str | Path, progress: OnBytes = lambda done, total: None
+) -> Json:
+    """Return all that an image depends on besides prompt and seed. `compiled` only changes how fast it is generated,
+    and `verifier` which are.
+
+    `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises
+    CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete.
+    """
+    described = settings._asdict()
+    del described["compiled"], described["loras"], described["verifier"]
+    for name in ("step_cache", "fp8"):
+        if not described[name]:
+            # folders from before there was one can be continued
+            del described[name]
+    if settings.loras:
+        described["loras"] = [
+            {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras
+        ]
+    described["guidance_interval"] = list(settings.guidance_interval)
+    return {"version": VERSION, **described, **fingerprint(checkpoint, progress, None, settings.reference)}
 
 
 def encode_png(

@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 
 from ..batch.best import Best, find_best, generate_picks, place_scorer, without_finished
-from ..batch.description import describe_settings
 from ..batch.folder import OutputFolder, read_manifest
 from ..batch.pipeline import SamplingSettings, resolve_settings
 from ..batch.plan import ImageSpec, Workload, batch_images
-from ..batch.png import encode_png
+from ..batch.png import describe_settings, encode_png
 from ..batch.progress import Progress, WorkerReport
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import KEPT

@@ -18,9 +18,9 @@ from setup import ROOT
 import sana_core
 from demo.verifier import save
 from sana_core.__main__ import main
-from sana_core.batch.description import describe_settings
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.plan import Workload, batch_images
+from sana_core.batch.png import describe_settings
 from sana_core.batch.progress import WorkerReport
 from sana_core.batch.verifier import Shape, Verifier
 from sana_core.checkpoints.fingerprint import fingerprint

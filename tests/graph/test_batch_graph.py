@@ -9,9 +9,8 @@ import torch
 from PIL import Image
 
 import sana_core
-from sana_core.batch.description import describe_settings
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
-from sana_core.batch.png import encode_png, read_entry
+from sana_core.batch.png import describe_settings, encode_png, read_entry
 from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
 from sana_core.training.settings import Method
 

@@ -11,9 +11,9 @@ from tiny import random_prompt, tiny_transformer
 
 from sana_core import generate
 from sana_core.batch.best import Best, generate_picks
-from sana_core.batch.description import describe_settings
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.plan import Workload, batch_images
+from sana_core.batch.png import describe_settings
 from sana_core.errors import InputError
 from sana_core.model.step_cache import StepCache
 from sana_core.sampling import guidance
