@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Container
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from ..checkpoints import load_autoencoder
+from ..decode import DecodeOptions, decode_rows
 from ..decode.plan import METHODS
 from ..errors import InputError, ReadError
-from ..runtime.atomic_files import check_free, unfinished
+from ..model.latents import DOWNSCALE, check_channels
+from ..runtime.accelerator import chosen_device
+from ..runtime.atomic_files import check_free, make_folder, unfinished
+from ..runtime.checks import check_number
+from ..runtime.image_files import WRITERS, levels
 
 EXAMPLE = """example:
   python -m sana_core decode latents.safetensors --checkpoint demo/sana-posters --out output --max-gb 2
@@ -32,22 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    import torch
-
-    from ..checkpoints import load_autoencoder
-    from ..decode import DecodeOptions, decode_rows
-    from ..model.latents import DOWNSCALE
-    from ..runtime.accelerator import chosen_device
-    from ..runtime.atomic_files import make_folder
-    from ..runtime.checks import check_number
-    from ..runtime.image_files import WRITERS, levels
-
     if arguments.max_gb is not None:
         check_number("max-gb", arguments.max_gb, 0, 1e6)
     device = chosen_device(arguments.device)
     latents = read_latents(arguments.latents)
     count, _, height, width = latents.shape
-    names = paths(arguments.out, arguments.latents.stem, count, WRITERS)
+    names = paths(arguments.out, arguments.latents.stem, count)
     if not arguments.overwrite:
         check_free(names)
     make_folder(names[0].parent)
@@ -72,13 +71,8 @@ def show_progress(done: int, total: int) -> None:
     sys.stderr.flush()
 
 
-def read_latents(path: Path):  # type: ignore[no-untyped-def]
+def read_latents(path: Path) -> torch.Tensor:
     """Return the tensor of `path`. Raises InputError if it holds none of latents, ReadError if it cannot be read."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    from ..model.latents import check_channels
-
     try:
         # its own reader calls every file missing that it may not open
         tensors = load(path.read_bytes())
@@ -95,9 +89,9 @@ def read_latents(path: Path):  # type: ignore[no-untyped-def]
     return found.float()
 
 
-def paths(out: Path, stem: str, count: int, suffixes: Container[str]) -> list[Path]:
+def paths(out: Path, stem: str, count: int) -> list[Path]:
     """Return a path for each image: `out` itself if it is one file for one image."""
-    if out.suffix.lower() in suffixes:
+    if out.suffix.lower() in WRITERS:
         if count > 1:
             raise InputError(f"out: got one file for {count} images, expected a folder")
         return [out]

@@ -12,6 +12,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from ..doctor import Report, examine
+from ..doctor.report import SECONDS, TIMED_SECONDS
 from ..errors import ExistingFileError, OutputError
 from ..runtime.atomic_files import unfinished
 
@@ -20,8 +22,6 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from ..doctor.report import SECONDS, TIMED_SECONDS
-
     add = parser.add_argument
     add(
         "paths",
@@ -39,9 +39,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..doctor import Report, examine
-    from ..doctor.report import SECONDS, TIMED_SECONDS
-
     if arguments.json is not None:
         check_target(arguments.json)
     usual = TIMED_SECONDS if arguments.time else SECONDS

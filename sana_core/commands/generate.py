@@ -10,10 +10,15 @@ from pathlib import Path
 from ..batch.local import local_devices
 from ..batch.plan import ImageSpec, batch_images
 from ..batch.png import ENTRY, file_name
+from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.files import Json
 from ..errors import InputError
-from ..model.known_models import VIDEO_FRAMES
+from ..generate import generate
+from ..model.known_models import VIDEO_FRAMES, VIDEOS
 from ..runtime.atomic_files import check_free, make_folder, unfinished
+from ..runtime.image_files import LEVEL, levels
+from ..video.files import check_writer, read_first, write_video
+from ..video.generate import generate_video
 from .options import add_sampling_options, choose_dtype, cluster_of, settings_of, show_status
 
 EXAMPLE = """example:
@@ -34,9 +39,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from PIL import Image, PngImagePlugin
-
-    from ..generate import generate
-    from ..runtime.image_files import LEVEL, levels
 
     if arguments.frames is not None or arguments.first is not None:
         run_video(arguments)
@@ -71,11 +73,6 @@ IMAGES_ONLY = {
 
 def run_video(arguments: argparse.Namespace) -> None:
     """Generate one video and write it. Raises InputError for what only images have."""
-    from ..checkpoints import find_part, inspect_checkpoint
-    from ..model.known_models import VIDEOS
-    from ..video.files import check_writer, read_first, write_video
-    from ..video.generate import generate_video
-
     wrong = [name for name, default in IMAGES_ONLY.items() if getattr(arguments, name) != default]
     wrong += ["prompts"] * (len(arguments.prompts) > 1)
     if wrong:

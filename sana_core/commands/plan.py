@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..split.cost import Cost
+from ..batch.local import local_devices
+from ..errors import InputError
+from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
+from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES, VIDEOS
+from ..split.cost import GPU_SPEEDS, LEAST_GAIN, LINKS, Cost, split_cost
+from ..split.speed import probe
+from ..video.memory import VIDEO_VARIANTS, plan_video
 
 EXAMPLE = """example:
   python -m sana_core plan 1.6B --width 4096 --height 4096
@@ -16,11 +20,6 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from ..memory import DTYPES
-    from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES
-    from ..split.cost import LINKS
-    from ..video.memory import VIDEO_VARIANTS
-
     parser.add_argument("variant", choices=[*VARIANTS, *VIDEO_VARIANTS])
     parser.add_argument("--width", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or a video model's own")
     parser.add_argument("--height", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or a video model's own")
@@ -34,11 +33,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..errors import InputError
-    from ..memory import MemoryPlan, fitting_cards, plan_memory
-    from ..model.known_models import DEFAULT_RESOLUTION, VIDEOS
-    from ..video.memory import VIDEO_VARIANTS, plan_video
-
     is_video = arguments.variant in VIDEO_VARIANTS
     own = VIDEOS[VIDEO_VARIANTS[arguments.variant]].size if is_video else (DEFAULT_RESOLUTION, DEFAULT_RESOLUTION)
     arguments.width, arguments.height = arguments.width or own[0], arguments.height or own[1]
@@ -68,14 +62,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def find_cost(arguments: argparse.Namespace) -> Cost:
     """Return what sharing takes and gains. Raises InputError without a link where this machine has no two devices."""
-    import torch
-
-    from ..batch.local import local_devices
-    from ..errors import InputError
-    from ..memory import DTYPES
-    from ..split.cost import GPU_SPEEDS, LINKS, split_cost
-    from ..split.speed import probe
-
     dtype = DTYPES[arguments.dtype]
     if arguments.link is not None:
         gpu, link = GPU_SPEEDS[arguments.link], LINKS[arguments.link]
@@ -86,14 +72,12 @@ def find_cost(arguments: argparse.Namespace) -> Cost:
                 f"link: got none, and this machine has no two devices to measure; give {' or '.join(LINKS)}"
             )
         gpu, link = probe(devices, dtype)
-    size, element = (arguments.width, arguments.height), torch.empty(0, dtype=dtype).element_size()
-    return split_cost(arguments.variant, size, arguments.split, gpu, link, element=element)
+    size = arguments.width, arguments.height
+    return split_cost(arguments.variant, size, arguments.split, gpu, link, element=dtype.itemsize)
 
 
 def describe(cost: Cost) -> list[str]:
     """Return lines about an image that several devices share."""
-    from ..split.cost import LEAST_GAIN
-
     together = cost.computing + cost.exchanging
     lines = [
         f"{cost.devices} devices share an image{', the two prompts apart' if cost.groups > 1 else ''}: a guided step "
