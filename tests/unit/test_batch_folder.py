@@ -352,30 +352,6 @@ def test_a_bad_prompt_file_is_one_line(batch, tmp_path, content, message):
     assert code == 1 and message in err and len(err.splitlines()) == 1, err
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--count", 0), "count: got 0, expected a whole number from 1 to 100000"),
-        (("--count", 1_000_000), "count: got 1000000, expected a whole number from 1 to 100000"),
-        (("--chunk", -1), "chunk: got -1"),
-        (("--devices", "cuda:7"), "devices: got cuda:7, expected some of cpu"),
-        (("--devices", "nonsense"), "devices: got 'nonsense', expected names like cpu"),
-        (("--width", 100), "width: got 100, expected a multiple of 32"),
-        (("--steps", 0), "steps: got 0"),
-        (("--checkpoint", "nowhere"), "nowhere"),
-    ],
-)
-def test_a_bad_option_is_one_line(batch, options, message):
-    status, _, err = batch(*options)
-    assert status == 1 and message in err and len(err.splitlines()) == 1, err
-
-
-@pytest.mark.parametrize("out", ["prompts.txt/out", "/sys/sana-batch"])
-def test_a_folder_that_cannot_be_written_is_one_line(batch, out):
-    code, _, err = batch("--out", out)
-    assert code == 1 and out in err and len(err.splitlines()) == 1, err
-
-
 def test_a_disk_that_is_full_says_so_and_leaves_no_half_picture(batch, spawn, tmp_path):
     # no file may grow beyond 3000 bytes, fewer than a picture has
     process = spawn(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))

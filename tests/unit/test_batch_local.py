@@ -158,7 +158,7 @@ def test_a_device_that_is_not_there_is_left_out_with_a_log(caplog):
     "options, message",
     [
         ({"devices": ["cuda:7"]}, "devices: got cuda:7, expected some of cpu"),
-        ({"devices": ["nonsense"]}, "devices: got 'nonsense'"),
+        ({"devices": ["nonsense"]}, "devices: got 'nonsense', expected names like cpu"),
         ({"count": 0}, "count: got 0"),
         ({"chunk": -1}, "chunk: got -1"),
         ({"dtype": "int8"}, "dtype: got 'int8'"),

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from setup import ROOT
-from test_batch_hold import another_run, kill, quick
+from test_batch_hold import another_run, kill, no_locks, quick
 
 from sana_core.__main__ import main
 from sana_core.checkpoints import fingerprint as fingerprints
@@ -15,7 +15,7 @@ from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.runtime import folder_lock as holds
 from sana_core.runtime.folder_lock import OWN, hold
 
-__all__ = ["quick"]  # a fixture
+__all__ = ["no_locks", "quick"]  # fixtures
 YEAR = 365 * 86400.0
 
 
@@ -26,12 +26,6 @@ def jumping(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
     monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
     monkeypatch.setattr(time, "strftime", lambda text, *when: "1970-01-01 00:00:00")
-
-
-@pytest.fixture
-def no_locks(monkeypatch):
-    """As on a network folder that carries no locks from one machine to another."""
-    monkeypatch.setattr(holds, "lock", lambda stream: False)
 
 
 @pytest.mark.parametrize("age", [-YEAR, YEAR])
