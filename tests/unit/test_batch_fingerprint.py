@@ -1,6 +1,5 @@
 """What is asked before a picture is taken for one that would be drawn now: everything that decides it."""
 
-import json
 import os
 import shutil
 
@@ -35,12 +34,22 @@ def test_the_instruction_and_the_librarys_defaults_are_asked(checkpoint, monkeyp
     assert "transformer_config" in difference(before, fingerprint(checkpoint))
 
 
-def test_the_tokenizer_is_asked(own):
-    before, file = fingerprint(own), own / "tokenizer" / "tokenizer.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    content["normalizer"] = {"type": "Lowercase"}
-    file.write_text(json.dumps(content), encoding="utf-8")
-    assert difference(before, fingerprint(own)) == "tokenizer"
+CHANGES = {
+    "shift": ("scheduler/scheduler_config.json", b'"flow_shift": 3.0', b'"flow_shift": 4.0'),
+    "autoencoder_config": ("vae/config.json", b"0.29957", b"0.3"),
+    "transformer_config": ("transformer/config.json", b'"norm_eps": 1e-06', b'"norm_eps": 1e-05'),
+    "tokenizer": ("tokenizer/tokenizer.json", b'blue": 363', b'blue": 369'),
+    "text_encoder_config": ("text_encoder/config.json", b'"sliding_window": 1024', b'"sliding_window": 8'),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_file_beside_the_weights_is_asked(own, name):
+    before, (file, old, new) = fingerprint(own), CHANGES[name]
+    content = (own / file).read_bytes()
+    assert old in content, content[:2000]
+    (own / file).write_bytes(content.replace(old, new))
+    assert difference(before, fingerprint(own)) == name
 
 
 def test_the_digest_of_a_large_file_is_kept_beside_it(own, monkeypatch):

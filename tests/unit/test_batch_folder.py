@@ -304,33 +304,14 @@ def test_a_disk_without_hard_links_does_too(batch, tmp_path, monkeypatch):
     assert code == 0 and len(files(tmp_path / "out")) == 8, err
 
 
-CHANGES = {
-    "shift": ("scheduler/scheduler_config.json", b'"flow_shift": 3.0', b'"flow_shift": 4.0'),
-    "autoencoder_config": ("vae/config.json", b"0.29957", b"0.3"),
-    "transformer_config": ("transformer/config.json", b'"norm_eps": 1e-06', b'"norm_eps": 1e-05'),
-    "tokenizer": ("tokenizer/tokenizer.json", b'blue": 363', b'blue": 369'),
-    "text_encoder_config": ("text_encoder/config.json", b'"sliding_window": 1024', b'"sliding_window": 8'),
-}
-
-
-@pytest.fixture
-def own(made, checkpoint, tmp_path):
-    """A copy of the checkpoint, beside the pictures that the checkpoint itself has drawn."""
-    shutil.copytree(checkpoint, tmp_path / "own")
-    return tmp_path / "own"
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_whatever_decides_a_picture_is_asked(made, batch, own, name):
-    before = files(made)
+def test_a_folder_of_a_checkpoint_that_has_changed_is_refused(made, batch, checkpoint, tmp_path):
+    own, before = shutil.copytree(checkpoint, tmp_path / "own"), files(made)
     code, out, err = batch("--checkpoint", own)
     assert code == 0 and "8 of 8 images are there already" in out, err
-    file, old, new = CHANGES[name]
-    content = (own / file).read_bytes()
-    assert old in content, (name, content[:2000])
-    (own / file).write_bytes(content.replace(old, new))
+    config = own / "scheduler" / "scheduler_config.json"
+    config.write_text(config.read_text().replace('"flow_shift": 3.0', '"flow_shift": 4.0'))
     code, _, err = batch("--checkpoint", own)
-    assert code == 1 and f"is of another prompt or other settings ({name} " in err, err
+    assert code == 1 and "is of another prompt or other settings (shift 3.0)" in err, err
     assert files(made) == before
 
 
