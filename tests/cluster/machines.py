@@ -1,5 +1,7 @@
 """What tests do to the machines of the cluster."""
 
+import time
+
 import psutil
 
 
@@ -17,3 +19,11 @@ def actors():
 def send_to_an_actor(number):
     """Send a signal to the process of some actor."""
     actors()[0].send_signal(number)
+
+
+def wait_for_no_actors(seconds=60):
+    """Wait until the last actor has ended, for so many seconds at most."""
+    deadline = time.monotonic() + seconds
+    while actors():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

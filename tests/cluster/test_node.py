@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from host import GraphError, base_directory, get, post, run_graph
-from machines import actors
+from machines import actors, wait_for_no_actors
 from PIL import Image
 from queues import LORA, configure, demo_nodes, start_on_cluster, write_lora
 from safetensors.torch import load_file
@@ -118,10 +118,7 @@ def test_the_workers_stay_for_the_next_queue_and_go_with_the_model(server, graph
     check_same(server)
     assert {process.pid for process in actors()} == before
     post(server, "/free", unload_models=True, free_memory=True)
-    deadline = time.monotonic() + 60
-    while actors():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_no_actors()
 
 
 @pytest.mark.slow
@@ -195,7 +192,4 @@ def test_workers_end_with_comfyui_however_that_ends(server, graph):
     list(run_graph(server, graph(seed=17)))
     assert actors()
     os.kill(server.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while actors():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_no_actors()

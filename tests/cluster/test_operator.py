@@ -1,9 +1,7 @@
 """What an operator reads of a run in Ray's own tools, and when actors that nobody wants any more end."""
 
-import time
-
 import pytest
-from machines import actors, add_node
+from machines import actors, add_node, wait_for_no_actors
 
 from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.plan import Workload, batch_images
@@ -42,7 +40,4 @@ def test_workers_that_nobody_wants_for_long_end(cluster, checkpoint):
         # those of the first run draw in the second
         assert not seed or {process.pid for process in actors()} == before
     assert actors()
-    deadline = time.monotonic() + 60
-    while actors():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for_no_actors()

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from clips import save_clip
-from machines import actors, add_node, send_to_an_actor
+from machines import actors, add_node, send_to_an_actor, wait_for_no_actors
 from setup import ROOT
 
 import sana_core
@@ -182,8 +182,7 @@ def test_closing_ends_every_actor(cluster, checkpoint):
     next(drawn)
     assert actors()
     drawn.close()
-    while actors():
-        time.sleep(0.1)
+    wait_for_no_actors()
 
 
 @pytest.mark.slow
@@ -257,8 +256,7 @@ def test_after_the_driver_was_killed_the_same_command_draws_the_rest(cluster, co
     process.kill()
     process.wait()
     # the cluster ends the actors of a driver that has gone
-    while actors():
-        time.sleep(0.1)
+    wait_for_no_actors()
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.png")}
     assert main(command("--out-shared", steps=20)) == 0
     assert f"{len(before)} of 8 images are there already" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 import torch
 from host import GraphError, get, post, run_graph
-from machines import actors
+from machines import actors, wait_for_no_actors
 from queues import LORA, demo_nodes, start_on_cluster, write_lora
 from safetensors.torch import load_file
 
@@ -83,10 +83,7 @@ def test_the_workers_stay_for_another_sampler_and_another_size_and_go_with_the_m
     check_same(server)
     assert {process.pid for process in actors()} == before
     post(server, "/free", unload_models=True, free_memory=True)
-    deadline = time.monotonic() + 60
-    while actors():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_no_actors()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / folder) for folder in ("tests/cluster", "tests", "scripts", ".")]
 
 import torch  # noqa: E402
-from machines import actors, add_node  # noqa: E402
+from machines import actors, add_node, wait_for_no_actors  # noqa: E402
 
 import sana_core  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
@@ -246,14 +246,6 @@ def words_of(folder: Path, out: Path) -> list[str]:
     return [str(word) for word in words]
 
 
-def check_no_actor_left() -> None:
-    deadline = time.monotonic() + LEFT
-    while left := actors():
-        assert time.monotonic() < deadline, f"{len(left)} actors are left"
-        # Ray ends a process that is stopped by a signal that it does not hear
-        time.sleep(0.5)
-
-
 def draw_expected(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, bytes]]:
     """Return what this machine draws alone: the batch, the shared images, the files of the command."""
     from sana_core.__main__ import main
@@ -288,7 +280,7 @@ def main() -> int:
                 images = run_command(faults, files, folder)
             else:
                 images = run_here(faults, silence, shared if way == "split" else batch, way == "split")
-            check_no_actor_left()
+            wait_for_no_actors(LEFT)
             faults.tidy()
             known["images"] += images
             known["runs"] += 1
