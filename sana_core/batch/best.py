@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import chain, count, groupby, islice
 from pathlib import Path
@@ -177,9 +177,11 @@ class Rounds:
 def generate_picks(
     backend: Backend, workload: Workload, settings: SamplingSettings, best: Best, scorer: Scorer | None
 ) -> Generator[Pick, None, None]:
-    """Yield the best of each prompt of `workload` that is not done, in the order of their ranks.
+    """Yield the best of each prompt of `workload` that is not done, in the order of their ranks, when all drafts of the
+    prompt are there.
 
-    Raises InputError where the first look would be after more steps than `settings` have.
+    Only the best so far are kept in memory. Of equal scores the lower seed goes first, so the choice does not depend on
+    which worker generated what. Raises InputError where the first look would be after more steps than `settings` have.
     """
     assert settings.steps is not None
     if settings.step_cache and best.after is not None:
@@ -194,41 +196,25 @@ def generate_picks(
             return rounds.scores[image]
         return float(scorer.score(pixels[None], workload.prompts[image.prompt])[0])
 
-    def whole() -> Iterator[tuple[ImageSpec, torch.Tensor]]:
-        for image, result in generated:
-            image = rounds.drafts[image.number]
-            if not isinstance(result, Draft):
-                yield image, result
-            elif result.score is None:
-                rounds.note(image, score(image, result.pixels), result.x0s, added=False)
-            else:
-                rounds.note(image, result.score, result.x0s, added=True)
-
     finished = rounds.looks[-1][1] if rounds.looks else best.of
     settings = settings._replace(verifier=str(best.scorer) if best.verifier else None)
-    with closing(backend(first._replace(later=later), settings)) as generated:
-        yield from pick_best(whole(), best._replace(of=finished), score)
-
-
-def pick_best(
-    generated: Iterable[tuple[ImageSpec, torch.Tensor]],
-    best: Best,
-    score_of: Callable[[ImageSpec, torch.Tensor], float],
-) -> Generator[Pick, None, None]:
-    """Yield the best of each prompt, in the order of their ranks, when all drafts of the prompt are there.
-
-    `generated` are the drafts with their pixels, from wherever they were generated; only the best so far are kept in
-    memory. Of equal scores the lower seed goes first, so the choice does not depend on which worker generated what.
-    """
-    seen: defaultdict[int, int] = defaultdict(int)
+    seen: Counter[int] = Counter()
     kept: defaultdict[int, list[Pick]] = defaultdict(list)
-    for image, pixels in generated:
-        rivals = [*kept[image.prompt], Pick(image, pixels, score_of(image, pixels), 0)]
-        rivals.sort(key=lambda pick: (-pick.score, pick.image.number))
-        kept[image.prompt] = rivals[: best.keep]
-        seen[image.prompt] += 1
-        if seen[image.prompt] == best.of:
-            yield from (pick._replace(rank=rank) for rank, pick in enumerate(kept.pop(image.prompt), 1))
+    with closing(backend(first._replace(later=later), settings)) as generated:
+        for image, result in generated:
+            image = rounds.drafts[image.number]
+            if isinstance(result, Draft):
+                if result.score is None:
+                    rounds.note(image, score(image, result.pixels), result.x0s, added=False)
+                else:
+                    rounds.note(image, result.score, result.x0s, added=True)
+                continue
+            rivals = [*kept[image.prompt], Pick(image, result, score(image, result), 0)]
+            rivals.sort(key=lambda pick: (-pick.score, pick.image.number))
+            kept[image.prompt] = rivals[: best.keep]
+            seen[image.prompt] += 1
+            if seen[image.prompt] == finished:
+                yield from (pick._replace(rank=rank) for rank, pick in enumerate(kept.pop(image.prompt), 1))
 
 
 def without_finished(workload: Workload, best: Best) -> Workload:
