@@ -144,7 +144,8 @@ class LocalPool(Generic[R]):
             return [outcome]
         if outcome.worker not in self.inboxes:
             return []
-        if is_failure_of_device(outcome):
+        no_weights = is_out_of_memory(outcome.error) and not outcome.chunk
+        if no_weights or is_driver_error(outcome.error):
             self.drop(outcome.worker, outcome.error)
             return []
         return [outcome]
@@ -166,13 +167,6 @@ class LocalPool(Generic[R]):
             inbox.put(None)
         for thread in self.threads.values():
             thread.join(JOIN_TIMEOUT)
-
-
-def is_failure_of_device(outcome: Outcome) -> bool:
-    """Whether the device failed and not the work: an error of its driver, or no memory for the weights."""
-    if is_out_of_memory(outcome.error):
-        return not outcome.chunk
-    return is_driver_error(outcome.error)
 
 
 def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
