@@ -88,12 +88,8 @@ def generate_with(
     chunks = workload.split(job.settings.width, job.settings.height, max(1, cluster.limit(gpus)))
     queue = Queue(chunks)
     with closing(Pool(run, job, len(chunks))) as pool:
-        report.finished, report.machines, report.ready, report.refused = (
-            queue.finished,
-            run.cache.machines,
-            pool.actors,
-            pool.refused,
-        )
+        report.finished, report.machines = queue.finished, run.cache.machines
+        report.ready, report.refused = pool.actors, pool.refused
         batch = BatchPool(pool, workload)
         if not workload.chunk:
             queue.limits = pool.loaded
@@ -103,7 +99,9 @@ def generate_with(
                 queue.add(batch.workload.split(job.settings.width, job.settings.height, max(1, len(pool.actors))))
                 yield from run_batch(queue, batch, cluster.grace)
         except BaseException:
-            batch.drop_busy()
+            # in the middle of a step
+            for worker in {worker for worker, _ in batch.flying.values()} & pool.actors.keys():
+                pool.end(pool.actors[worker])
             raise
 
 
@@ -150,8 +148,3 @@ class BatchPool:
     def drop(self, worker: str, reason: BaseException) -> None:
         if worker in self.pool.actors:
             self.pool.drop(self.pool.actors[worker], reason)
-
-    def drop_busy(self) -> None:
-        """End the actors that generate, in the middle of a step."""
-        for worker in {worker for worker, _ in self.flying.values()} & self.pool.actors.keys():
-            self.pool.end(self.pool.actors[worker])
