@@ -38,9 +38,9 @@ def slow_draw(monkeypatch):
     def put(before):
         real = local.generate_chunk
 
-        def wrapped(models, settings, chunk, texts, negative, poll, round):
-            before(chunk, poll)
-            return real(models, settings, chunk, texts, negative, poll, round)
+        def wrapped(models, settings, chunk, *rest):
+            before(chunk)
+            return real(models, settings, chunk, *rest)
 
         monkeypatch.setattr(local, "generate_chunk", wrapped)
 
@@ -71,7 +71,7 @@ def test_memory_that_runs_out_at_random_loses_no_picture(checkpoint, alone, slow
     source = random.Random(1)
     failed = []
 
-    def run_out(chunk, poll):
+    def run_out(chunk):
         if source.random() < 0.08 * len(chunk):
             failed.append(len(chunk))
             raise torch.OutOfMemoryError("fake")
@@ -82,7 +82,7 @@ def test_memory_that_runs_out_at_random_loses_no_picture(checkpoint, alone, slow
 
 
 def test_memory_that_is_never_enough_ends_with_that_error(checkpoint, slow_draw):
-    def run_out(chunk, poll):
+    def run_out(chunk):
         raise torch.OutOfMemoryError("fake")
 
     slow_draw(run_out)
@@ -91,7 +91,7 @@ def test_memory_that_is_never_enough_ends_with_that_error(checkpoint, slow_draw)
 
 
 def test_a_device_that_fails_is_left_out(checkpoint, alone, slow_draw):
-    def fail(chunk, poll):
+    def fail(chunk):
         if threading.current_thread().name.endswith("#2"):
             # its name before torch 2.8
             kind = getattr(torch, "AcceleratorError", RuntimeError)
@@ -105,7 +105,7 @@ def test_a_device_that_fails_is_left_out(checkpoint, alone, slow_draw):
 def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
     woken = threading.Event()
 
-    def hang(chunk, poll):
+    def hang(chunk):
         if threading.current_thread().name.endswith("#2"):
             woken.wait()
 
@@ -118,18 +118,17 @@ def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
     assert sorted(arrived) == list(range(8))
 
 
-def test_closing_stops_every_device_within_a_step(checkpoint, slow_draw):
+def test_closing_stops_every_device_within_a_step():
     started = threading.Barrier(3, timeout=30)
     polls = []
 
-    def count(chunk, poll):
+    def count(poll):
         started.wait()
         while True:
             polls.append(1)
             poll()
 
-    slow_draw(count)
-    pool = local.LocalPool([torch.device("cpu")] * 2, lambda device, poll: lambda chunk: count(chunk, poll))
+    pool = local.LocalPool([torch.device("cpu")] * 2, lambda device, poll: lambda chunk: count(poll))
     for worker in pool.workers():
         pool.submit(worker, ())
     threads = list(pool.threads.values())
@@ -139,7 +138,7 @@ def test_closing_stops_every_device_within_a_step(checkpoint, slow_draw):
 
 
 def test_an_error_of_the_work_is_raised_and_no_thread_stays(checkpoint, slow_draw):
-    def fail(chunk, poll):
+    def fail(chunk):
         raise ValueError("bad weights")
 
     slow_draw(fail)
@@ -223,7 +222,7 @@ def test_a_copy_that_is_late_by_a_window_harms_nothing(checkpoint, slow_draw, mo
     monkeypatch.setattr(local, "FIRST_ON_CPU", 2)
     whole, begun = draw_many(checkpoint), threading.Event()
 
-    def wait(chunk, poll):
+    def wait(chunk):
         if threading.current_thread().name.endswith("#2") and not begun.is_set():
             begun.wait(20)
         if chunk[0].number > 12:
