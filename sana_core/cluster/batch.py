@@ -131,18 +131,16 @@ class BatchPool:
     def settle(self, call: Hashable) -> list[Outcome[object]]:
         """Return how a chunk ended; nothing where its actor was lost, for then the loop gives it to another."""
         worker, chunk = self.flying.pop(call)
-        actor = self.pool.actors.get(worker)
         try:
             return [Outcome(worker, chunk, self.pool.unpack(worker, call))]
         except MemoryError as error:
             return [Outcome(worker, chunk, error=error)]
         except (self.pool.ray.exceptions.RayError, DriverError) as error:
-            if actor is not None:
-                self.pool.drop(actor, error)
+            self.drop(worker, error)
         except ActorError as error:
             # a disk that is full or gone, a library that differs; the images go to other machines
-            if actor is not None:
-                self.pool.refuse(actor, error)
+            if worker in self.pool.actors:
+                self.pool.refuse(self.pool.actors[worker], error)
         return []
 
     def drop(self, worker: str, reason: BaseException) -> None:
