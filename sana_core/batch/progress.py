@@ -27,15 +27,14 @@ class WorkerReport:
 class Progress:
     """How many of `total` images are there, `done` of them from the beginning, and how fast they come."""
 
-    def __init__(self, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total, self.done, self.clock = total, done, clock
-        self.before, self.first = done, 0.0
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.total, self.done, self.before, self.first = total, done, done, 0.0
 
     def step(self) -> None:
         """Note an image."""
         self.done += 1
         if self.done == self.before + 1:
-            self.first = self.clock()
+            self.first = time.monotonic()
 
     def describe(self, workers: int) -> str:
         """Return like "3 of 8, 1.20 a second, 4 s left, 2 workers"; rate and time from the second image on.
@@ -43,7 +42,7 @@ class Progress:
         Workers start one after another and load for long, so the rate is that since the first image.
         """
         parts = [f"{self.done} of {self.total}"]
-        since, seconds = self.done - self.before - 1, self.clock() - self.first
+        since, seconds = self.done - self.before - 1, time.monotonic() - self.first
         if since > 0 and seconds > 0:
             rate = since / seconds
             parts.append(f"{rate:.2f} a second")
