@@ -41,7 +41,7 @@ from ..model.fp8 import check_fp8
 from ..model.row_shards import Shard
 from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
-from ..sampling.guidance import ControlledModel, ShardedModel
+from ..sampling.guidance import ShardedModel
 from ..sampling.masked import InitImage
 from ..sampling.trail import Draft, Round
 from ..split.processes import ProcessSplit
@@ -242,7 +242,7 @@ class Worker:
     ) -> torch.Tensor | None:
         """Return, as the first of all ranks, of those `speeds`, the latents [1, 32, h, w] that they make together."""
         with self.joined_to(rank, speeds, address) as split:
-            sharded = ShardedModel(split.run, [ControlledModel(self.models.transformer)])
+            sharded = ShardedModel(split.run, [self.models.transformer])
             chunk, prompts = (ImageSpec(*image),), Conditioning([text], negative)
             latents = sample(self.models, self.job.settings, chunk, prompts, sharded=sharded)
         return latents.cpu() if rank == 0 else None

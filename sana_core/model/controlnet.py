@@ -14,8 +14,6 @@ from .reference import all_blocks
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-    from .sharded_ops import ShardedOps
-
 
 class Control(NamedTuple):
     """A ControlNet, and the latents [1 or B, 32, h, w] of the images that it follows, in the model's scale."""
@@ -30,7 +28,6 @@ def control_residuals(
     timestep: torch.Tensor,
     constants: Constants,
     control_latents: torch.Tensor,
-    ops: ShardedOps | None = None,
 ) -> list[torch.Tensor | None]:
     """Return what a ControlNet adds to the model's hidden states, number i after block i; None adds nothing.
 
@@ -38,17 +35,16 @@ def control_residuals(
     `control_latents` [B, 32, h, w] are the control image's, in the scale of `x`. In NVIDIA's arrangement
     (SanaMSControlNet in diffusion/model/nets/sana_multi_scale_controlnet.py) the signal joins the output of the base
     model's first block, of which the file has a copy, and the residual of each block goes before the base's next one.
-    In diffusers' it joins the patch embedding, and acts one block later. With the `ops` of a shard, all of these are
-    those of its rows.
+    In diffusers' it joins the patch embedding, and acts one block later.
     """
     blocks, projections = all_blocks(controlnet), controlnet.controlnet_blocks
     # NVIDIA's: the base model's block comes before the copies, and only the image has a position embedding
     first = len(blocks) - len(projections)
-    hidden = embed(controlnet, x, constants.position, ops)
-    signal = embed(controlnet, control_latents.to(x), None if first else constants.position, ops)
-    time, _ = embed_time(controlnet, timestep, hidden, ops=ops)
+    hidden = embed(controlnet, x, constants.position)
+    signal = embed(controlnet, control_latents.to(x), None if first else constants.position)
+    time, _ = embed_time(controlnet, timestep, hidden)
     patch = controlnet.config.patch_size
-    inputs = BlockInputs(modulate(constants, time), constants, (x.shape[2] // patch, x.shape[3] // patch), ops)
+    inputs = BlockInputs(modulate(constants, time), constants, (x.shape[2] // patch, x.shape[3] // patch), None)
     residuals: list[torch.Tensor | None] = [] if first else [None]
     for i, block in enumerate(blocks):
         if i == first:

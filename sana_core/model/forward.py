@@ -20,7 +20,7 @@ from .reference import all_blocks, reference_of
 from .row_shards import shard_constants
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
@@ -209,8 +209,10 @@ def shard_velocity(
     guidance: torch.Tensor | None,
     perturbation: Perturbation | None,
     control: Sequence[torch.Tensor | None],
+    forward: Callable[..., torch.Tensor] = velocity,
 ) -> torch.Tensor:
-    """Return what `velocity` does for `shard`, of what the whole batch and image have, on whichever device."""
+    """Return what `velocity`, or a compiled `forward`, does for `shard`, of what the whole batch and image have, on
+    whichever device."""
     x, columns = shard.x, shard.x.shape[3]
     rows = slice(shard.span.top * columns, shard.span.bottom * columns)
     residuals = [None if one is None else shard.own(one)[:, rows].to(x.device) for one in control]
@@ -218,7 +220,7 @@ def shard_velocity(
     if perturbation is not None:
         perturbation = perturbation._replace(images=shard.own(perturbation.images).to(x.device))
     part, time = shard_constants(constants, shard), shard.own(timestep).to(x.device)
-    return velocity(transformer, x, time, part, scale, perturbation, residuals, shard.ops)
+    return forward(transformer, x, time, part, scale, perturbation, residuals, shard.ops)
 
 
 def last_norm(

@@ -10,16 +10,16 @@ import torch
 
 from ..errors import InputError
 from ..model.controlnet import Control, control_residuals
-from ..model.forward import Capture, Constants, Perturbation, pad_prompts, prepare, velocity
+from ..model.forward import Capture, Constants, Perturbation, pad_prompts, prepare, shard_velocity, velocity
 from ..model.known_models import TransformerConfig, perturbed_block
 from ..model.reference import model_timestep, reference_of
-from ..model.row_shards import RowRange, Shard, shard_constants
+from ..model.row_shards import RowRange, Shard
 from ..runtime.checks import check_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from diffusers import SanaTransformer2DModel
+    from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
     from ..model.step_cache import StepCache
     from .samplers import Denoiser
@@ -76,11 +76,11 @@ class ShardedModel(NamedTuple):
     """A model of several devices, which compute each image together.
 
     `run(x, work, parts)` returns the velocity at the latents `x` from what `work` makes of each shard, where the batch
-    is so many equal parts, a pass each, and `members` are the models by their number in a shard.
+    is so many equal parts, a pass each, and `members` are the transformers by their number in a shard.
     """
 
     run: Callable[[torch.Tensor, Callable[[Shard], torch.Tensor], int], torch.Tensor]
-    members: Sequence[ControlledModel]
+    members: Sequence[SanaTransformer2DModel]
 
 
 def run_unsharded(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
@@ -105,31 +105,37 @@ def denoiser(
     Classifier-free guidance acts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
     1, outside it and in a distilled model, which embeds it, there is no uncond pass. All passes are one batch.
     """
-    if not isinstance(transformer, ShardedModel):
+    if isinstance(transformer, ShardedModel):
+        run, members = transformer.run, [ControlledModel(member) for member in transformer.members]
+    else:
         one = transformer if isinstance(transformer, ControlledModel) else ControlledModel(transformer)
-        transformer = ShardedModel(run_unsharded, [one])
-    run, members = transformer.run, transformer.members
+        run, members = run_unsharded, [one]
     # once: diffusers finds the dtype by looking through all modules
     config, dtype = members[0].transformer.config, members[0].transformer.dtype
     forward = torch.compile(velocity, mode=compile_mode()) if members[0].compiled else velocity
-    cache = PromptCache(members, cond, uncond, perturbed)
+    if reference_of(members[0].transformer).shared_mask:
+        uncond = uncond[0], cond[1]
+    prepared: dict[tuple, Prepared] = {}
 
     def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         inside = interval == (1.0, 0.0) or interval[1] <= float(sigma) <= interval[0]
         guided = guidance != 1 and not config.guidance_embeds and inside
-        count = 1 + guided + (perturbed is not None)
+        passes = [*[uncond] * guided, cond, *[cond] * (perturbed is not None)]
+        count = len(passes)
 
         def work(shard: Shard) -> torch.Tensor:
-            member, batch = members[shard.member], shard.x
-            fixed, perturbation, steering = cache.prepare(guided, shard, len(x))
-            timestep = on_device(model_timestep(member.transformer, sigma * 1000, whole_timesteps), batch)
+            member, batch, key = members[shard.member], shard.x, (guided, shard.member, x.shape)
+            if key not in prepared:
+                prepared[key] = prepare_passes(member, passes, batch.device, x.shape, perturbed)
+            constants, perturbation, steering = prepared[key]
+            times = times_of(member.transformer, sigma, whole_timesteps, batch).expand(count * len(x))
             embedded = None
             if config.guidance_embeds:
                 # multiplied in float32, as in diffusers and in ComfyUI: the same bits
-                embedded = torch.full((len(batch),), guidance, device=batch.device) * config.guidance_embeds_scale
-            residuals = steer(member.control, shard, sigma, whole_timesteps, steering)
-            times = timestep.expand(len(batch))
-            return forward(member.transformer, batch, times, fixed, embedded, perturbation, residuals, shard.ops)
+                embedded = torch.full((len(times),), guidance, device=batch.device) * config.guidance_embeds_scale
+            residuals = steer(member.control, batch, sigma, whole_timesteps, steering)
+            own = member.transformer, shard, times, constants, embedded, perturbation, residuals
+            return shard_velocity(*own, forward=forward)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
         if members[0].capture is not None:
@@ -157,95 +163,48 @@ def compile_mode() -> str:
     return "reduce-overhead" if any_thread or threading.current_thread() is threading.main_thread() else "default"
 
 
-class PromptCache:
-    """What the prompts fix for all steps, computed for each member in its first one."""
-
-    def __init__(
-        self,
-        members: Sequence[ControlledModel],
-        cond: tuple[torch.Tensor, torch.Tensor],
-        uncond: tuple[torch.Tensor, torch.Tensor],
-        perturbed: PerturbedAttention | None,
-    ) -> None:
-        self.members, self.cond, self.uncond, self.perturbed = members, cond, uncond, perturbed
-        self.prepared: dict[tuple, Prepared] = {}
-
-    def prepare(self, guided: bool, shard: Shard, images: int) -> Prepared:
-        """Return what `shard` needs of a step of so many `images`, with the uncond pass if it is `guided`."""
-        member, size = self.members[shard.member], (shard.height, shard.x.shape[3])
-        key = (guided, shard.member, images, size)
-        if key not in self.prepared:
-            passes = [self.uncond] if guided else []
-            passes += [self.cond, self.cond] if self.perturbed else [self.cond]
-            if guided and reference_of(member.transformer).shared_mask:
-                passes[0] = (self.uncond[0], self.cond[1])
-            batch = BatchShape(shard.x.device, images, size)
-            found = prepare_passes(member, passes, batch, self.perturbed)
-            if member.compiled:
-                found = found._replace(constants=pad_prompts(found.constants, self.cond[1].shape[1]))
-            self.prepared[key] = found
-        constants, perturbation, steering = self.prepared[key]
-        if perturbation is not None:
-            perturbation = perturbation._replace(images=shard.own(perturbation.images))
-        own = shard_constants(constants, shard)._replace(capture=member.capture, cache=member.cache)
-        return Prepared(own, perturbation, steering and shard_constants(steering, shard))
-
-
-class BatchShape(NamedTuple):
-    """A device, and how many images of which rows and columns a step computes there or has a part of."""
-
-    device: torch.device
-    images: int
-    size: tuple[int, int]
-
-
 def prepare_passes(
-    models: ControlledModel,
+    member: ControlledModel,
     passes: list[tuple[torch.Tensor, torch.Tensor]],
-    batch: BatchShape,
+    device: torch.device,
+    shape: torch.Size,
     perturbed: PerturbedAttention | None,
 ) -> Prepared:
-    """Return what (embeds, mask) of the `passes` of a step fix for all steps."""
-    embeds, mask = batch_passes(passes)
-    embeds, mask = embeds.to(batch.device, models.transformer.dtype), mask.to(batch.device)
-    perturbation = perturb_last(len(passes), batch, perturbed.blocks) if perturbed else None
-    constants, steering = (
-        None if model is None else prepare(model, embeds, mask, *batch.size)
-        for model in (models.transformer, models.control and models.control.controlnet)
-    )
-    assert constants is not None
-    return Prepared(constants, perturbation, steering)
+    """Return what (embeds, mask) of the `passes` of a step on latents of that `shape` fix for all steps on `device`.
 
-
-def steer(
-    control: Control | None, shard: Shard, sigma: torch.Tensor, whole: bool, prompts: Constants | None
-) -> list[torch.Tensor | None]:
-    """Return the residuals of `control` for all passes in `shard` at `sigma`, none without it."""
-    if control is None or prompts is None:
-        return []
-    batch = shard.x
-    latents = control.latents[:, :, slice(*shard.span)].to(batch)
-    latents = latents.repeat(len(batch) // len(latents), 1, 1, 1)
-    timestep = on_device(model_timestep(control.controlnet, sigma * 1000, whole), batch).expand(len(batch))
-    return control_residuals(control.controlnet, batch, timestep, prompts, latents, shard.ops)
-
-
-def on_device(number: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the scalar `number` on the device of `x`, by its value: that travels with the launch, where a copy from
-    the CPU would be waited for."""
-    return number if number.device == x.device else torch.full((), float(number), dtype=number.dtype, device=x.device)
-
-
-def batch_passes(passes: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return embeds and mask of all passes of a step; where one has a prompt for each image, the others repeat."""
+    Where one pass has a prompt for each image, the others repeat; the last one is `perturbed`.
+    """
     rows = max(len(embeds) for embeds, _ in passes)
     # one mask width for prompts that were encoded together or apart
     embeds, mask = (torch.cat([part[k].expand(rows, *part[k].shape[1:]) for part in passes]) for k in (0, 1))
-    return embeds, mask
+    embeds, mask = embeds.to(device, member.transformer.dtype), mask.to(device)
+    constants = prepare(member.transformer, embeds, mask, *shape[2:])
+    if member.compiled:
+        constants = pad_prompts(constants, mask.shape[1])
+    steering = None if member.control is None else prepare(member.control.controlnet, embeds, mask, *shape[2:])
+    perturbation = None
+    if perturbed:
+        images = torch.arange(len(passes) * shape[0], device=device)[:, None, None] >= (len(passes) - 1) * shape[0]
+        perturbation = Perturbation(images, perturbed.blocks)
+    return Prepared(constants._replace(capture=member.capture, cache=member.cache), perturbation, steering)
 
 
-def perturb_last(passes: int, batch: BatchShape, blocks: frozenset[int]) -> Perturbation:
-    """Return the perturbation of the last of so many passes."""
-    images = torch.zeros(passes * batch.images, 1, 1, dtype=torch.bool, device=batch.device)
-    images[-batch.images :] = True
-    return Perturbation(images, blocks)
+def steer(
+    control: Control | None, x: torch.Tensor, sigma: torch.Tensor, whole: bool, prompts: Constants | None
+) -> list[torch.Tensor | None]:
+    """Return the residuals of `control` for all passes in `x` at `sigma`, none without it."""
+    if control is None or prompts is None:
+        return []
+    latents = control.latents.to(x)
+    latents = latents.repeat(len(x) // len(latents), 1, 1, 1)
+    times = times_of(control.controlnet, sigma, whole, x).expand(len(x))
+    return control_residuals(control.controlnet, x, times, prompts, latents)
+
+
+def times_of(
+    model: SanaTransformer2DModel | SanaControlNetModel, sigma: torch.Tensor, whole: bool, x: torch.Tensor
+) -> torch.Tensor:
+    """Return the scalar that `model` is given for `sigma`, on the device of `x` by its value: that travels with the
+    launch, where a copy from the CPU would be waited for."""
+    time = model_timestep(model, sigma * 1000, whole)
+    return time if time.device == x.device else torch.full((), float(time), dtype=time.dtype, device=x.device)

@@ -27,7 +27,7 @@ from ..model.fp8 import check_fp8
 from ..model.latents import DOWNSCALE
 from ..model.row_shards import check_rows, check_splittable
 from ..runtime.cancellation import Poll, no_poll
-from ..sampling.guidance import ControlledModel, ShardedModel
+from ..sampling.guidance import ShardedModel
 from .devices import Split
 from .speed import relative_speeds
 
@@ -87,7 +87,7 @@ def generate_split(
     models = load_on(found, checkpoint, settings)
     check_splittable("checkpoint", models[0].transformer)
     split = Split(found, relative_speeds(found, [each.transformer for each in models]))
-    sharded = ShardedModel(partial(split.run, poll=poll), [ControlledModel(each.transformer) for each in models])
+    sharded = ShardedModel(partial(split.run, poll=poll), [each.transformer for each in models])
     for image in images:
         prompts = Conditioning([texts[workload.prompts[image.prompt]]], negative)
         latents = sample(models[0], settings, (image,), prompts, poll, workload.inputs, sharded)

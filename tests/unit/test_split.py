@@ -6,17 +6,15 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 import torch
-from diffusers import SanaControlNetModel
 from test_forward import guidance_of, theirs
 from tiny import VARIANTS, random_prompt, tiny_transformer
 
 from sana_core import generate
 from sana_core.__main__ import main
 from sana_core.errors import InputError
-from sana_core.model.controlnet import Control
 from sana_core.model.forward import Perturbation, prepare, velocity
 from sana_core.model.row_shards import check_splittable, find_groups, shard_constants, split_rows
-from sana_core.sampling.guidance import ControlledModel, PerturbedAttention, ShardedModel, denoiser
+from sana_core.sampling.guidance import PerturbedAttention, ShardedModel, denoiser
 from sana_core.split import generate as sharing
 from sana_core.split.cost import GPU_SPEEDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
@@ -79,30 +77,6 @@ def test_perturbed_attention_and_residuals_are_shared_too(variant):
     assert relative(shared(transformer, x, timestep, constants, SPEEDS[3]), whole) > 1e-3
 
 
-@pytest.mark.parametrize("base", [False, True], ids=["diffusers", "nvidia"])
-def test_a_controlnet_is_shared_too(base):
-    torch.manual_seed(1)
-    transformer = tiny_transformer(layers=4)
-    controlnet = SanaControlNetModel.from_config({**transformer.config, "num_layers": 2}).requires_grad_(False)
-    for layer in (controlnet.input_block, *controlnet.controlnet_blocks):
-        torch.nn.init.normal_(layer.weight, std=0.2)
-    if base:
-        controlnet.base_block = tiny_transformer(layers=1, seed=4).transformer_blocks[0]
-    control = Control(controlnet, torch.randn(1, 32, 9, 16))
-    (embeds, mask), x = random_prompt(2), torch.randn(1, 32, 9, 16)
-    cond, uncond = (embeds[:1], mask[:1]), (embeds[1:], mask[1:])
-    steered = ControlledModel(transformer, control)
-    whole, plain = (denoiser(each, cond, uncond, 4.5)(x, torch.tensor(0.7)) for each in (steered, transformer))
-    assert relative(whole, plain) > 1e-3
-    two, three, five = (
-        denoiser(ShardedModel(Split([CPU] * count, SPEEDS[count]).run, [steered] * count), cond, uncond, 4.5)
-        for count in (2, 3, 5)
-    )
-    got = two(x, torch.tensor(0.7))
-    assert relative(got, whole) < 2e-6
-    assert torch.equal(three(x, torch.tensor(0.7)), got) and torch.equal(five(x, torch.tensor(0.7)), got)
-
-
 def test_the_two_exchanges_of_a_block_are_all_that_shards_hand_each_other():
     transformer = tiny_transformer(layers=3)
     embeds, mask = random_prompt(2)
@@ -128,7 +102,7 @@ def test_members_as_many_as_the_prompts_meet_once_a_step_and_draw_the_same_bits(
 
     def together(count, perturbed=None, speeds=None):
         split = Split([CPU] * count, speeds)
-        got = draw(ShardedModel(split.run, [ControlledModel(transformer)] * count), perturbed)
+        got = draw(ShardedModel(split.run, [transformer] * count), perturbed)
         return got, split.exchanges[-1]
 
     whole, (rows, _) = draw(transformer), together(5)
