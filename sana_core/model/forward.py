@@ -213,13 +213,13 @@ def shard_velocity(
 ) -> torch.Tensor:
     """Return what `velocity`, or a compiled `forward`, does for `shard`, of what the whole batch and image have, on
     whichever device."""
-    x, columns = shard.x, shard.x.shape[3]
-    rows = slice(shard.span.top * columns, shard.span.bottom * columns)
-    residuals = [None if one is None else shard.own(one)[:, rows].to(x.device) for one in control]
-    scale = None if guidance is None else shard.own(guidance).to(x.device)
+    x, spec, columns = shard.x, shard.spec, shard.x.shape[3]
+    rows = slice(spec.span.start * columns, spec.span.stop * columns)
+    residuals = [None if one is None else spec.part(one)[:, rows].to(x.device) for one in control]
+    scale = None if guidance is None else spec.part(guidance).to(x.device)
     if perturbation is not None:
-        perturbation = perturbation._replace(images=shard.own(perturbation.images).to(x.device))
-    part, time = shard_constants(constants, shard), shard.own(timestep).to(x.device)
+        perturbation = perturbation._replace(images=spec.part(perturbation.images).to(x.device))
+    part, time = shard_constants(constants, shard), spec.part(timestep).to(x.device)
     return forward(transformer, x, time, part, scale, perturbation, residuals, shard.ops)
 
 

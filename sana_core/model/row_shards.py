@@ -20,45 +20,36 @@ if TYPE_CHECKING:
 EVEN = 0.9
 
 
-class RowRange(NamedTuple):
-    """Rows of the latents from `top` to `bottom`, that one not included."""
-
-    top: int
-    bottom: int
-
-
-class Shard(NamedTuple):
-    """What one member computes in a step: its number, its rows `x` [B, 32, n, w] on its device, of a whole `height`.
-
-    Of so many `groups`, equal parts of the step's batch, it is in number `group`. Without `ops` it has the whole
-    height to itself.
-    """
-
-    member: int
-    x: torch.Tensor
-    span: RowRange
-    height: int
-    ops: ShardedOps | None
-    group: int = 0
-    groups: int = 1
-
-    def own(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return this one's part, a view, of what has a row for each image, or each prompt, of the whole batch."""
-        return batch.chunk(self.groups)[self.group]
-
-
 class ShardSpec(NamedTuple):
-    """Where a member is in a step: number `rank` of the `size` members of a `group`, with its rows `span`."""
+    """Where a member is in a step: number `rank` of the `size` members of a `group`, with its rows `span` of the
+    latents. The `groups` are equal parts of the step's batch."""
 
     group: int
     groups: int
     rank: int
     size: int
-    span: RowRange
+    span: slice
+
+    def part(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return its group's part, a view, of what has a row for each image, or each prompt, of the whole batch."""
+        return batch.chunk(self.groups)[self.group]
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """Return this one's part, a view, of `x` [B, 32, h, w], the latents or the velocities of the whole step."""
-        return x.chunk(self.groups)[self.group][:, :, slice(*self.span)]
+        return self.part(x)[:, :, self.span]
+
+
+class Shard(NamedTuple):
+    """What one member computes in a step: its number, its rows `x` [B, 32, n, w] on its device, of a whole `height`.
+
+    Without `ops` it has the whole height to itself.
+    """
+
+    member: int
+    x: torch.Tensor
+    spec: ShardSpec
+    height: int
+    ops: ShardedOps | None
 
 
 def shard_specs(parts: int, speeds: Sequence[float], rows: int) -> list[ShardSpec]:
@@ -74,7 +65,7 @@ def shard_specs(parts: int, speeds: Sequence[float], rows: int) -> list[ShardSpe
     return specs
 
 
-def split_rows(rows: int, speeds: Sequence[float]) -> list[RowRange]:
+def split_rows(rows: int, speeds: Sequence[float]) -> list[slice]:
     """Return the rows of each device, in proportion to `speeds`, at least one each.
 
     Raises InputError for more devices than rows.
@@ -85,7 +76,7 @@ def split_rows(rows: int, speeds: Sequence[float]) -> list[RowRange]:
         passed += speed
         left = len(speeds) - index - 1
         bottom = min(max(round(rows * passed / total), top + 1), rows - left)
-        spans.append(RowRange(top, bottom))
+        spans.append(slice(top, bottom))
         top = bottom
     return spans
 
@@ -123,12 +114,12 @@ def find_groups(parts: int, speeds: Sequence[float]) -> int:
 
 def shard_constants(constants: Constants, shard: Shard) -> Constants:
     """Return the `constants` of a whole batch and image for the prompts and the rows of `shard`."""
-    if shard.groups > 1:
-        keys, values = (list(map(shard.own, each)) for each in (constants.keys, constants.values))
-        bias = None if constants.bias is None else shard.own(constants.bias)
+    spec, position, height = shard.spec, constants.position, shard.height
+    if spec.groups > 1:
+        keys, values = (list(map(spec.part, each)) for each in (constants.keys, constants.values))
+        bias = None if constants.bias is None else spec.part(constants.bias)
         constants = constants._replace(keys=keys, values=values, bias=bias)
-    position, span, height = constants.position, shard.span, shard.height
-    if position is None or span == (0, height):
+    if position is None or spec.span == slice(0, height):
         return constants
     columns = position.shape[1] // height
-    return constants._replace(position=position[:, span.top * columns : span.bottom * columns])
+    return constants._replace(position=position[:, spec.span.start * columns : spec.span.stop * columns])

@@ -65,4 +65,4 @@ def make_shard(x: torch.Tensor, spec: ShardSpec, member: int, device: torch.devi
     # on a CPU alone in its group too: the same bits for any number of members
     together = spec.size > 1 or device.type == "cpu"
     ops = ShardedOps(exchange, x.shape[3]) if together else None
-    return Shard(member, spec.own(x).to(device), spec.span, x.shape[2], ops, spec.group, spec.groups)
+    return Shard(member, spec.own(x).to(device), spec, x.shape[2], ops)

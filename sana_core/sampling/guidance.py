@@ -13,7 +13,7 @@ from ..model.controlnet import Control, control_residuals
 from ..model.forward import Capture, Constants, Perturbation, pad_prompts, prepare, shard_velocity, velocity
 from ..model.known_models import TransformerConfig, perturbed_block
 from ..model.reference import model_timestep, reference_of
-from ..model.row_shards import RowRange, Shard
+from ..model.row_shards import Shard, ShardSpec
 from ..runtime.checks import check_number
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ShardedModel(NamedTuple):
 
 def run_unsharded(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
     """Return what `work` makes of the latents `x` as one shard."""
-    return work(Shard(0, x, RowRange(0, x.shape[2]), x.shape[2], None))
+    return work(Shard(0, x, ShardSpec(0, 1, 0, 1, slice(0, x.shape[2])), x.shape[2], None))
 
 
 def denoiser(

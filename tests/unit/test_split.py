@@ -31,7 +31,7 @@ def shared(transformer, x, timestep, constants, speeds, guidance=None, perturbat
     split = Split([CPU] * len(speeds), speeds)
 
     def work(shard):
-        rows = slice(shard.span.top * x.shape[3], shard.span.bottom * x.shape[3])
+        rows = slice(shard.spec.span.start * x.shape[3], shard.spec.span.stop * x.shape[3])
         own = [None if one is None else one[:, rows] for one in control]
         part = shard_constants(constants, shard)
         return velocity(transformer, shard.x, timestep, part, guidance, perturbation, own, shard.ops)
@@ -125,9 +125,9 @@ def test_groups_are_as_many_as_divide_prompts_and_members_unless_one_would_wait(
 
 
 def test_rows_follow_the_speeds_and_nobody_is_without():
-    assert split_rows(10, [1, 1]) == [(0, 5), (5, 10)]
-    assert split_rows(10, [3, 1]) == [(0, 8), (8, 10)]
-    assert split_rows(5, [1000, 1, 1, 1, 1]) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert split_rows(10, [1, 1]) == [slice(0, 5), slice(5, 10)]
+    assert split_rows(10, [3, 1]) == [slice(0, 8), slice(8, 10)]
+    assert split_rows(5, [1000, 1, 1, 1, 1]) == [slice(i, i + 1) for i in range(5)]
     with pytest.raises(InputError, match="devices: got 3 for an image of 2 rows"):
         split_rows(2, [1, 1, 1])
 
