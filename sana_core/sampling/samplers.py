@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -53,54 +54,21 @@ def sample_flow_euler(
     return x
 
 
-def sample_flow_dpmpp_1(
-    model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
-) -> torch.Tensor:
-    """DPM-Solver++ of order 1, which is DDIM (Lu et al. 2022).
-
-    Returns x at the last sigma. Raises InputError for sigmas that do not descend.
-    """
-    return sample_dpmpp_multistep(model, x, sigmas, callback, 1)
-
-
-def sample_flow_dpmpp_2m(
-    model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
-) -> torch.Tensor:
-    """DPM-Solver++(2M), midpoint form (Lu et al. 2022, algorithm 2), with lambda = log((1 - sigma) / sigma).
-
-    Returns x at the last sigma. Raises InputError for sigmas that do not descend.
-    """
-    return sample_dpmpp_multistep(model, x, sigmas, callback, 2)
-
-
-def sample_flow_dpmpp_3m(
+def sample_flow_dpmpp(
     model: Denoiser,
     x: torch.Tensor,
     sigmas: torch.Tensor,
     callback: Callback | None = None,
     always_lower_order: bool = False,
+    order: int = 2,
 ) -> torch.Tensor:
-    """DPM-Solver++ of order 3, multistep (Lu et al. 2022, appendix B).
+    """DPM-Solver++ of an order up to 3, multistep (Lu et al. 2022), with lambda = log((1 - sigma) / sigma): of order 1
+    it is DDIM, of order 2 algorithm 2, in its midpoint form, of order 3 that of appendix B.
 
-    The last step but one to sigma 0 has order 2 in schedules of fewer than 15 steps, as in diffusers, and with
+    The first steps have the order that their past allows. A step to sigma 0, where lambda and h are infinite, has order
+    1. The one before it has at most order 2 in schedules of fewer than 15 steps to 0, as in diffusers, and with
     `always_lower_order` in all, as in NVIDIA's code. Returns x at the last sigma. Raises InputError for sigmas that do
     not descend.
-    """
-    return sample_dpmpp_multistep(model, x, sigmas, callback, 3, always_lower_order)
-
-
-def sample_dpmpp_multistep(
-    model: Denoiser,
-    x: torch.Tensor,
-    sigmas: torch.Tensor,
-    callback: Callback | None,
-    order: int,
-    always_lower_order: bool = False,
-) -> torch.Tensor:
-    """The steps of DPM-Solver++ of any order up to 3; the first ones have the order that their past allows.
-
-    A step to sigma 0, where lambda and h are infinite, has order 1. In a schedule of fewer than 15 steps to 0, or with
-    `always_lower_order`, the one before it has at most order 2.
     """
     sigma = descending(sigmas)
     steps = len(sigma) - 1
@@ -120,6 +88,11 @@ def sample_dpmpp_multistep(
         for weight, x0 in zip(weights, x0s, strict=False):
             x = x.add(x0, alpha=(1 - sigma[i + 1]) * weight)
     return x
+
+
+sample_flow_dpmpp_1 = partial(sample_flow_dpmpp, order=1)
+sample_flow_dpmpp_2m = partial(sample_flow_dpmpp, order=2)
+sample_flow_dpmpp_3m = partial(sample_flow_dpmpp, order=3)
 
 
 def dpmpp_weights(lambdas: list[float], order: int) -> list[float]:
@@ -180,17 +153,13 @@ class FlowSampler(NamedTuple):
     whole_timesteps: bool
 
 
-def unshifted_scm_sigmas(steps: int, shift: float) -> torch.Tensor:
-    """SANA-Sprint was distilled at its own angles, which no shift moves."""
-    return scm_sigmas(steps)
-
-
 SAMPLERS = {
     "flow_dpmpp_2m": FlowSampler(sample_flow_dpmpp_2m, flow_dpm_sigmas, True),
     "flow_euler": FlowSampler(sample_flow_euler, flow_euler_sigmas, False),
     "flow_dpmpp_3m": FlowSampler(sample_flow_dpmpp_3m, flow_dpm_sigmas, True),
     "flow_dpmpp_1": FlowSampler(sample_flow_dpmpp_1, flow_dpm_sigmas, True),
-    "scm": FlowSampler(sample_scm, unshifted_scm_sigmas, False),
+    # SANA-Sprint was distilled at its own angles, which no shift moves
+    "scm": FlowSampler(sample_scm, lambda steps, shift: scm_sigmas(steps), False),
 }
 
 
