@@ -16,9 +16,9 @@ from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, 
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
 from .configs import Headers, architecture, autoencoder_name, resolution_config
-from .files import REDOWNLOAD, Json, brief, parse_json, read_json, shown
+from .files import Json, brief, parse_json, read_json, shown
 from .foreign_models import foreign_model, relative
-from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, read_tensors
+from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
 from .parts import FOLDERS, KINDS, TRANSFORMERS
 from .schemas import MOST_CELLS, check_config, check_tensors
@@ -205,14 +205,6 @@ def own_config(file: Path, weights: Weights) -> Json | None:
     return read_json(beside) if beside.exists() or beside.is_symlink() else None
 
 
-def saved_config(file: Path, weights: Weights, name: str) -> Json:
-    """Return the configuration in a tensor of the file. Raises CheckpointError for a tensor that holds none."""
-    header = weights.headers[name]
-    if header.dtype != torch.uint8 or len(header.shape) != 1 or header.size > LARGEST_CONFIG:
-        raise CheckpointError(f"{shown(file)}: {brief(name)} is no tensor of a configuration's bytes; {REDOWNLOAD}")
-    return parse_json(read_tensors(weights, [name])[name].numpy().tobytes(), f"{shown(file)}: {brief(name)}")
-
-
 def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json | None) -> CheckpointInfo:
     """Return what the tensors are that `names` {name without prefix: name in the file} holds."""
     stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
@@ -225,7 +217,10 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     for header in stored.values():
         sizes[header.dtype] += header.size
     # an all-in-one file has a configuration for each component
-    saved = saved_config(file, weights, names[SAVED_CONFIG]) if SAVED_CONFIG in names else None
+    saved = None
+    if SAVED_CONFIG in names:
+        content = tensor_bytes(weights, names[SAVED_CONFIG], LARGEST_CONFIG, "a configuration")
+        saved = parse_json(content, f"{shown(file)}: {brief(names[SAVED_CONFIG])}")
     config = next((each for each in (saved, (config or {}).get(kind), config) if is_config_of(each, kind)), None)
     if config is not None:
         config = check_config(shown(file), kind, config)

@@ -226,3 +226,11 @@ def read_tensors(weights: Weights, names: Iterable[str], read: Reader = read_fil
         name, file = changed[0]
         raise CheckpointError(f"{shown(file)}: no tensor {brief(name)} any more, the file has changed; load it again")
     return {name: files[file][name] for name, file in wanted.items()}
+
+
+def tensor_bytes(weights: Weights, name: str, largest: int, owner: str) -> bytes:
+    """Return what `owner` has put into a tensor of bytes. Raises CheckpointError for another or larger tensor."""
+    header = weights.headers[name]
+    if header.dtype != torch.uint8 or len(header.shape) != 1 or header.size > largest:
+        raise CheckpointError(f"{shown(header.file)}: {brief(name)} is no tensor of {owner}'s bytes; {REDOWNLOAD}")
+    return read_tensors(weights, [name])[name].numpy().tobytes()

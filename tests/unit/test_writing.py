@@ -136,14 +136,14 @@ CHAT = "<bos><start_of_turn>user\nA cat, please<end_of_turn>\n<start_of_turn>mod
     ],
 )
 def test_a_request_is_the_turn_of_a_conversation(gemma_tokenizer, text, template, expected):
-    ours = json_tokenizer(gemma_tokenizer.backend_tokenizer.to_str().encode(), "tokenizer")[0]
+    ours = json_tokenizer(gemma_tokenizer.backend_tokenizer.to_str().encode(), "tokenizer", 10**6)
     theirs = gemma_tokenizer(expected, add_special_tokens=False).input_ids
     assert read_request(ours, text, template) == theirs
     assert ours.decode(theirs[1:]) == gemma_tokenizer.decode(theirs, skip_special_tokens=True)
 
 
 def test_a_text_ends_at_the_end_of_a_turn_and_at_every_eos_of_the_model(gemma_tokenizer, checkpoint):
-    ours = json_tokenizer(gemma_tokenizer.backend_tokenizer.to_str().encode(), "tokenizer")[0]
+    ours = json_tokenizer(gemma_tokenizer.backend_tokenizer.to_str().encode(), "tokenizer", 10**6)
     model = layouts.gemma()
     assert stop_tokens(ours, model) == {1, gemma_tokenizer.convert_tokens_to_ids("<end_of_turn>")}
     model.config.eos_token_id = [1, 107]
@@ -152,7 +152,7 @@ def test_a_text_ends_at_the_end_of_a_turn_and_at_every_eos_of_the_model(gemma_to
 
 
 def test_a_sentencepiece_request_without_the_tokens_spells_the_marks(spiece):
-    ours = sentencepiece_tokenizer(spiece, "tokenizer")[0]
+    ours = sentencepiece_tokenizer(spiece, "tokenizer", 10**6)
     ids = read_request(ours, "a red circle")
     assert ids[0] == 2 and ids.count(2) == 1 and 3 not in ids
     assert ours.decode(ids[1:]) == CHAT.removeprefix("<bos>").replace("A cat, please", "a red circle")
