@@ -47,7 +47,7 @@ def architecture(headers: Headers) -> Architecture:
 
 
 def transformer_config(headers: Headers, resolution: int) -> Json:
-    """Return SanaTransformer2DModel's configuration for tensors with diffusers' names, at `resolution` pixels.
+    """Return SanaTransformer2DModel's configuration for a transformer or ControlNet with diffusers' names.
 
     The width has to be one of CROSS_HEADS, because the shapes do not tell the number of heads.
     """
@@ -89,12 +89,6 @@ def video_config(headers: Headers) -> Json:
         "mlp_ratio": headers["transformer_blocks.0.ff.conv_point.weight"].shape[1] / width,
         "patch_size": tuple(patch),
     }
-
-
-def controlnet_config(headers: Headers, resolution: int) -> Json:
-    """Return SanaControlNetModel's configuration under the same condition."""
-    config = transformer_config(headers, resolution)
-    return {key: value for key, value in config.items() if key not in ("guidance_embeds", "qk_norm")}
 
 
 def resolution_config(resolution: int) -> Json:

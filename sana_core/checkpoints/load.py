@@ -25,13 +25,12 @@ from ..model.weight_layout import arrange_convolutions
 from .configs import (
     architecture,
     autoencoder_config,
-    controlnet_config,
     gemma_config,
     resolution_config,
     transformer_config,
     video_config,
 )
-from .detect import SCALES, TOKENIZERS, CheckpointInfo, follow, inspect_checkpoint
+from .detect import CLASSES, SCALES, TOKENIZERS, CheckpointInfo, follow, inspect_checkpoint
 from .files import INCOMPLETE, Json, brief
 from .headers import Reader, read_file, read_tensors
 from .parts import FOLDERS, TRANSFORMERS, find_part, find_transformer
@@ -57,6 +56,7 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
     try:
         # before `construct`, for diffusers makes a RuntimeError of whatever fails in an import
+        import diffusers
         from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel  # noqa: F401
         from transformers import Gemma2Model  # noqa: F401
     except Exception as error:
@@ -64,8 +64,10 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
             f"requirements: diffusers or transformers cannot be imported ({brief(error.__cause__ or error, 120)}); pip "
             "install -r requirements.txt with the Python that runs this"
         ) from error
-    if info.kind == "video_transformer":
-        check_video_class()
+    if info.kind == "video_transformer" and not hasattr(diffusers, "SanaVideoTransformer3DModel"):
+        raise VersionError(
+            f"diffusers: got {diffusers.__version__}, expected 0.36 or newer for SANA-Video; pip install -U diffusers"
+        )
     try:
         return construct(info, resolution)
     except (CheckpointError, OSError, MemoryError, torch.OutOfMemoryError):
@@ -79,69 +81,53 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
         ) from error
 
 
-def check_video_class() -> None:
-    """Raise VersionError where diffusers is older than SANA-Video."""
-    import diffusers
-
-    if not hasattr(diffusers, "SanaVideoTransformer3DModel"):
-        raise VersionError(
-            f"diffusers: got {diffusers.__version__}, expected 0.36 or newer for SANA-Video; pip install -U diffusers"
-        )
-
-
-def construct_video(info: CheckpointInfo) -> torch.nn.Module:
-    """Return SANA-Video's transformer. Raises CheckpointError for an unknown width."""
-    from diffusers import SanaVideoTransformer3DModel
-
-    width = info.headers["patch_embedding.weight"].shape[0]
-    if info.config is None and width % VIDEO_HEAD_DIM:
-        raise CheckpointError(
-            f"{info.name}: got width {width}, expected a multiple of {VIDEO_HEAD_DIM}, for weights do not tell the "
-            "number of attention heads; put the model's config.json beside the file"
-        )
-    config = without_own_fields(info.config or video_config(info.headers))
-    return SanaVideoTransformer3DModel.from_config({**config, "patch_size": tuple(config["patch_size"])})
-
-
 def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     """Return what `build_module` does. Raises CheckpointError for an unknown width, and the libraries' own errors."""
+    import diffusers
     from accelerate import init_empty_weights
-    from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
     from transformers import Gemma2Config, Gemma2Model
 
+    config = shapes_config(info) if info.config is None else info.config
+    config = {key: value for key, value in config.items() if key not in OWN_FIELDS}
+    if resolution is not None and info.kind in ("transformer", "controlnet"):
+        config.update(resolution_config(resolution))
+    if info.kind == "video_transformer":
+        config["patch_size"] = tuple(config["patch_size"])
     with init_empty_weights(include_buffers=False):
         if info.kind == "text_encoder":
-            arguments = info.config if info.config is not None else gemma_config(info.headers)
             # other implementations leave out the cap on the attention's logits, and older transformers choose them
-            arguments = {**without_own_fields(arguments), "attn_implementation": "eager"}
-            return Gemma2Model(Gemma2Config(**arguments))
-        if info.kind == "autoencoder":
-            return AutoencoderDC.from_config(info.config or autoencoder_config(info.headers))
-        if info.kind == "video_transformer":
-            module = construct_video(info)
-            set_reference(module, info.reference)
-            return module
-        width = architecture(info.headers).width
-        if info.config is None and width not in CROSS_HEADS:
-            raise CheckpointError(
-                f"{info.name}: got width {width}, expected {' or '.join(map(str, CROSS_HEADS))}, for weights do not "
-                "tell the number of attention heads; put the model's config.json beside the file"
-            )
-        is_controlnet = info.kind == "controlnet"
-        from_shapes: Callable[..., Json] = controlnet_config if is_controlnet else transformer_config
-        config = dict(info.config or from_shapes(info.headers, info.resolution))
-        if resolution is not None:
-            config.update(resolution_config(resolution))
-        library_class = SanaControlNetModel if is_controlnet else SanaTransformer2DModel
-        module = library_class.from_config(without_own_fields(config))
-        if is_controlnet and info.reference == NVIDIA:
+            return Gemma2Model(Gemma2Config(**{**config, "attn_implementation": "eager"}))
+        module = getattr(diffusers, CLASSES[info.kind][0]).from_config(config)
+        if info.kind == "controlnet" and info.reference == NVIDIA:
             module.base_block = copy.deepcopy(module.transformer_blocks[0])
-    set_reference(module, info.reference)
+    if info.kind != "autoencoder":
+        set_reference(module, info.reference)
     return module
 
 
-def without_own_fields(config: Json) -> Json:
-    return {key: value for key, value in config.items() if key not in OWN_FIELDS}
+def shapes_config(info: CheckpointInfo) -> Json:
+    """Return the configuration that the tensors' shapes stand for. Raises CheckpointError for an unknown width."""
+    if info.kind == "text_encoder":
+        return gemma_config(info.headers)
+    if info.kind == "autoencoder":
+        return autoencoder_config(info.headers)
+    if info.kind == "video_transformer":
+        width = info.headers["patch_embedding.weight"].shape[0]
+        known, expected = width % VIDEO_HEAD_DIM == 0, f"a multiple of {VIDEO_HEAD_DIM}"
+    else:
+        width = architecture(info.headers).width
+        known, expected = width in CROSS_HEADS, " or ".join(map(str, CROSS_HEADS))
+    if not known:
+        raise CheckpointError(
+            f"{info.name}: got width {width}, expected {expected}, for weights do not tell the number of attention "
+            "heads; put the model's config.json beside the file"
+        )
+    if info.kind == "video_transformer":
+        return video_config(info.headers)
+    config = transformer_config(info.headers, info.resolution or DEFAULT_RESOLUTION)
+    # what diffusers' ControlNet does not know
+    unknown = ("guidance_embeds", "qk_norm") if info.kind == "controlnet" else ()
+    return {key: value for key, value in config.items() if key not in unknown}
 
 
 def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str = AUTO) -> float:
@@ -271,11 +257,6 @@ def load_part(
     return module
 
 
-def load_module(path: str | Path, kind: str, device: str | torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """Return the component of that kind of the checkpoint at `path`, in evaluation mode."""
-    return load_part(find_part(inspect_checkpoint(path), kind), dtype).to(device)
-
-
 def load_transformer(
     path: str | Path,
     device: str | torch.device = "cpu",
@@ -354,7 +335,7 @@ def load_autoencoder(
 
     Raises CheckpointError, MissingFileError or ReadError, with the file's name, for what is no whole DC-AE of SANA's.
     """
-    autoencoder = load_module(path, "autoencoder", device, dtype)
+    autoencoder = load_part(find_part(inspect_checkpoint(path), "autoencoder"), dtype).to(device)
     arrange_convolutions(autoencoder)
     return autoencoder  # type: ignore[return-value]
 
@@ -369,6 +350,7 @@ def load_text_encoder(
     there.
     """
     info = inspect_checkpoint(path)
-    tokenizer = load_tokenizer(find_part(info, "text_encoder"))
-    model: Any = load_module(path, "text_encoder", device, dtype)
+    part = find_part(info, "text_encoder")
+    tokenizer = load_tokenizer(part)
+    model: Any = load_part(part, dtype).to(device)
     return TextEncoder(tokenizer, model, text_reference(info, reference))
