@@ -189,8 +189,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 # of the Triton kernels' tensors: those that are written, and not read
 WRITTEN = {
-    "norm_rows": {"out"},
-    "bias_rows": {"out"},
+    "map_rows": {"out"},
     "residual_norm": {"out"},
     "attention_sums": {"sums"},
     "attention_outputs": {"out"},

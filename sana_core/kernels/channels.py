@@ -26,7 +26,7 @@ def activate(value, activation: tl.constexpr):
 
 
 @triton.jit
-def norm_rows(
+def map_rows(
     x,
     weight,
     bias,
@@ -46,34 +46,14 @@ def norm_rows(
     mask = (row < positions)[:, None] & valid[None, :]
     offset = row[:, None] * channels + column[None, :]
     value = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    inverse = 1 / tl.sqrt(tl.sum(value * value, 1) / channels + eps)
-    factor = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
-    value = value * inverse[:, None] * factor[None, :]
+    if weight is not None:
+        inverse = 1 / tl.sqrt(tl.sum(value * value, 1) / channels + eps)
+        factor = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
+        value = value * inverse[:, None] * factor[None, :]
     if bias is not None:
         value += tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
         value += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + offset, activate(value, activation), mask=mask)
-
-
-@triton.jit
-def bias_rows(
-    x,
-    bias,
-    out,
-    positions,
-    channels: tl.constexpr,
-    block: tl.constexpr,
-    rows: tl.constexpr,
-    activation: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    column = tl.arange(0, block)
-    valid = column < channels
-    mask = (row < positions)[:, None] & valid[None, :]
-    offset = row[:, None] * channels + column[None, :]
-    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-    value += tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)[None, :]
     tl.store(out + offset, activate(value, activation), mask=mask)
 
 
@@ -101,11 +81,12 @@ def rms_norm(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     grid, sizes = tile(*x.shape)
     arguments = x, weight, bias, residual, out, len(x), x.stride(0), eps
-    launch(norm_rows, grid, x, *arguments, **sizes, activation=activation)
+    launch(map_rows, grid, x, *arguments, **sizes, activation=activation)
     return out
 
 
 def add_bias(x: torch.Tensor, bias: torch.Tensor, out: torch.Tensor, activation: str = "") -> None:
     """Write `x` [N, C] plus `bias` [C], activated, into `out` [N, C], which may be `x`. All are contiguous."""
     grid, sizes = tile(*x.shape)
-    launch(bias_rows, grid, x, x, bias, out, len(x), **sizes, activation=activation)
+    arguments = x, None, bias, None, out, len(x), x.stride(0), 0.0
+    launch(map_rows, grid, x, *arguments, **sizes, activation=activation)

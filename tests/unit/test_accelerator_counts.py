@@ -54,7 +54,7 @@ def test_devices_that_mix_raise():
 def test_kernels_see_no_two_devices():
     from sana_core.kernels.channels import add_bias
 
-    with fake_accelerators(), pytest.raises(AssertionError, match="bias_rows"):
+    with fake_accelerators(), pytest.raises(AssertionError, match="map_rows"):
         x = torch.empty(4, 8, device=FIRST)
         add_bias(x, torch.empty(8, device=SECOND), x)
 
