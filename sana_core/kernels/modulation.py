@@ -49,16 +49,21 @@ def residual_norm(
         tl.store(out + row * width + column, value, mask=inside)
 
 
-def launch_rows(
+def add_then_norm(
     hidden: torch.Tensor,
-    branch: torch.Tensor | None,
-    gate: torch.Tensor | None,
+    branch: tuple[torch.Tensor | None, torch.Tensor | None],
     shift: torch.Tensor | None,
     scale: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `hidden` [B, N, D] plus its `branch`, and the LayerNorm of that, times `scale`, plus `shift`, [B, 1, D].
+
+    `branch` is what is added in place, as `add_gated` does, and the gate [B, 1, D] that multiplies it, if any. The norm
+    has no weights; without `shift` there is none.
+    """
     batch, positions, width = hidden.shape
-    hidden, branch = hidden.contiguous(), None if branch is None else branch.contiguous()
+    update, gate = branch
+    hidden, update = hidden.contiguous(), None if update is None else update.contiguous()
     (gate,), (shift, scale) = in_rows(batch, gate), in_rows(batch, shift, scale)
     out = hidden if shift is None else torch.empty_like(hidden)
     launch(
@@ -66,7 +71,7 @@ def launch_rows(
         (batch * positions,),
         hidden,
         hidden,
-        branch,
+        update,
         gate,
         shift,
         scale,
@@ -82,6 +87,11 @@ def launch_rows(
     return hidden, out
 
 
+def add_gated(hidden: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return `hidden` + `gate` [B, 1, D] * `branch`, both [B, N, D], in the memory of `hidden` if it is contiguous."""
+    return add_then_norm(hidden, (branch, gate), None, None, 0.0)[0]
+
+
 def in_rows(batch: int, *tables: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Return `tables` [B or 1, 1, D] so that a row of each is one piece of memory, and all are as far apart."""
     rows = [None if table is None else table.expand(batch, -1, -1) for table in tables]
@@ -89,23 +99,3 @@ def in_rows(batch: int, *tables: torch.Tensor | None) -> list[torch.Tensor | Non
     if len(strides) > 1 or any(stride != 1 for _, stride in strides):
         rows = [None if table is None else table.contiguous() for table in rows]
     return rows
-
-
-def add_gated(hidden: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return `hidden` + `gate` [B, 1, D] * `branch`, both [B, N, D], in the memory of `hidden` if it is contiguous."""
-    return launch_rows(hidden, branch, gate, None, None, 0.0)[0]
-
-
-def add_then_norm(
-    hidden: torch.Tensor,
-    branch: tuple[torch.Tensor | None, torch.Tensor | None],
-    shift: torch.Tensor,
-    scale: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `hidden` [B, N, D] plus its `branch`, and the LayerNorm of that, times `scale`, plus `shift`, [B, 1, D].
-
-    `branch` is what is added in place, as `add_gated` does, and the gate [B, 1, D] that multiplies it, if any. The norm
-    has no weights.
-    """
-    return launch_rows(hidden, *branch, shift, scale, eps)
