@@ -30,8 +30,8 @@ from sana_core.memory import transformer_bytes
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.fp8 import quantise_products
 from sana_core.model.known_models import VARIANTS
+from sana_core.model.layers import arrange_convolutions, join_projections
 from sana_core.model.sharded_ops import ShardedOps
-from sana_core.model.weight_layout import arrange_convolutions, join_projections
 from sana_core.runtime.cancellation import no_poll
 from sana_core.sampling.guidance import denoiser, perturbed_attention
 from sana_core.split.threads import ExchangeBoard, ThreadExchange

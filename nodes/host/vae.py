@@ -22,7 +22,7 @@ from ...sana_core.decode.plan import Planner
 from ...sana_core.decode.stages import decoder_stages, encoder_stages
 from ...sana_core.errors import InputError
 from ...sana_core.model.latents import CHANNELS, DOWNSCALE
-from ...sana_core.model.weight_layout import arrange_convolutions
+from ...sana_core.model.layers import arrange_convolutions
 from ...sana_core.runtime.cancellation import Poll, Polled
 from .compat import empty_vae, free_memory, path_of, remember_loader
 from .file_stats import reloader

@@ -18,10 +18,10 @@ from ..model.forward import longest_prompt
 from ..model.fp8 import quantise_products
 from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
 from ..model.latents import latent_shape, noise_stream
+from ..model.layers import join_projections
 from ..model.reference import AUTO, reference_of
 from ..model.step_cache import StepCache
 from ..model.text import TextEncoder, check_characters, encode_prompts
-from ..model.weight_layout import join_projections
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_name, check_number
 from ..sampling.guidance import LARGEST_GUIDANCE, ControlledModel, ShardedModel, denoiser, perturbed_attention

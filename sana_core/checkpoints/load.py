@@ -19,9 +19,9 @@ from ..model.known_models import (
     TransformerConfig,
     released_shift,
 )
+from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, check_reference, set_reference
 from ..model.text import TextEncoder
-from ..model.weight_layout import arrange_convolutions
 from .configs import (
     architecture,
     autoencoder_config,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ..errors import InputError
-from ..model.weight_layout import arrange_convolutions
+from ..model.layers import arrange_convolutions
 from ..runtime.accelerator import is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
 from .attention import GLU_HALO, attend_rows, halo, score_pieces

@@ -19,7 +19,7 @@ from ..memory import INSTRUCTION_TOKENS, plan_memory
 from ..model.forward import prepare, velocity
 from ..model.known_models import MAX_TOKENS, TEXT_WIDTH, VARIANTS
 from ..model.latents import CHANNELS, DOWNSCALE
-from ..model.weight_layout import arrange_convolutions, join_projections
+from ..model.layers import arrange_convolutions, join_projections
 from ..runtime.accelerator import has_bf16
 from .arithmetic import noise, release, transformer
 from .machine import named

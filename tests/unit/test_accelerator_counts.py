@@ -103,7 +103,7 @@ def test_an_amd_card_launches_and_moves_as_much(monkeypatch):
 
 
 def test_weights_lie_as_the_maps_of_their_device_do():
-    from sana_core.model.weight_layout import arrange_convolutions
+    from sana_core.model.layers import arrange_convolutions
 
     def strides(conv):
         arrange_convolutions(conv)
@@ -121,7 +121,7 @@ def test_weights_lie_as_the_maps_of_their_device_do():
 
 
 def test_weights_that_come_back_to_the_cpu_are_what_they_were():
-    from sana_core.model.weight_layout import arrange_convolutions
+    from sana_core.model.layers import arrange_convolutions
 
     conv = torch.nn.Conv2d(4, 8, 3)
     weight, place = conv.weight.detach().clone(), conv.weight.data_ptr()

@@ -13,7 +13,7 @@ from sana_core.errors import InputError
 from sana_core.kernels import trial
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.fp8 import Fp8Linear, quantise_products, scaled_rows
-from sana_core.model.weight_layout import join_projections
+from sana_core.model.layers import join_projections
 from sana_core.runtime.image_files import levels
 
 TINY, POSTERS = ROOT / "tests" / "models" / "sana-tiny", ROOT / "demo" / "sana-posters"
