@@ -74,15 +74,17 @@ def measure(method: str, pixels: int, is_lite: bool, saved: str) -> dict:
     del model.encoder
     side = pixels // 32
     latents = torch.randn(1, 32, side, side, generator=torch.Generator().manual_seed(1))
-    planner = Planner(decoder_stages(model), side, side, torch.float32, False)
+    stages = decoder_stages(model)
+    planner = Planner(stages, side, side, torch.float32, False)
     report: dict = {}
     # there before the sampling of the memory begins
     out = torch.ones(1, 3, pixels, pixels)
     floor = planner.floor().peak_bytes
+    boundary = stages.boundary_width * (side * stages.scale) ** 2 * torch.float32.itemsize
     options = {
         "strips_exact": DecodeOptions("strips", 2**40),
         # a share of what the undivided decode needs at 1024 px, at every size the same multiple of the boundary map
-        "strips": DecodeOptions(max_bytes=max(8 * planner.boundary_bytes, 1.3 * floor)),
+        "strips": DecodeOptions(max_bytes=max(8 * boundary, 1.3 * floor)),
         "smallest": DecodeOptions(max_bytes=floor),
     }
     with torch.no_grad():

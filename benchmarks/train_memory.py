@@ -35,7 +35,6 @@ from sana_core.model.known_models import (
     WIDTHS,
     Architecture,
 )
-from sana_core.model.latents import CHANNELS
 from sana_core.training.cache import Batch
 from sana_core.training.dataset import Sample
 from sana_core.training.images import FileRange
@@ -244,7 +243,7 @@ def released_base(variant: str) -> Base:
     """Return what a plan has to know of the released model `variant`, a name in VARIANTS, and DC-AE."""
     decoder, model = DECODERS["dc-ae-f32c32"], VARIANTS[variant]
     parameters = decoder.parameters + ENCODER_PARAMETERS
-    encoder = Stages(WIDTHS, (2, 2, 2, 3, 3, 3), 3, CHANNELS, 2, False, True)
+    encoder = Stages(WIDTHS, (2, 2, 2, 3, 3, 3), 3, 2, False, True)
     return Base(model, released_shapes(model), None, TEXT_PARAMETERS, parameters, encoder, stages_of(decoder))
 
 

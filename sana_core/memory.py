@@ -104,8 +104,7 @@ def transformer_parameters(model: Architecture) -> int:
 
 def stages_of(decoder: Decoder) -> Stages:
     """Return the stages of a released decoder."""
-    shapes = decoder.widths, decoder.layers, decoder.local
-    return Stages(*shapes, CHANNELS, decoder.scales, decoder.shuffles)
+    return Stages(decoder.widths, decoder.layers, decoder.local, decoder.scales, decoder.shuffles)
 
 
 def text_bytes(batch: int, item: int) -> int:

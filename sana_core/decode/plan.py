@@ -221,11 +221,6 @@ class Planner:
         self.whole_attention = same_bits or height * width <= WHOLE_ATTENTION_CELLS
         self.height, self.width = height * stages.scale, width * stages.scale
 
-    @property
-    def boundary_bytes(self) -> int:
-        """Bytes of the map that stays while the strips are made."""
-        return self.stages.boundary_width * self.height * self.width * self.dtype.itemsize
-
     def strips(self, max_bytes: float) -> Plan:
         """Return the best plan in strips within `max_bytes`. Raises InputError if none is."""
         plan = self.fitting(max_bytes)

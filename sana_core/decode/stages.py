@@ -19,7 +19,6 @@ class Stages(NamedTuple):
     widths: tuple[int, ...]
     layers: tuple[int, ...]
     local: int
-    latent_channels: int
     scales: int  # multi-scale projections of an attention block, with the plain one
     shuffles: bool  # a decoder whose upsampling convolves first, and shuffles channels to pixels then
     encodes: bool = False
@@ -94,7 +93,6 @@ def side_stages(config: Any, side: str, shuffles: bool) -> Stages:
         tuple(widths),
         tuple(config[f"{side}_layers_per_block"]),
         local,
-        config.latent_channels,
         1 + max(len(sizes) for sizes in config[f"{side}_qkv_multiscales"]),
         shuffles,
         side == "encoder",
