@@ -14,7 +14,8 @@ import torch
 from ..errors import CheckpointError, MissingFileError
 from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, VIDEOS, controlnet_name, variant_name
 from ..model.latents import DOWNSCALE
-from ..model.reference import AUTO, DIFFUSERS, NVIDIA, RULES, check_reference
+from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
+from ..runtime.checks import check_name
 from .configs import Headers, architecture, autoencoder_name, resolution_config
 from .files import Json, brief, parse_json, read_json, shown
 from .foreign_models import foreign_model, relative
@@ -264,7 +265,7 @@ def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
     Raises InputError for a name that is none, CheckpointError for NVIDIA's where a ControlNet's file lacks the base
     model's block.
     """
-    check_reference(reference)
+    check_name("reference", reference, REFERENCES)
     info = info if reference == AUTO else replace(info, reference=reference)
     if info.kind != "controlnet":
         return info

@@ -20,8 +20,9 @@ from ..model.known_models import (
     released_shift,
 )
 from ..model.layers import arrange_convolutions
-from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, check_reference, set_reference
+from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, set_reference
 from ..model.text import TextEncoder
+from ..runtime.checks import check_name
 from .configs import (
     architecture,
     autoencoder_config,
@@ -156,7 +157,7 @@ def text_reference(info: CheckpointInfo, reference: str = AUTO) -> str:
 
     Raises InputError for a name that is none.
     """
-    check_reference(reference, READINGS)
+    check_name("reference", reference, READINGS)
     own = (info.reference or NVIDIA) if reference == AUTO else reference
     makes_videos = any(part.kind == "video_transformer" for part in info.parts)
     return DIFFUSERS_VIDEO if makes_videos and own == DIFFUSERS else own

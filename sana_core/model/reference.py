@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import InputError
-
 if TYPE_CHECKING:
     import torch
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
@@ -45,12 +43,6 @@ RULES = {
 }
 RULES[DIFFUSERS_VIDEO] = RULES[DIFFUSERS]
 READINGS = (*REFERENCES, DIFFUSERS_VIDEO)
-
-
-def check_reference(name: str, known: tuple[str, ...] = REFERENCES) -> None:
-    """Raise InputError unless `name` is one of `known`."""
-    if name not in known:
-        raise InputError(f"reference: got {name!r:.40}, expected one of {', '.join(known)}; choose one")
 
 
 def reference_of(model: SanaTransformer2DModel | SanaControlNetModel) -> Reference:
