@@ -48,6 +48,7 @@ def read_first(path: Path, size: tuple[int, int]) -> torch.Tensor:
     try:
         with Image.open(path) as image:
             fitted = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), size, Image.Resampling.LANCZOS)
-    except OSError as error:
+    # zlib.error, SyntaxError, DecompressionBombError and more, by the format
+    except Exception as error:
         raise InputError(f"first: cannot read {path} as an image ({error!s:.80}); choose another file") from None
     return torch.from_numpy(np.array(fitted)).movedim(-1, 0) / 127.5 - 1

@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import AutoTokenizer, Gemma2Model
 
 from sana_core.__main__ import main
+from sana_core.errors import InputError
 from sana_core.video.files import read_first
 from sana_core.video.generate import generate_video
 
@@ -75,6 +76,22 @@ def test_the_command_writes_a_clip(folder, first, tmp_path):
         stream = clip.streams.video[0]
         frames = list(clip.decode(stream))
         assert (len(frames), frames[0].width, frames[0].height, stream.average_rate) == (FRAMES, SIDE, SIDE, 16)
+
+
+def test_a_first_image_that_is_broken_or_too_large_is_said(tmp_path, monkeypatch):
+    file = tmp_path / "first.png"
+    Image.effect_noise((64, 64), 50).convert("RGB").save(file)
+    whole = file.read_bytes()
+    # within the deflated pixels, and in the length of a part
+    for place in (len(whole) // 2, 33):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55] * 8) + whole[place + 8 :])
+        with pytest.raises(InputError, match="^first: cannot read .*first.png as an image"):
+            read_first(file, (SIDE, SIDE))
+    file.write_bytes(whole)
+    assert read_first(file, (SIDE, SIDE)).shape == (3, SIDE, SIDE)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(InputError, match="exceeds limit"):
+        read_first(file, (SIDE, SIDE))
 
 
 @pytest.mark.parametrize(
