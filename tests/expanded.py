@@ -1,5 +1,7 @@
 """A saved workflow as the nodes that run: those in subgraphs stand in their place, as the canvas queues them."""
 
+DYNAMIC = "COMFY_DYNAMICCOMBO_V3"
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC}
 NOTES = {"Note", "MarkdownNote"}
 LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
 
@@ -32,3 +34,51 @@ def expand(workflow, prefix="", graph=None, given=()):
         elif node["type"] not in NOTES:
             linked = {entry["name"]: source(links[entry["link"]]) for entry in node["inputs"] if entry["link"]}
             yield f"{prefix}{node['id']}", node, linked
+
+
+def unfold(fields):
+    """`fields` with the inputs that the first choice of each dynamic combo brings, behind it."""
+    out = {}
+    for name, (kind, *options) in fields.items():
+        out[name] = (kind, *options)
+        if kind == DYNAMIC:
+            chosen = options[0]["options"][0]["inputs"]
+            own = {**chosen.get("required", {}), **chosen.get("optional", {})}
+            out |= {f"{name}.{key}": value for key, value in own.items()}
+    return out
+
+
+def to_graph(workflow, inputs_of):
+    """The graph {id: (node, inputs)} that the canvas queues for `workflow`: widgets go by their order in the schema.
+
+    `inputs_of` is a function of a node's name that returns its schema.
+    """
+    graph = {}
+    for key, node, linked in expand(workflow):
+        types = inputs_of(node["type"])
+        fields = {**types.get("required", {}), **types.get("optional", {})}
+        names = [entry["name"] for entry in node["inputs"]]
+        if any(kind == DYNAMIC for kind, *_ in fields.values()):
+            fields = unfold(fields)
+        # a node may have learnt optional inputs since; the canvas gives them their defaults
+        required = {name for name in types.get("required", {}) if fields[name][0] != "IMAGECOMPARE"}
+        assert required <= set(names) <= set(fields), node["type"]
+        # the canvas writes sockets first, and widgets in the order of the schema
+        widgets = [
+            name
+            for name in names
+            if (isinstance(fields[name][0], list | tuple) or fields[name][0] in WIDGETS)
+            and not (len(fields[name]) > 1 and fields[name][1].get("forceInput"))
+        ]
+        assert widgets == [name for name in fields if name in widgets], node["type"]
+        values = iter(node["widgets_values"])
+        inputs = {}
+        for name in names:
+            _, *options = fields[name]
+            if name in widgets:
+                inputs[name] = next(values)
+                if options and options[0].get("control_after_generate"):
+                    assert next(values) in ("fixed", "randomize")
+        assert not list(values), node["type"]
+        graph[key] = (node["type"], {**inputs, **linked})
+    return graph
