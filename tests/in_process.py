@@ -106,3 +106,10 @@ class Host:
             if event == "execution_interrupted":
                 raise InterruptedError(data["node_id"])
         return Catch.caught
+
+    def output_of(self, node, slot=0, linked=None, **inputs):
+        """What `node` gives by itself; values in `linked` come to it by links, which core does not check."""
+        values = {f"linked {field}": ("AnyValue", {"value": value}) for field, value in (linked or {}).items()}
+        inputs |= {field: [f"linked {field}", 0] for field in linked or {}}
+        catch = ("Catch", {"value": ["node", slot], "name": "output"})
+        return self.run({**values, "node": (node, inputs), "catch": catch})["output"]

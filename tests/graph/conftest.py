@@ -82,7 +82,48 @@ def put(host):
 
     yield save
     for path in made:
-        path.unlink()
+        path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def told(host, monkeypatch):
+    """A list of (node, text) of what is shown under nodes."""
+    shown = []
+    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: shown.append((node, text)))
+    return shown
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """A function that hangs `see(value, total, preview)` into the host's progress, where the server's own hook is."""
+    import comfy.utils
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0.0)
+
+    def watch(see):
+        def hook(value, total, preview, prompt_id=None, node_id=None):
+            see(value, total, preview)
+
+        monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+
+    return watch
+
+
+@pytest.fixture
+def short_memory(monkeypatch):
+    """A function of ComfyUI's state of memory: for the steps there is enough, of weights some bytes alone fit.
+
+    Layers take the others from elsewhere for each call, if only from the CPU itself.
+    """
+    import comfy.model_management as management
+
+    def use(state, fitting=200_000):
+        room = management.minimum_inference_memory() + fitting
+        monkeypatch.setattr(management, "vram_state", management.VRAMState[state])
+        monkeypatch.setattr(management, "is_device_cpu", lambda device: False)
+        monkeypatch.setattr(management, "get_free_memory", lambda device=None, torch_free_too=False: room)
+
+    return use
 
 
 @pytest.fixture

@@ -1,9 +1,13 @@
-"""What tests of loaders share: nodes that catch an output, and the forward of what was loaded."""
+"""What tests of graphs share: nodes put into the base graph, a ControlNet, and the forward of what was loaded."""
 
 import layouts
 import torch
+from diffusers import SanaControlNetModel
 
 from sana_core.checkpoints.headers import read_file
+
+KSAMPLER = {"cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
+KEPT = ("model", "positive", "negative", "latent_image", "seed", "steps")
 
 
 def component(checkpoint, folder):
@@ -12,12 +16,43 @@ def component(checkpoint, folder):
     return read_file(file), (checkpoint / folder / "config.json").read_text()
 
 
-def catch(node, slot):
-    return {f"catch {slot}": ("Catch", {"value": [node, slot], "name": str(slot)})}
-
-
 def catch_all(node):
-    return {**catch(node, 0), **catch(node, 1), **catch(node, 2)}
+    return {f"catch {slot}": ("Catch", {"value": [node, slot], "name": str(slot)}) for slot in range(3)}
+
+
+def through(graph, node, name="patch", **inputs):
+    """Put `node` between the sampler of `graph` and what gives it its MODEL; return `graph`."""
+    graph[name] = (node, {"model": graph["sample"][1]["model"], **inputs})
+    graph["sample"][1]["model"] = [name, 0]
+    return graph
+
+
+def ksampler(graph, **inputs):
+    """`graph` with core's KSampler in the place of SANA Sampler."""
+    kept = {key: graph["sample"][1][key] for key in KEPT}
+    return {**graph, "sample": ("KSampler", {**kept, **KSAMPLER, **inputs})}
+
+
+def controlled(graph, name, image, reference="diffusers", vae=True, **strength):
+    """Put a ControlNet's file and core's Apply ControlNet before the sampler of `graph`; return `graph`."""
+    graph["edges"] = ("AnyValue", {"value": image})
+    graph["control"] = ("SanaNodesControlNetLoader", {"control_net_name": name, "reference": reference})
+    inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "control_net": ["control", 0]}
+    inputs |= {"image": ["edges", 0], "strength": 1.0, "start_percent": 0.0, "end_percent": 1.0, **strength}
+    graph["apply"] = ("ControlNetApplyAdvanced", {**inputs, **({"vae": ["load", 2]} if vae else {})})
+    graph["sample"][1].update(positive=["apply", 0], negative=["apply", 1])
+    return graph
+
+
+def random_controlnet(layers=3):
+    """As wide as the bundled transformer, and strong enough to see."""
+    torch.manual_seed(5)
+    width = {"cross_attention_head_dim": 32, "cross_attention_dim": 160, "caption_channels": 64, "sample_size": 4}
+    heads = {"num_attention_heads": 5, "num_cross_attention_heads": 5}
+    model = SanaControlNetModel(num_layers=layers, interpolation_scale=1.0, **heads, **width)
+    for layer in (model.input_block, *model.controlnet_blocks):
+        torch.nn.init.normal_(layer.weight, std=0.03)
+    return model.train(False)
 
 
 def check_forward(patcher, model, tolerance=1e-5):

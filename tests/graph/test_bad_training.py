@@ -127,14 +127,12 @@ def test_a_model_without_text_encoder_and_vae(refused, single_files):
 
 
 def test_a_vae_that_training_cannot_load(refused, host):
-    load = {"load": ("VAELoader", {"vae_name": "pixel_space"})}
-    other = host.run({**load, "catch": ("Catch", {"value": ["load", 0], "name": "vae"})})["vae"]
+    other = host.output_of("VAELoader", vae_name="pixel_space")
     refused("^vae: got .*, which training cannot load; use SANA Loader or SANA Load VAE$", vae=other)
 
 
 def test_a_clip_with_a_lora(refused, host):
-    load = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
-    clip = host.run({**load, "catch": ("Catch", {"value": ["load", 1], "name": "clip"})})["clip"].clone()
+    clip = host.output_of("SanaNodesLoader", 1, model="sana-tiny").clone()
     name = next(key for key in clip.cond_stage_model.state_dict() if key.endswith("q_proj.weight"))
     clip.add_patches({name: (torch.ones_like(clip.cond_stage_model.state_dict()[name]),)}, 1.0)
     refused("^clip: got one that training cannot load, or with a LoRA; connect that of a SANA loader$", clip=clip)
@@ -146,19 +144,6 @@ def test_a_clip_that_is_none(refused):
 
 def test_what_is_no_dataset(refused):
     refused("^dataset: got 'a folder', expected a SANA_DATASET; connect an output of that type$", dataset="a folder")
-
-
-def test_a_name_with_another_run_in_it(host, pictures):
-    folder = pictures("bad", PAIR)
-    graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
-    graph["data"] = ("SanaNodesDataset", {"folder": folder, "resolution": 128})
-    inputs = {"name": "taken", "method": "lora", "rank": 2, "steps": 1, "learning_rate": 1e-3, "batch_size": 1}
-    graph["train"] = ("SanaNodesTrain", {"model": ["load", 0], "dataset": ["data", 0], **inputs})
-    host.run(graph)
-    graph["train"][1]["rank"] = 3
-    with pytest.raises(NodeError, match="^rank: got 3, but the run in .*taken has 2; name another folder"):
-        host.run(graph)
-    shutil.rmtree(host.output / "sana_training")
 
 
 def test_errors_name_no_place_outside_of_comfyuis_folders_and_no_process(host, pictures):
@@ -176,6 +161,12 @@ def test_errors_name_no_place_outside_of_comfyuis_folders_and_no_process(host, p
     with pytest.raises(NodeError, match="^out: sana_training.held.held.safetensors is not of this run"):
         host.run(graph)
     assert (run / "held.safetensors").read_text() == "mine"
+    shutil.rmtree(host.output / "sana_training")
+    graph["train"][1]["name"] = "taken"
+    host.run(graph)
+    graph["train"][1]["rank"] = 3
+    with pytest.raises(NodeError, match="^rank: got 3, but the run in .*taken has 2; name another folder"):
+        host.run(graph)
     shutil.rmtree(host.output / "sana_training")
     graph["train"][1]["name"] = "State"
     with pytest.raises(NodeError, match="^name: got 'State', which is that of a state's own file; choose another"):
@@ -207,36 +198,28 @@ def test_folders_that_cannot_be_learnt(host, pictures, pattern):
 
 @pytest.mark.parametrize("resolution", [100, 0, 8224, 128.5])
 def test_resolutions(host, pictures, resolution):
-    graph = {"number": ("AnyValue", {"value": resolution})}
-    graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": ["number", 0]})
-    graph["catch"] = ("Catch", {"value": ["data", 0], "name": "dataset"})
     with pytest.raises(NodeError, match=f"^resolution: got {resolution}, expected a (multiple of 32|whole number)"):
-        host.run(graph)
+        host.output_of("SanaNodesDataset", linked={"resolution": resolution}, folder=pictures("bad", PAIR))
 
 
 @pytest.mark.parametrize("folder", ["..", "../models", "missing", "/etc", 3])
 def test_folders_outside_of_the_input_folder(host, folder):
-    graph = {"name": ("AnyValue", {"value": folder})}
-    graph["data"] = ("SanaNodesDataset", {"folder": ["name", 0], "resolution": 128})
-    graph["catch"] = ("Catch", {"value": ["data", 0], "name": "dataset"})
     with pytest.raises(NodeError, match="^folder: got .*, expected one in ComfyUI's input folder; put your images"):
-        host.run(graph)
+        host.output_of("SanaNodesDataset", linked={"folder": folder}, resolution=128)
 
 
-def test_the_contact_sheet_has_each_shape_and_runs_again_when_a_file_changes(host, pictures, monkeypatch):
-    texts = []
-    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node_id: texts.append(text))
+def test_the_contact_sheet_has_each_shape_and_runs_again_when_a_file_changes(host, pictures, told):
     files = {f"{index}.png": (128, 128) for index in range(7)} | {"wide.png": (300, 100), "small.png": (40, 40)}
     name = pictures("sheet", files | {f"{file[:-4]}.txt": "words " * 20 for file in files})
     seen = look(host, name)
-    assert texts == ["9 images: 8 of 128 x 128, 1 of 256 x 64; 1 are smaller than that and will be blurred"]
+    assert told == [("data", "9 images: 8 of 128 x 128, 1 of 256 x 64; 1 are smaller than that and will be blurred")]
     # six columns: two rows of the first shape, one of the second, each below a line of its own
     assert seen["sheet"].shape == (1, 32 + 2 * 40 + 3 * 222, 32 + 6 * 200, 3)
     assert tuple(seen["dataset"]) == (str(host.models.parent / "input" / "sheet"), 128)
     look(host, name, keep_cache=True)
-    assert len(texts) == 1
+    assert len(told) == 1
     (host.models.parent / "input" / "sheet" / "wide.txt").write_text("another caption")
     look(host, name, keep_cache=True)
-    assert len(texts) == 2
+    assert len(told) == 2
     seen = look(host, "red stars (bundled)")
-    assert texts[-1] == "12 images: 12 of 128 x 128" and seen["sheet"].std() > 0.1
+    assert told[-1][1] == "12 images: 12 of 128 x 128" and seen["sheet"].std() > 0.1

@@ -2,11 +2,12 @@
 
 import logging
 import re
+import threading
 import time
 
-import layouts
 import pytest
 import torch
+from fake_cuda import pack
 from in_process import NodeError
 
 # the same bits need the same threads
@@ -66,7 +67,7 @@ def test_its_pictures_are_those_of_sana_sampler(host, base_graph, batch_graph, a
 
 
 @pytest.fixture
-def with_lora(host, batch_graph):
+def with_lora(put, batch_graph):
     """A function of overrides: the batch with a random LoRA on every cross-attention's query."""
     random = torch.Generator().manual_seed(1)
     tensors = {}
@@ -74,14 +75,13 @@ def with_lora(host, batch_graph):
         for part, shape in (("lora_A", (4, 160)), ("lora_B", (160, 4))):
             name = f"transformer.transformer_blocks.{block}.attn2.to_q.{part}.weight"
             tensors[name] = torch.randn(shape, generator=random) * 0.2
-    path = layouts.save(tensors, host.models / "loras" / "batch.safetensors")
+    put("loras", "batch.safetensors", tensors)
 
     def build(**inputs):
         lora = {"model": ["load", 0], "lora_name": "batch.safetensors", "strength_model": 1.0}
         return {**batch_graph(model=["lora", 0], **inputs), "lora": ("SanaNodesLoraLoader", lora)}
 
-    yield build
-    path.unlink()
+    return build
 
 
 def test_two_workers_draw_the_same_bits_as_one_also_with_a_lora_and_twice(host, batch_graph, with_lora):
@@ -105,23 +105,18 @@ def test_a_device_that_is_not_here_is_passed_on_with_a_log(host, batch_graph, ca
     assert "no device gpu:5 here; using cpu" in caplog.text
 
 
-def test_cancel_stops_both_workers_and_the_next_run_is_whole(host, batch_graph):
-    import comfy.utils
-
+def test_cancel_stops_both_workers_and_the_next_run_is_whole(host, batch_graph, watched):
     expected = host.run(batch_graph(count=6))["image"]
     seen = []
 
-    def cancel(value, total, preview, node_id=None):
+    def cancel(value, total, preview):
         seen.append((value, total, preview is not None))
         if len(seen) == 5:
             host.nodes.interrupt_processing()
 
-    comfy.utils.set_progress_bar_global_hook(cancel)
-    try:
-        with pytest.raises(InterruptedError):
-            host.run(batch_graph(count=6, devices=TWO))
-    finally:
-        comfy.utils.set_progress_bar_global_hook(None)
+    watched(cancel)
+    with pytest.raises(InterruptedError):
+        host.run(batch_graph(count=6, devices=TWO))
     # the step in which it was, and at most one more of each worker
     assert 5 <= len(seen) <= 8
     assert seen[0][1:] == (12 * 8, True)
@@ -134,7 +129,6 @@ def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, pl
     import comfy.model_patcher
 
     expected = host.run(batch_graph())["image"]
-    pack = next(module for name, module in sys_modules() if name.endswith("nodes.host.batch_devices"))
     heard = []
 
     def work_for_long(*args, **kwargs):
@@ -154,14 +148,11 @@ def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, pl
         if place == "load":
             patch.setattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu", work_for_long)
         elif place == "step":
-            model = next(module for name, module in sys_modules() if name.endswith("nodes.host.model"))
-            patch.setattr(model.SanaDiffusionModel, "forward", work_for_long)
+            patch.setattr(pack("nodes.host.model").SanaDiffusionModel, "forward", work_for_long)
         elif place == "layer":
-            from fake_cuda import pack as module_of_the_pack
-
-            patch.setattr(module_of_the_pack("sana_core.decode.streaming"), "convolve", work_for_long)
+            patch.setattr(pack("sana_core.decode.streaming"), "convolve", work_for_long)
         else:
-            patch.setattr(pack, "decode_loaded", work_for_long)
+            patch.setattr(pack("nodes.host.batch_devices"), "decode_loaded", work_for_long)
         with pytest.raises(InterruptedError):
             host.run(batch_graph(devices=TWO, seed=8))
     assert heard
@@ -193,9 +184,9 @@ def test_interrupt_while_a_lora_is_added_leaves_nothing_of_it(host, batch_graph,
     assert torch.equal(host.run(batch_graph(), keep_cache=True)["image"], expected)
 
 
-def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph, caplog):
-    pack = next(module for name, module in sys_modules() if name.endswith("nodes.host.batch_devices"))
-    real, fates = pack.sample, iter([False, True, True])
+def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph, caplog, monkeypatch):
+    devices = pack("nodes.host.batch_devices")
+    real, fates = devices.sample, iter([False, True, True])
 
     def run_out(*args):
         if next(fates, False):
@@ -203,20 +194,11 @@ def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph, caplog
         return real(*args)
 
     expected = host.run(batch_graph(chunk=2))["image"]
-    pack.sample = run_out
-    try:
-        image = host.run(batch_graph(chunk=6))["image"]
-    finally:
-        pack.sample = real
+    monkeypatch.setattr(devices, "sample", run_out)
+    image = host.run(batch_graph(chunk=6))["image"]
     # the second picture of six failed, then the first of three
     assert re.findall(r"memory ran out on cpu with (\d) images", caplog.text) == ["6", "3"]
     assert torch.equal(image, expected)
-
-
-def sys_modules():
-    import sys
-
-    return list(sys.modules.items())
 
 
 @pytest.mark.parametrize(
@@ -242,8 +224,6 @@ def test_a_batch_of_latents_is_refused(host, batch_graph):
 
 def test_each_worker_has_a_previewer_of_its_own(host, batch_graph, monkeypatch):
     """ComfyUI's moves its factors to the device of what it is shown, and another thread is in the midst of them."""
-    import threading
-
     import latent_preview
 
     seen, real = {}, latent_preview.Latent2RGBPreviewer.decode_latent_to_preview
@@ -259,10 +239,6 @@ def test_each_worker_has_a_previewer_of_its_own(host, batch_graph, monkeypatch):
 
 
 def test_workers_decode_side_by_side(host, batch_graph, monkeypatch):
-    import threading
-
-    from fake_cuda import pack
-
     expected = host.run(batch_graph(chunk=1))["image"]
     autoencoder = pack("nodes.host.vae").SanaAutoencoder
     real, together, first = autoencoder.decode, threading.Barrier(2, timeout=60), set()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_cuda import pack
 from in_process import NodeError
-from loading import catch, catch_all, check_forward
+from loading import catch_all, check_forward
 
 from sana_core.checkpoints.headers import read_file
 
@@ -25,8 +25,11 @@ def test_single_files_draw_the_bundled_checkpoints_picture(host, base_graph, sin
     expected = host.run(base_graph())
     scale = json.loads((checkpoint / "vae" / "config.json").read_text())["scaling_factor"]
     graph = {**rewire(base_graph(), model=["scaled", 0], clip=["clip", 0], vae=["vae", 0]), **single_files}
-    graph["scaled"] = ("ScaleLatents", {"model": ["model", 0], "scale": scale})
-    host.nodes.NODE_CLASS_MAPPINGS["ScaleLatents"] = ScaleLatents
+    # the bundled VAE has a scale of its own; a lone transformer is taken to belong to the released one
+    model = host.output_of(single_files["model"][0], **single_files["model"][1])
+    assert model.model.latent_format.scale_factor == 0.41407
+    model.model.latent_format.scale_factor = scale
+    graph["scaled"] = ("AnyValue", {"value": model})
     # a text encoder alone reads as NVIDIA's programs where nothing is chosen
     chosen = base_graph()
     chosen["positive"][1]["clip"] = ["clip", 0]
@@ -36,22 +39,6 @@ def test_single_files_draw_the_bundled_checkpoints_picture(host, base_graph, sin
     got = host.run(graph)
     assert torch.equal(got["latent"]["samples"], expected["latent"]["samples"])
     assert torch.equal(got["image"], expected["image"])
-
-
-class ScaleLatents:
-    """The bundled VAE has a scale of its own; a lone transformer is taken to belong to the released one."""
-
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "scale"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"model": ("MODEL",), "scale": ("FLOAT",)}}
-
-    def scale(self, model, scale):
-        assert model.model.latent_format.scale_factor == 0.41407
-        model.model.latent_format.scale_factor = scale
-        return (model,)
 
 
 def all_in_one(tokenizer):
@@ -108,17 +95,14 @@ def test_what_core_saves_as_one_checkpoint_loads_again(host, put, tokenizer):
 
 @pytest.mark.parametrize("field, value", [("weight_dtype", "int3"), ("resolution", "777"), ("resolution", "")])
 def test_choices_through_links_are_checked(host, field, value):
-    graph = {"value": ("AnyValue", {"value": value})}
-    graph["load"] = ("SanaNodesLoader", {"model": "sana-tiny", field: ["value", 0]})
     with pytest.raises(NodeError, match=f"^{field}: got '{value}', expected one of "):
-        host.run({**graph, **catch("load", 0)})
+        host.output_of("SanaNodesLoader", linked={field: value}, model="sana-tiny")
 
 
 @pytest.mark.parametrize("resolution, shift", [("auto", 3.0), ("4096", 6.0), ("512", 3.0)])
 def test_the_resolution_can_be_overridden(host, put, resolution, shift):
     put("diffusion_models", "sana.safetensors", layouts.transformer().state_dict())
-    inputs = {"model_name": "sana.safetensors", "resolution": resolution}
-    patcher = host.run({"load": ("SanaNodesModelLoader", inputs), **catch("load", 0)})["0"]
+    patcher = host.output_of("SanaNodesModelLoader", model_name="sana.safetensors", resolution=resolution)
     assert patcher.model.model_sampling.shift == shift
     config = patcher.model.diffusion_model.config
     assert config.sample_size == (1024 if resolution == "auto" else int(resolution)) // 32
@@ -132,12 +116,9 @@ def test_of_a_sharded_model_the_first_file_is_offered_and_stands_for_all(host, p
     model = layouts.transformer()
     folder = host.models / "diffusion_models" / "sana"
     model.save_pretrained(folder, max_shard_size="10MB")
-    options = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].INPUT_TYPES()["required"]["model_name"][1][
-        "options"
-    ]
-    (name,) = [option for option in options if option.startswith("sana/")]
-    patcher = host.run({"load": ("SanaNodesModelLoader", {"model_name": name}), **catch("load", 0)})["0"]
-    check_forward(patcher, model)
+    required = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].INPUT_TYPES()["required"]
+    (name,) = [option for option in required["model_name"][1]["options"] if option.startswith("sana/")]
+    check_forward(host.output_of("SanaNodesModelLoader", model_name=name), model)
     for file in folder.iterdir():
         file.unlink()
 
@@ -146,29 +127,19 @@ def test_a_file_that_went_away_after_it_was_listed_is_named(host, put):
     name = put("diffusion_models", "gone.safetensors", layouts.transformer().state_dict())
     path = host.models / "diffusion_models" / name
     kept = path.rename(path.with_suffix(".kept"))
-    graph = {"name": ("AnyValue", {"value": name}), "load": ("SanaNodesModelLoader", {"model_name": ["name", 0]})}
     with pytest.raises(NodeError, match="^diffusion_models: no file 'gone.safetensors' in models/diffusion_"):
-        host.run({**graph, **catch("load", 0)})
+        host.output_of("SanaNodesModelLoader", linked={"model_name": name})
     kept.rename(path)
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "x.ckpt", "", "a\0.safetensors"])
-def test_names_outside_the_folder_are_refused(host, name):
-    for node, field in (("SanaNodesModelLoader", "model_name"), ("SanaNodesVAELoader", "vae_name")):
-        graph = {"name": ("AnyValue", {"value": name}), "load": (node, {field: ["name", 0]})}
-        with pytest.raises(NodeError, match="^(diffusion_models|vae): (no file|got) "):
-            host.run({**graph, **catch("load", 0)})
-
-
-@pytest.mark.parametrize("name", [{}, 7, None, "x"])
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "x.ckpt", "", "a\0.safetensors", {}, 7, None])
 @pytest.mark.parametrize(
     "node, field",
-    [("SanaNodesLoader", "model"), ("SanaNodesModelLoader", "model_name"), ("SanaNodesScorerLoader", "scorer_name")],
+    [("Loader", "model"), ("ModelLoader", "model_name"), ("VAELoader", "vae_name"), ("ScorerLoader", "scorer_name")],
 )
-def test_what_is_no_name_is_refused_as_one(host, node, field, name):
-    graph = {"name": ("AnyValue", {"value": name}), "load": (node, {field: ["name", 0]})}
-    with pytest.raises(NodeError, match="^(model|diffusion_models|scorer_name): got "):
-        host.run({**graph, **catch("load", 0)})
+def test_names_outside_the_folder_and_what_is_no_name_are_refused(host, node, field, name):
+    with pytest.raises(NodeError, match="^(model|diffusion_models|vae|scorer_name): (no file|got) "):
+        host.output_of(f"SanaNodes{node}", linked={field: name})
 
 
 SMALL = {
@@ -181,18 +152,29 @@ SMALL = {
 }
 
 
+@pytest.fixture
+def small_gemma(put, spiece, monkeypatch):
+    """A function that puts a small Gemma 2 with its tokenizer among the text encoders, and has core build that size."""
+    import comfy.text_encoders.llama as llama
+
+    full = llama.Gemma2_2B_Config
+    tensors = {f"model.{key}": value for key, value in layouts.gemma(vocabulary=600).state_dict().items()}
+    tensors["spiece_model"] = torch.frombuffer(bytearray(spiece), dtype=torch.uint8)
+
+    def make(**changes):
+        config = SMALL | changes
+        monkeypatch.setattr(llama, "Gemma2_2B_Config", lambda **settings: full(**{**settings, **config}))
+        return put("text_encoders", "gemma_2_2b.safetensors", tensors)
+
+    return make
+
+
 @pytest.mark.parametrize(
     "text, instruction",
     [("a red circle", True), ("a blurry picture", False), ("", False), ("a (red:1.4) circle, \u00fc", True)],
 )
-def test_cores_pixeldit_clip_gives_the_same_embeddings(host, put, spiece, monkeypatch, text, instruction):
-    import comfy.text_encoders.llama as llama
-
-    full = llama.Gemma2_2B_Config
-    monkeypatch.setattr(llama, "Gemma2_2B_Config", lambda **settings: full(**{**SMALL, **settings}))
-    tensors = {f"model.{key}": value for key, value in layouts.gemma(vocabulary=600).state_dict().items()}
-    tensors["spiece_model"] = torch.frombuffer(bytearray(spiece), dtype=torch.uint8)
-    name = put("text_encoders", "gemma_2_2b.safetensors", tensors)
+def test_cores_pixeldit_clip_gives_the_same_embeddings(host, small_gemma, text, instruction):
+    name = small_gemma()
     graph = {
         "core": ("CLIPLoader", {"clip_name": name, "type": "pixeldit"}),
         "ours": ("SanaNodesTextEncoderLoader", {"text_encoder_name": name}),
@@ -208,14 +190,8 @@ def test_cores_pixeldit_clip_gives_the_same_embeddings(host, put, spiece, monkey
     torch.testing.assert_close(ours[kept], theirs[kept], atol=1e-4, rtol=0)
 
 
-def test_another_clip_is_refused_before_anything_is_encoded(host, put, spiece, monkeypatch):
-    import comfy.text_encoders.llama as llama
-
-    full = llama.Gemma2_2B_Config
-    monkeypatch.setattr(llama, "Gemma2_2B_Config", lambda **settings: full(**{**SMALL, "num_hidden_layers": 3}))
-    tensors = {f"model.{key}": value for key, value in layouts.gemma(vocabulary=600).state_dict().items()}
-    tensors["spiece_model"] = torch.frombuffer(bytearray(spiece), dtype=torch.uint8)
-    name = put("text_encoders", "gemma_2_2b.safetensors", tensors)
+def test_another_clip_is_refused_before_anything_is_encoded(host, small_gemma):
+    name = small_gemma(num_hidden_layers=3)
     graph = {
         "clip": ("CLIPLoader", {"clip_name": name, "type": "lumina2"}),
         "text": ("SanaNodesTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": True}),
@@ -230,15 +206,10 @@ def test_a_fp16_text_encoder_and_vae_run_wider(host, put, tokenizer):
     put("text_encoders", "gemma_fp16.safetensors", {**gemma, **tokenizer})
     vae = {key: value.half() for key, value in layouts.autoencoder().state_dict().items()}
     put("vae", "dc-ae_fp16.safetensors", vae)
-    graph = {
-        "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma_fp16.safetensors"}),
-        "vae": ("SanaNodesVAELoader", {"vae_name": "dc-ae_fp16.safetensors"}),
-        "catch 0": ("Catch", {"value": ["clip", 0], "name": "clip"}),
-        "catch 1": ("Catch", {"value": ["vae", 0], "name": "vae"}),
-    }
-    got = host.run(graph)
-    assert {p.dtype for p in got["clip"].cond_stage_model.parameters()} == {torch.float32}
-    assert {p.dtype for p in got["vae"].first_stage_model.parameters()} == {torch.float32}
+    clip = host.output_of("SanaNodesTextEncoderLoader", text_encoder_name="gemma_fp16.safetensors")
+    vae = host.output_of("SanaNodesVAELoader", vae_name="dc-ae_fp16.safetensors")
+    for model in (clip.cond_stage_model, vae.first_stage_model):
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
@@ -256,10 +227,10 @@ def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
     config.write_text(f"other:\n  base_path: {elsewhere}\n  diffusers: diffusers/\n  diffusion_models: unet/\n")
     try:
         load_extra_path_config(str(config))
-        got = host.run({"load": ("SanaNodesLoader", {"model": "mine"}), **catch_all("load")})
-        assert got["0"].model.model_config.text.startswith("SANA 2.3M, 128 px,")
-        got = host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana.safetensors"}), **catch("load", 0)})
-        assert got["0"].model.model_config.text.startswith("SANA 31.7M,")
+        whole = host.output_of("SanaNodesLoader", model="mine")
+        assert whole.model.model_config.text.startswith("SANA 2.3M, 128 px,")
+        single = host.output_of("SanaNodesModelLoader", model_name="sana.safetensors")
+        assert single.model.model_config.text.startswith("SANA 31.7M,")
     finally:
         folder_paths.folder_names_and_paths.update(kept)
         # the lists that core keeps name the folder, which pytest deletes

@@ -215,20 +215,13 @@ def test_a_controlnet_runs(host, files, monkeypatch, state):
 
 
 @pytest.mark.parametrize("state", ["NORMAL_VRAM", "LOW_VRAM", "NO_VRAM"])
-def test_a_picture_is_the_same_in_every_state(host, base_graph, monkeypatch, state):
-    """Also where every layer takes its weights from elsewhere for each call, if only from the CPU itself."""
-    import comfy.model_management as management
-
+def test_a_picture_is_the_same_in_every_state(host, base_graph, monkeypatch, short_memory, state):
     expected = host.run(base_graph())
     casts = []
     monkeypatch.setattr(
         pack("nodes.host.layers").CastLayer, "is_ready", lambda layer, device: casts.append(type(layer).__name__)
     )
-    monkeypatch.setattr(management, "vram_state", management.VRAMState[state])
-    monkeypatch.setattr(management, "is_device_cpu", lambda device: False)
-    # for the steps enough, or the two prompts would be computed one after the other; of the weights not all fit
-    room = management.minimum_inference_memory() + 200_000
-    monkeypatch.setattr(management, "get_free_memory", lambda device=None, torch_free_too=False: room)
+    short_memory(state)
     got = host.run({**base_graph(), "catch model": ("Catch", {"value": ["load", 0], "name": "model"})})
     assert 0 < got["model"].loaded_size() < 0.5 * got["model"].model_size()
     assert {"CastRMSNorm", "CastGemma2RMSNorm"} < set(casts) and any("Embedding" in name for name in casts)

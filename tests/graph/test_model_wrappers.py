@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from loading import ksampler, through
 
 STEPS = 16
 
@@ -43,30 +44,16 @@ class PassThrough:
         return (model,)
 
 
-def patched(graph, node, **inputs):
-    graph["patch"] = (node, {"model": ["load", 0], **inputs})
-    graph["sample"][1]["model"] = ["patch", 0]
-    return graph
-
-
 def run(host, graph):
     """Run `graph` on the model that is loaded already; return its latents."""
     return host.run(graph, keep_cache=True)["latent"]["samples"]
-
-
-def core_graph(graph):
-    """`graph` with KSampler in the place of our sampler."""
-    links = {key: graph["sample"][1][key] for key in ("model", "positive", "negative", "latent_image")}
-    settings = {"seed": 3, "steps": STEPS, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
-    graph["sample"] = ("KSampler", {**links, **settings})
-    return graph
 
 
 def test_a_wrapper_sees_core_s_arguments_and_changes_nothing(host, base_graph, monkeypatch):
     monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "PassThrough", PassThrough)
     monkeypatch.setattr(PassThrough, "arguments", [])
     plain = host.run(base_graph())["latent"]["samples"]
-    assert torch.equal(run(host, patched(base_graph(), "PassThrough")), plain)
+    assert torch.equal(run(host, through(base_graph(), "PassThrough")), plain)
     assert len(PassThrough.arguments) == 8
     (x, timesteps, context, control, options), named, model = PassThrough.arguments[0]
     assert x.shape == (2, 32, 4, 4) and timesteps.shape == (2,) and context.shape[:2] == (2, 300) and control is None
@@ -74,17 +61,17 @@ def test_a_wrapper_sees_core_s_arguments_and_changes_nothing(host, base_graph, m
     assert type(model).__name__ == "SanaDiffusionModel"
 
 
-@pytest.mark.parametrize("build", [lambda graph: graph, core_graph], ids=["SanaNodesSampler", "KSampler"])
+@pytest.mark.parametrize("build", [dict, ksampler], ids=["SanaNodesSampler", "KSampler"])
 @pytest.mark.parametrize("name", ["EasyCache", "LazyCache"])
 def test_core_s_caches_skip_steps_on_a_similar_picture(host, base_graph, calls, name, build):
     settings = {"start_percent": 0.15, "end_percent": 0.95, "verbose": False}
     plain = run(host, build(base_graph(steps=STEPS)))
     assert len(calls) == STEPS
     calls.clear()
-    graph = build(patched(base_graph(steps=STEPS), name, reuse_threshold=0.0, **settings))
+    graph = build(through(base_graph(steps=STEPS), name, reuse_threshold=0.0, **settings))
     assert torch.equal(run(host, graph), plain) and len(calls) == STEPS
     calls.clear()
-    graph = build(patched(base_graph(steps=STEPS), name, reuse_threshold=0.2, **settings))
+    graph = build(through(base_graph(steps=STEPS), name, reuse_threshold=0.2, **settings))
     fast = run(host, graph)
     assert STEPS // 3 < len(calls) < STEPS - 2
     # 0.05 to 0.15 of the spread here; 1.4 where EasyCache's result falls into the latents themselves
@@ -94,23 +81,17 @@ def test_core_s_caches_skip_steps_on_a_similar_picture(host, base_graph, calls, 
 def test_caches_can_tell_the_pass_with_perturbed_attention_from_the_plain_one(host, base_graph, monkeypatch):
     monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "PassThrough", PassThrough)
     monkeypatch.setattr(PassThrough, "arguments", [])
-    graph = patched(base_graph(steps=STEPS), "PassThrough")
-    graph["pag"] = ("SanaNodesPAG", {"model": ["patch", 0], "scale": 2.0, "blocks": "3"})
-    graph["sample"][1]["model"] = ["pag", 0]
-    host.run(graph)
+    host.run(through(through(base_graph(steps=STEPS), "PassThrough"), "SanaNodesPAG", "pag", scale=2.0, blocks="3"))
     passes = {tuple(args[-1]["uuids"]) for args, _, _ in PassThrough.arguments}
     assert len(PassThrough.arguments) == STEPS and len(passes) == 1 and len(set(*passes)) == 3
 
 
 def test_easy_cache_and_perturbed_attention_together(host, base_graph, calls):
-    graph = base_graph(steps=STEPS)
-    graph["pag"] = ("SanaNodesPAG", {"model": ["load", 0], "scale": 2.0, "blocks": "3"})
-    graph["sample"][1]["model"] = ["pag", 0]
+    graph = through(base_graph(steps=STEPS), "SanaNodesPAG", "pag", scale=2.0, blocks="3")
     plain = run(host, graph)
     calls.clear()
-    graph = patched(graph, "EasyCache", reuse_threshold=0.2, start_percent=0.15, end_percent=0.95, verbose=False)
-    graph["patch"][1]["model"] = ["pag", 0]
-    fast = run(host, graph)
+    settings = {"reuse_threshold": 0.2, "start_percent": 0.15, "end_percent": 0.95, "verbose": False}
+    fast = run(host, through(graph, "EasyCache", **settings))
     assert len(calls) < STEPS - 2 and {shape[0] for shape in calls} == {3}
     # 0.03 of the spread here, 0.07 where the pass with perturbed attention shares its place with another
     assert (fast - plain).abs().mean() < 0.05 * plain.std()

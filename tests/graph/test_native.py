@@ -1,60 +1,10 @@
 """Core's nodes take our MODEL, CLIP and VAE for their own."""
 
-import shutil
-import sys
-
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-
-import sana_core
-
-LAYER = "transformer_blocks.2.attn2.to_q"
-
-
-@pytest.fixture
-def lora(host):
-    """A LoRA in core's own key dialect."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        f"diffusion_model.{LAYER}.lora_A.weight": torch.randn(4, 160, generator=generator) * 0.3,
-        f"diffusion_model.{LAYER}.lora_B.weight": torch.randn(160, 4, generator=generator) * 0.3,
-        f"diffusion_model.{LAYER}.alpha": torch.tensor(2.0),
-    }
-    folder = host.models / "loras"
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "test.safetensors")
-    return tensors
-
-
-def with_lora(graph, strength):
-    inputs = {"model": ["load", 0], "lora_name": "test.safetensors", "strength_model": strength}
-    sample = (graph["sample"][0], {**graph["sample"][1], "model": ["lora", 0]})
-    return {**graph, "lora": ("LoraLoaderModelOnly", inputs), "sample": sample}
-
-
-def test_a_lora_changes_the_picture_as_merged_weights_do_and_comes_off_again(
-    host, base_graph, lora, checkpoint, tmp_path
-):
-    plain = host.run(base_graph())["image"]
-    patched = host.run(with_lora(base_graph(), 1.0), keep_cache=True)["image"]
-    zero = host.run(with_lora(base_graph(), 0.0), keep_cache=True)["image"]
-    after = host.run(base_graph(seed=4), keep_cache=True)["image"]
-
-    assert (patched - plain).abs().max() > 0.01
-    assert torch.equal(zero, plain)
-    # the same loaded model, the LoRA now gone
-    assert torch.equal(after, host.run(base_graph(seed=4))["image"])
-
-    transformer = sana_core.load_transformer(checkpoint)
-    up, down = lora[f"diffusion_model.{LAYER}.lora_B.weight"], lora[f"diffusion_model.{LAYER}.lora_A.weight"]
-    transformer.get_submodule(LAYER).weight += 2.0 / 4 * (up @ down)
-    copy = shutil.copytree(checkpoint, tmp_path / "merged")
-    transformer.save_pretrained(copy / "transformer")
-    prompt = ["a red circle on a blue background"]
-    merged = sana_core.generate(prompt, copy, seed=3, steps=8, width=128, height=128)
-    torch.testing.assert_close(patched, (merged.movedim(1, -1) + 1) / 2, atol=1e-4, rtol=0)
+from fake_cuda import pack
+from loading import ksampler, through
 
 
 @pytest.mark.parametrize("device", ["default", "cpu", "gpu:3"])
@@ -93,14 +43,14 @@ def second_device(host, monkeypatch):
 
     devices = [torch.device("cpu"), torch.device("cpu", 0)]
     monkeypatch.setattr(comfy.model_management, "get_all_torch_devices", lambda exclude_current=False: devices)
-    pack = next(module for name, module in list(sys.modules.items()) if name.endswith("nodes.host.model"))
-    real, used = pack.SanaDiffusionModel.forward, set()
+    model = pack("nodes.host.model").SanaDiffusionModel
+    real, used = model.forward, set()
 
     def forward(self, *args, **kwargs):
         used.add(id(self))
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(pack.SanaDiffusionModel, "forward", forward)
+    monkeypatch.setattr(model, "forward", forward)
     return used
 
 
@@ -109,13 +59,8 @@ def test_cfg_split_over_two_devices_draws_the_same_picture(host, base_graph, sec
     """Core's node with a second copy of the model on the same CPU, driven by core's own threads."""
 
     def draw(split):
-        graph = base_graph()
-        if node == "KSampler":
-            own = {key: graph["sample"][1][key] for key in ("positive", "negative", "latent_image", "seed", "steps")}
-            own |= {"cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
-            graph["sample"] = (node, own)
-        graph["split"] = ("MultiGPU_WorkUnits", {"model": ["load", 0], "max_gpus": 2})
-        graph["sample"][1]["model"] = ["split", 0] if split else ["load", 0]
+        graph = through(base_graph(), "MultiGPU_WorkUnits", max_gpus=2) if split else base_graph()
+        graph = ksampler(graph) if node == "KSampler" else graph
         second_device.clear()
         image = host.run(graph)["image"]
         assert len(second_device) == (2 if split else 1)
@@ -144,6 +89,5 @@ def test_an_older_host_is_refused_in_words(host, monkeypatch, version):
     import comfyui_version
 
     monkeypatch.setattr(comfyui_version, "__version__", version)
-    name = next(name for name in sys.modules if name.endswith(".nodes.host.compat"))
     with pytest.raises(RuntimeError, match=f"^SANA: got ComfyUI {version}, expected 0.27 or newer; update ComfyUI$"):
-        host.loop.run_until_complete(sys.modules[name.removesuffix(".host.compat")].comfy_entrypoint())
+        host.loop.run_until_complete(pack("nodes").comfy_entrypoint())

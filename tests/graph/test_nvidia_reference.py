@@ -7,9 +7,8 @@ import layouts
 import nvidia
 import pytest
 import torch
-from in_process import NodeError
+from loading import controlled, random_controlnet
 from noise import noise_like
-from test_parity import with_ksampler
 
 import sana_core
 from sana_core.model.known_models import DC_AE_SCALE
@@ -28,19 +27,8 @@ SCHEDULERS = {
 def tensors(checkpoint):
     """The bundled transformer and a random ControlNet of its width, by NVIDIA's names, as one file has them."""
     transformer = sana_core.load_transformer(checkpoint)
-    torch.manual_seed(5)
-    controlnet = diffusers.SanaControlNetModel(
-        num_attention_heads=HEADS,
-        num_layers=3,
-        num_cross_attention_heads=HEADS,
-        cross_attention_head_dim=32,
-        cross_attention_dim=160,
-        caption_channels=64,
-        sample_size=4,
-        interpolation_scale=1.0,
-    )
+    controlnet = random_controlnet()
     for layer in (controlnet.input_block, *controlnet.controlnet_blocks):
-        torch.nn.init.normal_(layer.weight, std=0.03)
         torch.nn.init.normal_(layer.bias, std=0.1)
     theirs = layouts.nvidia(transformer, unused=False)
     configs = layouts.with_config(transformer), layouts.with_config(controlnet)
@@ -112,11 +100,6 @@ def test_sana_sampler(host, graph, expected, sampler):
     torch.testing.assert_close(got, expected(sampler), atol=2e-4, rtol=0)
 
 
-def test_ksampler(host, graph, expected):
-    got = host.run(with_ksampler(graph()))["latent"]["samples"]
-    torch.testing.assert_close(got, expected("flow_euler"), atol=2e-4, rtol=0)
-
-
 def test_an_advanced_input_chooses_the_other(host, graph, base_graph, expected, checkpoint):
     chosen = base_graph(steps=STEPS, text=PROMPT)
     chosen["load"][1]["reference"] = "nvidia"
@@ -133,53 +116,12 @@ def test_an_advanced_input_chooses_the_other(host, graph, base_graph, expected, 
     torch.testing.assert_close(host.run(other)["latent"]["samples"] * DC_AE_SCALE, wanted * scale)
 
 
-def test_sana_batch_sampler(host, graph, expected):
-    batch = graph()
-    inputs = batch["sample"][1]
-    links = {key: inputs[key] for key in ("model", "positive", "negative", "latent_image")}
-    options = {"count": 2, "seed": 3, "steps": STEPS, "guidance": GUIDANCE, "sampler": "flow_dpmpp_2m"}
-    batch["sample"] = ("SanaNodesBatchSampler", {**links, **options, "devices": "cpu x 2", "chunk": 0})
-    got = host.run(batch)["latent"]["samples"]
-    wanted = torch.cat([expected("flow_dpmpp_2m", seed=seed) for seed in (3, 4)])
-    torch.testing.assert_close(got, wanted, atol=2e-4, rtol=0)
-
-
 @pytest.mark.parametrize("sampler", SCHEDULERS)
 def test_the_controlnet(host, graph, expected, checkpoint, sampler):
     edges = torch.rand(1, 128, 128, 3, generator=torch.Generator().manual_seed(6))
-    controlled = graph(sampler=sampler)
-    controlled["edges"] = ("AnyValue", {"value": edges})
-    controlled["control"] = ("SanaNodesControlNetLoader", {"control_net_name": "nvidia.safetensors"})
-    inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "control_net": ["control", 0]}
-    inputs |= {"image": ["edges", 0], "strength": 1.0, "start_percent": 0.0, "end_percent": 1.0, "vae": ["load", 2]}
-    controlled["apply"] = ("ControlNetApplyAdvanced", inputs)
-    controlled["sample"][1].update(positive=["apply", 0], negative=["apply", 1])
+    drawn = controlled(graph(sampler=sampler), "nvidia.safetensors", edges, "auto")
     with torch.no_grad():
         latent = sana_core.load_autoencoder(checkpoint).encode(edges.movedim(-1, 1) * 2 - 1).latent
     wanted = expected(sampler, latent)
     assert (wanted - expected(sampler)).abs().max() > 0.05
-    torch.testing.assert_close(host.run(controlled)["latent"]["samples"], wanted, atol=2e-4, rtol=0)
-
-
-def test_the_engine_and_the_host_draw_the_same(host, base_graph, checkpoint):
-    graph = base_graph(steps=STEPS, text=PROMPT)
-    graph["load"][1]["reference"] = "nvidia"
-    graph["negative"][1]["text"] = NEGATIVE
-    image = host.run(graph)["image"][0]
-    options = {"seed": 3, "steps": STEPS, "width": 128, "height": 128, "negative_prompt": NEGATIVE}
-    pixels = sana_core.generate([PROMPT], checkpoint, **options, reference="nvidia")[0]
-    torch.testing.assert_close(image, (pixels.movedim(0, -1) + 1) / 2, atol=2e-4, rtol=0)
-
-
-def test_a_controlnet_without_the_base_block_is_named(host, graph, tensors):
-    path = host.models / "controlnet" / "broken.safetensors"
-    kept = {name: each for name, each in tensors[1].items() if not name.startswith("blocks.")}
-    layouts.save(kept, path, config=tensors[2][1])
-    with pytest.raises(NodeError, match="without the base model's first block .*choose reference diffusers"):
-        host.run(
-            {
-                "a": ("SanaNodesControlNetLoader", {"control_net_name": path.name}),
-                "b": ("Catch", {"value": ["a", 0], "name": "c"}),
-            }
-        )
-    path.unlink()
+    torch.testing.assert_close(host.run(drawn)["latent"]["samples"], wanted, atol=2e-4, rtol=0)

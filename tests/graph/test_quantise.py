@@ -8,7 +8,6 @@ import pytest
 import torch
 from fake_cuda import fake_card, pack
 from in_process import NodeError
-from loading import catch
 from safetensors.torch import save_file
 
 from sana_core.checkpoints.headers import read_file
@@ -183,16 +182,11 @@ def test_an_adapter_in_bypass_mode_works_around_a_quantised_convolution(load):
 
 
 @pytest.mark.parametrize("state", ["LOW_VRAM", "NO_VRAM"])
-def test_a_quantised_picture_is_the_same_in_every_state(host, base_graph, monkeypatch, state):
-    import comfy.model_management as management
-
+def test_a_quantised_picture_is_the_same_in_every_state(host, base_graph, short_memory, state):
     graph = base_graph()
     graph["load"][1]["quantise"] = "int8"
     expected = host.run(graph)
-    monkeypatch.setattr(management, "vram_state", management.VRAMState[state])
-    monkeypatch.setattr(management, "is_device_cpu", lambda device: False)
-    room = management.minimum_inference_memory() + 200_000
-    monkeypatch.setattr(management, "get_free_memory", lambda device=None, torch_free_too=False: room)
+    short_memory(state)
     got = host.run({**graph, "catch model": ("Catch", {"value": ["load", 0], "name": "model"})})
     assert 0 < got["model"].loaded_size() < 0.5 * got["model"].model_size()
     assert torch.equal(got["latent"]["samples"], expected["latent"]["samples"])
@@ -207,13 +201,11 @@ def test_a_quantised_feed_forward_of_a_file_is_read(host, put, load):
     tensors[f"{name}.weight_scale"] = scale
     tensors[f"{name}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
     put("diffusion_models", "sana_ff.safetensors", tensors)
-    inputs = {"model_name": "sana_ff.safetensors"}
-    patcher = host.run({"load": ("SanaNodesModelLoader", inputs), **catch("load", 0)})["0"]
-    got = velocity(patcher)
+    got = velocity(host.output_of("SanaNodesModelLoader", model_name="sana_ff.safetensors"))
     model.get_parameter(f"{name}.weight").data = tensors[f"{name}.weight"].float() * scale
     put("diffusion_models", "sana_plain.safetensors", model.float().state_dict())
-    plain = host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana_plain.safetensors"}), **catch("load", 0)})
-    assert relative(got, velocity(plain["0"])) < 1e-3
+    plain = host.output_of("SanaNodesModelLoader", model_name="sana_plain.safetensors")
+    assert relative(got, velocity(plain)) < 1e-3
 
 
 def test_a_quantised_3x3_convolution_is_named(host, put):
@@ -222,7 +214,7 @@ def test_a_quantised_3x3_convolution_is_named(host, put):
     tensors[f"{name}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
     put("diffusion_models", "sana_3x3.safetensors", tensors)
     with pytest.raises(NodeError, match=r"sana_3x3.safetensors: ComfyUI cannot read .*conv_depth \(a Conv2d\)"):
-        host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana_3x3.safetensors"}), **catch("load", 0)})
+        host.output_of("SanaNodesModelLoader", model_name="sana_3x3.safetensors")
 
 
 def test_what_is_offered_is_what_this_computer_has(host, monkeypatch):

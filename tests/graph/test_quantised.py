@@ -1,12 +1,13 @@
 """Quantised files, and weights in 8 bits: read as core reads them, or refused by name."""
 
 import json
+import re
 
 import layouts
 import pytest
 import torch
 from in_process import NodeError
-from loading import catch, check_forward
+from loading import check_forward
 
 from sana_core.model.fp8 import Fp8Linear
 
@@ -15,8 +16,7 @@ from sana_core.model.fp8 import Fp8Linear
 def test_fp8_weights_are_cast_as_they_run(host, put, weight_dtype):
     model = layouts.transformer()
     put("diffusion_models", "sana.safetensors", model.state_dict())
-    inputs = {"model_name": "sana.safetensors", "weight_dtype": weight_dtype}
-    patcher = host.run({"load": ("SanaNodesModelLoader", inputs), **catch("load", 0)})["0"]
+    patcher = host.output_of("SanaNodesModelLoader", model_name="sana.safetensors", weight_dtype=weight_dtype)
     dtype = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[weight_dtype]
     parameters = dict(patcher.model.diffusion_model.named_parameters())
     assert parameters["transformer_blocks.0.attn1.to_q.weight"].dtype == dtype
@@ -45,30 +45,32 @@ def test_products_of_the_command_line_are_no_farther_off_than_comfyui_s(host, sc
     assert error < 0.05 and error < allowed * (1 if scale == 1 else 0.5)
 
 
+def in_fp8(model, form, prefix=""):
+    """Bring a model's matrices to fp8; return the tensors of a file that says so in that form, and its metadata."""
+    tensors, layers = {}, {}
+    for name, value in model.state_dict().items():
+        layer, _, leaf = name.rpartition(".")
+        tensors[prefix + name] = value
+        if leaf == "weight" and value.ndim == 2 and not re.search("embed|norm|caption|time|proj_out", name):
+            scale = value.float().abs().max() / 448
+            tensors[prefix + name] = (value.float() / scale).to(torch.float8_e4m3fn)
+            model.get_parameter(name).data = tensors[prefix + name].float() * scale
+            tensors[f"{prefix}{layer}.{'scale_weight' if form == 'scaled_fp8' else 'weight_scale'}"] = scale
+            layers[prefix + layer] = {"format": "float8_e4m3fn"}
+            if form == "comfy_quant":
+                text = json.dumps(layers[prefix + layer]).encode()
+                tensors[f"{prefix}{layer}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+    if form == "scaled_fp8":
+        tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    return tensors, {"_quantization_metadata": json.dumps({"layers": layers})} if form == "metadata" else {}
+
+
 @pytest.mark.parametrize("form", ["comfy_quant", "scaled_fp8", "metadata"])
 def test_the_quantised_files_that_core_reads_are_read(host, put, form):
     model = layouts.transformer()
-    tensors, formats = {}, {"layers": {}}
-    for name, value in model.state_dict().items():
-        layer, _, leaf = name.rpartition(".")
-        if leaf != "weight" or value.ndim != 2 or "attn" not in name or "norm" in name:
-            tensors[name] = value
-            continue
-        scale = value.float().abs().max() / 448
-        tensors[name] = (value.float() / scale).to(torch.float8_e4m3fn)
-        model.get_parameter(name).data = tensors[name].float() * scale
-        tensors[f"{layer}.{'scale_weight' if form == 'scaled_fp8' else 'weight_scale'}"] = scale
-        formats["layers"][layer] = {"format": "float8_e4m3fn"}
-        if form == "comfy_quant":
-            text = json.dumps(formats["layers"][layer]).encode()
-            tensors[f"{layer}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
-    if form == "scaled_fp8":
-        tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
-    metadata = {"_quantization_metadata": json.dumps(formats)} if form == "metadata" else {}
+    tensors, metadata = in_fp8(model, form)
     put("diffusion_models", "sana_fp8.safetensors", tensors, **metadata)
-    patcher = host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana_fp8.safetensors"}), **catch("load", 0)})[
-        "0"
-    ]
+    patcher = host.output_of("SanaNodesModelLoader", model_name="sana_fp8.safetensors")
     layer = patcher.model.diffusion_model.transformer_blocks[0].attn1.to_q
     assert layer.quant_format == "float8_e4m3fn"
     check_forward(patcher, model, tolerance=1e-2)
@@ -80,35 +82,24 @@ def test_a_quantised_format_that_core_does_not_know_is_named(host, put):
     tensors["transformer_blocks.0.attn1.to_q.comfy_quant"] = text
     put("diffusion_models", "sana_int4.safetensors", tensors)
     with pytest.raises(NodeError, match="sana_int4.safetensors: ComfyUI cannot read the quantised layer "):
-        host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana_int4.safetensors"}), **catch("load", 0)})
+        host.output_of("SanaNodesModelLoader", model_name="sana_int4.safetensors")
 
 
 @pytest.mark.parametrize("form", ["scaled_fp8", "metadata"])
 def test_a_quantised_text_encoder_is_read(host, put, tokenizer, form):
     """Comfy-Org's fp8 files of Gemma 2, whose names begin with model."""
     model = layouts.gemma(vocabulary=750)
-    tensors, layers = dict(tokenizer), {}
-    for name, value in model.state_dict().items():
-        layer, _, leaf = name.rpartition(".")
-        tensors[f"model.{name}"] = value
-        if value.ndim == 2 and "embed" not in name:
-            scale = value.float().abs().max() / 448
-            tensors[f"model.{name}"] = (value.float() / scale).to(torch.float8_e4m3fn)
-            tensors[f"model.{layer}.{'scale_weight' if form == 'scaled_fp8' else 'weight_scale'}"] = scale
-            layers[f"model.{layer}"] = {"format": "float8_e4m3fn"}
-            model.get_parameter(name).data = tensors[f"model.{name}"].float() * scale
-    if form == "scaled_fp8":
-        tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
-    metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if form == "metadata" else {}
-    put("text_encoders", "gemma_fp8.safetensors", tensors, **metadata)
+    tensors, metadata = in_fp8(model, form, "model.")
+    put("text_encoders", "gemma_fp8.safetensors", {**tensors, **tokenizer}, **metadata)
     graph = {
         "load": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma_fp8.safetensors"}),
         "text": ("SanaNodesTextEncode", {"clip": ["load", 0], "text": "a red circle", "instruction": False}),
+        "catch clip": ("Catch", {"value": ["load", 0], "name": "clip"}),
         "catch text": ("Catch", {"value": ["text", 0], "name": "text"}),
     }
-    got = host.run({**graph, **catch("load", 0)})
-    assert got["0"].cond_stage_model.gemma.layers[1].mlp.up_proj.quant_format == "float8_e4m3fn"
-    ids = [pair[0] for pair in got["0"].tokenize("a red circle", instruction=False)["gemma2_2b"][0]]
+    got = host.run(graph)
+    assert got["clip"].cond_stage_model.gemma.layers[1].mlp.up_proj.quant_format == "float8_e4m3fn"
+    ids = [pair[0] for pair in got["clip"].tokenize("a red circle", instruction=False)["gemma2_2b"][0]]
     with torch.no_grad():
         mask = torch.tensor([ids]).ne(0).long()
         expected = model.float()(torch.tensor([ids]), attention_mask=mask).last_hidden_state
@@ -126,9 +117,7 @@ def test_int8_layers_are_read(host, put):
     tensors[f"{layer}.comfy_quant"] = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
     model.get_parameter(f"{layer}.weight").data = tensors[f"{layer}.weight"].float() * scale
     put("diffusion_models", "sana_int8.safetensors", tensors)
-    patcher = host.run({"load": ("SanaNodesModelLoader", {"model_name": "sana_int8.safetensors"}), **catch("load", 0)})[
-        "0"
-    ]
+    patcher = host.output_of("SanaNodesModelLoader", model_name="sana_int8.safetensors")
     check_forward(patcher, model, tolerance=5e-2)
 
 
@@ -137,7 +126,7 @@ def test_a_quantised_vae_is_refused(host, put):
     tensors["decoder.up_blocks.3.1.attn.to_q.weight_scale"] = torch.ones(())
     put("vae", "dc-ae_fp8.safetensors", tensors)
     with pytest.raises(NodeError, match="dc-ae_fp8.safetensors: got quantised weights, which only ComfyUI"):
-        host.run({"load": ("SanaNodesVAELoader", {"vae_name": "dc-ae_fp8.safetensors"}), **catch("load", 0)})
+        host.output_of("SanaNodesVAELoader", vae_name="dc-ae_fp8.safetensors")
 
 
 def test_quantised_weights_that_are_fused_are_refused(host, put):
@@ -146,4 +135,4 @@ def test_quantised_weights_that_are_fused_are_refused(host, put):
     tensors["blocks.0.attn.qkv.weight_scale"] = torch.ones(())
     put("diffusion_models", "nvidia_fp8.safetensors", tensors)
     with pytest.raises(NodeError, match="nvidia_fp8.safetensors: got quantised weights, which are read of trans"):
-        host.run({"load": ("SanaNodesModelLoader", {"model_name": "nvidia_fp8.safetensors"}), **catch("load", 0)})
+        host.output_of("SanaNodesModelLoader", model_name="nvidia_fp8.safetensors")

@@ -72,8 +72,7 @@ def test_resolution_reference_and_schedule_are_kept(host, saved, single_files, r
     name = saved("ModelSave", "diffusion_models", load, model=["load", 0])
     info = inspect_checkpoint(host.models / "diffusion_models" / name)
     assert (info.resolution, info.resolution_from, info.reference) == (int(resolution), "config", reference)
-    graph = {"load": (loader, {"model_name": name}), "catch": ("Catch", {"value": ["load", 0], "name": "model"})}
-    model = host.run(graph)["model"].model
+    model = host.output_of(loader, model_name=name).model
     assert model.model_sampling.shift == shift
     assert model.diffusion_model.config.sample_size == int(resolution) // 32
 

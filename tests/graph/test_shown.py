@@ -13,25 +13,10 @@ PROMPTS = "a red circle on a blue background\na blue square on a white backgroun
 
 
 @pytest.fixture
-def notes(host, monkeypatch):
-    """{node: text} of what is shown under nodes."""
-    shown = {}
-    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: shown.update({node: text}))
-    return shown
-
-
-@pytest.fixture
-def previews(monkeypatch):
+def previews(watched):
     """The previews that the nodes send, in their order, as pixels [H, W, 3]."""
-    import comfy.utils
-
     shown = []
-
-    def hook(value, total, preview, **where):
-        if preview is not None:
-            shown.append(np.asarray(preview[1]))
-
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    watched(lambda value, total, preview: preview is None or shown.append(np.asarray(preview[1])))
     return shown
 
 
@@ -72,20 +57,20 @@ def batch_graph(base_graph, devices):
     }
 
 
-def test_a_shared_batch_ends_with_a_bar_for_each_device_and_one_alone_with_words(host, base_graph, notes, previews):
+def test_a_shared_batch_ends_with_a_bar_for_each_device_and_one_alone_with_words(host, base_graph, told, previews):
     host.run(batch_graph(base_graph, "cpu x 2"))
-    first, second = (int(part.split()[-1]) for part in notes["batch"].splitlines()[0].split(": ")[1].split(", "))
+    first, second = (int(part.split()[-1]) for part in dict(told)["batch"].splitlines()[0].split(": ")[1].split(", "))
     assert first + second == 6
     found = lengths(previews[-1], BLUE)
     assert np.allclose(np.array(found) / max(found), np.array([first, second]) / max(first, second), atol=0.02)
     previews.clear()
     host.run(batch_graph(base_graph, "default"))
-    assert notes["batch"].startswith("6 images in ") and all(pixels.shape[1] < 900 for pixels in previews)
+    assert dict(told)["batch"].startswith("6 images in ") and all(pixels.shape[1] < 900 for pixels in previews)
 
 
-def test_the_decode_says_under_itself_what_its_report_says(host, base_graph, notes):
+def test_the_decode_says_under_itself_what_its_report_says(host, base_graph, told):
     graph = base_graph(steps=1)
     graph["decode"][1].update(method="strips", budget_gb=0.0)
     graph["catch report"] = ("Catch", {"value": ["decode", 1], "name": "report"})
-    assert host.run(graph)["report"] == notes["decode"]
-    assert "strips" in notes["decode"] and "MB predicted" in notes["decode"]
+    assert host.run(graph)["report"] == dict(told)["decode"]
+    assert "strips" in dict(told)["decode"] and "MB predicted" in dict(told)["decode"]

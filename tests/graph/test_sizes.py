@@ -1,16 +1,9 @@
 """The empty latent follows its model, and a size that the model has not learnt is said under the node that samples."""
 
 import pytest
+from loading import ksampler
 
 from sana_core.model.known_models import RESOLUTIONS, SHAPES, own_size, size_note
-
-
-@pytest.fixture
-def notes(host, monkeypatch):
-    """A list of (node, text) of what is shown under nodes."""
-    shown = []
-    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: shown.append((node, text)))
-    return shown
 
 
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
@@ -21,7 +14,7 @@ def test_the_released_shapes_are_their_own(resolution):
         assert own_size(2 * size[0], 2 * size[1], resolution) == size
 
 
-def test_a_latent_with_the_model_has_its_size_in_the_shape_of_the_widgets(host, base_graph, notes):
+def test_a_latent_with_the_model_has_its_size_in_the_shape_of_the_widgets(host, base_graph, told):
     graph = base_graph(steps=1)
     for (width, height), expected in {
         (1024, 1024): (4, 4),
@@ -30,20 +23,17 @@ def test_a_latent_with_the_model_has_its_size_in_the_shape_of_the_widgets(host, 
     }.items():
         graph["empty"][1].update(width=width, height=height, model=["load", 0])
         assert host.run(graph)["latent"]["samples"].shape == (1, 32, *expected)
-        assert ("empty", f"{32 * expected[1]} x {32 * expected[0]}") in notes
-    assert not [node for node, _ in notes if node == "sample"]
+        assert ("empty", f"{32 * expected[1]} x {32 * expected[0]}") in told
+    assert not [node for node, _ in told if node == "sample"]
 
 
 @pytest.mark.parametrize("node", ["SanaNodesSampler", "KSampler"])
-def test_a_size_that_the_model_did_not_learn_is_said_under_any_sampler(host, base_graph, notes, node):
+def test_a_size_that_the_model_did_not_learn_is_said_under_any_sampler(host, base_graph, told, node):
     graph = base_graph(steps=1)
-    if node == "KSampler":
-        own = {"steps": 1, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0, "seed": 0}
-        links = {name: value for name, value in graph["sample"][1].items() if isinstance(value, list)}
-        graph["sample"] = (node, {**own, **links})
+    graph = ksampler(graph) if node == "KSampler" else graph
     host.run(graph)
-    assert not [text for where, text in notes if where == "sample"]
+    assert not [text for where, text in told if where == "sample"]
     graph["empty"][1].update(width=256, height=256)
     host.run(graph)
     note = "256 x 256 is far from this model's training size (128 px); use 128 x 128 for better images"
-    assert ("sample", note) in notes
+    assert ("sample", note) in told

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fake_cuda import pack
 from in_process import NodeError
+from loading import ksampler, through
 
 TWO = "cpu x 2"
 STEPS = 4
@@ -48,14 +49,6 @@ def assert_same(got, expected):
     assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def core_graph(graph):
-    """`graph` with KSampler in the place of our sampler."""
-    links = {key: graph["sample"][1][key] for key in ("model", "positive", "negative", "latent_image")}
-    settings = {"seed": 3, "steps": STEPS, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
-    graph["sample"] = ("KSampler", {**links, **settings})
-    return graph
-
-
 def test_two_halves_draw_what_the_whole_draws(host, base_graph, split_graph, shards):
     """A prompt each where it is guided, and half of the rows where there is one."""
     for guidance, shape in ((4.5, (1, 4)), (1.0, (1, 2))):
@@ -66,7 +59,7 @@ def test_two_halves_draw_what_the_whole_draws(host, base_graph, split_graph, sha
 
 
 def test_ksampler_and_custom_samplers_too(host, base_graph, custom_graph, split_graph, shards):
-    assert_same(latents(host, core_graph(split_graph())), latents(host, core_graph(base_graph())))
+    assert_same(latents(host, ksampler(split_graph())), latents(host, ksampler(base_graph(steps=STEPS))))
     custom = latents(host, split_graph(graph=custom_graph(steps=STEPS)))
     assert_same(custom, latents(host, custom_graph(steps=STEPS)))
     assert len(shards) == 2 * 2 * STEPS
@@ -74,35 +67,28 @@ def test_ksampler_and_custom_samplers_too(host, base_graph, custom_graph, split_
 
 def test_a_lora_behind_the_node_is_on_all_devices(host, base_graph, split_graph, put):
     generator = torch.Generator().manual_seed(0)
-    name = put(
-        "loras",
-        "split.safetensors",
-        {
-            "transformer.transformer_blocks.1.attn1.to_q.lora_A.weight": torch.randn(2, 160, generator=generator),
-            "transformer.transformer_blocks.1.attn1.to_q.lora_B.weight": torch.randn(160, 2, generator=generator),
-        },
-    )
+    layer = "transformer.transformer_blocks.1.attn1.to_q.lora"
+    tensors = {f"{layer}_A.weight": torch.randn(2, 160, generator=generator)}
+    tensors[f"{layer}_B.weight"] = torch.randn(160, 2, generator=generator)
+    name = put("loras", "split.safetensors", tensors)
 
-    def with_lora(graph, source):
-        graph["lora"] = ("SanaNodesLoraLoader", {"model": [source, 0], "lora_name": name, "strength_model": 1.0})
-        graph["sample"][1]["model"] = ["lora", 0]
-        return graph
+    def with_lora(graph):
+        return through(graph, "SanaNodesLoraLoader", lora_name=name, strength_model=1.0)
 
-    expected = latents(host, with_lora(base_graph(steps=STEPS), "load"))
+    expected = latents(host, with_lora(base_graph(steps=STEPS)))
     assert (expected - latents(host, base_graph(steps=STEPS))).abs().max() > 1e-2
-    assert_same(latents(host, with_lora(split_graph(), "split")), expected)
+    assert_same(latents(host, with_lora(split_graph())), expected)
     # and it does not stay on them
     assert_same(latents(host, split_graph()), latents(host, base_graph(steps=STEPS)))
 
 
 def test_perturbed_attention_and_the_guidance_interval_go_with_it(host, base_graph, split_graph):
-    def patched(graph, source):
-        graph["pag"] = ("SanaNodesPAG", {"model": [source, 0], "scale": 2.0})
-        graph["interval"] = ("SanaNodesGuidanceInterval", {"model": ["pag", 0], "start": 0.3, "end": 1.0})
-        graph["sample"][1]["model"] = ["interval", 0]
-        return graph
+    def patched(graph):
+        return through(
+            through(graph, "SanaNodesPAG", "pag", scale=2.0), "SanaNodesGuidanceInterval", start=0.3, end=1.0
+        )
 
-    assert_same(latents(host, patched(split_graph(), "split")), latents(host, patched(base_graph(steps=STEPS), "load")))
+    assert_same(latents(host, patched(split_graph())), latents(host, patched(base_graph(steps=STEPS))))
 
 
 def test_memory_that_runs_out_on_one_leaves_the_picture_to_the_other(
@@ -139,27 +125,15 @@ def test_a_picture_of_too_few_rows_is_refused_before_anything_is_loaded(host, sp
         latents(host, graph)
 
 
-def test_a_patch_that_replaces_a_part_of_the_model_is_refused(host, split_graph, monkeypatch):
-    class Replace:
-        RETURN_TYPES, FUNCTION = ("MODEL",), "patch"
-
-        @classmethod
-        def INPUT_TYPES(cls):
-            return {"required": {"model": ("MODEL",)}}
-
-        def patch(self, model):
-            model = model.clone()
-            own = model.model.diffusion_model.proj_out
-            model.add_object_patch("diffusion_model.proj_out", own)
-            return (model,)
-
-    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "Replace", Replace)
+def test_a_patch_that_replaces_a_part_of_the_model_is_refused(host, split_graph):
     graph = split_graph()
-    graph["replace"] = ("Replace", {"model": ["split", 0]})
-    graph["sample"][1]["model"] = ["replace", 0]
+    model = host.run({key: graph[key] for key in ("load", "split")} | caught("split"))["latent"].clone()
+    model.add_object_patch("diffusion_model.proj_out", model.model.diffusion_model.proj_out)
+    graph["replaced"] = ("AnyValue", {"value": model})
+    graph["sample"][1]["model"] = ["replaced", 0]
     with pytest.raises(NodeError, match=r"cannot share an image with \(diffusion_model.proj_out\); remove it"):
         latents(host, graph)
-    graph["split"][1]["devices"] = 3
+    graph["split"][1]["devices"], graph["sample"][1]["model"] = 3, ["split", 0]
     with pytest.raises(NodeError, match="devices: got 3, expected a name"):
         latents(host, graph)
 

@@ -114,16 +114,11 @@ def test_cancel_ends_it_within_a_token_and_the_next_run_goes_on(write):
     assert write()["text"]
 
 
-def test_each_token_is_one_position_and_one_step_of_the_bar(write, monkeypatch):
-    import comfy.utils
-
+def test_each_token_is_one_position_and_one_step_of_the_bar(write, watched):
     shown, lengths = [], []
     gemma = write()["clip"].cond_stage_model.gemma
     hook = gemma.embed_tokens.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-    monkeypatch.setattr(
-        comfy.utils, "PROGRESS_BAR_HOOK", lambda value, total, *args, **named: shown.append((value, total))
-    )
-    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0)
+    watched(lambda value, total, preview: shown.append((value, total)))
     write("a large", keep_cache=True, max_length=12)
     hook.remove()
     assert lengths[0] > 2 and lengths[1:] == [1] * 11

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fake_cuda import pack
 from in_process import NodeError
+from loading import through
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -18,6 +19,7 @@ from sana_core.training.runs import find_states
 from sana_core.training.settings import Phase, TrainingSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+TRAINED = {"lora": ["train", 0], "strength_model": 1.0, "bypass": False}
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +57,6 @@ def training_graph(base_graph, captions, runs):
         return graph
 
     return build
-
-
-@pytest.fixture
-def watched(monkeypatch):
-    """A function that hangs `see(value, total, preview)` into the host's progress, where the server's own hook is."""
-    import comfy.utils
-
-    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0.0)
-
-    def watch(see):
-        def hook(value, total, preview, prompt_id=None, node_id=None):
-            see(value, total, preview)
-
-        monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
-
-    return watch
 
 
 def pixels(image):
@@ -113,24 +99,16 @@ def test_two_pictures_are_learnt_and_drawn_by_the_next_nodes(host, base_graph, t
     assert same_tensors(load_file(saved), load_file(runs / "learnt" / "learnt.safetensors"))
     both = {"lora_name": "learnt.safetensors", "strength_model": 1.0}
     pair = {"clip": ["load", 1], "strength_clip": 1.0}
-    for loader, inputs in (
-        ("LoraLoader", {**both, **pair}),
-        ("LoraLoaderModelOnly", both),
-        ("SanaNodesLoraLoader", both),
-    ):
-        graph = base_graph(text=captions[0], seed=0, steps=20)
-        graph["lora"] = (loader, {"model": ["load", 0], **inputs})
-        graph["sample"][1]["model"] = ["lora", 0]
+    loaders = {"LoraLoader": {**both, **pair}, "LoraLoaderModelOnly": both, "SanaNodesLoraLoader": both}
+    for loader, inputs in loaders.items():
+        graph = through(base_graph(text=captions[0], seed=0, steps=20), loader, **inputs)
         assert torch.equal(host.run(graph)["image"], made["image"]), loader
 
 
 @pytest.mark.parametrize("method", ["dora", "lokr"])
 def test_core_puts_each_method_s_lora_on_a_model_as_we_do(host, training_graph, runs, method):
     graph = training_graph(name=method, method=method, alpha=2.0, targets="both", validate_every=0, draw=4)
-    graph["core"] = (
-        "LoraModelLoader",
-        {"model": ["load", 0], "lora": ["train", 0], "strength_model": 1.0, "bypass": False},
-    )
+    graph["core"] = ("LoraModelLoader", {"model": ["load", 0], **TRAINED})
     graph["core sample"] = ("SanaNodesSampler", {**graph["sample"][1], "model": ["core", 0]})
     graph["catch core"] = ("Catch", {"value": ["core sample", 0], "name": "core"})
     made = host.run(graph)
@@ -263,9 +241,8 @@ def test_prodigy_has_its_first_estimate_and_its_factor_from_the_node(host, train
     assert 2 * learnt["as set"] < min(learnt["farther"], learnt["faster"]), learnt
 
 
-def test_the_node_shows_step_and_pictures(host, training_graph, watched, monkeypatch):
-    seen, texts = [], []
-    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node_id: texts.append((node_id, text)))
+def test_the_node_shows_step_and_pictures(host, training_graph, watched, told):
+    seen = []
     watched(lambda value, total, preview: seen.append((value, total, preview)))
     host.run(training_graph(name="shown", validation_prompts="a\nb", validate_every=2, draw=2))
     assert [value for value, total, _ in seen if total == 6][-1] == 6
@@ -276,7 +253,7 @@ def test_the_node_shows_step_and_pictures(host, training_graph, watched, monkeyp
     # two pictures side by side above the curve
     assert kind == "JPEG" and image.size == (512, 256 + 128) and largest is None
     assert len(image.crop((0, 256, 512, 384)).getcolors(10_000)) > 2
-    own = [text for node_id, text in texts if node_id == "train"]
+    own = [text for node, text in told if node == "train"]
     assert any(text.startswith("latents and captions: ") for text in own)
     assert any(text.startswith("step 6 of 6, loss 0.") for text in own)
     assert (
@@ -328,11 +305,7 @@ def test_core_s_trainer_trains_our_model(host, base_graph, captions, algorithm):
         graph["data"] = ("MakeTrainingDataset", links)
         inputs = {"model": ["load", 0], "latents": ["data", 0], "positive": ["data", 1], "learning_rate": rate}
         graph["train"] = ("TrainLoraNode", {**CORE, **inputs, "algorithm": algorithm})
-        graph["apply"] = (
-            "LoraModelLoader",
-            {"model": ["load", 0], "lora": ["train", 0], "strength_model": 1.0, "bypass": False},
-        )
-        graph["sample"][1]["model"] = ["apply", 0]
+        graph = through(graph, "LoraModelLoader", **TRAINED)
         graph["catch loss"] = ("Catch", {"value": ["train", 1], "name": "loss"})
         made = host.run(graph)
         losses[rate], images[rate] = made["loss"]["loss"], made["image"]

@@ -1,11 +1,13 @@
 """What a training run draws to look at is what ComfyUI draws with what it saves, with any loader."""
 
+import random
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import CHECKPOINTS
+from loading import controlled
 from PIL import Image
 
 from demo.pictures import combinations, draw_scene, prompt, random_scene
@@ -19,8 +21,6 @@ PROMPTS = ("a red circle on a blue background", "a green star on a white backgro
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    import random
-
     folder = tmp_path_factory.mktemp("pictures")
     rng, (combos, _) = random.Random(3), combinations()
     for index in range(4):
@@ -101,14 +101,8 @@ def test_the_picture_under_control_is_that_of_the_canvas(host, base_graph, run, 
             shutil.copy(controls[number], host.models.parent / "input")
             graph = base_graph(seed=number, steps=STEPS, text=text)
             graph["load"][1]["reference"] = reference
-            name = f"{folder.name}/diffusion_pytorch_model.safetensors"
-            graph["control"] = ("SanaNodesControlNetLoader", {"control_net_name": name, "reference": "auto"})
-            graph["shape"] = ("LoadImage", {"image": controls[number].name})
-            inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "control_net": ["control", 0]}
-            inputs |= {"image": ["shape", 0], "vae": ["load", 2]}
-            inputs |= {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
-            graph["apply"] = ("ControlNetApplyAdvanced", inputs)
-            graph["sample"][1].update(positive=["apply", 0], negative=["apply", 1])
+            controlled(graph, f"{folder.name}/diffusion_pytorch_model.safetensors", None, "auto")
+            graph["edges"] = ("LoadImage", {"image": controls[number].name})
             check(number, graph)
     finally:
         shutil.rmtree(folder)

@@ -11,26 +11,15 @@ LOAD = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
 
 
 @pytest.fixture
-def latent(host):
-    """A function of a shape: the id of a node that gives noise of that shape, and the graph with it."""
+def latent():
+    """A function of a shape: noise of that shape, and a graph with it."""
 
     def build(*shape, spoil=None):
         samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         if spoil is not None:
             samples[0, 3, 2, 1] = spoil
 
-        class Noise:
-            RETURN_TYPES, FUNCTION = ("LATENT",), "make"
-
-            @classmethod
-            def INPUT_TYPES(cls):
-                return {"required": {}}
-
-            def make(self):
-                return ({"samples": samples},)
-
-        host.nodes.NODE_CLASS_MAPPINGS["Noise"] = Noise
-        return samples, {**LOAD, "noise": ("Noise", {})}
+        return samples, {**LOAD, "noise": ("AnyValue", {"value": {"samples": samples}})}
 
     return build
 
@@ -153,20 +142,19 @@ def test_a_budget_below_the_floor_says_the_smallest_that_works(host, latent):
         decoded(host, graph, budget_gb=0.001)
 
 
-@pytest.mark.parametrize("name, value", [("budget_gb", float("nan")), ("budget_gb", -1.0)])
-def test_budgets_through_a_link_are_checked(host, latent, name, value):
-    _, graph = latent(1, 32, 4, 4)
-    graph["number"] = ("AnyValue", {"value": value})
-    with pytest.raises(NodeError, match=f"^{name}: got {value}, expected a number from 0 to 1024.0$"):
-        decoded(host, graph, **{name: ["number", 0]})
+LINKED = [
+    ("budget_gb", -1.0, "a number from 0 to 1024.0$"),
+    ("method", "some", "one of"),
+    ("devices", "some", "one of"),
+]
 
 
-@pytest.mark.parametrize("name", ["method", "devices"])
-def test_names_through_a_link_are_checked(host, latent, name):
+@pytest.mark.parametrize("name, value, expected", LINKED)
+def test_what_comes_through_a_link_is_checked(host, latent, name, value, expected):
     _, graph = latent(1, 32, 4, 4)
-    graph["name"] = ("AnyValue", {"value": "some"})
-    with pytest.raises(NodeError, match=f"^{name}: got 'some', expected one of "):
-        decoded(host, graph, **{name: ["name", 0]})
+    graph["value"] = ("AnyValue", {"value": value})
+    with pytest.raises(NodeError, match=f"^{name}: got {value!r}, expected {expected}"):
+        decoded(host, graph, **{name: ["value", 0]})
 
 
 @pytest.mark.parametrize(
@@ -204,9 +192,7 @@ def test_cancel_ends_a_decode_at_once_and_the_next_one_is_whole(host, latent, mo
 
 
 def test_memory_that_runs_out_shrinks_the_strips_in_core_s_decode_too(host, latent, whole, monkeypatch):
-    import sys
-
-    rows = next(module for name, module in sys.modules.items() if name.endswith("nodes-1.sana_core.decode.streaming"))
+    rows = pack("sana_core.decode.streaming")
     convolve, calls = rows.convolve, []
 
     def fail_once(*arguments):
@@ -221,37 +207,25 @@ def test_memory_that_runs_out_shrinks_the_strips_in_core_s_decode_too(host, late
     assert len(calls) > 4
 
 
-def test_progress_counts_rows(host, latent):
-    import comfy.utils
-
+def test_progress_counts_rows(host, latent, watched):
     seen = []
-    comfy.utils.set_progress_bar_global_hook(lambda value, total, preview, node_id=None: seen.append((value, total)))
-    try:
-        _, graph = latent(1, 32, 16, 4)
-        decoded(host, graph)
-    finally:
-        comfy.utils.set_progress_bar_global_hook(None)
+    watched(lambda value, total, preview: seen.append((value, total)))
+    decoded(host, latent(1, 32, 16, 4)[1])
     assert seen[-1] == (512, 512)
 
 
 def test_the_predicted_memory_is_what_core_reserves(host, latent):
-    got = host.run({**LOAD, "catch": ("Catch", {"value": ["load", 2], "name": "vae"})})
-    vae = got["vae"]
+    vae = host.output_of("SanaNodesLoader", 2, model="sana-tiny")
     small, large = (vae.memory_used_decode((1, 32, side, side), torch.float32) for side in (4, 64))
     assert 0 < small < large < 0.2 * 2178 * 64 * 64 * 64 * 4
     assert vae.memory_used_encode((1, 3, 128, 128), torch.float32) > 0
 
 
 def test_the_plan_is_a_chart_and_text(host):
-    got = host.run(
-        {
-            "plan": ("SanaNodesPlan", {"variant": "1.6B", "width": 4096, "height": 4096, "batch_size": 1}),
-            "catch": ("Catch", {"value": ["plan", 0], "name": "chart"}),
-            "catch figures": ("Catch", {"value": ["plan", 1], "name": "figures"}),
-        }
-    )
-    assert got["chart"].shape == (1, 450, 900, 3) and got["chart"].std() > 0.05
-    assert "decode, whole: not possible" in got["figures"] and "decode, strips: " in got["figures"]
+    own = {"variant": "1.6B", "width": 4096, "height": 4096, "batch_size": 1}
+    chart, figures = (host.output_of("SanaNodesPlan", slot, **own) for slot in (0, 1))
+    assert chart.shape == (1, 450, 900, 3) and chart.std() > 0.05
+    assert "decode, whole: not possible" in figures and "decode, strips: " in figures
 
 
 def test_comfyui_clears_the_other_cards_for_their_decoders(host, latent, whole, monkeypatch):
@@ -267,5 +241,5 @@ def test_comfyui_clears_the_other_cards_for_their_decoders(host, latent, whole, 
     got = decoded(host, graph, devices="all")
     assert_same(got["image"], whole(samples))
     ((size, device),) = [each for each in cleared if each[1] == second]
-    vae = host.run({**LOAD, "catch": ("Catch", {"value": ["load", 2], "name": "vae"})})["vae"]
+    vae = host.output_of("SanaNodesLoader", 2, model="sana-tiny")
     assert size == vae.model_size() + vae.memory_used_decode(samples.shape, torch.float32)
