@@ -101,24 +101,33 @@ def controlnet(layers: int = 2):
     return model.bfloat16().train(False)
 
 
+def f32c32(divisor: int, **changes):
+    """SANA's DC-AE, as mit-han-lab configures it, with random weights and so many times fewer channels. The other sizes
+    are the library's own."""
+    torch.manual_seed(0)
+    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+    widths = tuple(width // divisor for width in (128, 256, 512, 512, 1024, 1024))
+    config = {
+        "encoder_block_types": blocks,
+        "decoder_block_types": blocks,
+        "encoder_block_out_channels": widths,
+        "decoder_block_out_channels": widths,
+        "upsample_block_type": "interpolate",
+        "downsample_block_type": "Conv",
+        "scaling_factor": 0.41407,
+    }
+    return AutoencoderDC(**config | changes).requires_grad_(False)
+
+
+def released_autoencoder():
+    return f32c32(1)
+
+
 def autoencoder():
-    """A random DC-AE with the real one's kinds of blocks and few channels."""
-    torch.manual_seed(3)
-    side = {"block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3, "block_out_channels": (8, 8, 16, 32, 32, 64)}
-    side["qkv_multiscales"] = ((), (), (), (5,), (5,), (5,))
-    model = AutoencoderDC(
-        latent_channels=32,
-        attention_head_dim=16,
-        encoder_layers_per_block=(1, 1, 1, 2, 1, 1),
-        decoder_layers_per_block=(1, 2, 1, 1, 1, 1),
-        downsample_block_type="Conv",
-        upsample_block_type="interpolate",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
-        scaling_factor=0.41407,
-        **{f"{name}_{key}": value for name in ("encoder", "decoder") for key, value in side.items()},
-    )
-    return model.bfloat16().train(False)
+    """A DC-AE of few blocks and channels."""
+    widths = {f"{side}_block_out_channels": (8, 8, 16, 32, 32, 64) for side in ("encoder", "decoder")}
+    depths = {"encoder_layers_per_block": (1, 1, 1, 2, 1, 1), "decoder_layers_per_block": (1, 2, 1, 1, 1, 1)}
+    return f32c32(1, attention_head_dim=16, **widths, **depths).bfloat16().train(False)
 
 
 def gemma(vocabulary: int = 300):
@@ -225,15 +234,3 @@ def sparse(model: torch.nn.Module | dict[str, tuple[int, ...]], path: Path) -> P
         file.write(len(content).to_bytes(8, "little") + content)
         file.truncate(8 + len(content) + end)
     return path
-
-
-def released_autoencoder():
-    """DC-AE f32c32 as mit-han-lab/dc-ae-f32c32-sana-1.1-diffusers configures it; its sizes are the library's own."""
-    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
-    return AutoencoderDC(
-        encoder_block_types=blocks,
-        decoder_block_types=blocks,
-        upsample_block_type="interpolate",
-        downsample_block_type="Conv",
-        scaling_factor=0.41407,
-    )

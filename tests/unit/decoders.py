@@ -1,24 +1,7 @@
 """DC-AE as SANA has it, with random weights, and the latents and distances that its tests use."""
 
 import torch
-
-
-def f32c32(divisor, **changes):
-    """SANA's DC-AE with random weights and so many times fewer channels."""
-    from diffusers import AutoencoderDC
-
-    torch.manual_seed(0)
-    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
-    widths = tuple(width // divisor for width in (128, 256, 512, 512, 1024, 1024))
-    config = {
-        "encoder_block_types": blocks,
-        "decoder_block_types": blocks,
-        "encoder_block_out_channels": widths,
-        "decoder_block_out_channels": widths,
-        "upsample_block_type": "interpolate",
-        "downsample_block_type": "Conv",
-    }
-    return AutoencoderDC(**config | changes).requires_grad_(False)
+from layouts import f32c32
 
 
 def lite(divisor, **changes):

@@ -11,6 +11,7 @@ from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 import sana_core
 from sana_core.checkpoints import find_part
 from sana_core.checkpoints.load import build_module, latent_scale, shift_of
+from sana_core.memory import transformer_parameters
 from sana_core.model.known_models import VARIANTS, Architecture, variant_name
 
 COUNTS = {
@@ -68,7 +69,7 @@ def test_every_released_size_is_recognised_by_its_header_alone(tmp_path, name):
     file = layouts.sparse(model, tmp_path / "a.safetensors")
     info = sana_core.inspect_checkpoint(file)
     assert (info.kind, info.variant, info.layout, info.dtype) == ("transformer", name, "diffusers", torch.bfloat16)
-    assert info.size == 2 * sum(p.numel() for p in model.parameters())
+    assert info.size == 2 * transformer_parameters(VARIANTS[name]) == 2 * sum(p.numel() for p in model.parameters())
     built = build_module(info)
     count = sum(p.numel() for p in built.parameters())
     assert count == COUNTS.get(name, sum(p.numel() for p in model.parameters()))
