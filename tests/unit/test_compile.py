@@ -23,10 +23,23 @@ class Graphs:
 
 
 @pytest.fixture
-def graphs():
+def graphs(monkeypatch):
+    """What counts the graphs of torch.compile, which breaks none."""
     torch._dynamo.reset()
-    yield Graphs()
+    found, plain = Graphs(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode=None: plain(function, fullgraph=True, backend=found))
+    yield found
     torch._dynamo.reset()
+
+
+def check_denoiser(transformer, size, kept, seed, sigma):
+    """Check that the compiled model computes what the other does; `kept` are the lengths of two prompts."""
+    prompts = [random_prompt(1, kept=tokens, seed=seed + 9 * i) for i, tokens in enumerate(kept)]
+    x, sigma = noise(1, 32, *size, seed=seed), torch.tensor(sigma)
+    got, expected = (
+        denoiser(ControlledModel(transformer, compiled=each), *prompts, 4.5)(x, sigma) for each in (True, False)
+    )
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["sana", "sana-1.5", "sana-4k"])
@@ -36,7 +49,7 @@ def test_it_is_one_graph_over_twenty_steps_with_the_same_result(variant, kept, g
     embeds, mask = random_prompt(2)
     mask[0, kept:] = 0
     constants = prepare(transformer, embeds, mask, 4, 4)
-    compiled = torch.compile(velocity, fullgraph=True, backend=graphs)
+    compiled = torch.compile(velocity)
     for step in range(20):
         x, timestep = noise(2, 32, 4, 4, seed=step), torch.full((2,), 1000.0 - 50 * step)
         torch.testing.assert_close(
@@ -50,7 +63,7 @@ def test_perturbed_attention_is_one_graph_too(graphs):
     embeds, mask = random_prompt(1)
     constants = prepare(transformer, embeds, mask, 4, 4)
     perturbation = Perturbation(torch.tensor([False, True])[:, None, None], frozenset({1}))
-    compiled = torch.compile(velocity, fullgraph=True, backend=graphs)
+    compiled = torch.compile(velocity)
     for step in range(3):
         x, timestep = noise(2, 32, 4, 4, seed=step), torch.full((2,), 500.0 - step)
         expected = velocity(transformer, x, timestep, constants, None, perturbation)
@@ -62,7 +75,7 @@ def test_perturbed_attention_is_one_graph_too(graphs):
 def test_two_sizes_are_at_most_two_compilations(graphs):
     transformer = tiny_transformer()
     embeds, mask = random_prompt(1)
-    compiled = torch.compile(velocity, fullgraph=True, backend=graphs)
+    compiled = torch.compile(velocity)
     for size in ((4, 4), (6, 5), (4, 4), (6, 5)):
         constants = prepare(transformer, embeds, mask, *size)
         for step in range(5):
@@ -70,28 +83,19 @@ def test_two_sizes_are_at_most_two_compilations(graphs):
     assert graphs.count <= 2
 
 
-def test_a_guided_sampling_compiles_once(graphs, monkeypatch):
+def test_a_guided_sampling_compiles_once(graphs):
     transformer = tiny_transformer()
     prompts = random_prompt(1), random_prompt(1, kept=3, seed=1)
-    plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, mode: plain(function, fullgraph=True, backend=graphs))
     model = denoiser(ControlledModel(transformer, compiled=True), *prompts, 4.5)
     for step in range(20):
         model(noise(1, 32, 4, 4, seed=step), torch.tensor(1 - step / 20))
     assert graphs.count == 1
 
 
-def test_prompts_of_all_lengths_and_seeds_are_one_compilation_and_the_same_latents(graphs, monkeypatch):
+def test_prompts_of_all_lengths_and_seeds_are_one_compilation_and_the_same_latents(graphs):
     transformer = tiny_transformer()
-    plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, mode: plain(function, fullgraph=True, backend=graphs))
-    for seed, (positive, negative) in enumerate(((10, 3), (7, 2), (None, 10), (1, 1))):
-        prompts = random_prompt(1, kept=positive, seed=seed), random_prompt(1, kept=negative, seed=seed + 9)
-        x, sigma = noise(1, 32, 4, 4, seed=seed), torch.tensor(0.7)
-        got, expected = (
-            denoiser(ControlledModel(transformer, compiled=each), *prompts, 4.5)(x, sigma) for each in (True, False)
-        )
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+    for seed, kept in enumerate(((10, 3), (7, 2), (None, 10), (1, 1))):
+        check_denoiser(transformer, (4, 4), kept, seed, 0.7)
     assert graphs.count == 1
 
 
@@ -100,20 +104,13 @@ BUCKET = ((4, 6), (6, 4), (3, 8), (8, 3), (5, 5), (2, 12))
 
 
 @pytest.mark.parametrize("variant", ["sana", "sana-1.5"])
-def test_sizes_prompts_and_seeds_of_a_bucket_are_compiled_twice_at_most(variant, graphs, monkeypatch):
+def test_sizes_prompts_and_seeds_of_a_bucket_are_compiled_twice_at_most(variant, graphs):
     """Once for the first size, and once for all others: Dynamo then leaves rows and columns open."""
     transformer = tiny_transformer(variant)
-    plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, mode: plain(function, fullgraph=True, backend=graphs))
     counters = torch._dynamo.utils.counters
     counters.clear()
     for seed, size in enumerate((*BUCKET, *BUCKET[:2])):
-        prompts = random_prompt(1, kept=1 + seed % 9, seed=seed), random_prompt(1, kept=3, seed=seed + 9)
-        x, sigma = noise(1, 32, *size, seed=seed), torch.tensor(0.9 - 0.05 * seed)
-        got, expected = (
-            denoiser(ControlledModel(transformer, compiled=each), *prompts, 4.5)(x, sigma) for each in (True, False)
-        )
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+        check_denoiser(transformer, size, (1 + seed % 9, 3), seed, 0.9 - 0.05 * seed)
     assert graphs.count == counters["stats"]["unique_graphs"] <= 2
     assert not counters["graph_break"] and not counters["unimplemented"]
 

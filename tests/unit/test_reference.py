@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import sana_core
-from sana_core.model.known_models import perturbed_block, released_shift
+from sana_core.model.known_models import released_shift
 from sana_core.model.reference import DIFFUSERS, NVIDIA, reference_of
 from sana_core.sampling.guidance import denoiser
 from sana_core.sampling.samplers import SAMPLERS, own_sigmas, sampler_kwargs
@@ -196,10 +196,6 @@ def solve(velocity, x, steps, shift, sampler, reference):
             scheduler.lower_order_nums = 1
         x = scheduler.step(velocity(x, t), t, x, return_dict=False)[0]
     return x
-
-
-def test_the_blocks_that_pag_perturbs_are_nvidias():
-    assert [perturbed_block(layers) for layers in (20, 28, 60, 5)] == [8, 14, 8, 2]
 
 
 @pytest.mark.parametrize("cells, pixels", [(8, 256), (24, 768), (40, 1280)])
