@@ -15,6 +15,16 @@ TENSORS = {
 }
 
 
+class Call:
+    """Anything that a pickle may ask for."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
 def write_header(file, header, size=0):
     """A safetensors file of this header, a document or its text, and so many zeros."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

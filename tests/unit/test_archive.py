@@ -78,9 +78,3 @@ def test_nothing_in_the_archive_is_marked_by_the_scanner(archive):
     assert {name.split("/")[0] for name in modules} <= {"__init__.py", "nodes", "sana_core"}
     for name in modules:
         ast.parse((ROOT / name).read_text(encoding="ascii"))
-
-
-def test_requirements_are_the_projects():
-    declared = re.search(r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
-    wanted = re.findall(r'"([^"]+)"', declared)
-    assert (ROOT / "requirements.txt").read_text().split() == wanted

@@ -1,7 +1,6 @@
 """What is asked before a picture is taken for one that would be drawn now: everything that decides it."""
 
 import os
-import shutil
 
 import pytest
 
@@ -9,19 +8,14 @@ from sana_core.checkpoints import fingerprint as module
 from sana_core.checkpoints.fingerprint import difference, fingerprint
 
 
-@pytest.fixture
-def own(checkpoint, tmp_path):
-    return shutil.copytree(checkpoint, tmp_path / "own")
-
-
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
-def test_every_byte_of_the_weights_is_asked(own, part):
-    before = fingerprint(own)
-    (file,) = (own / part).glob("*.safetensors")
+def test_every_byte_of_the_weights_is_asked(copy, part):
+    before = fingerprint(copy)
+    (file,) = (copy / part).glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[len(data) * 2 // 3] ^= 1
     file.write_bytes(data)
-    assert difference(before, fingerprint(own)) == f"{part.replace('vae', 'autoencoder')}_weights"
+    assert difference(before, fingerprint(copy)) == f"{part.replace('vae', 'autoencoder')}_weights"
 
 
 def test_the_instruction_and_the_librarys_defaults_are_asked(checkpoint, monkeypatch):
@@ -44,46 +38,46 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_file_beside_the_weights_is_asked(own, name):
-    before, (file, old, new) = fingerprint(own), CHANGES[name]
-    content = (own / file).read_bytes()
+def test_every_file_beside_the_weights_is_asked(copy, name):
+    before, (file, old, new) = fingerprint(copy), CHANGES[name]
+    content = (copy / file).read_bytes()
     assert old in content, content[:2000]
-    (own / file).write_bytes(content.replace(old, new))
-    assert difference(before, fingerprint(own)) == name
+    (copy / file).write_bytes(content.replace(old, new))
+    assert difference(before, fingerprint(copy)) == name
 
 
-def test_the_digest_of_a_large_file_is_kept_beside_it(own, monkeypatch):
+def test_the_digest_of_a_large_file_is_kept_beside_it(copy, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 0)
     read = []
-    found = [fingerprint(own, lambda done, total: read.append((done, total))) for _ in range(2)]
-    size = sum(file.stat().st_size for file in own.rglob("*.safetensors"))
+    found = [fingerprint(copy, lambda done, total: read.append((done, total))) for _ in range(2)]
+    size = sum(file.stat().st_size for file in copy.rglob("*.safetensors"))
     assert found[0] == found[1] and read[-1] == (size, size) and len(read) == 3
-    assert len(list(own.rglob(".*.sana-digest.json"))) == 3
-    (file,) = (own / "vae").glob("*.safetensors")
+    assert len(list(copy.rglob(".*.sana-digest.json"))) == 3
+    (file,) = (copy / "vae").glob("*.safetensors")
     status, data = file.stat(), bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert difference(found[0], fingerprint(own)) == "autoencoder_weights"
+    assert difference(found[0], fingerprint(copy)) == "autoencoder_weights"
 
 
-def test_a_file_of_others_where_a_digest_would_be_kept_stays(own, monkeypatch):
+def test_a_file_of_others_where_a_digest_would_be_kept_stays(copy, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 0)
-    fingerprint(own)
-    one, half, empty = sorted(own.rglob(".*.sana-digest.json"))
+    fingerprint(copy)
+    one, half, empty = sorted(copy.rglob(".*.sana-digest.json"))
     whole = half.read_bytes()
     for file, content in ((one, b'{"stamp": 5}'), (half, whole[:20]), (empty, b"")):
         file.write_bytes(content)
-    fingerprint(own)
+    fingerprint(copy)
     assert one.read_bytes() == b'{"stamp": 5}' and half.read_bytes() == whole and empty.stat().st_size
 
 
-def test_a_models_folder_that_cannot_be_written_is_read_again(own, monkeypatch):
+def test_a_models_folder_that_cannot_be_written_is_read_again(copy, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 0)
 
     def refuse(*arguments, **options):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(type(own), "write_text", refuse)
-    assert fingerprint(own) == fingerprint(own)
-    assert not list(own.rglob("*.sana-digest.json"))
+    monkeypatch.setattr(type(copy), "write_text", refuse)
+    assert fingerprint(copy) == fingerprint(copy)
+    assert not list(copy.rglob("*.sana-digest.json"))

@@ -2,16 +2,12 @@
 
 import itertools
 import os
-import shutil
 import time
 
 import pytest
-from setup import ROOT
 from test_batch_hold import another_run, kill, no_locks, quick
 
 from sana_core.__main__ import main
-from sana_core.checkpoints import fingerprint as fingerprints
-from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.runtime import folder_lock as holds
 from sana_core.runtime.folder_lock import OWN, hold
 
@@ -68,17 +64,3 @@ def test_a_batch_goes_on_among_files_of_any_age(tmp_path, checkpoint, monkeypatc
     assert "2 of 3 images are there already" in capsys.readouterr().out
     after = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.png")}
     assert len(after) == 3 and before.items() <= after.items()
-
-
-def test_a_file_written_while_the_clock_stood_back_is_not_taken_for_the_one_before(tmp_path, monkeypatch):
-    """It has the size and the time of change of the one whose digest is kept."""
-    monkeypatch.setattr(fingerprints, "KEPT", 0)
-    own = shutil.copytree(ROOT / "tests" / "models" / "sana-tiny", tmp_path / "own")
-    file = next((own / "transformer").glob("*.safetensors"))
-    status, before = file.stat(), fingerprint(own)
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-    assert fingerprint(own) != before

@@ -106,16 +106,6 @@ def test_fused_rows_that_cannot_be_parted_are_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize("shard", ["sana.safetensors.index.json", "config.json", "x.pth"])
-def test_an_index_names_safetensors_files_only(tmp_path, shard):
-    layouts.transformer().save_pretrained(tmp_path / "sana", max_shard_size="10MB")
-    index = next((tmp_path / "sana").glob("*.index.json"))
-    content = json.loads(index.read_text())
-    content["weight_map"]["proj_out.bias"] = shard
-    index.write_text(json.dumps(content))
-    refused(tmp_path / "sana", "index.json: names .*, expected safetensors files of its own folder; download it again")
-
-
 def test_files_without_tensors_are_named(tmp_path):
     for name in ("sana.safetensors", "model-00001-of-00002.safetensors"):
         refused(write_header(tmp_path / name, {}), f"/{name}: not a SANA transformer: found no tensors; get one from")

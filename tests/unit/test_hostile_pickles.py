@@ -8,19 +8,9 @@ import zipfile
 
 import pytest
 import torch
-from hostile import refused
+from hostile import Call, refused
 
 from sana_core.checkpoints import pickled
-
-
-class Call:
-    """Anything that a pickle may ask for."""
-
-    def __init__(self, function, *arguments):
-        self.function, self.arguments = function, arguments
-
-    def __reduce__(self):
-        return self.function, self.arguments
 
 
 def pth(file, content, packing=zipfile.ZIP_STORED, **members):

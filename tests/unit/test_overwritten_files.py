@@ -7,9 +7,9 @@ import sys
 import layouts
 import pytest
 import torch
+from safetensors.torch import load_file
 from setup import ROOT
 
-import sana_core
 from sana_core.checkpoints import headers
 from sana_core.checkpoints.headers import read_file
 
@@ -64,19 +64,8 @@ def test_a_loaded_model_outlives_its_file(in_fp32, fault):
     assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr[-500:])
 
 
-def test_a_loaded_model_has_the_files_own_numbers(in_fp32):
-    from safetensors.torch import load_file
-
-    file = in_fp32("transformer", "safetensors")
-    stored = load_file(file)
-    for name, parameter in sana_core.load_transformer(file).named_parameters():
-        assert torch.equal(parameter, stored[name].reshape(parameter.shape))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])
 def test_a_file_is_read_as_safetensors_reads_it(tmp_path, dtype):
-    from safetensors.torch import load_file
-
     shapes = {"scalar": (), "none": (0, 3), "row": (5,), "block": (3, 1, 7)}
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     file = layouts.save(tensors, tmp_path / "file.safetensors")

@@ -43,22 +43,6 @@ def test_the_instruction_is_the_library_s_and_has_double_quotes_in_the_original(
     assert hashlib.sha256(instruction_text(NVIDIA).encode()).hexdigest() == digest
 
 
-def encoded_by(pipeline, prompts, instruction):
-    """Embeddings and mask of the pipeline, with the instruction that it has when nobody gives it one."""
-    default = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
-    lines = default if instruction else None
-    return pipeline.encode_prompt(prompts, False, complex_human_instruction=lines)[:2]
-
-
-@pytest.mark.parametrize("instruction", [True, False])
-def test_embeddings_are_those_of_the_pipeline(encoder, pipeline, instruction):
-    embeds, mask = sana_core.encode_prompts(encoder, PROMPTS, instruction)
-    theirs, their_mask = encoded_by(pipeline, PROMPTS, instruction)
-    assert embeds.shape == (2, 300, encoder.model.config.hidden_size)
-    assert torch.equal(embeds, theirs)
-    assert torch.equal(mask, their_mask)
-
-
 def test_a_prompt_is_the_same_alone_and_in_a_batch(encoder):
     together, mask = sana_core.encode_prompts(encoder, PROMPTS)
     alone, alone_mask = sana_core.encode_prompts(encoder, PROMPTS[1:])
@@ -78,13 +62,19 @@ def test_select_keeps_bos_and_the_last_positions():
 
 @pytest.mark.parametrize("instruction", [True, False])
 @pytest.mark.parametrize(
-    "prompt",
-    ["", " \n", "red " * 297 + "red", "red " * 298 + "red", "a blue cross " * 400, " A \u00c9toile --ar 16:9 \n"],
+    "prompts",
+    [
+        PROMPTS,
+        *([one] for one in ("", " \n", "red " * 297 + "red", "red " * 298 + "red", "a blue cross " * 400)),
+        [" A \u00c9toile --ar 16:9 \n"],
+    ],
 )
-def test_every_prompt_is_that_of_the_pipeline(encoder, pipeline, instruction, prompt):
+def test_every_prompt_is_that_of_the_pipeline(encoder, pipeline, instruction, prompts):
     """The pipeline cuts what is too long, gives the empty positive prompt the instruction too, and reads lower case."""
-    theirs, their_mask = encoded_by(pipeline, [prompt], instruction)
-    embeds, mask = sana_core.encode_prompts(encoder, [prompt], instruction)
+    default = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    lines = default if instruction else None
+    theirs, their_mask = pipeline.encode_prompt(prompts, False, complex_human_instruction=lines)[:2]
+    embeds, mask = sana_core.encode_prompts(encoder, prompts, instruction)
     assert torch.equal(embeds, theirs) and torch.equal(mask, their_mask)
 
 
