@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from by_diffusers import drawn_by
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPAGPipeline, SanaSprintPipeline, SCMScheduler
+from loading import ksampler, through
 from noise import noise_like
 
 from sana_core import encode_prompts, load_text_encoder, load_transformer
@@ -14,51 +16,25 @@ from sana_core.sampling.samplers import flow_dpm_sigmas, sample_flow_dpmpp_2m, s
 from sana_core.sampling.schedules import scm_sigmas, shift_sigmas
 
 PROMPT = "a red circle on a blue background"
-CORE = {"seed": 3, "steps": 8, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
-
-
-def between(graph, name, node, **inputs):
-    """Put `node` between the loader and whatever takes its MODEL."""
-    for key, (kind, old) in list(graph.items()):
-        graph[key] = (kind, {k: [name, 0] if v == ["load", 0] else v for k, v in old.items()})
-    graph[name] = (node, {"model": ["load", 0], **inputs})
-    return graph
-
-
-def ksampler(graph, **inputs):
-    links = {key: graph["sample"][1][key] for key in ("model", "positive", "negative", "latent_image")}
-    return {**graph, "sample": ("KSampler", {**links, **CORE, **inputs})}
 
 
 def pag_latent(checkpoint, scale, block, guidance=4.5, scheduler=None):
     pipeline = SanaPAGPipeline.from_pretrained(
         checkpoint, dtype=torch.float32, pag_applied_layers=f"transformer_blocks.{block}"
     )
-    pipeline.scheduler = scheduler or pipeline.scheduler
-    pipeline.set_progress_bar_config(disable=True)
-    latents = pipeline(
-        PROMPT,
-        num_inference_steps=8,
-        guidance_scale=guidance,
-        pag_scale=scale,
-        width=128,
-        height=128,
-        latents=noise_like(torch.empty(1, 32, 4, 4), 3),
-        use_resolution_binning=False,
-        output_type="latent",
-    ).images
-    return latents / pipeline.vae.config.scaling_factor
+    settings = {"num_inference_steps": 8, "guidance_scale": guidance, "pag_scale": scale}
+    return drawn_by(pipeline, PROMPT, scheduler, **settings)
 
 
 @pytest.mark.parametrize("scale, blocks, guidance", [(2.0, "3", 4.5), (1.0, "", 4.5), (3.0, "1", 1.0)])
 def test_pag_equals_the_pipeline(host, base_graph, checkpoint, scale, blocks, guidance):
-    graph = between(base_graph(guidance=guidance), "pag", "SanaNodesPAG", scale=scale, blocks=blocks)
+    graph = through(base_graph(guidance=guidance), "SanaNodesPAG", scale=scale, blocks=blocks)
     expected = pag_latent(checkpoint, scale, blocks or "2", guidance)
     torch.testing.assert_close(host.run(graph)["latent"]["samples"], expected, atol=1e-4, rtol=0)
 
 
 def test_pag_in_core_s_sampler_equals_the_pipeline(host, base_graph, checkpoint):
-    graph = ksampler(between(base_graph(), "pag", "SanaNodesPAG", scale=2.0, blocks="3"))
+    graph = ksampler(through(base_graph(), "SanaNodesPAG", scale=2.0, blocks="3"))
     expected = pag_latent(checkpoint, 2.0, 3, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
     torch.testing.assert_close(host.run(graph)["latent"]["samples"], expected, atol=1e-4, rtol=0)
 
@@ -69,15 +45,10 @@ def test_pag_of_scale_0_and_a_whole_interval_change_nothing_and_a_second_pag_rep
         ("SanaNodesPAG", {"scale": 0.0, "blocks": ""}),
         ("SanaNodesGuidanceInterval", {"start": 0.0, "end": 1.0}),
     ):
-        assert torch.equal(host.run(between(base_graph(), "patch", node, **inputs))["latent"]["samples"], plain)
-    once = between(base_graph(), "pag", "SanaNodesPAG", scale=2.0, blocks="3")
-    twice = between(
-        between(base_graph(), "pag", "SanaNodesPAG", scale=2.0, blocks="3"),
-        "first",
-        "SanaNodesPAG",
-        scale=5.0,
-        blocks="1",
-    )
+        assert torch.equal(host.run(through(base_graph(), node, **inputs))["latent"]["samples"], plain)
+    once = through(base_graph(), "SanaNodesPAG", scale=2.0, blocks="3")
+    first = through(base_graph(), "SanaNodesPAG", "first", scale=5.0, blocks="1")
+    twice = through(first, "SanaNodesPAG", scale=2.0, blocks="3")
     assert torch.equal(host.run(once)["latent"]["samples"], host.run(twice)["latent"]["samples"])
 
 
@@ -88,7 +59,7 @@ def test_pag_and_the_interval_in_any_order_equal_sana_core(host, base_graph, che
     inputs = {"SanaNodesPAG": {"scale": 2.0, "blocks": "3"}, "SanaNodesGuidanceInterval": {"start": 0.2, "end": 0.7}}
     graph = base_graph()
     for name in order:
-        graph = between(graph, name, name, **inputs[name])
+        through(graph, name, name, **inputs[name])
     encoder, transformer = load_text_encoder(checkpoint), load_transformer(checkpoint)
     cond, uncond = encode_prompts(encoder, [PROMPT]), encode_prompts(encoder, [""], instruction=False)
     ends = shift_sigmas(torch.tensor([0.8, 0.3], dtype=torch.float64), 3.0).tolist()
@@ -99,7 +70,7 @@ def test_pag_and_the_interval_in_any_order_equal_sana_core(host, base_graph, che
 
 
 def test_outside_the_interval_the_negative_prompt_is_not_computed(host, base_graph):
-    graph = between(base_graph(steps=10), "interval", "SanaNodesGuidanceInterval", start=0.3, end=0.6)
+    graph = through(base_graph(steps=10), "SanaNodesGuidanceInterval", start=0.3, end=0.6)
     graph["catch model"] = ("Catch", {"value": ["load", 0], "name": "model"})
     transformer = host.run(graph)["model"].model.diffusion_model
     rows = []
@@ -113,7 +84,7 @@ def test_pag_respects_the_norms_of_sana_1_5(host, base_graph, variants):
     graph = base_graph()
     graph["load"][1]["model"] = "sana15"
     plain = host.run(graph)["latent"]["samples"]
-    pag = host.run(between(graph, "pag", "SanaNodesPAG", scale=2.0, blocks="3"))["latent"]["samples"]
+    pag = host.run(through(graph, "SanaNodesPAG", scale=2.0, blocks="3"))["latent"]["samples"]
     encoder, transformer = load_text_encoder(variants / "sana15"), load_transformer(variants / "sana15")
     cond, uncond = encode_prompts(encoder, [PROMPT]), encode_prompts(encoder, [""], instruction=False)
     model = denoiser(transformer, cond, uncond, 4.5, True, PerturbedAttention(2.0, frozenset({3})))
@@ -129,22 +100,11 @@ def sprint_graph(base_graph, **inputs):
     return {**graph, "sample": ("SanaNodesSprint", {**links, "seed": 3, "steps": 2, "guidance": 4.5, **inputs})}
 
 
-def sprint_latent(folder, steps=2, guidance=4.5, seed=3):
+def sprint_latent(folder, steps=2, guidance=4.5):
     pipeline = SanaSprintPipeline.from_pretrained(folder, dtype=torch.float32)
-    pipeline.scheduler = SCMScheduler(prediction_type="trigflow", sigma_data=0.5)
-    pipeline.set_progress_bar_config(disable=True)
-    latents = pipeline(
-        PROMPT,
-        num_inference_steps=steps,
-        guidance_scale=guidance,
-        intermediate_timesteps=1.3 if steps == 2 else None,
-        width=128,
-        height=128,
-        generator=torch.Generator().manual_seed(seed),
-        use_resolution_binning=False,
-        output_type="latent",
-    ).images
-    return latents / pipeline.vae.config.scaling_factor
+    settings = {"num_inference_steps": steps, "intermediate_timesteps": 1.3 if steps == 2 else None}
+    scheduler = SCMScheduler(prediction_type="trigflow", sigma_data=0.5)
+    return drawn_by(pipeline, PROMPT, scheduler, guidance_scale=guidance, **settings)
 
 
 @pytest.mark.parametrize("steps, guidance", [(1, 4.5), (2, 4.5), (2, 1.0), (4, 7.0)])
@@ -165,8 +125,7 @@ def test_sprint_is_sampled_by_sana_sampler_and_by_core_s_nodes_too(host, base_gr
     custom["guider"][1]["positive"] = ["flux", 0]
     stronger = host.run(sprint_graph(base_graph, guidance=7.0))["latent"]["samples"]
     torch.testing.assert_close(host.run(custom)["latent"]["samples"], stronger, atol=1e-5, rtol=1e-5)
-    core = ksampler(ours, sampler_name="lcm", cfg=1.0)
-    assert host.run(core)["latent"]["samples"].isfinite().all()
+    assert host.run(ksampler(ours, sampler_name="lcm", cfg=1.0))["latent"]["samples"].isfinite().all()
 
 
 def test_picture_k_of_a_sprint_batch_is_that_of_seed_plus_k(host, base_graph, variants):

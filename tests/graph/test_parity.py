@@ -2,41 +2,20 @@
 
 import pytest
 import torch
+from by_diffusers import drawn_by
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
-from noise import noise_like
+from loading import ksampler, through
 
-import sana_core
 from sana_core.model.reference import NVIDIA
 from sana_core.model.text import instruction_text
 
 PROMPT = "a red circle on a blue background"
-K_INPUTS = {"seed": 3, "steps": 8, "cfg": 4.5, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
 
 
 def pipeline_picture(checkpoint, scheduler=None, steps=8, output_type="pt"):
     pipeline = SanaPipeline.from_pretrained(checkpoint, dtype=torch.float32)
-    if scheduler:
-        pipeline.scheduler = scheduler
-    pipeline.set_progress_bar_config(disable=True)
-    result = pipeline(
-        PROMPT,
-        num_inference_steps=steps,
-        guidance_scale=4.5,
-        width=128,
-        height=128,
-        latents=noise_like(torch.empty(1, 32, 4, 4), 3),
-        use_resolution_binning=False,
-        output_type=output_type,
-    )
-    if output_type == "latent":
-        return result.images / pipeline.vae.config.scaling_factor
-    return result.images.movedim(1, -1)
-
-
-def with_ksampler(graph, **inputs):
-    """Exchange SANA Sampler for core's KSampler."""
-    links = {key: graph["sample"][1][key] for key in ("model", "positive", "negative", "latent_image")}
-    return {**graph, "sample": ("KSampler", {**links, **K_INPUTS, **inputs})}
+    made = drawn_by(pipeline, PROMPT, scheduler, num_inference_steps=steps, output_type=output_type)
+    return made if output_type == "latent" else made.movedim(1, -1)
 
 
 @pytest.mark.parametrize("steps", [8, 20])
@@ -54,39 +33,21 @@ def test_sana_sampler_euler_equals_the_pipeline_with_euler(host, base_graph, che
 
 
 def test_ksampler_euler_normal_equals_diffusers_euler(host, base_graph, checkpoint):
-    got = host.run(with_ksampler(base_graph()))
+    got = host.run(ksampler(base_graph()))
     expected = pipeline_picture(checkpoint, FlowMatchEulerDiscreteScheduler(shift=3.0), output_type="latent")
     torch.testing.assert_close(got["latent"]["samples"], expected, atol=1e-4, rtol=0)
 
 
-def test_sampler_custom_advanced_equals_ksampler(host, base_graph):
-    graph = base_graph()
-    conds = {"model": ["load", 0], "positive": ["positive", 0], "negative": ["negative", 0]}
-    custom = {
-        **graph,
-        "noise": ("RandomNoise", {"noise_seed": 3}),
-        "guider": ("CFGGuider", {**conds, "cfg": 4.5}),
-        "euler": ("KSamplerSelect", {"sampler_name": "euler"}),
-        "sigmas": ("BasicScheduler", {"model": ["load", 0], "scheduler": "normal", "steps": 8, "denoise": 1.0}),
-        "sample": (
-            "SamplerCustomAdvanced",
-            {
-                "noise": ["noise", 0],
-                "guider": ["guider", 0],
-                "sampler": ["euler", 0],
-                "sigmas": ["sigmas", 0],
-                "latent_image": ["empty", 0],
-            },
-        ),
-    }
-    expected = host.run(with_ksampler(graph))["latent"]["samples"]
+def test_sampler_custom_advanced_equals_ksampler(host, base_graph, custom_graph):
+    custom = custom_graph()
+    custom["select"] = ("KSamplerSelect", {"sampler_name": "euler"})
+    custom["sigmas"] = ("BasicScheduler", {"model": ["load", 0], "scheduler": "normal", "steps": 8, "denoise": 1.0})
+    expected = host.run(ksampler(base_graph()))["latent"]["samples"]
     assert torch.equal(host.run(custom)["latent"]["samples"], expected)
 
 
 def test_the_shift_node_of_core_moves_our_schedule(host, base_graph, checkpoint):
-    graph = base_graph(sampler="flow_euler")
-    graph["shift"] = ("ModelSamplingSD3", {"model": ["load", 0], "shift": 6.0})
-    graph["sample"][1]["model"] = ["shift", 0]
+    graph = through(base_graph(sampler="flow_euler"), "ModelSamplingSD3", shift=6.0)
     expected = pipeline_picture(checkpoint, FlowMatchEulerDiscreteScheduler(shift=6.0))
     torch.testing.assert_close(host.run(graph)["image"], expected, atol=1e-4, rtol=0)
 
@@ -133,25 +94,16 @@ def test_an_empty_latent_of_core_draws_the_same_picture(host, base_graph):
     ours = base_graph()
     core = {**ours, "empty": ("EmptyLatentImage", {"width": 128, "height": 128, "batch_size": 1})}
     assert torch.equal(host.run(ours)["image"], host.run(core)["image"])
-    ours, core = with_ksampler(ours), with_ksampler(core)
+    ours, core = ksampler(ours), ksampler(core)
     assert torch.equal(host.run(ours)["image"], host.run(core)["image"])
 
 
 def test_an_encoded_picture_is_sampled_further(host, base_graph):
     graph = base_graph(batch_size=1)
     graph["encode"] = ("VAEEncode", {"pixels": ["decode", 0], "vae": ["load", 2]})
-    links = {"model": ["load", 0], "positive": ["positive", 0], "negative": ["negative", 0]}
-    again = {**links, "latent_image": ["encode", 0], **K_INPUTS, "denoise": 0.3}
-    graph["again"] = ("KSampler", again)
+    graph["again"] = ksampler(graph, latent_image=["encode", 0], denoise=0.3)["sample"]
     graph["decode again"] = ("VAEDecode", {"samples": ["again", 0], "vae": ["load", 2]})
     graph["catch again"] = ("Catch", {"value": ["decode again", 0], "name": "again"})
     got = host.run(graph)
     difference = (got["again"] - got["image"]).abs().mean()
     assert 0 < difference < 0.1
-
-
-@pytest.mark.parametrize("guidance", [4.5, 1.0])
-def test_the_command_line_draws_the_bits_of_the_canvas(host, base_graph, checkpoint, guidance):
-    canvas = host.run(base_graph(seed=3, steps=6, guidance=guidance))["image"]
-    drawn = sana_core.generate([PROMPT], checkpoint, seed=3, steps=6, guidance=guidance, width=128, height=128)
-    assert torch.equal((drawn.movedim(1, -1) + 1) / 2, canvas)

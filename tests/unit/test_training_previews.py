@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
+from by_diffusers import drawn_by
 from checkpoints import CHECKPOINTS
 from diffusers import DPMSolverMultistepScheduler
 from pictures import write_pictures
@@ -38,7 +38,6 @@ def test_the_pictures_of_a_run_are_those_of_its_file(tmp_path, name, shift, kind
     pipeline = library_pipeline(model)
     assert isinstance(pipeline.scheduler, DPMSolverMultistepScheduler) and pipeline.scheduler.config.flow_shift == shift
     pipeline.load_lora_weights(str(file))
-    pipeline.set_progress_bar_config(disable=True)
     for number, prompt in enumerate(PROMPTS):
         seen = np.asarray(Image.open(tmp_path / f"out/pictures/step-0000004-{number:02d}.png")).astype(int)
         size = {"width": 128, "height": 128}
@@ -46,13 +45,5 @@ def test_the_pictures_of_a_run_are_those_of_its_file(tmp_path, name, shift, kind
         assert (levels(drawn[0]) == seen).all()
         plain = sana_core.generate([prompt], model, seed=number, steps=STEPS, **size)
         assert np.abs(levels(plain[0]) - seen).mean() > 0.3
-        theirs = pipeline(
-            prompt,
-            num_inference_steps=STEPS,
-            guidance_scale=4.5,
-            use_resolution_binning=False,
-            generator=torch.Generator().manual_seed(number),
-            output_type="pt",
-            **size,
-        ).images
+        theirs = drawn_by(pipeline, prompt, seed=number, num_inference_steps=STEPS, output_type="pt")
         assert np.abs(levels(theirs[0] * 2 - 1) - seen).max() <= 1
