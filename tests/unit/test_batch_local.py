@@ -12,7 +12,6 @@ from sana_core.batch import local
 from sana_core.batch.local import generate_local, local_devices
 from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder
 from sana_core.batch.plan import Workload, batch_images, split_into_chunks
-from sana_core.model.latents import noise_stream
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SETTINGS = SamplingSettings(128, 128, steps=4)
@@ -45,12 +44,6 @@ def slow_draw(monkeypatch):
         monkeypatch.setattr(local, "generate_chunk", wrapped)
 
     return put
-
-
-def test_the_noise_of_a_picture_is_the_same_bits_in_any_chunk():
-    whole = next(noise_stream(torch.empty(6, 32, 4, 4), 0, [7, 8, 9, 10, 11, 12]))
-    parts = [next(noise_stream(torch.empty(2, 32, 4, 4), 0, seeds)) for seeds in ([7, 8], [9, 10], [11, 12])]
-    assert torch.equal(whole, torch.cat(parts))
 
 
 @pytest.mark.parametrize("workers, chunk", [(1, 2), (1, 3), (1, 8), (2, 1), (2, 3), (2, 16), (3, 1), (3, 3)])

@@ -134,12 +134,6 @@ def test_a_worker_without_memory_for_one_picture_is_given_up():
     assert dropped == ["worker 0"]
 
 
-def test_a_chunk_that_kills_every_worker_ends_the_run():
-    pool = SimulatedPool([1.0], depth=1, restart=1, mishap=lambda source: "dies")
-    with pytest.raises(ChunkLostError, match="image 0 and 3 more were lost with it 5 times"):
-        run(pool)
-
-
 def test_an_error_of_a_worker_is_raised():
     class Faulty(SimulatedPool):
         def wait(self):

@@ -5,8 +5,6 @@ import errno
 import io
 import json
 import os
-import re
-import resource
 import signal
 import subprocess
 import sys
@@ -51,28 +49,27 @@ def command(tmp_path, monkeypatch, capsys):
     return run
 
 
+def run_alone(*arguments, **options):
+    """Run the command as a shell does, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    words = [sys.executable, "-m", "sana_core", *map(str, arguments)]
+    # a shell that has put the tests into the background ignores Ctrl+C for them
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
 def test_it_runs_outside_the_projects_folder(tmp_path, checkpoint):
-    done = subprocess.run(
-        [sys.executable, "-m", "sana_core", "inspect", checkpoint],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    process = run_alone("inspect", checkpoint, cwd=tmp_path)
+    _, err = process.communicate()
+    assert process.returncode == 0 and err == b"", err
 
 
 def test_generate_says_once_what_of_a_long_prompt_was_cut(tmp_path, checkpoint):
     size = ["--width", "64", "--height", "64", "--steps", "1", "--count", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sana_core", "generate", "red " * 10_000, "", "--checkpoint", checkpoint, *size],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 4
-    said = [line for line in done.stderr.splitlines() if "tokens" in line]
+    process = run_alone("generate", "red " * 10_000, "", "--checkpoint", checkpoint, *size, cwd=tmp_path)
+    out, err = process.communicate()
+    assert process.returncode == 0 and len(out.splitlines()) == 4
+    said = [line for line in err.decode().splitlines() if "tokens" in line]
     begins = repr(("red " * 10)[:40])
     assert said == [f"text: 9701 of 10001 tokens were cut: SANA reads 300 (the prompt that begins {begins})"]
 
@@ -109,28 +106,7 @@ def test_generate_overwrites_only_what_it_may(command, checkpoint, tmp_path):
     assert Image.open(file).size == (32, 32) and len(list(file.parent.iterdir())) == 2
 
 
-def run_alone(*arguments, **options):
-    """Run the command as a shell does, in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
-    words = [sys.executable, "-m", "sana_core", *map(str, arguments)]
-    # a shell that has put the tests into the background ignores Ctrl+C for them
-    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-
-
 TINY = ["--steps", 1, "--width", 32, "--height", 32, "--out", "out"]
-
-
-def test_generate_on_a_full_disk_leaves_no_file(checkpoint, tmp_path):
-    def limit():
-        # no file may grow beyond so many bytes, as little as a full disk takes
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
-
-    options = ("--checkpoint", checkpoint, *TINY, "--width", 256, "--height", 256)
-    process = fork("generate", "a red circle", *options, cwd=tmp_path, before=limit)
-    _, err = process.communicate()
-    assert process.returncode == 1 and err == "[Errno 27] File too large: 'out/00000_0.png'\n"
-    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.slow
@@ -188,12 +164,6 @@ def test_a_signal_during_a_decode_leaves_no_part_of_a_file(checkpoint, tmp_path,
     _, err = process.communicate()
     assert process.returncode == status and "Traceback" not in err, err
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_a_mistake_is_one_line_on_stderr(command, checkpoint):
-    done = command("generate", "a red circle", "--checkpoint", checkpoint, "--width", 100)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "width: got 100, expected a multiple of 32 from 32 to 16384; use 96"
 
 
 def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
@@ -321,19 +291,6 @@ def test_decode_names_a_file_without_latents(command, checkpoint, tmp_path):
     for name, wanted in (("none", "holds other, expected a tensor 'latents'"), ("text", "is not a safetensors file")):
         done = command("decode", f"{name}.safetensors", "--checkpoint", checkpoint)
         assert done.returncode == 1 and wanted in done.stderr.splitlines()[-1]
-
-
-def test_convert_on_a_full_disk_says_so_and_leaves_no_file(command, checkpoint, tmp_path):
-    """safetensors has an error of its own for it."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # no file may grow beyond so many bytes, as little as a full disk takes
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
-    try:
-        done = command("convert", checkpoint / "transformer", "out.safetensors")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert done.returncode == 1 and not list(tmp_path.iterdir())
-    assert re.fullmatch(r"target: cannot write out.safetensors \(.*\); see the folder, its rights .*\n", done.stderr)
 
 
 def test_convert_refuses_quantised_weights_whose_scales_it_would_lose(command, tmp_path):
