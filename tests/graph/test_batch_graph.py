@@ -6,13 +6,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from adapted import save_adapter
 from PIL import Image
 
 import sana_core
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.png import describe_settings, encode_png, read_entry
-from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
-from sana_core.training.settings import Method
 
 OTHERS = {"negative_prompt": "a blue circle", "pag_scale": 1.5, "pag_blocks": "2", "guidance_interval": (0.1, 0.9)}
 
@@ -23,12 +22,7 @@ def loras(host, checkpoint):
     files = [host.models / "loras" / name for name in ("first.safetensors", "second.safetensors")]
     files[0].parent.mkdir(exist_ok=True)
     for seed, file in enumerate(files):
-        transformer = sana_core.load_transformer(checkpoint)
-        add_adapter(transformer, Method(rank=4), seed)
-        for number, parameter in enumerate(transformer.parameters()):
-            if parameter.requires_grad:
-                parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-        write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {})
+        save_adapter(checkpoint, file, seed=seed)
     yield tuple(zip(map(str, files), (1.0, -0.5), strict=True))
     for file in files:
         file.unlink()

@@ -220,40 +220,26 @@ def test_a_cache_on_a_full_disk_keeps_what_is_whole_and_goes_on_later(apart):
     apart(cache_on_disks_of_all_sizes)
 
 
-SETTINGS = """
-model = {model}
-out = "out"
-cache = "cache"
-name = "x"
-dtype = "float32"
-save_every = 2
-keep = 1
-method = {{ rank = 2 }}
-validation = {{ every = 2, prompts = "a red circle", width = 32, height = 32, steps = 1 }}
-[[phase]]
-data = "pictures"
-resolution = 32
-steps = 4
-learning_rate = 1e-3
-"""
+OWN = {"name": "x", "save_every": 2, "keep": 1}
+OWN |= {f"validation.{key}": value for key, value in {"every": 2, "width": 32, "height": 32, "steps": 1}.items()}
+OWN["validation.prompts"] = "a red circle"
 
 
 def train():
-    status, said = command("train", "settings.toml")
+    status, said = command("train", "out.toml")
     # what it says on its way is on lines of its own
     return status, said.replace("\r", "\n").rstrip().splitlines()[-1:] if status else []
 
 
 def train_on_disks_of_all_sizes():
-    import json
-
     from PIL import Image
+    from trained import write_settings
 
     Path("pictures").mkdir()
     for colour in ("red", "blue"):
         Image.new("RGB", (32, 32), colour).save(f"pictures/{colour}.png")
         Path(f"pictures/{colour}.txt").write_text(colour)
-    Path("settings.toml").write_text(SETTINGS.format(model=json.dumps(str(CHECKPOINT))))
+    write_settings(Path(), CHECKPOINT, "out", OWN, {"resolution": 32, "steps": 4})
     Path("out").mkdir()
     assert train() == (0, [])
     whole = {name: data for name, data in content("out").items() if name != "log.jsonl"}

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from adapted import save_adapter
 
 import sana_core
 from sana_core.__main__ import main
@@ -14,8 +15,6 @@ from sana_core.cluster.batch import generate_on_cluster
 from sana_core.cluster.worker import Job, Worker
 from sana_core.commands.options import lora_of
 from sana_core.errors import CheckpointError, MissingFileError
-from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
-from sana_core.training.settings import Method
 
 PROMPT = "a red circle on a blue background"
 SIZE = {"width": 128, "height": 96, "steps": 2, "seed": 3}
@@ -26,13 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def lora(checkpoint, tmp_path_factory):
     file = tmp_path_factory.mktemp("loras") / "it.safetensors"
-    transformer = sana_core.load_transformer(checkpoint)
-    add_adapter(transformer, Method(rank=4), seed=7)
-    numbers = torch.Generator().manual_seed(1)
-    for parameter in transformer.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=numbers)
-    write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {})
+    save_adapter(checkpoint, file, much=0.1)
     return str(file)
 
 
@@ -55,9 +48,7 @@ def test_a_worker_draws_with_it_and_refuses_another_file_of_that_name(checkpoint
     worker.begin(words)
     drawn = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 0.6)], **SIZE)
     assert torch.equal(torch.from_numpy(worker.generate([(0, 0, 3)], [PROMPT])[0]), drawn[0])
-    transformer = sana_core.load_transformer(checkpoint)
-    add_adapter(transformer, Method(rank=4), seed=8)
-    write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), Method(rank=4), {})
+    save_adapter(checkpoint, file, seed=8)
     with pytest.raises(CheckpointError, match=r"it.safetensors: not what the driver has \(lora_weights\)"):
         Worker(words).load(1, {})
 

@@ -8,6 +8,7 @@ import layouts
 import nvidia
 import pytest
 import torch
+from adapted import learn_something
 from diffusers import SanaControlNetModel
 from pictures import write_pictures
 from setup import ROOT
@@ -37,12 +38,7 @@ def models(request, checkpoint):
 
 def learnt(checkpoint, reference, dtype=torch.float32):
     transformer = sana_core.load_transformer(checkpoint, dtype=dtype, reference=reference)
-    controlnet = begin_controlnet(transformer, 3, dtype)
-    numbers = torch.Generator().manual_seed(1)
-    for parameter in controlnet.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=numbers).to(dtype)
-    return transformer, controlnet
+    return transformer, learn_something(begin_controlnet(transformer, 3, dtype))
 
 
 @pytest.fixture

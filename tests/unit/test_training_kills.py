@@ -1,6 +1,5 @@
 """SIGKILL at any moment, also while a state is written: what goes on ends where a run ends that nobody killed."""
 
-import json
 import random
 import signal
 import time
@@ -8,37 +7,14 @@ import time
 import pytest
 from forked import command
 from pictures import write_pictures
-from safetensors.torch import load_file
-
-from sana_core.training.run_log import read_log
+from trained import lines_of, same, write_settings
 
 KILLS = 4
-SETTINGS = """
-model = {model}
-out = {out}
-cache = {cache}
-dtype = "float32"
-save_every = 2
-keep = 2
-[method]
-rank = 2
-[validation]
-every = 5
-share = 0.3
-[[phase]]
-data = {data}
-resolution = 128
-batch = 1
-steps = 40
-learning_rate = 1e-3
-"""
+OWN = {"save_every": 2, "validation.every": 5, "validation.share": 0.3}
 
 
 def start(folder, checkpoint, name):
-    values = {"model": checkpoint, "out": folder / name, "cache": folder / "cache", "data": folder / "pictures"}
-    file = folder / f"{name}.toml"
-    file.write_text(SETTINGS.format(**{key: json.dumps(str(value)) for key, value in values.items()}))
-    return command("train", file)
+    return command("train", write_settings(folder, checkpoint, name, OWN, {"steps": 40}))
 
 
 @pytest.mark.slow
@@ -59,17 +35,9 @@ def test_killed_and_gone_on(tmp_path, checkpoint):
     last = start(tmp_path, checkpoint, "killed")
     _, said = last.communicate()
     assert last.returncode == 0, said
-    states = [
-        load_file(tmp_path / name / "steps" / "step-0000040" / "state.safetensors") for name in ("whole", "killed")
-    ]
-    assert states[0].keys() == states[1].keys()
-    assert all((states[0][name] == states[1][name]).all() for name in states[0])
-    logs = [read_log(tmp_path / name) for name in ("whole", "killed")]
-    for line in [*logs[0], *logs[1]]:
-        line.pop("seconds", None)
-    assert logs[0] == logs[1]
-    loras = [load_file(tmp_path / name / "sana.safetensors") for name in ("whole", "killed")]
-    assert all((loras[0][name] == loras[1][name]).all() for name in loras[0].keys() | loras[1].keys())
+    for file in ("steps/step-0000040/state.safetensors", "sana.safetensors"):
+        assert same(tmp_path / "whole" / file, tmp_path / "killed" / file)
+    assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "killed")
     assert len(list((tmp_path / "killed" / "steps").iterdir())) <= 3
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from checkpoints import CHECKPOINTS
 from pictures import write_pictures
-from runs import Stopped, lines_of, newest, same_state, stopping_after
-from safetensors.torch import load_file
 from setup import ROOT
+from trained import Stopped, last_state, lines_of, newest, same, stopping_after
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
 from sana_core.training import train, train_state
@@ -80,9 +79,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way):
         with pytest.raises(Stopped):
             train.train(broken, report, poll=poll)
     train.train(broken)
-    assert lines_of(broken) == lines_of(whole)
-    assert [line["step"] for line in lines_of(whole) if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert same_state(whole, broken)
+    assert lines_of(broken.out) == lines_of(whole.out)
+    assert [line["step"] for line in lines_of(whole.out) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert same(last_state(whole.out), last_state(broken.out))
 
 
 @pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
@@ -92,7 +91,7 @@ def test_gradients_kept_or_computed_again_are_the_same(settings, method, referen
     kept, again = settings("kept", checkpoint_gradients=False, **own), settings("again", **own)
     train.train(kept)
     train.train(again)
-    assert lines_of(kept) == lines_of(again) and same_state(kept, again)
+    assert lines_of(kept.out) == lines_of(again.out) and same(last_state(kept.out), last_state(again.out))
 
 
 @pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
@@ -105,7 +104,7 @@ def test_a_dropped_caption_is_masked_as_its_reference_masks_the_negative_prompt(
     for out, data in (("short", folder / "pictures"), ("long", longer)):
         own = settings(out, steps=1, data=data, caption_dropout=1.0, reference=reference)
         train.train(own)
-        losses += [line["loss"] for line in lines_of(own) if "loss" in line]
+        losses += [line["loss"] for line in lines_of(own.out) if "loss" in line]
     # NVIDIA's code masks the negative prompt as the prompt, diffusers' by itself
     assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) == (reference == "diffusers")
 
@@ -117,7 +116,7 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
     own = replace(own, validation=Validation(), optimizer=Optimizer(clip=1.0), save_every=60)
     own = replace(own, phase=(replace(own.phase[0], batch=2, accumulate=1, warmup=0, learning_rate=3e-3),))
     train.train(own)
-    losses = [line["loss"] for line in lines_of(own)]
+    losses = [line["loss"] for line in lines_of(own.out)]
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
 
@@ -129,7 +128,7 @@ def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoi
     own = replace(own, model=str(CHECKPOINTS[name]), phase=(phase,), cache="")
     lines = []
     file = train.train(own, lines.append)
-    first, *found = [line for line in lines_of(own) if "validation_loss" in line]
+    first, *found = [line for line in lines_of(own.out) if "validation_loss" in line]
     best = min(found, key=lambda line: line["validation_loss"])
     # at a rate that only destroys, not the model as it was, which is no LoRA
     assert 0 < best["step"] < 12 if rate == 0.05 else best["validation_loss"] < first["validation_loss"]
@@ -147,7 +146,7 @@ def test_a_phase_that_is_added_goes_on_from_the_end(settings):
     train.train(once)
     train.train(twice)
     train.train(replace(twice, phase=once.phase))
-    assert same_state(once, twice)
+    assert same(last_state(once.out), last_state(twice.out))
 
 
 @pytest.fixture
@@ -167,16 +166,16 @@ def run_on(settings, tmp_path):
 
 def test_pictures_that_are_added_are_learnt_when_the_run_goes_on(run_on):
     for added in (4, 0):
-        assert len(lines_of(run_on(added, epochs=1))) == 4
+        assert len(lines_of(run_on(added, epochs=1).out)) == 4
     own = run_on(3, seed=3, epochs=2)
-    assert [line["step"] for line in lines_of(own)] == list(range(1, 12))
+    assert [line["step"] for line in lines_of(own.out)] == list(range(1, 12))
 
 
 def test_an_epoch_whose_pictures_have_changed_begins_again(run_on):
     run_on(4, steps=3)
     own = run_on(4, seed=3, steps=11)
     # of eight pictures all are learnt, not the five behind the third
-    assert [line["epoch"] for line in lines_of(own)] == [1] * 11
+    assert [line["epoch"] for line in lines_of(own.out)] == [1] * 11
 
 
 def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings, monkeypatch):
@@ -196,7 +195,7 @@ def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkp
     own = settings(data=tmp_path / "one", steps=2, validation=Validation(every=1, share=0.5))
     own = replace(own, model=str(CHECKPOINTS[name]), cache="")
     assert train.train(own).is_file()
-    assert [("loss" in line, "validation_loss" in line) for line in lines_of(own)] == [(True, False)] * 2
+    assert [("loss" in line, "validation_loss" in line) for line in lines_of(own.out)] == [(True, False)] * 2
 
 
 @pytest.mark.parametrize(
@@ -221,8 +220,8 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_state_and_names_the_picture
     monkeypatch.setattr(train_state, "flow_loss", lossy)
     with pytest.raises(TrainingError, match=r"^training: in step 2 the loss of 1-\d.png is not finite"):
         train.train(own)
-    assert newest(own).name == "step-0000002"
-    assert all(value.isfinite().all() for value in load_file(newest(own) / "state.safetensors").values())
+    assert newest(own.out).name == "step-0000002"
+    assert all(value.isfinite().all() for value in last_state(own.out).values())
 
 
 def test_a_report_that_cancels_saves_the_step_that_it_is_of(settings):
@@ -234,10 +233,10 @@ def test_a_report_that_cancels_saves_the_step_that_it_is_of(settings):
 
     with pytest.raises(Stopped):
         train.train(own, report)
-    assert newest(own).name == "step-0000003"
+    assert newest(own.out).name == "step-0000003"
     train.train(own)
     train.train(whole)
-    assert lines_of(own) == lines_of(whole) and same_state(own, whole)
+    assert lines_of(own.out) == lines_of(whole.out) and same(last_state(own.out), last_state(whole.out))
 
 
 def test_the_pictures_of_each_validation_are_shown(settings):
@@ -264,7 +263,7 @@ def test_a_model_without_its_parts_is_refused_before_anything_is_made(settings, 
     train.train(replace(own, **parts))
     whole = settings("whole")
     train.train(whole)
-    assert lines_of(own) == lines_of(whole) and same_state(own, whole)
+    assert lines_of(own.out) == lines_of(whole.out) and same(last_state(own.out), last_state(whole.out))
 
 
 def test_the_committed_figures_hold_what_is_promised():

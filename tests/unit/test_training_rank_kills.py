@@ -1,6 +1,5 @@
 """SIGKILL of one rank of a run: the others end and say who died, and what goes on ends where a run ends that lived."""
 
-import json
 import random
 import signal
 import subprocess
@@ -14,38 +13,15 @@ from launched import start_ranks
 from pictures import write_pictures
 from safetensors.torch import load_file
 from setup import ROOT
-
-from sana_core.training.run_log import read_log
+from trained import difference, lines_of, same, write_settings
 
 pytestmark = pytest.mark.slow
 KILLS, STEPS = 2, 24
-SETTINGS = """
-model = {model}
-out = {out}
-cache = {cache}
-dtype = "float32"
-save_every = 3
-keep = 2
-[method]
-rank = 2
-[parallel]
-kind = {kind}
-[[phase]]
-data = {data}
-resolution = 128
-batch = 1
-accumulate = 4
-steps = %d
-learning_rate = 1e-3
-"""
 
 
 def start(folder, checkpoint, name, ranks, kind, launcher=None):
-    values = {"model": checkpoint, "out": folder / name, "cache": folder / "cache", "data": folder / "pictures"}
-    file = folder / f"{name}.toml"
-    values["kind"] = kind
-    text = SETTINGS.format(**{key: json.dumps(str(value)) for key, value in values.items()}) % STEPS
-    file.write_text(text)
+    own, phase = {"save_every": 3, "parallel.kind": kind}, {"accumulate": 4, "steps": STEPS}
+    file = write_settings(folder, checkpoint, name, own, phase)
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={KILLS}"]
     command = [sys.executable, "-m", *(launcher or torchrun), "-m", "sana_core", "train", str(file)]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -82,12 +58,8 @@ def test_the_launcher_goes_on_by_itself_after_a_kill_of_one_rank(tmp_path, check
             time.sleep(0.01)
     said.append(killed.communicate()[1])
     assert [whole.returncode, killed.returncode] == [0, 0], said[1][-3000:]
-    one, other = (load_file(tmp_path / name / "sana.safetensors") for name in ("whole", "killed"))
-    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
-    logs = [read_log(tmp_path / name) for name in ("whole", "killed")]
-    for line in [*logs[0], *logs[1]]:
-        line.pop("seconds", None)
-    assert logs[0] == logs[1]
+    assert same(*(tmp_path / name / "sana.safetensors" for name in ("whole", "killed")))
+    assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "killed")
 
 
 def test_a_run_that_was_killed_goes_on_with_fewer_ranks(tmp_path, checkpoint):
@@ -104,7 +76,7 @@ def test_a_run_that_was_killed_goes_on_with_fewer_ranks(tmp_path, checkpoint):
     _, said = fewer.communicate()
     assert [whole.returncode, fewer.returncode] == [0, 0], said[-3000:]
     one, other = (load_file(tmp_path / name / "sana.safetensors") for name in ("whole", "killed"))
-    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5
+    assert difference(one, other) < 1e-5
 
 
 def test_the_launcher_of_accelerate_starts_the_run_that_torchrun_does(tmp_path, checkpoint):
@@ -117,8 +89,7 @@ def test_the_launcher_of_accelerate_starts_the_run_that_torchrun_does(tmp_path, 
     other.communicate()
     assert [one.returncode, other.returncode] == [0, 0], said[-3000:]
     assert "FSDP over gloo: 2 processes" in said
-    one, other = (load_file(tmp_path / name / "sana.safetensors") for name in ("one", "other"))
-    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+    assert same(*(tmp_path / name / "sana.safetensors" for name in ("one", "other")))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

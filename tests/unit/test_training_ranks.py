@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launched import OLD, outcomes, results_of
-from runs import difference
 from tiny import CAPTION, tiny_transformer
+from trained import difference
 
 from sana_core.errors import InputError
 from sana_core.training.cache import Batch

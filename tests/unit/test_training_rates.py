@@ -11,7 +11,7 @@ import torch
 from checkpoints import CHECKPOINTS
 from diffusers import optimization
 from pictures import write_pictures
-from runs import Stopped, lines_of, stopping_after
+from trained import Stopped, lines_of, stopping_after
 
 from sana_core.training.schedule import TrainProgress, after_step, learning_rate, plan_epoch, steps_left
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
@@ -114,6 +114,6 @@ def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkp
     with caplog.at_level(logging.WARNING):
         train(replace(own, phase=(replace(phase, batch=3, epochs=4),)))
     assert "phase 1 has more steps than it had, and continues from its learning rate of" in caplog.text
-    rates = [line["learning_rate"] for line in lines_of(own)]
+    rates = [line["learning_rate"] for line in lines_of(own.out)]
     assert len(rates) == 9 + 2 + 2 * 5
     assert all(0 < after <= before <= PEAK for before, after in itertools.pairwise(rates))

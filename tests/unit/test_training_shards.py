@@ -8,8 +8,8 @@ import pytest
 import torch
 from launched import OLD, outcomes, results_of
 from pictures import write_pictures
-from runs import difference, lines_of, newest
 from safetensors.torch import load_file
+from trained import difference, lines_of, newest
 
 from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.training import state_files, train
@@ -74,10 +74,10 @@ def test_a_run_goes_on_with_other_ranks_and_ends_as_the_run_of_one_process(setti
     expected = result(trained(settings("plain", kind, **own), plain=True))
     broken = settings("broken", kind, **own)
     trained(replace(broken, phase=(replace(broken.phase[0], steps=2),)), 2)
-    assert len(list((newest(broken) / "shards").iterdir())) == 2
+    assert len(list((newest(broken.out) / "shards").iterdir())) == 2
     path = trained(broken, 3 if kind == "fsdp" else 1, plain=kind == "ddp")
     assert difference(result(path), expected) < 1e-5
-    for one, other in zip(lines_of(broken), lines_of(settings("plain")), strict=True):
+    for one, other in zip(lines_of(broken.out), lines_of(settings("plain").out), strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_went_on_is_the_run_that_was_never_stopped_to_the_bit(setting
     first = trained(whole, 2)
     trained(replace(broken, phase=(replace(broken.phase[0], steps=2),)), 2)
     second = trained(broken, 2)
-    assert lines_of(whole) == lines_of(broken) and difference(result(first), result(second)) == 0
+    assert lines_of(whole.out) == lines_of(broken.out) and difference(result(first), result(second)) == 0
     more = replace(broken, phase=(replace(broken.phase[0], steps=6),))
     for found in outcomes(3, lambda ranks: train.train(more, ranks=ranks)):
         assert found[0] == "InputError" and "optimizer: got 8-bit values in 2 shards for 3" in found[1]
@@ -194,4 +194,4 @@ def test_what_one_rank_cancels_all_save_and_end(settings):
         assert found[0] == "KeyboardInterrupt"
     assert 3 <= find_states(Path(own.out))[-1][0] < 8
     assert difference(result(trained(own, 2)), result(trained(whole, 2))) == 0
-    assert lines_of(own) == lines_of(whole)
+    assert lines_of(own.out) == lines_of(whole.out)

@@ -13,8 +13,8 @@ import torch
 from diffusers import SanaSprintPipeline, SanaTransformer2DModel, SCMScheduler
 from pictures import write_pictures
 from PIL import Image
-from runs import Stopped, lines_of, same_state, stopping_after
 from tiny import CAPTION, random_prompt, tiny_transformer
+from trained import Stopped, last_state, lines_of, same, stopping_after
 
 import sana_core
 from sana_core.commands.train import plan_lines
@@ -303,7 +303,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, checkpoint,
     with pytest.raises(Stopped):
         train.train(broken, report, poll=poll)
     train.train(broken)
-    assert lines_of(broken) == lines_of(whole) and same_state(whole, broken)
+    assert lines_of(broken.out) == lines_of(whole.out) and same(last_state(whole.out), last_state(broken.out))
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_gradients_kept_or_computed_again_are_the_same(settings, checkpoint, one
     )
     train.train(kept)
     train.train(again)
-    assert lines_of(kept) == lines_of(again) and same_state(kept, again)
+    assert lines_of(kept.out) == lines_of(again.out) and same(last_state(kept.out), last_state(again.out))
 
 
 def test_the_held_out_error_falls_and_the_pictures_are_those_of_the_file(settings, checkpoint, tmp_path):
@@ -324,7 +324,7 @@ def test_the_held_out_error_falls_and_the_pictures_are_those_of_the_file(setting
     )
     own = replace(own, validation=look)
     file = train.train(own)
-    first, last = (line["validation_loss"] for line in lines_of(own) if "validation_loss" in line)
+    first, last = (line["validation_loss"] for line in lines_of(own.out) if "validation_loss" in line)
     assert last < 0.7 * first
     before, after = (
         np.asarray(Image.open(Path(own.out) / "pictures" / f"step-{step:07d}-00.png")).astype(int) for step in (0, 40)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from adapted import learn_something, save_adapter
 from checkpoints import CHECKPOINTS
 from diffusers import SanaPipeline
 from lora_dialects import DIALECTS
@@ -12,30 +13,16 @@ from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from pictures import write_pictures
 from safetensors.torch import load_file, save_file
+from trained import same, velocity
 
 import sana_core
 from sana_core.errors import CheckpointError, InputError, MissingFileError
 from sana_core.training import train
-from sana_core.training.adapters import adapter_tensors, add_adapter, begin_at, write_adapter
+from sana_core.training.adapters import adapter_tensors, add_adapter, begin_at
 from sana_core.training.settings import Method, Phase, TrainingSettings, check_settings
 
 RANK = 4
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
-
-
-def velocity(transformer):
-    numbers = torch.Generator().manual_seed(2)
-    x = torch.randn(1, 32, 4, 4, generator=numbers)
-    embeds = torch.randn(1, 7, transformer.config.caption_channels, generator=numbers)
-    with torch.no_grad():
-        return transformer(x, embeds, torch.tensor([500.0]), return_dict=False)[0]
-
-
-def learn_something(transformer):
-    numbers = torch.Generator().manual_seed(1)
-    for parameter in transformer.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=numbers)
 
 
 def begun(checkpoint, file, **method):
@@ -77,11 +64,8 @@ def named(lora, dialect="diffusers"):
 @pytest.mark.parametrize("alpha", [None, 3.0])
 @pytest.mark.parametrize("kind, targets", [("lora", "both"), ("dora", "attention"), ("lokr", "both")])
 def test_from_a_file_of_this_package(checkpoint, tmp_path, kind, targets, alpha):
-    transformer, method = sana_core.load_transformer(checkpoint), Method(kind, RANK, 6.0, targets)
-    add_adapter(transformer, method, seed=7)
-    learn_something(transformer)
     file = tmp_path / "it.safetensors"
-    write_adapter(file, transformer, adapter_tensors(transformer, torch.float32), method, {})
+    transformer = save_adapter(checkpoint, file, Method(kind, RANK, 6.0, targets))
     got = begun(checkpoint, file, kind=kind, targets=targets, alpha=alpha)
     torch.testing.assert_close(got, velocity(transformer), atol=1e-4, rtol=0)
     assert (got - velocity(sana_core.load_transformer(checkpoint))).abs().max() > 0.01
@@ -202,20 +186,17 @@ def test_a_run_goes_on_from_the_file_and_resumes_without_it(checkpoint, tmp_path
     file = train.train(first)
     idle = replace(phase, learning_rate=0.0)
     second = replace(first, out=str(tmp_path / "second"), phase=(idle,), method=Method(rank=RANK, start=str(file)))
-    before, after = load_file(file), load_file(train.train(second))
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    before = load_file(file)
+    assert same(before, train.train(second))
     third = replace(second, out=str(tmp_path / "third"), phase=(phase,))
     moved = load_file(train.train(third))
-    again = load_file(train.train(third))
-    assert all(torch.equal(moved[name], again[name]) for name in moved)
-    assert any(not torch.equal(moved[name], before[name]) for name in moved)
+    assert same(moved, train.train(third)) and not same(moved, before)
     file.write_bytes((tmp_path / "third" / "sana.safetensors").read_bytes())
     with pytest.raises(InputError, match="^start: got .*, but the run in .* has"):
         train.train(third)
     file.unlink()
     longer = replace(third, phase=(replace(phase, steps=6),))
-    later = load_file(train.train(longer))
-    assert any(not torch.equal(moved[name], later[name]) for name in moved)
+    assert not same(moved, train.train(longer))
     with pytest.raises(InputError, match="^start: got none, but the run in .* has"):
         train.train(replace(longer, method=Method(rank=RANK)))
     with pytest.raises(MissingFileError, match="no such file"):
