@@ -6,17 +6,11 @@ import layouts
 import pytest
 import torch
 import video_models
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    SanaImageToVideoPipeline,
-    SanaVideoPipeline,
-    SanaVideoTransformer3DModel,
-)
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaVideoTransformer3DModel
 from fake_cuda import CARD, fake_card, no_numbers, pack
 from in_process import NodeError
-from noise import noise_like
+from loading import through
 from test_memory_states import load_model, state_of
-from transformers import AutoTokenizer, Gemma2Model
 
 PROMPT, NEGATIVE = "A red circle rolls away. motion score: 30.", "a chaotic sequence"
 SIDE, FRAMES = 64, 9
@@ -76,31 +70,9 @@ def expect(name, folders):
     """A function of the first image and the scheduler: latent, and frames, that diffusers' pipeline makes."""
 
     def run(first=None, scheduler=None):
-        channels, _, cell, stride = video_models.MODELS[name]
-        encoder = Gemma2Model.from_pretrained(folders[name] / "text_encoder", attn_implementation="eager")
-        kind = SanaVideoPipeline if first is None else SanaImageToVideoPipeline
-        pipeline = kind(
-            AutoTokenizer.from_pretrained(folders[name] / "tokenizer"),
-            encoder.float(),
-            video_models.autoencoder(name),
-            video_models.transformer(name, encoder.config.hidden_size),
-            scheduler or video_models.scheduler(),
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        noise = noise_like(torch.empty(1, channels, 1 + (FRAMES - 1) // stride, SIDE // cell, SIDE // cell), 3)
-        given = {} if first is None else {"image": first.movedim(-1, 1)}
-        shared = {"height": SIDE, "width": SIDE, "frames": FRAMES, "use_resolution_binning": False}
-        made = pipeline(
-            prompt=PROMPT,
-            negative_prompt=NEGATIVE,
-            num_inference_steps=4,
-            guidance_scale=6.0,
-            latents=noise,
-            output_type="latent",
-            **given,
-            **shared,
-        )
-        return made.frames
+        image = None if first is None else first.movedim(-1, 1)
+        size = FRAMES, SIDE, SIDE
+        return video_models.by_pipeline(name, folders[name], (PROMPT, NEGATIVE), size, image, "latent", scheduler)
 
     return run
 
@@ -181,16 +153,9 @@ def test_sampler_custom_advanced_draws_the_same(host, build, image, kind):
     assert close(host.run(custom(graph))["latent"]["samples"], expected)
 
 
-def through(graph, node, inputs):
-    """`graph` with `node` between the loader's MODEL and the sampler."""
-    graph["patch"] = (node, {"model": ["load", 0], **inputs})
-    graph["sample"][1]["model"] = ["patch", 0]
-    return graph
-
-
 def test_easycache_skips_steps_and_draws_nearly_the_video(host, build, name):
     inputs = {"reuse_threshold": 3.0, "start_percent": 0.15, "end_percent": 0.95, "verbose": False}
-    graph = through(build(**OURS), "EasyCache", inputs)
+    graph = through(build(**OURS), "EasyCache", **inputs)
     got = host.run({**graph, "model": ("Catch", {"value": ["load", 0], "name": "model"})})
     calls = []
     hook = got["model"].model.diffusion_model.patch_embedding.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -201,7 +166,7 @@ def test_easycache_skips_steps_and_draws_nearly_the_video(host, build, name):
 
 
 def test_guidance_limited_to_no_step_is_the_prompt_alone(host, build):
-    limited = through(build(**OURS), "SanaNodesGuidanceInterval", {"start": 1.0, "end": 1.0})
+    limited = through(build(**OURS), "SanaNodesGuidanceInterval", start=1.0, end=1.0)
     got, alone = host.run(limited), host.run(build(**{**OURS, "guidance": 1.0}))
     assert close(got["latent"]["samples"], alone["latent"]["samples"])
 
@@ -225,7 +190,7 @@ def test_a_lora_changes_every_kind_of_layer(host, build, folders, name, node):
     lora = layouts.save(tensors, host.models / "loras" / "video.safetensors")
     changed = layouts.save(weights, host.models / "diffusion_models" / "video.safetensors")
     shutil.copy(file.with_name("config.json"), changed.with_name("config.json"))
-    shown = through(build(**OURS), node, {"lora_name": lora.name, "strength_model": 1.0})
+    shown = through(build(**OURS), node, lora_name=lora.name, strength_model=1.0)
     got = host.run(shown)["latent"]["samples"]
     graph = build(**OURS)
     graph["changed"] = ("SanaNodesModelLoader", {"model_name": changed.name})
@@ -246,19 +211,13 @@ def test_a_model_in_8_bits_draws_nearly_the_video(host, build, options):
 
 
 @pytest.mark.parametrize("state", ["LOW_VRAM", "NO_VRAM"])
-def test_a_video_is_the_same_in_every_state_of_memory(host, build, monkeypatch, state):
-    """Also where a part of the weights lies elsewhere, if only on the CPU itself."""
-    import comfy.model_management as management
-
+def test_a_video_is_the_same_in_every_state_of_memory(host, build, monkeypatch, short_memory, state):
     expected = host.run(build(**OURS))["latent"]["samples"]
     casts = []
     monkeypatch.setattr(
         pack("nodes.host.layers").CastLayer, "is_ready", lambda layer, device: casts.append(type(layer).__name__)
     )
-    monkeypatch.setattr(management, "vram_state", management.VRAMState[state])
-    monkeypatch.setattr(management, "is_device_cpu", lambda device: False)
-    room = management.minimum_inference_memory() + 10_000_000
-    monkeypatch.setattr(management, "get_free_memory", lambda device=None, torch_free_too=False: room)
+    short_memory(state, 10_000_000)
     assert torch.equal(host.run(build(**OURS))["latent"]["samples"], expected)
     assert {"CastRMSNorm", "CastConv3d"} < set(casts)
 
@@ -337,7 +296,7 @@ REFUSED = [
 @pytest.mark.parametrize("node, inputs, message", REFUSED, ids=[node for node, _, _ in REFUSED])
 def test_what_is_for_images_refuses_the_model(host, build, node, inputs, message):
     with pytest.raises(NodeError, match=message):
-        host.run(through(build(**OURS), node, inputs))
+        host.run(through(build(**OURS), node, **inputs))
 
 
 def test_samplers_for_images_refuse_a_video(host, build, image, name):

@@ -5,10 +5,7 @@ import re
 import pytest
 import torch
 import video_models
-from diffusers import SanaImageToVideoPipeline, SanaVideoPipeline
-from noise import noise_like
 from PIL import Image
-from transformers import AutoTokenizer, Gemma2Model
 
 from sana_core.__main__ import main
 from sana_core.errors import InputError
@@ -34,31 +31,9 @@ def first(tmp_path):
 @pytest.mark.parametrize("begins", ["text", "image"])
 def test_it_is_the_pipelines_video(folder, first, begins):
     name, path = folder
-    channels, _, cell, stride = video_models.MODELS[name]
-    encoder = Gemma2Model.from_pretrained(path / "text_encoder", attn_implementation="eager").float()
-    pipeline = (SanaVideoPipeline if begins == "text" else SanaImageToVideoPipeline)(
-        AutoTokenizer.from_pretrained(path / "tokenizer"),
-        encoder,
-        video_models.autoencoder(name),
-        video_models.transformer(name, encoder.config.hidden_size),
-        video_models.scheduler(),
-    )
-    pipeline.set_progress_bar_config(disable=True)
     image = None if begins == "text" else read_first(first, (SIDE, SIDE))
-    noise = noise_like(torch.empty(1, channels, 1 + (FRAMES - 1) // stride, SIDE // cell, SIDE // cell), 3)
-    expected = pipeline(
-        prompt=PROMPT,
-        negative_prompt=NEGATIVE,
-        num_inference_steps=4,
-        guidance_scale=6.0,
-        latents=noise,
-        height=SIDE,
-        width=SIDE,
-        frames=FRAMES,
-        use_resolution_binning=False,
-        output_type="pt",
-        **({} if image is None else {"image": (image[None] + 1) / 2}),
-    ).frames[0]
+    given = None if image is None else (image[None] + 1) / 2
+    (expected,) = video_models.by_pipeline(name, path, (PROMPT, NEGATIVE), (FRAMES, SIDE, SIDE), given)
     got = generate_video(PROMPT, path, 3, FRAMES, (SIDE, SIDE), image, NEGATIVE, steps=4)
     assert got.shape == (3, FRAMES, SIDE, SIDE)
     torch.testing.assert_close(got.movedim(1, 0) / 2 + 0.5, expected, atol=1e-4, rtol=0)
