@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "models" / "sana-tiny"
 CHECKPOINTS = {"sana-tiny": TINY, "sana-posters": ROOT / "demo" / "sana-posters"}
+# what trains with the larger takes ten times as long
+trained_on_both = pytest.mark.parametrize("name", ["sana-tiny", pytest.param("sana-posters", marks=pytest.mark.slow)])
 
 
 def link_tiny(base: Path) -> None:

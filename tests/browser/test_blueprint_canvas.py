@@ -92,7 +92,13 @@ def add_by_search(page, name):
     page.wait_for_function("name => app.graph.nodes.some(node => node.title === name)", arg=name)
 
 
-@pytest.mark.parametrize("name", BLUEPRINTS)
+# of several samplings, or large
+LONG = ("SANA 4K text to image", "SANA second pass")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in BLUEPRINTS]
+)
 def test_a_blueprint_is_found_put_down_and_draws(canvas, name):
     server, page = canvas
     template = json.loads((ROOT / "workflows" / "SANA prompt list.json").read_text(encoding="utf-8"))

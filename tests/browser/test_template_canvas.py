@@ -138,7 +138,14 @@ def check_opened(page, path):
     return workflow
 
 
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+# half a minute each, on which tests/graph spends a quarter of that
+LONG = ("SANA train a LoRA", "SANA check this computer")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in LONG else ()) for path in TEMPLATES],
+)
 def test_a_template_reads_at_once_and_draws(page, path):
     page.errors.clear()
     workflow = check_opened(page, path)

@@ -34,6 +34,7 @@ def other_checkout(tmp_path):
     return tmp_path / "checkout"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("client", [False, True])
 def test_a_checkout_in_the_drivers_folder_draws_nothing(cluster, checkpoint, other_checkout, tmp_path, client):
@@ -55,7 +56,7 @@ def test_a_checkout_in_the_drivers_folder_draws_nothing(cluster, checkpoint, oth
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_machine_that_runs_other_code_all_the_same_is_refused_by_name(cluster, checkpoint, other_checkout, split):
     """As where an editable install puts another checkout first."""
     (other_checkout / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(other_checkout)!r})\n")
@@ -66,6 +67,7 @@ def test_a_machine_that_runs_other_code_all_the_same_is_refused_by_name(cluster,
         sana_core.generate(PROMPTS, checkpoint, cluster=run, split=split, **{**OPTIONS, "chunk": None})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_machine_with_other_versions_draws_and_is_told(cluster, checkpoint, tmp_path, caplog):
     metadata = tmp_path / "diffusers-0.1.dist-info" / "METADATA"

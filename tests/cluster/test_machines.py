@@ -65,6 +65,7 @@ def machines_of(pool):
     return sorted(actor.node_id for actor in pool.held)
 
 
+@pytest.mark.slow
 def test_a_run_takes_no_more_gpus_than_it_may(cluster, pool_of):
     cluster.add_node(num_cpus=1, num_gpus=3)
     with pool_of(8, gpus=2) as pool:
@@ -73,6 +74,7 @@ def test_a_run_takes_no_more_gpus_than_it_may(cluster, pool_of):
         assert not pool.asked and pool.ray.available_resources()["GPU"] == 1
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_gpu(cluster, pool_of):
     cluster.add_node(num_cpus=1, num_gpus=1)
     with pool_of(8, gpus_per_worker=0.5) as pool:
@@ -80,6 +82,7 @@ def test_two_processes_share_a_gpu(cluster, pool_of):
         assert "GPU" not in pool.ray.available_resources()
 
 
+@pytest.mark.slow
 def test_only_machines_with_a_custom_resource_are_asked(cluster, pool_of):
     add_node(cluster)
     big = cluster.add_node(num_cpus=1, num_gpus=1, resources={"big": 1})
@@ -88,6 +91,7 @@ def test_only_machines_with_a_custom_resource_are_asked(cluster, pool_of):
         assert machines_of(pool) == [big.node_id]
 
 
+@pytest.mark.slow
 def test_members_of_a_split_are_on_one_machine_where_it_has_enough(cluster, pool_of):
     for gpus in (1, 2, 1):
         node = cluster.add_node(num_cpus=1, num_gpus=gpus)
@@ -109,6 +113,7 @@ def test_neighbours_of_a_split_are_on_one_machine(cluster, pool_of):
         assert len(found) == 4 and sum(one != other for one, other in zip(found, found[1:], strict=False)) == 1
 
 
+@pytest.mark.slow
 def test_a_cpu_that_draws_uses_its_cores_and_loading_takes_as_long_as_it_takes(cluster, pool_of):
     """Ray lets an actor without a CPU of its own have one thread."""
     cluster.add_node(num_cpus=6, num_gpus=2)
@@ -125,6 +130,7 @@ def test_a_run_waits_longer_than_the_workers_of_another_stay_idle():
     assert ClusterSettings().wait > ACTOR_IDLE_TIMEOUT
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_set_up_the_environment_costs_no_picture(cluster, checkpoint, caplog):
     add_node(cluster)
     broken = cluster.add_node(num_cpus=1, num_gpus=1, runtime_env_dir_name="broken")
@@ -139,6 +145,7 @@ def test_a_machine_that_cannot_set_up_the_environment_costs_no_picture(cluster, 
     assert re.search(rf"\({broken.node_id[:6]}\): its processes end before they are ready \(.*broken", caplog.text)
 
 
+@pytest.mark.slow
 def test_a_machine_that_fails_in_some_other_way_costs_no_picture(cluster, checkpoint, tmp_path, capsys, caplog):
     (tmp_path / "PIL.py").write_text("raise OSError('libjpeg.so.62: cannot open shared object file')\n")
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
@@ -152,6 +159,7 @@ def test_a_machine_that_fails_in_some_other_way_costs_no_picture(cluster, checkp
     assert re.search(rf"left out: .*\({broken.node_id[:6]}, actor \d+\): .*libjpeg.so.62", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_generate_says_what_it_waits_for_and_what_machines_warn_of(cluster, checkpoint, tmp_path, capsys, caplog):
     node = add_node(cluster)
     words = ["generate", "a very red circle " * 100, "--checkpoint", checkpoint, "--width", 64, "--height", 64]

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 SETTINGS = SamplingSettings(64, 64, 2)
 
 
+@pytest.mark.slow
 def test_ray_lists_the_job_by_its_name(cluster, checkpoint):
     from ray._private.worker import global_worker
 
@@ -27,6 +28,7 @@ def test_ray_lists_the_job_by_its_name(cluster, checkpoint):
     drawn.close()
 
 
+@pytest.mark.slow
 def test_workers_that_nobody_wants_for_long_end(cluster, checkpoint):
     add_node(cluster)
     workload = Workload(["a red circle"], batch_images(1, 2, 5), 1)

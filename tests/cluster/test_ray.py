@@ -44,6 +44,7 @@ def drew(report, node):
     return any(f"({node.node_id[:6]}" in name for name in report.finished)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_cluster_draws_with_a_lora(cluster, checkpoint, tmp_path):
     add_node(cluster)
@@ -55,6 +56,7 @@ def test_a_cluster_draws_with_a_lora(cluster, checkpoint, tmp_path):
     assert not torch.equal(there, sana_core.generate(PROMPTS, checkpoint, **{**options, "loras": []}))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["clip", "verifier"])
 def test_drafts_go_on_from_their_own_steps_on_whichever_machine(cluster, checkpoint, tmp_path, kind):
@@ -74,6 +76,7 @@ def test_drafts_go_on_from_their_own_steps_on_whichever_machine(cluster, checkpo
     assert there == here
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path):
     copy = tmp_path / "sana"

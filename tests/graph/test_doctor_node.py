@@ -52,6 +52,7 @@ def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, 
     assert markdown.startswith("### SANA Doctor") and str(ROOT) not in markdown and str(host.models) not in markdown
 
 
+@pytest.mark.slow
 def test_with_time_seconds_and_memory_are_measured_too(host, monkeypatch, told):
     own = pack("nodes.host.doctor")
     # what there is no time for is a line too

@@ -70,8 +70,16 @@ def canvas_graph(case, reference, model, node):
     return {**graph, "sample": (node, {**links, **own})}
 
 
-@pytest.mark.parametrize("reference", REFERENCES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# of diffusers' reference the first two alone, unless slow ones are run
+BOTH = [
+    pytest.param(case, reference, id=f"{case.name}-{reference}", marks=pytest.mark.slow if twice else ())
+    for case in CASES
+    for reference in REFERENCES
+    for twice in [reference == "diffusers" and case not in CASES[:2]]
+]
+
+
+@pytest.mark.parametrize("case, reference", BOTH)
 def test_every_way_draws_the_same_picture(host, sprint, tmp_path, case, reference):
     def canvas(node):
         model = sprint.name if case.sprint else "sana-posters (bundled)"

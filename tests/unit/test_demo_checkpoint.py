@@ -26,6 +26,7 @@ def test_it_draws_what_held_out_prompts_ask_for(guided):
     assert score(guided, HELD_OUT)["all"] >= 0.9
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_stays_near_chance(checkpoint):
     assert score(draw(checkpoint, [""], 1.0, count=64), HELD_OUT)["all"] <= 0.05
 

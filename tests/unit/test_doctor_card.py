@@ -77,6 +77,7 @@ def test_a_right_gpu_has_no_fault_in_any_section(cards, monkeypatch):
     assert ("decode on two devices" in rights(report)) == (torch.cuda.device_count() == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cards", [2], indirect=True)
 def test_the_bundled_model_s_image_and_decodes_are_right_on_a_gpu(cards):
     report = Report(seconds=1000)

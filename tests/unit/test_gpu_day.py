@@ -29,6 +29,7 @@ def stages(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_hangs_or_has_no_time_left_stops_no_other(stages, tmp_path, monkeypatch):
     figure = (
         "-c",
@@ -87,6 +88,7 @@ def test_no_stage_is_left_out():
     assert sorted(sum(DAY, ())) == sorted(name for name, _, _ in gpu.STAGES)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stages", DAY, ids=lambda stages: stages[0])
 def test_every_line_runs_on_two_gpus_that_compute_on_the_cpu(tmp_path, stages):

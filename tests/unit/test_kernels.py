@@ -14,19 +14,24 @@ from sana_core.kernels import trial
 triton = pytest.importorskip("triton")
 
 
+def ends(cards):
+    """The oldest and the newest of `cards`, and those between as slow ones."""
+    first, *between, last = cards
+    return [first, *(pytest.param(card, marks=pytest.mark.slow) for card in between), last]
+
+
 # the interpreter takes a second for a program of the depthwise kernel
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("chosen", ["bfloat16", pytest.param("not bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chosen", [("-k", "bfloat16", "-m", "not slow"), pytest.param((), marks=pytest.mark.slow)])
 def test_their_numbers_are_as_near_the_truth_as_plain_torch_s(chosen):
     """In a process of their own: Triton decides at import whether it interprets."""
-    command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "tests/unit/kernel_numbers.py", "-x"]
-    command += ["-k", chosen]
+    command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "tests/unit/kernel_numbers.py", "-x", *chosen]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-@pytest.mark.parametrize("card", kernels.CARDS)
+@pytest.mark.parametrize("card", ends(kernels.CARDS))
 def test_each_builds_for_every_card(card):
     for launch in kernels.recorded(2240, torch.bfloat16):
         found = kernels.resources(kernels.build(launch, card))
@@ -36,7 +41,7 @@ def test_each_builds_for_every_card(card):
         assert found["spilled_bytes"] == 0 or card == 75, (launch.kernel.__name__, found)
 
 
-@pytest.mark.parametrize("card", kernels.AMD_CARDS)
+@pytest.mark.parametrize("card", ends(kernels.AMD_CARDS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_each_builds_for_every_amd_card(card, dtype, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2")

@@ -92,6 +92,7 @@ def test_as_many_subjects_are_painted_as_are_counted(count):
     assert found == count
 
 
+@pytest.mark.slow
 def test_the_autoencoder_trains_on_as_if_it_had_not_stopped(tmp_path, monkeypatch):
     torch.manual_seed(0)
     build().save_pretrained(tmp_path / "start")
@@ -139,6 +140,7 @@ def test_the_distance_of_features_is_that_of_normal_distributions():
     assert judge.distance(one, far) == pytest.approx(4, rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     def small_settings(folder, name):
         settings = whole_settings(folder, name)

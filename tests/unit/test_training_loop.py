@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import CHECKPOINTS
+from checkpoints import CHECKPOINTS, trained_on_both
 from pictures import write_pictures
 from setup import ROOT
 from trained import Stopped, last_state, lines_of, newest, same, stopping_after
@@ -70,7 +70,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+# of which each has what several others have apart
+TOGETHER = ("lora, all variants", "lokr, came", "full in bf16", "controlnet, mixed")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in TOGETHER else pytest.mark.slow) for way in WAYS])
 def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way):
     whole, broken = settings("whole", **WAYS[way]), settings("broken", **WAYS[way])
     train.train(whole)
@@ -120,7 +124,7 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
+@trained_on_both
 @pytest.mark.parametrize("rate", [1e-3, 0.05])
 def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoint, name, rate):
     own = settings(steps=12, keep=2, validation=Validation(every=2, share=0.3))
@@ -189,7 +193,7 @@ def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings
     assert seeds == [5, 6, 7, 8] and steps == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
+@trained_on_both
 def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkpoint, tmp_path, name):
     write_pictures(tmp_path / "one", 1)
     own = settings(data=tmp_path / "one", steps=2, validation=Validation(every=1, share=0.5))

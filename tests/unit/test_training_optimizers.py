@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS
+from checkpoints import CHECKPOINTS, trained_on_both
 from pictures import write_pictures
 from safetensors.torch import load_file, save_file
 
@@ -293,7 +293,7 @@ def test_the_average_stands_in_for_a_while(dtype):
     assert all(map(torch.equal, parameters.values(), weights(dtype)))
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
+@trained_on_both
 def test_prodigy_finds_a_rate_in_a_short_run(checkpoint, tmp_path, name):
     pytest.importorskip("pytorch_optimizer")
     write_pictures(tmp_path / "pictures", 4)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS
+from checkpoints import CHECKPOINTS, trained_on_both
 from diffusers import optimization
 from pictures import write_pictures
 from trained import Stopped, lines_of, stopping_after
@@ -95,7 +95,7 @@ def test_it_stays_in_its_range_and_never_jumps(seed):
             assert before - after <= max(bounds[index : index + 2]) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
+@trained_on_both
 def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkpoint, tmp_path, caplog, name):
     data = tmp_path / "pictures"
     write_pictures(data, 6, seed=2)

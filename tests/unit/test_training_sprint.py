@@ -316,6 +316,7 @@ def test_gradients_kept_or_computed_again_are_the_same(settings, checkpoint, one
     assert lines_of(kept.out) == lines_of(again.out) and same(last_state(kept.out), last_state(again.out))
 
 
+@pytest.mark.slow
 def test_the_held_out_error_falls_and_the_pictures_are_those_of_the_file(settings, checkpoint, tmp_path):
     look = Validation(every=40, share=0.2, prompts=("a red circle on a blue background",))
     method = Method(rank=8, targets="both")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from adapted import learn_something, save_adapter
-from checkpoints import CHECKPOINTS
+from checkpoints import CHECKPOINTS, trained_on_both
 from diffusers import SanaPipeline
 from lora_dialects import DIALECTS
 from peft import LoraConfig, get_peft_model
@@ -175,7 +175,7 @@ def test_settings_that_cannot_be_followed_are_named(checkpoint, tmp_path, lora):
         )
 
 
-@pytest.mark.parametrize("name", ["sana-tiny", "sana-posters"])
+@trained_on_both
 def test_a_run_goes_on_from_the_file_and_resumes_without_it(checkpoint, tmp_path, name):
     checkpoint = CHECKPOINTS[name]
     write_pictures(tmp_path / "pictures", 2)

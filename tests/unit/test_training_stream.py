@@ -55,7 +55,14 @@ def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settin
     assert kept[0] == 1 < kept[1]
 
 
-@pytest.mark.parametrize("first, then", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        (True, False),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_streamed_run_goes_on_streamed_or_not(settings, caplog, first, then):
     each = Validation(every=1, share=0.3)
     whole, broken = settings("whole", validation=each), settings("broken", first, validation=each)
