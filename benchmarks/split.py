@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,8 @@ def shared_step(model, arguments, devices: int):
 def run_split(split, model, arguments):
     """The velocity by the members of `split`."""
     x, timestep, constants = arguments
-    return split.run(x, lambda shard: shard_velocity(model, shard, timestep, constants, None, None, ()))
+    forward = partial(velocity, model)
+    return split.run(x, lambda shard: shard_velocity(forward, shard, timestep, constants, None, None, ()))
 
 
 def count() -> dict:

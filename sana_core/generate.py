@@ -101,7 +101,8 @@ def generate(
     300 tokens is cut, with a warning in the log.
     """
     settings, best = find_settings(options), find_best_of(options, count, split)
-    backend = find_backend(checkpoint, devices, cluster, split, options.get("say", no_status))
+    find = find_split_backend if split else find_backend
+    backend = find(checkpoint, devices, cluster, options.get("say", no_status))
     if best is not None:
         picks = pick_images(prompts, checkpoint, seed, options, best, backend, devices)
         options.get("report", {})["picked"] = [pick.describe(named=True) for pick in picks]
@@ -128,7 +129,7 @@ def generate_best(
     best = find_best_of(options, 1, False)
     if best is None:
         raise InputError("best: got none, expected best, of and scorer; use generate for images without a choice")
-    backend = find_backend(checkpoint, devices, cluster, False, options.get("say", no_status))
+    backend = find_backend(checkpoint, devices, cluster, options.get("say", no_status))
     return pick_images(prompts, checkpoint, seed, options, best, backend, devices)
 
 
@@ -226,30 +227,41 @@ def find_backend(
     checkpoint: str | Path,
     devices: Sequence[str | torch.device] | None,
     cluster: str | ClusterSettings | None,
-    split: bool,
     on_status: OnStatus,
     report: WorkerReport | None = None,
     described: Json | None = None,
     shared: Hold | None = None,
 ) -> Backend:
-    """Return what generates a workload: the cluster's GPUs or `devices`, with `split` all of them each image. Without
-    `split`, `report` gets what each has made, and a cluster's images come as `described` and `shared` say in
-    `generate_on_cluster`."""
-    if cluster is not None:
-        from .cluster.batch import generate_on_cluster
-        from .cluster.connection import ClusterSettings
-        from .cluster.split import generate_split_on_cluster
+    """Return what generates a workload: the cluster's GPUs or `devices`. `report` gets what each has made, and a
+    cluster's images come as `described` and `shared` say in `generate_on_cluster`."""
+    if cluster is None:
+        return lambda workload, how: generate_local(workload, checkpoint, how, devices, report=report)
+    from .cluster.batch import generate_on_cluster
 
-        where = ClusterSettings(cluster) if isinstance(cluster, str) else cluster
-        if split:
-            return lambda workload, how: generate_split_on_cluster(
-                workload, checkpoint, how, where, on_status=on_status
-            )
-        return lambda workload, how: generate_on_cluster(
-            workload, checkpoint, how, where, described, report, shared, on_status
-        )
-    if split:
+    where = cluster_settings(cluster)
+    return lambda workload, how: generate_on_cluster(
+        workload, checkpoint, how, where, described, report, shared, on_status
+    )
+
+
+def find_split_backend(
+    checkpoint: str | Path,
+    devices: Sequence[str | torch.device] | None,
+    cluster: str | ClusterSettings | None,
+    on_status: OnStatus,
+) -> Backend:
+    """Return what generates a workload with all of the cluster's GPUs, or of `devices`, at each image."""
+    if cluster is None:
         from .split.generate import generate_split
 
         return lambda workload, how: generate_split(workload, checkpoint, how, devices)
-    return lambda workload, how: generate_local(workload, checkpoint, how, devices, report=report)
+    from .cluster.split import generate_split_on_cluster
+
+    where = cluster_settings(cluster)
+    return lambda workload, how: generate_split_on_cluster(workload, checkpoint, how, where, on_status=on_status)
+
+
+def cluster_settings(cluster: str | ClusterSettings) -> ClusterSettings:
+    from .cluster.connection import ClusterSettings
+
+    return ClusterSettings(cluster) if isinstance(cluster, str) else cluster

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import closing
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from ...sana_core.batch.pipeline import SamplingSettings
 from ...sana_core.cluster.split import Call, answer_calls
 from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError
-from ...sana_core.model.forward import shard_velocity
+from ...sana_core.model.forward import shard_velocity, velocity
 from ...sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ...sana_core.split.devices import Split
 from ...sana_core.split.speed import relative_speeds
@@ -147,7 +148,8 @@ class Group:
             own = transformers[shard.member]
             # its shape is all that is asked of it
             constants, perturbation = prompt.constants(own, shard.x.new_empty(1).expand(x.shape))
-            return shard_velocity(own, shard, timesteps, constants, guidance, perturbation, control)
+            forward = partial(velocity, own)
+            return shard_velocity(forward, shard, timesteps, constants, guidance, perturbation, control)
 
         poll = comfy.model_management.throw_exception_if_processing_interrupted
         return self.split.run(x, work, len(prompt.prompts), poll)

@@ -36,7 +36,7 @@ from ..batch.png import encode_png, file_name, write_image
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
-from ..model.forward import Constants, Perturbation, prepare, shard_velocity
+from ..model.forward import Constants, Perturbation, prepare, shard_velocity, velocity
 from ..model.fp8 import check_fp8
 from ..model.row_shards import Shard
 from ..runtime.accelerator import current_accelerator
@@ -275,7 +275,8 @@ class Worker:
 
         def work(shard: Shard) -> torch.Tensor:
             constants = self.constants[key]
-            return shard_velocity(transformer, shard, timestep, constants, guidance, perturbation, control)
+            forward = partial(velocity, transformer)
+            return shard_velocity(forward, shard, timestep, constants, guidance, perturbation, control)
 
         with self.joined_to(rank, speeds, address) as split:
             made = split.run(x, work, parts)

@@ -140,14 +140,14 @@ def generate_files(
     if best:
         if workload.remaining:
             scorer = place_scorer(best, settings, devices)
-            backend = find_backend(checkpoint, devices, cluster, False, show_status, report)
+            backend = find_backend(checkpoint, devices, cluster, show_status, report)
             with closing(generate_picks(backend, workload, settings, best, scorer)) as picks:
                 for pick in picks:
                     prompt, seed = workload.prompts[pick.image.prompt], pick.image.seed
                     yield pick.image, encode_png(pick.pixels, prompt, seed, described, checkpoint, pick.describe())
         return
     shared = held if arguments.out_shared else None
-    backend = find_backend(checkpoint, devices, cluster, False, show_status, report, described, shared)
+    backend = find_backend(checkpoint, devices, cluster, show_status, report, described, shared)
     with closing(backend(workload, settings)) as generated:
         try:
             for image, made in generated:

@@ -202,16 +202,15 @@ def velocity(
 
 
 def shard_velocity(
-    transformer: SanaTransformer2DModel,
+    forward: Callable[..., torch.Tensor],
     shard: Shard,
     timestep: torch.Tensor,
     constants: Constants,
     guidance: torch.Tensor | None,
     perturbation: Perturbation | None,
     control: Sequence[torch.Tensor | None],
-    forward: Callable[..., torch.Tensor] = velocity,
 ) -> torch.Tensor:
-    """Return what `velocity`, or a compiled `forward`, does for `shard`, of what the whole batch and image have, on
+    """Return what `forward`, `velocity` of a transformer, does for `shard`, of what the whole batch and image have, on
     whichever device."""
     x, spec, columns = shard.x, shard.spec, shard.x.shape[3]
     rows = slice(spec.span.start * columns, spec.span.stop * columns)
@@ -220,7 +219,7 @@ def shard_velocity(
     if perturbation is not None:
         perturbation = perturbation._replace(images=spec.part(perturbation.images).to(x.device))
     part, time = shard_constants(constants, shard), spec.part(timestep).to(x.device)
-    return forward(transformer, x, time, part, scale, perturbation, residuals, shard.ops)
+    return forward(x, time, part, scale, perturbation, residuals, shard.ops)
 
 
 def last_norm(

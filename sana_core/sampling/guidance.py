@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class Prepared(NamedTuple):
     """What the prompts of a step's passes and the size of its images fix for all steps."""
 
     constants: Constants
+    guidance: torch.Tensor | None  # the scale that a distilled model embeds
     perturbation: Perturbation | None
     steering: Constants | None  # the ControlNet's
 
@@ -105,11 +107,8 @@ def denoiser(
     Classifier-free guidance acts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
     1, outside it and in a distilled model, which embeds it, there is no uncond pass. All passes are one batch.
     """
-    if isinstance(transformer, ShardedModel):
-        run, members = transformer.run, [ControlledModel(member) for member in transformer.members]
-    else:
-        one = transformer if isinstance(transformer, ControlledModel) else ControlledModel(transformer)
-        run, members = run_unsharded, [one]
+    run, given = transformer if isinstance(transformer, ShardedModel) else (run_unsharded, [transformer])
+    members = [one if isinstance(one, ControlledModel) else ControlledModel(one) for one in given]
     # once: diffusers finds the dtype by looking through all modules
     config, dtype = members[0].transformer.config, members[0].transformer.dtype
     forward = torch.compile(velocity, mode=compile_mode()) if members[0].compiled else velocity
@@ -126,16 +125,12 @@ def denoiser(
         def work(shard: Shard) -> torch.Tensor:
             member, batch, key = members[shard.member], shard.x, (guided, shard.member, x.shape)
             if key not in prepared:
-                prepared[key] = prepare_passes(member, passes, batch.device, x.shape, perturbed)
-            constants, perturbation, steering = prepared[key]
+                prepared[key] = prepare_passes(member, passes, batch.device, x.shape, perturbed, guidance)
+            constants, embedded, perturbation, steering = prepared[key]
             times = times_of(member.transformer, sigma, whole_timesteps, batch).expand(count * len(x))
-            embedded = None
-            if config.guidance_embeds:
-                # multiplied in float32, as in diffusers and in ComfyUI: the same bits
-                embedded = torch.full((len(times),), guidance, device=batch.device) * config.guidance_embeds_scale
             residuals = steer(member.control, batch, sigma, whole_timesteps, steering)
-            own = member.transformer, shard, times, constants, embedded, perturbation, residuals
-            return shard_velocity(*own, forward=forward)
+            own = partial(forward, member.transformer)
+            return shard_velocity(own, shard, times, constants, embedded, perturbation, residuals)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
         if members[0].capture is not None:
@@ -169,6 +164,7 @@ def prepare_passes(
     device: torch.device,
     shape: torch.Size,
     perturbed: PerturbedAttention | None,
+    guidance: float,
 ) -> Prepared:
     """Return what (embeds, mask) of the `passes` of a step on latents of that `shape` fix for all steps on `device`.
 
@@ -186,7 +182,12 @@ def prepare_passes(
     if perturbed:
         images = torch.arange(len(passes) * shape[0], device=device)[:, None, None] >= (len(passes) - 1) * shape[0]
         perturbation = Perturbation(images, perturbed.blocks)
-    return Prepared(constants._replace(capture=member.capture, cache=member.cache), perturbation, steering)
+    config, embedded = member.transformer.config, None
+    if config.guidance_embeds:
+        # multiplied in float32, as in diffusers and in ComfyUI: the same bits
+        embedded = torch.full((len(passes) * shape[0],), guidance, device=device) * config.guidance_embeds_scale
+    own = constants._replace(capture=member.capture, cache=member.cache)
+    return Prepared(own, embedded, perturbation, steering)
 
 
 def steer(
