@@ -71,7 +71,13 @@ def put_lora(host, file):
 
 # the shift of sana-posters is its own
 @pytest.mark.parametrize(
-    "name, kind", [("sana-tiny", "lora"), ("sana-tiny", "dora"), ("sana-tiny", "lokr"), ("sana-posters", "lora")]
+    "name, kind",
+    [
+        ("sana-tiny", "lora"),
+        ("sana-tiny", "dora"),
+        ("sana-tiny", "lokr"),
+        pytest.param("sana-posters", "lora", marks=pytest.mark.slow),
+    ],
 )
 def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, run, check, tmp_path, name, kind):
     method = Method(kind, rank=4, alpha=3.0, targets="both")

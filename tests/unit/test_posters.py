@@ -110,6 +110,7 @@ def test_the_autoencoder_trains_on_as_if_it_had_not_stopped(tmp_path, monkeypatc
         assert not all(torch.equal(tensor, start[name]) for name, tensor in once[part].items())
 
 
+@pytest.mark.slow
 def test_the_judge_counts_by_what_it_sees_where():
     torch.manual_seed(0)
     model = judge.Judge()

@@ -29,10 +29,10 @@ OWN = {torch.ops.aten.convolution_backward: convolution_backward}
 @pytest.mark.parametrize(
     "own",
     [
-        {"method": Method(rank=16)},
+        pytest.param({"method": Method(rank=16)}, marks=pytest.mark.slow),
         {"method": Method(rank=16, targets="both"), "checkpoint": False, "batch": 2},
         {"method": FULL, "accumulate": 2},
-        {"method": FULL, "checkpoint": False},
+        pytest.param({"method": FULL, "checkpoint": False}, marks=pytest.mark.slow),
         {"method": CONTROLNET},
     ],
 )

@@ -27,7 +27,7 @@ def shared(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["sana-tiny", "sana-posters"])
+@pytest.fixture(params=["sana-tiny", pytest.param("sana-posters", marks=pytest.mark.slow)])
 def each_model(request):
     return CHECKPOINTS[request.param]
 

@@ -65,9 +65,10 @@ def test_the_counted_peaks_of_the_released_models_are_predicted():
     assert checked == sum(map(len, found.values())) >= 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [{}, pytest.param({"method": ROUNDED, "optimizer": "came8bit"}, marks=pytest.mark.slow)],
+    [{}, {"method": ROUNDED, "optimizer": "came8bit"}],
     ids=["lora", "full"],
 )
 def test_the_counter_still_counts_what_was_committed_of_the_smallest_model(case):

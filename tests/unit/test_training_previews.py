@@ -21,7 +21,7 @@ STEPS = 6
 
 # of the second the shift is 1.5, which no released model has. A DoRA moves a model so far at the rate of a LoRA that it
 # makes levels of the last bits of the text's embeddings
-@pytest.mark.parametrize("name, shift", [("sana-tiny", 3.0), ("sana-posters", 1.5)])
+@pytest.mark.parametrize("name, shift", [("sana-tiny", 3.0), pytest.param("sana-posters", 1.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind, rate", [("lora", 1e-2), pytest.param("dora", 2e-3, marks=pytest.mark.slow)])
 def test_the_pictures_of_a_run_are_those_of_its_file(tmp_path, name, shift, kind, rate):
     model = CHECKPOINTS[name]

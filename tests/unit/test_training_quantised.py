@@ -101,6 +101,7 @@ def settings(tmp_path, checkpoint):
     return make
 
 
+@pytest.mark.slow
 def test_it_learns_as_on_the_whole_model_and_goes_on_where_it_stood(settings):
     eight, whole, broken = settings(), settings("whole", method=Method(rank=4, targets="both")), settings("broken")
     eight_file, whole_file = train.train(eight), train.train(whole)
