@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..sana_core.decode.plan import METHODS
 from ..sana_core.errors import InputError
 from ..sana_core.model.latents import CHANNELS, check_channels
-from ..sana_core.runtime.checks import check_number
+from ..sana_core.runtime.checks import check_name, check_number
 
 DEVICES = ["one", "all"]
 LARGEST_BUDGET = 1024.0
@@ -75,8 +75,7 @@ class SanaNodesDecode(io.ComfyNode):
         check_channels("samples", samples["samples"].shape)
         # widgets check their values, links do not
         check_number("budget_gb", budget_gb, 0, LARGEST_BUDGET)
-        if devices not in DEVICES:
-            raise InputError(f"devices: got {devices!r:.40}, expected one of {', '.join(DEVICES)}")
+        check_name("devices", devices, DEVICES)
         image, report = decode(vae, samples["samples"], method, budget_gb, devices)
         show_under_running_node(report)
         return io.NodeOutput(image, report)

@@ -4,9 +4,9 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.errors import InputError
 from ..sana_core.model.known_models import SIZES
 from ..sana_core.model.reference import AUTO, READINGS, REFERENCES
+from ..sana_core.runtime.checks import check_name
 from .host.folders import find_file, list_files, list_models, model_path
 
 
@@ -56,8 +56,7 @@ def reference_input() -> io.Combo.Input:
 
 def pixels(resolution: str) -> int | None:
     # widgets check their options, links do not
-    if resolution not in (AUTO, *SIZES):
-        raise InputError(f"resolution: got {resolution!r:.40}, expected one of {', '.join((AUTO, *SIZES))}")
+    check_name("resolution", resolution, (AUTO, *SIZES))
     return None if resolution == AUTO else int(resolution)
 
 

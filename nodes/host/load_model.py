@@ -16,8 +16,8 @@ from diffusers import SanaVideoTransformer3DModel
 from ...sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
 from ...sana_core.checkpoints.load import shift_of
 from ...sana_core.checkpoints.parts import find_transformer
-from ...sana_core.errors import InputError
 from ...sana_core.model.reference import AUTO, DIFFUSERS
+from ...sana_core.runtime.checks import check_name
 from .compat import add_lora_names, remember_loader
 from .core_nodes import fit_core_nodes
 from .file_stats import reloader
@@ -109,8 +109,7 @@ def load_model(
     what the checkpoint says. `quantise` is one of quantise.choices(). Raises CheckpointError or MissingFileError, with
     the file's name, for what is no SANA transformer, InputError for another choice.
     """
-    if weight_dtype not in WEIGHT_DTYPES:
-        raise InputError(f"weight_dtype: got {weight_dtype!r:.40}, expected one of {', '.join(WEIGHT_DTYPES)}")
+    check_name("weight_dtype", weight_dtype, WEIGHT_DTYPES)
     reload = reloader(load_model, path)
     checkpoint = inspect_checkpoint(path)
     info = follow(find_transformer(checkpoint), reference)
