@@ -1,6 +1,6 @@
-"""The fused kernels built for every card, without one: registers, spills, shared memory. `make bench`.
+"""Compile the fused kernels for every card, without a card: registers, spills, shared memory. `make bench`.
 
-Writes benchmarks/kernels.json. What is built is machine code of ptxas; no card has run it.
+For sm_90 the instructions of the longest loop are counted, too. Writes benchmarks/kernels.json.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import functools
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 
 class Launch(NamedTuple):
     kernel: Any
+    dtype: torch.dtype
     arguments: dict[str, Any]
     options: dict[str, Any]
 
@@ -38,7 +40,7 @@ def recorded(width: int, dtype: torch.dtype) -> list[Launch]:
 
     def note(kernel: Any, grid: Any, like: Any, *arguments: Any, **options: Any) -> None:
         given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        launches.append(Launch(kernel, {name: given.get(name) for name in kernel.arg_names}, options))
+        launches.append(Launch(kernel, dtype, {name: given.get(name) for name in kernel.arg_names}, options))
 
     modules = (channels, gated_depthwise, linear_attention, modulation)
     plain = [module.launch for module in modules]
@@ -73,23 +75,28 @@ def kind(value: Any) -> str:
 
 
 def build(launch: Launch, card: int | str) -> Any:
-    """Return what Triton builds of `launch` for a compute capability or AMD's name, as for a call on that card."""
+    """Compile `launch` for a compute capability or an AMD name, specialised as Triton specialises the real launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, constants = launch.kernel, {}
-    signature = {}
-    for parameter in kernel.params:
+    nvidia = isinstance(card, int)
+    signature, constants, divisible = {}, {}, {}
+    for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
+        if parameter.name == "fast":
+            # The meta tensors of `recorded` are on no card, so their launches never ask for it.
+            value = nvidia and launch.dtype != torch.float32
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         else:
             signature[parameter.name] = kind(value)
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                divisible[(i,)] = [["tt.divisibility", 16]]
     warps = {"num_warps": launch.options.get("num_warps", 4)}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    kind_of = ("cuda", card, 32) if isinstance(card, int) else ("hip", card, AMD_CARDS[card])
-    return triton.compile(source, target=GPUTarget(*kind_of), options=warps)
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=divisible)
+    target = GPUTarget("cuda", card, 32) if nvidia else GPUTarget("hip", card, AMD_CARDS[card])
+    return triton.compile(source, target=target, options=warps)
 
 
 @functools.cache
@@ -99,40 +106,72 @@ def tool() -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def resources(built: Any) -> dict[str, int]:
-    """Return what a thread and a block of a built kernel take."""
+def disassemble(built: Any, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
-        text = subprocess.run([tool(), "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    (line,) = re.findall(r"REG:\d+.*", text)
-    found = {name: int(count) for name, count in re.findall(r"(\w+):(\d+)", line)}
-    # what is spilled lies on a thread's stack
+        return subprocess.run([tool(), option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def resources(built: Any) -> dict[str, int]:
+    """Registers and spills of a thread, shared memory and warps of a block."""
+    (line,) = re.findall(r"REG:\d+.*", disassemble(built, "-res-usage"))
+    usage = {name: int(count) for name, count in re.findall(r"(\w+):(\d+)", line)}
     return {
-        "registers": found["REG"],
-        "spilled_bytes": found["STACK"] + found["LOCAL"],
+        "registers": usage["REG"],
+        # Spilled registers are on the thread's stack.
+        "spilled_bytes": usage["STACK"] + usage["LOCAL"],
         "shared_bytes": built.metadata.shared,
         "warps": built.metadata.num_warps,
+    }
+
+
+def instructions(built: Any) -> dict[str, Any]:
+    """Count the machine instructions of a kernel's longest loop, or of the whole kernel if it has no loop.
+
+    "accesses" maps the bytes that a thread loads or stores at once to the number of such instructions in global memory.
+    """
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);", disassemble(built, "-sass"))
+    code = [(int(address, 16), name, operands) for address, name, operands in lines]
+    loops = [
+        (int(target[1], 16), address)
+        for address, name, operands in code
+        if name.startswith("BRA") and (target := re.search(r"0x([0-9a-f]+)", operands)) and int(target[1], 16) < address
+    ]
+    first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, code[-1][0]))
+    names = [name for address, name, _ in code if first <= address <= last]
+    accesses = Counter(
+        int(width[1]) // 8 if (width := re.search(r"\.[US]?(8|16|64|128)(?![0-9])", name)) else 4
+        for name in names
+        if name.startswith(("LDG", "STG"))
+    )
+    return {
+        "instructions": len(names),
+        "special_functions": sum(name.startswith("MUFU") for name in names),
+        "accesses": dict(sorted(accesses.items())),
     }
 
 
 def sizes(launch: Launch) -> str:
     """Return the constants of a launch in words."""
     own = [name for name, value in launch.arguments.items() if value is None]
-    constants = [f"{p.name}={launch.arguments[p.name]}" for p in launch.kernel.params if p.is_constexpr]
+    constants = [
+        f"{p.name}={launch.arguments[p.name]}" for p in launch.kernel.params if p.is_constexpr and p.name != "fast"
+    ]
     return f"{launch.kernel.__name__} ({', '.join(constants)})" + (f" without {', '.join(own)}" if own else "")
 
 
 def main() -> None:
-    kernels = {
-        f"{sizes(launch)}, {str(dtype).removeprefix('torch.')}": {
-            f"sm_{card}": resources(build(launch, card)) for card in CARDS
-        }
-        for dtype in DTYPES
-        for width in (1152, 2240)
-        for launch in recorded(width, dtype)
-    }
-    write(__file__, {"note": "built by Triton's ptxas; none of it has run on a card", "kernels": kernels})
+    kernels = {}
+    for dtype in DTYPES:
+        for width in (1152, 2240):
+            for launch in recorded(width, dtype):
+                figures = {}
+                for card in CARDS:
+                    built = build(launch, card)
+                    figures[f"sm_{card}"] = resources(built) | (instructions(built) if card == 90 else {})
+                kernels[f"{sizes(launch)}, {str(dtype).removeprefix('torch.')}"] = figures
+    write(__file__, {"note": "compiled by Triton and ptxas, without a card", "kernels": kernels})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from diffusers import SanaTransformer2DModel
 from diffusers.models.normalization import RMSNorm
 
 from sana_core.decode import attention, fused, streaming, workspace
-from sana_core.kernels import trial
+from sana_core.kernels import gated_depthwise, trial
 from sana_core.kernels.channels import add_bias, rms_norm
 from sana_core.kernels.gated_depthwise import silu_depthwise_gate
 from sana_core.kernels.linear_attention import relu_attention
@@ -127,11 +127,23 @@ def test_a_picture_s_attention_does_not_depend_on_its_batch(dtype):
     assert all(torch.equal(together[i : i + 1], relu_attention(*states[:, i : i + 1], 2, 1e-15)) for i in range(4))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (2, 2, 9, 70), (1, 9, 2, 64), (1, 2, 3, 2 * 66)])
+# programs=1: bands of up to 32 rows, as on large images. Small images have bands of one row.
+@pytest.mark.parametrize(
+    "shape, programs",
+    [
+        ((1, 1, 1, 8), 1024),
+        ((2, 2, 9, 70), 1024),
+        ((1, 9, 2, 64), 1024),
+        ((1, 2, 3, 2 * 66), 1024),
+        ((1, 33, 2, 8), 1),
+        ((2, 9, 4, 64), 1),
+    ],
+)
 @pytest.mark.parametrize(
     "edges", [(0, 0), (1, 1), *(pytest.param(each, marks=pytest.mark.slow) for each in ((0, 1), (1, 0)))]
 )
-def test_gated_depthwise(dtype, shape, edges):
+def test_gated_depthwise(dtype, shape, programs, edges, monkeypatch):
+    monkeypatch.setattr(gated_depthwise, "PROGRAMS", programs)
     x = noise(shape[0], shape[1] + sum(edges), *shape[2:]).to(dtype)
     weight, bias = noise(shape[3], 1, 3, 3, seed=1).to(dtype), noise(shape[3], seed=2).to(dtype)
 

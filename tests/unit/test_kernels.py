@@ -12,6 +12,7 @@ from benchmarks import kernels
 from sana_core.kernels import trial
 
 triton = pytest.importorskip("triton")
+gated_depthwise = pytest.importorskip("sana_core.kernels.gated_depthwise")
 
 
 def ends(cards):
@@ -39,6 +40,20 @@ def test_each_builds_for_every_card(card):
         assert found["shared_bytes"] <= 48 * 1024, (launch.kernel.__name__, found)
         # Turing has no products of bf16
         assert found["spilled_bytes"] == 0 or card == 75, (launch.kernel.__name__, found)
+
+
+@pytest.mark.parametrize("dtype, channel_bytes", [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)], ids=str)
+def test_the_depthwise_kernel_reads_each_input_once_per_row(dtype, channel_bytes):
+    """Counted in machine code for sm_90, where an earlier kernel issued 104 loads of 2 bytes in each row."""
+    (launch,) = [launch for launch in kernels.recorded(2240, dtype) if launch.kernel.__name__ == "gated_depthwise"]
+    columns, channels = gated_depthwise.COLUMNS, gated_depthwise.CHANNELS
+    per_thread = channels // 32
+    counts = kernels.instructions(kernels.build(launch, 90))
+    # Each row loads the columns of a strip and one more on both sides, of values and of gates, and stores its outputs.
+    assert counts["accesses"] == {per_thread * channel_bytes: 2 * (columns + 2) + columns}
+    # SiLU is one exponential and one reciprocal: once for each input, and once for each gate.
+    assert counts["special_functions"] == 2 * per_thread * (2 * (columns + 2) + columns)
+    assert counts["instructions"] <= (560 if dtype != torch.float32 else 780)
 
 
 @pytest.mark.parametrize("card", ends(kernels.AMD_CARDS))
