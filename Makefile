@@ -15,7 +15,7 @@ GPU_PYTHON ?= python3
 GPU_MINUTES ?= 8
 EACH ?= 10
 
-.PHONY: help setup demo serve gallery test test-all coverage mutants fuzz soak lint bench gpu gpu-wheels checkpoint lock audit
+.PHONY: help setup demo serve gallery test test-all coverage mutants fuzz soak lint bench gpu gpu-bundle checkpoint lock audit
 
 help:
 	@echo "make demo [PROMPT=\"a flat drawing of a blue house in the snow at night\"]   generate an image into output/"
@@ -31,7 +31,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure, and write benchmarks/"
 	@echo "make gpu [GPU_PYTHON=python3]   on a machine with a GPU: is it right, and how fast is it, in 8 minutes"
-	@echo "make gpu-wheels FOR=\"3.12 2.11\"   bring along what make gpu needs offline, for a Python and a torch"
+	@echo "make gpu-bundle FOR=\"3.12 2.11 packages.txt\"   pack what make gpu needs offline: Python, torch, pip list there"
 	@echo "make audit        for a release: its bill of materials, known weaknesses of what it needs, and the registry's archive"
 	@echo "make checkpoint   train demo/sana-posters on, and what is beside it, into demo/build (hours, resuming)"
 
@@ -120,8 +120,8 @@ bench: setup
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --minutes $(GPU_MINUTES)
 
-gpu-wheels: setup
-	$(VENV) scripts/gpu_wheels.py $(FOR)
+gpu-bundle: setup
+	$(VENV) scripts/gpu_bundle.py $(FOR)
 
 checkpoint: setup
 	$(VENV) -m demo.posters.recipe demo/build/posters/recipe --first 512

@@ -1,9 +1,14 @@
-"""One command for a day with a GPU: is it right, and how fast is it? `make gpu [MINUTES=8]`
+"""Check and measure the pack on a machine with a GPU: `make gpu`.
 
-Runs with any Python that has torch, transformers, accelerate and safetensors, offline. What else is needed comes from
-the wheels in .cache/gpu/wheels, which `make gpu-wheels` puts there on a machine with a network, and ComfyUI
-from .cache.
-Writes benchmarks/gpu/<card>.json after each stage: what was checked, what was measured, what there was no time for.
+    python3 benchmarks/gpu.py [--minutes 8] [--parts step kernels] [--out FOLDER]
+
+Needs a Python that has torch, transformers, accelerate and safetensors, and no network. `make gpu-bundle`, on a machine
+with a network, packs what else is needed; this script unpacks that bundle.
+
+The parts run in the order of PARTS, each in a process of its own, until the minutes are over. Each figure is written to
+FOLDER/figures.jsonl as soon as it is known, and the output of all parts to FOLDER/log.txt, so a part that is stopped
+leaves what it had. FOLDER/<name of the GPU>.json has all figures. FOLDER is $OUT if that is set, or benchmarks/gpu.
+The exit status is the number of parts that failed.
 """
 
 from __future__ import annotations
@@ -17,186 +22,126 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable
-from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-WHEELS, SITE = ROOT / ".cache" / "gpu" / "wheels", ROOT / ".cache" / "gpu" / "site"
-RESULTS = ROOT / "benchmarks" / "gpu"
-PYTEST = ("-m", "pytest", "-c", "tests/pytest.ini", "-p", "no:cacheprovider", "-q", "--tb=short")
-# seconds of the doctor, which begins nothing later
-DOCTOR = 240
-# of the end of what a stage wrote, in characters
-TAIL = 6000
+BUNDLE = ROOT / ".cache" / "gpu" / "bundle"
 
 
-def plain(name: str) -> str:
-    """Return the name of a package as indexes compare it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+class Part(NamedTuple):
+    seconds: int  # the part is stopped after this time
+    question: str
 
 
-def add_wheels() -> list[str]:
-    """Install those wheels into SITE whose package this Python lacks; return their names."""
-    installed = {plain(each.metadata["Name"]) for each in distributions() if each.metadata["Name"]}
-    missing = [wheel for wheel in sorted(WHEELS.glob("*.whl")) if plain(wheel.name.split("-")[0]) not in installed]
-    if missing:
-        options = ("--quiet", "--no-index", "--no-deps", "--upgrade", "--target", SITE)
-        subprocess.run([sys.executable, "-m", "pip", "install", *options, *missing], check=True)
-    return ["-".join(wheel.name.split("-")[:2]) for wheel in missing]
-
-
-def run(words: tuple[str, ...], seconds: float) -> tuple[str, str]:
-    """Return how this Python ended with `words`, and what it wrote."""
-    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # in a file, for a pipe would be waited for until all that was started has ended
-    with tempfile.TemporaryFile() as written:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            stdout=written,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(seconds)
-            ended = "passed" if code == 0 else f"failed with {code}"
-        except subprocess.TimeoutExpired:
-            ended = f"took more than {seconds:.0f} s"
-        finally:
-            # with all that it has started, which would go on on the card, after Ctrl-C too
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        written.seek(0)
-        return ended, written.read().decode(errors="replace")
-
-
-def rates() -> dict[str, Any]:
-    """What the card can do at most: a product of matrices, and a copy within its memory, read and written."""
-    import torch
-
-    from benchmarks.sampling_gpu import SIDE, peak_rate, seconds
-    from sana_core.runtime.accelerator import current_accelerator
-
-    device = current_accelerator() or torch.device("cpu")
-    source = torch.randn(8 * SIDE**2, device=device, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / seconds(lambda: target.copy_(source))
-    return {"teraflops_bf16": round(2 * peak_rate(device) / 1e12, 1), "gigabytes_copied_a_second": round(copy / 1e9)}
-
-
-def doctor() -> dict[str, Any]:
-    """What `python -m sana_core doctor --time` says: checks, and seconds and memory beside the plan and diffusers."""
-    from sana_core.doctor import Report, examine
-
-    report = Report(seconds=DOCTOR)
-    examine(report, figures=True)
-    return report.as_json()
-
-
-def compiled_step() -> dict[str, Any]:
-    """Milliseconds of a guided step beside diffusers' and the floor of its arithmetic, compiled and not."""
-    import torch
-
-    from benchmarks.sampling_gpu import measure, peak_rate
-    from sana_core.runtime.accelerator import current_accelerator
-
-    device = current_accelerator() or torch.device("cpu")
-    return {"1.6B, 1024 px": measure("1.6B", 1024, peak_rate(device), device)}
-
-
-def graphs() -> dict[str, Any]:
-    """Milliseconds of guided steps, launched one by one and as CUDA graphs, which must have the same bits."""
-    import torch
-
-    from benchmarks.sampling_gpu import measure_graph
-    from sana_core.runtime.accelerator import current_accelerator
-
-    device = current_accelerator()
-    if device is None or device.type != "cuda":
-        return {"left out": "graphs are those of CUDA and ROCm"}
-    steps = (("0.6B", 512), ("0.6B", 1024), ("1.6B", 1024))
-    return {f"{name}, {pixels} px": measure_graph(name, pixels, torch.device("cuda", 0)) for name, pixels in steps}
-
-
-FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
-    "rates": rates,
-    "doctor": doctor,
-    "graphs": graphs,
-    "compiled step": compiled_step,
+# The most valuable parts come first. Up to "graph" they fit into the 8 minutes of `make gpu`.
+PARTS = {
+    "begin": Part(30, "Do the kernels build and run? How fast are a copy and matrix products?"),
+    "trained": Part(45, "Does the bundled model generate its committed image in three dtypes?"),
+    "step": Part(60, "Milliseconds of a guided step beside diffusers, and where they go"),
+    "decode": Part(70, "Milliseconds and memory of decodes beside diffusers, warm"),
+    "kernels": Part(20, "Each fused kernel beside plain torch and beside the bytes that it must move"),
+    "correctness": Part(90, "Is the GPU as close to fp32 on the CPU as the libraries are?"),
+    "pipeline": Part(100, "A whole 1.6B pipeline: seconds, memory, and memory that runs out"),
+    "fp8": Part(30, "Is fp8 faster, and how far off is it?"),
+    "graph": Part(30, "Is a CUDA graph of a step faster, with the same bits?"),
+    "train": Part(90, "Seconds and memory of a LoRA step beside the prediction"),
+    "compile": Part(120, "Does a step compile with the kernels, and is it faster?"),
+    "canvas": Part(90, "Does ComfyUI generate with the shipped workflows?"),
 }
-# what it is worst not to know comes first; seconds at most, of which a stage that hangs takes all
-STAGES = (
-    ("correctness", (*PYTEST, "tests/gpu"), 180),
-    ("kernels", (*PYTEST, "tests/unit/kernel_numbers.py"), 120),
-    ("rates", (__file__, "--figure", "rates"), 40),
-    ("doctor", (__file__, "--figure", "doctor"), DOCTOR + 30),
-    ("templates in ComfyUI", (*PYTEST, "tests/graph/test_templates.py"), 120),
-    ("graphs", (__file__, "--figure", "graphs"), 90),
-    ("compiled step", (__file__, "--figure", "compiled step"), 200),
-)
-
-
-def card() -> dict[str, Any]:
-    """Which card, with which versions."""
-    import torch
-
-    from sana_core.runtime.accelerator import current_accelerator
-
-    device = current_accelerator()
-    if device is None:
-        return {"card": "cpu", "cards": 0, "torch": torch.__version__, "python": platform.python_version()}
-    module = torch.get_device_module(device)
-    return {
-        "card": module.get_device_name(),
-        "cards": torch.accelerator.device_count(),
-        "memory_gigabytes": round(module.get_device_properties(device).total_memory / 1e9, 1),
-        "torch": torch.__version__,
-        "driver": torch.version.cuda or torch.version.hip or device.type,
-        "python": platform.python_version(),
-    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=8, help="begin no stage after so long")
-    parser.add_argument("--stages", nargs="+", choices=[name for name, _, _ in STAGES], help="these alone")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for the results")
-    parser.add_argument("--figure", choices=FIGURES, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8, help="stop after this time")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these parts")
+    default = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "gpu")
+    parser.add_argument("--out", type=Path, default=default, help="folder for the results")
+    parser.add_argument("--bundle", type=Path, default=BUNDLE, help="what `make gpu-bundle` has packed")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to rehearse without a GPU")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.figure:
-        sys.path.insert(0, str(ROOT))
-        sys.stdout.write("\n" + json.dumps(FIGURES[arguments.figure]()))
-        return 0
-    began = time.monotonic()
-    added = add_wheels()
-    sys.path[:0] = [str(ROOT), str(SITE)]
-    document = {"date": time.strftime("%Y-%m-%d"), **card(), "wheels": added, "stages": {}}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    file = arguments.out / (re.sub(r"\W+", "-", document["card"]).strip("-").lower() + ".json")
-    for name, words, most in STAGES:
-        if arguments.stages and name not in arguments.stages:
-            continue
-        left = 60 * arguments.minutes - (time.monotonic() - began)
-        started = time.monotonic()
-        ended, text = run(words, min(most, left)) if left > 0 else ("no time left", "")
-        stage: dict[str, Any] = {"ended": ended, "seconds": round(time.monotonic() - started, 1)}
-        if ended == "passed" and "--figure" in words:
-            # a library may say something after them
-            stage["figures"] = json.loads(next(line for line in reversed(text.splitlines()) if line[:1] == "{"))
-        else:
-            stage["said"] = text[-TAIL:].splitlines()[-1:] if ended == "passed" else text[-TAIL:].splitlines()
-        document["stages"][name] = stage
-        file.write_text(json.dumps(document, indent=1) + "\n")
-        sys.stdout.write(f"{name}: {ended}, {stage['seconds']} s\n")
-        sys.stdout.flush()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if arguments.part:
+        sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit")]
+        from benchmarks.gpu_parts import run_part
+
+        return run_part(arguments.part, out, arguments.small)
+
+    end = time.monotonic() + 60 * arguments.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        environment = unpack(arguments.bundle, Path(folder))
+        (out / "figures.jsonl").unlink(missing_ok=True)
+        ended: dict[str, dict[str, Any]] = {}
+        for name in arguments.parts:
+            started = time.monotonic()
+            seconds = min(PARTS[name].seconds * (30 if arguments.small else 1), end - started)
+            command = [sys.executable, "-u", __file__, "--part", name, "--out", str(out)]
+            status = run(command + ["--small"] * arguments.small, environment, out / "log.txt", seconds)
+            ended[name] = {"ended": status, "seconds": round(time.monotonic() - started, 1)}
+            sys.stdout.write(f"{name}: {status}, {ended[name]['seconds']} s\n")
+            file = write_summary(out, ended)
+    for line in read_lines(out):
+        sys.stdout.write(line[:300] + "\n")
     sys.stdout.write(f"{file}\n")
-    return sum(stage["ended"] != "passed" for stage in document["stages"].values())
+    return sum(part["ended"] != "passed" for part in ended.values())
+
+
+def unpack(bundle: Path, folder: Path) -> dict[str, str]:
+    """Unpack the archives in `bundle` into `folder`. Returns the environment in which parts find them."""
+    for archive in sorted(bundle.glob("*.tar.xz")):
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+    paths = [str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    if (folder / "ComfyUI").is_dir():
+        environment["COMFYUI_PATH"] = str(folder / "ComfyUI")
+    return environment
+
+
+def run(command: list[str], environment: dict[str, str], log: Path, seconds: float) -> str:
+    """Run `command` for at most `seconds`, append its output to `log`, and return how it ended."""
+    if seconds <= 0:
+        return "no time left"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(seconds)
+            return "passed" if status == 0 else f"failed with {status}"
+        except subprocess.TimeoutExpired:
+            return f"stopped after {seconds:.0f} s"
+        finally:
+            # Children of the part would otherwise keep using the GPU, also after Ctrl+C.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def read_lines(out: Path) -> list[str]:
+    file = out / "figures.jsonl"
+    return file.read_text().splitlines() if file.is_file() else []
+
+
+def write_summary(out: Path, ended: dict[str, dict[str, Any]]) -> Path:
+    """Write how the parts ended and all figures so far to one file named after the GPU."""
+    figures: dict[str, dict[str, Any]] = {}
+    for line in read_lines(out):
+        figure = json.loads(line)
+        figures.setdefault(figure.pop("part"), {})[figure.pop("what")] = figure
+    machine = next((part.pop("machine") for part in figures.values()), {"gpu": "unknown"})
+    for part in figures.values():
+        part.pop("machine", None)
+    parts = {name: part | {"figures": figures.get(name, {})} for name, part in ended.items()}
+    document = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), **machine, "parts": parts}
+    file = out / (re.sub(r"\W+", "-", machine["gpu"]).strip("-").lower() + ".json")
+    file.write_text(json.dumps(document, indent=1) + "\n")
+    return file
 
 
 if __name__ == "__main__":

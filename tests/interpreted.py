@@ -6,6 +6,7 @@ It runs in processes that were started with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -34,5 +35,10 @@ def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 
 
 def install() -> None:
+    from triton.language.extra.cuda import libdevice
+
+    # The interpreter cannot call libdevice. Kernels ask for these two on NVIDIA, also on the pretended one.
+    libdevice.fast_expf = lambda x: tl.exp(x)
+    libdevice.fast_dividef = operator.truediv
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter._convert_float = convert

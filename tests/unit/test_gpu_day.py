@@ -1,146 +1,153 @@
-"""`make gpu`: what a machine without a network gets, and what is written when stages fail or time runs out."""
+"""`make gpu`: what is packed for a machine without a network, and what a failed, hung or killed part leaves."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import zipfile
 
-import gpu_wheels
+import gpu_bundle
 import pytest
 from setup import ROOT
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_parts
 
 
-@pytest.fixture
-def stages(monkeypatch, tmp_path):
-    """A function that runs such stages, and returns the status and what is in the file of results."""
-
-    def run(*stages, minutes=8.0):
-        monkeypatch.setattr(gpu, "STAGES", stages)
-        monkeypatch.setattr(gpu, "WHEELS", tmp_path / "none")
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--minutes", str(minutes), "--out", str(tmp_path / "out")])
-        status = gpu.main()
-        (file,) = (tmp_path / "out").glob("*.json")
-        return status, json.loads(file.read_text())
-
-    return run
-
-
-@pytest.mark.slow
-def test_a_stage_that_fails_hangs_or_has_no_time_left_stops_no_other(stages, tmp_path, monkeypatch):
-    figure = (
-        "-c",
-        "import sys; print('{\"seconds\": 1}', flush=True); print('a warning', file=sys.stderr)",
-        "--figure",
-    )
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "found.py").write_text("")
-    monkeypatch.setenv("PYTHONPATH", str(mine))
-    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(60)"
-    late = f"import time; time.sleep(6); open({str(tmp_path / 'late')!r}, 'w')"
-    status, found = stages(
-        ("fails", ("-c", "print('why'); raise SystemExit(3)"), 60),
-        ("hangs", ("-c", "import time; print('so far', flush=True); time.sleep(60)"), 3),
-        ("hangs with a child", ("-c", child, late), 3),
-        ("has the paths of its caller", ("-c", "import found"), 60),
-        ("measures", figure, 60),
-    )
-    assert status == 3 and found["stages"]["has the paths of its caller"]["ended"] == "passed"
-    assert found["stages"]["fails"]["ended"] == "failed with 3" and found["stages"]["fails"]["said"] == ["why"]
-    assert found["stages"]["hangs"]["ended"] == "took more than 3 s" and found["stages"]["hangs"]["said"] == ["so far"]
-    assert found["stages"]["measures"]["figures"] == {"seconds": 1}
-    assert found["card"] and found["torch"] and found["python"]
-    time.sleep(5)
-    assert not (tmp_path / "late").exists()
-    status, found = stages(("late", figure, 60), minutes=0)
-    assert status == 1 and found["stages"]["late"]["ended"] == "no time left"
-
-
-# stages of the day, and the files whose lines they have to reach
-DAY = {
-    ("correctness",): ("tests/gpu/*.py",),
-    ("kernels", "rates", "doctor", "graphs", "compiled step"): (
-        "benchmarks/gpu.py",
-        "benchmarks/sampling_gpu.py",
-        "sana_core/doctor/arithmetic.py",
-        "sana_core/doctor/figures.py",
-    ),
-    ("templates in ComfyUI",): ("tests/graph/test_templates.py",),
-}
-
-
-def add_wheel(folder):
-    """Put the wheel of a package that no Python has into `folder`."""
-    folder.mkdir()
-    about = "nothing_such-1.0.dist-info"
-    with zipfile.ZipFile(folder / "nothing_such-1.0-py3-none-any.whl", "w") as file:
-        file.writestr("nothing_such.py", "")
-        file.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: nothing-such\nVersion: 1.0\n")
-        file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{about}/RECORD", "")
-
-
-def test_no_stage_is_left_out():
-    assert sorted(sum(DAY, ())) == sorted(name for name, _, _ in gpu.STAGES)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("stages", DAY, ids=lambda stages: stages[0])
-def test_every_line_runs_on_two_gpus_that_compute_on_the_cpu(tmp_path, stages):
-    """Every stage of `make gpu` passes, and coverage finds no line that was not reached."""
-    pytest.importorskip("coverage")
-    config = tmp_path / "coverage.ini"
-    # the CPU runs its part in every `make test`; hanging stages, wrong GPUs and training on the canvas have tests
-    config.write_text(
-        f"""[run]
-data_file = {tmp_path / "lines"}
-parallel = true
-include = {", ".join(str(ROOT / path) for path in DAY[stages])}
-[report]
-exclude_also =
-    if TYPE_CHECKING:
-    if .*device.type == "cpu"
-    if device.type != "cuda"
-    if (device|DEVICE) is None.*:
-    if not .*is_(file|dir)\\(\\)
-    if report.late
-    if not .*isfinite
-    except subprocess.TimeoutExpired
-    if kind == "SanaNodesTrain"
-"""
-    )
-    add_wheel(tmp_path / "wheels")
+def rehearse(out, *arguments, bundle="none"):
+    """Run benchmarks/gpu.py on two pretended GPUs, which compute on the CPU."""
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--out", str(out), "--bundle", str(out / bundle)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "pretended_day"), "OMP_NUM_THREADS": "1"}
-    environment |= {"COVERAGE_PROCESS_START": str(config)}
-    command = [sys.executable, "tests/pretended_day/day.py", "--minutes", "1000", "--stages", *stages]
-    command += ["--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    found = json.loads((tmp_path / "pretended.json").read_text())
-    assert done.returncode == 0, (done.stdout, done.stderr, found)
-    assert found["cards"] == 2 and found["wheels"] == ["nothing_such-1.0"] and found["stages"].keys() == set(stages)
-    coverage = (sys.executable, "-m", "coverage")
-    subprocess.run([*coverage, "combine", "-q", f"--rcfile={config}"], cwd=ROOT, check=True)
-    report = [*coverage, "report", f"--rcfile={config}", "--show-missing", "--fail-under=100"]
-    done = subprocess.run(report, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    return subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_its_files_are_there():
-    for _, words, _ in gpu.STAGES:
-        path = words[-1] if words[0] == "-m" else words[0]
-        assert (ROOT / path).exists(), path
+def figures_of(out, part):
+    lines = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
+    return {line["what"]: line for line in lines if line["part"] == part}
 
 
-def test_what_is_brought_along_is_pinned_with_hashes():
+def test_every_part_has_a_function_and_the_first_nine_fit_into_eight_minutes():
+    assert list(gpu.PARTS) == list(gpu_parts.PART_FUNCTIONS)
+    assert sum(part.seconds for part in list(gpu.PARTS.values())[:9]) <= 480
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "part", ["begin", *(pytest.param(part, marks=pytest.mark.slow) for part in gpu.PARTS if part != "begin")]
+)
+def test_every_part_runs_on_pretended_gpus(tmp_path, part):
+    done = rehearse(tmp_path, "--minutes", "50", "--parts", part)
+    figures = figures_of(tmp_path, part)
+    assert done.returncode == 0, (done.stdout, (tmp_path / "log.txt").read_text()[-4000:])
+    assert len(figures) > 1 and figures["machine"]["gpus"] == 2
+    document = json.loads((tmp_path / "pretended.json").read_text())
+    assert document["gpu"] == "pretended" and document["parts"][part]["ended"] == "passed"
+    assert document["parts"][part]["figures"].keys() == figures.keys() - {"machine"}
+
+
+def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_output(tmp_path):
+    environment, log = dict(os.environ), tmp_path / "log.txt"
+    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(60)"
+    late = f"import time; time.sleep(4); open({str(tmp_path / 'late')!r}, 'w')"
+    hang = "import time; print('so far', flush=True); time.sleep(60)"
+    assert gpu.run([sys.executable, "-c", "print('why'); raise SystemExit(3)"], environment, log, 60) == "failed with 3"
+    assert gpu.run([sys.executable, "-c", hang], environment, log, 2) == "stopped after 2 s"
+    assert gpu.run([sys.executable, "-c", child, late], environment, log, 2) == "stopped after 2 s"
+    assert gpu.run([sys.executable, "-c", "print('measured')"], environment, log, 60) == "passed"
+    assert gpu.run([sys.executable, "-c", "print('never')"], environment, log, 0) == "no time left"
+    assert log.read_text().split() == ["why", "so", "far", "measured"]
+    time.sleep(3)
+    assert not (tmp_path / "late").exists()
+
+
+def test_a_killed_part_leaves_the_figures_it_had(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "pretended_day"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--part", "begin", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    lines = tmp_path / "figures.jsonl"
+    end = time.monotonic() + 120
+    while not (lines.is_file() and lines.read_text().count("\n") >= 2):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert "machine" in figures_of(tmp_path, "begin")
+    file = gpu.write_summary(tmp_path, {"begin": {"ended": "stopped after 1 s", "seconds": 1.0}})
+    document = json.loads(file.read_text())
+    assert document["parts"]["begin"]["ended"] == "stopped after 1 s" and document["parts"]["begin"]["figures"]
+
+
+def test_a_failed_figure_fails_its_part(tmp_path, monkeypatch):
+    def part(recorder):
+        recorder.attempt("broken", lambda: 1 / 0)
+        recorder.attempt("works", lambda: {"ms": 1})
+
+    monkeypatch.setitem(gpu_parts.PART_FUNCTIONS, "begin", part)
+    monkeypatch.setattr(
+        gpu_parts.torch.cuda,
+        "get_device_properties",
+        lambda device: gpu_parts.SimpleNamespace(name="any", total_memory=1),
+    )
+    assert gpu_parts.run_part("begin", tmp_path, False) == 1
+    assert figures_of(tmp_path, "begin")["broken"]["failed"] == "ZeroDivisionError: division by zero"
+    assert figures_of(tmp_path, "begin")["works"]["ms"] == 1
+
+
+def test_results_go_to_out_and_not_into_the_source_tree(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path / "results"))
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", "--minutes", "0", "--parts", "begin"],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "no time left" in done.stdout and not done.stderr
+    assert (tmp_path / "results" / "unknown.json").is_file()
+
+
+def wheel(folder, name, *requirements):
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", "")
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0"]
+        lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
+        file.writestr(f"{name}-1.0.dist-info/METADATA", "\n".join(lines) + "\n")
+    return path
+
+
+def test_the_bundle_names_requirements_that_the_machine_lacks(tmp_path):
+    wheels = [
+        wheel(tmp_path, "one", "two>=1", "Three_3", "four; extra == 'more'", "five; python_version < '3'"),
+        wheel(tmp_path, "two", "numpy", "torch"),
+    ]
+    assert gpu_bundle.unmet(wheels, {"numpy"}) == ["three-3 (needed by one)"]
+
+
+def test_what_is_packed_is_pinned_with_hashes():
     lines = (ROOT / "requirements" / "gpu.in").read_text().splitlines()
     names = {line for line in lines if line and not line.startswith("#")}
-    text = gpu_wheels.pinned(names)
-    found = {line.partition("==")[0] for line in text.splitlines() if "==" in line.split(" ")[0]}
-    assert found == names and text.count("--hash=sha256:") > len(names)
+    text = gpu_bundle.pinned(names)
+    pinned = {line.partition("==")[0] for line in text.splitlines() if "==" in line.split(" ")[0]}
+    assert pinned == names and text.count("--hash=sha256:") > len(names)
     with pytest.raises(SystemExit, match="got nothing-such"):
-        gpu_wheels.pinned({"nothing-such"})
+        gpu_bundle.pinned({"nothing-such"})
+
+
+def test_a_bundle_is_unpacked_for_the_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_bundle, "BUNDLE", tmp_path / "bundle")
+    (tmp_path / "bundle").mkdir()
+    gpu_bundle.pack_site([wheel(tmp_path, "one")], with_av=True)
+    host = tmp_path / "host"
+    (host / "comfy" / "text_encoders").mkdir(parents=True)
+    (host / "main.py").write_text("")
+    (host / "comfy" / "text_encoders" / "large.json").write_text("x" * (gpu_bundle.LARGE_TOKENIZER + 1))
+    gpu_bundle.pack_host(host)
+    gpu_bundle.pack_repository()
+    environment = gpu.unpack(tmp_path / "bundle", tmp_path / "unpacked")
+    assert environment["COMFYUI_PATH"] == str(tmp_path / "unpacked" / "ComfyUI")
+    assert [file.name for file in (tmp_path / "unpacked" / "ComfyUI").rglob("*") if file.is_file()] == ["main.py"]
+    code = "import one, av, av.video; from av.container import InputContainer; print(av.open)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
