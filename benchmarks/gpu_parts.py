@@ -198,9 +198,13 @@ def begin(recorder: Recorder) -> None:
             lambda dtype=dtype: {"kernels": len(TRIALS), "refused": refused_kernels(recorder.device, dtype)},
         )
     side = 256 if recorder.small else 8192
-    # A square product, then the products of a step of 1.6B at 1024 px, then one with 16 times the rows.
-    shapes = [(side, side, side), (2048, 2240, 2240), (2048, 2240, 6720), (2048, 2240, 11200), (2048, 5600, 2240)]
-    for rows, inner, outer in shapes[:1] if recorder.small else [*shapes, (32768, 2240, 11200)]:
+    # A square product, then the products of a step of 1.6B: 2048 rows for one image of 1024 px, 4096 for two images,
+    # 32768 for one image of 4096 px.
+    shapes = [(side, side, side)]
+    if not recorder.small:
+        sides = ((2240, 2240), (2240, 6720), (2240, 11200), (5600, 2240))
+        shapes += [(rows, *pair) for rows in (2048, 4096, 32768) for pair in sides]
+    for rows, inner, outer in shapes:
         a, weight = noise(recorder, rows, inner), noise(recorder, outer, inner)
         ms = kernel_ms(lambda a=a, weight=weight: F.linear(a, weight), recorder.small)
         recorder.figure(f"product {rows} x {inner} x {outer}", ms=ms, tflops=round(2e-9 * rows * inner * outer / ms, 1))
