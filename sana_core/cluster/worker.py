@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
+from socket import AF_INET, AF_INET6, create_server
 from typing import Any, NamedTuple
 
 import torch
@@ -202,14 +203,25 @@ class Worker:
         return device_name(transformer.device), measure(transformer.device, transformer)
 
     def open_store(self, world: int) -> tuple[str, int]:
-        """Open where `world` processes find each other; return this machine's address and the port."""
+        """Open the store in which `world` processes find each other. Returns this machine's address and the port."""
         from ray.util import get_node_ip_address
 
         self.leave()
         host = get_node_ip_address()
-        store = dist.TCPStore(host, 0, world, is_master=True, wait_for_workers=False)
-        self.store = store
-        return host, store.port
+        # The store has no password, and torch would bind it to all interfaces. The members need only this address.
+        listener = create_server((host, 0), family=AF_INET6 if ":" in host else AF_INET)
+        port = listener.getsockname()[1]
+        # libuv's store accepts a bound socket only in newer versions of torch.
+        self.store = dist.TCPStore(
+            host,
+            port,
+            world,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=False,
+        )
+        return host, port
 
     @contextmanager
     def joined_to(self, rank: int, speeds: Sequence[float], address: tuple[str, int]) -> Iterator[ProcessSplit]:

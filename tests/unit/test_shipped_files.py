@@ -15,7 +15,9 @@ BANNED_CALLS = {"print", "eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"pickle", "subprocess", "socket", "os", "ctypes", "urllib", "requests", "aiohttp"}
 # nothing else makes a file safe from a power cut, names the process that holds a folder, or ends one that waits in vain
 DESCRIPTORS = {"O_RDONLY", "O_WRONLY", "close", "devnull", "dup2", "fstat", "fsync", "open"}
-ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "getpid"}}
+# torch binds a store to all interfaces unless it receives a socket that is already bound to one address
+BOUND_STORE = {"AF_INET", "AF_INET6", "create_server"}
+ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "getpid"}, "socket": BOUND_STORE}
 BANNED_ATTRIBUTES = {("sys", "path"), ("os", "environ"), ("os", "system")}
 
 

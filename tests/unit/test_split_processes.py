@@ -2,6 +2,7 @@
 
 import multiprocessing
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,3 +78,15 @@ def test_processes_draw_what_one_draws(checkpoint, speeds, settings, groups):
     expected = sample(models, settings, (PICTURE,), Conditioning([text], negative))
     assert (torch.from_numpy(first[1]) - expected).abs().max() < 2e-5 * expected.abs().max()
     assert all(drawn is None for _, drawn, _ in others) and all(sizes == groups for *_, sizes in (first, *others))
+
+
+def test_the_store_listens_only_on_the_address_that_the_members_get():
+    pytest.importorskip("ray")
+    worker = Worker(Job(SETTINGS, {}, str(TINY)).pack())
+    host, port = worker.open_store(2)
+    connections = psutil.Process().net_connections("tcp")
+    listening = [connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == port] == [host]
+    member = dist.TCPStore(host, port, 2, is_master=False)
+    member.set("greeting", "hello")
+    assert worker.store.get("greeting") == b"hello"
