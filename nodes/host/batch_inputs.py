@@ -16,7 +16,7 @@ from ...sana_core.batch.plan import ImageSpec, batch_images
 from ...sana_core.batch.verifier import check_verifier
 from ...sana_core.errors import InputError
 from ...sana_core.model.latents import CHANNELS, LARGEST_BATCH, check_channels
-from ...sana_core.runtime.checks import check_whole
+from ...sana_core.runtime.checks import check_text, check_whole
 from ...sana_core.runtime.image_files import levels
 from ...sana_core.sampling.trail import Draft, Round, Trail
 from .guidance import require_images
@@ -100,6 +100,7 @@ def find_looks(batch: BatchInputs) -> list[tuple[int, int]]:
     elif len(texts_of(early.text, batch.prompts)) != batch.prompts:
         got = f"{len(texts_of(early.text, batch.prompts))} lines of text for {batch.prompts} prompts"
         raise InputError(f"prompt: got {got}; write what the images should show, one prompt a line")
+    check_text("prompt", early.text)
     last = last_look(early.scorer.verifier, len(batch.sigmas) - 1)
     check_whole("after", early.after, 1, max(1, last))
     return looks_every(early.after, last, batch.count, early.finish)

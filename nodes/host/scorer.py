@@ -15,6 +15,7 @@ from ...sana_core.batch.scorer import Scorer, load_scorer
 from ...sana_core.batch.verifier import Verifier, is_verifier, load_verifier
 from ...sana_core.errors import InputError
 from ...sana_core.model.latents import check_channels
+from ...sana_core.runtime.checks import check_text
 from ...sana_core.runtime.image_files import levels
 from .bars import PAPER, TEXT, as_image
 from .folders import scorer_path
@@ -59,6 +60,7 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
     Each draft is decoded whole and alone: of latents that are made smaller first, the decode loses what the prompt
     names. Only the best so far are kept. Raises InputError for fewer drafts than `best`.
     """
+    check_text("prompt", prompt)
     samples = latent["samples"]
     check_channels("samples", samples.shape)
     if best > len(samples):

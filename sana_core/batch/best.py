@@ -16,7 +16,7 @@ from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import InputError
 from ..model.latents import CHANNELS, latent_shape
-from ..runtime.checks import check_whole
+from ..runtime.checks import RENAME, check_text, check_whole
 from ..sampling.trail import WHOLE, Draft, Round
 from .local import local_devices
 from .pipeline import SamplingSettings
@@ -58,6 +58,7 @@ class Best(NamedTuple):
 
     def describe(self) -> Json:
         """Return what a choice depends on besides the drafts, as the manifest has it."""
+        check_text("scorer", self.scorer.name, RENAME)
         names = ["model.safetensors", "config.json", *([] if self.verifier else ["tokenizer.json"])]
         files = {self.scorer / name for name in names}
         digests = digest_files(files, lambda done, total: None)

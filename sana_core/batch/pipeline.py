@@ -21,9 +21,9 @@ from ..model.latents import latent_shape, noise_stream
 from ..model.layers import join_projections
 from ..model.reference import AUTO, reference_of
 from ..model.step_cache import StepCache
-from ..model.text import TextEncoder, check_characters, encode_prompts
+from ..model.text import TextEncoder, encode_prompts
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.checks import check_name, check_number
+from ..runtime.checks import check_name, check_number, check_text
 from ..sampling.guidance import LARGEST_GUIDANCE, ControlledModel, ShardedModel, denoiser, perturbed_attention
 from ..sampling.masked import start_from_image
 from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_sigmas, sampler_kwargs
@@ -92,6 +92,7 @@ def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> Samp
         verifier=settings.verifier and str(Path(settings.verifier).absolute()),
     )
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
+    check_text("negative_prompt", settings.negative_prompt)
     latent_shape(settings.width, settings.height, 1)
     find_sampler(settings.sampler)
     check_sampler(config, settings.sampler)
@@ -122,10 +123,7 @@ def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> Samp
 def check_prompts(prompts: Iterable[str]) -> None:
     """Raise InputError, with the number of the prompt, for what no encoding can carry."""
     for number, prompt in enumerate(prompts, 1):
-        try:
-            check_characters(prompt)
-        except InputError as error:
-            raise InputError(f"prompt {number}: {error}") from None
+        check_text(f"prompt {number}", prompt)
 
 
 def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Embedding:

@@ -13,6 +13,7 @@ import torch
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import OnBytes, fingerprint
 from ..runtime.atomic_files import digest_of, write_whole
+from ..runtime.checks import RENAME, check_text
 from ..runtime.image_files import LEVEL, levels
 from .graph import ENTRY as GRAPH
 from .graph import graph_of
@@ -44,8 +45,11 @@ def describe_settings(
     and `verifier` which are.
 
     `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises
-    CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete.
+    CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete, and InputError for a
+    name that UTF-8 cannot encode.
     """
+    for field, file in (("checkpoint", checkpoint), *(("lora", file) for file, _ in settings.loras)):
+        check_text(field, Path(file).name, RENAME)
     described = settings._asdict()
     del described["compiled"], described["loras"], described["verifier"]
     for name in ("step_cache", "fp8"):

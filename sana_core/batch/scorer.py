@@ -12,6 +12,7 @@ from ..checkpoints.files import REDOWNLOAD, brief, read_json
 from ..checkpoints.schemas import refuse_code
 from ..errors import CheckpointError, MissingFileError
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.checks import check_text
 from ..runtime.image_files import levels
 
 KIND = "clip"
@@ -60,6 +61,7 @@ def load_scorer(folder: str | Path, device: str | torch.device = "cpu", dtype: t
     def score(images: torch.Tensor, prompt: str, poll: Poll = no_poll) -> torch.Tensor:
         from PIL import Image
 
+        check_text("prompt", prompt)
         # only here: inside a host the model may be moved between two calls
         weights = model.logit_scale
         tokens = tokenizer(prompt, truncation=True, max_length=longest, return_tensors="pt")

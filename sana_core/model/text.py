@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import InputError
+from ..runtime.checks import check_text
 from .known_models import MAX_TOKENS
 from .reference import DIFFUSERS_VIDEO, NVIDIA, RULES
 
@@ -84,16 +84,6 @@ def instruction_text(reference: str) -> str:
     return "\n".join(lines).format(quote=RULES[reference].quote)
 
 
-def check_characters(text: str) -> None:
-    """Raise InputError for a lone surrogate, which JSON can carry and no encoding can."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"text: holds half a character (a lone surrogate) at position {error.start}; write the text again"
-        ) from None
-
-
 class TokenizedPrompt(NamedTuple):
     """A prompt as the text encoder reads it."""
 
@@ -118,7 +108,7 @@ def read_prompt(
     negative prompt, it stays as it is. What is longer than `max_tokens`, BOS included, is cut off. Raises InputError
     for characters that cannot be encoded.
     """
-    check_characters(prompt)
+    check_text("text", prompt)
     notes = []
     before, length = "", max_tokens
     lower_case = RULES[reference].lower_case

@@ -13,7 +13,8 @@ import torch
 
 from ..errors import InputError, VersionError
 from ..runtime.cancellation import Poll, no_poll
-from .text import Tokenizer, check_characters
+from ..runtime.checks import check_text
+from .text import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model
@@ -27,7 +28,7 @@ def read_request(tokenizer: Tokenizer, text: str, template: bool = True) -> list
     With `template`, the text stands where the user speaks, unless it has turn tokens already. Raises InputError for
     characters that cannot be encoded.
     """
-    check_characters(text)
+    check_text("text", text)
     if template and not text.startswith(START):
         text = f"{START}user\n{text.strip()}{END}\n{START}model\n"
     bos = tokenizer.encode("")

@@ -8,6 +8,9 @@ import torch
 
 from ..errors import InputError
 
+# The remedy for a path that `check_text` refuses.
+RENAME = "rename that file or folder"
+
 
 def check_number(field: str, value: float, low: float, high: float) -> None:
     """Raise InputError unless low <= `value` <= high; NaN is neither."""
@@ -26,6 +29,16 @@ def check_name(field: str, value: object, known: Iterable[str]) -> None:
     names = list(known)
     if value not in names:
         raise InputError(f"{field}: got {value!r:.40}, expected one of {', '.join(names)}")
+
+
+def check_text(field: str, text: str, remedy: str = "write the text again") -> None:
+    """Raise InputError for a lone surrogate: JSON and Python can contain one, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{field}: holds half a character (a lone surrogate) at position {error.start}; {remedy}"
+        ) from None
 
 
 def check_finite(field: str, values: torch.Tensor) -> None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..checkpoints.files import Json, brief
 from ..errors import InputError, MissingFileError, SanaError
-from ..model.text import check_characters
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.checks import check_text
 from .data_files import TAR_ENDINGS, check_inner, find_inside, list_folder, list_shards, list_tar
 from .images import ENDINGS, MIDDLE, Crop, FileRange, decode_image, read_range, upright_size
 
@@ -265,10 +265,8 @@ def pick_captions(document: Json, name: str) -> Captions:
         known = isinstance(weights, list) and len(weights) == len(texts)
         if not known or not all(type(each) in (int, float) and 0 < each < 1e6 for each in weights):
             raise InputError(f"{name}: got invalid weights, expected a number above 0 for each of its captions")
-        try:
-            check_characters("".join(texts))
-        except InputError as error:
-            raise type(error)(f"{name}: {error}") from None
+        for text in texts:
+            check_text(f"{name}: caption", text)
         return tuple(zip((each.strip() for each in texts), map(float, weights), strict=True))
     raise InputError(f"{name}: has no caption, expected a text under one of {', '.join(CAPTIONS)}")
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
-from ..runtime.checks import check_number
+from ..runtime.checks import RENAME, check_number, check_text
 from .optimizers import NAMES, WHOLE
 
 ADAPTERS = ("lora", "dora", "lokr")
@@ -244,10 +244,14 @@ def check_fields(settings: Any, before: str = "") -> None:
         value = getattr(settings, name)
         if is_dataclass(value):
             check_fields(value, f"{name}.")
-        for check in filter(callable, getattr(hint, "__metadata__", ())):
-            for each in value if isinstance(value, tuple) else (value,):
-                if each is not None:
-                    check(before + name, each)
+        remedy = RENAME if hint in (Place, tuple[Place, ...]) else "write the text again"
+        for item in value if isinstance(value, tuple) else (value,):
+            # Files get these texts in UTF-8, the first file long after the start.
+            if isinstance(item, str):
+                check_text(before + name, item, remedy)
+            for check in filter(callable, getattr(hint, "__metadata__", ())):
+                if item is not None:
+                    check(before + name, item)
 
 
 def check_method(method: Method, dtype: str) -> None:

@@ -138,6 +138,12 @@ def test_a_clip_with_a_lora(refused, host):
     refused("^clip: got one that training cannot load, or with a LoRA; connect that of a SANA loader$", clip=clip)
 
 
+@pytest.mark.parametrize("field", ["trigger", "validation_prompts"])
+def test_half_a_character_in_a_text_is_refused_before_the_first_step(refused, field):
+    name = "validation.prompts" if field == "validation_prompts" else field
+    refused(f"^{name}: holds half a character .* at position 2; write the text again$", **{field: "a \ud83d"})
+
+
 def test_a_clip_that_is_none(refused):
     refused("^clip: got 'text', expected a CLIP; connect an output of that type$", clip="text")
 

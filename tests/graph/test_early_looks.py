@@ -51,6 +51,7 @@ def test_those_that_are_left_are_what_they_are_without_a_scorer(drawing, scorer,
     "options, message",
     [
         ({"scorer": "clip", "prompt": PROMPT, "vae": False}, "vae: got none with a scorer"),
+        ({"scorer": "clip", "prompt": "a \ud83d"}, "prompt: holds half a character .* at position 2; write the text"),
         ({"scorer": "clip"}, "prompt: got 0 lines of text for 1 prompts"),
         ({"scorer": "clip", "prompt": PROMPT, "after": 5}, "after: got 5, expected a whole number from 1 to 3"),
     ],

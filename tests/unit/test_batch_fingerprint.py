@@ -4,8 +4,12 @@ import os
 
 import pytest
 
+from sana_core.batch.best import Best
+from sana_core.batch.pipeline import SamplingSettings
+from sana_core.batch.png import describe_settings
 from sana_core.checkpoints import fingerprint as module
 from sana_core.checkpoints.fingerprint import difference, fingerprint
+from sana_core.errors import InputError
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
@@ -26,6 +30,19 @@ def test_the_instruction_and_the_librarys_defaults_are_asked(checkpoint, monkeyp
     real = module.resolved_config
     monkeypatch.setattr(module, "resolved_config", lambda info: {**real(info), "a_new_default": 1})
     assert "transformer_config" in difference(before, fingerprint(checkpoint))
+
+
+def test_a_name_that_a_png_could_not_hold_is_refused(checkpoint, tmp_path):
+    folder = tmp_path / os.fsdecode(b"model \xff")
+    with pytest.raises(InputError, match="^checkpoint: holds half a character .* at position 6; rename that file or"):
+        describe_settings(SamplingSettings(), folder)
+    settings = SamplingSettings(loras=((str(tmp_path / os.fsdecode(b"\xff.safetensors")), 1.0),))
+    with pytest.raises(InputError, match="^lora: holds half a character .* at position 0; rename that file or folder$"):
+        describe_settings(settings, checkpoint)
+    with pytest.raises(
+        InputError, match="^scorer: holds half a character .* at position 6; rename that file or folder$"
+    ):
+        Best(1, 2, folder).describe()
 
 
 CHANGES = {

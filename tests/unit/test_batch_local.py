@@ -244,6 +244,15 @@ def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
     assert not loads
 
 
+def test_half_a_character_in_the_negative_prompt_is_refused_before_anything_is_loaded(checkpoint, loads):
+    settings = SMALL._replace(negative_prompt="half \ud83d")
+    with pytest.raises(
+        ValueError, match=r"^negative_prompt: .*half a character .* at position 5; write the text again$"
+    ):
+        next(generate_local(Workload(MANY, batch_images(10, 1, 5)), checkpoint, settings))
+    assert not loads
+
+
 def test_an_encoded_prompt_keeps_no_padding(checkpoint):
     encoder = load_encoder(checkpoint, torch.device("cpu"), "float32")
     for tensor in encode_text(encoder, MANY[0], instruction=True):

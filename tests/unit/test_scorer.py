@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from sana_core.batch.scorer import load_scorer
-from sana_core.errors import CheckpointError, MissingFileError
+from sana_core.errors import CheckpointError, InputError, MissingFileError
 from sana_core.runtime.image_files import levels
 
 
@@ -41,6 +41,11 @@ def published(folder, images, prompt):
         )
         image, text = (each / each.norm(dim=-1, keepdim=True) for each in (image, text))
         return model.logit_scale.exp() * (text @ image.T)[0]
+
+
+def test_half_a_character_in_the_prompt_is_refused(folder):
+    with pytest.raises(InputError, match="^prompt: holds half a character .* at position 2; write the text again$"):
+        load_scorer(folder).score(torch.zeros(1, 3, 64, 48), "a \ud83d")
 
 
 def test_scores_are_the_published_ones(folder):

@@ -1,11 +1,14 @@
 """A run's TOML file: what is wrong with it is said in one line that names the key and the nearest that there is."""
 
+from dataclasses import is_dataclass, replace
+from typing import get_args, get_origin, get_type_hints
+
 import pytest
 from setup import ROOT
 
 from sana_core.errors import InputError, MissingFileError
 from sana_core.training.preflight import all_values
-from sana_core.training.settings import Phase, TrainingSettings
+from sana_core.training.settings import Phase, TrainingSettings, check_settings
 from sana_core.training.settings_file import read_settings
 
 WHOLE = """
@@ -123,6 +126,49 @@ def test_what_is_wrong_is_named(tmp_path, fault):
         read_settings(write(tmp_path, text))
     assert str(caught.value).startswith("run.toml: ")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def texts_in(kind, before=""):
+    """Yield (name, path of fields, value) for each text of a settings class, with half a character in the value."""
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            yield from ((f"{name}.{inner}", (name, *path), value) for inner, path, value in texts_in(hint))
+        elif hint is str:
+            yield name, (name,), HALF
+        elif get_origin(hint) is tuple and get_args(hint)[0] is str:
+            yield name, (name,), ("whole", HALF)
+
+
+def replaced(settings, path, value):
+    """A copy of `settings` with `value` at the path of fields `path`."""
+    name, *inner = path
+    return replace(settings, **{name: replaced(getattr(settings, name), inner, value) if inner else value})
+
+
+HALF = "half \ud83d"
+RUN_TEXTS = list(texts_in(TrainingSettings))
+PHASE_TEXTS = list(texts_in(Phase))
+PHASE = Phase(("pictures",), steps=3)
+
+
+def test_the_texts_of_settings_are_known():
+    names = {name for name, *_ in RUN_TEXTS}
+    assert {"model", "out", "trigger", "name", "validation.prompts", "method.start", "parallel.block"} <= names
+    assert {name for name, *_ in PHASE_TEXTS} >= {"data", "regularisation"}
+
+
+@pytest.mark.parametrize("name, path, value", RUN_TEXTS, ids=[name for name, *_ in RUN_TEXTS])
+def test_half_a_character_in_a_text_is_refused_at_the_start(name, path, value):
+    settings = replaced(TrainingSettings("model", "out", (PHASE,)), path, value)
+    with pytest.raises(InputError, match=f"^{name}: holds half a character .* at position 5; [a-z ]+$"):
+        check_settings(settings)
+
+
+@pytest.mark.parametrize("name, path, value", PHASE_TEXTS, ids=[name for name, *_ in PHASE_TEXTS])
+def test_half_a_character_in_a_text_of_a_phase_is_refused_at_the_start(name, path, value):
+    settings = TrainingSettings("model", "out", (PHASE, replaced(PHASE, path, value)))
+    with pytest.raises(InputError, match=f"^phase 2: {name}: holds half a character .* at position 5; [a-z ]+$"):
+        check_settings(settings)
 
 
 def test_of_a_file_that_is_no_settings_no_more_is_read_than_tells_so(tmp_path):
