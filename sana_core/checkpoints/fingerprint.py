@@ -122,10 +122,14 @@ def file_stat(file: Path) -> list[int]:
 
 
 def kept_path(file: Path, folder: Path | None = None) -> Path:
-    """Return where the digest of `file` is kept: beside it, or in `folder`, by the file's whole path."""
+    """Return where the digest of `file` is stored: beside it, or in `folder`.
+
+    The name in `folder` is a digest of path, size, times and inode. Somebody who can read that folder but not the model
+    cannot check a guessed path against it without knowing those numbers.
+    """
     if folder is None:
         return file.with_name(f".{file.name}.sana-digest.json")
-    return folder / f"{digest_json(str(file.absolute()))}.json"
+    return folder / f"{digest_json([str(file.absolute()), file_stat(file)])}.json"
 
 
 def read_kept(file: Path, path: Path) -> str | None:

@@ -1,8 +1,12 @@
 """One run at a time holds a folder, so that no other touches what it writes there.
 
 On one machine, and on network folders that carry locks, a lock of the operating system decides; it ends with its
-process, however that ends. Whether a lock reaches other machines cannot be asked, so a record beside it says who holds
-the folder, and is renewed for as long as the run lives: a record of another machine that stands still is of a dead run.
+process, however that ends. Whether a lock reaches other machines cannot be asked, so a record beside it identifies the
+run that holds the folder. The run renews its record while it lives. A record of another machine that does not change
+belongs to a dead run.
+
+The folder may be one that a server shows, such as ComfyUI's output folder. So the record contains only what the next
+run compares: digests of the machine's name and of the run's token, and no name, process or path.
 """
 
 from __future__ import annotations
@@ -14,14 +18,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from os import fstat, getpid
+from os import fstat
 from pathlib import Path
 from platform import node
 from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 from ..errors import InUseError, MissingFileError, OutputError, ReadError
-from .atomic_files import remove, write_whole
+from .atomic_files import digest_of, remove, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +44,24 @@ POLL_INTERVAL = 0.5
 
 
 class Holder(NamedTuple):
-    """Who holds a folder, and how often that was renewed."""
+    """The record of the run that holds a folder."""
 
-    host: str
-    pid: int
+    run: str  # digest of the run's token
+    machine: str  # digest of the machine's name and of `run`
     since: str
-    token: str
-    beat: int = 0
+    beat: int = 0  # how often the record was renewed
 
 
 class Hold:
     """A folder that this run holds. `run` is a folder in it for unfinished files; it goes when the run ends."""
 
-    def __init__(self, folder: Path, holder: Holder) -> None:
-        self.folder, self.holder = folder, holder
+    def __init__(self, folder: Path) -> None:
+        token = uuid4().hex
+        run = digest_of(token.encode())
+        self.folder = folder
+        self.holder = Holder(run, machine_digest(run), time.strftime("%Y-%m-%d %H:%M:%S"))
         self.record = folder / OWN / RECORD
-        self.run = folder / OWN / f"{RUN}{holder.token}"
+        self.run = folder / OWN / f"{RUN}{token}"
         self.ended, self.lost = threading.Event(), threading.Event()
 
     def check(self) -> None:
@@ -76,7 +82,7 @@ class Hold:
             # a disk that is full or away for a moment is the concern of what writes images
             with suppress(OSError):
                 found = read_record(self.record)
-                if found is None or found.token != self.holder.token:
+                if found is None or found.run != self.holder.run:
                     self.lost.set()
                     return
                 self.holder = self.holder._replace(beat=self.holder.beat + 1)
@@ -87,13 +93,13 @@ class Hold:
 def hold(folder: Path) -> Iterator[Hold]:
     """Hold `folder`, which is made where it is not there, and take away what dead runs have left of theirs.
 
-    Raises InUseError that says who holds it already, and OSError for a folder that cannot be written. Where the
-    last run was of another machine and did not end properly, it waits for half a minute to see whether that lives.
+    Raises InUseError that says since when another run holds it, and OSError for a folder that cannot be written. Where
+    the last run was of another machine and did not end properly, it waits for half a minute to see whether that lives.
     """
     own = folder / OWN
     stream, locked = open_lock(folder)
     with stream:
-        held = Hold(folder, Holder(node(), getpid(), time.strftime("%Y-%m-%d %H:%M:%S"), uuid4().hex))
+        held = Hold(folder)
         thread = threading.Thread(target=held.renew, name="sana batch hold", daemon=True)
         try:
             try:
@@ -115,9 +121,9 @@ def hold(folder: Path) -> Iterator[Hold]:
             remove_run(held.run)
             with suppress(OSError):
                 found = read_record(held.record)
-                if found is not None and found.token == held.holder.token:
+                if found is not None and found.run == held.holder.run:
                     held.record.unlink()
-                if found is None or found.token == held.holder.token:
+                if found is None or found.run == held.holder.run:
                     # a process that waits for this lock notices that it has no name any more
                     (own / LOCK).unlink()
                     own.rmdir()
@@ -186,7 +192,7 @@ def claim(held: Hold, locked: bool) -> None:
             held.write(replace=False)
         except FileExistsError:
             raise in_use(held.folder, read_record(held.record)) from None
-    elif locked and found.host == held.holder.host:
+    elif locked and found.machine == machine_digest(found.run):
         # the lock reaches all of this machine, so that run is dead
         held.write(replace=True)
     else:
@@ -195,17 +201,15 @@ def claim(held: Hold, locked: bool) -> None:
         # of two that take it at the same moment, one finds the other's record
         time.sleep(HEARTBEAT_INTERVAL)
         found = read_record(held.record)
-        if found is None or found.token != held.holder.token:
+        if found is None or found.run != held.holder.run:
             raise in_use(held.folder, found)
 
 
 def wait_for_heartbeat(held: Hold, found: Holder) -> None:
     """Raise InUseError if the run of the record `found` lives."""
     logger.warning(
-        "batch: %s was in use by a run on %s (process %d, since %s); waiting %.0f s to see whether it lives",
+        "batch: %s may be in use by a run that began at %s; waiting %.0f s to see whether it lives",
         held.folder,
-        found.host,
-        found.pid,
         found.since,
         STALE_AFTER,
     )
@@ -219,6 +223,11 @@ def wait_for_heartbeat(held: Hold, found: Holder) -> None:
             raise in_use(held.folder, now)
 
 
+def machine_digest(run: str) -> str:
+    """Digest of this machine's name, salted with the digest of the run that the record belongs to."""
+    return digest_of(f"{run} {node()}".encode())
+
+
 def read_record(path: Path) -> Holder | None:
     """Return who holds the folder, None for nobody. Raises ReadError for a record that is damaged."""
     try:
@@ -230,10 +239,8 @@ def read_record(path: Path) -> Holder | None:
 
 
 def in_use(folder: Path, holder: Holder | None) -> InUseError:
-    who = "which has just begun or ended"
-    if holder is not None:
-        who = f"on {holder.host}, process {holder.pid}, since {holder.since}"
-    return InUseError(f"out: {folder} is in use by another run ({who}); wait for its end, or choose another folder")
+    when = "which has just begun or ended" if holder is None else f"which began at {holder.since}"
+    return InUseError(f"out: {folder} is in use by another run, {when}; wait for its end, or choose another folder")
 
 
 def check_run(folder: Path, run: str) -> None:

@@ -303,7 +303,11 @@ def read_entry(path: Path) -> Tensors:
 
 
 class Digests:
-    """The digests of images, kept in a cache's folder with the stats of the files, so that each is read once.
+    """The digests of images, stored in the cache's folder so that each unchanged image is read once.
+
+    Its file may be readable by people who must not learn where the images are, so it contains no paths. The key of a
+    digest is itself a digest: of the image's path, its range of bytes, and the size, times and inode of its file.
+    Nobody can check a guessed path against it without knowing those numbers, and a changed image has another key.
 
     Raises ExistingFileError for a file of others under that name, which stays as it is if it comes later too.
     """
@@ -317,7 +321,7 @@ class Digests:
         """Return what the folder has. Raises ExistingFileError for a file that no run has written."""
         try:
             kept = json.loads(self.file.read_bytes())
-            if kept and all(len(digest) == 64 for _, digest in kept.values()):
+            if kept and all(len(digest) == 64 for pair in kept.items() for digest in pair):
                 return kept
         except (FileNotFoundError, NotADirectoryError):
             return {}
@@ -329,15 +333,16 @@ class Digests:
 
     def of(self, place: FileRange, name: str) -> str:
         """Return the digest of the bytes at `place`. Raises as `read_range` does."""
-        key = json.dumps([str(place.file.absolute()), place.start, place.length])
         try:
             stat = file_stat(place.file)
         except OSError:
-            stat = None
-        if stat is None or self.kept.get(key, [None])[0] != stat:
-            self.kept[key] = [stat, digest_of(read_range(place, name))]
+            # Reading it raises an error that names the image.
+            return digest_of(read_range(place, name))
+        key = digest_of(json.dumps([str(place.file.absolute()), place.start, place.length, stat]).encode())
+        if key not in self.kept:
+            self.kept[key] = digest_of(read_range(place, name))
             self.changed = True
-        return self.kept[key][1]
+        return self.kept[key]
 
     def save(self) -> None:
         """Keep them beside what others have kept meanwhile; a folder that cannot be written makes the next run read the

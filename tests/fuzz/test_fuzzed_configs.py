@@ -75,7 +75,7 @@ def test_tokenizers_settings(survives, folder, content):
     with_file(file, content, survives, lambda: sana_core.load_text_encoder(folder), "tokenizer_config.json")
 
 
-RECORD = changed(json.dumps(Holder("here", 1, "now", "0")._asdict()).encode())
+RECORD = changed(json.dumps(Holder("0", "here", "now")._asdict()).encode())
 PROMPTS, DRAWN = ["a red circle"], {"width": 32, "height": 32, "steps": 1, "sampler": "flow_euler"}
 PICTURES = batch_images(1, 2, 0)
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import resource
 import shutil
 import signal
@@ -259,7 +258,7 @@ def test_a_second_run_on_the_folder_is_refused_and_the_first_loses_nothing(spawn
     first.send_signal(signal.SIGSTOP)
     before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
     code, _, err = batch(**other)
-    assert code == 1 and f"out is in use by another run (on {platform.node()}, process {first.pid}, since 2" in err
+    assert code == 1 and "out is in use by another run, which began at 2" in err
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
     first.send_signal(signal.SIGCONT)
     _, err = first.communicate()

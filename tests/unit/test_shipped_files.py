@@ -13,7 +13,7 @@ from versions import lowest_python, lowest_versions
 SHIPPED = [ROOT / "__init__.py", *sorted(ROOT.glob("nodes/**/*.py")), *sorted(ROOT.glob("sana_core/**/*.py"))]
 BANNED_CALLS = {"print", "eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"pickle", "subprocess", "socket", "os", "ctypes", "urllib", "requests", "aiohttp"}
-# nothing else makes a file safe from a power cut, names the process that holds a folder, or ends one that waits in vain
+# nothing else makes a file safe from a power cut, names a rank of a training, or ends one that waits in vain
 DESCRIPTORS = {"O_RDONLY", "O_WRONLY", "close", "devnull", "dup2", "fstat", "fsync", "open"}
 # torch binds a store to all interfaces unless it receives a socket that is already bound to one address
 BOUND_STORE = {"AF_INET", "AF_INET6", "create_server"}
