@@ -11,12 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-
-from ..errors import VersionError
 
 if TYPE_CHECKING:
     from ..training.ranks import Ranks
@@ -60,19 +58,15 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
     from ..training.prepare import no_progress
     from ..training.run_log import Eta, describe_validation
     from ..training.train import train
+    from .log_writers import tensorboard_writer, wandb_writer
 
     if ranks.first:
         warn_of_memory(settings)
-    board = open_board(Path(settings.out)) if tensorboard else None
-    weights_and_biases = open_wandb(settings) if wandb else None
-    eta = Eta()
+    eta, out = Eta(), Path(settings.out)
 
     def report(line: Line) -> None:
-        for name in ("loss", "learning_rate", "grad_norm", "validation_loss"):
-            if board is not None and name in line:
-                board.add_scalar(name, line[name], line["step"])
-        if weights_and_biases is not None:
-            weights_and_biases.log(dict(line), line["step"])
+        for write in writers:
+            write(line)
         if "validation_loss" in line:
             sys.stderr.write(f"\r{describe_validation(line)}\n")
             return
@@ -84,7 +78,10 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         sys.stderr.write(f"\r{what}: {done} of {total} " + ("\n" if done == total else ""))
         sys.stderr.flush()
 
-    with stopping() as poll:
+    with ExitStack() as stack:
+        writers = [stack.enter_context(tensorboard_writer(out))] if tensorboard else []
+        writers += [stack.enter_context(wandb_writer(out, settings.name))] if wandb else []
+        poll = stack.enter_context(stopping())
         path = train(settings, report, progress if ranks.first else no_progress, poll, ranks=ranks)
     if ranks.first:
         sys.stderr.write("\n")
@@ -177,25 +174,3 @@ def stopping() -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def open_board(out: Path) -> Any:
-    """Return tensorboard's writer for the run's folder. Raises VersionError where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise VersionError(f"tensorboard: cannot be imported ({error!s:.80}); pip install tensorboard") from None
-    return SummaryWriter(out / "tensorboard")
-
-
-def open_wandb(settings: TrainingSettings) -> Any:
-    """Return the run of wandb that a run's folder always has. Raises VersionError where it is not installed."""
-    from ..checkpoints.fingerprint import digest_json
-
-    try:
-        import wandb
-    except ImportError as error:
-        raise VersionError(f"wandb: cannot be imported ({error!s:.80}); pip install wandb") from None
-    out = Path(settings.out).absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    return wandb.init(project="sana", name=settings.name, dir=out, id=digest_json(str(out))[:16], resume="allow")

@@ -1,4 +1,4 @@
-"""ComfyUI shows every file in its output folder, so what runs and batches write there says nothing of the machine."""
+"""ComfyUI shows every file in its output folder, so files of runs and batches must not identify the machine."""
 
 import getpass
 import io
@@ -54,15 +54,15 @@ class Watching(io.StringIO):
                     self.contents.add((path.relative_to(self.folder).as_posix(), path.read_bytes()))
 
 
-def check_private(watching, folder):
+def check_private(watching, folder, *more):
     """Fail for a file that contains a path of this machine, its name, its user, this process or the run's token."""
     watching.look()
     assert watching.tokens and {name for name, _ in watching.contents} >= {f"{OWN}/holder.json"}
-    private = [str(folder), str(ROOT), str(CHECKPOINT), HOST, USER, *watching.tokens]
+    private = [str(folder), str(ROOT), str(CHECKPOINT), HOST, USER, *watching.tokens, *more]
     process = re.compile(rb"(?<![\d.])%d(?![\d.])" % os.getpid())
     for name, content in watching.contents:
-        found = [word for word in private if word in name.replace(f"run-{word}", "") or word.encode() in content]
-        assert not found, (name, found)
+        leaked = [word for word in private if word in name.replace(f"run-{word}", "") or word.encode() in content]
+        assert not leaked, (name, leaked)
         if name.endswith((".json", ".jsonl")):
             assert not process.search(content), name
 
@@ -70,14 +70,14 @@ def check_private(watching, folder):
 def write_run(folder, method):
     """Write the settings of a run in `folder`, of a data set beside it."""
     for number in range(4):
-        save(folder / "private pictures" / f"{number}.png", PICTURE.rotate(90 * number))
+        save(folder / "private pictures" / f"portrait{number}.png", PICTURE.rotate(90 * number))
         if method == "controlnet":
-            save(folder / "private pictures" / f"{number}-control.png", PICTURE, caption=None)
-    control = f"control = ['{folder}/private pictures/0-control.png']" if method == "controlnet" else ""
+            save(folder / "private pictures" / f"portrait{number}-control.png", PICTURE, caption=None)
+    control = f"control = ['{folder}/private pictures/portrait0-control.png']" if method == "controlnet" else ""
     (folder / "run.toml").write_text(
         f"model = '{CHECKPOINT}'\nout = 'out'\ndtype = 'float32'\ntrigger = 'sks'\n"
         f"[method]\nkind = '{method}'\nblocks = 1\n"
-        f"[validation]\nevery = 1\nshare = 0.3\nprompts = ['a red circle']\nsteps = 1\n{control}\n"
+        f"[validation]\nevery = 1\nshare = 0.3\nprompts = ['a red circle of mine']\nsteps = 1\n{control}\n"
         "[[phase]]\ndata = 'private pictures'\nresolution = 64\nsteps = 2\n"
     )
     return folder / "run.toml"
@@ -93,7 +93,7 @@ def test_no_file_of_a_training_tells_where_it_ran(tmp_path, monkeypatch, method)
     assert main(["train", str(settings)]) == 0, stream.getvalue()
     names = {name for name, _ in stream.contents}
     assert {"cache/digests.json", "run.json", "log.jsonl", "validations.png", "pictures/step-0000002-00.png"} <= names
-    check_private(stream, tmp_path)
+    check_private(stream, tmp_path, "private pictures", "a red circle", "portrait")
     # A guessed path has no digest that is in a file or its name.
     models = {name for name in names if name.startswith("cache/models/")}
     guessed = {str(file): digest_json(str(file)) for file in CHECKPOINT.rglob("*.safetensors")}
