@@ -68,7 +68,7 @@ def wandb_writer(out: Path, name: str) -> Iterator[WriteLine]:
     run_id = digest_json([str(out.absolute()), out.stat().st_ino])[:16]
     try:
         settings = log_only_settings()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise VersionError(
             f"wandb: version {wandb.__version__} cannot be told to send only the log ({brief(error)}); "
             "pip install -U wandb"
@@ -85,7 +85,7 @@ def wandb_writer(out: Path, name: str) -> Iterator[WriteLine]:
 
 
 def log_only_settings() -> object:
-    """Settings of wandb that switch off all that it collects by itself. Raises ValueError where wandb is too old."""
+    """Settings that switch off all that wandb collects by itself. Old versions raise TypeError or ValueError."""
     import wandb
 
     return wandb.Settings(
