@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError, ExistingFileError, InputError, OutputError
+from ..errors import CheckpointError, ExistingFileError, InputError
 from ..model.known_models import RESOLUTIONS
-from ..runtime.atomic_files import unfinished
+from ..runtime.atomic_files import output_file
 from .detect import TOKENIZERS, CheckpointInfo, inspect_checkpoint
 from .files import brief
 from .headers import SAFETENSORS, map_file
@@ -65,15 +65,8 @@ def convert_checkpoint(
 
 def write_file(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file that appears under its name when it is whole. Raises OutputError."""
-    try:
-        with unfinished(target) as part:
-            write_tensors(part, tensors, metadata)
-    except ExistingFileError:
-        raise
-    except OSError as error:
-        raise OutputError(
-            f"target: cannot write {target} ({brief(error, 120)}); see the folder, its rights and its disk"
-        ) from error
+    with output_file(target, field="target") as part:
+        write_tensors(part, tensors, metadata)
 
 
 def component(info: CheckpointInfo, dtype: str | None, resolution: int | None) -> tuple[dict[str, torch.Tensor], dict]:

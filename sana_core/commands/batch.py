@@ -27,7 +27,7 @@ from ..generate import find_backend
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
-from .options import add_sampling_options, cluster_of, settings_of, show_status
+from .options import add_sampling_options, cluster_of, progress_line, settings_of, show_status
 
 EXAMPLE = """example:
   python -m sana_core batch prompts.txt --count 4 --out output \\
@@ -77,7 +77,14 @@ def carry_on(
     arguments: argparse.Namespace, workload: Workload, settings: SamplingSettings, held: Hold, best: Best | None
 ) -> None:
     """Generate what is not in the folder yet."""
-    described = describe_settings(settings, arguments.checkpoint, show_reading)
+    with progress_line() as show:
+
+        def show_reading(done: int, total: int) -> None:
+            # Smaller weights take only a moment.
+            if total >= KEPT:
+                show(f"reading the weights, this once: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+
+        described = describe_settings(settings, arguments.checkpoint, show_reading)
     if best:
         described |= best.describe()
     folder, total = OutputFolder(held, workload.prompts, described), len(workload.images)
@@ -113,14 +120,6 @@ def carry_on(
             sys.stdout.write(f"  {worker}: {number}\n")
         for error in report.refused.values():
             sys.stdout.write(f"  left out: {error}\n")
-
-
-def show_reading(done: int, total: int) -> None:
-    """Say how much of the weights is read, where that takes more than a moment."""
-    if total >= KEPT:
-        end = "\n" if done == total else ""
-        sys.stderr.write(f"\rreading the weights, this once: {done / 1e9:.1f} of {total / 1e9:.1f} GB{end}")
-        sys.stderr.flush()
 
 
 def generate_files(

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -17,9 +18,13 @@ from ..decode.plan import METHODS
 from ..errors import InputError, ReadError
 from ..model.latents import DOWNSCALE, check_channels
 from ..runtime.accelerator import chosen_device
-from ..runtime.atomic_files import check_free, make_folder, unfinished
+from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.checks import check_number
 from ..runtime.image_files import WRITERS, levels
+from .options import progress_line
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC
 
 EXAMPLE = """example:
   python -m sana_core decode latents.safetensors --checkpoint demo/sana-posters --out output --max-gb 2
@@ -45,30 +50,30 @@ def run(arguments: argparse.Namespace) -> None:
         check_number("max-gb", arguments.max_gb, 0, 1e6)
     device = chosen_device(arguments.device)
     latents = read_latents(arguments.latents)
-    count, _, height, width = latents.shape
-    names = paths(arguments.out, arguments.latents.stem, count)
-    if not arguments.overwrite:
-        check_free(names)
+    names = paths(arguments.out, arguments.latents.stem, len(latents))
+    check_free(names, arguments.overwrite)
     make_folder(names[0].parent)
     autoencoder = load_autoencoder(arguments.checkpoint, device, getattr(torch, arguments.dtype))
     budget = None if arguments.max_gb is None else int(arguments.max_gb * 1e9)
-    options = DecodeOptions(arguments.method, budget, progress=show_progress)
-    report: dict = {}
     for index, path in enumerate(names):
-        one = latents[index : index + 1]
-        rows = decode_rows(autoencoder, one, options, report)
-        write = WRITERS[path.suffix.lower()]
-        with unfinished(path, replace=arguments.overwrite) as part, part.open("wb") as file:
-            write(file, width * DOWNSCALE, height * DOWNSCALE, (levels(pixels) for _, _, pixels in rows))
-        sys.stderr.write("\n")
+        options = DecodeOptions(arguments.method, budget)
+        report = decode_to_file(autoencoder, latents[index : index + 1], path, options, arguments.overwrite)
         sys.stdout.write(f"{path}\n")
         if arguments.report:
             sys.stdout.write(json.dumps(report) + "\n")
 
 
-def show_progress(done: int, total: int) -> None:
-    sys.stderr.write(f"\r{done} of {total} rows")
-    sys.stderr.flush()
+def decode_to_file(
+    autoencoder: AutoencoderDC, latents: torch.Tensor, path: Path, options: DecodeOptions, overwrite: bool
+) -> dict:
+    """Write the image of `latents` [1, 32, h, w] to `path`, and return the report of the decode."""
+    report: dict = {}
+    _, _, height, width = latents.shape
+    with progress_line() as show, output_file(path, overwrite) as part, part.open("wb") as file:
+        options = options._replace(progress=lambda done, total: show(f"{done} of {total} rows"))
+        rows = (levels(pixels) for _, _, pixels in decode_rows(autoencoder, latents, options, report))
+        WRITERS[path.suffix.lower()](file, width * DOWNSCALE, height * DOWNSCALE, rows)
+    return report
 
 
 def read_latents(path: Path) -> torch.Tensor:

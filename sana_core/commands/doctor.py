@@ -15,7 +15,7 @@ from pathlib import Path
 from ..doctor import Report, examine
 from ..doctor.report import SECONDS, TIMED_SECONDS
 from ..errors import ExistingFileError, OutputError
-from ..runtime.atomic_files import unfinished
+from ..runtime.atomic_files import output_file
 
 EXAMPLE = """example:
   python -m sana_core doctor ../../models"""
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     report = Report(seconds=seconds, tell=tell)
     examine(report, arguments.paths, arguments.device, arguments.time)
     if arguments.json is not None:
-        with unfinished(arguments.json) as part:
+        with output_file(arguments.json, field="json") as part:
             part.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     sys.stdout.write(report.markdown())
 

@@ -15,7 +15,7 @@ from ..checkpoints.files import Json
 from ..errors import InputError
 from ..generate import generate
 from ..model.known_models import VIDEO_FRAMES, VIDEOS
-from ..runtime.atomic_files import check_free, make_folder, unfinished
+from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.image_files import LEVEL, levels
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
@@ -46,8 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     specs = batch_images(len(arguments.prompts), arguments.of or arguments.count, arguments.seed)
     paths = [arguments.out / file_name(spec) for spec in specs]
-    if not arguments.overwrite:
-        check_free(paths)
+    check_free(paths, arguments.overwrite)
     make_folder(arguments.out)
     own = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer", "after")}
     options: Json = {**own, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
         for text, pick in zip(texts, picked, strict=True):
             text.add_text(ENTRY, json.dumps({**pick, "prompt": arguments.prompts[pick["prompt"]]}))
     for path, pixels, text in zip(paths, images, texts, strict=True):
-        with unfinished(path, replace=arguments.overwrite) as part:
+        with output_file(path, arguments.overwrite) as part:
             Image.fromarray(levels(pixels)).save(part, "PNG", pnginfo=text, compress_level=LEVEL)
         sys.stdout.write(f"{path}\n")
 
@@ -78,8 +77,7 @@ def run_video(arguments: argparse.Namespace) -> None:
     if wrong:
         raise InputError(f"{wrong[0]}: it is for images, expected one video of one prompt with --frames; leave it out")
     check_writer(arguments.out)
-    if not arguments.overwrite:
-        check_free([arguments.out])
+    check_free([arguments.out], arguments.overwrite)
     make_folder(arguments.out.parent)
     part = find_part(inspect_checkpoint(arguments.checkpoint), "video_transformer")
     own = VIDEOS[part.headers["patch_embedding.weight"].shape[1]].size

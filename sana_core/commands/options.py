@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..batch.local import local_devices
@@ -152,3 +154,25 @@ def show_status(text: str) -> None:
     """Write how the run stands, a line."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """Give a function that shows a text in place of the last one, on one line of stderr.
+
+    The line ends with the context, so that an error is on a line of its own.
+    """
+    used = False
+
+    def show(text: str) -> None:
+        nonlocal used
+        used = True
+        sys.stderr.write(f"\r{text}")
+        sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        if used:
+            with suppress(OSError):
+                sys.stderr.write("\n")

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from .options import progress_line
+
 if TYPE_CHECKING:
     from ..training.ranks import Ranks
     from ..training.run_log import Line
@@ -68,23 +70,21 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         for write in writers:
             write(line)
         if "validation_loss" in line:
-            sys.stderr.write(f"\r{describe_validation(line)}\n")
+            show(f"{describe_validation(line)}\n")
             return
-        sys.stderr.write(f"\r{eta.describe(line)} ")
-        sys.stderr.flush()
+        show(f"{eta.describe(line)} ")
 
     def progress(what: str, done: int, total: int) -> None:
         eta.restart()
-        sys.stderr.write(f"\r{what}: {done} of {total} " + ("\n" if done == total else ""))
-        sys.stderr.flush()
+        show(f"{what}: {done} of {total} " + ("\n" if done == total else ""))
 
     with ExitStack() as stack:
         writers = [stack.enter_context(tensorboard_writer(out))] if tensorboard else []
         writers += [stack.enter_context(wandb_writer(out, settings.name))] if wandb else []
         poll = stack.enter_context(stopping())
+        show = stack.enter_context(progress_line())
         path = train(settings, report, progress if ranks.first else no_progress, poll, ranks=ranks)
     if ranks.first:
-        sys.stderr.write("\n")
         sys.stdout.write(f"{path}\n")
 
 

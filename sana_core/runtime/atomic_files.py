@@ -4,39 +4,141 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
-from os import O_RDONLY, close, fsync
+from os import O_RDONLY, close, fstat, fsync
 from os import open as open_descriptor
 from pathlib import Path
+from platform import node
+from stat import S_ISREG
 from tempfile import TemporaryFile
+from typing import BinaryIO
 from uuid import uuid4
 
-from ..errors import ExistingFileError, OutputError
+from ..errors import ExistingFileError, OutputError, SanaError
 
 # bytes read at a time
 BLOCK = 1 << 24
+# Windows only: a hidden file is stale this many seconds after the last write.
+STALE_AFTER = 3600.0
 
 
 @contextmanager
-def unfinished(path: Path, parts: Path | None = None, replace: bool = False) -> Iterator[Path]:
-    """Yield where to write a file, which then appears as `path`: whole and on the disk, or not at all.
+def output_file(path: Path, replace: bool = False, field: str = "out") -> Iterator[Path]:
+    """Yield a path to write to. The file then appears as `path`: whole and on the disk, or not at all.
 
-    Until then it lies in `parts`, a folder of the same disk; that of `path` without one. Without `replace` a file that
-    is at `path` stays, even one that came meanwhile. Raises FileExistsError for it, OSError besides, and leaves nothing
-    behind then.
+    Until then it is a hidden file in the same folder. A process that is killed leaves that file behind; the next call
+    for the folder removes it. Without `replace`, a file at `path` stays, even if it appeared meanwhile. Raises
+    ExistingFileError for such a file, and OutputError that names `field` and `path` when the file cannot be written.
     """
-    part = (parts or path.parent) / f".{uuid4().hex}.part"
+    try:
+        remove_stale_parts(path.parent)
+        with new_part(path.parent) as part:
+            yield part
+            sync(part)
+            move(part, path, replace)
+    except (SanaError, BrokenPipeError):
+        # Another file's error, or nobody reads the progress any more.
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"{field}: {path} cannot be written ({error.strerror or type(error).__name__}); see its folder, its rights "
+            "and its disk"
+        ) from error
+
+
+def part_prefix() -> str:
+    """Return the start of the name of this machine's hidden files. Locks may not reach other machines."""
+    return f".sana-{digest_of(node().encode())[:8]}-"
+
+
+@contextmanager
+def new_part(folder: Path) -> Iterator[Path]:
+    """Yield a new, hidden file in `folder`. It is locked until the context ends, which removes it."""
+    while True:
+        part = folder / f"{part_prefix()}{uuid4().hex}.part"
+        stream = part.open("xb")
+        if sys.platform == "win32":
+            # Windows moves no open file, so `remove_stale_parts` uses the age of a file there.
+            stream.close()
+            break
+        # Another process may take the file for a stale one before it is locked.
+        with suppress(BlockingIOError):
+            lock(stream)
+            if is_named(stream, part):
+                break
+        stream.close()
+    with stream:
+        try:
+            yield part
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def remove_stale_parts(folder: Path) -> None:
+    """Remove the hidden files that dead processes of this machine left in `folder`."""
+    for part in folder.glob(f"{part_prefix()}*.part"):
+        # What cannot be removed now can be removed by a later call.
+        with suppress(OSError):
+            status = part.lstat()
+            if not S_ISREG(status.st_mode):
+                continue
+            if sys.platform == "win32":
+                if time.time() - status.st_mtime > STALE_AFTER:
+                    part.unlink()
+                continue
+            with part.open("rb") as stream:
+                if lock(stream):
+                    part.unlink()
+
+
+def lock(stream: BinaryIO) -> bool:
+    """Lock the open file until it is closed. Return False if its disk has no locks.
+
+    Raises BlockingIOError if another process has locked it.
+    """
+    if sys.platform == "win32":
+        import msvcrt
+
+        try:
+            msvcrt.locking(stream.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            raise BlockingIOError(str(error)) from None
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def is_named(stream: BinaryIO, path: Path) -> bool:
+    """Whether the open file is still the file at `path`."""
+    try:
+        named, opened = path.stat(), fstat(stream.fileno())
+    except FileNotFoundError:
+        return False
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+@contextmanager
+def unfinished(path: Path, parts: Path, replace: bool = False) -> Iterator[Path]:
+    """Yield a path in the folder `parts`, of the same disk, to write to. The file then appears as `path`, as in
+    `output_file`. Raises FileExistsError and OSError.
+    """
+    part = parts / f".{uuid4().hex}.part"
     try:
         yield part
         sync(part)
-        if replace:
-            part.replace(path)
-        else:
-            appear(part, path)
+        move(part, path, replace)
     except OSError as error:
-        # a full disk names no file
+        # A full disk names no file.
         if error.errno and not error.filename:
             error.filename = str(path)
         raise
@@ -44,32 +146,40 @@ def unfinished(path: Path, parts: Path | None = None, replace: bool = False) -> 
         part.unlink(missing_ok=True)
 
 
-def appear(part: Path, path: Path) -> None:
-    """Give `part` the name `path`, which a rename would take from another file. Raises FileExistsError."""
+def move(part: Path, path: Path, replace: bool) -> None:
+    """Give `part` the name `path`. Raises ExistingFileError for a file at `path`, unless it is to `replace` it."""
+    if replace:
+        part.replace(path)
+        return
+    # A rename would replace the other file.
     try:
         path.hardlink_to(part)
     except FileExistsError:
         raise ExistingFileError(f"out: {path} exists; choose another name, or remove it") from None
     except OSError:
-        # a disk without hard links, such as exFAT; a reason of another kind stops the rename too
+        # A disk without hard links, such as exFAT. If there is another reason, it stops the rename too.
         check_free([path])
         part.rename(path)
 
 
-def write_whole(path: Path, data: bytes, parts: Path | None = None, replace: bool = False) -> None:
-    """Write `data` to `path`, which has it whole or not at all, by way of the folder `parts`, or its own.
+def write_whole(path: Path, data: bytes, parts: Path, replace: bool = False) -> None:
+    """Write `data` to `path`, whole or not at all, through the folder `parts`.
 
-    Raises FileExistsError for a file that is there, unless it is to `replace` it, and OSError.
+    Raises FileExistsError for a file at `path`, unless it is to `replace` it, and OSError.
     """
     with unfinished(path, parts, replace) as part:
         part.write_bytes(data)
 
 
-def check_free(paths: Iterable[Path]) -> None:
-    """Raise FileExistsError for the first of `paths` that is there."""
+def check_free(paths: Iterable[Path], replace: bool = False) -> None:
+    """Raise ExistingFileError for the first of `paths` that exists. With `replace`, a regular file may exist."""
     for path in paths:
-        if path.exists():
+        if not path.exists():
+            continue
+        if not replace:
             raise ExistingFileError(f"out: {path} exists; choose another folder, or allow it with --overwrite")
+        if not path.is_file():
+            raise ExistingFileError(f"out: {path} is a folder, pipe or device, expected a file; choose another name")
 
 
 def make_folder(path: Path) -> None:

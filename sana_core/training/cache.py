@@ -269,7 +269,7 @@ class Store(NamedTuple):
         """Write a file of the cache, over an earlier one too. Raises OSError."""
         for folder in filter(None, (path.parent, self.parts)):
             folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data, self.parts, replace=True)
+        write_whole(path, data, self.parts or path.parent, replace=True)
 
 
 def entry_path(folder: Path, kind: str, parts: Sequence[object]) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 import torch
 
 from ..errors import InputError, VersionError
 from ..model.known_models import VIDEO_RATE
-from ..runtime.atomic_files import unfinished
+from ..runtime.atomic_files import output_file
 from ..runtime.image_files import levels
 
 
@@ -25,16 +26,21 @@ def check_writer(path: Path) -> None:
 def write_video(path: Path, video: torch.Tensor, replace: bool = False) -> None:
     """Write `video` [3, T, H, W] in [-1, 1] as H.264, at SANA-Video's 16 frames a second.
 
-    The file appears whole or not at all. Raises ExistingFileError for one that is there, unless it is to `replace` it.
+    Raises ExistingFileError and OutputError as `output_file` does.
     """
     import av
 
-    with unfinished(path, replace=replace) as part, av.open(str(part), "w", format="mp4") as container:
+    # PyAV writes into memory. It would take a path such as "http:/clip.mp4" for an address, and it hides the errors of
+    # the disk. The file is far smaller than `video`.
+    encoded = BytesIO()
+    with av.open(encoded, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=VIDEO_RATE)
         stream.width, stream.height, stream.pix_fmt = video.shape[3], video.shape[2], "yuv420p"
         for frame in video.unbind(1):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(levels(frame), format="rgb24")))
         container.mux(stream.encode())
+    with output_file(path, replace) as part:
+        part.write_bytes(encoded.getbuffer())
 
 
 def read_first(path: Path, size: tuple[int, int]) -> torch.Tensor:

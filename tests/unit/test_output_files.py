@@ -1,0 +1,160 @@
+"""Files of the commands: whole or not there, the user's name in the error, and nothing left by a killed process."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import TINY
+from forked import Forked, command
+from safetensors.torch import save_file
+
+from sana_core.errors import ExistingFileError, OutputError
+from sana_core.runtime import atomic_files
+from sana_core.runtime.atomic_files import output_file
+from sana_core.video.files import write_video
+
+PARTS = ".sana-*.part"
+DEADLINE = 60  # seconds
+
+
+def wait_for_part(process, folder):
+    """Wait until `process` writes a hidden file into `folder`."""
+    end = time.monotonic() + DEADLINE
+    while not list(folder.glob(PARTS)):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.001)
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.poll(0)
+    assert process.returncode == -signal.SIGKILL
+
+
+def start_writing(folder):
+    """Start a process that writes a file in `folder` and never ends."""
+
+    def work():
+        with output_file(folder / "slow.png") as part:
+            part.write_bytes(b"half")
+            time.sleep(DEADLINE)
+
+    process = Forked(work, folder)
+    wait_for_part(process, folder)
+    return process
+
+
+def test_a_killed_decode_leaves_nothing_after_the_next_one(tmp_path):
+    save_file({"latents": torch.zeros(1, 32, 24, 24)}, tmp_path / "latents.safetensors")
+    words = ["decode", "latents.safetensors", "--checkpoint", TINY, "--out", "image.png"]
+    process = command(*words, cwd=tmp_path)
+    wait_for_part(process, tmp_path)
+    kill(process)
+    assert len(list(tmp_path.glob(PARTS))) == 1
+    process = command(*words, cwd=tmp_path)
+    process.communicate()
+    assert process.returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"latents.safetensors", "image.png"}
+
+
+def test_the_hidden_file_of_a_living_process_stays(tmp_path):
+    living = start_writing(tmp_path)
+    (part,) = tmp_path.glob(PARTS)
+    with output_file(tmp_path / "other.png") as other:
+        other.write_bytes(b"whole")
+    assert part.read_bytes() == b"half"
+    kill(living)
+    with output_file(tmp_path / "another.png") as other:
+        other.write_bytes(b"whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"other.png", "another.png"}
+
+
+def test_only_this_machines_stale_files_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_files, "node", lambda: "elsewhere")
+    kill(start_writing(tmp_path))
+    monkeypatch.undo()
+    prefix = atomic_files.part_prefix()
+    (tmp_path / f"{prefix}1.part").mkdir()
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / f"{prefix}2.part").symlink_to("mine.txt")
+    os.mkfifo(tmp_path / f"{prefix}3.part")
+    before = sorted(tmp_path.iterdir())
+    assert len(before) == 5
+    with output_file(tmp_path / "new.png") as part:
+        part.write_bytes(b"whole")
+    assert sorted({*tmp_path.iterdir()} - {tmp_path / "new.png"}) == before
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_many_writers_in_one_folder_lose_nothing(tmp_path):
+    def work():
+        for number in range(40):
+            with output_file(tmp_path / f"{os.getpid()}-{number}") as part:
+                part.write_bytes(b"whole")
+
+    processes = [Forked(work) for _ in range(4)]
+    for process in processes:
+        assert process.communicate() == ("", "") and process.returncode == 0
+    assert len(list(tmp_path.iterdir())) == 160
+
+
+def test_the_error_names_the_file_of_the_user(tmp_path):
+    path = tmp_path / "gone" / "image.png"
+    pattern = (
+        f"^out: {path} cannot be written \\(No such file or directory\\); see its folder, its rights and its disk$"
+    )
+    with pytest.raises(OutputError, match=pattern), output_file(path):
+        pass
+    (tmp_path / "folder.png").mkdir()
+    pattern = "folder.png cannot be written \\(Is a directory\\); "
+    with pytest.raises(OutputError, match=pattern), output_file(tmp_path / "folder.png", replace=True):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+@pytest.mark.parametrize("name", ["generate", "decode"])
+def test_overwrite_replaces_only_files(tmp_path, kind, name):
+    save_file({"latents": torch.zeros(1, 32, 1, 1)}, tmp_path / "latents.safetensors")
+    words = ["generate", "a red circle", "--width", 32, "--height", 32, "--steps", 1, "--out", "."]
+    if name == "decode":
+        words = ["decode", "latents.safetensors", "--out", "00000_0.png"]
+    if kind == "folder":
+        (tmp_path / "00000_0.png").mkdir()
+    else:
+        os.mkfifo(tmp_path / "00000_0.png")
+    process = command(*words, "--checkpoint", TINY, "--overwrite", cwd=tmp_path)
+    said = process.communicate()[1]
+    assert process.returncode == 1
+    assert said == "out: 00000_0.png is a folder, pipe or device, expected a file; choose another name\n"
+    assert not (tmp_path / "00000_0.png").is_file()
+
+
+# each is a protocol of FFmpeg
+@pytest.mark.parametrize("folder", ["http:", "data:x", "concat:", "file:", "pipe:", "crypto:", "http:/localhost"])
+def test_a_video_in_a_folder_with_the_name_of_a_protocol(tmp_path, monkeypatch, folder):
+    import av
+
+    monkeypatch.chdir(tmp_path)
+    Path(folder).mkdir(parents=True)
+    video = torch.rand(3, 9, 32, 48) * 2 - 1
+    write_video(Path(folder) / "clip.mp4", video)
+    write_video(Path(f"{folder.partition('/')[0]}clip.mp4"), video)
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["clip.mp4"]
+    with (Path(folder) / "clip.mp4").open("rb") as file, av.open(file) as clip:
+        assert sum(1 for _ in clip.decode(video=0)) == 9
+
+
+def test_a_video_does_not_replace_a_file_and_needs_its_folder(tmp_path):
+    video = torch.zeros(3, 1, 32, 32)
+    with pytest.raises(OutputError, match="clip.mp4 cannot be written \\(No such file or directory\\); see its folder"):
+        write_video(tmp_path / "gone" / "clip.mp4", video)
+    (tmp_path / "clip.mp4").write_bytes(b"precious")
+    with pytest.raises(ExistingFileError, match="clip.mp4 exists; choose another name, or remove it$"):
+        write_video(tmp_path / "clip.mp4", video)
+    assert (tmp_path / "clip.mp4").read_bytes() == b"precious"
+    write_video(tmp_path / "clip.mp4", video, replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["clip.mp4"]
