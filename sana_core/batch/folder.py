@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from stat import S_ISREG
 from types import MappingProxyType
 
 from ..checkpoints.files import Json
@@ -54,8 +55,11 @@ class OutputFolder:
         for image in images:
             name = file_name(image)
             file = self.path / name
-            if not file.exists():
+            if not file.exists() and not file.is_symlink():
                 continue
+            if not file.is_file():
+                # A folder, a pipe, or a link to one of them or to nowhere. Reading a pipe would wait for ever.
+                raise InputError(f"out: {file} is not of this batch; choose another folder, or remove it")
             data = file.read_bytes()
             digest = digest_of(data)
             # decoding the PNG to see that it is whole takes long; a listed one has its digest
@@ -139,6 +143,9 @@ def read_manifest(folder: Path) -> Json:
     """
     path = folder / MANIFEST
     try:
+        # Reading a pipe would wait for ever.
+        if not S_ISREG(path.stat().st_mode):
+            raise ValueError
         document = json.loads(path.read_bytes())
         settings, images, claims = document["settings"], document["pictures"], document.get("claims", [])
         ours = settings.keys() >= KNOWN_BY and all("key" in entry for entry in images.values())

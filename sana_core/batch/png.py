@@ -123,6 +123,8 @@ def write_image(path: Path, png: bytes, parts: Path) -> str:
     try:
         write_whole(path, png, parts)
     except FileExistsError:
+        if not path.is_file():
+            raise
         there, own = path.read_bytes(), read_entry(png)
         entry = read_entry(there)
         if entry is None or own is None or entry.get("key") != own["key"]:

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from os import fstat
 from pathlib import Path
 from platform import node
+from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 from ..errors import InUseError, MissingFileError, OutputError, ReadError
-from .atomic_files import digest_of, remove, write_whole
+from .atomic_files import digest_of, is_named, lock, remove, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +96,7 @@ def hold(folder: Path) -> Iterator[Hold]:
     the last run was of another machine and did not end properly, it waits for half a minute to see whether that lives.
     """
     own = folder / OWN
+    check_lock_files(folder)
     stream, locked = open_lock(folder)
     with stream:
         held = Hold(folder)
@@ -129,6 +129,22 @@ def hold(folder: Path) -> Iterator[Hold]:
                     own.rmdir()
 
 
+def check_lock_files(folder: Path) -> None:
+    """Raise OutputError for a link, folder or pipe in place of the lock's folder or files.
+
+    Removing files behind a link would delete files of the user. Opening a pipe would wait for ever.
+    """
+    lock_folder = folder / OWN
+    files = lock_folder / LOCK, lock_folder / RECORD
+    for path, is_expected, expected in (
+        (lock_folder, S_ISDIR, "a folder"),
+        *((file, S_ISREG, "a file") for file in files),
+    ):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if not is_expected(path.lstat().st_mode):
+                raise OutputError(f"out: {path} is not {expected} (a link, pipe or other kind); remove it")
+
+
 def open_lock(folder: Path) -> tuple[BinaryIO, bool]:
     """Return the open file of the lock, and whether this process has locked it; not where the disk knows no locks.
 
@@ -149,39 +165,6 @@ def open_lock(folder: Path) -> tuple[BinaryIO, bool]:
         if is_named(stream, path):
             return stream, locked
         stream.close()
-
-
-def lock(stream: BinaryIO) -> bool:
-    """Lock the open file until it is closed. Return False where its disk knows no locks.
-
-    Raises BlockingIOError where another process has locked it.
-    """
-    if sys.platform == "win32":
-        import msvcrt
-
-        try:
-            msvcrt.locking(stream.fileno(), msvcrt.LK_NBLCK, 1)
-        except OSError as error:
-            raise BlockingIOError(str(error)) from None
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return False
-    return True
-
-
-def is_named(stream: BinaryIO, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
-    try:
-        there, own = path.stat(), fstat(stream.fileno())
-    except FileNotFoundError:
-        return False
-    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 
 
 def claim(held: Hold, locked: bool) -> None:
@@ -260,6 +243,9 @@ def remove_run(run: Path) -> None:
     A machine that is still at work for a run that is dead cannot write from then on.
     """
     gone = run.with_name(f"{GONE}{run.name.partition('-')[2]}")
+    if run.is_symlink():
+        # Files behind a link are not ours.
+        return
     with suppress(OSError):
         if run != gone:
             run.rename(gone)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -168,6 +169,65 @@ def test_a_file_of_another_program_is_never_overwritten(batch, tmp_path, content
     code, _, err = batch()
     assert code == 1 and "00000_1.png is not of this batch; choose another folder, or remove it" in err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["00000_1.png"] and file.read_bytes() == before
+
+
+def put(kind, path):
+    """Put a folder with a file in it, a pipe, or a link into the place of `path`."""
+    if kind == "folder":
+        path.mkdir()
+        (path / "mine.txt").write_text("mine")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"link to nowhere": "nowhere", "link to a folder": "..", "link to a file": "../mine.txt"}[kind])
+
+
+KINDS = ["folder", "pipe", "link to nowhere", "link to a folder"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["00000_1.png", "manifest.json"])
+def test_what_is_no_file_in_a_batch_folder_is_refused_and_stays(batch, tmp_path, kind, name):
+    if (kind, name) == ("link to nowhere", "manifest.json"):
+        pytest.skip("a new manifest takes the place of a link to nowhere")
+    (tmp_path / "out").mkdir()
+    put(kind, tmp_path / "out" / name)
+    before = sorted((path, path.lstat().st_mode) for path in (tmp_path / "out").rglob("*"))
+    code, _, err = batch()
+    assert code == 1 and f"out: out/{name} is not of " in err and len(err.splitlines()) == 1, err
+    assert sorted((path, path.lstat().st_mode) for path in (tmp_path / "out").rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "link to a file"])
+@pytest.mark.parametrize("name", ["", "lock", "holder.json"])
+def test_links_and_pipes_in_place_of_the_lock_are_refused_and_stay(batch, tmp_path, kind, name):
+    (tmp_path / "mine.txt").write_text("mine")
+    # names that a run removes at its end
+    for mine in ("lock", "holder.json", "run-0/mark", "run-0/.0.part"):
+        (tmp_path / mine).parent.mkdir(exist_ok=True)
+        (tmp_path / mine).write_text("mine")
+    path = tmp_path / "out" / ".sana-batch" / name
+    path.parent.mkdir(parents=True)
+    if kind == "folder" and not name:
+        kind = "link to a file"
+    put(kind, path)
+    before = sorted((path, path.lstat().st_mode) for path in tmp_path.rglob("*"))
+    code, _, err = batch()
+    assert code == 1 and re.match(r"out: out/.sana-batch\S* is not a (folder|file) \(", err), err
+    assert len(err.splitlines()) == 1
+    assert sorted((path, path.lstat().st_mode) for path in tmp_path.rglob("*")) == before
+
+
+def test_files_behind_a_link_among_the_runs_stay(batch, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("mark", ".0.part"):
+        (mine / name).write_text("mine")
+    for name in ("run-0", "gone-1"):
+        (tmp_path / "out" / ".sana-batch").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / ".sana-batch" / name).symlink_to(mine)
+    assert batch()[0] == 0
+    assert {path.name: path.read_text() for path in mine.iterdir()} == {"mark": "mine", ".0.part": "mine"}
 
 
 @pytest.mark.parametrize("manifest", ["kept", "of the start", "removed"])
