@@ -66,7 +66,7 @@ def opened_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> It
     except SanaError:
         raise
     except FileNotFoundError:
-        raise MissingFileError(f"{name}: no such file; see its spelling, or read the data set again") from None
+        raise MissingFileError(f"{name}: no such file; see its spelling, and whether it was moved") from None
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ReadError(f"{name}: cannot be read ({reason}); see its rights, its links and its disk") from error

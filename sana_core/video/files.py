@@ -11,6 +11,7 @@ from ..errors import InputError, VersionError
 from ..model.known_models import VIDEO_RATE
 from ..runtime.atomic_files import output_file
 from ..runtime.image_files import levels
+from ..training.images import FileRange, decode_image, read_range
 
 
 def check_writer(path: Path) -> None:
@@ -46,15 +47,12 @@ def write_video(path: Path, video: torch.Tensor, replace: bool = False) -> None:
 def read_first(path: Path, size: tuple[int, int]) -> torch.Tensor:
     """Return the image at `path` scaled and cut to `size`, (width, height), as [3, H, W] in [-1, 1].
 
-    Raises InputError for what is no image.
+    It is opened like an image of a data set. Raises InputError, MissingFileError and ReadError for anything else.
     """
     import numpy as np
     from PIL import Image, ImageOps
 
-    try:
-        with Image.open(path) as image:
-            fitted = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), size, Image.Resampling.LANCZOS)
-    # zlib.error, SyntaxError, DecompressionBombError and more, by the format
-    except Exception as error:
-        raise InputError(f"first: cannot read {path} as an image ({error!s:.80}); choose another file") from None
+    name = f"first: {str(path):.240}"
+    image = decode_image(read_range(FileRange(path), name), name)
+    fitted = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(fitted)).movedim(-1, 0) / 127.5 - 1

@@ -1,14 +1,17 @@
 """A video without a host, against diffusers' pipelines, and the command that writes it."""
 
+import os
 import re
 
+import numpy as np
 import pytest
 import torch
 import video_models
 from PIL import Image
 
 from sana_core.__main__ import main
-from sana_core.errors import InputError
+from sana_core.errors import InputError, ReadError
+from sana_core.training.images import decode_image, fit_image
 from sana_core.video.files import read_first
 from sana_core.video.generate import generate_video
 
@@ -53,20 +56,64 @@ def test_the_command_writes_a_clip(folder, first, tmp_path):
         assert (len(frames), frames[0].width, frames[0].height, stream.average_rate) == (FRAMES, SIDE, SIDE, 16)
 
 
-def test_a_first_image_that_is_broken_or_too_large_is_said(tmp_path, monkeypatch):
+def test_a_broken_or_too_large_first_image_is_one_line(tmp_path, monkeypatch):
     file = tmp_path / "first.png"
     Image.effect_noise((64, 64), 50).convert("RGB").save(file)
     whole = file.read_bytes()
     # within the deflated pixels, and in the length of a part
     for place in (len(whole) // 2, 33):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55] * 8) + whole[place + 8 :])
-        with pytest.raises(InputError, match="^first: cannot read .*first.png as an image"):
+        with pytest.raises(ReadError, match="^first: .*first.png: broken or incomplete "):
             read_first(file, (SIDE, SIDE))
     file.write_bytes(whole)
     assert read_first(file, (SIDE, SIDE)).shape == (3, SIDE, SIDE)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(InputError, match="exceeds limit"):
+    with pytest.raises(InputError, match="^first: .*first.png: got more pixels than Pillow's limit"):
         read_first(file, (SIDE, SIDE))
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PDF", "PPM", "TGA", "ICO", "JPEG2000"])
+def test_a_first_image_has_a_format_of_training(tmp_path, kind):
+    file = tmp_path / "first.png"
+    Image.new("RGB", (64, 64), "red").save(file, kind)
+    with pytest.raises(ReadError, match="^first: .*first.png: got no image, expected one of PNG, JPEG, WEBP, BMP, "):
+        read_first(file, (SIDE, SIDE))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_a_first_image_is_a_regular_file(tmp_path, kind):
+    file = tmp_path / "first.png"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="^first: .*first.png: got a folder, pipe or device, expected a regular file"):
+        read_first(file, (SIDE, SIDE))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_grey_of_16_bits_keeps_its_levels(tmp_path, kind):
+    file = tmp_path / "first.image"
+    values = np.linspace(0, 65535, SIDE * SIDE).reshape(SIDE, SIDE).astype(np.uint16)
+    Image.fromarray(values).save(file, kind)
+    got = (read_first(file, (SIDE, SIDE)) + 1) * 127.5
+    expected = torch.from_numpy(values.astype(np.float32) / 257).expand(3, -1, -1)
+    # half a level of rounding
+    assert (got - expected).abs().max() < 0.5001
+
+
+def test_transparent_pixels_are_on_white_as_in_training(tmp_path):
+    file = tmp_path / "first.png"
+    # black, from transparent at the left to opaque at the right
+    alpha = np.linspace(0, 255, SIDE).astype(np.uint8)[None].repeat(SIDE, 0)
+    Image.merge("LA", (Image.new("L", (SIDE, SIDE)), Image.fromarray(alpha))).save(file)
+    got = (read_first(file, (SIDE, SIDE)) + 1) * 127.5
+    expected = (255 - torch.from_numpy(alpha).float()).expand(3, -1, -1)
+    assert (got - expected).abs().max() <= 1
+    trained, _ = fit_image(decode_image(file.read_bytes(), "first.png"), None, (SIDE, SIDE))
+    torch.testing.assert_close(got, (trained + 1) * 127.5)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +122,7 @@ def test_a_first_image_that_is_broken_or_too_large_is_said(tmp_path, monkeypatch
         (["--out", "clip.gif"], "^out: got 'clip.gif' with --frames, expected a file like clip.mp4; name one$"),
         (["--count", "2"], "^count: it is for images, expected one video of one prompt with --frames; leave it out$"),
         (["--after", "2"], "^after: it is for images, expected one video of one prompt with --frames; leave it out$"),
-        (["--first", "none.png"], "^first: cannot read none.png as an image .*; choose another file$"),
+        (["--first", "none.png"], "^first: none.png: no such file; see its spelling, and whether it was moved$"),
         (["--frames", "8"], "^frames: got 8, expected a multiple of [48] and one more; use 9$"),
     ],
 )
