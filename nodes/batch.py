@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.batch.plan import LARGEST_CHUNK, LARGEST_SEED
+from ..sana_core.batch.plan import LARGEST_COUNT, LARGEST_SEED
 from ..sana_core.model.latents import LARGEST_BATCH
 from ..sana_core.runtime.checks import check_number, check_whole
 from ..sana_core.sampling.guidance import LARGEST_GUIDANCE
@@ -85,7 +85,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
                     "chunk",
                     default=0,
                     min=0,
-                    max=LARGEST_CHUNK,
+                    max=LARGEST_COUNT,
                     advanced=True,
                     tooltip="Images that a device works on at once; 0 finds a number that fits.",
                 ),
@@ -141,7 +141,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
         # widgets check their range, links do not
         check_whole("count", count, 1, LARGEST_BATCH)
         check_whole("seed", seed, 0, LARGEST_SEED)
-        check_whole("chunk", chunk, 0, LARGEST_CHUNK)
+        check_whole("chunk", chunk, 0, LARGEST_COUNT)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
         sigmas = schedule(model, sampler, steps)
         batch = BatchInputs(

@@ -4,13 +4,12 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.decode.plan import METHODS
+from ..sana_core.decode.plan import LARGEST_BUDGET, METHODS
 from ..sana_core.errors import InputError
 from ..sana_core.model.latents import CHANNELS, check_channels
 from ..sana_core.runtime.checks import check_name, check_number
 
 DEVICES = ["one", "all"]
-LARGEST_BUDGET = 1024.0
 
 
 class SanaNodesDecode(io.ComfyNode):

@@ -16,7 +16,7 @@ from ..decode import decode_latents
 from ..errors import InputError
 from ..model.forward import longest_prompt
 from ..model.fp8 import quantise_products
-from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, model_defaults
+from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, Defaults, model_defaults
 from ..model.latents import latent_shape, noise_stream
 from ..model.layers import join_projections
 from ..model.reference import AUTO, reference_of
@@ -24,10 +24,10 @@ from ..model.step_cache import StepCache
 from ..model.text import TextEncoder, encode_prompts
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_name, check_number, check_text
-from ..sampling.guidance import LARGEST_GUIDANCE, ControlledModel, ShardedModel, denoiser, perturbed_attention
+from ..sampling.guidance import ControlledModel, ShardedModel, check_sampling, denoiser, perturbed_attention
 from ..sampling.masked import start_from_image
-from ..sampling.samplers import Denoiser, StepState, check_sampler, find_sampler, own_sigmas, sampler_kwargs
-from ..sampling.schedules import check_steps, shift_sigmas
+from ..sampling.samplers import Denoiser, StepState, find_sampler, own_sigmas, sampler_kwargs
+from ..sampling.schedules import shift_sigmas
 from ..sampling.trail import WHOLE, Draft, Round
 from .plan import NO_IMAGES, Chunk, Embedding, ImageInputs, Step, samples_one_by_one
 from .verifier import Verifier, check_verifier, load_verifier
@@ -94,13 +94,10 @@ def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> Samp
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     check_text("negative_prompt", settings.negative_prompt)
     latent_shape(settings.width, settings.height, 1)
-    find_sampler(settings.sampler)
-    check_sampler(config, settings.sampler)
-    check_steps(settings.steps)
+    check_sampling(config, Defaults(settings.sampler, settings.steps, settings.guidance))
     check_number("step_cache", settings.step_cache, 0, 1)
     if settings.step_cache and settings.compiled:
         raise InputError("step_cache: got it with compile, which makes one graph of all blocks; leave one of them out")
-    check_number("guidance", settings.guidance, 0, LARGEST_GUIDANCE)
     check_number("guidance_interval", settings.guidance_interval[0], 0, 1)
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
     if settings.pag_scale:

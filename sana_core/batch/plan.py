@@ -113,7 +113,8 @@ NO_IMAGES = ImageInputs()
 
 
 class Workload(NamedTuple):
-    """The images of a run: all but those whose number is in `done`, `chunk` at once on a worker, None for what suits.
+    """The images of a run: all but those whose number is in `done`, `chunk` at once on a worker. With None or 0 the
+    worker's memory decides.
 
     `prompts` are text, or encoded where the workers get them so. Of images that are generated in rounds, `round` is
     this one, and `later` gives the following ones of the same prompts when all of this is generated, with numbers of
@@ -136,6 +137,7 @@ class Workload(NamedTuple):
         return [image for image in self.images if image.number not in self.done]
 
     def split(self, width: int, height: int, workers: int) -> list[Chunk]:
-        """Return what remains in chunks, for so many workers. Raises InputError for a chunk below 1."""
+        """Return the remaining images in chunks for `workers`. Raises InputError for a chunk size out of range."""
         images = self.remaining
+        check_whole("chunk", self.chunk or 0, 0, LARGEST_COUNT)
         return split_into_chunks(images, self.chunk or default_chunk_size(width, height, len(images), workers))

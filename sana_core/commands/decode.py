@@ -14,7 +14,7 @@ from safetensors.torch import load
 
 from ..checkpoints import load_autoencoder
 from ..decode import DecodeOptions, decode_rows
-from ..decode.plan import METHODS
+from ..decode.plan import LARGEST_BUDGET, METHODS
 from ..errors import InputError, ReadError
 from ..model.latents import DOWNSCALE, check_channels
 from ..runtime.accelerator import chosen_device
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.max_gb is not None:
-        check_number("max-gb", arguments.max_gb, 0, 1e6)
+        check_number("max-gb", arguments.max_gb, 0, LARGEST_BUDGET)
     device = chosen_device(arguments.device)
     latents = read_latents(arguments.latents)
     names = paths(arguments.out, arguments.latents.stem, len(latents))

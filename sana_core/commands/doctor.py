@@ -16,6 +16,9 @@ from ..doctor import Report, examine
 from ..doctor.report import SECONDS, TIMED_SECONDS
 from ..errors import ExistingFileError, OutputError
 from ..runtime.atomic_files import output_file
+from ..runtime.checks import check_number
+
+LARGEST_SECONDS = 1_000_000
 
 EXAMPLE = """example:
   python -m sana_core doctor ../../models"""
@@ -43,6 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
         check_target(arguments.json)
     usual = TIMED_SECONDS if arguments.time else SECONDS
     seconds = usual if arguments.seconds is None else arguments.seconds
+    check_number("seconds", seconds, 0, LARGEST_SECONDS)
     report = Report(seconds=seconds, tell=tell)
     examine(report, arguments.paths, arguments.device, arguments.time)
     if arguments.json is not None:

@@ -19,6 +19,7 @@ from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.image_files import LEVEL, levels
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
+from ..video.latents import video_shape
 from .options import add_sampling_options, choose_dtype, cluster_of, settings_of, show_status
 
 EXAMPLE = """example:
@@ -63,30 +64,37 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"{path}\n")
 
 
-# what images have and videos have not, and its value where nobody asks for it
+# options that only images have, and their defaults
 IMAGES_ONLY = {
-    **dict.fromkeys(("best", "of", "scorer", "after", "lora", "cluster")),
-    **{"count": 1, "split": False, "pag_scale": 0.0, "step_cache": 0.0, "fp8": False},
+    **dict.fromkeys(("best", "of", "scorer", "after", "lora", "cluster", "gpus", "resource", "chunk")),
+    **{"count": 1, "split": False, "pag_scale": 0.0, "pag_blocks": "", "guidance_interval": (0.0, 1.0)},
+    **{"step_cache": 0.0, "fp8": False, "compile": False, "gpus_per_worker": 1.0},
 }
 
 
 def run_video(arguments: argparse.Namespace) -> None:
     """Generate one video and write it. Raises InputError for what only images have."""
     wrong = [name for name, default in IMAGES_ONLY.items() if getattr(arguments, name) != default]
-    wrong += ["prompts"] * (len(arguments.prompts) > 1)
+    wrong += ["prompts"] * (len(arguments.prompts) > 1) + ["devices"] * (len(arguments.devices or ()) > 1)
     if wrong:
         raise InputError(f"{wrong[0]}: it is for images, expected one video of one prompt with --frames; leave it out")
     check_writer(arguments.out)
     check_free([arguments.out], arguments.overwrite)
     make_folder(arguments.out.parent)
     part = find_part(inspect_checkpoint(arguments.checkpoint), "video_transformer")
-    own = VIDEOS[part.headers["patch_embedding.weight"].shape[1]].size
-    size = arguments.width or own[0], arguments.height or own[1]
+    channels = part.headers["patch_embedding.weight"].shape[1]
+    own = VIDEOS[channels].size
+    size = (
+        own[0] if arguments.width is None else arguments.width,
+        own[1] if arguments.height is None else arguments.height,
+    )
+    frames = VIDEO_FRAMES if arguments.frames is None else arguments.frames
+    video_shape(*size, frames, channels)
     first = None if arguments.first is None else read_first(arguments.first, size)
     settings = {name: getattr(arguments, name) for name in ("steps", "guidance", "sampler")}
     settings = {name: value for name, value in settings.items() if value is not None}
     settings |= {"dtype": choose_dtype(arguments), "device": str(local_devices(arguments.devices)[0])}
-    shown = arguments.prompts[0], arguments.checkpoint, arguments.seed, arguments.frames or VIDEO_FRAMES
+    shown = arguments.prompts[0], arguments.checkpoint, arguments.seed, frames
     generated = generate_video(
         *shown, size, first, arguments.negative_prompt, reference=arguments.reference, **settings
     )

@@ -30,7 +30,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--after", type=int, metavar="STEPS", help="score drafts every so many steps; half of them go each time")
     add("--scorer", type=Path, help="folder of a CLIP, such as PickScore_v1, that says how well an image fits a prompt")
     add_settings(parser)
-    add("--chunk", type=int, help="images that a device makes at once; default: what suits it")
+    add("--chunk", type=int, help="images that a device works on at once; 0, the default, finds a number that fits")
     add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all GPUs, or the CPU")
     add_cluster(parser)
 

@@ -35,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     is_video = arguments.variant in VIDEO_VARIANTS
     own = VIDEOS[VIDEO_VARIANTS[arguments.variant]].size if is_video else (DEFAULT_RESOLUTION, DEFAULT_RESOLUTION)
-    arguments.width, arguments.height = arguments.width or own[0], arguments.height or own[1]
+    arguments.width = own[0] if arguments.width is None else arguments.width
+    arguments.height = own[1] if arguments.height is None else arguments.height
     if is_video and arguments.split is not None:
         raise InputError("split: got SANA-Video, which devices cannot share, expected a model of images; leave it out")
     image = arguments.width, arguments.height

@@ -55,19 +55,18 @@ INTERMEDIATE_TIMESTEP = 1.3
 
 
 class VideoModel(NamedTuple):
-    """A SANA-Video model: its name, pixels of a cell, frames of a latent frame (the first stands for one), cells of a
-    patch's side, the default width and height, and the shapes (width, height) that it learned; its parameters, its
-    VAE's, and the bytes of a decode in ComfyUI for a pixel and a byte of the dtype."""
+    """A SANA-Video model."""
 
     name: str
-    downscale: int
-    stride: int
-    patch: int
-    size: tuple[int, int]
-    shapes: tuple[tuple[int, int], ...]
+    downscale: int  # pixels of a latent cell's side
+    stride: int  # frames of a latent frame; the first latent frame is one frame
+    patch: int  # latent cells of a patch's side
+    smallest: int  # pixels of the shortest side that the VAE decodes
+    size: tuple[int, int]  # default width and height
+    shapes: tuple[tuple[int, int], ...]  # widths and heights of its training
     parameters: int
     vae_parameters: int
-    decode_bytes: int
+    decode_bytes: int  # of a decode in ComfyUI, for each pixel and each byte of the dtype
 
 
 # by the channels of their latents, which are Wan 2.1's and LTX-2's (ASPECT_RATIO_VIDEO_480_MS and _720_MS in
@@ -78,6 +77,7 @@ VIDEOS = {
         8,
         4,
         2,
+        32,
         (832, 480),
         ((896, 448), (832, 480), (768, 528), (720, 560), (672, 592), (624, 624))
         + ((592, 672), (560, 720), (528, 768), (496, 816), (480, 832), (448, 896)),
@@ -90,6 +90,8 @@ VIDEOS = {
         32,
         8,
         1,
+        # The decoder of LTX-2 reflects one cell at each edge, so it needs two.
+        64,
         (1280, 704),
         ((1344, 672), (1280, 704), (1152, 800), (1088, 832), (960, 960), (896, 1024), (832, 1088), (800, 1152))
         + ((736, 1248), (704, 1280), (672, 1344)),

@@ -15,13 +15,13 @@ LARGEST = 16384
 LARGEST_BATCH = 4096
 
 
-def check_side(field: str, pixels: int, step: int = DOWNSCALE) -> None:
-    """Raise InputError unless `pixels` is a multiple of `step`, 32 for images, between 32 and 16384."""
-    if not (DOWNSCALE <= pixels <= LARGEST and pixels % step == 0):
-        # this order makes 32 of NaN
-        nearest = round(min(LARGEST, max(DOWNSCALE, pixels)) / step) * step
+def check_side(field: str, pixels: int, step: int = DOWNSCALE, smallest: int = DOWNSCALE) -> None:
+    """Raise InputError unless `pixels` is a multiple of `step`, 32 for images, from `smallest` to 16384."""
+    if not (smallest <= pixels <= LARGEST and pixels % step == 0):
+        # In this order NaN becomes the smallest side.
+        nearest = round(min(LARGEST, max(smallest, pixels)) / step) * step
         raise InputError(
-            f"{field}: got {pixels!r:.40}, expected a multiple of {step} from {DOWNSCALE} to {LARGEST}; use {nearest}"
+            f"{field}: got {pixels!r:.40}, expected a multiple of {step} from {smallest} to {LARGEST}; use {nearest}"
         )
 
 

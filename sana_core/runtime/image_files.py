@@ -20,7 +20,9 @@ SOFTWARE = "sana_core"
 
 
 def levels(pixels: torch.Tensor) -> np.ndarray:
-    """Return pixels [3, n, W] in [-1, 1] as uint8 [n, W, 3]."""
+    """Return pixels [3, n, W] in [-1, 1] as uint8 [n, W, 3]. Raises InputError for NaN, which would become black."""
+    if pixels.isnan().any():
+        raise InputError("pixels: got NaN from the VAE; generate or decode again in bf16 or fp32")
     values = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return values.movedim(0, -1).cpu().numpy()
 

@@ -12,10 +12,12 @@ import torch
 from ..errors import InputError
 from ..model.controlnet import Control, control_residuals
 from ..model.forward import Capture, Constants, Perturbation, pad_prompts, prepare, shard_velocity, velocity
-from ..model.known_models import TransformerConfig, perturbed_block
+from ..model.known_models import Defaults, TransformerConfig, perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, ShardSpec
 from ..runtime.checks import check_number
+from .samplers import check_sampler, find_sampler
+from .schedules import check_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +28,14 @@ if TYPE_CHECKING:
     from .samplers import Denoiser
 
 LARGEST_GUIDANCE = 100.0
+
+
+def check_sampling(config: TransformerConfig, how: Defaults) -> None:
+    """Raise InputError for a sampler that is unknown or not for the model, and for steps or guidance out of range."""
+    find_sampler(how.sampler)
+    check_sampler(config, how.sampler)
+    check_steps(how.steps)
+    check_number("guidance", how.guidance, 0, LARGEST_GUIDANCE)
 
 
 class PerturbedAttention(NamedTuple):

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoints import find_part, inspect_checkpoint, load_text_encoder, load_video_transformer
-from ..checkpoints.load import load_video_autoencoder, shift_of
+from ..batch.pipeline import DTYPES, check_prompts
+from ..batch.plan import LARGEST_SEED
+from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encoder, load_video_transformer
+from ..checkpoints.load import config_of, load_video_autoencoder, shift_of
 from ..errors import InputError
 from ..model.forward import Constants
 from ..model.known_models import VIDEO_DEFAULTS, VIDEO_FRAMES, VIDEOS, Defaults
 from ..model.latents import noise_stream
 from ..model.reference import AUTO, model_timestep, reference_of
 from ..model.text import encode_prompts
+from ..runtime.checks import check_finite, check_name, check_whole
+from ..sampling.guidance import check_sampling
 from ..sampling.samplers import find_sampler, own_sigmas, sampler_kwargs
 from . import forward as video
 from .latents import video_shape
@@ -46,19 +50,24 @@ def generate_video(
     in [-1, 1] is the image that it begins with. Without `sampler`, `steps` and `guidance` they are those of the model's
     authors. Raises InputError for sizes and frames that the model does not have, and as the loaders do.
     """
-    precision = getattr(torch, dtype)
     default = VIDEO_DEFAULTS
     how = Defaults(
         sampler or default.sampler,
         default.steps if steps is None else steps,
         default.guidance if guidance is None else guidance,
     )
+    check_name("dtype", dtype, DTYPES)
+    check_whole("seed", seed, 0, LARGEST_SEED)
+    check_prompts([prompt])
     info = inspect_checkpoint(checkpoint)
-    channels = find_part(info, "video_transformer").headers["patch_embedding.weight"].shape[1]
+    part = follow(find_part(info, "video_transformer"), reference)
+    check_sampling(config_of(part), how)
+    channels = part.headers["patch_embedding.weight"].shape[1]
     width, height = size or VIDEOS[channels].size
     shape = video_shape(width, height, frames, channels)
     if first is not None and first.shape != (3, height, width):
         raise InputError(f"first: got {list(first.shape)}, expected {[3, height, width]}; scale and cut the image")
+    precision = getattr(torch, dtype)
     prompts = encode(checkpoint, [negative_prompt, prompt], device, precision, reference)
     given = None
     if first is not None:
@@ -71,6 +80,7 @@ def generate_video(
     noise = next(noise_stream(torch.empty(1, *shape), seed)).to(device)
     latents = sample(transformer, constants, noise, shift_of(info, None, reference), given, how)
     del transformer, constants
+    check_finite("latents", latents)
     vae, mean, std = load_video_autoencoder(info, device, precision)
     return vae.decode((latents * std + mean).to(precision)).sample[0].float().clamp(-1, 1).cpu()
 

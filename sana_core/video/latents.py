@@ -11,12 +11,12 @@ from ..runtime.checks import check_whole
 def video_shape(width: int, height: int, frames: int, channels: int) -> tuple[int, int, int, int]:
     """Return the latent shape [C, T, h, w] of a video for the SANA-Video model of so many `channels`.
 
-    Raises InputError for sides that are not of whole patches, from 32 to 16384 pixels, and for frames, up to 1025, that
-    do not fill the last latent frame.
+    Raises InputError for sides that are not of whole patches, that the VAE cannot decode or that are above 16384
+    pixels, and for frames, up to 1025, that do not fill the last latent frame.
     """
     model = VIDEOS[channels]
     for field, pixels in (("width", width), ("height", height)):
-        check_side(field, pixels, model.downscale * model.patch)
+        check_side(field, pixels, model.downscale * model.patch, model.smallest)
     check_whole("frames", frames, 1, LARGEST_FRAMES)
     latents = round((frames - 1) / model.stride)
     nearest = latents * model.stride + 1

@@ -2,18 +2,21 @@
 
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
 import video_models
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from sana_core.__main__ import main
 from sana_core.errors import InputError, ReadError
 from sana_core.training.images import decode_image, fit_image
-from sana_core.video.files import read_first
+from sana_core.video.files import read_first, write_video
 from sana_core.video.generate import generate_video
+from sana_core.video.latents import video_shape
 
 PROMPT, NEGATIVE, SIDE, FRAMES = "A red circle rolls away. motion score: 30.", "a chaotic sequence", 64, 9
 
@@ -123,7 +126,18 @@ def test_transparent_pixels_are_on_white_as_in_training(tmp_path):
         (["--count", "2"], "^count: it is for images, expected one video of one prompt with --frames; leave it out$"),
         (["--after", "2"], "^after: it is for images, expected one video of one prompt with --frames; leave it out$"),
         (["--first", "none.png"], "^first: none.png: no such file; see its spelling, and whether it was moved$"),
+        (["--chunk", "1"], "^chunk: it is for images, expected one video of one prompt with --frames; leave it out$"),
+        (["--compile"], "^compile: it is for images, expected one video of one prompt with --frames; leave it out$"),
+        (["--gpus", "1"], "^gpus: it is for images, expected one video of one prompt with --frames; leave it out$"),
+        (["--guidance-interval", "0.1", "0.9"], "^guidance_interval: it is for images, expected one video of one "),
+        (["--devices", "cpu", "cpu"], "^devices: it is for images, expected one video of one prompt with --frames; "),
         (["--frames", "8"], "^frames: got 8, expected a multiple of [48] and one more; use 9$"),
+        (["--frames", "0"], "^frames: got 0, expected a whole number from 1 to 1025$"),
+        (["--width", "0"], "^width: got 0, expected a multiple of (16 from 32|32 from 64) to 16384; use (32|64)$"),
+        (["--seed", "-1"], "^seed: got -1, expected a whole number from 0 to 18446744073709551615$"),
+        (["--guidance", "nan"], "^guidance: got nan, expected a number from 0 to 100.0$"),
+        (["--sampler", "scm"], "^sampler: got scm for a model that is not SANA-Sprint; use SANA Sampler with flow_"),
+        (["--sampler", "euler"], "^sampler: got 'euler', expected one of flow_dpmpp_2m, flow_euler, "),
     ],
 )
 def test_what_cannot_be_is_said(folder, tmp_path, monkeypatch, capsys, more, message):
@@ -133,3 +147,55 @@ def test_what_cannot_be_is_said(folder, tmp_path, monkeypatch, capsys, more, mes
         raise SystemExit(main([*given, *more]))
     said = capsys.readouterr().err.strip().splitlines()[-1].removeprefix("sana_core: ").removeprefix("error: ")
     assert failed.value.code and re.match(message, said), said
+
+
+def test_sizes_that_the_vae_cannot_decode_are_refused_before_sampling(folder, monkeypatch):
+    name, path = folder
+    channels, patch, cell, stride = video_models.MODELS[name]
+    vae, step = video_models.autoencoder(name), patch * cell
+    for width, height in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2)):
+        size = 32 * width, 32 * height
+        latents = torch.zeros(1, channels, 2, size[1] // cell, size[0] // cell)
+        try:
+            shape = video_shape(*size, 1 + stride, channels)
+        except InputError as error:
+            assert re.match(
+                f"(width|height): got 32, expected a multiple of {step} from 64 to 16384; use 64$", str(error)
+            )
+            with pytest.raises(RuntimeError, match="Padding size"), torch.no_grad():
+                vae.decode(latents)
+        else:
+            assert shape == latents.shape[1:]
+            with torch.no_grad():
+                assert vae.decode(latents).sample.shape == (1, 3, 1 + stride, size[1], size[0])
+    if name == "720p":
+        monkeypatch.setattr("sana_core.video.generate.encode", lambda *words: pytest.fail("encoded"))
+        with pytest.raises(InputError, match="^width: got 32"):
+            generate_video(PROMPT, path, 0, 9, (32, 64))
+
+
+def test_nan_latents_end_in_one_line_and_no_file(folder, tmp_path, monkeypatch, capsys):
+    """float16 overflows in the transformer of this model."""
+    copy = shutil.copytree(folder[1], tmp_path / "model", symlinks=True)
+    weights = copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    # float16 holds the weights, and not their products
+    save_file({key: value * 200 if "ff" in key else value for key, value in tensors.items()}, weights)
+    words = ["generate", PROMPT, "--checkpoint", copy, "--frames", 9, "--width", 64, "--height", 64, "--steps", 1]
+    words += ["--out", tmp_path / "clip.mp4", "--dtype", "float16"]
+    assert main([str(word) for word in words]) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"latents: [0-9]+ of [0-9]+ values are NaN or infinite, the first in image 0, channel [0-9]+, frame [0-9]+, "
+        r"row [0-9]+, column [0-9]+; sample again in bf16 or fp32\n",
+        said,
+    ), said
+    assert not (tmp_path / "clip.mp4").exists()
+
+
+def test_nan_pixels_are_not_written_as_black(tmp_path):
+    video = torch.zeros(3, 2, 32, 32)
+    video[1, 1, 3, 4] = float("nan")
+    with pytest.raises(InputError, match="^pixels: got NaN from the VAE; generate or decode again in bf16 or fp32$"):
+        write_video(tmp_path / "clip.mp4", video)
+    assert not list(tmp_path.iterdir())
