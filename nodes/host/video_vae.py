@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 
 import comfy.ldm.lightricks.vae.causal_video_autoencoder
 import comfy.ldm.wan.vae
+import comfy.model_management
 import comfy.sd
 import torch
 
+from ...sana_core.checkpoints.files import brief
 from ...sana_core.checkpoints.headers import read_tensors
+from ...sana_core.checkpoints.load import build_module, check_finite, check_names
+from ...sana_core.errors import CheckpointError, SanaError
+from ...sana_core.runtime.accelerator import is_out_of_memory
+from ...sana_core.runtime.cancellation import Polled
 from .weights import read
 
 if TYPE_CHECKING:
@@ -23,15 +29,37 @@ HALVED = {"spatial": "compress_space_res", "temporal": "compress_time_res", "spa
 
 
 def load_video_vae(info: CheckpointInfo) -> comfy.sd.VAE:
-    """Return the VAE of `info`, a file of Wan 2.1's or LTX-2's VAE in either layout."""
-    tensors = read_tensors(info.weights, list(info.weights.headers), read)
-    tensors = {target: tensors[origin.name] for target, origin in info.origins.items()}
+    """Return the VAE of `info`, a file of Wan 2.1's or LTX-2's VAE in either layout. Raises CheckpointError."""
+    try:
+        with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
+            if info.layout == "diffusers" and info.config is not None:
+                # It checks the configuration and the shapes by the header.
+                build_module(info)
+            tensors = read_tensors(info.weights, list(info.weights.headers), read)
+            tensors = {target: tensors[origin.name] for target, origin in info.origins.items()}
+            for name, tensor in tensors.items():
+                check_finite(info.name, name, tensor)
+            return build(info, tensors)
+    except (SanaError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # ComfyUI raises many kinds for shapes that do not fit each other.
+        if is_out_of_memory(error):
+            raise
+        reason = brief(str(error) or type(error).__name__, 100)
+        raise CheckpointError(f"{info.name}: builds no video VAE ({reason}); download it again") from error
+
+
+def build(info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> comfy.sd.VAE:
+    """Return ComfyUI's VAE of `tensors`, which have the names in the file."""
     config = None
     if info.layout == "diffusers" and info.variant == "ltx-2":
         config = ltx_config(info.config or {})
     metadata = {"config": json.dumps({"vae": config})} if config else dict(info.weights.metadata)
     if info.layout == "diffusers":
         names = original_names(info, config)
+        # ComfyUI leaves layers without a tensor as they are, which is random.
+        check_names(info.name, "no", names.keys() - tensors.keys())
         tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
     vae = comfy.sd.VAE(sd=tensors, metadata=metadata)
     vae.throw_exception_if_invalid()

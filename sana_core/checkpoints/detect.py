@@ -248,7 +248,7 @@ def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Hea
     if kind == "controlnet":
         return controlnet_name(architecture(headers))
     if kind == "video_transformer":
-        return video_name(file, headers["patch_embedding.weight"].shape[1])
+        return video_name(file, headers["patch_embedding.weight"].shape)
     if kind == "autoencoder":
         return autoencoder_name(headers)
     if kind == "video_autoencoder":
@@ -325,8 +325,13 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
     return "other", "", same
 
 
-def video_name(file: Path, channels: int) -> str:
-    """Return the name in VIDEOS of a model whose latents have so many channels. Raises CheckpointError for others."""
+def video_name(file: Path, embedding: tuple[int, ...]) -> str:
+    """Return the name in VIDEOS of a model by the shape of its patch embedding. Raises CheckpointError for others."""
+    _, channels, *patch = embedding
+    if channels in VIDEOS and patch != [1, VIDEOS[channels].patch, VIDEOS[channels].patch]:
+        raise CheckpointError(
+            f"{shown(file)}: got patches of {brief(patch)}, expected those of a SANA-Video model; use a released model"
+        )
     if channels not in VIDEOS:
         raise CheckpointError(
             f"{shown(file)}: got a SANA-Video model of latents with {channels} channels, expected "

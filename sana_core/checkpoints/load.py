@@ -16,6 +16,7 @@ from ..model.known_models import (
     DC_AE_SCALE,
     DEFAULT_RESOLUTION,
     VIDEO_HEAD_DIM,
+    VIDEO_LAYERS,
     TransformerConfig,
     released_shift,
 )
@@ -26,6 +27,7 @@ from ..runtime.checks import check_name
 from .configs import (
     architecture,
     autoencoder_config,
+    count,
     gemma_config,
     resolution_config,
     transformer_config,
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
 SHOWN = 3
+MOST_VIDEO_LAYERS = 64
+VIDEO_KINDS = ("video_transformer", "video_autoencoder")
 # in a configuration, what is not the library's
 OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview")
 
@@ -65,9 +69,11 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
             f"requirements: diffusers or transformers cannot be imported ({brief(error.__cause__ or error, 120)}); pip "
             "install -r requirements.txt with the Python that runs this"
         ) from error
-    if info.kind == "video_transformer" and not hasattr(diffusers, "SanaVideoTransformer3DModel"):
+    if info.kind in VIDEO_KINDS and not hasattr(diffusers, library_class(info)):
+        oldest = "0.37" if info.variant == "ltx-2" else "0.36"
         raise VersionError(
-            f"diffusers: got {diffusers.__version__}, expected 0.36 or newer for SANA-Video; pip install -U diffusers"
+            f"diffusers: got {diffusers.__version__}, expected {oldest} or newer for SANA-Video; "
+            "pip install -U diffusers"
         )
     try:
         return construct(info, resolution)
@@ -82,6 +88,24 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
         ) from error
 
 
+def library_class(info: CheckpointInfo) -> str:
+    """Return the name of diffusers' class for `info`."""
+    names = CLASSES[info.kind]
+    return names[info.kind == "video_autoencoder" and info.variant == "ltx-2"]
+
+
+def check_layers(info: CheckpointInfo, layers: int) -> None:
+    """Raise CheckpointError unless the file of a video transformer has as many `layers` as its configuration, and few
+    enough that building them takes less than a second.
+    """
+    blocks = count(info.headers, r"transformer_blocks\.(\d+)\.")
+    if not layers == blocks <= MOST_VIDEO_LAYERS:
+        raise CheckpointError(
+            f"{info.name}: got {blocks} blocks, expected {layers} by its config and at most {MOST_VIDEO_LAYERS}; "
+            "download both again"
+        )
+
+
 def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     """Return what `build_module` does. Raises CheckpointError for an unknown width, and the libraries' own errors."""
     import diffusers
@@ -94,11 +118,26 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
         config.update(resolution_config(resolution))
     if info.kind == "video_transformer":
         config["patch_size"] = tuple(config["patch_size"])
+        check_layers(info, config.get("num_layers", VIDEO_LAYERS))
+    if info.kind in VIDEO_KINDS:
+        with torch.device("meta"):
+            module = getattr(diffusers, library_class(info)).from_config(config)
+        # Before memory is allocated: `init_empty_weights` makes real parameters, one at a time.
+        if not info.quantised:
+            shapes = {name: header.shape for name, header in info.headers.items()}
+            check_shapes(info.name, module.state_dict(), shapes)
+        if info.kind == "video_autoencoder":
+            return module
+        if module.config.out_channels not in (None, module.config.in_channels):
+            raise CheckpointError(
+                f"{info.name}: got {module.config.out_channels} out_channels, expected {module.config.in_channels} as "
+                "in_channels; use a released model"
+            )
     with init_empty_weights(include_buffers=False):
         if info.kind == "text_encoder":
             # other implementations leave out the cap on the attention's logits, and older transformers choose them
             return Gemma2Model(Gemma2Config(**{**config, "attn_implementation": "eager"}))
-        module = getattr(diffusers, CLASSES[info.kind][0]).from_config(config)
+        module = getattr(diffusers, library_class(info)).from_config(config)
         if info.kind == "controlnet" and info.reference == NVIDIA:
             module.base_block = copy.deepcopy(module.transformer_blocks[0])
     if info.kind != "autoencoder":
@@ -194,33 +233,41 @@ def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[st
     }
 
 
+def check_shapes(name: str, expected: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError for missing, unexpected and misshapen tensors; `name` is the file's."""
+    check_names(name, "no", expected.keys() - shapes.keys())
+    check_names(name, "unexpected", {key for key in shapes.keys() - expected.keys() if not key.endswith(SCALES)})
+    for key, tensor in expected.items():
+        # 1x1 convolutions of the original layout are linear layers in diffusers'.
+        if [side for side in shapes[key] if side != 1] != [side for side in tensor.shape if side != 1]:
+            raise CheckpointError(
+                f"{name}: {key} is {list(shapes[key])}, expected {list(tensor.shape)}; "
+                "the file is of another model, or its config.json is: download both again"
+            )
+
+
 def fill(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], name: str, dtype_of: Callable[[str], torch.dtype]
 ) -> None:
-    """Make `tensors` the parameters of `module` that are on the meta device, each as `dtype_of` its name says.
+    """Make `tensors` the parameters and buffers of `module` that are on the meta device, in the dtype of `dtype_of`.
 
-    The same dtype shares the memory.
+    A tensor that has this dtype shares its memory.
 
     Raises CheckpointError for missing, unexpected, misshapen and non-finite tensors; `name` is the file's.
     """
-    expected = {key: parameter for key, parameter in module.named_parameters() if parameter.is_meta}
-    check_names(name, "no", expected.keys() - tensors.keys())
-    check_names(name, "unexpected", {key for key in tensors.keys() - expected.keys() if not key.endswith(SCALES)})
+    parameters = dict(module.named_parameters())
+    expected = {key: tensor for key, tensor in {**parameters, **dict(module.named_buffers())}.items() if tensor.is_meta}
+    check_shapes(name, expected, {key: tuple(tensor.shape) for key, tensor in tensors.items()})
     modules = dict(module.named_modules())
-    for key, parameter in expected.items():
-        tensor = tensors[key]
-        if tensor.shape != parameter.shape:
-            # 1x1 convolutions of the original layout are linear layers in diffusers'
-            if tensor.squeeze().shape != parameter.squeeze().shape:
-                raise CheckpointError(
-                    f"{name}: {key} is {list(tensor.shape)}, expected {list(parameter.shape)}; "
-                    "the file is of another model, or its config.json is: download both again"
-                )
-            tensor = tensor.reshape(parameter.shape)
+    for key in expected:
+        tensor = tensors[key].reshape(expected[key].shape)
         check_finite(name, key, tensor)
         owner, _, leaf = key.rpartition(".")
-        value = torch.nn.Parameter(tensor.to(dtype_of(key)), requires_grad=False)
-        modules[owner].register_parameter(leaf, value)
+        value = tensor.to(dtype_of(key))
+        if key in parameters:
+            modules[owner].register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
+        else:
+            modules[owner].register_buffer(leaf, value)
     module.train(False)
 
 
@@ -298,19 +345,22 @@ def load_video_autoencoder(
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Return the video VAE in `info`, and mean and deviation [C, 1, 1, 1] of its latents, which models have without.
 
-    Raises CheckpointError for a file that is not in diffusers' layout with its configuration beside it.
+    Raises CheckpointError for a file that is not in diffusers' layout with its configuration beside it, and as
+    `load_part` does.
     """
-    import diffusers
+    part = find_video_autoencoder(info)
+    module: Any = load_part(part, torch.float32)
+    own = module.config if part.variant == "wan-2.1" else dict(module.named_buffers())
+    mean, std = (torch.as_tensor(own[f"latents_{name}"]).view(-1, 1, 1, 1).to(device) for name in ("mean", "std"))
+    return module.to(device, dtype), mean, std
 
+
+def find_video_autoencoder(info: CheckpointInfo) -> CheckpointInfo:
+    """Return the video VAE in `info`. Raises CheckpointError unless diffusers' configuration is beside it."""
     part = find_part(info, "video_autoencoder")
     if part.layout != "diffusers" or part.config is None:
         raise CheckpointError(f"{part.name}: got a VAE without diffusers' configuration; use the diffusers folder")
-    library_class = getattr(diffusers, "AutoencoderKLWan" if part.variant == "wan-2.1" else "AutoencoderKLLTX2Video")
-    module = library_class.from_config(part.config)
-    module.load_state_dict(component_tensors(part))
-    own = module.config if part.variant == "wan-2.1" else vars(module)["_buffers"]
-    mean, std = (torch.as_tensor(own[f"latents_{name}"]).view(-1, 1, 1, 1).to(device) for name in ("mean", "std"))
-    return module.to(device, dtype).requires_grad_(False).train(False), mean, std
+    return part
 
 
 def load_controlnet(

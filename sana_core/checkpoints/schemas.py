@@ -41,6 +41,15 @@ def each(check: Check, most: int = MOST_BLOCKS) -> Check:
     return lambda value: type(value) is list and len(value) <= most and all(map(check, value))
 
 
+def several(count: int, check: Check) -> Check:
+    return lambda value: each(check, count)(value) and len(value) == count
+
+
+def same(*known: object) -> Check:
+    """Return a check that accepts the values `known`. In Python, 1 is true as well."""
+    return lambda value: any(value == one and flag(value) == flag(one) for one in known)
+
+
 def are_colours(factors: Any, bias: Any) -> bool:
     finite = each(lambda value: type(value) in (int, float) and math.isfinite(value), 3)
     rows = each(finite, CHANNELS)(factors) and [len(row) for row in factors] == [3] * CHANNELS
@@ -104,8 +113,10 @@ TRANSFORMER = {
     "preview": lambda value: type(value) is dict and are_colours(value.get("rgb_factors"), value.get("rgb_bias")),
 }
 VIDEO = TRANSFORMER | {
-    "patch_size": lambda value: each(whole(1, 16), 3)(value) and len(value) == 3,
-    "rope_max_seq_len": WIDTH,
+    "patch_size": several(3, whole(1, 16)),
+    # The library fills a table of this many rows and a head's channels.
+    "attention_head_dim": whole(6, 1024),
+    "rope_max_seq_len": whole(1, 4096),
 }
 SIDE = {
     "block_types": lambda value: word(value) or each(word)(value),
@@ -127,15 +138,48 @@ AUTOENCODER = {
     "decoder_conv_act_fn": word,
     "scaling_factor": FACTOR,
 }
-# what of LTX-2's VAE the host reads; Wan 2.1's shapes tell all
+# The arguments of AutoencoderKLWan, then of AutoencoderKLLTX2Video. Fields that change the size of a latent or a video
+# have the values of the released models.
 VIDEO_AUTOENCODER = {
-    "block_out_channels": each(WIDTH),
-    "decoder_block_out_channels": each(WIDTH),
-    "layers_per_block": each(BLOCKS, 16),
-    "decoder_layers_per_block": each(BLOCKS, 16),
-    "downsample_type": each(word, 16),
+    "base_dim": WIDTH,
+    "decoder_base_dim": optional(WIDTH),
+    "z_dim": same(16),
+    "dim_mult": several(4, whole(1, 64)),
+    "num_res_blocks": whole(1, 16),
+    "attn_scales": same([]),
+    "temperal_downsample": same([False, True, True]),
+    "dropout": same(0),
+    "latents_mean": several(16, number(-1e6, 1e6)),
+    "latents_std": several(16, FACTOR),
+    "is_residual": same(False),
+    "scale_factor_temporal": same(4),
+    "scale_factor_spatial": same(8),
+    "in_channels": same(3),
+    "out_channels": same(3),
+    "patch_size": same(None, 4),
+    "latent_channels": same(128),
+    "block_out_channels": several(4, WIDTH),
+    "down_block_types": same(["LTX2VideoDownBlock3D"] * 4),
+    "decoder_block_out_channels": several(3, WIDTH),
+    "layers_per_block": several(5, whole(1, 16)),
+    "decoder_layers_per_block": several(4, whole(1, 16)),
+    "spatio_temporal_scaling": same(True, [True] * 4),
+    "decoder_spatio_temporal_scaling": same(True, [True] * 3),
+    "decoder_inject_noise": same(False, [False] * 4),
+    "downsample_type": same(["spatial", "temporal", "spatiotemporal", "spatiotemporal"]),
+    "upsample_type": same(["spatiotemporal"] * 3),
+    "upsample_residual": same(True, [True] * 3),
+    "upsample_factor": same([2] * 3),
+    "timestep_conditioning": same(False),
+    "patch_size_t": same(1),
+    "resnet_norm_eps": SHARE,
+    "scaling_factor": FACTOR,
+    "encoder_causal": flag,
     "decoder_causal": flag,
-    "timestep_conditioning": flag,
+    "encoder_spatial_padding_mode": same("zeros", "reflect"),
+    "decoder_spatial_padding_mode": same("zeros", "reflect"),
+    "spatial_compression_ratio": same(None, 32),
+    "temporal_compression_ratio": same(None, 8),
 }
 GEMMA = {
     "vocab_size": whole(1, 10_000_000),
@@ -233,7 +277,8 @@ def check_config(name: str, kind: str, config: Json) -> Json:
             )
     # diffusers ignores what it does not know; transformers keeps it and may act on it, as on attn_implementation, which
     # can name a kernel to download
-    return {key: config[key] for key in fields if key in config} if kind == "text_encoder" else dict(config)
+    known_only = kind in ("text_encoder", "video_autoencoder")
+    return {key: config[key] for key in fields if key in config} if known_only else dict(config)
 
 
 def refuse_code(name: str, config: Json) -> None:

@@ -67,6 +67,7 @@ class VideoModel(NamedTuple):
     parameters: int
     vae_parameters: int
     decode_bytes: int  # of a decode in ComfyUI, for each pixel and each byte of the dtype
+    vae: str  # variant of its VAE
 
 
 # by the channels of their latents, which are Wan 2.1's and LTX-2's (ASPECT_RATIO_VIDEO_480_MS and _720_MS in
@@ -84,6 +85,7 @@ VIDEOS = {
         2_056_862_144,
         126_892_531,
         3627,
+        "wan-2.1",
     ),
     128: VideoModel(
         "video-2B-720p",
@@ -98,6 +100,7 @@ VIDEOS = {
         2_057_148_928,
         1_222_479_601,
         1556,
+        "ltx-2",
     ),
 }
 VIDEO_FRAMES, VIDEO_RATE = 81, 16  # frames, and frames a second

@@ -10,8 +10,8 @@ import torch
 from ..batch.pipeline import DTYPES, check_prompts
 from ..batch.plan import LARGEST_SEED
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encoder, load_video_transformer
-from ..checkpoints.load import config_of, load_video_autoencoder, shift_of
-from ..errors import InputError
+from ..checkpoints.load import build_module, config_of, find_video_autoencoder, load_video_autoencoder, shift_of
+from ..errors import CheckpointError, InputError
 from ..model.forward import Constants
 from ..model.known_models import VIDEO_DEFAULTS, VIDEO_FRAMES, VIDEOS, Defaults
 from ..model.latents import noise_stream
@@ -25,6 +25,8 @@ from .latents import video_shape
 
 if TYPE_CHECKING:
     from diffusers import SanaVideoTransformer3DModel
+
+    from ..checkpoints import CheckpointInfo
 
 
 @torch.no_grad()
@@ -63,6 +65,7 @@ def generate_video(
     part = follow(find_part(info, "video_transformer"), reference)
     check_sampling(config_of(part), how)
     channels = part.headers["patch_embedding.weight"].shape[1]
+    check_parts(info, part)
     width, height = size or VIDEOS[channels].size
     shape = video_shape(width, height, frames, channels)
     if first is not None and first.shape != (3, height, width):
@@ -83,6 +86,21 @@ def generate_video(
     check_finite("latents", latents)
     vae, mean, std = load_video_autoencoder(info, device, precision)
     return vae.decode((latents * std + mean).to(precision)).sample[0].float().clamp(-1, 1).cpu()
+
+
+def check_parts(info: CheckpointInfo, transformer: CheckpointInfo) -> None:
+    """Raise CheckpointError unless the VAE and the text encoder of `info` fit `transformer`. Only headers are read."""
+    vae, text = find_video_autoencoder(info), find_part(info, "text_encoder")
+    expected = VIDEOS[transformer.headers["patch_embedding.weight"].shape[1]].vae
+    if vae.variant != expected:
+        raise CheckpointError(f"{vae.name}: got the VAE {vae.variant}, expected {expected}; download the folder again")
+    width = text.headers["embed_tokens.weight"].shape[1]
+    expected_width = transformer.headers["caption_projection.linear_1.weight"].shape[1]
+    if width != expected_width:
+        raise CheckpointError(
+            f"{text.name}: got embeddings of {width} channels, expected {expected_width}; download the folder again"
+        )
+    build_module(vae)
 
 
 def encode(

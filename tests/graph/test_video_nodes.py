@@ -1,15 +1,19 @@
 """SANA-Video in the host against diffusers' pipelines, with small random models: text and image to video."""
 
+import json
+import re
 import shutil
 
 import layouts
 import pytest
 import torch
 import video_models
+from bounded import bounded
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaVideoTransformer3DModel
 from fake_cuda import CARD, fake_card, no_numbers, pack
 from in_process import NodeError
 from loading import through
+from safetensors.torch import load_file, save_file
 from test_memory_states import load_model, state_of
 
 PROMPT, NEGATIVE = "A red circle rolls away. motion score: 30.", "a chaotic sequence"
@@ -347,3 +351,62 @@ def test_what_the_latent_needs_is_said(host, build, image, name):
     graph["sample"][1]["latent_image"] = ["ones", 0]
     with pytest.raises(NodeError, match="^latent_image: got a latent of shape .*; use SANA Video Latent"):
         host.run(graph)
+
+
+def with_config(**fields):
+    def change(folder):
+        file = folder / "vae" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+    return change
+
+
+def with_tensor(name, change_tensor):
+    def change(folder):
+        file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+        tensors = load_file(file)
+        tensors[name] = change_tensor(tensors[name])
+        save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, file)
+
+    return change
+
+
+LAYER = {"480p": "decoder.conv_in.weight", "720p": "decoder.conv_in.conv.weight"}
+BROKEN = {
+    "a size that asks for terabytes": lambda name: with_config(z_dim=10**9, latent_channels=10**9),
+    "another width": lambda name: with_config(base_dim=16, block_out_channels=[64] * 4),
+    "no layer": lambda name: with_tensor(LAYER[name], lambda tensor: None),
+    "another shape": lambda name: with_tensor(LAYER[name], lambda tensor: tensor[:1].clone()),
+    "another rank": lambda name: with_tensor(LAYER[name], lambda tensor: tensor.flatten()),
+    "NaN": lambda name: with_tensor(LAYER[name], lambda tensor: tensor * torch.nan),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_vae_is_one_line_that_names_it(host, name, tmp_path, folders, broken):
+    folder = shutil.copytree(folders[name], host.models / "diffusers" / "video-broken", symlinks=True)
+    try:
+        BROKEN[broken](name)(folder)
+        with pytest.raises(NodeError) as caught, bounded():
+            load = ("SanaNodesLoader", {"model": "video-broken"})
+            host.run({"load": load, "catch": ("Catch", {"value": ["load", 2], "name": "vae"})})
+    finally:
+        shutil.rmtree(folder)
+    message = str(caught.value)
+    assert message.startswith("vae/diffusion_pytorch_model.safetensors: ") and len(message) < 400, message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("change", ["another shape", "another rank", "no layer", "NaN"])
+def test_a_broken_vae_without_a_configuration_is_one_line(host, put, name, folders, change):
+    tensors = load_file(folders[name] / "vae" / "diffusion_pytorch_model.safetensors")
+    layer = tensors.pop(LAYER[name])
+    changes = {"another shape": layer[:1].clone(), "another rank": layer.flatten(), "NaN": layer * torch.nan}
+    if change in changes:
+        tensors[LAYER[name]] = changes[change]
+    put("vae", "broken.safetensors", tensors)
+    with pytest.raises(NodeError) as caught:
+        load = ("SanaNodesVAELoader", {"vae_name": "broken.safetensors"})
+        host.run({"load": load, "catch": ("Catch", {"value": ["load", 0], "name": "vae"})})
+    message = str(caught.value)
+    assert re.match("(vae/)?broken.safetensors: |vae_name: ", message) and len(message) < 400, message
