@@ -65,7 +65,7 @@ def changed_tensors(draw, tensors):
                 tensors[name] = tensors[name].to(draw(st.sampled_from(DTYPES)))
             case "value":
                 value = draw(st.sampled_from([float("nan"), float("inf"), 1e30, 0.0]))
-                tensors[name] = torch.full_like(tensors[name], value)
+                tensors[name] = torch.full(tensors[name].shape, value)
             case _:
                 tensors[f"{name}2"] = tensors[name].clone()
     return save(tensors)
