@@ -95,8 +95,9 @@ def library_class(info: CheckpointInfo) -> str:
 
 
 def check_layers(info: CheckpointInfo, layers: int) -> None:
-    """Raise CheckpointError unless the file of a video transformer has as many `layers` as its configuration, and few
-    enough that building them takes less than a second.
+    """Raise CheckpointError unless the file of a video transformer has `layers` blocks, like its configuration.
+
+    Building MOST_VIDEO_LAYERS takes less than a second.
     """
     blocks = count(info.headers, r"transformer_blocks\.(\d+)\.")
     if not layers == blocks <= MOST_VIDEO_LAYERS:
@@ -338,29 +339,6 @@ def load_video_transformer(
     """
     info = follow(find_part(inspect_checkpoint(path), "video_transformer"), reference)
     return load_part(info, dtype).to(device)  # type: ignore[return-value]
-
-
-def load_video_autoencoder(
-    info: CheckpointInfo, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Return the video VAE in `info`, and mean and deviation [C, 1, 1, 1] of its latents, which models have without.
-
-    Raises CheckpointError for a file that is not in diffusers' layout with its configuration beside it, and as
-    `load_part` does.
-    """
-    part = find_video_autoencoder(info)
-    module: Any = load_part(part, torch.float32)
-    own = module.config if part.variant == "wan-2.1" else dict(module.named_buffers())
-    mean, std = (torch.as_tensor(own[f"latents_{name}"]).view(-1, 1, 1, 1).to(device) for name in ("mean", "std"))
-    return module.to(device, dtype), mean, std
-
-
-def find_video_autoencoder(info: CheckpointInfo) -> CheckpointInfo:
-    """Return the video VAE in `info`. Raises CheckpointError unless diffusers' configuration is beside it."""
-    part = find_part(info, "video_autoencoder")
-    if part.layout != "diffusers" or part.config is None:
-        raise CheckpointError(f"{part.name}: got a VAE without diffusers' configuration; use the diffusers folder")
-    return part
 
 
 def load_controlnet(

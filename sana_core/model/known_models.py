@@ -66,8 +66,8 @@ class VideoModel(NamedTuple):
     shapes: tuple[tuple[int, int], ...]  # widths and heights of its training
     parameters: int
     vae_parameters: int
-    decode_bytes: int  # of a decode in ComfyUI, for each pixel and each byte of the dtype
-    vae: str  # variant of its VAE
+    decode_bytes: int  # ComfyUI's decode: bytes per pixel and byte of the dtype
+    vae: str  # variant
 
 
 # by the channels of their latents, which are Wan 2.1's and LTX-2's (ASPECT_RATIO_VIDEO_480_MS and _720_MS in

@@ -42,13 +42,12 @@ def check_text(field: str, text: str, remedy: str = "write the text again") -> N
 
 
 def check_finite(field: str, values: torch.Tensor) -> None:
-    """Raise InputError if `values` [B, C, H, W] or [B, C, T, H, W] hold NaN or infinity: how many, and the first."""
+    """Raise InputError if `values` [B, C, H, W] hold NaN or infinity, saying how many and where the first is."""
     wrong = ~values.isfinite()
     count = int(wrong.sum())
     if count:
-        names = ("image", "channel", *(["frame"] if values.ndim == 5 else []), "row", "column")
-        first = ", ".join(f"{name} {int(index)}" for name, index in zip(names, wrong.nonzero()[0], strict=True))
+        image, channel, row, column = (int(index) for index in wrong.nonzero()[0])
         raise InputError(
-            f"{field}: {count} of {values.numel()} values are NaN or infinite, the first in {first}; sample again in "
-            "bf16 or fp32"
+            f"{field}: {count} of {values.numel()} values are NaN or infinite, the first in image {image}, channel "
+            f"{channel}, row {row}, column {column}; sample again in bf16 or fp32"
         )

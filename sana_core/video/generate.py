@@ -10,8 +10,8 @@ import torch
 from ..batch.pipeline import DTYPES, check_prompts
 from ..batch.plan import LARGEST_SEED
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encoder, load_video_transformer
-from ..checkpoints.load import build_module, config_of, find_video_autoencoder, load_video_autoencoder, shift_of
-from ..errors import CheckpointError, InputError
+from ..checkpoints.load import config_of, shift_of
+from ..errors import InputError
 from ..model.forward import Constants
 from ..model.known_models import VIDEO_DEFAULTS, VIDEO_FRAMES, VIDEOS, Defaults
 from ..model.latents import noise_stream
@@ -22,11 +22,10 @@ from ..sampling.guidance import check_sampling
 from ..sampling.samplers import find_sampler, own_sigmas, sampler_kwargs
 from . import forward as video
 from .latents import video_shape
+from .load import check_parts, load_video_autoencoder
 
 if TYPE_CHECKING:
     from diffusers import SanaVideoTransformer3DModel
-
-    from ..checkpoints import CheckpointInfo
 
 
 @torch.no_grad()
@@ -83,24 +82,9 @@ def generate_video(
     noise = next(noise_stream(torch.empty(1, *shape), seed)).to(device)
     latents = sample(transformer, constants, noise, shift_of(info, None, reference), given, how)
     del transformer, constants
-    check_finite("latents", latents)
+    check_finite("latents", latents[0].movedim(1, 0))  # Its "image" is a latent frame.
     vae, mean, std = load_video_autoencoder(info, device, precision)
     return vae.decode((latents * std + mean).to(precision)).sample[0].float().clamp(-1, 1).cpu()
-
-
-def check_parts(info: CheckpointInfo, transformer: CheckpointInfo) -> None:
-    """Raise CheckpointError unless the VAE and the text encoder of `info` fit `transformer`. Only headers are read."""
-    vae, text = find_video_autoencoder(info), find_part(info, "text_encoder")
-    expected = VIDEOS[transformer.headers["patch_embedding.weight"].shape[1]].vae
-    if vae.variant != expected:
-        raise CheckpointError(f"{vae.name}: got the VAE {vae.variant}, expected {expected}; download the folder again")
-    width = text.headers["embed_tokens.weight"].shape[1]
-    expected_width = transformer.headers["caption_projection.linear_1.weight"].shape[1]
-    if width != expected_width:
-        raise CheckpointError(
-            f"{text.name}: got embeddings of {width} channels, expected {expected_width}; download the folder again"
-        )
-    build_module(vae)
 
 
 def encode(

@@ -17,7 +17,7 @@ SIDE = 64
 DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CONFIGS = ["vae/config.json", "transformer/config.json", "scheduler/scheduler_config.json"]
-# of the line: the broken file, its folder, or what the parts do not agree on
+# Each line names the broken file or its folder, or the NaN that it leads to.
 NAMES = ["vae/", "transformer/", "scheduler_config.json", "latents: ", "pixels: "]
 
 

@@ -56,7 +56,7 @@ ALONE = {
     "test_fuzzed_sizes.py": ["Sampler.denoise", "Scheduler.denoise", "Sprint.strength", "Sprint.max_timestep"]
     + ["Sprint.intermediate_timestep", "GuidanceInterval.end"],
 }
-# of nodes; tests/unit/test_training_settings.py has their ranges
+# Nodes whose ranges are tested in tests/unit/test_training_settings.py.
 TRAINING = ("Dataset", "Train", "TrainControlNet")
 CASES = [(option, value) for option, (values, _) in OPTIONS.items() for value in values]
 
