@@ -1,4 +1,4 @@
-"""What model files compute, where the answer is known: a round trip through a VAE, a loss, an image of two programs.
+"""Run model files where the answer is known: a round trip through a VAE, and the loss of a transformer.
 
 The published DC-AE gives photographs back at 29.3 (1.0) and 29.7 dB (1.1) at 1024 px (efficientvit,
 assets/docs/dc_ae_sana_1.1.md). NVIDIA's training logs have losses of about 0.67 at 1024 px; an untrained model has 1 +
@@ -18,8 +18,7 @@ from ..checkpoints import CheckpointInfo, load_autoencoder, load_text_encoder, l
 from ..checkpoints.load import latent_scale, shift_of
 from ..decode import decode_latents, encode_images
 from ..model.forward import prepare, velocity
-from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, VARIANTS
-from ..model.latents import CHANNELS, DOWNSCALE, noise_stream
+from ..model.known_models import DECODERS, VARIANTS
 from ..model.reference import model_timestep
 from ..model.text import encode_prompts, instruction_text
 from .arithmetic import BUNDLED, EXPECTED, noise, release
@@ -30,10 +29,6 @@ SECTION = "What the models compute"
 FLOOR = 20.0
 # the share of a know-nothing's loss below which a transformer has learned, for this VAE and these prompts
 LEARNT = 0.75
-# parameters from which on an image takes minutes on a CPU
-MANY = 100_000_000
-# levels of 255 in the mean between two programs that are both right: in 16 bits they round apart at every step
-AWAY = {torch.float32: 0.5, torch.bfloat16: 12.0}
 
 
 class Model(NamedTuple):
@@ -59,11 +54,6 @@ def check_models(report: Report, found: Sequence[CheckpointInfo], device: torch.
         if not report.late(SECTION, model.name):
             with report.checking(SECTION, f"{model.name}, loss"):
                 check_loss(report, model, device)
-            release()
-    for info in found:
-        if info.kind == "pipeline" and info.layout == "diffusers" and not report.late(SECTION, info.name):
-            with report.checking(SECTION, f"{info.name}, image"):
-                check_image(report, info, device)
             release()
 
 
@@ -151,37 +141,3 @@ def widest(device: torch.device) -> torch.dtype:
     from ..runtime.accelerator import has_bf16
 
     return torch.bfloat16 if device.type != "cpu" and has_bf16(device) else torch.float32
-
-
-@torch.no_grad()
-def check_image(report: Report, info: CheckpointInfo, device: torch.device) -> None:
-    """One prompt at one seed by this pack and by diffusers' pipeline, in the same type, on the same device."""
-    import warnings
-
-    import diffusers
-
-    from ..generate import generate
-
-    what = f"{info.path.name}, image beside diffusers'"
-    part = next(part for part in info.parts if part.kind == "transformer")
-    parameters = sum(torch.Size(header.shape).numel() for header in part.headers.values())
-    if device.type == "cpu" and parameters > MANY:
-        report.skip(SECTION, what, "it takes minutes on a CPU")
-        return
-    dtype, side = widest(device), part.resolution or DEFAULT_RESOLUTION
-    _, prompt = known_image()
-    ours = generate([prompt], info.path, devices=[device], width=side, height=side, dtype=str(dtype)[6:])[0]
-    release()
-    with warnings.catch_warnings():
-        # newer ones have another name for torch_dtype
-        warnings.simplefilter("ignore")
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(info.path, torch_dtype=dtype, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.to(device)
-    latents = next(noise_stream(torch.empty(1, CHANNELS, side // DOWNSCALE, side // DOWNSCALE), 0))
-    size = {"height": side, "width": side, "use_resolution_binning": False}
-    theirs = pipeline(prompt, **size, latents=latents.to(device), output_type="pt").images[0]
-    difference = 127.5 * (ours.clamp(-1, 1) - (2 * theirs.float().cpu() - 1)).abs()
-    mean, allowed = float(difference.mean()), AWAY[dtype]
-    got = f"{mean:.2f} levels in the mean, {float(difference.max()):.0f} at most"
-    report.judge(SECTION, what, f"at most {allowed:g} levels of 255 in the mean", got, mean <= allowed)
