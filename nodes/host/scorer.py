@@ -15,6 +15,7 @@ from ...sana_core.batch.scorer import Scorer, load_scorer
 from ...sana_core.batch.verifier import Verifier, is_verifier, load_verifier
 from ...sana_core.errors import InputError
 from ...sana_core.model.latents import check_channels
+from ...sana_core.runtime.cancellation import Polled
 from ...sana_core.runtime.checks import check_text
 from ...sana_core.runtime.image_files import levels
 from .bars import PAPER, TEXT, as_image
@@ -29,7 +30,7 @@ SIDE, LINE, LETTERS = 256, 30, 18
 
 
 class HostScorer(NamedTuple):
-    """A scorer of images, and what moves its model; or a verifier, which reads hidden states of drafts."""
+    """A scorer of images with the patcher that moves its model, or a verifier, which reads hidden states of drafts."""
 
     scorer: Scorer | None = None
     patcher: comfy.model_patcher.ModelPatcher | None = None
@@ -40,16 +41,19 @@ class HostScorer(NamedTuple):
         if self.scorer is None or self.patcher is None:
             raise InputError("scorer: got a verifier, which reads unfinished drafts; connect it to SANA Batch Sampler")
         comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
-        return float(self.scorer.score(pixels[None], prompt)[0])
+        # A large CLIP takes seconds on a CPU.
+        with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
+            return float(self.scorer.score(pixels[None], prompt)[0])
 
 
 def load(name: str) -> HostScorer:
     """Return the scorer of that name. Raises what `load_scorer` and `load_verifier` do."""
-    if is_verifier(scorer_path(name)):
-        return HostScorer(verifier=load_verifier(scorer_path(name)))
     management = comfy.model_management
-    device, home = management.text_encoder_device(), management.text_encoder_offload_device()
-    scorer = load_scorer(scorer_path(name), home, management.text_encoder_dtype(device))
+    with Polled(management.throw_exception_if_processing_interrupted):
+        if is_verifier(scorer_path(name)):
+            return HostScorer(verifier=load_verifier(scorer_path(name)))
+        device, home = management.text_encoder_device(), management.text_encoder_offload_device()
+        scorer = load_scorer(scorer_path(name), home, management.text_encoder_dtype(device))
     # in a list, for ComfyUI writes device, which transformers' modules have without setter
     return HostScorer(scorer, comfy.model_patcher.ModelPatcher(torch.nn.ModuleList([scorer.model]), device, home))
 

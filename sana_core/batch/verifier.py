@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..checkpoints.files import REDOWNLOAD, Json, brief, read_json
-from ..checkpoints.headers import read_file
+from ..checkpoints.headers import read_file, read_header
+from ..checkpoints.load import fill
 from ..errors import CheckpointError, InputError
 from ..model.forward import longest_prompt
 from ..model.known_models import TransformerConfig
@@ -90,13 +91,20 @@ def load_verifier(folder: str | Path, device: str | torch.device = "cpu") -> Ver
         raise CheckpointError(f"width: got no multiple of heads in {folder.name}/config.json; {REDOWNLOAD}")
     with torch.device("meta"):
         verifier = Verifier(Shape(*(config[name] for name in Shape._fields)))
-    try:
-        verifier.load_state_dict(read_file(folder / "model.safetensors"), assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{folder.name}: its weights are of another verifier ({brief(error)}); {REDOWNLOAD}"
-        ) from error
-    return verifier.float().requires_grad_(False).train(False).to(device)
+    file, expected = folder / "model.safetensors", verifier.state_dict()
+    headers = read_header(file).headers
+    # The tensors may be gigabytes, so their shapes are compared before they are read.
+    for tensor in sorted(expected.keys() | headers.keys()):
+        weight, header = expected.get(tensor), headers.get(tensor)
+        if weight is None or header is None or header.shape != weight.shape or not header.dtype.is_floating_point:
+            got = "no such tensor" if header is None else f"{str(header.dtype)[6:]} {list(header.shape)}"
+            shape = "none" if weight is None else f"floating-point {list(weight.shape)}"
+            raise CheckpointError(
+                f"{folder.name}: its weights are of another verifier ({brief(tensor)}: got {got}, expected {shape}); "
+                f"{REDOWNLOAD}"
+            )
+    fill(verifier, read_file(file), folder.name, lambda name: torch.float32)
+    return verifier.to(device)
 
 
 def check_verifier(verifier: Verifier, config: TransformerConfig) -> None:

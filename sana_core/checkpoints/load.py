@@ -114,7 +114,8 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     from transformers import Gemma2Config, Gemma2Model
 
     config = shapes_config(info) if info.config is None else info.config
-    config = {key: value for key, value in config.items() if key not in OWN_FIELDS}
+    # diffusers looks up the class that _class_name names
+    config = {key: value for key, value in config.items() if key not in OWN_FIELDS and not key.startswith("_")}
     if resolution is not None and info.kind in ("transformer", "controlnet"):
         config.update(resolution_config(resolution))
     if info.kind == "video_transformer":

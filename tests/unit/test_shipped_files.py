@@ -19,6 +19,16 @@ DESCRIPTORS = {"O_RDONLY", "O_WRONLY", "close", "devnull", "dup2", "fstat", "fsy
 BOUND_STORE = {"AF_INET", "AF_INET6", "create_server"}
 ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "getpid"}, "socket": BOUND_STORE}
 BANNED_ATTRIBUTES = {("sys", "path"), ("os", "environ"), ("os", "system")}
+# These methods of diffusers and transformers look up classes, code, weights or kernels by names in a folder's JSON.
+LOOKUPS = {"from_pretrained", "from_config", "from_single_file", "load_config", "get_class_from_dynamic_module"}
+# These classes choose another class by a name in a folder's JSON.
+CHOOSERS = re.compile(r"Auto[A-Z]\w+|DiffusionPipeline|pipeline")
+# (file, function, method) of the calls that a reader has checked. Both build a class that this package names, from a
+# configuration that `check_config` has read, and read no file.
+CHECKED_LOOKUPS = {
+    ("sana_core/checkpoints/load.py", "construct", "from_config"),
+    ("sana_core/checkpoints/load.py", "load_video_autoencoder", "from_config"),
+}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
@@ -36,6 +46,56 @@ def test_shipped_code_does_nothing_that_the_registry_bans(path):
             assert (node.value.id, node.attr) not in BANNED_ATTRIBUTES, node.lineno
     assert not re.search(r"[\"']cuda|\.cuda\(|trust_remote_code|\.eval\(", source)
     assert source.count("\n") <= 400
+
+
+def lookups(source):
+    """Return {(function, method)} of all LOOKUPS in `source`: attributes, names, and strings for getattr."""
+    calls = set()
+
+    def visit(node, function):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        names = [getattr(node, field, None) for field in ("attr", "id", "name", "value")]
+        calls.update((function, name) for name in names if isinstance(name, str) and name in LOOKUPS)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("diffusers", "transformers"):
+            names = [alias.name for alias in node.names]
+            calls.update((function, name) for name in names if CHOOSERS.fullmatch(name) or "dynamic" in node.module)
+        if isinstance(node, ast.Attribute) and CHOOSERS.fullmatch(node.attr) and node.attr != "pipeline":
+            calls.add((function, node.attr))
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(source), "")
+    return calls
+
+
+def test_no_library_looks_up_classes_by_what_a_folder_says():
+    calls = {
+        (path.relative_to(ROOT).as_posix(), *lookup)
+        for path in SHIPPED
+        for lookup in lookups(path.read_text(encoding="ascii"))
+    }
+    assert calls == CHECKED_LOOKUPS
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        ("CLIPModel.from_pretrained(folder)", "from_pretrained"),
+        ("load = CLIPModel.from_pretrained\nload(folder)", "from_pretrained"),
+        ("getattr(CLIPModel, 'from_pretrained')(folder)", "from_pretrained"),
+        ("getattr(diffusers, name).from_config(config)", "from_config"),
+        ("diffusers.DiffusionPipeline(folder)", "DiffusionPipeline"),
+        ("from transformers import AutoModel as CLIPModel", "AutoModel"),
+        ("from transformers import pipeline", "pipeline"),
+        (
+            "from transformers.dynamic_module_utils import get_class_from_dynamic_module",
+            "get_class_from_dynamic_module",
+        ),
+    ],
+)
+def test_each_way_of_looking_up_a_class_is_noticed(source, name):
+    assert lookups(f"def load(folder):\n    {source.splitlines()[0]}") == {("load", name)}
 
 
 def test_sana_core_never_looks_up():

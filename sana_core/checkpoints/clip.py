@@ -1,0 +1,268 @@
+"""Load a CLIP from a folder, as transformers saves it: configuration, weights, tokenizer and image processor.
+
+`from_pretrained` is not used: the folder's JSON files could make it download kernels, follow an adapter or an index to
+another folder, and build any number of layers. Here only known fields of config.json and preprocessor_config.json reach
+transformers' classes, and the weights come only from files in this folder. Therefore attn_implementation,
+adapter_config.json and processor_config.json have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ..errors import CheckpointError, MissingFileError
+from ..model.text import check_characters
+from .files import LARGEST_TEXT, REDOWNLOAD, Json, brief, read_bytes, read_json, shown
+from .headers import Header, Weights, read_header, read_sharded, read_tensors
+from .load import fill
+from .schemas import (
+    BLOCKS,
+    FACTOR,
+    LARGEST_WIDTH,
+    SHARE,
+    WIDTH,
+    Check,
+    each,
+    flag,
+    number,
+    optional,
+    refuse_code,
+    whole,
+    word,
+)
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import CLIPConfig, CLIPModel
+
+T = TypeVar("T")
+
+KIND = "clip"
+SUITABLE = "use a CLIP that has both, such as openai/clip-vit-large-patch14 or yuvalkirstain/PickScore_v1"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# CLIPs for 224 to 448 pixels are published.
+LARGEST_IMAGE = 1024
+TOKEN = whole(0, 10_000_000)
+TOWER: dict[str, Check] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": whole(1, 10 * LARGEST_WIDTH),
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": WIDTH,
+    "hidden_act": word,
+    "layer_norm_eps": SHARE,
+}
+TEXT = TOWER | {
+    "vocab_size": whole(1, 10_000_000),
+    "max_position_embeddings": whole(1, 10_000),
+    "eos_token_id": TOKEN,
+    "bos_token_id": optional(TOKEN),
+    "pad_token_id": optional(TOKEN),
+}
+VISION = TOWER | {
+    "num_channels": whole(3, 3),
+    "image_size": whole(1, LARGEST_IMAGE),
+    "patch_size": whole(1, LARGEST_IMAGE),
+}
+
+
+def is_size(value: object) -> bool:
+    """Whether `value` is a size of images as CLIPImageProcessor takes it: pixels, or pixels by name."""
+    if not isinstance(value, dict):
+        return whole(1, LARGEST_IMAGE)(value)
+    return value.keys() in ({"shortest_edge"}, {"height", "width"}) and all(map(is_size, value.values()))
+
+
+def three(check: Check) -> Check:
+    return lambda value: each(check, 3)(value) and len(value) == 3
+
+
+PROCESSOR: dict[str, Check] = {
+    "do_resize": flag,
+    "size": optional(is_size),
+    # Pillow's numbers of nearest, Lanczos, bilinear and bicubic
+    "resample": whole(0, 3),
+    "do_center_crop": flag,
+    "crop_size": optional(is_size),
+    "do_rescale": flag,
+    "rescale_factor": FACTOR,
+    "do_normalize": flag,
+    "image_mean": optional(three(number(-1000, 1000))),
+    "image_std": optional(three(number(0.001, 1000))),
+    "do_convert_rgb": flag,
+}
+
+
+def known_fields(name: str, fields: Mapping[str, Check], config: Json) -> Json:
+    """Return the `fields` of `config`, the content of the file `name`.
+
+    Raises CheckpointError for a value out of bounds.
+    """
+    for field, check in fields.items():
+        if field in config and not check(config[field]):
+            raise CheckpointError(f"{name}: {field} is {brief(config[field])}, which no CLIP has; {REDOWNLOAD}")
+    return {field: config[field] for field in fields if config.get(field) is not None}
+
+
+def read_config(folder: Path) -> Json:
+    """Return the arguments of transformers' CLIPConfig from the folder's config.json.
+
+    Raises CheckpointError for another model, a field out of bounds, code, and quantised weights.
+    """
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder.name}: got one file, expected a folder with config.json, a CLIP of text and images; {SUITABLE}"
+        )
+    file = folder / "config.json"
+    config = read_json(file)
+    refuse_code(shown(file), config)
+    kind = config.get("model_type")
+    if kind != KIND:
+        raise CheckpointError(
+            f"{folder.name}: got model_type {brief(kind)}, expected {KIND}, of text and images; {SUITABLE}"
+        )
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(f"{shown(file)}: got quantization_config, expected plain weights; use the plain model")
+    arguments = known_fields(shown(file), {"projection_dim": WIDTH}, config)
+    for section, fields in (("text_config", TEXT), ("vision_config", VISION)):
+        # Early CLIPs have a section twice. transformers follows the one with "_dict" where it is not null.
+        content: object = next((config[key] for key in (f"{section}_dict", section) if config.get(key) is not None), {})
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{shown(file)}: {section} is {brief(content)}, expected an object; {REDOWNLOAD}")
+        refuse_code(f"{shown(file)}: {section}", content)
+        arguments[section] = known_fields(f"{shown(file)}: {section}", fields, content)
+    return arguments
+
+
+def read_weights(folder: Path) -> Weights:
+    """Return the headers of the folder's weights, one file or shards of this folder. Raises as `read_header` does."""
+    if (folder / WEIGHTS).exists():
+        return read_header(folder / WEIGHTS)
+    if (folder / INDEX).exists():
+        return read_sharded(folder / INDEX)
+    raise MissingFileError(f"{folder.name}: no {WEIGHTS}; download it from where the model is from")
+
+
+def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> CLIPModel:
+    """Return the CLIP in `folder` in evaluation mode. Raises CheckpointError, MissingFileError or ReadError."""
+    from transformers import CLIPConfig, CLIPModel
+
+    arguments, weights = read_config(folder), read_weights(folder)
+    for section, prefix in (("text_config", "text_model"), ("vision_config", "vision_model")):
+        # Building layers takes time and memory, so the weights must have the last one.
+        last = arguments[section].get("num_hidden_layers", 1) - 1
+        check_whole_clip(folder, weights.headers, {f"{prefix}.encoder.layers.{last}.layer_norm1.weight"})
+    try:
+        config: CLIPConfig = CLIPConfig(**arguments)
+        # accelerate's init_empty_weights allocates every tensor once, at the sizes in config.json.
+        with torch.device("meta"):
+            model = CLIPModel(config)
+    except Exception as error:  # transformers raises many kinds for sizes that do not fit each other
+        reason = brief(str(error) or type(error).__name__, 100)
+        raise CheckpointError(f"{shown(folder / 'config.json')}: builds no CLIP ({reason}); {REDOWNLOAD}") from error
+    expected = dict(model.named_parameters())
+    check_whole_clip(folder, weights.headers, expected.keys())
+    for name, parameter in expected.items():
+        header = weights.headers[name]
+        if header.shape != parameter.shape or not header.dtype.is_floating_point:
+            got = f"{str(header.dtype).removeprefix('torch.')} {list(header.shape)}"
+            raise CheckpointError(
+                f"{shown(header.file)}: {name} is {got}, expected floating-point {list(parameter.shape)} as in "
+                f"config.json; {REDOWNLOAD}"
+            )
+    fill(model, read_tensors(weights, expected), folder.name, lambda key: dtype)
+    # The only buffers are the numbers of the positions, which no file has.
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        positions = torch.arange(buffer.shape[-1]).expand(1, -1)
+        model.get_submodule(owner).register_buffer(leaf, positions, persistent=False)
+    return model.to(device)
+
+
+def check_whole_clip(folder: Path, headers: Mapping[str, Header], names: Iterable[str]) -> None:
+    """Raise CheckpointError unless `headers` has all `names`."""
+    missing = sorted(set(names) - headers.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{folder.name}: no {missing[0]}{more}; it is not a whole CLIP, {SUITABLE}")
+
+
+def load_processor(folder: Path, pixels: int) -> Callable[[Image.Image], torch.Tensor]:
+    """Return a function from an image to `pixel_values` [1, 3, pixels, pixels].
+
+    Raises CheckpointError for a preprocessor_config.json that is broken, or makes images of another size.
+    """
+    from PIL import Image
+    from transformers import CLIPImageProcessor
+
+    file = folder / "preprocessor_config.json"
+    settings = read_json(file)
+    refuse_code(shown(file), settings)
+    arguments = known_fields(shown(file), PROCESSOR, settings)
+    try:
+        processor = CLIPImageProcessor(**arguments)
+        # not square, so that settings without a crop are noticed
+        made = processor(Image.new("RGB", (64, 48)), return_tensors="pt")["pixel_values"]
+    except Exception as error:
+        reason = brief(str(error) or type(error).__name__, 100)
+        raise CheckpointError(f"{shown(file)}: transformers cannot use it ({reason}); {REDOWNLOAD}") from error
+    if made.shape != (1, 3, pixels, pixels):
+        got = " x ".join(map(str, made.shape[2:]))
+        raise CheckpointError(
+            f"{shown(file)}: makes images of {got} pixels, expected {pixels} x {pixels} as in config.json; {REDOWNLOAD}"
+        )
+    return lambda image: processor(image, return_tensors="pt")["pixel_values"]
+
+
+def load_tokenizer(folder: Path, longest: int, vocabulary: int) -> Callable[[str], list[int]]:
+    """Return a function from a prompt to its tokens, at most `longest`, all below `vocabulary`.
+
+    The tokenizers library reads tokenizer.json alone, as for Gemma. Raises CheckpointError for a tokenizer that is
+    broken or of another model. The function also raises it, and InputError for a lone surrogate.
+    """
+    from tokenizers import Tokenizer
+
+    file, beside, side = folder / "tokenizer.json", folder / "tokenizer_config.json", "right"
+    if beside.exists():
+        settings = read_json(beside)
+        refuse_code(shown(beside), settings)
+        side = settings.get("truncation_side", side)
+    if side not in ("left", "right"):
+        raise CheckpointError(
+            f"{shown(beside)}: truncation_side is {brief(side)}, expected left or right; {REDOWNLOAD}"
+        )
+    content = read_bytes(file, LARGEST_TEXT)
+
+    def guarded(action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises no kind of its own, and a panic of its Rust is no Exception
+            raise CheckpointError(f"{shown(file)}: tokenizers cannot use it ({brief(error)}); {REDOWNLOAD}") from None
+
+    def build() -> Tokenizer:
+        fast = Tokenizer.from_str(content.decode())
+        fast.no_padding()
+        fast.enable_truncation(longest, direction=side)
+        return fast
+
+    fast = guarded(build)
+
+    def tokenize(prompt: str) -> list[int]:
+        check_characters(prompt)
+        tokens = guarded(lambda: fast.encode(prompt).ids)
+        # On a GPU a token beyond the embedding would end the process.
+        if not 0 < len(tokens) <= longest or max(tokens) >= vocabulary:
+            got = f"{len(tokens)} tokens up to {max(tokens, default=0)}"
+            raise CheckpointError(
+                f"{shown(file)}: got {got} for a prompt, expected 1 to {longest} tokens below {vocabulary}; "
+                f"{REDOWNLOAD}"
+            )
+        return tokens
+
+    tokenize("a red house")
+    return tokenize
