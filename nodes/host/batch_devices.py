@@ -260,7 +260,8 @@ def generate_on_devices(
     shape = batch.latent["samples"].shape
     height, width = (side * DOWNSCALE for side in shape[2:])
     looks, queue = find_looks(batch), Queue()
-    rounds = Rounds(Workload((), batch.images, batch.chunk or None), batch.count, looks, math.prod(shape[2:]))
+    workload, scorer = Workload((), batch.images, batch.chunk or None), batch.early.scorer.name if batch.early else ""
+    rounds = Rounds(workload, batch.count, looks, math.prod(shape[2:]), scorer)
     fitting = [] if batch.chunk else [chunk_that_fits(batch.model, shape, device) for device in devices]
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
     with Polled(cancel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,9 +12,10 @@ import comfy.utils
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from ...sana_core.batch.best import best_first
 from ...sana_core.batch.scorer import Scorer, load_scorer
 from ...sana_core.batch.verifier import Verifier, is_verifier, load_verifier
-from ...sana_core.errors import InputError
+from ...sana_core.errors import CheckpointError, InputError
 from ...sana_core.model.latents import check_channels
 from ...sana_core.runtime.cancellation import Polled
 from ...sana_core.runtime.checks import check_text
@@ -25,6 +27,8 @@ from .sampling import SEED
 if TYPE_CHECKING:
     import comfy.sd
 
+logger = logging.getLogger(__name__)
+
 # pixels of a draft on the sheet, and of the line below it
 SIDE, LINE, LETTERS = 256, 30, 18
 
@@ -35,6 +39,11 @@ class HostScorer(NamedTuple):
     scorer: Scorer | None = None
     patcher: comfy.model_patcher.ModelPatcher | None = None
     verifier: Verifier | None = None
+
+    @property
+    def name(self) -> str:
+        """How messages name it."""
+        return self.scorer.name if self.scorer else "the verifier"
 
     def score(self, pixels: torch.Tensor, prompt: str) -> float:
         """Return how well an image [3, H, W] in [-1, 1] fits `prompt`. Raises InputError for a verifier."""
@@ -62,7 +71,8 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
     """Return LATENT and IMAGE of the `best` drafts, the sheet of all as IMAGE, and the seeds of the best.
 
     Each draft is decoded whole and alone: of latents that are made smaller first, the decode loses what the prompt
-    names. Only the best so far are kept. Raises InputError for fewer drafts than `best`.
+    names. Only the best so far are kept. A draft whose score is no number ranks last. Raises InputError for fewer
+    drafts than `best`, CheckpointError where no draft has a number.
     """
     check_text("prompt", prompt)
     samples = latent["samples"]
@@ -77,9 +87,17 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
         image = vae.decode(draft[None])[0]
         pixels = image.movedim(-1, 0) * 2 - 1
         score = loaded.score(pixels, prompt)
-        kept = sorted([*kept, (-score, number, image)], key=lambda each: each[:2])[:best]
+        if not math.isfinite(score):
+            seed = seeds[number]
+            logger.warning("scorer: %s gave %s for seed %d; this draft ranks last", loaded.name, score, seed)
+        kept = sorted([*kept, (best_first(score), number, image)], key=lambda each: each[:2])[:best]
         cells.append((levels(pixels), score, seeds[number]))
         bar.update_absolute(number + 1)
+    if math.isinf(kept[0][0]):
+        raise CheckpointError(
+            f"scorer: {loaded.name} gave no number for any of the {len(samples)} drafts from seed {seeds[0]}; "
+            "use another scorer"
+        )
     rows = [number for _, number, _ in kept]
     out = {**latent, "samples": samples[rows], "batch_index": [places[row] for row in rows]}
     return out, torch.stack([image for *_, image in kept]), as_image(draw_sheet(cells, rows)), [seeds[r] for r in rows]
@@ -96,5 +114,6 @@ def draw_sheet(cells: list[tuple], rows: list[int]) -> Image.Image:
         small.thumbnail((SIDE, SIDE))
         sheet.paste(small, (x, y))
         rank = f"#{rows.index(number) + 1}  " if number in rows else ""
-        draw.text((x + 6, y + SIDE + 4), f"{rank}{score:.2f}  seed {seed}", TEXT, font)
+        words = f"{score:.2f}" if math.isfinite(score) else "no score"
+        draw.text((x + 6, y + SIDE + 4), f"{rank}{words}  seed {seed}", TEXT, font)
     return sheet

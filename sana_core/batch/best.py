@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_files, digest_json
-from ..errors import InputError
+from ..errors import CheckpointError, InputError
 from ..model.latents import CHANNELS, latent_shape
 from ..runtime.checks import RENAME, check_text, check_whole
 from ..sampling.trail import WHOLE, Draft, Round
@@ -29,6 +30,8 @@ FINISHED = 2
 # prompts whose drafts are looked at early together, of which a run that is cut off loses no more; and what their x0
 # may take of the memory
 GROUP, KEPT_BYTES = 64, 2**29
+
+logger = logging.getLogger(__name__)
 
 # generates a workload by settings
 Backend = Callable[[Workload, SamplingSettings], Generator[Generated, None, None]]
@@ -68,17 +71,19 @@ class Best(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """A draft that is kept: its pixels [3, H, W] in [-1, 1], its score, and its rank in the prompt, from 1."""
+    """A draft that is kept."""
 
     image: ImageSpec
-    pixels: torch.Tensor
-    score: float
-    rank: int
+    pixels: torch.Tensor  # [3, H, W] in [-1, 1]
+    score: float  # NaN: the scorer gave no number
+    rank: int  # in the prompt, from 1
 
     def describe(self, named: bool = False) -> Json:
-        """Return score and rank, `named` with the number of the prompt and the seed."""
+        """Return score, None for no number, and rank, `named` with the number of the prompt and the seed."""
         names = {"prompt": self.image.prompt, "seed": self.image.seed} if named else {}
-        return {**names, "score": round(self.score, 4), "rank": self.rank}
+        # JSON has no NaN.
+        score = round(self.score, 4) if math.isfinite(self.score) else None
+        return {**names, "score": score, "rank": self.rank}
 
 
 def find_best(
@@ -128,13 +133,21 @@ def looks_every(after: int, last: int, of: int, finish: int) -> list[tuple[int, 
     return found
 
 
+def best_first(score: float) -> float:
+    """Return a key that sorts high scores first, and drafts without a number last."""
+    return -score if math.isfinite(score) else math.inf
+
+
 class Rounds:
     """The drafts of a workload, a round after the other: all run some steps, at a look the worse half of each prompt
     goes, and the others go on from their own steps. Nothing is generated twice."""
 
-    def __init__(self, workload: Workload, of: int, looks: Sequence[tuple[int, int]], cells: int) -> None:
-        """Each prompt has `of` drafts, each of so many `cells` of latents; `looks` are those of `looks_every`."""
-        self.workload, self.looks = workload, looks
+    def __init__(self, workload: Workload, of: int, looks: Sequence[tuple[int, int]], cells: int, scorer: str) -> None:
+        """Each prompt has `of` drafts, each of so many `cells` of latents; `looks` are those of `looks_every`. `scorer`
+        is the name of the scorer in messages."""
+        self.workload, self.looks, self.of, self.scorer = workload, looks, of, scorer
+        # scores of this run that are numbers, and scores that are not
+        self.scored = self.unscored = 0
         x0s = 4 * CHANNELS * cells * of * max((step for step, _ in looks), default=1)
         self.group = max(1, min(GROUP, KEPT_BYTES // x0s)) * of if looks else max(1, len(workload.remaining))
         self.numbers = count()
@@ -155,13 +168,32 @@ class Rounds:
 
     def note(self, image: ImageSpec, score: float, x0s: torch.Tensor, added: bool) -> None:
         """Note what a look has found of a draft, which has the x0 [k, 32, h, w] of its steps so far. A verifier's
-        scores, logarithms, are `added` up, for where it errs differs from step to step."""
-        self.scores[image] = score + (self.scores.get(image, 0.0) if added else 0.0)
+        scores, logarithms, are `added` up, because its errors differ from step to step."""
+        self.scores[image] = self.checked(image, score) + (self.scores.get(image, 0.0) if added else 0.0)
         self.x0s[image] = x0s
+
+    def checked(self, image: ImageSpec, score: float) -> float:
+        """Return `score`, or NaN with a warning where it is no finite number: the draft then ranks last.
+
+        Raises CheckpointError if a prompt's number of drafts has been scored and no score is a number. One bad score
+        does not end a batch, but a scorer that never works does.
+        """
+        if math.isfinite(score):
+            self.scored += 1
+            return score
+        self.unscored += 1
+        which = f"prompt {image.prompt}, seed {image.seed}"
+        if not self.scored and self.unscored >= self.of:
+            raise CheckpointError(
+                f"scorer: {self.scorer} gave {score} for {which}, and no number for any draft before; "
+                "use another scorer"
+            )
+        logger.warning("scorer: %s gave %s for %s, expected a number; this draft ranks last", self.scorer, score, which)
+        return math.nan
 
     def better(self, kept: int) -> list[ImageSpec]:
         """Return the `kept` best of each prompt in this round; of equal scores the lower seed goes first."""
-        ranked = sorted(self.x0s, key=lambda image: (image.prompt, -self.scores[image], image.number))
+        ranked = sorted(self.x0s, key=lambda image: (image.prompt, best_first(self.scores[image]), image.number))
         rivals = (islice(group, kept) for _, group in groupby(ranked, key=lambda image: image.prompt))
         return sorted(chain.from_iterable(rivals))
 
@@ -188,14 +220,16 @@ def generate_picks(
     if settings.step_cache and best.after is not None:
         raise InputError("step_cache: got it with after, whose drafts are continued later; leave one of them out")
     cells = math.prod(latent_shape(settings.width, settings.height, 1)[2:])
-    rounds = Rounds(workload, best.of, best.looks(settings.steps), cells)
+    rounds = Rounds(workload, best.of, best.looks(settings.steps), cells, best.scorer.name)
     later = rounds.workloads()
     first = next(later)
 
-    def score(image: ImageSpec, pixels: torch.Tensor) -> float:
-        if scorer is None:
-            return rounds.scores[image]
+    def read(image: ImageSpec, pixels: torch.Tensor) -> float:
+        assert scorer is not None
         return float(scorer.score(pixels[None], workload.prompts[image.prompt])[0])
+
+    def score(image: ImageSpec, pixels: torch.Tensor) -> float:
+        return rounds.scores[image] if scorer is None else rounds.checked(image, read(image, pixels))
 
     finished = rounds.looks[-1][1] if rounds.looks else best.of
     settings = settings._replace(verifier=str(best.scorer) if best.verifier else None)
@@ -206,12 +240,12 @@ def generate_picks(
             image = rounds.drafts[image.number]
             if isinstance(result, Draft):
                 if result.score is None:
-                    rounds.note(image, score(image, result.pixels), result.x0s, added=False)
+                    rounds.note(image, read(image, result.pixels), result.x0s, added=False)
                 else:
                     rounds.note(image, result.score, result.x0s, added=True)
                 continue
             rivals = [*kept[image.prompt], Pick(image, result, score(image, result), 0)]
-            rivals.sort(key=lambda pick: (-pick.score, pick.image.number))
+            rivals.sort(key=lambda pick: (best_first(pick.score), pick.image.number))
             kept[image.prompt] = rivals[: best.keep]
             seen[image.prompt] += 1
             if seen[image.prompt] == finished:

@@ -18,7 +18,7 @@ from ..errors import ExistingFileError, InputError
 from ..runtime.atomic_files import digest_of, sync_folder, write_whole
 from ..runtime.folder_lock import Hold
 from .plan import LARGEST_SEED, ImageSpec
-from .png import describe_image, file_name, is_damaged, read_entry, write_image
+from .png import describe_image, file_name, is_damaged, parse_finite, read_entry, write_image
 
 MANIFEST = "manifest.json"
 # what a draft that was chosen says besides
@@ -124,7 +124,7 @@ class OutputFolder:
             raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command resumes")
         sync_folder(self.path)
         document = {"settings": self.settings, "claims": self.claims, "pictures": dict(sorted(self.entries.items()))}
-        write_whole(path, json.dumps(document, indent=1).encode(), self.held.run, replace=True)
+        write_whole(path, json.dumps(document, indent=1, allow_nan=False).encode(), self.held.run, replace=True)
         sync_folder(self.path)
         self.manifest = file_stat(path)
         now = time.monotonic()
@@ -146,7 +146,7 @@ def read_manifest(folder: Path) -> Json:
         # Reading a pipe would wait for ever.
         if not S_ISREG(path.stat().st_mode):
             raise ValueError
-        document = json.loads(path.read_bytes())
+        document = parse_finite(path.read_bytes())
         settings, images, claims = document["settings"], document["pictures"], document.get("claims", [])
         ours = settings.keys() >= KNOWN_BY and all("key" in entry for entry in images.values())
         ours = ours and all([type(number) for number in claim] == [int] * 3 for claim in claims)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -34,7 +36,7 @@ def file_name(image: ImageSpec) -> str:
 
 def describe_image(prompt: str, seed: int, settings: Json) -> Json:
     """Return what an image is: prompt, seed, and the digest of all that it depends on, as its key."""
-    text = json.dumps([prompt, seed, settings], sort_keys=True)
+    text = json.dumps([prompt, seed, settings], sort_keys=True, allow_nan=False)
     return {"prompt": prompt, "seed": seed, "key": digest_of(text.encode())}
 
 
@@ -79,9 +81,10 @@ def encode_png(
     from PIL import Image, PngImagePlugin
 
     words = PngImagePlugin.PngInfo()
-    words.add_text(ENTRY, json.dumps({**describe_image(prompt, seed, settings), **more, "settings": settings}))
+    entry = {**describe_image(prompt, seed, settings), **more, "settings": settings}
+    words.add_text(ENTRY, json.dumps(entry, allow_nan=False))
     if checkpoint is not None:
-        words.add_text(GRAPH, json.dumps(graph_of(prompt, seed, settings, checkpoint)))
+        words.add_text(GRAPH, json.dumps(graph_of(prompt, seed, settings, checkpoint), allow_nan=False))
     stream = io.BytesIO()
     Image.fromarray(levels(pixels)).save(stream, "PNG", pnginfo=words, compress_level=LEVEL)
     return stream.getvalue()
@@ -100,10 +103,20 @@ def read_texts(data: bytes) -> Json | None:
         return None
 
 
+def parse_finite(text: str | bytes) -> Any:
+    """Return the value of a JSON text, with None in place of NaN and infinity, which no valid JSON can repeat."""
+
+    def finite(number: str) -> float | None:
+        value = float(number)
+        return value if math.isfinite(value) else None
+
+    return json.loads(text, parse_float=finite, parse_constant=lambda name: None)
+
+
 def read_entry(data: bytes) -> Json | None:
     """Return what a PNG says of itself, None for a file that is damaged, no PNG, or not of a batch."""
     try:
-        entry = json.loads((read_texts(data) or {})[ENTRY])
+        entry = parse_finite((read_texts(data) or {})[ENTRY])
     except (KeyError, ValueError):
         return None
     return entry if isinstance(entry, dict) else None

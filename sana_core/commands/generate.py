@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     if picked := options["report"].get("picked"):
         paths = [arguments.out / file_name(ImageSpec(0, pick["prompt"], pick["seed"])) for pick in picked]
         for text, pick in zip(texts, picked, strict=True):
-            text.add_text(ENTRY, json.dumps({**pick, "prompt": arguments.prompts[pick["prompt"]]}))
+            text.add_text(ENTRY, json.dumps({**pick, "prompt": arguments.prompts[pick["prompt"]]}, allow_nan=False))
     for path, pixels, text in zip(paths, images, texts, strict=True):
         with output_file(path, arguments.overwrite) as part:
             Image.fromarray(levels(pixels)).save(part, "PNG", pnginfo=text, compress_level=LEVEL)

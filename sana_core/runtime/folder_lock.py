@@ -73,7 +73,7 @@ class Hold:
 
     def write(self, replace: bool) -> None:
         """Write the record. Raises OSError."""
-        write_whole(self.record, json.dumps(self.holder._asdict()).encode(), self.run, replace)
+        write_whole(self.record, json.dumps(self.holder._asdict(), allow_nan=False).encode(), self.run, replace)
 
     def renew(self) -> None:
         """What a thread does until the end: say every few seconds that the run lives."""

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from clips import PROMPT, save_clip
+from safetensors.torch import load_file, save_file
 
 from sana_core.batch.scorer import load_scorer
 
@@ -45,6 +46,14 @@ def test_the_best_are_those_that_score_most_and_each_can_be_drawn_again(host, ba
 def test_half_a_character_in_the_prompt_is_named(picking):
     with pytest.raises(Exception, match="^prompt: holds half a character .* at position 2; write the text again$"):
         picking(prompt="a \ud83d circle")
+
+
+def test_a_scorer_without_a_number_chooses_nothing(picking, host):
+    file = host.models / "clip_vision" / "clip" / "model.safetensors"
+    # its exponential is infinite
+    save_file({**load_file(file), "logit_scale": torch.tensor(200.0)}, file)
+    with pytest.raises(Exception, match="scorer: clip gave no number for any of the 6 drafts from seed 7"):
+        picking()
 
 
 def test_more_than_there_are_is_named(picking):

@@ -1,18 +1,22 @@
 """Many drafts, of which the best are kept: the same images that each seed gives alone."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from clips import save_clip
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch import pipeline
-from sana_core.batch.best import find_best
+from sana_core.batch import best, pipeline
+from sana_core.batch.best import Rounds, find_best
 from sana_core.batch.pipeline import SamplingSettings
+from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.scorer import load_scorer
 from sana_core.errors import InputError
 from sana_core.sampling.samplers import find_sampler
@@ -196,6 +200,100 @@ def test_a_batch_with_an_early_look_ends_at_the_same_images_however_often_it_sto
     assert {path.name: path.read_bytes() for path in Path("out").glob("*.png")} == whole
     assert command(*options[:-1], 4, "--out", "other") == 1
     assert "after: got 4, expected a whole number from 1 to 3" in capsys.readouterr().err
+
+
+def valid(text):
+    """The content of `text`, which must be JSON by its standard: without NaN and infinity."""
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def nan_for(monkeypatch):
+    """A function after whose call the scorer gives NaN for the pixels of `drafts`, as a model in float16 may."""
+
+    def spoil(drafts):
+        def spoilt(folder, *where):
+            scorer = load_scorer(folder, *where)
+
+            def score(images, prompt):
+                bad = any(torch.equal(images[0], draft) for draft in drafts)
+                return scorer.score(images, prompt) * (float("nan") if bad else 1)
+
+            return scorer._replace(score=score)
+
+        monkeypatch.setattr(best, "load_scorer", spoilt)
+
+    return spoil
+
+
+def test_a_draft_without_a_number_ranks_last_and_is_named(checkpoint, clip, drafts, ranks, nan_for, caplog):
+    order = ranks[1][0].tolist()
+    nan_for([drafts[0, order[0]], drafts[0, order[3]]])
+    picks = sana_core.generate_best(PROMPTS[:1], checkpoint, seed=5, best=6, of=6, scorer=clip, **SIZE)
+    numbers = [place for place in order if place not in (order[0], order[3])]
+    assert [pick.image.seed - 5 for pick in picks] == numbers + sorted([order[0], order[3]])
+    assert [pick.describe()["score"] is None for pick in picks] == [False] * 4 + [True] * 2
+    said = f"scorer: clip gave nan for prompt 0, seed {5 + order[0]}, expected a number; this draft ranks last"
+    assert said in caplog.messages and len(caplog.messages) == 2
+
+
+def test_one_bad_score_does_not_end_a_batch_and_its_json_is_valid(
+    checkpoint, clip, drafts, ranks, nan_for, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("\n".join(PROMPTS))
+    worst = ranks[1][:, -1].tolist()
+    nan_for([drafts[0, worst[0]], *drafts[1]])
+    assert command("batch", "prompts.txt", checkpoint, clip, "--best", 6) == 0
+    manifest = valid(Path("out/manifest.json").read_text())["pictures"]
+    assert len(manifest) == 12 and manifest[f"00000_{5 + worst[0]}.png"]["score"] is None
+    assert [each["score"] is None for _, each in sorted(manifest.items())].count(True) == 7
+    for path in Path("out").glob("*.png"):
+        assert valid(Image.open(path).text["sana"])["score"] == manifest[path.name]["score"]
+    assert command("batch", "prompts.txt", checkpoint, clip, "--best", 6) == 0
+    assert "12 of 12 images are there already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("after", [None, 1])
+def test_a_scorer_that_never_gives_a_number_ends_the_batch(checkpoint, clip, tmp_path, monkeypatch, capsys, after):
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("\n".join(PROMPTS))
+    broken = shutil.copytree(clip, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    # its exponential is infinite
+    save_file({**tensors, "logit_scale": torch.tensor(200.0)}, broken / "model.safetensors")
+    options = ["--best", 1, *([] if after is None else ["--after", after])]
+    assert command("batch", "prompts.txt", checkpoint, broken, *options) == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.match(r"scorer: broken gave -?inf for prompt \d, seed \d+, and no number for any draft before; use", line)
+    assert not list(Path("out").glob("*.png"))
+
+
+def test_drafts_without_a_number_go_first_at_an_early_look():
+    workload = Workload(PROMPTS[:1], batch_images(1, 6, 5))
+    rounds = Rounds(workload, 6, [(1, 3)], 4, "clip")
+    rounds.begin(list(workload.images), 1)
+    for image, score in zip(workload.images, (1.0, float("nan"), 3.0, float("inf"), 2.0, 0.5), strict=True):
+        rounds.note(image, score, torch.zeros(1, 32, 2, 2), added=True)
+    assert [image.seed - 5 for image in rounds.better(5)] == [0, 1, 2, 4, 5]
+    assert [image.seed - 5 for image in rounds.better(3)] == [0, 2, 4]
+
+
+def test_a_list_with_nan_of_an_earlier_version_is_read_and_written_as_valid_json(
+    checkpoint, clip, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("\n".join(PROMPTS))
+    assert command("batch", "prompts.txt", checkpoint, clip, "--best", 1) == 0
+    file = Path("out/manifest.json")
+    for number in ("NaN", "-Infinity", "1e999"):
+        file.write_text(re.sub(r'"score": [^,]+', f'"score": {number}', file.read_text()))
+        assert command("batch", "prompts.txt", checkpoint, clip, "--best", 1) == 0
+        assert len(valid(file.read_text())["pictures"]) == 2
 
 
 @pytest.mark.parametrize(
