@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..model.reference import RULES
 from . import CheckpointInfo, find_part, inspect_checkpoint
 from .files import Json, brief, parse_json, read_json
-from .headers import read_file
+from .headers import PICKLED, read_file
 from .load import check_finite
 from .schemas import check_peft
 
@@ -91,9 +91,30 @@ def read_whole(file: str | Path, shapes: Mapping[str, torch.Size]) -> dict[str, 
     numbers that are not finite, and CheckpointError, MissingFileError or ReadError for what is no LoRA.
     """
     info = find_part(inspect_checkpoint(file), "lora")
-    found, others, misfits = read_adapters(info, read_file(info.path), shapes)
-    for name, tensors in others.items():
-        misfits[name] = "" if parts_of(tensors) else "no LoRA, DoRA, LoHa or LoKr"
+    # A file that does not fit may have gigabytes, so shapes are compared before they are read.
+    whole_adapters(info, without_values(info), shapes)
+    return whole_adapters(info, read_file(info.path), shapes)
+
+
+def without_values(info: CheckpointInfo) -> Tensors:
+    """Return the tensors of the file `info` on the meta device. Single numbers are read, because they may be alphas."""
+    if info.path.suffix.lower() in PICKLED:
+        return read_file(info.path)
+    headers = info.weights.headers
+    tensors = {name: torch.empty(header.shape, dtype=header.dtype, device="meta") for name, header in headers.items()}
+    return tensors | read_file(info.path, {name for name, header in headers.items() if math.prod(header.shape) == 1})
+
+
+def whole_adapters(
+    info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+) -> dict[str, Adapter]:
+    """Return the adapters that the `tensors` of the file `info` are for weights of `shapes`, both by layer.
+
+    Raises InputError where a layer does not fit or has another kind of adapter, and as `read_adapters` does.
+    """
+    found, others, misfits = read_adapters(info, tensors, shapes)
+    for name, unknown in others.items():
+        misfits[name] = "" if parts_of(unknown) else "no LoRA, DoRA, LoHa or LoKr"
     if misfits:
         raise misfit_error(info.name, len(found) + len(misfits), misfits)
     return found
@@ -104,7 +125,8 @@ def read_adapters(
 ) -> FileAdapters:
     """Return what the `tensors` of the file `info` are for weights of `shapes`, which go by layer.
 
-    Raises CheckpointError for numbers that are not finite, and for PEFT's settings where they cannot be followed.
+    Raises CheckpointError for numbers that are not finite, and for PEFT's settings where they cannot be followed. On
+    the meta device only shapes are compared.
     """
     settings, known = peft_settings(info), written_names(shapes)
     found = FileAdapters({}, {}, {})
@@ -114,7 +136,8 @@ def read_adapters(
             found.others[written] = own
             continue
         for key, tensor in own.items():
-            check_finite(info.name, key, tensor)
+            if not tensor.is_meta:
+                check_finite(info.name, key, tensor)
         try:
             adapter = adapter_of(parts, layer, shapes[layer], settings)
         except (KeyError, IndexError, RuntimeError):

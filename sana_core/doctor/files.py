@@ -9,8 +9,9 @@ import torch
 
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.fingerprint import weight_files
-from ..checkpoints.headers import PICKLED, SUFFIXES
-from ..checkpoints.lora import read_whole, written_names
+from ..checkpoints.headers import PICKLED, SUFFIXES, read_file
+from ..checkpoints.load import check_finite
+from ..checkpoints.lora import whole_adapters, without_values, written_names
 from ..checkpoints.parts import describe
 from ..errors import CheckpointError, SanaError
 from ..runtime.atomic_files import digest_file
@@ -35,9 +36,8 @@ SIZES = {1_249_044_836: "DC-AE 1.0 and 1.1", 5_228_717_512: "gemma-2-2b-it in on
 def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> None:
     """Add lines on the files at `paths`, and on what SANA's among them compute."""
     found, others = [], 0
-    for path, candidate in ((named, found) for named in paths for found in candidates(report, named)):
-        if candidate != path and report.late(SECTION, f"{candidate.name} and the files after it"):
-            break
+    visited: set[Path] = set()
+    for path, candidate in ((named, model) for named in paths for model in candidates(report, named, visited)):
         with report.checking(SECTION, candidate.name):
             try:
                 info = inspect_checkpoint(candidate)
@@ -65,21 +65,40 @@ def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> 
     check_models(report, sana, device)
 
 
-def candidates(report: Report, path: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield the models at `path`: itself, if it is a file or a model's folder, or those in a folder of models, but for
-    links to one of the folders `above`. A folder that cannot be read is a line."""
-    with report.checking(SECTION, path.name):
-        if not path.is_dir() or (path / "model_index.json").is_file():
-            yield path
+def candidates(report: Report, path: Path, visited: set[Path]) -> Iterator[Path]:
+    """Yield the models at `path`: the path itself if it is a file or a model's folder, else the models in the folder.
+
+    A folder that several links lead to is visited once. A folder that cannot be read is a line. Ends with a line when
+    the time is over.
+    """
+    for folder in path.parents[:1] if path.is_absolute() else path.parents:
+        report.label(folder)
+    waiting = [path]
+    while waiting:
+        place = waiting.pop()
+        if place != path and report.late(SECTION, f"{report.label(place)} and the files after it"):
             return
-        children = sorted(path.iterdir())
-        if any(child.suffix in SUFFIXES for child in children) and (path / "config.json").is_file():
-            yield path
-            return
-        above |= {path.resolve()}
-        for child in children:
-            if child.resolve() not in above if child.is_dir() else child.suffix in SUFFIXES:
-                yield from candidates(report, child, above)
+        with report.checking(SECTION, place.name):
+            report.label(place)
+            if not place.is_dir():
+                yield place
+                continue
+            if place != path and place.resolve() in visited:
+                continue
+            visited.add(place.resolve())
+            if (place / "model_index.json").is_file():
+                yield place
+                continue
+            children = list[Path]()
+            for child in sorted(place.iterdir()):
+                if report.late(SECTION, f"{report.label(child)} and the files after it"):
+                    return
+                if child.suffix in SUFFIXES or child.is_dir():
+                    children.append(child)
+            if any(child.suffix in SUFFIXES for child in children) and (place / "config.json").is_file():
+                yield place
+            else:
+                waiting += reversed(children)
 
 
 def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
@@ -114,6 +133,8 @@ def check_loras(report: Report, found: Sequence[CheckpointInfo], named: set[Path
         if info.path not in named and not has_layers_of_sana(info):
             others += 1
             continue
+        if info.path not in named and report.late(SECTION, f"{info.path.name} and the LoRAs after it"):
+            break
         with report.checking(SECTION, info.path.name):
             check_lora(report, info, transformers)
     if others:
@@ -121,8 +142,11 @@ def check_loras(report: Report, found: Sequence[CheckpointInfo], named: set[Path
 
 
 def check_lora(report: Report, info: CheckpointInfo, transformers: Sequence[CheckpointInfo]) -> None:
-    """Add a line on which of `transformers` a LoRA fits."""
-    fits, why = [], ""
+    """Add a line on which of `transformers` a LoRA fits.
+
+    Shapes are compared without reading the file. Raises CheckpointError for values that are not finite.
+    """
+    fits, why, largest = list[str](), "", 0
     for part in transformers:
         shapes = {
             name.removesuffix(".weight"): torch.Size(header.shape)
@@ -130,15 +154,21 @@ def check_lora(report: Report, info: CheckpointInfo, transformers: Sequence[Chec
             if name.endswith(".weight") and len(header.shape) > 1
         }
         try:
-            read_whole(info.path, shapes)
+            whole_adapters(info, without_values(info), shapes)
             fits.append(part.variant)
+            largest = max(largest, part.size)
         except SanaError as error:
             why = str(error)
+    read = bool(fits) and info.size <= largest
+    for key, tensor in read_file(info.path).items() if read else ():
+        check_finite(info.name, key, tensor)
     if not transformers:
         report.note(SECTION, info.path.name, "a LoRA; no transformer here to compare it with")
     else:
         variants = ", ".join(dict.fromkeys(part.variant for part in transformers))
         got = f"fits {', '.join(dict.fromkeys(fits))}" if fits else why
+        if fits and not read:
+            got += "; its values were not read, because it is larger than the model"
         report.add(SECTION, info.path.name, f"a LoRA of {variants}", got, RIGHT if fits else WRONG)
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from ..checkpoints.files import brief
+from ..checkpoints.parts import FOLDERS
+from ..model.known_models import DEMO_MODEL
 
 # a path from the root on, but its last name: it may have the user's
 PATH = re.compile(r"(?<![\w./])(?:[A-Za-z]:|~)?[\\/]+(?:(?!\s)[^\\/:*?\"'<>|\n]+[\\/]+)+")
@@ -29,6 +34,15 @@ SECRET = re.compile(
 )
 
 
+# names of folders that everybody has: of ComfyUI's models, of diffusers' parts, of this pack
+USUAL_FOLDERS = {
+    *("checkpoints", "clip", "clip_vision", "controlnet", "diffusers", "diffusion_models", "loras", "models"),
+    *("text_encoders", "unet", "upscale_models", "vae_approx"),
+    *FOLDERS.values(),
+    *("scheduler", "tokenizer", "demo", DEMO_MODEL),
+}
+
+
 def without_places(text: str) -> str:
     """Return `text` with names of files alone where it has paths, without addresses and secrets, and without what is no
     character, as in names of files from another system."""
@@ -42,6 +56,17 @@ def without_places(text: str) -> str:
         # and as they call a file that is in it: folder/file
         text = re.sub(rf"(?<!\w){re.escape(root.name)}[\\/]", "", text) if root.name else text
     return PATH.sub("", ADDRESS.sub("(address)", SECRET.sub(r"\1(secret)", text)))
+
+
+def without_folders(text: str, labels: Mapping[str, str]) -> str:
+    """Return `text` with the labels of folders for their names, where messages have names: before a slash, a quote or a
+    mark, or at the end."""
+    for name in sorted(labels, key=len, reverse=True):
+        plain = name.encode("utf-8", "backslashreplace").decode()
+        # as messages write names: as they are, in ASCII, and cut
+        for written in {plain, " ".join(plain.split()), brief(name), brief(name, 10**6), repr(name)[1:-1]}:
+            text = re.sub(rf"(?<![\w.-]){re.escape(written)}(?=[:/\\'\",;)]|\.\.\.|$)", labels[name], text)
+    return text
 
 
 def home_folder() -> list[Path]:

@@ -7,11 +7,12 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import first_line
 from ..runtime.cancellation import Poll, no_poll
-from .privacy import without_places
+from .privacy import USUAL_FOLDERS, without_folders, without_places
 
 RIGHT, WRONG, FAILED, SKIPPED, NOTED = "right", "WRONG", "FAILED", "skipped", "noted"
 LONGEST = 300
@@ -37,6 +38,8 @@ class Report:
     def __init__(self, poll: Poll = no_poll, seconds: float = SECONDS, tell: Callable[[str], object] = str) -> None:
         """`tell` hears what is checked next."""
         self.lines: list[Line] = []
+        # by the name of a folder that was looked at: what lines call it
+        self.folders: dict[str, str] = {}
         # seconds and gigabytes by what was measured, a row for benchmarks/
         self.figures: dict[str, dict[str, float | None]] = {}
         self.tell = tell
@@ -53,7 +56,17 @@ class Report:
             raise
 
     def add(self, section: str, what: str, expected: str, got: str, verdict: str) -> None:
-        self.lines.append(Line(section, without_places(what), expected, without_places(got), verdict))
+        self.lines.append(Line(section, self.anonymous(what), expected, self.anonymous(got), verdict))
+
+    def anonymous(self, text: str) -> str:
+        """Return `text` without places, and with numbers for the names of the user's folders."""
+        return without_folders(without_places(text), self.folders)
+
+    def label(self, path: Path) -> str:
+        """Return how lines name `path`: a file by its name, a folder by a number unless its name is a usual one."""
+        if not path.is_dir() or path.name in USUAL_FOLDERS:
+            return path.name
+        return self.folders.setdefault(path.name, f"folder {len(self.folders) + 1}")
 
     def note(self, section: str, what: str, got: str) -> None:
         """Add a line that there is nothing to expect of."""
@@ -72,7 +85,8 @@ class Report:
         except Exception as error:
             if self.cancelled:
                 raise
-            self.add(section, what, "no error", first_line(error)[:LONGEST], FAILED)
+            # Half a name of a folder would not be recognised.
+            self.add(section, what, "no error", self.anonymous(first_line(error))[:LONGEST], FAILED)
 
     def skip(self, section: str, what: str, why: str) -> None:
         self.add(section, what, "", why, SKIPPED)

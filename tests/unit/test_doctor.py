@@ -4,20 +4,24 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path, PureWindowsPath
 
 import pytest
 import torch
 import torch.nn.functional as F
+from bounded import bounded
 from decoders import f32c32
 from forked import command
 from safetensors.torch import load_file, save_file
 from setup import ROOT
 
+from sana_core import inspect_checkpoint
 from sana_core.__main__ import main
+from sana_core.checkpoints.headers import read_header
 from sana_core.doctor import Report, answers, arithmetic, examine, figures, files, machine
 from sana_core.doctor.arithmetic import check_arithmetic, check_attention, check_bundled
-from sana_core.doctor.files import check_files
+from sana_core.doctor.files import check_files, check_loras
 from sana_core.doctor.machine import check_kernels, check_versions
 from sana_core.doctor.privacy import without_places
 from sana_core.kernels import trial
@@ -25,6 +29,7 @@ from sana_core.runtime.atomic_files import digest_file
 
 CPU = torch.device("cpu")
 POSTERS, TINY = ROOT / "demo" / "sana-posters", ROOT / "tests" / "models" / "sana-tiny"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 CYANOTYPE = ROOT / "demo" / "sana-posters-cyanotype.safetensors"
 
 
@@ -132,7 +137,7 @@ def test_a_small_vae_of_ones_own_is_not_judged_as_a_released_one(tmp_path):
     report = Report()
     check_files(report, [TINY], CPU)
     assert not report.faults
-    (line,) = (line for line in report.lines if line.what == "sana-tiny: vae, round trip")
+    (line,) = (line for line in report.lines if line.what == "folder 1: vae, round trip")
     assert line.verdict == "noted" and float(line.got.removesuffix(" dB")) < 20
 
 
@@ -269,9 +274,103 @@ def test_links_in_circles_are_looked_at_once_and_a_folder_that_cannot_be_read_is
     check_files(report, [models], CPU)
     assert [line.what for line in report.lines if line.what == CYANOTYPE.name] == [CYANOTYPE.name]
     assert faults(report) == {
-        "closed": "PermissionError: [Errno 13] Permission denied: 'closed'",
+        "folder 3": "PermissionError: [Errno 13] Permission denied: 'folder 3'",
         "gone.safetensors": faults(report)["gone.safetensors"],
     }
+
+
+def test_no_line_names_a_folder_of_the_user(tmp_path, monkeypatch):
+    private = tmp_path / "Private Folder"
+    long = private / ("Jane's other folder " * 5).strip()
+    model = shutil.copytree(TINY, private / "caf\u00e9 client model")
+    broken = shutil.copytree(TINY, private / "Jane's broken model")
+    shutil.rmtree(broken / "vae")
+    (broken / "vae").mkdir()
+    (broken / "vae" / "config.json").write_text("{")
+    for folder in (private, long, private / "loras" / "of Jane"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "n.safetensors").write_bytes(b"\xff" * 100)
+        shutil.copy(CYANOTYPE, folder / "fits.safetensors")
+    (private / "gone.safetensors").symlink_to(private / "nowhere")
+    # an adapter of PEFT in a folder, broken
+    (long / "adapter").mkdir()
+    (long / "adapter" / "adapter_config.json").write_text("{")
+    shutil.copy(CYANOTYPE, long / "adapter" / "adapter_model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    reports = [Report(seconds=1000) for _ in range(4)]
+    for report, place in zip(reports, (private, Path("Private Folder"), long / "n.safetensors", model), strict=True):
+        check_files(report, [place], CPU)
+        text = report.markdown() + json.dumps(report.as_json(), ensure_ascii=False)
+        assert not re.search(r"Private|Jane|caf|client|other folder", text), text
+    assert re.search(r"folder \d/n.safetensors: corrupt", faults(reports[2])["n.safetensors"])
+    # diffusers' names stay
+    assert re.search(r"folder \d: transformer, loss", reports[0].markdown())
+
+
+def test_the_time_is_kept_while_folders_are_walked(tmp_path):
+    """Two links in each of 40 folders lead to the next one: 2^40 paths."""
+    folders = [tmp_path / str(number) for number in range(40)]
+    for folder, after in zip(folders, [*folders[1:], tmp_path / "last"], strict=True):
+        folder.mkdir()
+        for name in ("a", "b"):
+            (folder / name).symlink_to(after)
+    (tmp_path / "last").mkdir()
+    save_file({"weight": torch.ones(1)}, tmp_path / "last" / "it.safetensors")
+    report = Report(seconds=1000)
+    with bounded(5):
+        check_files(report, [folders[0]], CPU)
+    assert [(line.what, line.got) for line in report.lines] == [("files of other models", "1")]
+    # and folders without an end
+    report = Report(seconds=0.2)
+    for number in range(3000):
+        (tmp_path / "many" / str(number)).mkdir(parents=True)
+    started, listed = time.monotonic(), Path.iterdir
+
+    def slow(folder):
+        time.sleep(0.01)
+        return listed(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "iterdir", slow)
+        check_files(report, [tmp_path / "many"], CPU)
+    assert time.monotonic() - started < 5
+    (line,) = report.lines
+    assert line.verdict == "skipped" and line.what.endswith(" and the files after it")
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_lora_of_gigabytes_is_compared_before_it_is_read(tmp_path, fits):
+    rank, names = 2_000_000, ("lora_A", "lora_B")
+    rows, columns = read_header(TINY / "transformer" / WEIGHTS).headers["proj_out.weight"].shape
+    shapes = [(rank, columns), (rows, rank)] if fits else [(rank, 7), (7, rank)]
+    entries, end = {}, 0
+    for name, shape in zip(names, shapes, strict=True):
+        size = 4 * shape[0] * shape[1]
+        key = f"transformer.proj_out.{name}.weight"
+        entries[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(entries).encode()
+    file = tmp_path / "sparse.safetensors"
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+    report = Report(seconds=1000)
+    with bounded(size=5 * 10**7):
+        check_loras(report, [inspect_checkpoint(file), inspect_checkpoint(TINY / "transformer")], {file})
+    (line,) = (line for line in report.lines if line.what == file.name)
+    if fits:
+        assert line.verdict == "right" and line.got.endswith("larger than the model")
+    else:
+        assert line.verdict == "WRONG" and f"lora_A [{rank}, 7]" in line.got
+
+
+def test_a_lora_with_nan_is_named(tmp_path):
+    tensors = load_file(CYANOTYPE)
+    first = sorted(tensors)[0]
+    save_file({**tensors, first: tensors[first] * float("nan")}, tmp_path / "nan.safetensors")
+    report = Report(seconds=1000)
+    check_files(report, [tmp_path / "nan.safetensors"], CPU)
+    assert "are NaN or infinite" in faults(report)["nan.safetensors"]
 
 
 def test_a_file_in_the_home_folder_does_not_name_its_user(tmp_path, monkeypatch):
