@@ -81,7 +81,7 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
         raise InputError(f"best: got {best}, expected at most the {len(samples)} drafts; raise count in the sampler")
     places = list(latent.get("batch_index") or range(len(samples)))
     seeds = [(latent.get(SEED, 0) + place) % 2**64 for place in places]
-    bar, kept, cells = comfy.utils.ProgressBar(len(samples)), [], []
+    bar, ranked, cells = comfy.utils.ProgressBar(len(samples)), [], []
     for number, draft in enumerate(samples):
         comfy.model_management.throw_exception_if_processing_interrupted()
         image = vae.decode(draft[None])[0]
@@ -90,17 +90,22 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
         if not math.isfinite(score):
             seed = seeds[number]
             logger.warning("scorer: %s gave %s for seed %d; this draft ranks last", loaded.name, score, seed)
-        kept = sorted([*kept, (best_first(score), number, image)], key=lambda each: each[:2])[:best]
+        ranked = sorted([*ranked, (best_first(score), number, image)], key=lambda rank: rank[:2])[:best]
         cells.append((levels(pixels), score, seeds[number]))
         bar.update_absolute(number + 1)
-    if math.isinf(kept[0][0]):
+    if math.isinf(ranked[0][0]):
         raise CheckpointError(
             f"scorer: {loaded.name} gave no number for any of the {len(samples)} drafts from seed {seeds[0]}; "
             "use another scorer"
         )
-    rows = [number for _, number, _ in kept]
+    rows = [number for _, number, _ in ranked]
     out = {**latent, "samples": samples[rows], "batch_index": [places[row] for row in rows]}
-    return out, torch.stack([image for *_, image in kept]), as_image(draw_sheet(cells, rows)), [seeds[r] for r in rows]
+    return (
+        out,
+        torch.stack([image for *_, image in ranked]),
+        as_image(draw_sheet(cells, rows)),
+        [seeds[r] for r in rows],
+    )
 
 
 def draw_sheet(cells: list[tuple], rows: list[int]) -> Image.Image:

@@ -143,8 +143,10 @@ class Rounds:
     goes, and the others go on from their own steps. Nothing is generated twice."""
 
     def __init__(self, workload: Workload, of: int, looks: Sequence[tuple[int, int]], cells: int, scorer: str) -> None:
-        """Each prompt has `of` drafts, each of so many `cells` of latents; `looks` are those of `looks_every`. `scorer`
-        is the name of the scorer in messages."""
+        """Each prompt has `of` drafts of `cells` latent cells. `looks` come from `looks_every`.
+
+        Messages name `scorer`.
+        """
         self.workload, self.looks, self.of, self.scorer = workload, looks, of, scorer
         # scores of this run that are numbers, and scores that are not
         self.scored = self.unscored = 0

@@ -204,13 +204,13 @@ def load_processor(folder: Path, pixels: int) -> Callable[[Image.Image], torch.T
     arguments = known_fields(shown(file), PROCESSOR, settings)
     try:
         processor = CLIPImageProcessor(**arguments)
-        # not square, so that settings without a crop are noticed
-        made = processor(Image.new("RGB", (64, 48)), return_tensors="pt")["pixel_values"]
+        # This image is not square, so settings without a crop are noticed.
+        pixel_values = processor(Image.new("RGB", (64, 48)), return_tensors="pt")["pixel_values"]
     except Exception as error:
         reason = brief(str(error) or type(error).__name__, 100)
         raise CheckpointError(f"{shown(file)}: transformers cannot use it ({reason}); {REDOWNLOAD}") from error
-    if made.shape != (1, 3, pixels, pixels):
-        got = " x ".join(map(str, made.shape[2:]))
+    if pixel_values.shape != (1, 3, pixels, pixels):
+        got = " x ".join(map(str, pixel_values.shape[2:]))
         raise CheckpointError(
             f"{shown(file)}: makes images of {got} pixels, expected {pixels} x {pixels} as in config.json; {REDOWNLOAD}"
         )

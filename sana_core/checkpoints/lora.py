@@ -112,12 +112,12 @@ def whole_adapters(
 
     Raises InputError where a layer does not fit or has another kind of adapter, and as `read_adapters` does.
     """
-    found, others, misfits = read_adapters(info, tensors, shapes)
-    for name, unknown in others.items():
+    adapters, unknown_layers, misfits = read_adapters(info, tensors, shapes)
+    for name, unknown in unknown_layers.items():
         misfits[name] = "" if parts_of(unknown) else "no LoRA, DoRA, LoHa or LoKr"
     if misfits:
-        raise misfit_error(info.name, len(found) + len(misfits), misfits)
-    return found
+        raise misfit_error(info.name, len(adapters) + len(misfits), misfits)
+    return adapters
 
 
 def read_adapters(

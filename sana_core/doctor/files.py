@@ -159,15 +159,15 @@ def check_lora(report: Report, info: CheckpointInfo, transformers: Sequence[Chec
             largest = max(largest, part.size)
         except SanaError as error:
             why = str(error)
-    read = bool(fits) and info.size <= largest
-    for key, tensor in read_file(info.path).items() if read else ():
+    is_read = bool(fits) and info.size <= largest
+    for key, tensor in read_file(info.path).items() if is_read else ():
         check_finite(info.name, key, tensor)
     if not transformers:
         report.note(SECTION, info.path.name, "a LoRA; no transformer here to compare it with")
     else:
         variants = ", ".join(dict.fromkeys(part.variant for part in transformers))
         got = f"fits {', '.join(dict.fromkeys(fits))}" if fits else why
-        if fits and not read:
+        if fits and not is_read:
             got += "; its values were not read, because it is larger than the model"
         report.add(SECTION, info.path.name, f"a LoRA of {variants}", got, RIGHT if fits else WRONG)
 

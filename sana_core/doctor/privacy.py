@@ -34,7 +34,7 @@ SECRET = re.compile(
 )
 
 
-# names of folders that everybody has: of ComfyUI's models, of diffusers' parts, of this pack
+# Everybody has folders with these names, from ComfyUI, diffusers and this pack.
 USUAL_FOLDERS = {
     *("checkpoints", "clip", "clip_vision", "controlnet", "diffusers", "diffusion_models", "loras", "models"),
     *("text_encoders", "unet", "upscale_models", "vae_approx"),
@@ -63,7 +63,7 @@ def without_folders(text: str, labels: Mapping[str, str]) -> str:
     mark, or at the end."""
     for name in sorted(labels, key=len, reverse=True):
         plain = name.encode("utf-8", "backslashreplace").decode()
-        # as messages write names: as they are, in ASCII, and cut
+        # Messages write names as they are, in ASCII, or cut.
         for written in {plain, " ".join(plain.split()), brief(name), brief(name, 10**6), repr(name)[1:-1]}:
             text = re.sub(rf"(?<![\w.-]){re.escape(written)}(?=[:/\\'\",;)]|\.\.\.|$)", labels[name], text)
     return text

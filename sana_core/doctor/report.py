@@ -38,7 +38,7 @@ class Report:
     def __init__(self, poll: Poll = no_poll, seconds: float = SECONDS, tell: Callable[[str], object] = str) -> None:
         """`tell` hears what is checked next."""
         self.lines: list[Line] = []
-        # by the name of a folder that was looked at: what lines call it
+        # {name of a folder of the user: its name in lines}
         self.folders: dict[str, str] = {}
         # seconds and gigabytes by what was measured, a row for benchmarks/
         self.figures: dict[str, dict[str, float | None]] = {}

@@ -1,4 +1,4 @@
-"""Folders that try to run code, and what this process does while it reads them: `python hostile_folders.py FOLDER`.
+"""Build folders that try to run code, and read them under an audit hook: `python hostile_folders.py FOLDER`.
 
 A folder named clip-* is a scorer, another one a model. An audit hook notes code of a folder, imports of the modules
 that the folders name, processes, sockets, and files outside of the folders. Prints {folder: notes} as JSON.
@@ -61,7 +61,6 @@ MODELS = {
     "extra-part": {INDEX: {"evil": EVIL}, "evil/config.json": AUTO},
     "scheduler-class": {SCHEDULER: {"_class_name": "Evil"}},
     "chat-template": {TOKENIZER: {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}},
-    # those above are the issue's
     "scheduler-class-list": {SCHEDULER: {"_class_name": EVIL, **AUTO}},
     "feature-extractor": {INDEX: {"feature_extractor": EVIL}, "feature_extractor/preprocessor_config.json": AUTO},
     "image-processor": {
@@ -138,7 +137,7 @@ def make(folder: Path, changes: dict, marker: Path) -> Path:
         path = folder / file
         path.parent.mkdir(exist_ok=True)
         if not isinstance(fields, dict):
-            # weights: an index of files elsewhere, or a pickle in their place
+            # An index of files elsewhere, or a pickle, takes the place of these weights.
             names = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
             path.unlink()
             if fields is None:
@@ -220,7 +219,7 @@ def main(root: Path) -> None:
     sys.path.insert(0, str(root / "packages"))
     import sana_core.generate  # noqa: F401
 
-    # the libraries are imported by a good folder, unwatched
+    # Good folders make the libraries import their modules before the hook watches.
     shutil.copytree(MODEL, root / "first")
     shutil.copytree(CLIP, root / "clip-first")
     for folder in (root / "first", root / "clip-first"):

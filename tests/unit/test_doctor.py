@@ -320,7 +320,7 @@ def test_the_time_is_kept_while_folders_are_walked(tmp_path):
     with bounded(5):
         check_files(report, [folders[0]], CPU)
     assert [(line.what, line.got) for line in report.lines] == [("files of other models", "1")]
-    # and folders without an end
+    # Listing these folders takes longer than the report has.
     report = Report(seconds=0.2)
     for number in range(3000):
         (tmp_path / "many" / str(number)).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""No code of a model's folder runs, whatever its JSON names. scripts/versions.py runs this with other libraries too."""
+"""Code in a model folder never runs. scripts/versions.py runs these tests with the lowest and newest libraries too."""
 
 import json
 import os
@@ -55,9 +55,9 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def notes(root, tmp_path_factory):
     """What happened while each folder was read."""
-    done = run(__file__.replace("test_hostile", "hostile"), root, cache=tmp_path_factory.mktemp("cache"))
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    reading = run(__file__.replace("test_hostile", "hostile"), root, cache=tmp_path_factory.mktemp("cache"))
+    assert reading.returncode == 0, reading.stderr
+    return json.loads(reading.stdout)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *CLIPS])
