@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from ..model.text import check_characters
 from .files import LARGEST_TEXT, REDOWNLOAD, Json, brief, read_bytes, read_json, shown
 from .headers import Header, Weights, read_header, read_sharded, read_tensors
 from .load import fill
@@ -253,7 +252,6 @@ def load_tokenizer(folder: Path, longest: int, vocabulary: int) -> Callable[[str
     fast = guarded(build)
 
     def tokenize(prompt: str) -> list[int]:
-        check_characters(prompt)
         tokens = guarded(lambda: fast.encode(prompt).ids)
         # On a GPU a token beyond the embedding would end the process.
         if not 0 < len(tokens) <= longest or max(tokens) >= vocabulary:
