@@ -251,14 +251,14 @@ def check_shapes(name: str, expected: Mapping[str, torch.Tensor], shapes: Mappin
 def fill(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], name: str, dtype_of: Callable[[str], torch.dtype]
 ) -> None:
-    """Make `tensors` the parameters and buffers of `module` that are on the meta device, in the dtype of `dtype_of`.
+    """Replace the meta tensors of `module` by `tensors`: its parameters and the buffers that files contain.
 
-    A tensor that has this dtype shares its memory.
+    A tensor that already has the dtype that `dtype_of` returns for its name shares its memory.
 
     Raises CheckpointError for missing, unexpected, misshapen and non-finite tensors; `name` is the file's.
     """
     parameters = dict(module.named_parameters())
-    expected = {key: tensor for key, tensor in {**parameters, **dict(module.named_buffers())}.items() if tensor.is_meta}
+    expected = {key: tensor for key, tensor in module.state_dict(keep_vars=True).items() if tensor.is_meta}
     check_shapes(name, expected, {key: tuple(tensor.shape) for key, tensor in tensors.items()})
     modules = dict(module.named_modules())
     for key in expected:

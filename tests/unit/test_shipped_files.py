@@ -27,7 +27,6 @@ CHOOSERS = re.compile(r"Auto[A-Z]\w+|DiffusionPipeline|pipeline")
 # configuration that `check_config` has read, and read no file.
 CHECKED_LOOKUPS = {
     ("sana_core/checkpoints/load.py", "construct", "from_config"),
-    ("sana_core/checkpoints/load.py", "load_video_autoencoder", "from_config"),
 }
 
 
