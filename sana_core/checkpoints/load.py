@@ -114,8 +114,10 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     from transformers import Gemma2Config, Gemma2Model
 
     config = shapes_config(info) if info.config is None else info.config
-    # diffusers looks up the class that _class_name names
+    # diffusers looks up the class that _class_name names, so it never gets the file's value.
     config = {key: value for key, value in config.items() if key not in OWN_FIELDS and not key.startswith("_")}
+    if info.kind != "text_encoder":
+        config["_class_name"] = library_class(info)
     if resolution is not None and info.kind in ("transformer", "controlnet"):
         config.update(resolution_config(resolution))
     if info.kind == "video_transformer":
