@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,8 +63,15 @@ class Report:
         return without_folders(without_places(text), self.folders)
 
     def label(self, path: Path) -> str:
-        """Return how lines name `path`: a file by its name, a folder by a number unless its name is a usual one."""
-        if not path.is_dir() or path.name in USUAL_FOLDERS:
+        """Return how lines name `path`: a file by its name, a folder by a number unless its name is a usual one.
+
+        The root and the current folder have no name.
+        """
+        # A folder behind one that cannot be searched raises PermissionError. It is the user's, too.
+        with suppress(OSError):
+            if not path.is_dir():
+                return path.name
+        if not path.name or path.name in USUAL_FOLDERS:
             return path.name
         return self.folders.setdefault(path.name, f"folder {len(self.folders) + 1}")
 

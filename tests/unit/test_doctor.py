@@ -307,6 +307,24 @@ def test_no_line_names_a_folder_of_the_user(tmp_path, monkeypatch):
     assert re.search(r"folder \d: transformer, loss", reports[0].markdown())
 
 
+def test_folders_without_a_name_change_no_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    for path in (Path("mine"), Path("."), Path("/nowhere")):
+        report = Report()
+        check_files(report, [path], CPU)
+        report.note("Files", "quotes", "['a', 'b']: \"c\"")
+        assert report.lines[-1].got == "['a', 'b']: \"c\""
+
+
+def test_a_folder_that_cannot_be_looked_at_has_a_number(monkeypatch):
+    def is_dir(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert Report().label(Path("/locked/of Jane")) == "folder 1"
+
+
 def test_the_time_is_kept_while_folders_are_walked(tmp_path):
     """Two links in each of 40 folders lead to the next one: 2^40 paths."""
     folders = [tmp_path / str(number) for number in range(40)]
