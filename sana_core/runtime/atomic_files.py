@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -21,8 +20,6 @@ from ..errors import ExistingFileError, OutputError, SanaError
 
 # bytes read at a time
 BLOCK = 1 << 24
-# Windows only: a hidden file is stale this many seconds after the last write.
-STALE_AFTER = 3600.0
 
 
 @contextmanager
@@ -56,42 +53,48 @@ def part_prefix() -> str:
 
 @contextmanager
 def new_part(folder: Path) -> Iterator[Path]:
-    """Yield a new, hidden file in `folder`. It is locked until the context ends, which removes it."""
+    """Yield a new, hidden file in `folder`. When the context ends, the file is removed.
+
+    Until then a lock file beside it is locked. The lock is not on the file itself, because SMB disks do not let anyone
+    write a locked file, and Windows does not move an open one.
+    """
     while True:
         part = folder / f"{part_prefix()}{uuid4().hex}.part"
-        stream = part.open("xb")
-        if sys.platform == "win32":
-            # Windows moves no open file, so `remove_stale_parts` uses the age of a file there.
-            stream.close()
-            break
-        # Another process may take the file for a stale one before it is locked.
+        lock_file = part.with_suffix(".lock")
+        stream = lock_file.open("xb")
+        # Another process may take the lock file for a stale one before it is locked.
         with suppress(BlockingIOError):
             lock(stream)
-            if is_named(stream, part):
+            if is_named(stream, lock_file):
                 break
         stream.close()
-    with stream:
-        try:
-            yield part
-        finally:
-            part.unlink(missing_ok=True)
+    try:
+        with stream:
+            try:
+                part.touch(exist_ok=False)
+                yield part
+            finally:
+                part.unlink(missing_ok=True)
+    finally:
+        # Windows does not remove a file that another process has open. That process then removes it.
+        with suppress(OSError):
+            lock_file.unlink()
 
 
 def remove_stale_parts(folder: Path) -> None:
     """Remove the hidden files that dead processes of this machine left in `folder`."""
-    for part in folder.glob(f"{part_prefix()}*.part"):
-        # What cannot be removed now can be removed by a later call.
+    for lock_file in folder.glob(f"{part_prefix()}*.lock"):
+        # Files that cannot be removed now can be removed by a later call.
         with suppress(OSError):
-            status = part.lstat()
-            if not S_ISREG(status.st_mode):
+            if not S_ISREG(lock_file.lstat().st_mode):
                 continue
-            if sys.platform == "win32":
-                if time.time() - status.st_mtime > STALE_AFTER:
-                    part.unlink()
-                continue
-            with part.open("rb") as stream:
-                if lock(stream):
-                    part.unlink()
+            # NFS locks only files that are open for writing.
+            with lock_file.open("r+b") as stream:
+                if not lock(stream):
+                    continue
+                lock_file.with_suffix(".part").unlink(missing_ok=True)
+            # Windows removes no open file.
+            lock_file.unlink()
 
 
 def lock(stream: BinaryIO) -> bool:
@@ -104,8 +107,10 @@ def lock(stream: BinaryIO) -> bool:
 
         try:
             msvcrt.locking(stream.fileno(), msvcrt.LK_NBLCK, 1)
-        except OSError as error:
+        except PermissionError as error:
             raise BlockingIOError(str(error)) from None
+        except OSError:
+            return False
         return True
     import fcntl
 

@@ -1,9 +1,13 @@
 """Files of the commands: whole or not there, the user's name in the error, and nothing left by a killed process."""
 
+import errno
+import fcntl
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,16 +81,56 @@ def test_only_this_machines_stale_files_are_removed(tmp_path, monkeypatch):
     kill(start_writing(tmp_path))
     monkeypatch.undo()
     prefix = atomic_files.part_prefix()
-    (tmp_path / f"{prefix}1.part").mkdir()
+    (tmp_path / f"{prefix}1.lock").mkdir()
     (tmp_path / "mine.txt").write_text("mine")
-    (tmp_path / f"{prefix}2.part").symlink_to("mine.txt")
-    os.mkfifo(tmp_path / f"{prefix}3.part")
+    (tmp_path / f"{prefix}2.lock").symlink_to("mine.txt")
+    os.mkfifo(tmp_path / f"{prefix}3.lock")
+    (tmp_path / f"{prefix}4.part").write_text("without a lock file")
     before = sorted(tmp_path.iterdir())
-    assert len(before) == 5
+    assert len(before) == 7
     with output_file(tmp_path / "new.png") as part:
         part.write_bytes(b"whole")
     assert sorted({*tmp_path.iterdir()} - {tmp_path / "new.png"}) == before
     assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_the_file_that_is_written_is_not_locked(tmp_path):
+    """On SMB disks, nobody can write a locked file through another descriptor."""
+    with output_file(tmp_path / "image.png") as part, part.open("r+b") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert [path.name for path in tmp_path.iterdir()] == ["image.png"]
+
+
+def test_files_to_lock_are_open_for_writing(tmp_path, monkeypatch):
+    """NFS locks no other files: flock raises EBADF."""
+    locked = []
+
+    def flock(stream, operation):
+        if not stream.writable():
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        locked.append(stream.name)
+
+    kill(start_writing(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with output_file(tmp_path / "image.png"):
+        pass
+    assert len(locked) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["image.png"]
+
+
+@pytest.mark.parametrize("number, blocks", [(errno.EACCES, True), (errno.EINVAL, False)])
+def test_windows_tells_locked_files_from_disks_without_locks(tmp_path, monkeypatch, number, blocks):
+    def locking(descriptor, mode, count):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=2, locking=locking))
+    monkeypatch.setattr(sys, "platform", "win32")
+    with (tmp_path / "file").open("xb") as stream:
+        if blocks:
+            with pytest.raises(BlockingIOError):
+                atomic_files.lock(stream)
+        else:
+            assert not atomic_files.lock(stream)
 
 
 def test_many_writers_in_one_folder_lose_nothing(tmp_path):
