@@ -152,6 +152,8 @@ def silu_depthwise_gate(
     batch, rows_in, columns, width = x.shape
     rows_out, channels = rows_in - sum(edges), width // 2
     out = torch.empty(batch, rows_out, columns, channels, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
     strips = -(-columns // COLUMNS), -(-channels // CHANNELS)
     bands = max(-(-rows_out // BAND_ROWS), min(-(-PROGRAMS // (batch * strips[0] * strips[1])), rows_out))
     band_rows = -(-rows_out // bands)

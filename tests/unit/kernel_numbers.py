@@ -163,6 +163,12 @@ def test_gated_depthwise(dtype, shape, programs, edges, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("shape, edges", [((0, 3, 2, 8), (0, 0)), ((1, 2, 2, 8), (1, 1)), ((1, 3, 0, 8), (0, 0))])
+def test_gated_depthwise_of_an_empty_tensor_is_empty(shape, edges):
+    out = silu_depthwise_gate(torch.zeros(shape), torch.zeros(8, 1, 3, 3), None, edges)
+    assert out.shape == (shape[0], shape[1] - sum(edges), shape[2], 4)
+
+
 def narrow_transformer(qk_norm=None):
     torch.manual_seed(0)
     return SanaTransformer2DModel(
