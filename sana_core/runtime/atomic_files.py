@@ -65,7 +65,7 @@ def new_part(folder: Path) -> Iterator[Path]:
         # Another process may take the lock file for a stale one before it is locked.
         with suppress(BlockingIOError):
             lock(stream)
-            if is_named(stream, lock_file):
+            if lock_file.exists():
                 break
         stream.close()
     try:
