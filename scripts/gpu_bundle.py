@@ -67,11 +67,15 @@ def download(python: str, minor: int, present: set[str], folder: str) -> list[Pa
     return sorted(Path(folder).glob("*.whl"))
 
 
-def unmet(wheels: list[Path], present: set[str]) -> list[str]:
-    """Return "package (needed by wheel)" for each requirement that is in no wheel and not `present`."""
+def unmet(wheels: list[Path], present: set[str], python: str) -> list[str]:
+    """Return "package (needed by wheel)" for each requirement that is in no wheel and not `present`.
+
+    Requirements may depend on the machine's `python`, such as "3.12".
+    """
     from packaging.requirements import Requirement
 
     bundled = present | {plain(wheel.name.split("-")[0]) for wheel in wheels} | {"av", "torch"}
+    machine = {"extra": "", "python_version": python, "python_full_version": f"{python}.0"}
     lines = []
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as file:
@@ -79,7 +83,7 @@ def unmet(wheels: list[Path], present: set[str]) -> list[str]:
             metadata = Parser().parsestr(file.read(name).decode())
         for text in metadata.get_all("Requires-Dist") or ():
             requirement = Requirement(text)
-            needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            needed = requirement.marker is None or requirement.marker.evaluate(machine)
             if needed and plain(requirement.name) not in bundled:
                 lines.append(f"{plain(requirement.name)} (needed by {wheel.name.split('-')[0]})")
     return sorted(set(lines))
@@ -131,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheels = download(python, minor, present, folder)
         pack_site(wheels, "av" not in present)
-        lacking = unmet(wheels, present) if present else []
+        lacking = unmet(wheels, present, python) if present else []
     pack_host(CACHE / "ComfyUI")
     pack_repository()
     for file in sorted(BUNDLE.iterdir()):

@@ -119,10 +119,11 @@ def wheel(folder, name, *requirements):
 
 def test_the_bundle_names_requirements_that_the_machine_lacks(tmp_path):
     wheels = [
-        wheel(tmp_path, "one", "two>=1", "Three_3", "four; extra == 'more'", "five; python_version < '3'"),
+        wheel(tmp_path, "one", "two>=1", "Three_3", "four; extra == 'more'", "five; python_version < '3.9'"),
         wheel(tmp_path, "two", "numpy", "torch"),
     ]
-    assert gpu_bundle.unmet(wheels, {"numpy"}) == ["three-3 (needed by one)"]
+    assert gpu_bundle.unmet(wheels, {"numpy"}, "3.12") == ["three-3 (needed by one)"]
+    assert gpu_bundle.unmet(wheels, {"numpy"}, "3.8") == ["five (needed by one)", "three-3 (needed by one)"]
 
 
 def test_what_is_packed_is_pinned_with_hashes():
