@@ -25,11 +25,11 @@ from .schemas import (
     SHARE,
     WIDTH,
     Check,
-    each,
     flag,
     number,
     optional,
     refuse_code,
+    several,
     whole,
     word,
 )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KIND = "clip"
-SUITABLE = "use a CLIP that has both, such as openai/clip-vit-large-patch14 or yuvalkirstain/PickScore_v1"
+SUITABLE = "use a CLIP of text and images, such as openai/clip-vit-large-patch14 or yuvalkirstain/PickScore_v1"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # CLIPs for 224 to 448 pixels are published.
 LARGEST_IMAGE = 1024
@@ -69,28 +69,24 @@ VISION = TOWER | {
 
 
 def is_size(value: object) -> bool:
-    """Whether `value` is a size of images as CLIPImageProcessor takes it: pixels, or pixels by name."""
+    """Whether `value` is an image size for CLIPImageProcessor: a number of pixels, or an object of such numbers."""
     if not isinstance(value, dict):
         return whole(1, LARGEST_IMAGE)(value)
     return value.keys() in ({"shortest_edge"}, {"height", "width"}) and all(map(is_size, value.values()))
 
 
-def three(check: Check) -> Check:
-    return lambda value: each(check, 3)(value) and len(value) == 3
-
-
 PROCESSOR: dict[str, Check] = {
     "do_resize": flag,
     "size": optional(is_size),
-    # Pillow's numbers of nearest, Lanczos, bilinear and bicubic
+    # Pillow's numbers for nearest, Lanczos, bilinear and bicubic
     "resample": whole(0, 3),
     "do_center_crop": flag,
     "crop_size": optional(is_size),
     "do_rescale": flag,
     "rescale_factor": FACTOR,
     "do_normalize": flag,
-    "image_mean": optional(three(number(-1000, 1000))),
-    "image_std": optional(three(number(0.001, 1000))),
+    "image_mean": optional(several(3, number(-1000, 1000))),
+    "image_std": optional(several(3, number(0.001, 1000))),
     "do_convert_rgb": flag,
 }
 
@@ -112,17 +108,13 @@ def read_config(folder: Path) -> Json:
     Raises CheckpointError for another model, a field out of bounds, code, and quantised weights.
     """
     if folder.is_file():
-        raise CheckpointError(
-            f"{folder.name}: got one file, expected a folder with config.json, a CLIP of text and images; {SUITABLE}"
-        )
+        raise CheckpointError(f"{folder.name}: got one file, expected a folder with config.json; {SUITABLE}")
     file = folder / "config.json"
     config = read_json(file)
     refuse_code(shown(file), config)
     kind = config.get("model_type")
     if kind != KIND:
-        raise CheckpointError(
-            f"{folder.name}: got model_type {brief(kind)}, expected {KIND}, of text and images; {SUITABLE}"
-        )
+        raise CheckpointError(f"{folder.name}: got model_type {brief(kind)}, expected {KIND}; {SUITABLE}")
     if config.get("quantization_config") is not None:
         raise CheckpointError(f"{shown(file)}: got quantization_config, expected plain weights; use the plain model")
     arguments = known_fields(shown(file), {"projection_dim": WIDTH}, config)
@@ -142,7 +134,7 @@ def read_weights(folder: Path) -> Weights:
         return read_header(folder / WEIGHTS)
     if (folder / INDEX).exists():
         return read_sharded(folder / INDEX)
-    raise MissingFileError(f"{folder.name}: no {WEIGHTS}; download it from where the model is from")
+    raise MissingFileError(f"{folder.name}: no {WEIGHTS}; download it from the page of the model")
 
 
 def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> CLIPModel:
@@ -151,7 +143,7 @@ def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> 
 
     arguments, weights = read_config(folder), read_weights(folder)
     for section, prefix in (("text_config", "text_model"), ("vision_config", "vision_model")):
-        # Building layers takes time and memory, so the weights must have the last one.
+        # Building layers takes time and memory, so the weights must have the last layer of config.json.
         last = arguments[section].get("num_hidden_layers", 1) - 1
         check_whole_clip(folder, weights.headers, {f"{prefix}.encoder.layers.{last}.layer_norm1.weight"})
     try:
@@ -173,7 +165,7 @@ def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> 
                 f"config.json; {REDOWNLOAD}"
             )
     fill(model, read_tensors(weights, expected), folder.name, lambda key: dtype)
-    # The only buffers are the numbers of the positions, which no file has.
+    # The only buffers are the position numbers. They are computed, not loaded.
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         positions = torch.arange(buffer.shape[-1]).expand(1, -1)
@@ -186,7 +178,7 @@ def check_whole_clip(folder: Path, headers: Mapping[str, Header], names: Iterabl
     missing = sorted(set(names) - headers.keys())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{folder.name}: no {missing[0]}{more}; it is not a whole CLIP, {SUITABLE}")
+        raise CheckpointError(f"{folder.name}: no {missing[0]}{more}; the weights are not a whole CLIP; {SUITABLE}")
 
 
 def load_processor(folder: Path, pixels: int) -> Callable[[Image.Image], torch.Tensor]:
@@ -203,7 +195,7 @@ def load_processor(folder: Path, pixels: int) -> Callable[[Image.Image], torch.T
     arguments = known_fields(shown(file), PROCESSOR, settings)
     try:
         processor = CLIPImageProcessor(**arguments)
-        # This image is not square, so settings without a crop are noticed.
+        # This image is not square, so without a crop its result has another size than expected.
         pixel_values = processor(Image.new("RGB", (64, 48)), return_tensors="pt")["pixel_values"]
     except Exception as error:
         reason = brief(str(error) or type(error).__name__, 100)
@@ -219,19 +211,19 @@ def load_processor(folder: Path, pixels: int) -> Callable[[Image.Image], torch.T
 def load_tokenizer(folder: Path, longest: int, vocabulary: int) -> Callable[[str], list[int]]:
     """Return a function from a prompt to its tokens, at most `longest`, all below `vocabulary`.
 
-    The tokenizers library reads tokenizer.json alone, as for Gemma. Raises CheckpointError for a tokenizer that is
-    broken or of another model. The function also raises it, and InputError for a lone surrogate.
+    As for Gemma, the tokenizers library reads only tokenizer.json. Raises CheckpointError for a tokenizer that is
+    broken or of another model. The returned function also raises it, and InputError for a lone surrogate.
     """
     from tokenizers import Tokenizer
 
-    file, beside, side = folder / "tokenizer.json", folder / "tokenizer_config.json", "right"
-    if beside.exists():
-        settings = read_json(beside)
-        refuse_code(shown(beside), settings)
+    file, config_file, side = folder / "tokenizer.json", folder / "tokenizer_config.json", "right"
+    if config_file.exists():
+        settings = read_json(config_file)
+        refuse_code(shown(config_file), settings)
         side = settings.get("truncation_side", side)
     if side not in ("left", "right"):
         raise CheckpointError(
-            f"{shown(beside)}: truncation_side is {brief(side)}, expected left or right; {REDOWNLOAD}"
+            f"{shown(config_file)}: truncation_side is {brief(side)}, expected left or right; {REDOWNLOAD}"
         )
     content = read_bytes(file, LARGEST_TEXT)
 
@@ -240,7 +232,7 @@ def load_tokenizer(folder: Path, longest: int, vocabulary: int) -> Callable[[str
             return action()
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises no kind of its own, and a panic of its Rust is no Exception
+        except BaseException as error:  # the library has no exception class, and a Rust panic is no Exception
             raise CheckpointError(f"{shown(file)}: tokenizers cannot use it ({brief(error)}); {REDOWNLOAD}") from None
 
     def build() -> Tokenizer:

@@ -51,7 +51,9 @@ OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview")
 
 
 def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
-    """Return the library's module for `info`, its parameters on the meta device, its buffers real.
+    """Return the library's module for `info`, with its parameters on the meta device.
+
+    Buffers are real, except those of a video VAE, which are on the meta device, too.
 
     A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
     overrides what `info` says. Raises CheckpointError where neither configuration nor shapes tell the architecture, or
@@ -97,12 +99,12 @@ def library_class(info: CheckpointInfo) -> str:
 def check_layers(info: CheckpointInfo, layers: int) -> None:
     """Raise CheckpointError unless the file of a video transformer has `layers` blocks, like its configuration.
 
-    Building MOST_VIDEO_LAYERS takes less than a second.
+    The limit bounds the time: building MOST_VIDEO_LAYERS blocks takes less than a second.
     """
     blocks = count(info.headers, r"transformer_blocks\.(\d+)\.")
     if not layers == blocks <= MOST_VIDEO_LAYERS:
         raise CheckpointError(
-            f"{info.name}: got {blocks} blocks, expected {layers} by its config and at most {MOST_VIDEO_LAYERS}; "
+            f"{info.name}: got {blocks} blocks, expected {layers} as in its config and at most {MOST_VIDEO_LAYERS}; "
             "download both again"
         )
 
@@ -126,7 +128,7 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     if info.kind in VIDEO_KINDS:
         with torch.device("meta"):
             module = getattr(diffusers, library_class(info)).from_config(config)
-        # Before memory is allocated: `init_empty_weights` makes real parameters, one at a time.
+        # Check the shapes before memory is allocated: `init_empty_weights` makes real parameters, one at a time.
         if not info.quantised:
             shapes = {name: header.shape for name, header in info.headers.items()}
             check_shapes(info.name, module.state_dict(), shapes)

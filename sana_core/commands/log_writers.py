@@ -1,4 +1,4 @@
-"""Where `train` also writes the lines of its log: files for TensorBoard, or Weights & Biases."""
+"""Copy the lines of the log of `train` to TensorBoard files or to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def wandb_writer(out: Path, name: str) -> Iterator[WriteLine]:
     except ImportError as error:
         raise VersionError(f"wandb: cannot be imported ({error!s:.80}); pip install wandb") from None
     make_folder(out)
-    # The inode is in the id so that nobody can check a guessed path against the id.
+    # Everybody who sees the run sees its id. With the inode in it, nobody can check whether a guessed path is right.
     run_id = digest_json([str(out.absolute()), out.stat().st_ino])[:16]
     try:
         settings = log_only_settings()
     except (TypeError, ValueError) as error:
         raise VersionError(
-            f"wandb: version {wandb.__version__} cannot be told to send only the log ({brief(error)}); "
+            f"wandb: version {wandb.__version__} has no settings to send only the log ({brief(error)}); "
             "pip install -U wandb"
         ) from None
     try:

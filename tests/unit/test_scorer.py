@@ -79,7 +79,7 @@ def other_model(folder, kind):
 @pytest.mark.parametrize("kind", ["siglip", "clip_text_model", "clip_vision_model"])
 def test_another_model_is_named(folder, tmp_path, kind):
     other_model(folder, kind).save_pretrained(tmp_path / "other")
-    with pytest.raises(CheckpointError, match=f"other: got model_type {kind}, expected clip, of text and images"):
+    with pytest.raises(CheckpointError, match=f"other: got model_type {kind}, expected clip; use a CLIP of text and"):
         load_scorer(tmp_path / "other")
 
 
@@ -91,7 +91,7 @@ def test_one_file_is_named(folder):
 def test_a_half_under_the_name_of_the_whole_is_named(folder):
     CLIPTextModel(CLIPModel.from_pretrained(folder).config.text_config).save_pretrained(folder.parent / "text")
     (folder / "model.safetensors").write_bytes((folder.parent / "text" / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"clip: no \S+; it is not a whole CLIP"):
+    with pytest.raises(CheckpointError, match=r"clip: no \S+; the weights are not a whole CLIP; use"):
         load_scorer(folder)
 
 
@@ -127,7 +127,7 @@ def change(file, fields):
     "name, fields, message",
     [
         ("config.json", {"text_config/num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, which no CLIP has"),
-        ("config.json", {"text_config/num_hidden_layers": 200}, r"no text_model.encoder.layers.199\.\S+; it is not a"),
+        ("config.json", {"text_config/num_hidden_layers": 200}, r"no text_model.encoder.layers.199\.\S+; the weights"),
         ("config.json", {"text_config/vocab_size": 10**7}, "token_embedding.weight is float32 .*, expected floating"),
         ("config.json", {"vision_config/image_size": 20_000}, "image_size is 20000, which no CLIP has"),
         ("config.json", {"vision_config/num_attention_heads": 5}, "config.json: builds no CLIP"),
