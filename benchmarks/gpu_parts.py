@@ -61,7 +61,7 @@ class Recorder:
 
 def run_part(name: str, out: Path, small: bool) -> int:
     """Run a part. Returns the number of its figures that failed."""
-    logging.basicConfig(level=logging.INFO)  # what was retried, and which kernels do not run
+    logging.basicConfig(level=logging.INFO)  # Retries and refused kernels are logged at this level.
     recorder = Recorder(name, out, small)
     properties = torch.cuda.get_device_properties(recorder.device)
     recorder.figure(
@@ -237,7 +237,7 @@ def trained(recorder: Recorder) -> None:
             difference = np.abs(levels(image).astype(int) - expected)
             return {
                 "seconds": round(seconds, 2),
-                "largest_difference": int(difference.max()),  # of 255 levels
+                "largest_difference": int(difference.max()),  # in levels from 0 to 255
                 "mean_difference": round(float(difference.mean()), 3),
             }
 

@@ -42,7 +42,7 @@ class HostScorer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How messages name it."""
+        """The name for messages."""
         return self.scorer.name if self.scorer else "the verifier"
 
     def score(self, pixels: torch.Tensor, prompt: str) -> float:
@@ -50,7 +50,7 @@ class HostScorer(NamedTuple):
         if self.scorer is None or self.patcher is None:
             raise InputError("scorer: got a verifier, which reads unfinished drafts; connect it to SANA Batch Sampler")
         comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
-        # A large CLIP takes seconds on a CPU.
+        # A large CLIP takes seconds on a CPU, so scoring can be cancelled, too.
         with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
             return float(self.scorer.score(pixels[None], prompt)[0])
 
@@ -70,9 +70,9 @@ def load(name: str) -> HostScorer:
 def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best: int) -> tuple:
     """Return LATENT and IMAGE of the `best` drafts, the sheet of all as IMAGE, and the seeds of the best.
 
-    Each draft is decoded whole and alone: of latents that are made smaller first, the decode loses what the prompt
-    names. Only the best so far are kept. A draft whose score is no number ranks last. Raises InputError for fewer
-    drafts than `best`, CheckpointError where no draft has a number.
+    Drafts are decoded at full size, because a decode of downscaled latents loses objects of the prompt. They are
+    decoded one by one, and only the best so far stay in memory. A draft whose score is not finite ranks last. Raises
+    InputError for fewer drafts than `best`, and CheckpointError if no score is finite.
     """
     check_text("prompt", prompt)
     samples = latent["samples"]

@@ -33,7 +33,7 @@ def load_video_vae(info: CheckpointInfo) -> comfy.sd.VAE:
     try:
         with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
             if info.layout == "diffusers" and info.config is not None:
-                # It checks the configuration and the shapes by the header.
+                # This checks the configuration, and compares the shapes in the header with it.
                 build_module(info)
             tensors = read_tensors(info.weights, list(info.weights.headers), read)
             tensors = {target: tensors[origin.name] for target, origin in info.origins.items()}
@@ -58,7 +58,7 @@ def build(info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> comfy.sd.VA
     metadata = {"config": json.dumps({"vae": config})} if config else dict(info.weights.metadata)
     if info.layout == "diffusers":
         names = original_names(info, config)
-        # ComfyUI leaves layers without a tensor as they are, which is random.
+        # ComfyUI leaves layers without a tensor at their random values.
         check_names(info.name, "no", names.keys() - tensors.keys())
         tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
     vae = comfy.sd.VAE(sd=tensors, metadata=metadata)

@@ -169,16 +169,19 @@ class Rounds:
             yield self.begin(group, None)
 
     def note(self, image: ImageSpec, score: float, x0s: torch.Tensor, added: bool) -> None:
-        """Note what a look has found of a draft, which has the x0 [k, 32, h, w] of its steps so far. A verifier's
-        scores, logarithms, are `added` up, because its errors differ from step to step."""
+        """Store the score of a draft at a look, and `x0s` [k, 32, h, w], the x0 of its steps so far.
+
+        With `added`, the score is added to those of earlier looks. A verifier's scores are logarithms, and its errors
+        differ from step to step.
+        """
         self.scores[image] = self.checked(image, score) + (self.scores.get(image, 0.0) if added else 0.0)
         self.x0s[image] = x0s
 
     def checked(self, image: ImageSpec, score: float) -> float:
-        """Return `score`, or NaN with a warning where it is no finite number: the draft then ranks last.
+        """Return `score`. If it is not finite, log a warning and return NaN, which ranks the draft last.
 
-        Raises CheckpointError if a prompt's number of drafts has been scored and no score is a number. One bad score
-        does not end a batch, but a scorer that never works does.
+        One bad score does not end a batch, but a scorer that never works does. Raises CheckpointError if the first `of`
+        scores are all not finite.
         """
         if math.isfinite(score):
             self.scored += 1

@@ -104,7 +104,7 @@ def read_texts(data: bytes) -> Json | None:
 
 
 def parse_finite(text: str | bytes) -> Any:
-    """Return the value of a JSON text, with None in place of NaN and infinity, which no valid JSON can repeat."""
+    """Return the value of a JSON text, with None in place of NaN and infinity, which valid JSON cannot contain."""
 
     def finite(number: str) -> float | None:
         value = float(number)

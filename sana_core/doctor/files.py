@@ -68,8 +68,8 @@ def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> 
 def candidates(report: Report, path: Path, visited: set[Path]) -> Iterator[Path]:
     """Yield the models at `path`: the path itself if it is a file or a model's folder, else the models in the folder.
 
-    A folder that several links lead to is visited once. A folder that cannot be read is a line. Ends with a line when
-    the time is over.
+    A folder that several links lead to is visited once. A folder that cannot be read becomes a line of the report. So
+    does the rest of the folder when the time is over.
     """
     for folder in path.parents[:1] if path.is_absolute() else path.parents:
         report.label(folder)

@@ -59,11 +59,13 @@ def without_places(text: str) -> str:
 
 
 def without_folders(text: str, labels: Mapping[str, str]) -> str:
-    """Return `text` with the labels of folders for their names, where messages have names: before a slash, a quote or a
-    mark, or at the end."""
+    """Return `text` with each folder's name replaced by its label. `labels` maps names to labels.
+
+    Only names before a slash, a quote, a punctuation mark or the end are replaced, because messages have them there.
+    """
     for name in sorted(labels, key=len, reverse=True):
         plain = name.encode("utf-8", "backslashreplace").decode()
-        # Messages write names as they are, in ASCII, or cut.
+        # Messages contain names unchanged, in ASCII, or shortened.
         for written in {plain, " ".join(plain.split()), brief(name), brief(name, 10**6), repr(name)[1:-1]}:
             text = re.sub(rf"(?<![\w.-]){re.escape(written)}(?=[:/\\'\",;)]|\.\.\.|$)", labels[name], text)
     return text

@@ -38,7 +38,7 @@ class Report:
     def __init__(self, poll: Poll = no_poll, seconds: float = SECONDS, tell: Callable[[str], object] = str) -> None:
         """`tell` hears what is checked next."""
         self.lines: list[Line] = []
-        # {name of a folder of the user: its name in lines}
+        # {name of one of the user's folders: its label in lines}
         self.folders: dict[str, str] = {}
         # seconds and gigabytes by what was measured, a row for benchmarks/
         self.figures: dict[str, dict[str, float | None]] = {}
@@ -92,7 +92,7 @@ class Report:
         except Exception as error:
             if self.cancelled:
                 raise
-            # Half a name of a folder would not be recognised.
+            # Replace names before the text is cut: half a folder's name would not be recognised.
             self.add(section, what, "no error", self.anonymous(first_line(error))[:LONGEST], FAILED)
 
     def skip(self, section: str, what: str, why: str) -> None:

@@ -59,7 +59,7 @@ class VideoModel(NamedTuple):
 
     name: str
     downscale: int  # pixels of a latent cell's side
-    stride: int  # frames of a latent frame; the first latent frame is one frame
+    stride: int  # frames per latent frame, but the first latent frame has one frame
     patch: int  # latent cells of a patch's side
     smallest: int  # pixels of the shortest side that the VAE decodes
     size: tuple[int, int]  # default width and height
@@ -67,7 +67,7 @@ class VideoModel(NamedTuple):
     parameters: int
     vae_parameters: int
     decode_bytes: int  # ComfyUI's decode: bytes per pixel and byte of the dtype
-    vae: str  # variant
+    vae: str  # variant of the VAE's file
 
 
 # by the channels of their latents, which are Wan 2.1's and LTX-2's (ASPECT_RATIO_VIDEO_480_MS and _720_MS in

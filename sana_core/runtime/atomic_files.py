@@ -1,4 +1,4 @@
-"""Atomic files: whole under their name or not there, safe from a power cut, never replacing another unasked."""
+"""Write files atomically: a file is complete under its name or absent, and replaces another only on request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def output_file(path: Path, replace: bool = False, field: str = "out") -> Iterat
             sync(part)
             move(part, path, replace)
     except (SanaError, BrokenPipeError):
-        # Another file's error, or nobody reads the progress any more.
+        # A SanaError names another file. BrokenPipeError: nobody reads the progress any more.
         raise
     except OSError as error:
         raise OutputError(
@@ -134,8 +134,9 @@ def is_named(stream: BinaryIO, path: Path) -> bool:
 
 @contextmanager
 def unfinished(path: Path, parts: Path, replace: bool = False) -> Iterator[Path]:
-    """Yield a path in the folder `parts`, of the same disk, to write to. The file then appears as `path`, as in
-    `output_file`. Raises FileExistsError and OSError.
+    """Yield a path in the folder `parts` to write to, and then move the file to `path`, as in `output_file`.
+
+    `parts` must be on the same disk as `path`. Raises FileExistsError and OSError.
     """
     part = parts / f".{uuid4().hex}.part"
     try:
@@ -152,7 +153,7 @@ def unfinished(path: Path, parts: Path, replace: bool = False) -> Iterator[Path]
 
 
 def move(part: Path, path: Path, replace: bool) -> None:
-    """Give `part` the name `path`. Raises ExistingFileError for a file at `path`, unless it is to `replace` it."""
+    """Give `part` the name `path`. Without `replace`, raises ExistingFileError for a file at `path`."""
     if replace:
         part.replace(path)
         return
@@ -170,7 +171,7 @@ def move(part: Path, path: Path, replace: bool) -> None:
 def write_whole(path: Path, data: bytes, parts: Path, replace: bool = False) -> None:
     """Write `data` to `path`, whole or not at all, through the folder `parts`.
 
-    Raises FileExistsError for a file at `path`, unless it is to `replace` it, and OSError.
+    Raises OSError, and without `replace` FileExistsError for a file at `path`.
     """
     with unfinished(path, parts, replace) as part:
         part.write_bytes(data)

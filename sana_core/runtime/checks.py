@@ -32,7 +32,7 @@ def check_name(field: str, value: object, known: Iterable[str]) -> None:
 
 
 def check_text(field: str, text: str, remedy: str = "write the text again") -> None:
-    """Raise InputError for a lone surrogate: JSON and Python can contain one, UTF-8 cannot."""
+    """Raise InputError for a lone surrogate: strings in JSON and Python can contain one, UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,12 +1,12 @@
 """One run at a time holds a folder, so that no other touches what it writes there.
 
 On one machine, and on network folders that carry locks, a lock of the operating system decides; it ends with its
-process, however that ends. Whether a lock reaches other machines cannot be asked, so a record beside it identifies the
+process, however that ends. No call tells whether a lock reaches other machines, so a record beside it identifies the
 run that holds the folder. The run renews its record while it lives. A record of another machine that does not change
 belongs to a dead run.
 
-The folder may be one that a server shows, such as ComfyUI's output folder. So the record contains only what the next
-run compares: digests of the machine's name and of the run's token, and no name, process or path.
+A server may publish the folder, as ComfyUI publishes its output folder. So the record contains no name, process or
+path. It contains digests of the machine's name and of the run's token, which are enough for the next run to compare.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class Hold:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[Hold]:
-    """Hold `folder`, which is made where it is not there, and take away what dead runs have left of theirs.
+    """Hold `folder`, creating it if needed, and remove the unfinished files of dead runs.
 
-    Raises InUseError that says since when another run holds it, and OSError for a folder that cannot be written. Where
-    the last run was of another machine and did not end properly, it waits for half a minute to see whether that lives.
+    If another machine's run left its record in the folder, waits half a minute to see whether that run is alive. Raises
+    InUseError with the time at which the other run began, and OSError for a folder that cannot be written.
     """
     own = folder / OWN
     check_lock_files(folder)

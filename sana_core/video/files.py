@@ -47,7 +47,7 @@ def write_video(path: Path, video: torch.Tensor, replace: bool = False) -> None:
 def read_first(path: Path, size: tuple[int, int]) -> torch.Tensor:
     """Return the image at `path` scaled and cut to `size`, (width, height), as [3, H, W] in [-1, 1].
 
-    It is opened like an image of a data set. Raises InputError, MissingFileError and ReadError for anything else.
+    The file is read as training reads the images of a data set. Raises InputError, MissingFileError and ReadError.
     """
     import numpy as np
     from PIL import Image, ImageOps

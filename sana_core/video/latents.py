@@ -9,7 +9,7 @@ from ..runtime.checks import check_whole
 
 
 def video_shape(width: int, height: int, frames: int, channels: int) -> tuple[int, int, int, int]:
-    """Return the latent shape [C, T, h, w] of a video for the SANA-Video model of so many `channels`.
+    """Return the latent shape [C, T, h, w] of a video for the SANA-Video model with `channels` latent channels.
 
     Raises InputError for sides that are not of whole patches, that the VAE cannot decode or that are above 16384
     pixels, and for frames, up to 1025, that do not fill the last latent frame.

@@ -33,7 +33,9 @@ def check_parts(info: CheckpointInfo, transformer: CheckpointInfo) -> None:
 def load_video_autoencoder(
     info: CheckpointInfo, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Return the video VAE in `info`, and mean and deviation [C, 1, 1, 1] of its latents, which models have without.
+    """Return the video VAE in `info`, and the mean and the standard deviation [C, 1, 1, 1] of its latents.
+
+    The transformer generates normalised latents, so these have to be undone before a decode.
 
     Raises CheckpointError for a file that is not in diffusers' layout with its configuration beside it, and as
     `load_part` does.
