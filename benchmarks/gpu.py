@@ -7,7 +7,7 @@ with a network, packs what else is needed; this script unpacks that bundle.
 
 The parts run in the order of PARTS, each in a process of its own, until the minutes are over. Each figure is written to
 FOLDER/figures.jsonl as soon as it is known, and the output of all parts to FOLDER/log.txt, so a part that is stopped
-leaves what it had. FOLDER/<name of the GPU>.json has all figures. FOLDER is $OUT if that is set, or benchmarks/gpu.
+keeps its figures so far. FOLDER/<name of the GPU>.json has all figures. FOLDER is $OUT if set, else benchmarks/gpu.
 The exit status is the number of parts that failed, were stopped, or had no time left.
 """
 

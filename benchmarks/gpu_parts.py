@@ -36,7 +36,7 @@ GB = 1e9
 
 
 class Recorder:
-    """Appends one JSON line per figure to `figures.jsonl`, so that a part that is stopped leaves what it had."""
+    """Appends one JSON line per figure to `figures.jsonl`, so that a part that is stopped keeps its figures so far."""
 
     def __init__(self, part: str, out: Path, small: bool) -> None:
         self.part, self.out, self.small = part, out, small
@@ -176,7 +176,7 @@ def build_step(recorder: Recorder, variant: str, pixels: int) -> Step:
 
 
 def teraflops(model: Architecture, pixels: int, rows: int = 2) -> float:
-    """Arithmetic of a step whose prompt is prepared (SANA paper, section 2.2)."""
+    """Teraflop of a step, without the preparation of its prompt (SANA paper, section 2.2)."""
     width, hidden, positions = model.width, int(2.5 * model.width), (pixels // 32) ** 2
     self_attention = 4 * width**2 + 2 * 33 * width  # projections, and two products of 32 x 33 per head
     cross_attention = 2 * width**2 + 2 * TOKENS * width
@@ -304,7 +304,7 @@ def decode(recorder: Recorder) -> None:
                 }
 
             limit = "" if budget is None else " in the smallest budget"
-            if method != "whole" or pixels < 4096:  # 4096 px has tensors of 2^32 elements, which is refused
+            if method != "whole" or pixels < 4096:  # whole at 4096 px needs tensors of 2^32 elements and is refused
                 recorder.attempt(f"{pixels} px, {method}{limit}", compare)
         profile(recorder, f"{pixels} px, auto", lambda: decode_image("auto", None))
         for name, switch in (("diffusers' tiles", model.enable_tiling), ("diffusers whole", model.disable_tiling)):

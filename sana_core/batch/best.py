@@ -79,9 +79,11 @@ class Pick(NamedTuple):
     rank: int  # in the prompt, from 1
 
     def describe(self, named: bool = False) -> Json:
-        """Return score, None for no number, and rank, `named` with the number of the prompt and the seed."""
+        """Return score and rank, and with `named` also the number of the prompt and the seed.
+
+        A score that is not finite becomes None, because JSON has no NaN.
+        """
         names = {"prompt": self.image.prompt, "seed": self.image.seed} if named else {}
-        # JSON has no NaN.
         score = round(self.score, 4) if math.isfinite(self.score) else None
         return {**names, "score": score, "rank": self.rank}
 
@@ -148,7 +150,7 @@ class Rounds:
         Messages name `scorer`.
         """
         self.workload, self.looks, self.of, self.scorer = workload, looks, of, scorer
-        # scores of this run that are numbers, and scores that are not
+        # how many scores of this run were finite, and how many were not
         self.scored = self.unscored = 0
         x0s = 4 * CHANNELS * cells * of * max((step for step, _ in looks), default=1)
         self.group = max(1, min(GROUP, KEPT_BYTES // x0s)) * of if looks else max(1, len(workload.remaining))

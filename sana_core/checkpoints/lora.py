@@ -108,7 +108,7 @@ def without_values(info: CheckpointInfo) -> Tensors:
 def whole_adapters(
     info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Adapter]:
-    """Return the adapters that the `tensors` of the file `info` are for weights of `shapes`, both by layer.
+    """Return {layer: adapter} of the `tensors` of the file `info`. `shapes` has the shape of each layer's weight.
 
     Raises InputError where a layer does not fit or has another kind of adapter, and as `read_adapters` does.
     """
@@ -123,7 +123,7 @@ def whole_adapters(
 def read_adapters(
     info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> FileAdapters:
-    """Return what the `tensors` of the file `info` are for weights of `shapes`, which go by layer.
+    """Group the `tensors` of the file `info` into adapters for the layers of `shapes`, other layers, and misfits.
 
     Raises CheckpointError for numbers that are not finite, and for PEFT's settings where they cannot be followed. On
     the meta device only shapes are compared.

@@ -21,8 +21,7 @@ from .strips import FEW_POSITIONS, PIECE, StripSize
 from .workspace import COPIES, CPU_PIECE, LayerShape, WorkspaceSize, buffer_elements, piece_elements
 
 METHODS = ("auto", "strips", "tiles", "whole")
-# GB
-LARGEST_BUDGET = 1024.0
+LARGEST_BUDGET = 1024.0  # GB
 # rows of pixels in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator kernels
 # should be large
 CPU_ROWS = (64, 32, 16, 8)

@@ -67,7 +67,7 @@ class Report:
 
         The root and the current folder have no name.
         """
-        # A folder behind one that cannot be searched raises PermissionError. It is the user's, too.
+        # Behind a folder that cannot be searched, `is_dir` raises PermissionError. Such a path counts as a folder.
         with suppress(OSError):
             if not path.is_dir():
                 return path.name

@@ -93,7 +93,7 @@ def remove_stale_parts(folder: Path) -> None:
                 if not lock(stream):
                     continue
                 lock_file.with_suffix(".part").unlink(missing_ok=True)
-            # Windows removes no open file.
+            # After it is closed, because Windows does not remove an open file.
             lock_file.unlink()
 
 

@@ -123,7 +123,7 @@ def test_joined_prompts(host, base_graph):
     assert re.search("^positive: got a mask of shape .* SANA cannot join prompts, write one text$", error(host, graph))
 
 
-def test_half_a_character_in_a_prompt(host, base_graph):
+def test_a_lone_surrogate_in_a_prompt(host, base_graph):
     message = error(host, base_graph(text="a \ud83d circle"))
     assert message == "text: holds half a character (a lone surrogate) at position 2; write the text again"
 

@@ -139,7 +139,7 @@ def test_a_clip_with_a_lora(refused, host):
 
 
 @pytest.mark.parametrize("field", ["trigger", "validation_prompts"])
-def test_half_a_character_in_a_text_is_refused_before_the_first_step(refused, field):
+def test_a_lone_surrogate_in_a_text_is_refused_before_the_first_step(refused, field):
     name = "validation.prompts" if field == "validation_prompts" else field
     refused(f"^{name}: holds half a character .* at position 2; write the text again$", **{field: "a \ud83d"})
 

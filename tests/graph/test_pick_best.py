@@ -43,7 +43,7 @@ def test_the_best_are_those_that_score_most_and_each_can_be_drawn_again(host, ba
     torch.testing.assert_close(found["best image"][:1], alone, atol=1e-4, rtol=0)
 
 
-def test_half_a_character_in_the_prompt_is_named(picking):
+def test_a_lone_surrogate_in_the_prompt_is_named(picking):
     with pytest.raises(Exception, match="^prompt: holds half a character .* at position 2; write the text again$"):
         picking(prompt="a \ud83d circle")
 

@@ -187,7 +187,7 @@ KINDS = ["folder", "pipe", "link to nowhere", "link to a folder"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["00000_1.png", "manifest.json"])
-def test_what_is_no_file_in_a_batch_folder_is_refused_and_stays(batch, tmp_path, kind, name):
+def test_folders_pipes_and_links_at_the_names_of_batch_files_are_refused_and_stay(batch, tmp_path, kind, name):
     if (kind, name) == ("link to nowhere", "manifest.json"):
         pytest.skip("a new manifest takes the place of a link to nowhere")
     (tmp_path / "out").mkdir()

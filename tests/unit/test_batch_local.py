@@ -244,7 +244,7 @@ def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
     assert not loads
 
 
-def test_half_a_character_in_the_negative_prompt_is_refused_before_anything_is_loaded(checkpoint, loads):
+def test_a_lone_surrogate_in_the_negative_prompt_is_refused_before_anything_is_loaded(checkpoint, loads):
     settings = SMALL._replace(negative_prompt="half \ud83d")
     with pytest.raises(
         ValueError, match=r"^negative_prompt: .*half a character .* at position 5; write the text again$"

@@ -264,7 +264,7 @@ def test_a_scorer_that_never_gives_a_number_ends_the_batch(checkpoint, clip, tmp
     Path("prompts.txt").write_text("\n".join(PROMPTS))
     broken = shutil.copytree(clip, tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
-    # its exponential is infinite
+    # exp(200) is infinite in float32.
     save_file({**tensors, "logit_scale": torch.tensor(200.0)}, broken / "model.safetensors")
     options = ["--best", 1, *([] if after is None else ["--after", after])]
     assert command("batch", "prompts.txt", checkpoint, broken, *options) == 1
@@ -273,7 +273,7 @@ def test_a_scorer_that_never_gives_a_number_ends_the_batch(checkpoint, clip, tmp
     assert not list(Path("out").glob("*.png"))
 
 
-def test_drafts_without_a_number_go_first_at_an_early_look():
+def test_early_looks_drop_drafts_without_a_finite_score_first():
     workload = Workload(PROMPTS[:1], batch_images(1, 6, 5))
     rounds = Rounds(workload, 6, [(1, 3)], 4, "clip")
     rounds.begin(list(workload.images), 1)
@@ -283,9 +283,7 @@ def test_drafts_without_a_number_go_first_at_an_early_look():
     assert [image.seed - 5 for image in rounds.better(3)] == [0, 2, 4]
 
 
-def test_a_list_with_nan_of_an_earlier_version_is_read_and_written_as_valid_json(
-    checkpoint, clip, tmp_path, monkeypatch
-):
+def test_a_manifest_with_nan_of_an_earlier_version_becomes_valid_json(checkpoint, clip, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text("\n".join(PROMPTS))
     assert command("batch", "prompts.txt", checkpoint, clip, "--best", 1) == 0

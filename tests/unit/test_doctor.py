@@ -292,7 +292,7 @@ def test_no_line_names_a_folder_of_the_user(tmp_path, monkeypatch):
         (folder / "n.safetensors").write_bytes(b"\xff" * 100)
         shutil.copy(CYANOTYPE, folder / "fits.safetensors")
     (private / "gone.safetensors").symlink_to(private / "nowhere")
-    # an adapter of PEFT in a folder, broken
+    # a broken PEFT adapter in a folder
     (long / "adapter").mkdir()
     (long / "adapter" / "adapter_config.json").write_text("{")
     shutil.copy(CYANOTYPE, long / "adapter" / "adapter_model.safetensors")
@@ -303,7 +303,7 @@ def test_no_line_names_a_folder_of_the_user(tmp_path, monkeypatch):
         text = report.markdown() + json.dumps(report.as_json(), ensure_ascii=False)
         assert not re.search(r"Private|Jane|caf|client|other folder", text), text
     assert re.search(r"folder \d/n.safetensors: corrupt", faults(reports[2])["n.safetensors"])
-    # diffusers' names stay
+    # Names of diffusers' folders stay.
     assert re.search(r"folder \d: transformer, loss", reports[0].markdown())
 
 
@@ -325,7 +325,7 @@ def test_a_folder_that_cannot_be_looked_at_has_a_number(monkeypatch):
     assert Report().label(Path("/locked/of Jane")) == "folder 1"
 
 
-def test_the_time_is_kept_while_folders_are_walked(tmp_path):
+def test_walking_folders_stops_when_the_time_is_over(tmp_path):
     """Two links in each of 40 folders lead to the next one: 2^40 paths."""
     folders = [tmp_path / str(number) for number in range(40)]
     for folder, after in zip(folders, [*folders[1:], tmp_path / "last"], strict=True):

@@ -1,4 +1,4 @@
-"""`make gpu`: what is packed for a machine without a network, and what a failed, hung or killed part leaves."""
+"""`make gpu`: the bundle for a machine without a network, and the figures of failed, hung and killed parts."""
 
 import json
 import os

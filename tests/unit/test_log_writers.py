@@ -102,7 +102,7 @@ def records_of(data):
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
-        # a whole record, or the last part of one
+        # types of a whole record and of the last part of one
         if kind in (1, 4):
             yield record
             record = b""

@@ -1,4 +1,4 @@
-"""Files of the commands: whole or not there, the user's name in the error, and nothing left by a killed process."""
+"""Output files of the commands: complete or absent, named in errors, and without leftovers of killed processes."""
 
 import errno
 import fcntl
@@ -177,7 +177,7 @@ def test_overwrite_replaces_only_files(tmp_path, kind, name):
     assert not (tmp_path / "00000_0.png").is_file()
 
 
-# each is a protocol of FFmpeg
+# Each name begins with a protocol of FFmpeg.
 @pytest.mark.parametrize("folder", ["http:", "data:x", "concat:", "file:", "pipe:", "crypto:", "http:/localhost"])
 def test_a_video_in_a_folder_with_the_name_of_a_protocol(tmp_path, monkeypatch, folder):
     import av

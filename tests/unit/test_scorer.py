@@ -48,7 +48,7 @@ def published(folder, images, prompt):
         return model.logit_scale.exp() * (text @ image.T)[0]
 
 
-def test_half_a_character_in_the_prompt_is_refused(folder):
+def test_a_lone_surrogate_in_the_prompt_is_refused(folder):
     with pytest.raises(InputError, match="^prompt: holds half a character .* at position 2; write the text again$"):
         load_scorer(folder).score(torch.zeros(1, 3, 64, 48), "a \ud83d")
 
@@ -178,7 +178,7 @@ def test_fields_and_files_that_transformers_would_act_on_change_nothing(folder, 
     assert torch.equal(load_scorer(folder).score(image, PROMPT), expected)
 
 
-def test_sections_that_are_there_twice_are_read_as_transformers_reads_them(folder):
+def test_duplicated_sections_are_read_as_transformers_reads_them(folder):
     image = torch.zeros(1, 3, 32, 32)
     expected = load_scorer(folder).score(image, PROMPT)
     config = json.loads((folder / "config.json").read_text())

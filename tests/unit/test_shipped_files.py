@@ -68,7 +68,7 @@ def lookups(source):
     return calls
 
 
-def test_no_library_looks_up_classes_by_what_a_folder_says():
+def test_no_call_looks_up_a_class_by_a_name_in_a_folder():
     calls = {
         (path.relative_to(ROOT).as_posix(), *lookup)
         for path in SHIPPED
@@ -93,7 +93,7 @@ def test_no_library_looks_up_classes_by_what_a_folder_says():
         ),
     ],
 )
-def test_each_way_of_looking_up_a_class_is_noticed(source, name):
+def test_every_lookup_of_a_class_by_name_is_detected(source, name):
     assert lookups(f"def load(folder):\n    {source.splitlines()[0]}") == {("load", name)}
 
 

@@ -103,7 +103,7 @@ def test_grey_of_16_bits_keeps_its_levels(tmp_path, kind):
     Image.fromarray(values).save(file, kind)
     got = (read_first(file, (SIDE, SIDE)) + 1) * 127.5
     expected = torch.from_numpy(values.astype(np.float32) / 257).expand(3, -1, -1)
-    # half a level of rounding
+    # Rounding changes a value by at most half a level.
     assert (got - expected).abs().max() < 0.5001
 
 
@@ -179,7 +179,7 @@ def test_nan_latents_end_in_one_line_and_no_file(folder, tmp_path, monkeypatch, 
     copy = shutil.copytree(folder[1], tmp_path / "model", symlinks=True)
     weights = copy / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
-    # float16 holds the weights, and not their products
+    # The weights fit into float16, but their products do not.
     save_file({key: value * 200 if "ff" in key else value for key, value in tensors.items()}, weights)
     words = ["generate", PROMPT, "--checkpoint", copy, "--frames", 9, "--width", 64, "--height", 64, "--steps", 1]
     words += ["--out", tmp_path / "clip.mp4", "--dtype", "float16"]
