@@ -53,10 +53,10 @@ def download(python: str, minor: int, present: set[str], folder: str) -> list[Pa
     options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--python-version", python, "--dest", folder]
     options += [word for platform in PLATFORMS for word in ("--platform", platform)]
     # PyAV has 35 MB. ComfyUI imports it, but only video needs it.
-    wanted = names - {"av"}
-    if wanted:
+    downloads = names - {"av"}
+    if downloads:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-            file.write(pinned(wanted))
+            file.write(pinned(downloads))
             file.flush()
             run(sys.executable, "-m", "pip", "download", *options, "--require-hashes", "-r", file.name)
     # Each torch has one torchvision, whose minor version is 15 higher.

@@ -173,8 +173,8 @@ class Rounds:
     def note(self, image: ImageSpec, score: float, x0s: torch.Tensor, added: bool) -> None:
         """Store the score of a draft at a look, and `x0s` [k, 32, h, w], the x0 of its steps so far.
 
-        With `added`, the score is added to those of earlier looks. A verifier's scores are logarithms, and its errors
-        differ from step to step.
+        With `added`, the score is added to the scores of earlier looks. A verifier's scores are logarithms, and its
+        errors differ from step to step.
         """
         self.scores[image] = self.checked(image, score) + (self.scores.get(image, 0.0) if added else 0.0)
         self.x0s[image] = x0s

@@ -113,8 +113,8 @@ NO_IMAGES = ImageInputs()
 
 
 class Workload(NamedTuple):
-    """The images of a run, except those whose number is in `done`. A worker generates `chunk` of them at once; None and
-    0 find a number that fits.
+    """The images of a run, except those whose number is in `done`. A worker generates `chunk` of them at once. None and
+    0 choose a number that fits.
 
     `prompts` are text, or encoded where the workers get them so. Of images that are generated in rounds, `round` is
     this one, and `later` gives the following ones of the same prompts when all of this is generated, with numbers of

@@ -53,7 +53,7 @@ OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview")
 def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
     """Return the library's module for `info`, with its parameters on the meta device.
 
-    Buffers are real, except those of a video VAE, which are on the meta device, too.
+    Buffers are real, except for a video VAE, whose buffers are on the meta device, too.
 
     A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
     overrides what `info` says. Raises CheckpointError where neither configuration nor shapes tell the architecture, or

@@ -45,9 +45,9 @@ def several(count: int, check: Check) -> Check:
     return lambda value: each(check, count)(value) and len(value) == count
 
 
-def same(*known: object) -> Check:
-    """Return a check that accepts the values `known`. In Python, 1 is true as well."""
-    return lambda value: any(value == one and flag(value) == flag(one) for one in known)
+def same(*accepted: object) -> Check:
+    """Return a check for one of the values `accepted`. 1 == True in Python, but a flag does not match a number here."""
+    return lambda value: any(value == one and flag(value) == flag(one) for one in accepted)
 
 
 def are_colours(factors: Any, bias: Any) -> bool:

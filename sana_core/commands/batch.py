@@ -79,10 +79,10 @@ def carry_on(
     """Generate what is not in the folder yet."""
     with progress_line() as show:
 
-        def show_reading(done: int, total: int) -> None:
+        def show_reading(count: int, total: int) -> None:
             # Smaller weights take only a moment.
             if total >= KEPT:
-                show(f"reading the weights, this once: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+                show(f"reading the weights, this once: {count / 1e9:.1f} of {total / 1e9:.1f} GB")
 
         described = describe_settings(settings, arguments.checkpoint, show_reading)
     if best:

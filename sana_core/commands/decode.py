@@ -70,7 +70,7 @@ def decode_to_file(
     report: dict = {}
     _, _, height, width = latents.shape
     with progress_line() as show, output_file(path, overwrite) as part, part.open("wb") as file:
-        options = options._replace(progress=lambda done, total: show(f"{done} of {total} rows"))
+        options = options._replace(progress=lambda row, total: show(f"{row} of {total} rows"))
         rows = (levels(pixels) for _, _, pixels in decode_rows(autoencoder, latents, options, report))
         WRITERS[path.suffix.lower()](file, width * DOWNSCALE, height * DOWNSCALE, rows)
     return report

@@ -83,10 +83,10 @@ def run_video(arguments: argparse.Namespace) -> None:
     make_folder(arguments.out.parent)
     part = find_part(inspect_checkpoint(arguments.checkpoint), "video_transformer")
     channels = part.headers["patch_embedding.weight"].shape[1]
-    own = VIDEOS[channels].size
+    width, height = VIDEOS[channels].size
     size = (
-        own[0] if arguments.width is None else arguments.width,
-        own[1] if arguments.height is None else arguments.height,
+        width if arguments.width is None else arguments.width,
+        height if arguments.height is None else arguments.height,
     )
     frames = VIDEO_FRAMES if arguments.frames is None else arguments.frames
     video_shape(*size, frames, channels)

@@ -62,8 +62,8 @@ def zeros(count: tl.constexpr, width: tl.constexpr):
 def convolve_row(row, weights, above, beside, bias, count: tl.constexpr, fast: tl.constexpr):
     """Add one input row to the three output rows that it touches.
 
-    `above` is the unfinished sum of the output row above the input row, `beside` that of the output row at the same
-    height. Returns the finished row above, then `above` and `beside` for the next input row.
+    `above` is the unfinished sum of the output row above the input row. `beside` is the unfinished sum of the output
+    row at the same height. Returns the finished row above, then `above` and `beside` for the next input row.
     """
     activated = ()
     for i in tl.static_range(count + 2):

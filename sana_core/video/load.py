@@ -42,8 +42,8 @@ def load_video_autoencoder(
     """
     part = find_video_autoencoder(info)
     module: Any = load_part(part, torch.float32)
-    own = module.config if part.variant == "wan-2.1" else dict(module.named_buffers())
-    mean, std = (torch.as_tensor(own[f"latents_{name}"]).view(-1, 1, 1, 1).to(device) for name in ("mean", "std"))
+    values = module.config if part.variant == "wan-2.1" else dict(module.named_buffers())
+    mean, std = (torch.as_tensor(values[f"latents_{name}"]).view(-1, 1, 1, 1).to(device) for name in ("mean", "std"))
     return module.to(device, dtype), mean, std
 
 
