@@ -8,7 +8,7 @@ from comfy_api.latest import io, ui
 class SanaNodesDoctor(io.ComfyNode):
     """
     Checks this machine and its SANA files, and writes one block to paste into a bug report: versions, the GPU,
-    arithmetic against known answers, what each file is and computes. It takes up to two minutes, with *time* some more.
+    arithmetic against known answers, and what each file is. It takes up to two minutes.
     """
 
     @classmethod
@@ -23,13 +23,7 @@ class SanaNodesDoctor(io.ComfyNode):
                 io.Boolean.Input(
                     "files",
                     default=True,
-                    tooltip="Also look at the SANA files in ComfyUI's models folders, and compute with them.",
-                ),
-                io.Boolean.Input(
-                    "time",
-                    default=False,
-                    optional=True,
-                    tooltip="Also measure seconds and memory of text, step and decode, beside plan and diffusers.",
+                    tooltip="Also look at the SANA files in ComfyUI's models folders.",
                 ),
             ],
             outputs=[io.String.Output(display_name="report"), io.String.Output(display_name="json")],
@@ -38,15 +32,15 @@ class SanaNodesDoctor(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, files: bool, time: bool = False) -> float:
-        # a machine that was mended has another report
+    def fingerprint_inputs(cls, files: bool) -> float:
+        # The report changes when the machine is mended, so the node always runs.
         return float("nan")
 
     @classmethod
-    def execute(cls, files: bool, time: bool = False) -> io.NodeOutput:
+    def execute(cls, files: bool) -> io.NodeOutput:
         from .host.doctor import examine_host
 
-        markdown, json = examine_host(files, time)
+        markdown, json = examine_host(files)
         return io.NodeOutput(markdown, json, ui=ui.PreviewText(markdown))
 
 

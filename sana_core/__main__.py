@@ -48,13 +48,13 @@ def main(argv: list[str] | None = None) -> int:
         if value == []:
             parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
     try:
-        COMMANDS[arguments.command].run(arguments)
+        # `doctor` returns 1 if it found a fault. The others return nothing.
+        return COMMANDS[arguments.command].run(arguments) or 0
     except BrokenPipeError:
         raise
     except (SanaError, OSError) as error:
         sys.stderr.write(f"{on_one_line(str(error))}\n")
         return 1
-    return 0
 
 
 def on_one_line(text: str) -> str:

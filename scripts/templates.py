@@ -280,7 +280,7 @@ def cards(name: str) -> Template:
 def doctor(name: str) -> Template:
     report = Node("PreviewAny", {"source": ("doctor", 0)}, "Report", 670, 700)
     nodes = {**note(name), "doctor": Node("SanaNodesDoctor", {}), "report": report}
-    return Template(Graph(nodes, (("", "note doctor"), ("", "report"))), (("doctor", "files"), ("doctor", "time")))
+    return Template(Graph(nodes, (("", "note doctor"), ("", "report"))), (("doctor", "files"),))
 
 
 def templates() -> dict[str, Template]:

@@ -15,7 +15,7 @@ import nodes
 
 from ...sana_core.doctor import Report, examine
 from ...sana_core.doctor.machine import installed
-from ...sana_core.doctor.report import SECONDS, TIMED_SECONDS
+from ...sana_core.doctor.report import SECONDS
 from .folders import BUNDLED, find_file, list_files, list_models, model_path
 from .report import status_under_running_node
 
@@ -33,19 +33,18 @@ REPLACEABLE = {
 }
 
 
-def examine_host(files: bool, time: bool = False) -> tuple[str, str]:
-    """Return the report on this server as Markdown and as JSON, with the SANA `files` in its models folders, and with
-    `time` what text, step and decode take."""
+def examine_host(files: bool) -> tuple[str, str]:
+    """Return the report on this server as Markdown and as JSON, with `files` also on SANA's files in models folders."""
     management = comfy.model_management
     management.unload_all_models()
     tell = status_under_running_node()
     report = Report(
         management.throw_exception_if_processing_interrupted,
-        TIMED_SECONDS if time else SECONDS,
+        SECONDS,
         lambda what: tell(f"checking {what}"),
     )
     describe_host(report)
-    examine(report, model_files() if files else (), str(management.get_torch_device()), time)
+    examine(report, model_files() if files else (), str(management.get_torch_device()))
     tell(report.summary())
     return report.markdown(), json.dumps(report.as_json(), indent=1)
 

@@ -1,7 +1,7 @@
 """Check this machine and model files: one block to paste into a bug report.
 
-Versions, the GPU, arithmetic against known answers, and what the files at PATH are and compute. Nothing leaves this
-machine, and no name of a user or folder is in the report.
+Versions, the GPU, arithmetic against known answers, and what the files at PATH are. Nothing leaves this machine, and no
+name of a user or folder is in the report. The exit status is 1 if the report has a fault.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..doctor import Report, examine
-from ..doctor.report import SECONDS, TIMED_SECONDS
+from ..doctor.report import SECONDS
 from ..errors import ExistingFileError, OutputError
 from ..runtime.atomic_files import output_file
 from ..runtime.checks import check_number
@@ -35,24 +35,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="model files, or folders of them, such as ComfyUI's models",
     )
     add("--device", default="", help="like cpu or cuda:0; default: the GPU, or the CPU")
-    add("--time", action="store_true", help="measure seconds and memory as well, which takes some minutes")
-    default = f"default: {SECONDS:.0f}, with --time {TIMED_SECONDS:.0f}"
-    add("--seconds", type=float, help=f"skip checks that would begin later; {default}")
+    add("--seconds", type=float, default=SECONDS, help="skip checks that would begin later; default: %(default).0f")
     add("--json", type=Path, help="write the report into this file as well")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_target(arguments.json)
-    usual = TIMED_SECONDS if arguments.time else SECONDS
-    seconds = usual if arguments.seconds is None else arguments.seconds
-    check_number("seconds", seconds, 0, LARGEST_SECONDS)
-    report = Report(seconds=seconds, tell=tell)
-    examine(report, arguments.paths, arguments.device, arguments.time)
+    check_number("seconds", arguments.seconds, 0, LARGEST_SECONDS)
+    report = Report(seconds=arguments.seconds, tell=tell)
+    examine(report, arguments.paths, arguments.device)
     if arguments.json is not None:
         with output_file(arguments.json, field="json") as part:
             part.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     sys.stdout.write(report.markdown())
+    return int(bool(report.faults))
 
 
 def tell(what: str) -> None:

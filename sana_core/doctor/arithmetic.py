@@ -1,4 +1,4 @@
-"""Known answers that need no file of the user's: kernels, steps, decodes, and the bundled model's image.
+"""Known answers that need no file of the user: kernels, a step of two blocks, and the image of the bundled model.
 
 The truth is float64 on the CPU. What is right is no farther from it than plain torch in the same type, but for CHANCE:
 another rounding anywhere in a network moves its distance by chance.
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.nn.functional as F
 
-from ..checkpoints.files import Json
 from ..kernels.trial import kernels_on
 from ..model import block
 from ..model.known_models import CROSS_HEADS, DEMO_MODEL, HEAD_DIM, TEXT_WIDTH
@@ -27,7 +26,7 @@ from .machine import accelerator_dtypes, named
 from .report import Report
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderDC, SanaTransformer2DModel
+    from diffusers import SanaTransformer2DModel
     from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -40,8 +39,6 @@ ROUNDINGS = 4.0
 SIDE, TOKENS = 16, 40
 # levels of 255 that an image may be away from the committed one: roundings of float32
 LEVELS = 2
-# bytes beyond what is held, for a decode that has to run out of memory
-CAP = 130_000_000
 BUNDLED = Path(__file__).parents[2] / "demo" / DEMO_MODEL
 EXPECTED = BUNDLED / "expected.png"
 
@@ -58,7 +55,6 @@ def check_arithmetic(report: Report, device: torch.device) -> None:
                 check_step(report, device, dtype, width)
                 release()
         check_bundled(report, device)
-        check_decode(report, device)
     release()
 
 
@@ -204,53 +200,3 @@ def check_bundled(report: Report, device: torch.device) -> None:
         report.judge(
             SECTION, "files of the bundled model", "as committed", ", ".join(changed) or "the same", not changed
         )
-
-
-def check_decode(report: Report, device: torch.device) -> None:
-    """The bundled VAE: strips beside the undivided decode, on two devices, and where memory runs out."""
-    from ..checkpoints import load_autoencoder
-    from ..decode import decode_latents
-
-    if not BUNDLED.is_dir():
-        return
-    with report.checking(SECTION, "decode"):
-        latents = noise(1, CHANNELS, 16, 16, seed=0)
-        # not every accelerator has float64
-        model = load_autoencoder(BUNDLED, "cpu", torch.float64)
-        with torch.no_grad():
-            truth = model.decode(latents.double()).sample
-        convert(model, torch.float32).to(device)
-        latents = latents.to(device)
-        whole = decode_latents(model, latents, "whole")
-        judge_distance(report, "decode in strips", decode_latents(model, latents, "strips"), whole, truth)
-        count = torch.accelerator.device_count() if device.type != "cpu" else 1
-        if count > 1:
-            pair = [torch.device(device.type, index) for index in range(2)]
-            got = decode_latents(model, latents, "strips", devices=pair)
-            judge_distance(report, "decode on two devices", got, whole, truth)
-        # only torch.cuda can be given less memory than there is
-        if device.type != "cpu" and torch.get_device_module(device) is torch.cuda:
-            check_out_of_memory(report, device, model)
-
-
-def check_out_of_memory(report: Report, device: torch.device, model: AutoencoderDC) -> None:
-    """A decode that is planned as if there were room for all, where there is not: it has to end, and be the same."""
-    from ..decode import DecodeOptions, decode_into, decode_latents
-
-    latents = noise(1, CHANNELS, 64, 64, seed=0).to(device)
-    expected = decode_latents(model, latents).cpu()
-    release()
-    held = torch.cuda.memory_allocated(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    found: Json = {}
-    out = torch.empty(1, 3, 2048, 2048)
-    try:
-        torch.cuda.set_per_process_memory_fraction((held + CAP) / total, device)
-        decode_into(out, model, latents, DecodeOptions(max_bytes=2**40), found)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-    error = distance(out, expected.double())
-    got = f"{len(found['events'])} retries, {error:.1e} away"
-    report.judge(
-        SECTION, "decode out of memory", "a retry, the same image", got, bool(found["events"]) and error < 1e-3
-    )

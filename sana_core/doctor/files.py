@@ -1,4 +1,4 @@
-"""The model files that are here: what they are, whether they are published ones, and what they compute."""
+"""Lines on model files: what each file is, whether it is a published one, and which model a LoRA fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ..checkpoints.lora import whole_adapters, without_values, written_names
 from ..checkpoints.parts import describe
 from ..errors import CheckpointError, SanaError
 from ..runtime.atomic_files import digest_file
-from .answers import check_models
 from .arithmetic import BUNDLED
 from .report import RIGHT, WRONG, Report
 
@@ -33,8 +32,8 @@ PUBLISHED = {
 SIZES = {1_249_044_836: "DC-AE 1.0 and 1.1", 5_228_717_512: "gemma-2-2b-it in one file"}
 
 
-def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> None:
-    """Add lines on the files at `paths`, and on what SANA's among them compute."""
+def check_files(report: Report, paths: Sequence[Path]) -> None:
+    """Add lines on the files at `paths`."""
     found, others = [], 0
     visited: set[Path] = set()
     for path, candidate in ((named, model) for named in paths for model in candidates(report, named, visited)):
@@ -62,7 +61,6 @@ def check_files(report: Report, paths: Sequence[Path], device: torch.device) -> 
         # a pipe would be waited for
         for file in sorted(file for file in {*weight_files(info), *tokenizers} if file.is_file()):
             check_digest(report, info, file)
-    check_models(report, sana, device)
 
 
 def candidates(report: Report, path: Path, visited: set[Path]) -> Iterator[Path]:

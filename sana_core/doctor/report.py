@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,8 @@ from .privacy import USUAL_FOLDERS, without_folders, without_places
 
 RIGHT, WRONG, FAILED, SKIPPED, NOTED = "right", "WRONG", "FAILED", "skipped", "noted"
 LONGEST = 300
-# of all checks, as a user waits for them, and where seconds and memory are measured as well
-SECONDS, TIMED_SECONDS = 110.0, 900.0
+# The checks that have not begun after this time are skipped.
+SECONDS = 110.0
 # what Markdown would take for its own in a name of a file
 MARKS = re.compile(r"[\\`*<\[|]")
 
@@ -40,8 +39,6 @@ class Report:
         self.lines: list[Line] = []
         # {name of one of the user's folders: its label in lines}
         self.folders: dict[str, str] = {}
-        # seconds and gigabytes by what was measured, a row for benchmarks/
-        self.figures: dict[str, dict[str, float | None]] = {}
         self.tell = tell
         self.end = time.monotonic() + seconds
         self.cancel = poll
@@ -124,12 +121,10 @@ class Report:
         for section in dict.fromkeys(line.section for line in self.lines):
             own = [line for line in self.lines if line.section == section]
             parts.append(f"<details><summary>{section}</summary>\n\n{table(own)}\n</details>")
-        if self.figures:
-            parts.append(f"```json\n{json.dumps(self.figures)}\n```")
         return "\n\n".join(parts) + "\n"
 
     def as_json(self) -> dict[str, object]:
-        return {"summary": self.summary(), "figures": self.figures, "lines": [line._asdict() for line in self.lines]}
+        return {"summary": self.summary(), "lines": [line._asdict() for line in self.lines]}
 
 
 def table(lines: list[Line]) -> str:

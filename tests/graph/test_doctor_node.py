@@ -52,21 +52,6 @@ def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, 
     assert markdown.startswith("### SANA Doctor") and str(ROOT) not in markdown and str(host.models) not in markdown
 
 
-@pytest.mark.slow
-def test_with_time_seconds_and_memory_are_measured_too(host, monkeypatch, told):
-    own = pack("nodes.host.doctor")
-    # what there is no time for is a line too
-    monkeypatch.setattr(own, "SECONDS", 0)
-    monkeypatch.setattr(own, "TIMED_SECONDS", 0)
-    lines = {}
-    for time in (False, True):
-        graph = {"doctor": ("SanaNodesDoctor", {"files": False, "time": time}), **CAUGHT}
-        lines[time] = {line["what"] for line in json.loads(host.run(graph)["json"])["lines"]}
-    assert lines[True] - lines[False] == {"step, 0.6B, 512 px", "decode, 512 px"} and lines[False] < lines[True]
-    # the node ends with the result
-    assert "checks, 0 with a fault" in told[-1][1]
-
-
 def test_interrupt_ends_it_before_the_next_operation(host, monkeypatch):
     told = []
 

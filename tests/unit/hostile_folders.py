@@ -173,7 +173,7 @@ def use(folder: Path) -> list[str]:
         if not is_verifier(folder):
             sana_core.load_scorer(folder).score(torch.zeros(1, 3, 32, 32), "a red house")
 
-    ways = [score, lambda: check_files(Report(seconds=1000), [folder], torch.device("cpu"))]
+    ways = [score, lambda: check_files(Report(seconds=1000), [folder])]
     if not folder.name.startswith("clip-"):
         size = {"width": 64, "height": 64, "steps": 1}
         ways += [

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pretend_card import pretend_cards
 from setup import ROOT
 
-from sana_core.doctor import Report, arithmetic, examine, figures
+from sana_core.doctor import Report, arithmetic, examine
 from sana_core.doctor.machine import describe_devices
 from sana_core.kernels import trial
 
@@ -61,33 +61,14 @@ def test_tensors_of_several_devices_raise_and_bytes_are_counted():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cards", [1, 2], indirect=True)
-def test_a_right_gpu_has_no_fault_in_any_section(cards, monkeypatch):
-    # smaller, for a CPU computes
-    monkeypatch.setattr(figures, "STEPS", {True: (("0.6B", 128),)})
-    monkeypatch.setattr(figures, "DECODES", {True: (128,)})
-    monkeypatch.setattr(figures, "measure_text", lambda *arguments: None)
+def test_a_working_gpu_has_no_fault_in_any_section(cards):
     report = Report(seconds=5000)
-    examine(report, [POSTERS, CYANOTYPE], "cuda", figures=True)
+    examine(report, [POSTERS, CYANOTYPE], "cuda")
     assert not report.faults, report.markdown()
     steps = {
         f"step of two blocks, width {width}, {dtype}" for width in (1152, 2240) for dtype in ("bfloat16", "float16")
     }
-    assert rights(report) >= steps | {"decode out of memory", CYANOTYPE.name}
-    assert rights(report) >= {"step, 0.6B, 128 px, bfloat16", "decode, 128 px, bfloat16"}
-    assert ("decode on two devices" in rights(report)) == (torch.cuda.device_count() == 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cards", [2], indirect=True)
-def test_the_bundled_model_s_image_and_decodes_are_right_on_a_gpu(cards):
-    report = Report(seconds=1000)
-    describe_devices(report)
-    arithmetic.check_bundled(report, CARD)
-    arithmetic.check_decode(report, CARD)
-    assert not report.faults, report.markdown()
-    assert rights(report) >= {"image of the bundled model", "decode in strips", "decode out of memory"}
-    assert "decode on two devices" in rights(report)
-    # all that was taken is given back
+    assert rights(report) >= steps | {"image of the bundled model", CYANOTYPE.name}
     assert not any(cards.alive.values())
 
 
@@ -121,6 +102,5 @@ def test_a_gpu_that_runs_out_of_memory_is_a_line_and_no_end(no_trials):
     report = Report(seconds=1000)
     with pretend_cards(total=1_000_000):
         arithmetic.check_bundled(report, CARD)
-        arithmetic.check_decode(report, CARD)
-    assert faults(report).keys() == {"image of the bundled model", "decode"}
+    assert faults(report).keys() == {"image of the bundled model"}
     assert all(got.startswith("OutOfMemoryError: CUDA out of memory") for got in faults(report).values())
