@@ -198,7 +198,7 @@ WRITTEN = {
 
 
 def triton_bytes(name: str, given: dict[str, Any]) -> int:
-    """Return what a kernel moves: each tensor once, but for the input rows that two programs of a depthwise read."""
+    """Bytes that a kernel moves: each tensor once. Two bands of a depthwise both read the two rows at their border."""
     own = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
     assert own.keys() >= WRITTEN[name] - {key for key, value in given.items() if value is None}
     again = 0.0
@@ -206,8 +206,7 @@ def triton_bytes(name: str, given: dict[str, Any]) -> int:
         # written in place
         again = size(own["hidden"])
     if name == "gated_depthwise":
-        bands = -(-given["rows_out"] // given["rows"])
-        again = size(own["x"]) * 2 * (bands - 1) / given["rows_in"]
+        again = size(own["x"]) * 2 * (given["bands"] - 1) / given["rows_in"]
     return sum(map(size, own.values())) + int(again)
 
 

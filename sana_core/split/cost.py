@@ -132,8 +132,8 @@ def work_of(model: Architecture, columns: int, rows: int, passes: int, members: 
     # query, key and value 4, their sums 2 and outputs 2, the other products of attention 2 each and its softmax 2, the
     # feed-forward's last 3.5, and its first 6 with the neighbours' rows
     products = 19.5 * own + 6 * window
-    # the three norms and gates 11, what the depthwise writes 2.5, and reads 5 and a fifth of it twice
-    others = (13.5 + 2 * NORMS * model.qk_norm) * own + 6 * window
+    # The three norms and gates move 11. The depthwise writes 2.5 and reads 5; the rows that it reads twice are few.
+    others = (13.5 + 2 * NORMS * model.qk_norm) * own + 5 * window
     others += 2 * window if members > 1 else 0  # the rows together with the neighbours'
     matrices = layers * (13.5 * width + 2 * passes * MAX_TOKENS) * width + 7 * width**2
     operations = own * position_flops(width, layers) + (window - own) * layers * hidden_flops(width)
