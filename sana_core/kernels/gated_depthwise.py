@@ -9,16 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .bands import CHANNELS, COLUMNS, divide_rows
 from .support import launch
-
-# One program of one warp computes a column strip of COLUMNS x CHANNELS outputs from the top to the bottom of its band.
-# A wider strip computes fewer SiLUs twice, but its registers leave room for fewer warps.
-# These sizes were the fastest of 17 on an H100.
-COLUMNS, CHANNELS = 4, 64
-# A band has at most this many rows. Each band computes the SiLU of two rows that belong to its neighbours.
-BAND_ROWS = 32
-# A band has fewer rows if the grid would have fewer programs than this.
-PROGRAMS = 1024
 
 
 @triton.jit
@@ -154,13 +146,10 @@ def silu_depthwise_gate(
     out = torch.empty(batch, rows_out, columns, channels, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    strips = -(-columns // COLUMNS), -(-channels // CHANNELS)
-    bands = max(-(-rows_out // BAND_ROWS), min(-(-PROGRAMS // (batch * strips[0] * strips[1])), rows_out))
-    band_rows = -(-rows_out // bands)
-    bands = -(-rows_out // band_rows)
+    bands, band_rows = divide_rows(batch, rows_out, columns, channels)
     launch(
         gated_depthwise,
-        (batch * bands, *strips),
+        (batch * bands, -(-columns // COLUMNS), -(-channels // CHANNELS)),
         x,
         x,
         weight,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import InputError
+from ..kernels.bands import divide_rows
 from ..model.known_models import HEAD_DIM, MAX_TOKENS, VARIANTS, Architecture
 from ..model.latents import CHANNELS, DOWNSCALE, check_side
 from ..model.row_shards import find_groups
@@ -132,8 +133,9 @@ def work_of(model: Architecture, columns: int, rows: int, passes: int, members: 
     # query, key and value 4, their sums 2 and outputs 2, the other products of attention 2 each and its softmax 2, the
     # feed-forward's last 3.5, and its first 6 with the neighbours' rows
     products = 19.5 * own + 6 * window
-    # The three norms and gates move 11. The depthwise writes 2.5 and reads 5; the rows that it reads twice are few.
-    others = (13.5 + 2 * NORMS * model.qk_norm) * own + 5 * window
+    # The three norms and gates move 11. The depthwise writes 2.5 and reads 5, and the rows at a border of bands twice.
+    bands, _ = divide_rows(passes, rows, columns, int(2.5 * width))
+    others = (13.5 + 2 * NORMS * model.qk_norm) * own + 5 * (window + 2 * (bands - 1) * passes * columns)
     others += 2 * window if members > 1 else 0  # the rows together with the neighbours'
     matrices = layers * (13.5 * width + 2 * passes * MAX_TOKENS) * width + 7 * width**2
     operations = own * position_flops(width, layers) + (window - own) * layers * hidden_flops(width)

@@ -261,12 +261,12 @@ def test_an_accelerator_is_named_once():
 def test_plan_says_what_devices_take_and_gain(capsys):
     main(["plan", "1.6B", "--width", "4096", "--height", "4096", "--split", "8", "--link", "nvlink"])
     out = capsys.readouterr().out
-    assert "8 devices share an image, the two prompts apart: a guided step takes 17.6 ms, on one 109.0 ms" in out
-    assert "each launches 427 and moves 20.4 GB, one alone 287 and 135.0 GB" in out
+    assert "8 devices share an image, the two prompts apart: a guided step takes 17.6 ms, on one 108.3 ms" in out
+    assert "each launches 427 and moves 20.0 GB, one alone 287 and 132.8 GB" in out
     assert "41 exchanges a step; in a block 0.59 MB of sums from each device, and 0.57 MB for a neighbour" in out
     main(["plan", "1.6B", "--split", "2", "--link", "pcie"])
     out = capsys.readouterr().out
-    assert "38.0 ms, 1.99 times as fast" in out and "they exchange nothing but the result" in out
+    assert "37.8 ms, 1.99 times as fast" in out and "they exchange nothing but the result" in out
     main(["plan", "0.6B", "--width", "512", "--height", "512", "--split", "4", "--link", "pcie"])
     assert "it does not pay at this size" in capsys.readouterr().out
     with pytest.raises(InputError, match="split: got 40, expected from 2 to 32"):
