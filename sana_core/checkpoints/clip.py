@@ -33,6 +33,7 @@ from .schemas import (
     whole,
     word,
 )
+from .tokenizer_schema import checked_tokenizer
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -225,7 +226,7 @@ def load_tokenizer(folder: Path, longest: int, vocabulary: int) -> Callable[[str
         raise CheckpointError(
             f"{shown(config_file)}: truncation_side is {brief(side)}, expected left or right; {REDOWNLOAD}"
         )
-    content = read_bytes(file, LARGEST_TEXT)
+    content = checked_tokenizer(read_bytes(file, LARGEST_TEXT), shown(file))
 
     def guarded(action: Callable[[], T]) -> T:
         try:
@@ -236,7 +237,7 @@ def load_tokenizer(folder: Path, longest: int, vocabulary: int) -> Callable[[str
             raise CheckpointError(f"{shown(file)}: tokenizers cannot use it ({brief(error)}); {REDOWNLOAD}") from None
 
     def build() -> Tokenizer:
-        fast = Tokenizer.from_str(content.decode())
+        fast = Tokenizer.from_str(content)
         fast.no_padding()
         fast.enable_truncation(longest, direction=side)
         return fast

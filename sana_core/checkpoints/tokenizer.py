@@ -8,10 +8,11 @@ from .detect import CheckpointInfo
 from .files import REDOWNLOAD, brief, read_bytes, read_json, shown
 from .headers import tensor_bytes
 from .schemas import refuse_code
+from .tokenizer_schema import checked_tokenizer
 
 PAD_TOKEN, BOS_TOKEN = 0, 2  # Gemma's
-# Gemma's tokenizer.json has 34 MB
-LARGEST_TOKENIZER = 200_000_000
+# Gemma's tokenizer.json has 34 MB. Python's objects of a JSON file take several times its size.
+LARGEST_TOKENIZER = 64_000_000
 
 
 def load_tokenizer(info: CheckpointInfo) -> Tokenizer:
@@ -45,8 +46,9 @@ def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
     """
     from tokenizers import Tokenizer as FastTokenizer
 
+    text = checked_tokenizer(content, name)
     try:
-        fast = FastTokenizer.from_str(content.decode())
+        fast = FastTokenizer.from_str(text)
         fast.no_padding()
         fast.no_truncation()
         begin = fast.encode("").ids

@@ -163,10 +163,20 @@ def test_preview_colours_that_are_none_are_named(tmp_path, content):
 # -- tokenizers
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b'{"version": "1.0"}', b"\xff\xfe"])
-def test_a_broken_tokenizer_is_named(copy, content):
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "its JSON nests too deeply"),
+        (b'{"version": "1.0"}', "model: got None, expected BPE or WordLevel"),
+        (b'{"model": {"type": "BPE"}}', "tokenizers cannot read it"),
+        (b"\xff\xfe", "not JSON"),
+    ],
+)
+def test_a_broken_tokenizer_is_named(copy, content, reason):
     (copy / "tokenizer" / "tokenizer.json").write_bytes(content)
-    refused(copy, "^tokenizer/tokenizer.json: tokenizers cannot read it", load=sana_core.load_text_encoder)
+    refused(copy, f"^tokenizer/tokenizer.json: {reason}", load=sana_core.load_text_encoder)
 
 
 def test_a_tokenizer_over_which_the_library_panics_is_named(copy):
