@@ -8,7 +8,7 @@ from .detect import CheckpointInfo
 from .files import REDOWNLOAD, brief, read_bytes, read_json, shown
 from .headers import tensor_bytes
 from .schemas import refuse_code
-from .tokenizer_schema import checked_tokenizer
+from .tokenizer_schema import check_sentencepiece, checked_tokenizer
 
 PAD_TOKEN, BOS_TOKEN = 0, 2  # Gemma's
 # Gemma's tokenizer.json has 34 MB. Python's objects of a JSON file take several times its size.
@@ -66,6 +66,7 @@ def sentencepiece_tokenizer(content: bytes, name: str, vocabulary: int) -> Token
     """As `json_tokenizer`, for a serialised sentencepiece model, which is how single-file text encoders carry it."""
     from sentencepiece import SentencePieceProcessor
 
+    check_sentencepiece(content, name)
     try:
         processor = SentencePieceProcessor(model_proto=content, add_bos=True)
         begin = processor.encode("")

@@ -1,8 +1,9 @@
-"""Which tokenizer.json files the tokenizers library may read.
+"""Which tokenizers the libraries tokenizers and sentencepiece may read.
 
-The library limits neither time nor memory: a short file can make it multiply a prompt until the memory is full, which
-ends the process, or compare a prompt with a regular expression for hours. So a file may only have the few kinds of
-steps that tokenizers of Gemma and CLIP have, and few of them.
+The libraries limit neither time nor memory: a short file can make them multiply a prompt until the memory is full,
+which ends the process, or compare a prompt with a regular expression for hours. So a tokenizer.json may only have the
+few kinds of steps that tokenizers of Gemma and CLIP have, and few of them. A sentencepiece model may only replace
+characters by short texts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ LONGEST_STEP = 2000
 MOST_ADDED = 10_000
 MODELS = ("BPE", "WordLevel")
 LONGEST_AFFIX = 20
+# Fields of sentencepiece_model.proto
+NORMALIZERS, CHARACTER_MAP = (3, 5), 2
+# The longest replacement in Unicode's NFKC has 33 bytes.
+LONGEST_REPLACEMENT = 100
 # \s, \p{L} and escaped punctuation, but no calls of the expression itself and no references
 ESCAPE = re.compile(r"\\(?:[pP]\{\^?\w+\}|[sSdDwWnrt]|[^\w\s])", re.ASCII)
 
@@ -115,3 +120,57 @@ def check_model(model: object, name: str) -> None:
 
 def refused(name: str, got: str, expected: str) -> CheckpointError:
     return CheckpointError(f"{name}: got {got}, expected {expected}, as in tokenizers of Gemma and CLIP; {REDOWNLOAD}")
+
+
+def check_sentencepiece(content: bytes, name: str) -> None:
+    """Raise CheckpointError for a sentencepiece model that replaces a character by a long text.
+
+    A map of characters is the size of an index in 4 bytes, the index, and the replacements, which end with 0.
+    """
+    try:
+        models = [spec for field, spec in protobuf_fields(content) if field in NORMALIZERS]
+        maps = [value for spec in models for field, value in protobuf_fields(spec) if field == CHARACTER_MAP]
+    except (IndexError, ValueError) as error:
+        raise CheckpointError(f"{name}: sentencepiece cannot read it ({brief(error)}); {REDOWNLOAD}") from None
+    for character_map in maps:
+        replacements = character_map[4 + int.from_bytes(character_map[:4], "little") :]
+        longest = max(map(len, replacements.split(b"\0")))
+        if longest > LONGEST_REPLACEMENT:
+            raise refused(name, f"a character replaced by {longest} bytes", f"at most {LONGEST_REPLACEMENT}")
+
+
+def protobuf_fields(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield number and value of each field of a protobuf message. A number yields no bytes.
+
+    Raises IndexError or ValueError for a broken message.
+    """
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = content[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+            if shift > 63:
+                raise ValueError("a number is too long")
+
+    while at < len(content):
+        field, kind = divmod(varint(), 8)
+        if kind == 0:
+            varint()
+            yield field, b""
+            continue
+        size = {1: 8, 5: 4}.get(kind)
+        if size is None:
+            if kind != 2:
+                raise ValueError(f"a field has the kind {kind}")
+            size = varint()
+        if at + size > len(content):
+            raise ValueError("a field is longer than the file")
+        yield field, content[at : at + size]
+        at += size

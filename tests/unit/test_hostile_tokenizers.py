@@ -1,9 +1,11 @@
 """Files tokenizer.json that would fill the memory or never end, in folders of scorers and of text encoders."""
 
+import io
 import json
 import re
 
 import pytest
+import sentencepiece
 import torch
 from bounded import bounded
 from clips import PROMPT, save_clip
@@ -12,7 +14,8 @@ from transformers import CLIPTokenizer, GemmaTokenizer
 
 import sana_core
 from sana_core.batch.scorer import load_scorer
-from sana_core.checkpoints.tokenizer_schema import checked_tokenizer
+from sana_core.checkpoints.tokenizer import sentencepiece_tokenizer
+from sana_core.checkpoints.tokenizer_schema import check_sentencepiece, checked_tokenizer
 from sana_core.errors import CheckpointError
 
 
@@ -117,3 +120,44 @@ def test_a_prompt_of_a_scorer_takes_little_memory(clip):
     change(clip / "tokenizer.json", "normalizer", several([replace({"Regex": ""}, "a")] * 3))
     with bounded():
         load_scorer(clip).score(torch.zeros(1, 3, 32, 32), PROMPT * 3000)
+
+
+def trained(rules, tmp_path):
+    """A sentencepiece model of Gemma's kind that replaces characters by the `rules`, lines of numbers."""
+    (tmp_path / "rules.tsv").write_text(rules)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a red house", "a blue boat"] * 20),
+        model_writer=model,
+        vocab_size=40,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        normalization_rule_tsv=str(tmp_path / "rules.tsv"),
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+    )
+    return model.getvalue()
+
+
+def test_a_sentencepiece_model_with_a_long_replacement_is_refused(tmp_path):
+    short = trained("61\t62 62 62\n", tmp_path)
+    assert sentencepiece_tokenizer(short, "tokenizer.model", 100).encode("a")[0] == 2
+    long = trained("61\t" + "62 " * 100_000 + "\n", tmp_path)
+    with pytest.raises(CheckpointError, match=r"^tokenizer.model: got a character replaced by \d+ bytes, expected at"):
+        sentencepiece_tokenizer(long, "tokenizer.model", 100).encode("a" * 100_000)
+
+
+def test_the_maps_of_characters_that_sentencepiece_has_are_accepted(tmp_path):
+    for rule in ("identity", "nmt_nfkc_cf", "nfkc"):
+        model = io.BytesIO()
+        sentences = iter(["a red house", "a blue boat"] * 20)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences,
+            model_writer=model,
+            vocab_size=40,
+            hard_vocab_limit=False,
+            normalization_rule_name=rule,
+        )
+        check_sentencepiece(model.getvalue(), "tokenizer.model")
