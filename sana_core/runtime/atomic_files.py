@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -83,7 +84,11 @@ def new_part(folder: Path) -> Iterator[Path]:
 
 def remove_stale_parts(folder: Path) -> None:
     """Remove the hidden files that dead processes of this machine left in `folder`."""
+    name = re.compile(rf"{part_prefix()}[0-9a-f]{{32}}\.lock", re.ASCII)
     for lock_file in folder.glob(f"{part_prefix()}*.lock"):
+        # A user may have given a file a similar name.
+        if not name.fullmatch(lock_file.name):
+            continue
         # Files that cannot be removed now can be removed by a later call.
         with suppress(OSError):
             if not S_ISREG(lock_file.lstat().st_mode):
@@ -180,11 +185,18 @@ def write_whole(path: Path, data: bytes, parts: Path, replace: bool = False) -> 
 def check_free(paths: Iterable[Path], replace: bool = False) -> None:
     """Raise ExistingFileError for the first of `paths` that exists. With `replace`, a regular file may exist."""
     for path in paths:
-        if not path.exists():
+        try:
+            # A link that leads nowhere also has the name.
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
             continue
+        except OSError as error:
+            raise OutputError(
+                f"out: {str(path):.240} cannot be a file ({error.strerror}); choose another name or folder"
+            ) from None
         if not replace:
             raise ExistingFileError(f"out: {path} exists; choose another folder, or allow it with --overwrite")
-        if not path.is_file():
+        if path.exists() and not path.is_file():
             raise ExistingFileError(f"out: {path} is a folder, pipe or device, expected a file; choose another name")
 
 

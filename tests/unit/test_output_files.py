@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from sana_core.errors import ExistingFileError, OutputError
 from sana_core.runtime import atomic_files
-from sana_core.runtime.atomic_files import output_file
+from sana_core.runtime.atomic_files import check_free, output_file
 from sana_core.video.files import write_video
 
 PARTS = ".sana-*.part"
@@ -81,13 +81,15 @@ def test_only_this_machines_stale_files_are_removed(tmp_path, monkeypatch):
     kill(start_writing(tmp_path))
     monkeypatch.undo()
     prefix = atomic_files.part_prefix()
-    (tmp_path / f"{prefix}1.lock").mkdir()
+    (tmp_path / f"{prefix}{'1' * 32}.lock").mkdir()
     (tmp_path / "mine.txt").write_text("mine")
-    (tmp_path / f"{prefix}2.lock").symlink_to("mine.txt")
-    os.mkfifo(tmp_path / f"{prefix}3.lock")
-    (tmp_path / f"{prefix}4.part").write_text("without a lock file")
+    (tmp_path / f"{prefix}{'2' * 32}.lock").symlink_to("mine.txt")
+    os.mkfifo(tmp_path / f"{prefix}{'3' * 32}.lock")
+    (tmp_path / f"{prefix}{'4' * 32}.part").write_text("without a lock file")
+    for suffix in ("lock", "part"):
+        (tmp_path / f"{prefix}holiday.{suffix}").write_text("A user chose this name.")
     before = sorted(tmp_path.iterdir())
-    assert len(before) == 7
+    assert len(before) == 9
     with output_file(tmp_path / "new.png") as part:
         part.write_bytes(b"whole")
     assert sorted({*tmp_path.iterdir()} - {tmp_path / "new.png"}) == before
@@ -175,6 +177,18 @@ def test_overwrite_replaces_only_files(tmp_path, kind, name):
     assert process.returncode == 1
     assert said == "out: 00000_0.png is a folder, pipe or device, expected a file; choose another name\n"
     assert not (tmp_path / "00000_0.png").is_file()
+
+
+def test_names_that_cannot_be_used_are_refused_before_the_work(tmp_path):
+    (tmp_path / "link.mp4").symlink_to("gone.mp4")
+    with pytest.raises(
+        ExistingFileError, match="link.mp4 exists; choose another folder, or allow it with --overwrite$"
+    ):
+        check_free([tmp_path / "link.mp4"])
+    check_free([tmp_path / "link.mp4", tmp_path / "link.mp4" / "inside.mp4"], replace=True)
+    for replace in (False, True):
+        with pytest.raises(OutputError, match=r"^out: .*aaa cannot be a file \(File name too long\); choose another"):
+            check_free([Path("a" * 300 + ".mp4")], replace)
 
 
 # Each name begins with a protocol of FFmpeg.
