@@ -14,7 +14,7 @@ from ..errors import ReadError
 from ..model.known_models import MAX_TOKENS
 from ..model.reference import AUTO
 from ..model.text import instruction_text
-from ..runtime.atomic_files import digest_file, digest_of
+from ..runtime.atomic_files import digest_file, digest_of, read_small
 from . import CheckpointInfo, inspect_checkpoint
 from .files import Json
 from .load import build_module, shift_of, text_reference
@@ -135,18 +135,21 @@ def kept_path(file: Path, folder: Path | None = None) -> Path:
 def read_kept(file: Path, path: Path) -> str | None:
     """Return the digest of the file as it is now that is kept at `path`, None where there is none."""
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_small(path))
         return str(document["sha256"]) if document["stamp"] == file_stat(file) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def keep(path: Path, stat: list[int], digest: str) -> None:
     """Keep the digest at `path`, where no file of others is; a folder that cannot be written makes the next run read
     the file again."""
-    with suppress(OSError):
+    # A model's folder may come from a stranger. A link there could lead to any file of the user.
+    if path.is_symlink():
+        return
+    with suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_bytes()[: len(BEGIN)] not in (b"", BEGIN):
+        if path.exists() and read_small(path)[: len(BEGIN)] not in (b"", BEGIN):
             return
         try:
             # not by way of another file: a process that is killed here leaves half of this one, which is read as none

@@ -21,6 +21,8 @@ from ..errors import ExistingFileError, OutputError, SanaError
 
 # bytes read at a time
 BLOCK = 1 << 24
+# bytes of a record, a digest or the description of a run
+LARGEST_SMALL = 64_000_000
 
 
 @contextmanager
@@ -180,6 +182,17 @@ def write_whole(path: Path, data: bytes, parts: Path, replace: bool = False) -> 
     """
     with unfinished(path, parts, replace) as part:
         part.write_bytes(data)
+
+
+def read_small(path: Path, largest: int = LARGEST_SMALL) -> bytes:
+    """Return the content of a small file. Raises OSError, and ValueError for a pipe, a folder and a larger file."""
+    status = path.stat()
+    # Reading a pipe would wait for ever.
+    if not S_ISREG(status.st_mode):
+        raise ValueError("it is a folder, pipe or device")
+    if status.st_size > largest:
+        raise ValueError(f"it has {status.st_size} bytes")
+    return path.read_bytes()
 
 
 def check_free(paths: Iterable[Path], replace: bool = False) -> None:

@@ -26,7 +26,7 @@ from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import file_stat
 from ..errors import ExistingFileError, InputError, OutputError, ReadError
 from ..model.latents import CHANNELS, DOWNSCALE
-from ..runtime.atomic_files import digest_of, write_whole
+from ..runtime.atomic_files import digest_of, read_small, write_whole
 from ..runtime.cancellation import Poll, no_poll
 from .dataset import Sample
 from .images import CROP_RULE, MIDDLE, Bucket, FileRange, decode_image, decode_mask, fit_image, read_range
@@ -40,6 +40,8 @@ Tensors = dict[str, torch.Tensor]
 # of the entries; a higher one makes all of them again
 VERSION = 1
 DIGESTS = "digests.json"
+# bytes of that file; an image takes 140
+LARGEST_DIGESTS = 10**9
 # the tensor in an entry that tells whether the others are what was written
 CHECK = "sha256"
 
@@ -320,7 +322,7 @@ class Digests:
     def read(self) -> Json:
         """Return what the folder has. Raises ExistingFileError for a file that no run has written."""
         try:
-            kept = json.loads(self.file.read_bytes())
+            kept = json.loads(read_small(self.file, LARGEST_DIGESTS))
             if kept and all(len(digest) == 64 for pair in kept.items() for digest in pair):
                 return kept
         except (FileNotFoundError, NotADirectoryError):

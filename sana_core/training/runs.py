@@ -26,7 +26,7 @@ from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
-from ..runtime.atomic_files import digest_file, remove, sync, sync_folder, unfinished, write_whole
+from ..runtime.atomic_files import digest_file, read_small, remove, sync, sync_folder, unfinished, write_whole
 from .ranks import ALONE, Ranks
 from .schedule import Best, TrainProgress
 
@@ -93,7 +93,7 @@ def read_run(out: Path) -> tuple[Json | None, list[str]]:
     Raises ExistingFileError for a run.json that no run has written, and CheckpointError for a broken state.
     """
     try:
-        found = json.loads((out / RUN).read_bytes())
+        found = json.loads(read_small(out / RUN))
         return dict(found["facts"]), [*map(str, found["published"])]
     except FileNotFoundError:
         # somebody has removed it, and the states know as much
@@ -293,7 +293,7 @@ def check_file(folder: Path, name: str, digest: str) -> None:
 def read_document(folder: Path) -> Json:
     """Return what a state says besides its tensors. Raises CheckpointError for one that is broken."""
     try:
-        document = json.loads((folder / STATE).read_bytes())
+        document = json.loads(read_small(folder / STATE))
         digest = document.pop("digest")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise broken(folder, error) from error

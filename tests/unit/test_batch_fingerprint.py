@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from bounded import bounded
 
 from sana_core.batch.best import Best
 from sana_core.batch.pipeline import SamplingSettings
@@ -98,3 +99,28 @@ def test_a_models_folder_that_cannot_be_written_is_read_again(copy, monkeypatch)
     monkeypatch.setattr(type(copy), "write_text", refuse)
     assert fingerprint(copy) == fingerprint(copy)
     assert not list(copy.rglob("*.sana-digest.json"))
+
+
+@pytest.mark.parametrize("target", ["gone", "empty"])
+def test_no_digest_is_written_through_a_link_in_a_models_folder(copy, monkeypatch, tmp_path, target):
+    """A model's folder may come from a stranger."""
+    monkeypatch.setattr(module, "KEPT", 0)
+    (tmp_path / "empty").touch()
+    for file in copy.rglob("*.safetensors"):
+        file.with_name(f".{file.name}.sana-digest.json").symlink_to(tmp_path / target)
+    fingerprint(copy)
+    assert not (tmp_path / "gone").exists() and not (tmp_path / "empty").stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["pipe", "nested"])
+def test_a_broken_digest_beside_a_model_is_not_read(copy, monkeypatch, kind):
+    monkeypatch.setattr(module, "KEPT", 0)
+    expected = fingerprint(copy)
+    for file in list(copy.rglob(".*.sana-digest.json")):
+        file.unlink()
+        if kind == "pipe":
+            os.mkfifo(file)
+        else:
+            file.write_text("[" * 100_000)
+    with bounded(seconds=20):
+        assert fingerprint(copy) == expected
