@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 from ..errors import InUseError, MissingFileError, OutputError, ReadError
-from .atomic_files import digest_of, is_named, lock, remove, write_whole
+from .atomic_files import digest_of, is_named, lock, read_small, remove, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ HEARTBEAT_INTERVAL = 5.0
 # a run of another machine is dead when its record stood still for so many seconds
 STALE_AFTER = 30.0
 POLL_INTERVAL = 0.5
+LARGEST_RECORD = 10_000
+TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", re.ASCII)
 
 
 class Holder(NamedTuple):
@@ -214,7 +217,11 @@ def machine_digest(run: str) -> str:
 def read_record(path: Path) -> Holder | None:
     """Return who holds the folder, None for nobody. Raises ReadError for a record that is damaged."""
     try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+        holder = Holder(**json.loads(read_small(path, LARGEST_RECORD)))
+        # Others can write this file, and messages contain its time.
+        if not TIME.fullmatch(holder.since) or type(holder.beat) is not int:
+            raise ValueError
+        return holder
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError):

@@ -1,5 +1,6 @@
 """One run at a time holds a folder, whatever became of the last one."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -171,8 +172,21 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path, request, locks):
         assert not list(tmp_path.iterdir())
 
 
-def test_a_record_that_is_damaged_is_named(tmp_path):
+RECORD = {"run": "a", "machine": "b", "since": "2026-01-02 03:04:05", "beat": 1}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        json.dumps({**RECORD, "since": "\x1b]0;title\x07 2026-01-02 03:04:05"}),
+        json.dumps({**RECORD, "since": 5}),
+        json.dumps({**RECORD, "beat": "1"}),
+        json.dumps(RECORD) + " " * 10_000,
+    ],
+)
+def test_a_record_that_is_damaged_is_named(tmp_path, content):
     (tmp_path / OWN).mkdir()
-    (tmp_path / OWN / "holder.json").write_text("{")
+    (tmp_path / OWN / "holder.json").write_text(content)
     with pytest.raises(OSError, match="holder.json: damaged; remove .sana-batch if no run is at work"):
         hold(tmp_path).__enter__()
