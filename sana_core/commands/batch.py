@@ -22,7 +22,7 @@ from ..batch.png import describe_settings, encode_png
 from ..batch.progress import Progress, WorkerReport
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import KEPT
-from ..errors import InputError, OutputError, SanaError
+from ..errors import InputError, OutputError, ReadError, SanaError
 from ..generate import find_backend
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
@@ -46,11 +46,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the lines of `file` that are not empty. Raises InputError for none, and for a file not in UTF-8."""
+    """Return the lines of `file` that are not empty. Raises InputError for none, and for a file not in UTF-8,
+    ReadError if it cannot be read.
+    """
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"prompts: {file} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except OSError as error:
+        raise ReadError(
+            f"prompts: {str(file):.240} cannot be read ({error.strerror}); see its name and its rights"
+        ) from None
     prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
         raise InputError(f"prompts: {file} holds no prompt; write one a line")

@@ -91,6 +91,9 @@ def read_latents(path: Path) -> torch.Tensor:
         names = ", ".join(list(tensors)[:3]) or "nothing"
         raise InputError(f"latents: {path} holds {names}, expected a tensor 'latents'")
     check_channels("latents", found.shape)
+    if not found.numel() or not found.is_floating_point():
+        got = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+        raise InputError(f"latents: {path} holds {got}, expected floating-point numbers of an image; save it again")
     return found.float()
 
 
