@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..checkpoints.clip import clip_files
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import CheckpointError, InputError
@@ -62,8 +63,10 @@ class Best(NamedTuple):
     def describe(self) -> Json:
         """Return what a choice depends on besides the drafts, as the manifest has it."""
         check_text("scorer", self.scorer.name, RENAME)
-        names = ["model.safetensors", "config.json", *([] if self.verifier else ["tokenizer.json"])]
-        files = {self.scorer / name for name in names}
+        if self.verifier is None:
+            files = clip_files(self.scorer)
+        else:
+            files = {self.scorer / name for name in ("model.safetensors", "config.json")}
         digests = digest_files(files, lambda done, total: None)
         weights = digest_json([digests[file] for file in sorted(files)])
         early = {} if self.after is None else {"after": self.after}

@@ -138,6 +138,14 @@ def read_weights(folder: Path) -> Weights:
     raise MissingFileError(f"{folder.name}: no {WEIGHTS}; download it from the page of the model")
 
 
+def clip_files(folder: Path) -> set[Path]:
+    """Return the files that decide the scores of the CLIP in `folder`. Raises as `read_weights` does."""
+    names = ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
+    weights = {header.file for header in read_weights(folder).headers.values()}
+    # `load_scorer` names a file that is missing, or a pipe in its place.
+    return weights | {folder / name for name in names if (folder / name).is_file()}
+
+
 def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> CLIPModel:
     """Return the CLIP in `folder` in evaluation mode. Raises CheckpointError, MissingFileError or ReadError."""
     from transformers import CLIPConfig, CLIPModel

@@ -1,12 +1,14 @@
 """Many drafts, of which the best are kept: the same images that each seed gives alone."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from bounded import bounded
 from clips import save_clip
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch import best, pipeline
-from sana_core.batch.best import Rounds, find_best
+from sana_core.batch.best import Best, Rounds, find_best
 from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.scorer import load_scorer
@@ -307,3 +309,33 @@ def test_a_manifest_with_nan_of_an_earlier_version_becomes_valid_json(checkpoint
 def test_what_cannot_be_chosen_is_named(checkpoint, options, message):
     with pytest.raises(InputError, match=message):
         sana_core.generate(PROMPTS, checkpoint, **options)
+
+
+def shard(folder):
+    """Store the weights of the CLIP in `folder` as one shard with an index."""
+    name = "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(folder / name)
+    weight_map = dict.fromkeys(load_file(folder / name), name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_a_choice_depends_on_all_files_of_the_scorer(tmp_path):
+    save_clip(tmp_path / "clip")
+    choice = Best(1, 2, tmp_path / "clip")
+    before = choice.describe()
+    shard(tmp_path / "clip")
+    assert choice.describe().keys() == before.keys()
+    for name in ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
+        last = choice.describe()["scorer_weights"]
+        with (tmp_path / "clip" / name).open("a") as file:
+            file.write(" ")
+        assert choice.describe()["scorer_weights"] != last, name
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_pipe_in_a_scorers_folder_is_not_waited_for(tmp_path, name):
+    save_clip(tmp_path / "clip")
+    (tmp_path / "clip" / name).unlink()
+    os.mkfifo(tmp_path / "clip" / name)
+    with bounded():
+        assert Best(1, 2, tmp_path / "clip").describe()["scorer"] == "clip"
