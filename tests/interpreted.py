@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 plain_dot, plain_convert = interpreter.InterpreterBuilder.create_dot, interpreter._convert_float
+plain_patch_tensor = interpreter._patch_lang_tensor
 
 
 def widened(handle: Any) -> Any:
@@ -34,6 +35,12 @@ def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     return values.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
 
 
+def patch_tensor(tensor: Any, scope: Any) -> None:
+    """Let a tensor of one element be a number. numpy 2.5 refuses that in Triton 3.6, which does not squeeze it."""
+    plain_patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+
 def install() -> None:
     from triton.language.extra.cuda import libdevice
 
@@ -42,3 +49,4 @@ def install() -> None:
     libdevice.fast_dividef = operator.truediv
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter._convert_float = convert
+    interpreter._patch_lang_tensor = patch_tensor
