@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu.py. Each is a function that runs in a process of its own and records figures.
+"""The parts of benchmarks/gpu.py. Each part is a function that records figures. It runs in a separate process.
 
 Models have the released sizes and random weights, unless a part says otherwise. Steps are guided (two rows), in bf16,
 with 300 prompt tokens and with query, key and value in one product, as `load_models` loads them.
@@ -42,19 +42,19 @@ class Recorder:
         self.part, self.out, self.small = part, out, small
         self.device = torch.device("cuda", 0)
 
-    def figure(self, what: str, **values: Any) -> None:
-        line = json.dumps({"part": self.part, "what": what, **values})
+    def figure(self, label: str, **values: Any) -> None:
+        line = json.dumps({"part": self.part, "what": label, **values})
         with (self.out / "figures.jsonl").open("a") as file:
             file.write(line + "\n")
         sys.stdout.write(line + "\n")
 
-    def attempt(self, what: str, measure: Callable[[], dict[str, Any]]) -> None:
+    def attempt(self, label: str, measure: Callable[[], dict[str, Any]]) -> None:
         """Record what `measure` returns, or the error that it raises. An error ends no other measurement."""
         try:
-            self.figure(what, **measure())
+            self.figure(label, **measure())
         except Exception as error:
             traceback.print_exc()
-            self.figure(what, failed=f"{type(error).__name__}: {str(error)[:300]}")
+            self.figure(label, failed=f"{type(error).__name__}: {str(error)[:300]}")
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -81,10 +81,10 @@ def run_part(name: str, out: Path, small: bool) -> int:
 
 
 def measure(call: Callable[[], Any], runs: int = 10) -> dict[str, float]:
-    """Median milliseconds of warm calls, and memory.
+    """Return the median milliseconds of warm calls, and their memory.
 
-    `host_ms` is the time until the host has launched everything. If it is as long as `ms`, the host is the limit.
-    `peak_gb` is beyond what is allocated before the call, `reserved_gb` is all that torch holds.
+    `host_ms` is the time until the host has launched all kernels. If it is as long as `ms`, the host is the limit.
+    `peak_gb` counts from the bytes before the call. `reserved_gb` is the memory that torch holds, used or not.
     """
     for _ in range(2):
         call()
@@ -115,7 +115,7 @@ def kernel_ms(call: Callable[[], Any], small: bool) -> float:
     return round(do_bench(call, warmup=5, rep=30, return_mode="median"), 4)
 
 
-def profile(recorder: Recorder, what: str, call: Callable[[], Any], rows: int = 14) -> None:
+def profile(recorder: Recorder, label: str, call: Callable[[], Any], rows: int = 14) -> None:
     """Record the kernels of `call` with the most GPU time: milliseconds and launches."""
     if recorder.small:
         return
@@ -129,7 +129,7 @@ def profile(recorder: Recorder, what: str, call: Callable[[], Any], rows: int = 
     kernels = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
     recorder.figure(
-        f"profile of {what}",
+        f"profile of {label}",
         gpu_ms=round(sum(kernel.self_device_time_total for kernel in kernels) / 1000, 2),
         launches=sum(kernel.count for kernel in kernels),
         kernels={k.key[:70]: [round(k.self_device_time_total / 1000, 3), k.count] for k in kernels[:rows]},
@@ -237,7 +237,7 @@ def trained(recorder: Recorder) -> None:
             difference = np.abs(levels(image).astype(int) - expected)
             return {
                 "seconds": round(seconds, 2),
-                "largest_difference": int(difference.max()),  # in levels from 0 to 255
+                "largest_difference": int(difference.max()),  # The differences are in levels from 0 to 255.
                 "mean_difference": round(float(difference.mean()), 3),
             }
 
@@ -258,14 +258,14 @@ def step(recorder: Recorder) -> None:
 
         ways = {"pack": s.velocity, "pack without kernels": plain.velocity, "diffusers": diffusers}
         for name, call in ways.items():
-            what = f"{variant}, {pixels} px, {name}"
+            label = f"{variant}, {pixels} px, {name}"
 
             def compare(call: Callable[[], torch.Tensor] = call, sizes: dict[str, float] = sizes) -> dict[str, Any]:
                 return measure(call) | sizes | {"finite": bool(call().isfinite().all())}
 
-            recorder.attempt(what, compare)
+            recorder.attempt(label, compare)
             if name != "pack without kernels":
-                profile(recorder, what, call)
+                profile(recorder, label, call)
 
 
 def decode(recorder: Recorder) -> None:
@@ -321,7 +321,7 @@ def kernels(recorder: Recorder) -> None:
     from sana_core.kernels.modulation import add_then_norm
     from sana_core.model import block
 
-    def compare(what: str, fused: Callable[[], Any], plain: Callable[[], Any], moved: float) -> None:
+    def compare(label: str, fused: Callable[[], Any], plain: Callable[[], Any], moved: float) -> None:
         def both() -> dict[str, Any]:
             ms = kernel_ms(fused, recorder.small)
             return {
@@ -331,7 +331,7 @@ def kernels(recorder: Recorder) -> None:
                 "host_ms": measure(fused, 20)["host_ms"],
             }
 
-        recorder.attempt(what, both)
+        recorder.attempt(label, both)
 
     for width, side in ((64, 4),) if recorder.small else ((2240, 32), (2240, 128)):
         x = noise(recorder, 2, side, side, 5 * width)

@@ -36,7 +36,7 @@ def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 
 
 def patch_tensor(tensor: Any, scope: Any) -> None:
-    """Let a tensor of one element be a number. numpy 2.5 refuses that in Triton 3.6, which does not squeeze it."""
+    """Convert a tensor of one element to a number. numpy 2.5 needs a squeeze for it, which Triton 3.6 leaves out."""
     plain_patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 

@@ -1,4 +1,4 @@
-"""Lines on model files: what each file is, whether it is a published one, and which model a LoRA fits."""
+"""Lines on model files: their kind, whether they are published files, and which models a LoRA fits."""
 
 from __future__ import annotations
 

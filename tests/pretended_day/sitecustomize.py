@@ -29,6 +29,6 @@ if INTERPRETED:
     interpreted.install()
 else:
     trial.TRIALS.clear()
-# Dynamo asks for a driver, and CUDA graphs exist on CUDA alone.
+# Dynamo needs a driver, and only CUDA has CUDA graphs.
 torch.compile = lambda model, **options: model
 torch.cuda.make_graphed_callables = lambda function, sample: function

@@ -37,9 +37,9 @@ def test_every_part_has_a_function_and_the_first_nine_fit_into_eight_minutes():
     "part", ["begin", *(pytest.param(part, marks=pytest.mark.slow) for part in gpu.PARTS if part != "begin")]
 )
 def test_every_part_runs_on_pretended_gpus(tmp_path, part):
-    done = rehearse(tmp_path, "--minutes", "50", "--parts", part)
+    result = rehearse(tmp_path, "--minutes", "50", "--parts", part)
     figures = figures_of(tmp_path, part)
-    assert done.returncode == 0, (done.stdout, (tmp_path / "log.txt").read_text()[-4000:])
+    assert result.returncode == 0, (result.stdout, (tmp_path / "log.txt").read_text()[-4000:])
     assert len(figures) > 1 and figures["machine"]["gpus"] == 2
     document = json.loads((tmp_path / "pretended.json").read_text())
     assert document["gpu"] == "pretended" and document["parts"][part]["ended"] == "passed"
@@ -96,14 +96,14 @@ def test_a_failed_figure_fails_its_part(tmp_path, monkeypatch):
 
 def test_results_go_to_out_and_not_into_the_source_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path / "results"))
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "benchmarks/gpu.py", "--minutes", "0", "--parts", "begin"],
         cwd=ROOT,
         env=dict(os.environ),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1 and "no time left" in done.stdout and not done.stderr
+    assert result.returncode == 1 and "no time left" in result.stdout and not result.stderr
     assert (tmp_path / "results" / "unknown.json").is_file()
 
 
@@ -150,5 +150,5 @@ def test_a_bundle_is_unpacked_for_the_parts(tmp_path, monkeypatch):
     assert environment["COMFYUI_PATH"] == str(tmp_path / "unpacked" / "ComfyUI")
     assert [file.name for file in (tmp_path / "unpacked" / "ComfyUI").rglob("*") if file.is_file()] == ["main.py"]
     code = "import one, av, av.video; from av.container import InputContainer; print(av.open)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
