@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu.py. Each part is a function that records figures. It runs in a separate process.
+"""The parts of benchmarks/gpu.py. Each part is a function that runs in a separate process and writes figures.
 
 Models have the released sizes and random weights, unless a part says otherwise. Steps are guided (two rows), in bf16,
 with 300 prompt tokens and with query, key and value in one product, as `load_models` loads them.

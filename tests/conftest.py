@@ -22,6 +22,16 @@ def checkpoint() -> Path:
     return ROOT / "tests" / "models" / "sana-tiny"
 
 
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    """The folder of a small CLIP with random weights."""
+    from clips import save_clip
+
+    folder = tmp_path_factory.mktemp("models") / "clip"
+    save_clip(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def host(tmp_path_factory):
     """ComfyUI, of which a process can hold one."""

@@ -116,10 +116,10 @@ class Workload(NamedTuple):
     """The images of a run, except those whose number is in `done`. A worker generates `chunk` of them at once. None and
     0 choose a number that fits.
 
-    `prompts` are text, or encoded where the workers get them so. Of images that are generated in rounds, `round` is
-    this one, and `later` gives the following ones of the same prompts when all of this is generated, with numbers of
-    their own. `encoded` are all prompts and the negative one where they come encoded, and `inputs` what the images are
-    generated from besides; both are for devices of this machine.
+    `prompts` are texts, or embeddings if the workers receive embeddings. In a batch with rounds, `round` is the current
+    round. `later` returns the next round of the same prompts, with new numbers, after all of this round is generated.
+    `encoded` has the embeddings of all prompts and of the negative prompt, if the caller passes embeddings. `inputs`
+    has the other inputs of the images, such as latents. Both work only on devices of this machine.
     """
 
     prompts: Sequence[Any]

@@ -56,8 +56,9 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
     Buffers are real, except for a video VAE, whose buffers are on the meta device, too.
 
     A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
-    overrides what `info` says. Raises CheckpointError where neither configuration nor shapes tell the architecture, or
-    the library cannot build it, and VersionError under python -OO or where a library cannot be imported.
+    overrides the resolution of `info`. Raises CheckpointError if neither the configuration nor the shapes determine the
+    architecture, or if the library cannot build it. Raises VersionError under python -OO, and if a library cannot be
+    imported.
     """
     if sys.flags.optimize > 1:
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")

@@ -322,9 +322,9 @@ class Digests:
     def read(self) -> Json:
         """Return what the folder has. Raises ExistingFileError for a file that no run has written."""
         try:
-            kept = json.loads(read_small(self.file, LARGEST_DIGESTS))
-            if kept and all(len(digest) == 64 for pair in kept.items() for digest in pair):
-                return kept
+            digests = json.loads(read_small(self.file, LARGEST_DIGESTS))
+            if digests and all(len(digest) == 64 for pair in digests.items() for digest in pair):
+                return digests
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):

@@ -93,8 +93,8 @@ def read_run(out: Path) -> tuple[Json | None, list[str]]:
     Raises ExistingFileError for a run.json that no run has written, and CheckpointError for a broken state.
     """
     try:
-        found = json.loads(read_small(out / RUN))
-        return dict(found["facts"]), [*map(str, found["published"])]
+        document = json.loads(read_small(out / RUN))
+        return dict(document["facts"]), [*map(str, document["published"])]
     except FileNotFoundError:
         # somebody has removed it, and the states know as much
         states = [read_document(folder) for _, folder in find_states(out)]

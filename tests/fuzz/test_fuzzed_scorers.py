@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from clips import PROMPT, save_clip
+from clips import PROMPT
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import NUMBERS, VALUES, changed_bytes, changed_json, with_file
@@ -36,13 +36,6 @@ ODD_FIELDS = (
 )
 ODD_FILES = ("adapter_config.json", "processor_config.json", "generation_config.json", "chat_template.jinja")
 IMAGE = torch.linspace(-1, 1, 3 * 40 * 32).reshape(1, 3, 40, 32)
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "clip"
-    save_clip(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

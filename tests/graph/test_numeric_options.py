@@ -62,9 +62,8 @@ CASES = [(option, value) for option, (values, _) in OPTIONS.items() for value in
 
 
 def test_every_number_is_in_the_table(host):
-    forms = {form for _, forms in OPTIONS.values() for form in forms} | {
-        name for each in ALONE.values() for name in each
-    }
+    forms = {form for _, forms in OPTIONS.values() for form in forms}
+    forms |= {form for alone in ALONE.values() for form in alone}
     listed = {name.partition(" ")[0] for name in OPTIONS} | forms
     for name, command in COMMANDS.items():
         parser = argparse.ArgumentParser()
@@ -75,8 +74,8 @@ def test_every_number_is_in_the_table(host):
     for name, node in host.nodes.NODE_CLASS_MAPPINGS.items():
         short = name.removeprefix("SanaNodes")
         if short != name and short not in TRAINING:
-            for each in node.GET_SCHEMA().inputs:
-                assert not hasattr(each, "min") or f"{short}.{each.id}" in listed, f"{name} {each.id}"
+            for widget in node.GET_SCHEMA().inputs:
+                assert not hasattr(widget, "min") or f"{short}.{widget.id}" in listed, f"{name} {widget.id}"
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +164,10 @@ def test_a_number_out_of_range_is_the_same_line_everywhere(by_command, by_node, 
     lines = {}
     for form in OPTIONS[option][1]:
         line = by_node(form, value) if "." in form else by_command(form, option, value)
-        name, _, rest = line.partition(": ")
-        # an input may have another name than the option
+        name, _, message = line.partition(": ")
+        # An input may have another name than the option.
         assert name.isidentifier() or name == "max-gb", line
-        lines[form] = rest
+        lines[form] = message
     assert len(set(lines.values())) == 1, lines
     (line,) = set(lines.values())
     assert line.startswith(f"got {value}, expected "), line

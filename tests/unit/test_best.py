@@ -30,13 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "clip"
-    save_clip(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def drafts(checkpoint):
     """Six drafts of each prompt, by the call that knows nothing of a scorer."""
     return sana_core.generate(PROMPTS, checkpoint, seed=5, count=6, **SIZE).unflatten(0, (2, 6))

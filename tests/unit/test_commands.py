@@ -296,9 +296,9 @@ def test_decode_names_a_file_without_latents(command, checkpoint, tmp_path):
 @pytest.mark.parametrize("shape, dtype", [((0, 32, 2, 2), torch.float32), ((1, 32, 2, 2), torch.complex64)])
 def test_decode_refuses_latents_without_numbers_of_an_image(command, checkpoint, tmp_path, shape, dtype):
     save_file({"latents": torch.zeros(shape, dtype=dtype)}, tmp_path / "latents.safetensors")
-    done = command("decode", "latents.safetensors", "--checkpoint", checkpoint)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert f"{list(shape)}, expected floating-point numbers of an image; save it again" in done.stderr
+    process = command("decode", "latents.safetensors", "--checkpoint", checkpoint)
+    assert process.returncode == 1 and len(process.stderr.splitlines()) == 1, process.stderr
+    assert f"{list(shape)}, expected floating-point numbers of an image; save it again" in process.stderr
 
 
 def test_convert_refuses_quantised_weights_whose_scales_it_would_lose(command, tmp_path):

@@ -14,11 +14,14 @@ from setup import ROOT
 
 from benchmarks import gpu, gpu_parts
 
+# Two pretended GPUs, which compute on the CPU.
+PRETENDED = {"PYTHONPATH": str(ROOT / "tests" / "pretended_day"), "OMP_NUM_THREADS": "1"}
 
-def rehearse(out, *arguments, bundle="none"):
-    """Run benchmarks/gpu.py on two pretended GPUs, which compute on the CPU."""
-    command = [sys.executable, "benchmarks/gpu.py", "--small", "--out", str(out), "--bundle", str(out / bundle)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "pretended_day"), "OMP_NUM_THREADS": "1"}
+
+def rehearse(out, *arguments):
+    """Run benchmarks/gpu.py without a bundle."""
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--out", str(out), "--bundle", str(out / "none")]
+    environment = os.environ | PRETENDED
     return subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -62,7 +65,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_output(tmp_pat
 
 
 def test_a_killed_part_leaves_the_figures_it_had(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "pretended_day"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | PRETENDED
     command = [sys.executable, "benchmarks/gpu.py", "--small", "--part", "begin", "--out", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = tmp_path / "figures.jsonl"
