@@ -102,7 +102,6 @@ bench: setup
 	$(VENV) -m benchmarks.start
 	$(VENV) -m benchmarks.load
 	$(VENV) -m benchmarks.sampling
-	$(VENV) -m benchmarks.step_cache
 	$(VENV) -m benchmarks.decode
 	$(VENV) -m benchmarks.decode --lite 512
 	$(VENV) -m benchmarks.memory

@@ -11,42 +11,6 @@ from ..sana_core.sampling.guidance import LARGEST_GUIDANCE
 from ..sana_core.sampling.schedules import LARGEST_STEPS
 from .host.folders import list_devices
 from .sampler import guidance_input, sampler_input, seed_input
-from .scorer import SCORER
-
-
-def early_inputs() -> list:
-    """Return what stops drafts early, of a scorer."""
-    return [
-        SCORER.Input(
-            "scorer",
-            optional=True,
-            tooltip="From SANA Load Scorer. Stops the worse drafts early.",
-        ),
-        io.String.Input(
-            "prompt",
-            optional=True,
-            force_input=True,
-            tooltip="With a scorer: the prompt as text, or one prompt per line.",
-        ),
-        io.Int.Input(
-            "after",
-            optional=True,
-            default=2,
-            min=1,
-            max=LARGEST_STEPS,
-            advanced=True,
-            tooltip="With a scorer: steps between two looks at the drafts; the worse half stops each time.",
-        ),
-        io.Int.Input(
-            "finish",
-            optional=True,
-            default=2,
-            min=1,
-            max=LARGEST_BATCH,
-            advanced=True,
-            tooltip="With a scorer: images of each prompt that are generated to the end.",
-        ),
-    ]
 
 
 class SanaNodesBatchSampler(io.ComfyNode):
@@ -90,7 +54,6 @@ class SanaNodesBatchSampler(io.ComfyNode):
                     tooltip="Images that a device works on at once; 0 finds a number that fits.",
                 ),
                 io.Vae.Input("vae", optional=True, tooltip="The VAE of SANA Loader, to get images too."),
-                *early_inputs(),
             ],
             outputs=[
                 io.Latent.Output(),
@@ -119,13 +82,9 @@ class SanaNodesBatchSampler(io.ComfyNode):
         devices: str,
         chunk: int,
         vae=None,
-        scorer=None,
-        prompt: str = "",
-        after: int = 2,
-        finish: int = 2,
     ) -> io.NodeOutput:
         from .host.batch import sample_batch
-        from .host.batch_inputs import BatchInputs, Early
+        from .host.batch_inputs import BatchInputs
         from .host.links import check_links
         from .host.report import show_under_node
         from .host.sampling import schedule
@@ -133,20 +92,13 @@ class SanaNodesBatchSampler(io.ComfyNode):
         check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
         if vae is not None:
             check_links(vae=vae)
-        early = None
-        if scorer is not None:
-            check_links(scorer=scorer)
-            check_whole("finish", finish, 1, LARGEST_BATCH)
-            early = Early(scorer, after, finish, prompt)
         # widgets check their range, links do not
         check_whole("count", count, 1, LARGEST_BATCH)
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_whole("chunk", chunk, 0, LARGEST_COUNT)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
         sigmas = schedule(model, sampler, steps)
-        batch = BatchInputs(
-            model, positive, negative, latent_image, count, seed, guidance, sampler, sigmas, chunk, vae, early
-        )
+        batch = BatchInputs(model, positive, negative, latent_image, count, seed, guidance, sampler, sigmas, chunk, vae)
         latent, images, text = sample_batch(batch, devices)
         show_under_node(text, cls.hidden.unique_id)
         return io.NodeOutput(latent, images)

@@ -1,4 +1,4 @@
-"""Many drafts to the best of them."""
+"""Choose the best of many images with a scorer."""
 
 from inspect import cleandoc
 
@@ -52,7 +52,7 @@ class SanaNodesPickBest(io.ComfyNode):
     """
     Keeps the images that fit the prompt best, of a batch of one prompt.
 
-    The sheet shows every draft with its score and seed. SANA Sampler generates one of them again from its seed alone.
+    The sheet shows every image with its score and seed. SANA Sampler generates one of them again from its seed alone.
     """
 
     @classmethod
@@ -64,16 +64,20 @@ class SanaNodesPickBest(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["best of n", "rerank", "pickscore", "choose image"],
             inputs=[
-                io.Latent.Input("samples", tooltip="The drafts, from SANA Batch Sampler or SANA Sampler."),
+                io.Latent.Input("samples", tooltip="The images to choose from, by SANA Batch Sampler or SANA Sampler."),
                 io.Vae.Input("vae", tooltip="The VAE of SANA Loader."),
                 SCORER.Input("scorer", tooltip="From SANA Load Scorer."),
-                io.String.Input("prompt", multiline=True, tooltip="What the images should show: the drafts' prompt."),
+                io.String.Input(
+                    "prompt",
+                    multiline=True,
+                    tooltip="What the images should show: the prompt they were generated with.",
+                ),
                 io.Int.Input("best", default=1, min=1, max=LARGEST_BATCH, tooltip="Images to keep, the best first."),
             ],
             outputs=[
                 io.Latent.Output(),
                 io.Image.Output(),
-                io.Image.Output("sheet", display_name="sheet", tooltip="All drafts, with scores and seeds."),
+                io.Image.Output("sheet", display_name="sheet", tooltip="All images, with scores and seeds."),
                 io.Int.Output("seeds", display_name="seeds", is_output_list=True, tooltip="Of the images kept."),
             ],
         )

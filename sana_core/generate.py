@@ -43,8 +43,6 @@ class SamplingOptions(TypedDict, total=False):
     compiled: bool
     reference: str
     loras: tuple[tuple[str, float], ...]
-    verifier: str | None
-    step_cache: float
     fp8: bool
 
 
@@ -65,7 +63,6 @@ class Options(SamplingOptions, InputOptions, total=False):
     best: int | None
     of: int | None
     scorer: str | Path | None
-    after: int | None
     chunk: int | None
     say: OnStatus
     report: Json
@@ -100,7 +97,7 @@ def generate(
     does not fit, CheckpointError, MissingFileError or ReadError for a file that cannot be loaded. A prompt of more than
     300 tokens is cut, with a warning in the log.
     """
-    settings, best = find_settings(options), find_best_of(options, count, split)
+    settings, best = find_settings(options), find_best_of(options, count)
     find = find_split_backend if split else find_backend
     backend = find(checkpoint, devices, cluster, options.get("say", no_status))
     if best is not None:
@@ -120,13 +117,11 @@ def generate_best(
     cluster: str | ClusterSettings | None = None,
     **options: Unpack[Options],
 ) -> list[Pick]:
-    """Return the `best` of `of` drafts of each prompt that fit it best, the better first: pixels, score and rank.
+    """Return the `best` of `of` images of each prompt that fit it best, the best first: pixels, score and rank.
 
-    `scorer` is the folder of a CLIP or of a verifier. With `after` the drafts are scored every so many steps, and the
-    worse half goes, until two for each that is kept are left, which are sampled to the end. The rest is as in
-    `generate`.
+    `scorer` is the folder of a CLIP. `generate` explains the other arguments.
     """
-    best = find_best_of(options, 1, False)
+    best = find_best_of(options, 1)
     if best is None:
         raise InputError("best: got none, expected best, of and scorer; use generate for images without a choice")
     backend = find_backend(checkpoint, devices, cluster, options.get("say", no_status))
@@ -144,14 +139,11 @@ def find_settings(options: Options) -> SamplingSettings:
     return SamplingSettings(**{name: given[name] for name in SamplingSettings._fields if name in given})
 
 
-def find_best_of(options: Options, count: int, split: bool) -> Best | None:
-    """Return how drafts are chosen, None where they are not. Raises InputError for options that do not go together."""
+def find_best_of(options: Options, count: int) -> Best | None:
+    """Return the options of best of N, or None without them. Raises InputError for options that exclude each other."""
     if options.get("best") is not None:
         refuse_inputs(options, "best")
-    best = find_best(options.get("best"), options.get("of"), options.get("scorer"), options.get("after"), count)
-    if best is not None and best.after is not None and split:
-        raise InputError(f"after: got {best.after} with split, where devices share one image; leave one of them out")
-    return best
+    return find_best(options.get("best"), options.get("of"), options.get("scorer"), count)
 
 
 def refuse_inputs(options: Options, other: str) -> None:
@@ -214,10 +206,10 @@ def pick_images(
     backend: Backend,
     devices: Sequence[str | torch.device] | None,
 ) -> list[Pick]:
-    """Return the best drafts of each prompt, prompt after prompt."""
+    """Return the best images of each prompt, prompt after prompt."""
     settings = resolve_settings(find_settings(options), checkpoint)
     workload = Workload(prompts or (), batch_images(len(prompts or ()), best.of, seed), options.get("chunk"))
-    # before the drafts take their memory
+    # Load the scorer before the batch takes the memory.
     scorer = place_scorer(best, settings, devices)
     picks = generate_picks(backend, workload, settings, best, scorer)
     return sorted(picks, key=lambda pick: (pick.image.prompt, pick.rank))

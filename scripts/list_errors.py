@@ -18,8 +18,8 @@ FILLED = "..."  # stands for what a message fills in
 SECTIONS = {
     "Several GPUs and clusters": r"(split|cluster)/|model/(row_shards|sharded_ops)|nodes/host/.*(cluster|split)",
     "Training": r"training|commands/train|nodes/dataset",
-    "Command line and batches": r"sana_core/(batch/(?!scorer|verifier)|commands/)|(_files|video/files|_lock)\.py$",
-    "Models and their files": r"/checkpoints/|/(scorer|verifier)\.py|host/(folders|preview|quantise|file_s|weights)",
+    "Command line and batches": r"sana_core/(batch/(?!scorer)|commands/)|(_files|video/files|_lock)\.py$",
+    "Models and their files": r"/checkpoints/|/scorer\.py|host/(folders|preview|quantise|file_s|weights)",
     "Nodes, prompts and images": "",
 }
 

@@ -9,7 +9,6 @@ import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
 
-from ...sana_core.errors import InputError
 from ...sana_core.model.known_models import size_note
 from .bars import BLUE, Bar, draw_bars
 from .batch_cluster import generate_on_cluster
@@ -35,8 +34,6 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     check_batch(batch)
     started = time.monotonic()
     if choice == CLUSTER:
-        if batch.early is not None:
-            raise InputError("scorer: got one on a cluster, which generates all drafts whole; choose all in devices")
         rows, generated = generate_on_cluster(batch)
         results = dict(zip(batch.images, rows, strict=True))
         stats = {worker: DeviceStats(number) for worker, number in generated.items()}

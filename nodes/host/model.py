@@ -21,8 +21,6 @@ from .weights import config_tensor
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
-# a Capture of sana_core, for the hidden states of the prompt
-CAPTURE = "sana_capture"
 # what the transformer reads at sigma 1
 TIMESTEPS = 1000
 
@@ -74,13 +72,7 @@ class SanaDiffusionModel(SanaTransformer2DModel):
         if group is not None:
             return group.velocity(self, x, timesteps, prompt, guidance, residuals)
         constants, perturbation = prompt.constants(self, x)
-        # ComfyUI computes the passes of a step together or one after another; 0 is the prompt's
-        passes, capture = transformer_options.get("cond_or_uncond", ()), transformer_options.get(CAPTURE)
-        if capture is None or 0 not in passes:
-            return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
-        out = velocity(self, x, timesteps, constants._replace(capture=capture), guidance, perturbation, residuals)
-        capture.keep(passes.index(0), len(x) // len(passes))
-        return out
+        return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
 
 
 class SanaModel(comfy.model_base.BaseModel):

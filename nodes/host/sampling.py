@@ -22,9 +22,8 @@ from ...sana_core.model.latents import noise_stream
 from ...sana_core.model.reference import reference_of
 from ...sana_core.sampling.samplers import check_sampler, find_sampler, own_sigmas, sampler_kwargs
 from ...sana_core.sampling.schedules import trim_schedule
-from ...sana_core.sampling.trail import Trail
 from .guidance import SIGMA, require_sana
-from .model import CAPTURE, WHOLE_TIMESTEPS, check_flow
+from .model import WHOLE_TIMESTEPS, check_flow
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -37,15 +36,14 @@ SEED = "sana_seed"
 class FlowSampler(comfy.samplers.KSAMPLER):
     """A sampler of sana_core as ComfyUI's SAMPLER.
 
-    `noise` is where scm takes its noise from; without it, from the seed that the host hands over. It goes on by the
-    `trail`, if any.
+    `noise` is where scm takes its noise from; without it, from the seed that the host hands over.
     """
 
-    def __init__(self, name: str, noise: Iterator[torch.Tensor] | None = None, trail: Trail | None = None) -> None:
+    def __init__(self, name: str, noise: Iterator[torch.Tensor] | None = None) -> None:
         super().__init__(self.run)
         self.name = name
         self.flow = find_sampler(name)
-        self.noise, self.trail = noise, trail
+        self.noise = noise
 
     def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *args):
         check_sampler(require_sana(model_wrap.inner_model).diffusion_model.config, self.name)
@@ -64,11 +62,7 @@ class FlowSampler(comfy.samplers.KSAMPLER):
         """What KSAMPLER calls, with `x` noised by the host, or `start` in its place; cancel is polled every step."""
         x = x if start is None else start
         options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.flow.whole_timesteps}
-        line, trail = iter(sigmas.tolist()), self.trail
-        if trail is not None:
-            options[CAPTURE] = trail.capture
-            # of the steps that are still to come
-            line = islice(line, len(trail.x0s), None)
+        line = iter(sigmas.tolist())
 
         def denoise(x, sigma):
             comfy.model_management.throw_exception_if_processing_interrupted()
@@ -85,7 +79,7 @@ class FlowSampler(comfy.samplers.KSAMPLER):
                 callback(state)
                 bar.update()
 
-            return self.flow.sample(trail.follow(denoise) if trail else denoise, x, sigmas, report, **more)
+            return self.flow.sample(denoise, x, sigmas, report, **more)
 
 
 def defaults_of(model: ModelPatcher) -> Defaults:
@@ -118,14 +112,12 @@ def shift_of(sampling) -> float:
 
 
 class Sampling(NamedTuple):
-    """How images are sampled: the sampler's name in SAMPLERS, its sigmas, the guidance, the first seed, and the steps
-    that are there already, if any."""
+    """How images are sampled: the sampler's name in SAMPLERS, its sigmas, the guidance and the first seed."""
 
     sampler: str
     sigmas: torch.Tensor
     guidance: float
     seed: int = 0
-    trail: Trail | None = None
 
 
 def sample(
@@ -155,7 +147,7 @@ def sample(
         model,
         next(noise),
         guidance,
-        FlowSampler(sampling.sampler, noise, sampling.trail),
+        FlowSampler(sampling.sampler, noise),
         sampling.sigmas,
         positive,
         negative,

@@ -1,4 +1,4 @@
-"""Scorers under ComfyUI's memory management, and the choice among drafts."""
+"""Scorers under ComfyUI's memory management, and the choice of the best images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ...sana_core.batch.best import best_first
 from ...sana_core.batch.scorer import Scorer, load_scorer
-from ...sana_core.batch.verifier import Verifier, is_verifier, load_verifier
 from ...sana_core.errors import CheckpointError, InputError
 from ...sana_core.model.latents import check_channels
 from ...sana_core.runtime.cancellation import Polled
@@ -29,26 +28,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# pixels of a draft on the sheet, and of the line below it
+# Pixels of an image on the sheet, of the line below it, and of its text.
 SIDE, LINE, LETTERS = 256, 30, 18
 
 
 class HostScorer(NamedTuple):
-    """A scorer of images with the patcher that moves its model, or a verifier, which reads hidden states of drafts."""
+    """A scorer of images, with the ModelPatcher that moves its model between devices."""
 
-    scorer: Scorer | None = None
-    patcher: comfy.model_patcher.ModelPatcher | None = None
-    verifier: Verifier | None = None
-
-    @property
-    def name(self) -> str:
-        """The name for messages."""
-        return self.scorer.name if self.scorer else "the verifier"
+    scorer: Scorer
+    patcher: comfy.model_patcher.ModelPatcher
 
     def score(self, pixels: torch.Tensor, prompt: str) -> float:
-        """Return how well an image [3, H, W] in [-1, 1] fits `prompt`. Raises InputError for a verifier."""
-        if self.scorer is None or self.patcher is None:
-            raise InputError("scorer: got a verifier, which reads unfinished drafts; connect it to SANA Batch Sampler")
+        """Return how well an image [3, H, W] in [-1, 1] fits `prompt`."""
         comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
         # A large CLIP takes seconds on a CPU, so scoring can be cancelled, too.
         with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
@@ -56,11 +47,9 @@ class HostScorer(NamedTuple):
 
 
 def load(name: str) -> HostScorer:
-    """Return the scorer of that name. Raises what `load_scorer` and `load_verifier` do."""
+    """Load the scorer of that name."""
     management = comfy.model_management
     with Polled(management.throw_exception_if_processing_interrupted):
-        if is_verifier(scorer_path(name)):
-            return HostScorer(verifier=load_verifier(scorer_path(name)))
         device, home = management.text_encoder_device(), management.text_encoder_offload_device()
         scorer = load_scorer(scorer_path(name), home, management.text_encoder_dtype(device))
     # in a list, for ComfyUI writes device, which transformers' modules have without setter
@@ -68,34 +57,34 @@ def load(name: str) -> HostScorer:
 
 
 def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best: int) -> tuple:
-    """Return LATENT and IMAGE of the `best` drafts, the sheet of all as IMAGE, and the seeds of the best.
+    """Return LATENT and IMAGE of the `best` images, the sheet of all as IMAGE, and the seeds of the best.
 
-    Drafts are decoded at full size, because a decode of downscaled latents loses objects of the prompt. They are
-    decoded one by one, and only the best so far stay in memory. A draft whose score is not finite ranks last. Raises
-    InputError for fewer drafts than `best`, and CheckpointError if no score is finite.
+    Images are decoded at full size, because a decode of downscaled latents loses objects of the prompt. They are
+    decoded one by one, and only the best so far stay in memory. An image whose score is not finite ranks last. Raises
+    InputError for fewer images than `best`, and CheckpointError if no score is finite.
     """
     check_text("prompt", prompt)
     samples = latent["samples"]
     check_channels("samples", samples.shape)
     if best > len(samples):
-        raise InputError(f"best: got {best}, expected at most the {len(samples)} drafts; raise count in the sampler")
+        raise InputError(f"best: got {best}, expected at most the {len(samples)} images; raise count in the sampler")
     places = list(latent.get("batch_index") or range(len(samples)))
     seeds = [(latent.get(SEED, 0) + place) % 2**64 for place in places]
     bar, ranked, cells = comfy.utils.ProgressBar(len(samples)), [], []
-    for number, draft in enumerate(samples):
+    for number, row in enumerate(samples):
         comfy.model_management.throw_exception_if_processing_interrupted()
-        image = vae.decode(draft[None])[0]
+        image = vae.decode(row[None])[0]
         pixels = image.movedim(-1, 0) * 2 - 1
         score = loaded.score(pixels, prompt)
         if not math.isfinite(score):
             seed = seeds[number]
-            logger.warning("scorer: %s gave %s for seed %d; this draft ranks last", loaded.name, score, seed)
+            logger.warning("scorer: %s gave %s for seed %d; this image ranks last", loaded.scorer.name, score, seed)
         ranked = sorted([*ranked, (best_first(score), number, image)], key=lambda rank: rank[:2])[:best]
         cells.append((levels(pixels), score, seeds[number]))
         bar.update_absolute(number + 1)
     if math.isinf(ranked[0][0]):
         raise CheckpointError(
-            f"scorer: {loaded.name} gave no number for any of the {len(samples)} drafts from seed {seeds[0]}; "
+            f"scorer: {loaded.scorer.name} gave no number for any of the {len(samples)} images from seed {seeds[0]}; "
             "use another scorer"
         )
     rows = [number for _, number, _ in ranked]
@@ -109,7 +98,7 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
 
 
 def draw_sheet(cells: list[tuple], rows: list[int]) -> Image.Image:
-    """Return all drafts, (pixels, score, seed), in a grid; the ranks of `rows` are before their scores."""
+    """Return all images, (pixels, score, seed), in a grid; the ranks of `rows` are before their scores."""
     across, font = math.ceil(math.sqrt(len(cells))), ImageFont.load_default(LETTERS)
     sheet = Image.new("RGB", (across * SIDE, math.ceil(len(cells) / across) * (SIDE + LINE)), PAPER)
     draw = ImageDraw.Draw(sheet)

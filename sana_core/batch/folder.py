@@ -21,7 +21,7 @@ from .plan import LARGEST_SEED, ImageSpec
 from .png import describe_image, file_name, is_damaged, parse_finite, read_entry, write_image
 
 MANIFEST = "manifest.json"
-# what a draft that was chosen says besides
+# Entries of an image that was chosen by its score.
 CHOSEN = ("score", "rank")
 # settings of every manifest that was ever written
 KNOWN_BY = {"width", "height", "steps", "sampler"}
@@ -132,7 +132,7 @@ class OutputFolder:
 
 
 def chosen(entry: Json) -> Json:
-    """Return score and rank of an image that was chosen among drafts, nothing of another."""
+    """Return score and rank of an image that was chosen by its score, and nothing of other images."""
     return {name: entry[name] for name in CHOSEN if name in entry}
 
 

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -19,7 +18,6 @@ from ..errors import InputError
 from ..model.fp8 import check_fp8
 from ..runtime.accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
-from ..sampling.trail import WHOLE, Draft
 from .batch_size import has_room_for_encoder, largest_chunk
 from .loop import GRACE, Outcome, run_batch
 from .pipeline import (
@@ -227,13 +225,9 @@ class LocalGeneration:
         self.models: dict[torch.device, Models] = {}
         self.loading = threading.Lock()
         self.encoded: tuple[Mapping[str, Embedding], Embedding | None] = workload.encoded or ({}, None)
-        self.round = WHOLE
 
     def encode(self, window: Sequence[Chunk], device: torch.device) -> None:
-        """Encode the prompts of `window` on `device`, in the place of its models where memory is short.
-
-        A later round of drafts has the prompts of the one before.
-        """
+        """Encode the prompts of `window` on `device`. If memory is short, its models are unloaded first."""
         prompts = [self.prompts[image.prompt] for chunk in window for image in chunk]
         if self.encoded[0].keys() >= set(prompts):
             return
@@ -250,22 +244,20 @@ class LocalGeneration:
                 self.models[device] = load_models(self.checkpoint, device, self.settings, self.checkpoint)
             return self.models[device]
 
-    def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[torch.Tensor | Draft]:
-        """Return what generates a chunk on `device`, its models loaded."""
+    def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[torch.Tensor]:
+        """Load the models on `device`, and return the function that generates chunks there."""
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
         self.models_on(device)
 
-        def generate(chunk: Chunk) -> Sequence[torch.Tensor | Draft]:
-            (texts, negative), own_round = self.encoded, self.round
-            late = any(self.prompts[image.prompt] not in texts for image in chunk)
-            if late or (own_round.past and chunk[0].number not in own_round.past):
-                # a copy that is late by a window or a round: others have generated all of it, and nobody will look at
-                # it
+        def generate(chunk: Chunk) -> Sequence[torch.Tensor]:
+            texts, negative = self.encoded
+            if any(self.prompts[image.prompt] not in texts for image in chunk):
+                # This copy is from an earlier window, whose images are all finished. The queue ignores its results.
                 return [torch.empty(0)] * len(chunk)
             assert negative is not None
-            own = Conditioning([texts[self.prompts[image.prompt]] for image in chunk], negative)
-            return generate_chunk(self.models_on(device), self.settings, chunk, own, poll, own_round, self.inputs)
+            conditioning = Conditioning([texts[self.prompts[image.prompt]] for image in chunk], negative)
+            return generate_chunk(self.models_on(device), self.settings, chunk, conditioning, poll, self.inputs)
 
         return generate
 
@@ -278,8 +270,7 @@ def generate_local(
     grace: float = GRACE,
     report: WorkerReport | None = None,
 ) -> Generator[Generated, None, None]:
-    """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], as they finish, or of a round that ends
-    before the last step its Draft.
+    """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], as they finish.
 
     The prompts are encoded some at a time, on the first device, where the text encoder is only meanwhile: before the
     models, and later beside them, or in their place where memory is short. A chunk is thought to hang after `grace`
@@ -300,18 +291,16 @@ def generate_local(
         report.finished = queue.finished
     generation = LocalGeneration(workload, checkpoint, settings)
     first = FIRST_ON_CPU if found[0].type == "cpu" else FIRST
-    pool: LocalPool[torch.Tensor | Draft] | None = None
+    chunks = workload.split(settings.width, settings.height, len(found))
+    pool: LocalPool[torch.Tensor] | None = None
     with ExitStack() as stack:
-        for each in chain((workload,), workload.later):
-            chunks = each.split(settings.width, settings.height, len(found))
-            for window in windows(chunks, first):
-                generation.encode(window, found[0])
-                generation.round = each.round
-                if pool is None:
-                    fitting = [largest_chunk(checkpoint, settings, device) for device in found if not workload.chunk]
-                    pool = stack.enter_context(closing(LocalPool(found, generation.prepare)))
-                    if report is not None:
-                        report.ready = pool.inboxes
-                    queue.limits.update(zip(pool.inboxes, fitting, strict=False))
-                queue.add(window)
-                yield from run_batch(queue, pool, grace)
+        for window in windows(chunks, first):
+            generation.encode(window, found[0])
+            if pool is None:
+                fitting = [largest_chunk(checkpoint, settings, device) for device in found if not workload.chunk]
+                pool = stack.enter_context(closing(LocalPool(found, generation.prepare)))
+                if report is not None:
+                    report.ready = pool.inboxes
+                queue.limits.update(zip(pool.inboxes, fitting, strict=False))
+            queue.add(window)
+            yield from run_batch(queue, pool, grace)

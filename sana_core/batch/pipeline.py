@@ -20,7 +20,6 @@ from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, Defaults, model
 from ..model.latents import latent_shape, noise_stream
 from ..model.layers import join_projections
 from ..model.reference import AUTO, reference_of
-from ..model.step_cache import StepCache
 from ..model.text import TextEncoder, encode_prompts
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_name, check_number, check_text
@@ -28,9 +27,7 @@ from ..sampling.guidance import ControlledModel, ShardedModel, check_sampling, d
 from ..sampling.masked import start_from_image
 from ..sampling.samplers import Denoiser, StepState, find_sampler, own_sigmas, sampler_kwargs
 from ..sampling.schedules import shift_sigmas
-from ..sampling.trail import WHOLE, Draft, Round
 from .plan import NO_IMAGES, Chunk, Embedding, ImageInputs, Step, samples_one_by_one
-from .verifier import Verifier, check_verifier, load_verifier
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaTransformer2DModel
@@ -43,33 +40,32 @@ LARGEST_STRENGTH = 100.0
 
 
 class SamplingSettings(NamedTuple):
-    """How images are generated, besides prompt and seed. None is what the model's authors use: 20 steps, guidance 4.5
-    and flow_dpmpp_2m, or SANA-Sprint's.
+    """All settings of images except prompt and seed.
 
-    Perturbed attention of `pag_scale` acts in `pag_blocks`, like "8"; guidance acts from the first share of
-    `guidance_interval` of the sampling to the second. `reference` is whose arithmetic is followed where NVIDIA's code
-    and diffusers' differ: "nvidia", "diffusers", or with "auto" that of the checkpoint's layout. `loras` are added to
-    the transformer's weights, each a file, on a cluster of each machine, and its strength. `verifier` is the
-    folder, there too, of what scores drafts by hidden states. Above 0, `step_cache` is the share by which
-    the first block's update may change while the others are left out: faster, nearly the same image (step_cache.py).
-    `fp8` multiplies in 8 bits: faster on GPUs that can, with half of the memory, and inexact too (fp8.py).
+    None means the value that the model's authors use: 20 steps, guidance 4.5 and flow_dpmpp_2m, or the values of
+    SANA-Sprint.
     """
 
+    # Pixels, multiples of 32.
     width: int = DEFAULT_RESOLUTION
     height: int = DEFAULT_RESOLUTION
     steps: int | None = None
     guidance: float | None = None
     negative_prompt: str = ""
     sampler: str | None = None
+    # Scale of perturbed-attention guidance. 0: off.
     pag_scale: float = 0.0
+    # The blocks that it perturbs, like "8" or "7,8".
     pag_blocks: str = ""
+    # Guidance acts between these shares of the sampling.
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     dtype: str = "float32"
     compiled: bool = False
+    # "nvidia" or "diffusers", whose results differ slightly. "auto": decided by the checkpoint's layout.
     reference: str = AUTO
+    # (path, strength) pairs that are merged into the weights. On a cluster the path must exist on every machine.
     loras: tuple[tuple[str, float], ...] = ()
-    verifier: str | None = None
-    step_cache: float = 0.0
+    # Multiply in 8 bits. Faster on GPUs that support it, with half of the memory, but inexact. See fp8.py.
     fp8: bool = False
 
 
@@ -89,21 +85,15 @@ def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> Samp
         guidance=defaults.guidance if settings.guidance is None else settings.guidance,
         reference=info.reference,
         loras=tuple((str(Path(file).absolute()), strength) for file, strength in settings.loras),
-        verifier=settings.verifier and str(Path(settings.verifier).absolute()),
     )
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     check_text("negative_prompt", settings.negative_prompt)
     latent_shape(settings.width, settings.height, 1)
     check_sampling(config, Defaults(settings.sampler, settings.steps, settings.guidance))
-    check_number("step_cache", settings.step_cache, 0, 1)
-    if settings.step_cache and settings.compiled:
-        raise InputError("step_cache: got it with compile, which makes one graph of all blocks; leave one of them out")
     check_number("guidance_interval", settings.guidance_interval[0], 0, 1)
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
     if settings.pag_scale:
         perturbed_attention(config, settings.pag_scale, settings.pag_blocks)
-    if settings.verifier is not None:
-        check_verifier(load_verifier(settings.verifier), config)
     for _, strength in settings.loras:
         check_number("lora", strength, -LARGEST_STRENGTH, LARGEST_STRENGTH)
     merge_loras(module, settings.loras)
@@ -159,12 +149,11 @@ def encode_texts(
 
 
 class Models(NamedTuple):
-    """A checkpoint on one device, without its text encoder, and what looks at its drafts."""
+    """A checkpoint on one device, without its text encoder."""
 
     transformer: SanaTransformer2DModel
     autoencoder: AutoencoderDC | None
     shift: float
-    verifier: Verifier | None = None
 
 
 def load_models(
@@ -174,11 +163,10 @@ def load_models(
     autoencoder: str | Path | None = None,
     resolution: int | None = None,
 ) -> Models:
-    """Return the transformer of `checkpoint` on `device`, with the dtype, reference, LoRAs, fp8 and verifier of
-    `settings`, and the VAE of the checkpoint `autoencoder`, if any.
+    """Load the transformer of `checkpoint` on `device`, with the dtype, reference, LoRAs and fp8 of `settings`, and the
+    VAE of the checkpoint `autoencoder`, if any.
 
-    `resolution` in pixels overrides what the checkpoint says. Raises CheckpointError, MissingFileError or ReadError for
-    what cannot be loaded, and as `merge_loras` does.
+    `resolution` in pixels overrides the resolution in the checkpoint.
     """
     transformer = load_transformer(checkpoint, device, getattr(torch, settings.dtype), resolution, settings.reference)
     merge_loras(transformer, settings.loras)
@@ -187,8 +175,7 @@ def load_models(
         quantise_products(transformer)
     decoder = None if autoencoder is None else load_decoder(autoencoder, device, settings.dtype)
     shift = shift_of(inspect_checkpoint(checkpoint), resolution, settings.reference)
-    verifier = None if settings.verifier is None else load_verifier(settings.verifier, device)
-    return Models(transformer, decoder, shift, verifier)
+    return Models(transformer, decoder, shift)
 
 
 def stack_texts(texts: Sequence[Embedding]) -> Embedding:
@@ -224,7 +211,7 @@ def sample(
     Without a ControlNet, `sharded` may compute the model on several devices.
     """
     transformer = models.transformer
-    parts = list(split_chunk(models, settings, chunk, prompts, images))
+    parts = list(split_chunk(models, chunk, prompts, images))
     if len(parts) > 1:
         return torch.cat([sample(models, settings, part, texts, poll, own) for part, texts, own in parts])
     assert settings.sampler is not None and settings.steps is not None
@@ -240,8 +227,6 @@ def sample(
     more, sigmas = sampler_kwargs(flow, reference, noise), own_sigmas(flow, reference, settings.steps, models.shift)
     if images.init is not None:
         model, start = start_from_image(images.init, model, start, sigmas[0])
-    if images.trail is not None:
-        model, sigmas = images.trail.follow(model), sigmas[: images.trail.until + 1]
 
     def show(steps: int, latents: torch.Tensor) -> None:
         if images.callback is not None and steps:
@@ -261,14 +246,13 @@ def guided(
 ) -> Denoiser:
     """Return the denoiser of `sample`, with its guidance."""
     assert settings.sampler is not None and settings.guidance is not None
-    transformer, cache = models.transformer, StepCache(settings.step_cache) if settings.step_cache else None
+    transformer = models.transformer
     ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), models.shift).tolist()
     perturbed = None
     if settings.pag_scale:
         perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
-    capture = images.trail.capture if images.trail else None
     return denoiser(
-        sharded or ControlledModel(transformer, images.control, capture, cache, settings.compiled),
+        sharded or ControlledModel(transformer, images.control, settings.compiled),
         stack_texts(prompts.texts),
         stack_texts([prompts.negative]),
         settings.guidance,
@@ -279,12 +263,11 @@ def guided(
 
 
 def split_chunk(
-    models: Models, settings: SamplingSettings, chunk: Chunk, prompts: Conditioning, images: ImageInputs
+    models: Models, chunk: Chunk, prompts: Conditioning, images: ImageInputs
 ) -> Iterator[tuple[Chunk, Conditioning, ImageInputs]]:
-    """Yield the parts of a chunk that are sampled as one batch, each with its own of `prompts` and `images`."""
-    # what a step may leave out is decided for a whole batch
-    alone = settings.step_cache or samples_one_by_one(models.transformer.device)
-    size, control = 1 if alone else len(chunk), images.control
+    """Yield the parts of a chunk that are sampled as one batch, with their prompts and their other inputs."""
+    size = 1 if samples_one_by_one(models.transformer.device) else len(chunk)
+    control = images.control
     for first in range(0, len(chunk), size):
         own = slice(first, first + size)
         if control is not None and len(control.latents) > 1:
@@ -320,25 +303,8 @@ def generate_chunk(
     chunk: Chunk,
     prompts: Conditioning,
     poll: Poll = no_poll,
-    round: Round = WHOLE,
     images: ImageInputs = NO_IMAGES,
-) -> list[torch.Tensor | Draft]:
-    """Return the decoded images of `sample`, or the Drafts of a `round` that ends before the last step."""
-    assert models.autoencoder is not None and settings.steps is not None
-    if round is WHOLE:
-        return [*decode(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)]
-    generated = list[torch.Tensor | Draft]()
-    block = models.verifier.shape.block if models.verifier else None
-    for part, texts, own in split_chunk(models, settings, chunk, prompts, images):
-        trail = round.trail([image.number for image in part], settings.steps, block)
-        latents = sample(models, settings, part, texts, poll, own._replace(trail=trail))
-        if round.until is None:
-            generated += decode(models.autoencoder, latents, poll)
-        else:
-            x0s = torch.stack(trail.x0s, 1).cpu()
-            if models.verifier is None or trail.capture is None:
-                generated += map(Draft, x0s, decode(models.autoencoder, trail.x0s[-1], poll))
-            else:
-                scores = models.verifier.score(trail.capture.states, *stack_texts(texts.texts))
-                generated += [Draft(each, None, score) for each, score in zip(x0s, scores.tolist(), strict=True)]
-    return generated
+) -> list[torch.Tensor]:
+    """Return the decoded images of `sample`."""
+    assert models.autoencoder is not None
+    return decode(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)

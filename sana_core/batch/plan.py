@@ -12,7 +12,6 @@ from ..errors import InputError
 from ..model.controlnet import Control
 from ..runtime.checks import check_whole
 from ..sampling.masked import InitImage
-from ..sampling.trail import WHOLE, Round, Trail
 
 LARGEST_SEED = 2**64 - 1
 LARGEST_COUNT = 100_000
@@ -34,7 +33,7 @@ class ImageSpec(NamedTuple):
 Chunk = tuple[ImageSpec, ...]
 # embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
 Embedding = tuple[torch.Tensor, torch.Tensor]
-# an image that is there: its pixels [3, H, W] in [-1, 1], its PNG file, the digest of that, or of a draft its Draft
+# A finished image, with its pixels [3, H, W] in [-1, 1], its PNG file as bytes, or the digest of its PNG file.
 Generated = tuple[ImageSpec, Any]
 
 
@@ -98,14 +97,15 @@ class Step(NamedTuple):
 
 
 class ImageInputs(NamedTuple):
-    """What a chunk is generated from besides its prompts: the image of a ControlNet, one for all or one for each; the
-    image that each begins with; the steps so far, of images that are sampled together; and by the number of the image
-    the `latents` [N, 32, h, w] to begin with, instead of the seed's noise. `callback` is called after each step."""
+    """All inputs of a chunk except its prompts."""
 
+    # Images for a ControlNet: one for the whole chunk, or one per image.
     control: Control | None = None
+    # The image that sampling starts from.
     init: InitImage | None = None
-    trail: Trail | None = None
+    # [N, 32, h, w], indexed by the number of the image: sampling starts from these instead of the seed's noise.
     latents: torch.Tensor | None = None
+    # Called after every step.
     callback: Callable[[Step], object] | None = None
 
 
@@ -116,18 +116,15 @@ class Workload(NamedTuple):
     """The images of a run, except those whose number is in `done`. A worker generates `chunk` of them at once. None and
     0 choose a number that fits.
 
-    `prompts` are texts, or embeddings if the workers receive embeddings. In a batch with rounds, `round` is the current
-    round. `later` returns the next round of the same prompts, with new numbers, after all of this round is generated.
-    `encoded` has the embeddings of all prompts and of the negative prompt, if the caller passes embeddings. `inputs`
-    has the other inputs of the images, such as latents. Both work only on devices of this machine.
+    `prompts` are texts, or embeddings if the workers receive embeddings. `encoded` has the embeddings of all prompts
+    and of the negative prompt, if the caller passes embeddings. `inputs` has the other inputs of the images, such as
+    latents. Both work only on devices of this machine.
     """
 
     prompts: Sequence[Any]
     images: Sequence[ImageSpec]
     chunk: int | None = None
     done: frozenset[int] = frozenset()
-    round: Round = WHOLE
-    later: Iterable[Workload] = ()
     encoded: tuple[Mapping[str, Embedding], Embedding] | None = None
     inputs: ImageInputs = NO_IMAGES
 

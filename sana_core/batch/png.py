@@ -43,8 +43,9 @@ def describe_image(prompt: str, seed: int, settings: Json) -> Json:
 def describe_settings(
     settings: SamplingSettings, checkpoint: str | Path, progress: OnBytes = lambda done, total: None
 ) -> Json:
-    """Return all that an image depends on besides prompt and seed. `compiled` only changes how fast it is generated,
-    and `verifier` which are.
+    """Return everything that an image depends on, except prompt and seed.
+
+    `compiled` is left out, because it changes only the speed.
 
     `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises
     CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete, and InputError for a
@@ -53,11 +54,10 @@ def describe_settings(
     for field, file in (("checkpoint", checkpoint), *(("lora", file) for file, _ in settings.loras)):
         check_text(field, Path(file).name, RENAME)
     described = settings._asdict()
-    del described["compiled"], described["loras"], described["verifier"]
-    for name in ("step_cache", "fp8"):
-        if not described[name]:
-            # folders from before there was one can be continued
-            del described[name]
+    del described["compiled"], described["loras"]
+    if not described["fp8"]:
+        # folders from before there was one can be continued
+        del described["fp8"]
     if settings.loras:
         described["loras"] = [
             {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras

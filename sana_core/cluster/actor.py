@@ -89,11 +89,11 @@ class Actor:
             self.worker = worker
         return self.worker.begin(job)
 
-    def generate(self, chunk: list[object], prompts: list[object], *round: object) -> list[object]:
+    def generate(self, chunk: list[object], prompts: list[object]) -> list[object]:
         """Return the images of a chunk."""
         started = time.monotonic()
         try:
-            images = self.worker.generate(chunk, prompts, *round)
+            images = self.worker.generate(chunk, prompts)
         except BaseException:
             self.failures.inc()
             raise

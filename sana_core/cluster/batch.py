@@ -18,7 +18,6 @@ from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import fingerprint
 from ..runtime.cancellation import no_poll
 from ..runtime.folder_lock import Hold
-from ..sampling.trail import Draft
 from .actors import ActorError, ClusterRun, DriverError
 from .connection import ClusterSettings
 from .pool import Pool
@@ -70,10 +69,7 @@ def generate_on_cluster(
         run_alone(cluster, lambda run: generate_with(run, job, workload, found), no_poll, on_status)
     ) as generated:
         for image, result in generated:
-            if isinstance(result, tuple):
-                yield image, Draft(*result)
-            else:
-                yield image, torch.from_numpy(result.copy()) if described is None else result
+            yield image, torch.from_numpy(result.copy()) if described is None else result
 
 
 def generate_with(
@@ -95,9 +91,6 @@ def generate_with(
             queue.limits = pool.loaded
         try:
             yield from run_batch(queue, batch, cluster.grace)
-            for batch.workload in workload.later:
-                queue.add(batch.workload.split(job.settings.width, job.settings.height, max(1, len(pool.actors))))
-                yield from run_batch(queue, batch, cluster.grace)
         except BaseException:
             # in the middle of a step
             for worker in {worker for worker, _ in batch.flying.values()} & pool.actors.keys():
@@ -120,9 +113,7 @@ class BatchPool:
 
     def submit(self, worker: str, chunk: Chunk) -> None:
         prompts = [self.workload.prompts[image.prompt] for image in chunk]
-        until, past = self.workload.round
-        own = [past[image.number] for image in chunk] if past else []
-        arguments = [tuple(image) for image in chunk], prompts, until, own
+        arguments = [tuple(image) for image in chunk], prompts
         self.flying[self.pool.call(self.pool.actors[worker], "generate", arguments)] = (worker, chunk)
 
     def wait(self) -> list[Outcome[object]]:

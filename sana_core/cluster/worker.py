@@ -26,7 +26,6 @@ from ..batch.pipeline import (
     encode_negative,
     encode_text,
     encode_texts,
-    generate_chunk,
     load_decoder,
     load_encoder,
     load_models,
@@ -44,7 +43,6 @@ from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
 from ..sampling.guidance import ShardedModel
 from ..sampling.masked import InitImage
-from ..sampling.trail import Draft, Round
 from ..split.processes import ProcessSplit
 from ..split.speed import device_name, measure
 
@@ -136,25 +134,11 @@ class Worker:
             self.negative = job.negative
         return largest_chunk(job.transformer, job.settings, self.models.transformer.device, loaded=True)
 
-    def generate(
-        self,
-        images: Sequence[tuple[int, int, int]],
-        prompts: Sequence[Any],
-        until: int | None = None,
-        past: Sequence[torch.Tensor] = (),
-    ) -> list[Any]:
-        """Return the images of a chunk, as the job wants them; `prompts` are text, or encoded.
-
-        In rounds, they go on from the `past` of each up to the step `until`, and come as the fields of a Draft.
-        """
+    def generate(self, images: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
+        """Return the images of a chunk in the format of the job. `prompts` are texts or embeddings."""
         chunk: Chunk = tuple(ImageSpec(*each) for each in images)
         texts = prompts if self.job.encoder is None else list(map(self.encode, prompts))
         encoded = Conditioning(texts, self.negative)
-        if until is not None or past:
-            numbers = [image.number for image in chunk]
-            own = Round(until, dict(zip(numbers, past, strict=True)) if past else {})
-            drafts = generate_chunk(self.models, self.job.settings, chunk, encoded, round=own)
-            return [tuple(each) if isinstance(each, Draft) else each.numpy() for each in drafts]
         inputs = ImageInputs(init=self.job.init and InitImage(*self.job.init))
         latents = sample(self.models, self.job.settings, chunk, encoded, images=inputs)
         pixels: list[Any] = [None] * len(chunk)

@@ -66,9 +66,9 @@ def read_prompts(file: Path) -> list[str]:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.out_shared and arguments.cluster is None:
         raise InputError("out-shared: it is for machines of a cluster; add --cluster, or leave it out")
-    best = find_best(arguments.best, arguments.of, arguments.scorer, arguments.after, arguments.count)
+    best = find_best(arguments.best, arguments.of, arguments.scorer, arguments.count)
     if best and arguments.out_shared:
-        raise InputError("out-shared: drafts are chosen here and not where they are made; leave it out with --best")
+        raise InputError("out-shared: got it with best, whose images are chosen on this machine; leave one of them out")
     prompts, count = read_prompts(arguments.prompts), best.of if best else arguments.count
     workload = Workload(prompts, batch_images(len(prompts), count, arguments.seed), arguments.chunk)
     settings = resolve_settings(settings_of(arguments), arguments.checkpoint)
@@ -139,7 +139,7 @@ def generate_files(
 ) -> Generator[tuple[ImageSpec, bytes | str], None, None]:
     """Yield each image that is not done as a PNG file, or its digest where a machine has written it itself.
 
-    With `best`, only the best of each prompt's drafts, with score and rank.
+    With `best`, only the best images of each prompt, with score and rank.
     """
     checkpoint, devices, cluster = arguments.checkpoint, arguments.devices, cluster_of(arguments)
     if best:

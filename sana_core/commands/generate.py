@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> None:
     paths = [arguments.out / file_name(spec) for spec in specs]
     check_free(paths, arguments.overwrite)
     make_folder(arguments.out)
-    own = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer", "after")}
-    options: Json = {**own, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
+    given = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
+    options: Json = {**given, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
     where = arguments.devices, cluster_of(arguments), arguments.split
     images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
     texts = [PngImagePlugin.PngInfo() for _ in images]
@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 # options that only images have, and their defaults
 IMAGES_ONLY = {
-    **dict.fromkeys(("best", "of", "scorer", "after", "lora", "cluster", "gpus", "resource", "chunk")),
+    **dict.fromkeys(("best", "of", "scorer", "lora", "cluster", "gpus", "resource", "chunk")),
     **{"count": 1, "split": False, "pag_scale": 0.0, "pag_blocks": "", "guidance_interval": (0.0, 1.0)},
-    **{"step_cache": 0.0, "fp8": False, "compile": False, "gpus_per_worker": 1.0},
+    **{"fp8": False, "compile": False, "gpus_per_worker": 1.0},
 }
 
 

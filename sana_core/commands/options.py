@@ -18,16 +18,15 @@ from ..runtime.accelerator import has_bf16
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add checkpoint, out, seed, count, the choice of drafts, chunk and devices, and the options whose values
-    `settings_of` and `cluster_of` read."""
+    """Add checkpoint, out, seed, count, best of N, chunk and devices, and the options whose values `settings_of` and
+    `cluster_of` read."""
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, help="a folder or file; on a cluster, of each machine")
     add("--out", type=Path, default=Path("output"), help="folder for the PNG files")
     add("--seed", type=int, default=0, help="image i of each prompt uses seed + i")
     add("--count", type=int, default=1, help="images of each prompt")
-    add("--best", type=int, metavar="K", help="keep only the K of --of drafts that --scorer likes best")
-    add("--of", type=int, metavar="N", help="drafts of each prompt; draft i uses seed + i")
-    add("--after", type=int, metavar="STEPS", help="score drafts every so many steps; half of them go each time")
+    add("--best", type=int, metavar="K", help="keep only the best K of --of images of each prompt, by --scorer")
+    add("--of", type=int, metavar="N", help="images of each prompt to choose from; image i uses seed + i")
     add("--scorer", type=Path, help="folder of a CLIP, such as PickScore_v1, that says how well an image fits a prompt")
     add_settings(parser)
     add("--chunk", type=int, help="images that a device works on at once; 0, the default, finds a number that fits")
@@ -69,14 +68,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "float16 is for models made for it",
     )
     add("--compile", action="store_true", help="torch.compile, with CUDA graphs in torch 2.14 or later")
-    add(
-        "--step-cache",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="inexact but faster: where the first block's output changes by less than SHARE from one step to the next, "
-        "like 0.1, the other blocks are left out",
-    )
     add(
         "--fp8",
         action="store_true",

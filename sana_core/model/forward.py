@@ -26,23 +26,11 @@ if TYPE_CHECKING:
 
     from .row_shards import Shard
     from .sharded_ops import ShardedOps
-    from .step_cache import StepCache
 
 # head sizes of the linear attention that its kernels take: powers of two that a product of matrices can have
 FUSED_HEADS = (16, 32, 64)
 # what diffusers adds to the attention scores of tokens that the mask drops; their weight becomes exactly 0
 DROPPED = -10000.0
-
-
-class Capture:
-    """Keeps the hidden states [B, N, D] that the last call had behind `block`."""
-
-    def __init__(self, block: int) -> None:
-        self.block, self.states = block, torch.empty(0)
-
-    def keep(self, part: int, images: int) -> None:
-        """Keep those of one of the parts, of so many images each, that the batch had."""
-        self.states = self.states[part * images : (part + 1) * images].clone()
 
 
 class Constants(NamedTuple):
@@ -55,8 +43,6 @@ class Constants(NamedTuple):
     tables: torch.Tensor  # [L, 6, D]
     kernels: frozenset[str]  # those of sana_core.kernels that do what lies between the layers
     eps: float  # in the denominator of the linear attention
-    capture: Capture | None = None
-    cache: StepCache | None = None  # by which blocks may be left out
 
 
 class Perturbation(NamedTuple):
@@ -174,9 +160,7 @@ def velocity(
     size = height // patch, width // patch
     carried: Carried = embed(transformer, x, constants.position, ops), None
     time, embedded = embed_time(transformer, timestep, carried[0], guidance, ops)
-    inputs, cache = BlockInputs(modulate(constants, time), constants, size, ops), constants.cache
-    if cache is not None:
-        cache.begin(carried[0])
+    inputs = BlockInputs(modulate(constants, time), constants, size, ops)
     for i, block in enumerate(transformer.transformer_blocks):
         images = perturbation.images if perturbation is not None and i in perturbation.blocks else None
         carried = run_block(block, i, carried, inputs, images)
@@ -184,18 +168,6 @@ def velocity(
         if residual is not None:
             hidden = add(*carried, constants.kernels)
             carried = hidden + residual.to(hidden.dtype), None
-        if constants.capture is not None and i == constants.capture.block:
-            constants.capture.states = add(*carried, constants.kernels)
-        if cache is not None and i == 0:
-            carried = add(*carried, constants.kernels), None
-            found = cache.find(carried[0])
-            if found is not None:
-                carried = found, None
-                break
-    else:
-        if cache is not None:
-            carried = add(*carried, constants.kernels), None
-            cache.end(carried[0])
     out = transformer.proj_out(last_norm(transformer, carried, embedded, constants.kernels))
     out = out.unflatten(1, size).unflatten(-1, (patch, patch, -1))
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, height, width)

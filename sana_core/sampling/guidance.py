@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InputError
 from ..model.controlnet import Control, control_residuals
-from ..model.forward import Capture, Constants, Perturbation, pad_prompts, prepare, shard_velocity, velocity
+from ..model.forward import Constants, Perturbation, pad_prompts, prepare, shard_velocity, velocity
 from ..model.known_models import Defaults, TransformerConfig, perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, ShardSpec
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-    from ..model.step_cache import StepCache
     from .samplers import Denoiser
 
 LARGEST_GUIDANCE = 100.0
@@ -46,14 +45,12 @@ class PerturbedAttention(NamedTuple):
 
 
 class ControlledModel(NamedTuple):
-    """A transformer with a ControlNet, which acts in all passes of a step, and who looks at the states of one: that of
-    the prompts."""
+    """A transformer, with a ControlNet that acts in all passes of a step."""
 
     transformer: SanaTransformer2DModel
     control: Control | None = None
-    capture: Capture | None = None
-    cache: StepCache | None = None  # of one sampling on one device
-    compiled: bool = False  # by torch.compile, with CUDA graphs where it has them
+    # Compile it with torch.compile, with CUDA graphs where torch supports them.
+    compiled: bool = False
 
 
 class Prepared(NamedTuple):
@@ -143,8 +140,6 @@ def denoiser(
             return shard_velocity(own, shard, times, constants, embedded, perturbation, residuals)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
-        if members[0].capture is not None:
-            members[0].capture.keep(int(guided), len(x))
         # guided in x0 and in this order, as ComfyUI does it: the same bits with and without the host
         return combine(list(x - sigma * velocities.unflatten(0, (count, len(x)))), guided, guidance, perturbed)
 
@@ -196,8 +191,7 @@ def prepare_passes(
     if config.guidance_embeds:
         # multiplied in float32, as in diffusers and in ComfyUI: the same bits
         embedded = torch.full((len(passes) * shape[0],), guidance, device=device) * config.guidance_embeds_scale
-    own = constants._replace(capture=member.capture, cache=member.cache)
-    return Prepared(own, embedded, perturbation, steering)
+    return Prepared(constants, embedded, perturbation, steering)
 
 
 def steer(

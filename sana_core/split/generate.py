@@ -33,13 +33,11 @@ from .speed import relative_speeds
 
 
 def check_workload(workload: Workload, settings: SamplingSettings) -> None:
-    """Raise InputError for what images that are shared cannot be: several at once, compiled or cached."""
+    """Raise InputError for a chunk of several images, and for compiled models, because devices share each image."""
     if workload.chunk not in (None, 1):
         raise InputError(f"chunk: got {workload.chunk} with split, expected 1: devices share one image at a time")
     if settings.compiled:
         raise InputError("compiled: got true with split, expected false: devices meet in each block; leave it out")
-    if settings.step_cache:
-        raise InputError("step_cache: got it with split, where devices meet in each block; leave it out")
 
 
 def check_devices(devices: Sequence[torch.device]) -> None:

@@ -1,4 +1,4 @@
-"""Broken folders of scorers and verifiers: they score an image, or one line names the folder."""
+"""Broken folders of scorers: they score an image, or one line names the folder."""
 
 import json
 import shutil
@@ -10,10 +10,8 @@ from clips import PROMPT
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import NUMBERS, VALUES, changed_bytes, changed_json, with_file
-from safetensors.torch import save_file
 
 from sana_core.batch.scorer import load_scorer
-from sana_core.batch.verifier import KIND, Shape, Verifier, load_verifier
 
 JSON_FILES = ("config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json")
 # These fields make transformers download code, read other folders or choose other classes.
@@ -45,16 +43,6 @@ def sharded(clip, tmp_path_factory):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     weight_map = {name: "model-00001-of-00001.safetensors" for name in load_scorer(clip).model.state_dict()}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def verifier(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "verifier"
-    folder.mkdir()
-    shape = Shape(2, 64, 32, 16, 2, 1, 3, 50)
-    save_file(Verifier(shape).state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": KIND, **shape._asdict()}))
     return folder
 
 
@@ -111,16 +99,3 @@ def test_other_files_change_nothing(survives, clip, name, content):
         assert torch.equal(survives(lambda: score(clip)), expected)
     finally:
         (clip / name).unlink()
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-@given(data=st.data())
-def test_verifiers(survives, verifier, name, data):
-    def read():
-        return load_verifier(verifier).score(torch.ones(1, 9, 64), torch.ones(1, 5, 32), torch.ones(1, 5))
-
-    content = (verifier / name).read_bytes()
-    strategy = changed_bytes(content)
-    if name == "config.json":
-        strategy |= changed_json(json.loads(content)) | changed_fields(content)
-    with_file(verifier / name, data.draw(strategy), survives, read, "verifier")

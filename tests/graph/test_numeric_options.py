@@ -40,13 +40,11 @@ OPTIONS = {
     "pag_scale": ([NAN, INF, -1.0, 100.5], ["generate", "batch", "PAG.scale"]),
     "guidance_interval": ([NAN, -0.5, 1.5], ["generate", "batch", "GuidanceInterval.start"]),
     "lora": ([NAN, INF, -100.5, 100.5], ["generate", "batch", "LoraLoader.strength_model", "LoraLoader.strength_clip"]),
-    "step_cache": ([NAN, INF, -1.0, 1.5], ["generate", "batch"]),
     "max_gb": ([NAN, INF, -1.0, 1024.5], ["decode", "Decode.budget_gb"]),
     "seconds": ([NAN, INF, -1.0], ["doctor"]),
 }
 # options and inputs with one form, and where they are tested
 ALONE = {
-    "test_best.py, test_early_looks.py": ["after", "BatchSampler.after", "BatchSampler.finish"],
     "test_pick_best.py": ["PickBest.best"],
     "test_batch_sampler.py; the images stay in memory, so fewer than those of a command": ["BatchSampler.count"],
     "tests/cluster": ["gpus", "gpus_per_worker", "resource"],

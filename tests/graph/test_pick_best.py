@@ -1,4 +1,4 @@
-"""SANA Pick Best in ComfyUI: the drafts that score most, as each is alone, and a sheet of all."""
+"""SANA Pick Best in ComfyUI: the images with the highest scores, and a sheet of all images."""
 
 import shutil
 
@@ -12,15 +12,15 @@ from sana_core.batch.scorer import load_scorer
 
 @pytest.fixture
 def picking(host, base_graph, tmp_path):
-    """A function that runs the nodes behind a sampler of six drafts, and returns what the outputs caught."""
+    """A function that runs the nodes after a sampler of six images, and returns the caught outputs."""
     folder = host.models / "clip_vision" / "clip"
     save_clip(folder)
 
     def run(best=2, sampler="sample", **options):
         graph = base_graph(batch_size=6, seed=7, steps=3)
-        drafts = graph["decode"][1]["samples"]
+        samples = graph["decode"][1]["samples"]
         graph["scorer"] = ("SanaNodesScorerLoader", {"scorer_name": "clip"})
-        links = {"samples": drafts, "vae": ["load", 2], "scorer": ["scorer", 0]}
+        links = {"samples": samples, "vae": ["load", 2], "scorer": ["scorer", 0]}
         graph["pick"] = ("SanaNodesPickBest", {**links, "prompt": PROMPT, "best": best, **options})
         for number, name in enumerate(("best latent", "best image", "sheet", "seeds")):
             graph[f"catch {name}"] = ("Catch", {"value": ["pick", number], "name": name})
@@ -30,7 +30,7 @@ def picking(host, base_graph, tmp_path):
     shutil.rmtree(folder)
 
 
-def test_the_best_are_those_that_score_most_and_each_can_be_drawn_again(host, base_graph, picking):
+def test_the_best_have_the_highest_scores_and_each_can_be_generated_again(host, base_graph, picking):
     found, folder = picking()
     images = found["image"].movedim(-1, 1) * 2 - 1
     order = load_scorer(folder).score(images, PROMPT).argsort(descending=True)[:2].tolist()
@@ -52,10 +52,10 @@ def test_a_scorer_without_a_number_chooses_nothing(picking, host):
     file = host.models / "clip_vision" / "clip" / "model.safetensors"
     # its exponential is infinite
     save_file({**load_file(file), "logit_scale": torch.tensor(200.0)}, file)
-    with pytest.raises(Exception, match="scorer: clip gave no number for any of the 6 drafts from seed 7"):
+    with pytest.raises(Exception, match="scorer: clip gave no number for any of the 6 images from seed 7"):
         picking()
 
 
 def test_more_than_there_are_is_named(picking):
-    with pytest.raises(Exception, match="best: got 7, expected at most the 6 drafts"):
+    with pytest.raises(Exception, match="best: got 7, expected at most the 6 images"):
         picking(best=7)

@@ -164,14 +164,12 @@ def use(folder: Path) -> list[str]:
     import torch
 
     import sana_core
-    from sana_core.batch.verifier import is_verifier
     from sana_core.checkpoints.fingerprint import fingerprint
     from sana_core.doctor import Report
     from sana_core.doctor.files import check_files
 
     def score():
-        if not is_verifier(folder):
-            sana_core.load_scorer(folder).score(torch.zeros(1, 3, 32, 32), "a red house")
+        sana_core.load_scorer(folder).score(torch.zeros(1, 3, 32, 32), "a red house")
 
     ways = [score, lambda: check_files(Report(seconds=1000), [folder])]
     if not folder.name.startswith("clip-"):

@@ -1,4 +1,4 @@
-"""Many drafts, of which the best are kept: the same images that each seed gives alone."""
+"""Best of N: the best images are kept, and each is the image that its seed generates alone."""
 
 import json
 import os
@@ -15,42 +15,40 @@ from safetensors.torch import load_file, save_file
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch import best, pipeline
-from sana_core.batch.best import Best, Rounds, find_best
-from sana_core.batch.pipeline import SamplingSettings
-from sana_core.batch.plan import Workload, batch_images
+from sana_core.batch import best
+from sana_core.batch.best import Best
 from sana_core.batch.scorer import load_scorer
 from sana_core.errors import InputError
-from sana_core.sampling.samplers import find_sampler
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SIZE = {"width": 64, "height": 64, "steps": 3}
-# one process draws what another has drawn
+# Results are the same bits only with the same number of threads.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def drafts(checkpoint):
-    """Six drafts of each prompt, by the call that knows nothing of a scorer."""
+def images(checkpoint):
+    """Six images of each prompt [2, 6, 3, H, W], generated without a scorer."""
     return sana_core.generate(PROMPTS, checkpoint, seed=5, count=6, **SIZE).unflatten(0, (2, 6))
 
 
 @pytest.fixture(scope="module")
-def ranks(clip, drafts):
-    """Scores of all drafts [2, 6], and the places of the best first."""
-    scores = torch.stack([load_scorer(clip).score(each, prompt) for each, prompt in zip(drafts, PROMPTS, strict=True)])
+def ranks(clip, images):
+    """Scores of all images [2, 6], and the index of each image, the best first."""
+    score = load_scorer(clip).score
+    scores = torch.stack([score(images[number], prompt) for number, prompt in enumerate(PROMPTS)])
     return scores, scores.argsort(1, descending=True)
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu", "cpu"]])
-def test_the_best_are_the_drafts_that_score_most(checkpoint, clip, drafts, ranks, devices):
+def test_the_best_are_the_images_with_the_highest_scores(checkpoint, clip, images, ranks, devices):
     report = {}
-    images = sana_core.generate(
+    picked = sana_core.generate(
         PROMPTS, checkpoint, seed=5, best=2, of=6, scorer=clip, report=report, devices=devices, **SIZE
     )
     scores, order = ranks
-    wanted = [drafts[prompt, order[prompt, rank]] for prompt in range(2) for rank in range(2)]
-    assert torch.equal(images, torch.stack(wanted))
+    expected = [images[prompt, order[prompt, rank]] for prompt in range(2) for rank in range(2)]
+    assert torch.equal(picked, torch.stack(expected))
     seeds = [5 + int(order[prompt, rank]) for prompt in range(2) for rank in range(2)]
     assert [(pick["prompt"], pick["seed"], pick["rank"]) for pick in report["picked"]] == [
         (number // 2, seed, 1 + number % 2) for number, seed in enumerate(seeds)
@@ -58,78 +56,25 @@ def test_the_best_are_the_drafts_that_score_most(checkpoint, clip, drafts, ranks
     best = [scores[prompt, order[prompt, rank]] for prompt in range(2) for rank in range(2)]
     assert [pick["score"] for pick in report["picked"]] == pytest.approx([float(score) for score in best], abs=1e-3)
     again = sana_core.generate(PROMPTS[:1], checkpoint, seed=seeds[0], **SIZE)
-    assert torch.equal(images[:1], again)
+    assert torch.equal(picked[:1], again)
 
 
-def test_the_best_come_with_their_scores_and_a_wrong_call_is_refused(checkpoint, clip, drafts, ranks):
+def test_the_best_come_with_their_scores_and_a_wrong_call_is_refused(checkpoint, clip, images, ranks):
     own = {"seed": 5, "best": 2, "of": 6, "scorer": clip, **SIZE}
     picks = sana_core.generate_best(PROMPTS[:1], checkpoint, **own)
     scores, order = (each[0] for each in ranks)
     assert [pick.rank for pick in picks] == [1, 2]
     for pick, place in zip(picks, order[:2], strict=True):
-        assert pick.image.seed == 5 + int(place) and torch.equal(pick.pixels, drafts[0, place])
+        assert pick.image.seed == 5 + int(place) and torch.equal(pick.pixels, images[0, place])
         assert pick.score == pytest.approx(float(scores[place]), abs=1e-3)
     for wrong, message in (
         ({"best": None, "of": None, "scorer": None}, "best: got none, expected best, of and scorer"),
         ({"scorer": None}, "best: got only a part of best, of and scorer"),
         ({"stpes": 3}, "stpes: no option of generate; the nearest is steps"),
-        ({"latents": drafts}, "latents: got it with best"),
+        ({"latents": images}, "latents: got it with best"),
     ):
         with pytest.raises(InputError, match=message):
             sana_core.generate_best(PROMPTS, checkpoint, **own | wrong)
-
-
-@pytest.mark.parametrize("sampler", ["flow_dpmpp_2m", "flow_dpmpp_3m", "flow_euler"])
-def test_in_rounds_half_of_the_drafts_go_and_no_step_is_drawn_twice(checkpoint, clip, monkeypatch, sampler):
-    """Scores after one and two of five steps are those of what the sampler itself expects there, undisturbed."""
-    own = {**SIZE, "steps": 5, "sampler": sampler}
-    expected = []
-
-    def watched(name):
-        flow = find_sampler(name)
-
-        def sample(model, x, sigmas, callback, **more):
-            seen = []
-            drawn = flow.sample(model, x, sigmas, callback=lambda state: seen.append(state["denoised"]), **more)
-            expected.append(seen)
-            return drawn
-
-        return flow._replace(sample=sample)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "find_sampler", watched)
-        whole = sana_core.generate(PROMPTS[:1], checkpoint, seed=5, count=6, **own)
-    models = pipeline.load_models(checkpoint, torch.device("cpu"), SamplingSettings(), checkpoint)
-    scorer = load_scorer(clip)
-
-    def scores(step, drafts):
-        pictures = torch.cat([torch.stack(pipeline.decode(models.autoencoder, expected[i][step - 1])) for i in drafts])
-        return scorer.score(pictures, PROMPTS[0])
-
-    three = sorted(scores(1, range(6)).argsort(descending=True)[:3].tolist())
-    two = sorted(three[i] for i in scores(2, three).argsort(descending=True)[:2])
-    first = two[int(scorer.score(whole[two], PROMPTS[0]).argmax())]
-    calls = []
-    denoiser = pipeline.denoiser
-
-    def counted(*args):
-        model = denoiser(*args)
-        return lambda x, sigma: calls.append(float(sigma)) or model(x, sigma)
-
-    monkeypatch.setattr(pipeline, "denoiser", counted)
-    for devices in (None, ["cpu", "cpu"]):
-        report = {}
-        best = {"best": 1, "of": 6, "after": 1, "scorer": clip, "report": report, "devices": devices}
-        images = sana_core.generate(PROMPTS[:1], checkpoint, seed=5, **best, **own)
-        assert torch.equal(images, whole[first][None]) and report["picked"][0]["seed"] == 5 + first
-    # a chunk may be drawn by two at the end of a round
-    alone = calls[: 6 + 3 + 2 * 3]
-    assert [alone.count(sigma) for sigma in sorted(set(alone), reverse=True)] == [6, 3, 2, 2, 2]
-
-
-@pytest.mark.parametrize("of, after, expected", [(8, 1, [(1, 4), (2, 2)]), (3, 2, [(2, 2)]), (2, 1, []), (8, 5, [])])
-def test_half_go_each_time_until_twice_as_many_as_are_kept_are_left(of, after, expected):
-    assert find_best(1, of, "clip", after).looks(5) == expected
 
 
 def command(name, what, checkpoint, clip, *options):
@@ -181,22 +126,6 @@ def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, m
     assert "4 of 4 images are there already" in capsys.readouterr().out
 
 
-def test_a_batch_with_an_early_look_ends_at_the_same_images_however_often_it_stops(
-    checkpoint, clip, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    Path("prompts.txt").write_text("\n".join(PROMPTS))
-    options = ("batch", "prompts.txt", checkpoint, clip, "--best", 1, "--after", 1)
-    assert command(*options) == 0
-    whole = {path.name: path.read_bytes() for path in Path("out").glob("*.png")}
-    assert len(whole) == 2 and json.loads(Path("out/manifest.json").read_text())["settings"]["after"] == 1
-    Path("out", max(whole)).unlink()
-    assert command(*options) == 0
-    assert {path.name: path.read_bytes() for path in Path("out").glob("*.png")} == whole
-    assert command(*options[:-1], 4, "--out", "other") == 1
-    assert "after: got 4, expected a whole number from 1 to 3" in capsys.readouterr().err
-
-
 def valid(text):
     """The content of `text`, which must be JSON by its standard: without NaN and infinity."""
 
@@ -208,15 +137,15 @@ def valid(text):
 
 @pytest.fixture
 def nan_for(monkeypatch):
-    """A function after whose call the scorer gives NaN for the pixels of `drafts`, as a model in float16 may."""
+    """A function: from its call on, the scorer gives NaN for the pixels of `bad`, as a model in float16 may."""
 
-    def spoil(drafts):
+    def spoil(bad):
         def spoilt(folder, *where):
             scorer = load_scorer(folder, *where)
 
-            def score(images, prompt):
-                bad = any(torch.equal(images[0], draft) for draft in drafts)
-                return scorer.score(images, prompt) * (float("nan") if bad else 1)
+            def score(pixels, prompt):
+                is_bad = any(torch.equal(pixels[0], image) for image in bad)
+                return scorer.score(pixels, prompt) * (float("nan") if is_bad else 1)
 
             return scorer._replace(score=score)
 
@@ -225,24 +154,24 @@ def nan_for(monkeypatch):
     return spoil
 
 
-def test_a_draft_without_a_number_ranks_last_and_is_named(checkpoint, clip, drafts, ranks, nan_for, caplog):
+def test_an_image_without_a_number_ranks_last_and_is_named(checkpoint, clip, images, ranks, nan_for, caplog):
     order = ranks[1][0].tolist()
-    nan_for([drafts[0, order[0]], drafts[0, order[3]]])
+    nan_for([images[0, order[0]], images[0, order[3]]])
     picks = sana_core.generate_best(PROMPTS[:1], checkpoint, seed=5, best=6, of=6, scorer=clip, **SIZE)
     numbers = [place for place in order if place not in (order[0], order[3])]
     assert [pick.image.seed - 5 for pick in picks] == numbers + sorted([order[0], order[3]])
     assert [pick.describe()["score"] is None for pick in picks] == [False] * 4 + [True] * 2
-    said = f"scorer: clip gave nan for prompt 0, seed {5 + order[0]}, expected a number; this draft ranks last"
+    said = f"scorer: clip gave nan for prompt 0, seed {5 + order[0]}, expected a number; this image ranks last"
     assert said in caplog.messages and len(caplog.messages) == 2
 
 
 def test_one_bad_score_does_not_end_a_batch_and_its_json_is_valid(
-    checkpoint, clip, drafts, ranks, nan_for, tmp_path, monkeypatch, capsys
+    checkpoint, clip, images, ranks, nan_for, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text("\n".join(PROMPTS))
     worst = ranks[1][:, -1].tolist()
-    nan_for([drafts[0, worst[0]], *drafts[1]])
+    nan_for([images[0, worst[0]], *images[1]])
     assert command("batch", "prompts.txt", checkpoint, clip, "--best", 6) == 0
     manifest = valid(Path("out/manifest.json").read_text())["pictures"]
     assert len(manifest) == 12 and manifest[f"00000_{5 + worst[0]}.png"]["score"] is None
@@ -253,29 +182,17 @@ def test_one_bad_score_does_not_end_a_batch_and_its_json_is_valid(
     assert "12 of 12 images are there already" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("after", [None, 1])
-def test_a_scorer_that_never_gives_a_number_ends_the_batch(checkpoint, clip, tmp_path, monkeypatch, capsys, after):
+def test_a_scorer_that_never_gives_a_number_ends_the_batch(checkpoint, clip, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text("\n".join(PROMPTS))
     broken = shutil.copytree(clip, tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
     # exp(200) is infinite in float32.
     save_file({**tensors, "logit_scale": torch.tensor(200.0)}, broken / "model.safetensors")
-    options = ["--best", 1, *([] if after is None else ["--after", after])]
-    assert command("batch", "prompts.txt", checkpoint, broken, *options) == 1
+    assert command("batch", "prompts.txt", checkpoint, broken, "--best", 1) == 1
     *_, line = capsys.readouterr().err.splitlines()
-    assert re.match(r"scorer: broken gave -?inf for prompt \d, seed \d+, and no number for any draft before; use", line)
+    assert re.match(r"scorer: broken gave -?inf for prompt \d, seed \d+, and no number for any image before; use", line)
     assert not list(Path("out").glob("*.png"))
-
-
-def test_early_looks_drop_drafts_without_a_finite_score_first():
-    workload = Workload(PROMPTS[:1], batch_images(1, 6, 5))
-    rounds = Rounds(workload, 6, [(1, 3)], 4, "clip")
-    rounds.begin(list(workload.images), 1)
-    for image, score in zip(workload.images, (1.0, float("nan"), 3.0, float("inf"), 2.0, 0.5), strict=True):
-        rounds.note(image, score, torch.zeros(1, 32, 2, 2), added=True)
-    assert [image.seed - 5 for image in rounds.better(5)] == [0, 1, 2, 4, 5]
-    assert [image.seed - 5 for image in rounds.better(3)] == [0, 2, 4]
 
 
 def test_a_manifest_with_nan_of_an_earlier_version_becomes_valid_json(checkpoint, clip, tmp_path, monkeypatch):
@@ -296,7 +213,8 @@ def test_a_manifest_with_nan_of_an_earlier_version_becomes_valid_json(checkpoint
         ({"of": 4}, "best: got only a part of best, of and scorer"),
         ({"best": 5, "of": 4, "scorer": "clip"}, "best: got 5, expected a whole number from 1 to 4"),
         ({"best": 1, "of": 4, "scorer": "clip", "count": 2}, "count: got 2 with best"),
-        ({"after": 2}, "best: got only a part of best, of and scorer"),
+        ({"scorer": "clip"}, "best: got only a part of best, of and scorer"),
+        ({"after": 2}, "after: no option of generate"),
     ],
 )
 def test_what_cannot_be_chosen_is_named(checkpoint, options, message):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, SCMScheduler
 
-from sana_core.model.latents import noise_stream
 from sana_core.model.reference import DIFFUSERS, NVIDIA, RULES
 from sana_core.sampling.samplers import (
     SAMPLERS,
@@ -22,7 +21,6 @@ from sana_core.sampling.samplers import (
     sampler_kwargs,
 )
 from sana_core.sampling.schedules import last_steps, scm_sigmas, scm_timesteps, trim_schedule
-from sana_core.sampling.trail import Trail
 
 STEPS_AND_SHIFTS = [(1, 3.0), (2, 3.0), (3, 2.5), (14, 3.0), (20, 3.0), (28, 6.0), (50, 1.5)]
 
@@ -280,28 +278,3 @@ def test_sana_sprint_takes_scm_alone_and_no_other_model_does(name, is_sprint):
     else:
         with pytest.raises(ValueError, match=f"^sampler: got {name} for a "):
             check_sampler(config, name)
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("always_lower", [False, True])
-def test_a_sampling_that_goes_on_by_its_trail_ends_at_the_same_bits_and_draws_no_step_twice(name, always_lower):
-    flow, x = find_sampler(name), torch.randn(2, 4, 2, 2, generator=torch.Generator().manual_seed(1))
-    sigmas, calls = flow.sigmas(8, 3.0), []
-
-    def counted(x, sigma):
-        calls.append(float(sigma))
-        return x0_model(x, sigma)
-
-    def own():
-        more = {"always_lower_order": always_lower} if name == "flow_dpmpp_3m" else {}
-        return {**more, **({"noise": noise_stream(x, 5)} if name == "scm" else {})}
-
-    whole = flow.sample(counted, x, sigmas, **own())
-    wanted, x0s = calls[:], []
-    calls.clear()
-    for until in (1, 3, 7, 8):
-        trail = Trail(until, x0s)
-        drawn = flow.sample(trail.follow(counted), x, sigmas[: until + 1], **own())
-        x0s = trail.x0s
-        assert calls == wanted[:until]
-    assert torch.equal(drawn, whole)

@@ -124,7 +124,7 @@ def test_transparent_pixels_are_on_white_as_in_training(tmp_path):
     [
         (["--out", "clip.gif"], "^out: got 'clip.gif' with --frames, expected a file like clip.mp4; name one$"),
         (["--count", "2"], "^count: it is for images, expected one video of one prompt with --frames; leave it out$"),
-        (["--after", "2"], "^after: it is for images, expected one video of one prompt with --frames; leave it out$"),
+        (["--best", "2"], "^best: it is for images, expected one video of one prompt with --frames; leave it out$"),
         (["--first", "none.png"], "^first: none.png: no such file; see its spelling, and whether it was moved$"),
         (["--chunk", "1"], "^chunk: it is for images, expected one video of one prompt with --frames; leave it out$"),
         (["--compile"], "^compile: it is for images, expected one video of one prompt with --frames; leave it out$"),
