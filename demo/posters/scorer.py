@@ -1,7 +1,7 @@
 """What says how well a picture fits a prompt: a small CLIP, in transformers' own form, that only saw paintings.
 
 `python -m demo.posters.scorer` trains it on paintings and their captions and writes sana-posters-scorer/ beside the
-model that it is for. It chooses among drafts; the judge, which never chooses, measures what that is worth.
+model that it is for. It ranks the images of a prompt. The judge, which never ranks, measures how much that helps.
 """
 
 from __future__ import annotations
