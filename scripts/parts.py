@@ -305,7 +305,7 @@ def batch_sampler() -> Node:
 
 
 def best_of_many() -> Subgraph:
-    """Drafts of one prompt on the bundled model, the best of them, and the sheet of all."""
+    """Several images of one prompt on the bundled model, the best of them, and a sheet of all."""
     nodes = {**bundled(), **texts(PROMPT, INSIDE[1]), **empty(512, INSIDE[0])}
     nodes["sampler"] = batch_sampler()
     del nodes["sampler"].inputs["vae"]
@@ -316,7 +316,7 @@ def best_of_many() -> Subgraph:
     columns = ("Model", "model scorer"), *DRAWING[:2], ("Result", "best")
     own = {name: f"sampler.{name}" for name in ("seed", "steps", "guidance", "devices")}
     widgets = {"prompt": "prompt.text best.prompt", "negative prompt": TEXTS["negative prompt"]}
-    widgets |= {"drafts": "sampler.count", "best": "best.best", **own}
+    widgets |= {"count": "sampler.count", "best": "best.best", **own}
     widgets |= {"model": "model.model", "scorer": "scorer.scorer_name"}
     outputs: dict[str, Link] = {"IMAGE": ("best", 1), "sheet": ("best", 2)}
     return Subgraph("SANA best of many", Graph(nodes, columns), widgets, outputs)

@@ -217,10 +217,10 @@ def best_of_many(name: str) -> Template:
     nodes = {
         **note(name),
         "image": Node(parts.best_of_many(), {}, None, 330),
-        "sheet": Node("PreviewImage", {"images": ("image", 1)}, "All drafts"),
+        "sheet": Node("PreviewImage", {"images": ("image", 1)}, "All images"),
         "save": save(("image", 0), "sana-best"),
     }
-    return Template(Graph(nodes, (("", "note"), ("Drafts", "image"), ("Result", "sheet save"))))
+    return Template(Graph(nodes, (("", "note"), ("Images", "image"), ("Result", "sheet save"))))
 
 
 def custom_sampling(name: str) -> Template:
