@@ -1,9 +1,16 @@
-"""GPUs that compute without one: tensors that say they are on cuda:0, with numbers in the CPU's memory.
+"""Pretended CUDA GPUs that compute real numbers.
 
-`fake_accelerator` has tensors without numbers, of which nothing can be said to be right. These have them, so that what
-looks at results runs whole. What torch does on a real GPU in its place is done by the CPU's kernels: roundings and
-speed are the CPU's, and so is TF32's absence. Mixed devices raise as on GPUs; bytes alive are counted, and there are no
-more than a card has. Triton launches on no such tensor.
+A tensor on such a GPU is a `CardTensor`: its numbers are in the CPU's memory, and the CPU computes with them. So
+values, rounding and speed are the CPU's. In other respects the GPUs are distinct devices:
+
+- Operations on tensors of different devices raise, as in CUDA.
+- The bytes on each GPU are counted, and are limited to its memory.
+- Each GPU has its own memory size and compute capability.
+- The current device belongs to the thread. `device="cuda"` without an index means the current device.
+- `Cards.fail()` makes one call on one GPU fail as CUDA, cuBLAS and cuDNN fail.
+- `computed_on()` returns the GPUs that computed a tensor, also after the tensor moved to the CPU.
+
+Triton cannot launch kernels on these tensors. `fake_accelerator` has tensors without numbers, for models of real sizes.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,9 +29,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-# these may have tensors of several devices
+# Functions whose arguments may be on several devices.
 CROSSING = {
     "to",
+    "cuda",
     "copy_",
     "__setitem__",
     "__getitem__",
@@ -33,140 +41,366 @@ CROSSING = {
     "type_as",
     "_has_compatible_shallow_copy_type",
 }
-# of the tensor itself rather than of its numbers
+# Attributes of the tensor object. The CPU tensor behind a CardTensor does not have them.
 OWN = {"requires_grad_", "retain_grad", "register_hook", "grad", "requires_grad", "is_leaf", "grad_fn"}
 LEAVING = {"cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__"}
+# These copy numbers. The device that computed them stays the same.
+MOVING = {"to", "cuda", "cpu", "copy_", "clone", "contiguous", "__deepcopy__"}
+# These launch nothing on a GPU: they read attributes or return views. They cannot fail, and are not counted as calls.
+NO_LAUNCH = {
+    "__get__",
+    "__set__",
+    "__len__",
+    "__hash__",
+    "__repr__",
+    "_has_compatible_shallow_copy_type",
+    "as_strided",
+    "as_subclass",
+    "broadcast_tensors",
+    "broadcast_to",
+    "chunk",
+    "data_ptr",
+    "detach",
+    "detach_",
+    "dim",
+    "element_size",
+    "expand",
+    "expand_as",
+    "get_device",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "is_pinned",
+    "is_same_size",
+    "is_shared",
+    "movedim",
+    "narrow",
+    "ndimension",
+    "nelement",
+    "numel",
+    "permute",
+    "result_type",
+    "select",
+    "set_",
+    "size",
+    "split",
+    "squeeze",
+    "storage_offset",
+    "stride",
+    "swapaxes",
+    "t",
+    "transpose",
+    "unbind",
+    "unflatten",
+    "unsqueeze",
+    "untyped_storage",
+    "view",
+    "view_as",
+} | OWN
+
+# torch 2.8 introduced the class. Before, c10/cuda/CUDAException.cpp raised RuntimeError.
+DRIVER_ERROR: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+# c10/cuda/CUDAException.cpp and CUDAMiscFunctions.cpp
+DRIVER_HINTS = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable "
+    "device-side assertions.\n"
+)
+# TORCH_CUDABLAS_CHECK in aten/src/ATen/cuda/Exceptions.h, called in CUDABlas.cpp
+GEMM = (
+    "cublasGemmEx( handle, opa, opb, m, n, k, alpha_ptr, a, CUDA_R_16BF, lda, b, CUDA_R_16BF, ldb, beta_ptr, c, "
+    "CUDA_R_16BF, ldc, compute_type, CUBLAS_GEMM_DEFAULT_TENSOR_OP)"
+)
+# What a failing call raises. All but "driver" fail once.
+ERRORS: dict[str, tuple[type[BaseException], str]] = {
+    # Every later call on the device fails too, as after any error of a kernel.
+    "driver": (DRIVER_ERROR, f"CUDA error: an illegal memory access was encountered{DRIVER_HINTS}"),
+    # c10/cuda/CUDACachingAllocator.cpp
+    "memory": (
+        torch.OutOfMemoryError,
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU {index} has a total capacity",
+    ),
+    # The driver itself runs out of memory, for example while it loads a kernel.
+    "driver memory": (DRIVER_ERROR, f"CUDA error: out of memory{DRIVER_HINTS}"),
+    "cublas": (RuntimeError, f"CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `{GEMM}`"),
+    # aten/src/ATen/cuda/CublasHandlePool.cpp
+    "cublas memory": (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cublas start": (RuntimeError, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    # AT_CUDNN_CHECK in aten/src/ATen/cuda/Exceptions.h. cuDNN 9 splits the status codes of cuDNN 8.
+    "cudnn": (RuntimeError, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    "cudnn internal": (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    "cudnn memory": (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "cudnn 9 memory": (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    # aten/src/ATen/native/cudnn/Conv_v8.cpp, without and with torch.backends.cudnn.benchmark. Mostly a lack of memory.
+    "no engine": (RuntimeError, "GET was unable to find an engine to execute this computation"),
+    "no engine found": (RuntimeError, "FIND was unable to find an engine to execute this computation"),
+}
+# The call waits until `Cards.release()`.
+HANG = "hang"
+# The floating-point results of the call are NaN.
+NAN = "nan"
 
 
 class CardTensor(torch.Tensor):
-    """A tensor in the CPU's memory with a `card`, the device that it is said to be on."""
+    """A tensor in the CPU's memory with a `card`, the device that it pretends to be on."""
 
     card: torch.device
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 class Generator(torch.Generator):
-    """The CPU's generator in the place of a card's."""
+    """The CPU's generator in place of a GPU's."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         return super().__new__(cls, "cpu")
 
 
-def on_card(device: Any) -> torch.device | None:
-    """Return the card that is meant, None for the CPU and for what is no device."""
-    if isinstance(device, str | torch.device):
-        with contextlib.suppress(RuntimeError):
-            found = torch.device(device)
-            return torch.device("cuda", found.index or 0) if found.type == "cuda" else None
-    return None
+def computed_on(tensor: torch.Tensor) -> frozenset[torch.device]:
+    """Return the GPUs that computed `tensor`. Rows that different GPUs computed may be in one tensor on the CPU.
+
+    Moves and views do not count. Empty: the CPU computed it without inputs from a GPU.
+    """
+    return getattr(tensor, "computed_on", frozenset())
 
 
 class Cards(TorchFunctionMode):
-    """The mode in which there are cards of `total` bytes."""
+    """The mode in which there are `count` GPUs. `totals` are their bytes."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, totals: Sequence[int]) -> None:
         super().__init__()
-        self.total, self.share = total, 1.0
+        self.devices = [torch.device("cuda", index) for index in range(len(totals))]
+        self.totals = dict(zip(self.devices, totals, strict=True))
+        # Bytes that may be allocated: the total, or what `limit()` has set.
+        self.limits = dict(self.totals)
         self.alive: Counter[torch.device] = Counter()
         self.peak: Counter[torch.device] = Counter()
         self.owners: Counter[tuple[torch.device, int]] = Counter()
-        # also at the end of a tensor, which may come while it is held
+        # Calls on each GPU. A copy between two GPUs counts for both.
+        self.calls: Counter[torch.device] = Counter()
+        # Calls by the name of the thread and the device, where the device was not the thread's current one.
+        self.elsewhere: Counter[tuple[str, torch.device]] = Counter()
+        # Kind of failure by device and number of the call.
+        self.failures: dict[tuple[torch.device, int], str] = {}
+        # Devices with a sticky error.
+        self.broken: set[torch.device] = set()
+        self.released = threading.Event()
+        self.thread = threading.local()
+        # A finalizer of a tensor takes it too, which may run while the thread holds it.
         self.lock = threading.RLock()
+
+    def device(self, name: Any) -> torch.device | None:
+        """Return the GPU that `name` means. None: `name` is the CPU or no device."""
+        if isinstance(name, int) and not isinstance(name, bool):
+            name = torch.device("cuda", name)
+        if not isinstance(name, str | torch.device):
+            return None
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            return None
+        if device.type != "cuda":
+            return None
+        if device.index is None:
+            return self.current
+        if device.index >= len(self.devices):
+            raise DRIVER_ERROR(f"CUDA error: invalid device ordinal{DRIVER_HINTS}")
+        return self.devices[device.index]
+
+    @property
+    def current(self) -> torch.device:
+        """The current device of the calling thread. New threads begin with the first GPU, as in CUDA."""
+        return self.devices[getattr(self.thread, "index", 0)]
+
+    def set_current(self, name: Any) -> None:
+        device = self.device(name)
+        if device is not None:
+            self.thread.index = device.index
+
+    def fail(self, device: Any, kind: str, at: int = 1) -> None:
+        """Make call number `at` on `device`, counted from now, fail. `kind`: a key of ERRORS, HANG or NAN."""
+        if kind not in (*ERRORS, HANG, NAN):
+            raise ValueError(f"kind: got {kind!r}, expected one of {', '.join([*ERRORS, HANG, NAN])}")
+        card = self.device(device)
+        with self.lock:
+            self.failures[card, self.calls[card] + at] = kind
+
+    def limit(self, device: Any, size: int | None = None) -> None:
+        """Let allocations beyond `size` bytes on `device` raise OutOfMemoryError. None: its total."""
+        card = self.device(device)
+        self.limits[card] = self.totals[card] if size is None else size
+
+    def release(self) -> None:
+        """Let all calls that hang return. Later failures of the kind HANG do not wait."""
+        self.released.set()
+
+    def check(self, device: Any = None) -> None:
+        """Raise the sticky error of `device`, if it has one."""
+        card = self.current if device is None else self.device(device)
+        if card in self.broken:
+            raise_error("driver", card)
+
+    def count_call(self, card: torch.device) -> bool:
+        """Count a call on `card`, and fail if `fail()` has been asked to. Returns whether the result becomes NaN."""
+        with self.lock:
+            self.calls[card] += 1
+            kind = self.failures.pop((card, self.calls[card]), "")
+            if card != self.current:
+                self.elsewhere[threading.current_thread().name, card] += 1
+            if kind == "driver":
+                self.broken.add(card)
+        self.check(card)
+        if kind in ERRORS:
+            raise_error(kind, card)
+        if kind == HANG:
+            self.released.wait()
+        return kind == NAN
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__deepcopy__":
-            # without all that is copied already, which `deepcopy` looks into itself
+            # Without the memo, into which `deepcopy` looks itself.
             args = (args[0], {})
         if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.device:
             return args[0].card if isinstance(args[0], CardTensor) else func(*args)
         if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.is_cuda:
             return hasattr(args[0], "card")
-        asked = getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else name
-        if asked in OWN and isinstance(args[0], CardTensor):
+        if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.is_cpu:
+            return func(*args) and not hasattr(args[0], "card")
+        if name == "get_device" and isinstance(args[0], CardTensor):
+            return args[0].card.index
+        attribute = getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else name
+        if attribute in OWN and isinstance(args[0], CardTensor):
             with torch._C.DisableTorchFunction():
                 out = func(*args, **kwargs)
-            return self.put(out, args[0].card, False) if isinstance(out, torch.Tensor) and out is not args[0] else out
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        cards = {leaf.card for leaf in given if isinstance(leaf, CardTensor)}
-        others = [leaf for leaf in given if not isinstance(leaf, CardTensor) and leaf.dim()]
-        if name not in CROSSING and (len(cards) > 1 or (cards and others)):
-            names = ", ".join(sorted(map(str, cards))) + (" and cpu" if others else "")
+            if not isinstance(out, torch.Tensor) or out is args[0]:
+                return out
+            return self.put(out, args[0].card, False, computed_on(args[0]))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        cards = {leaf.card for leaf in inputs if isinstance(leaf, CardTensor)}
+        on_cpu = [leaf for leaf in inputs if not isinstance(leaf, CardTensor) and leaf.dim()]
+        if name not in CROSSING and (len(cards) > 1 or (cards and on_cpu)):
+            names = ", ".join(sorted(map(str, cards))) + (" and cpu" if on_cpu else "")
             raise RuntimeError(f"Expected all tensors to be on the same device, but found {names} ({name})")
         if name == "numpy" and cards:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
         target = self.target(name, args, kwargs, cards)
+        launches = name not in NO_LAUNCH and not (name == "__getitem__" and len(inputs) == 1)
+        if name == "to" and target == getattr(args[0], "card", None) and not kwargs.get("copy"):
+            # A change of the dtype launches a kernel. Other calls return the tensor itself.
+            launches = any(
+                isinstance(leaf, torch.dtype) and leaf != args[0].dtype for leaf in tree_leaves((args, kwargs))
+            )
+        becomes_nan = False
+        if launches:
+            touched = cards | ({target} if target is not None else set())
+            becomes_nan = any([self.count_call(card) for card in sorted(touched, key=str)])
         same: dict[int, torch.Tensor] = {}
 
         def plain(leaf: Any) -> Any:
             if isinstance(leaf, CardTensor):
                 with torch._C.DisableTorchFunction():
-                    own = leaf.as_subclass(torch.Tensor)
-                same[id(own)] = leaf
-                return own
-            if name in CROSSING and on_card(leaf) is not None:
+                    bare_leaf = leaf.as_subclass(torch.Tensor)
+                same[id(bare_leaf)] = leaf
+                return bare_leaf
+            if name in CROSSING and isinstance(leaf, str | torch.device) and self.device(leaf) is not None:
                 return CPU
             return leaf
 
         bare, named = tree_map(plain, (args, kwargs))
-        if on_card(kwargs.get("device")) is not None:
+        if self.device(kwargs.get("device")) is not None:
             named["device"] = CPU
-        out = func(*bare, **named)
+        if name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
+            bare = (bare[0], CPU, *bare[2:])
+        # The CPU tensor would move to a real GPU.
+        out = bare[0].to(CPU) if name == "cuda" else func(*bare, **named)
+        origin = frozenset().union(*map(computed_on, inputs))
+        if name in ("__setitem__", "copy_", "index_put_"):
+            args[0].computed_on = origin
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(out)):
+            # tree_map would make a torch.Size a tuple.
+            return out
+        if target is not None and launches and name not in MOVING:
+            origin = frozenset([target])
 
         def back(leaf: Any) -> Any:
+            if becomes_nan and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    leaf.fill_(torch.nan)
             if not isinstance(leaf, torch.Tensor) or id(leaf) in same:
                 leaf = same.get(id(leaf), leaf)
+                if isinstance(leaf, CardTensor) and launches:
+                    leaf.computed_on = origin
                 if getattr(leaf, "card", None) == target or not isinstance(leaf, torch.Tensor):
                     return leaf
             if name == "__deepcopy__" and isinstance(args[0], torch.nn.Parameter):
                 leaf = torch.nn.Parameter(leaf, args[0].requires_grad)
-            moves = name in ("to", "cpu") and getattr(args[0], "card", None) != target
-            return self.put(leaf, target, moves) if target is not None else leaf.clone() if moves else leaf
+            moves = name in ("to", "cpu", "cuda") and getattr(args[0], "card", None) != target
+            if target is not None:
+                return self.put(leaf, target, moves, origin)
+            leaf = leaf.clone() if moves else leaf
+            if origin:
+                leaf.computed_on = origin
+            return leaf
 
-        # a torch.Size would become a tuple
-        return tree_map(back, out) if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(out)) else out
+        return tree_map(back, out)
 
     def target(self, name: str, args: Any, kwargs: Any, cards: set[torch.device]) -> torch.device | None:
-        """Return the card that a function's results are on, None for the CPU."""
+        """Return the GPU of a function's results. None: the CPU."""
         if name in LEAVING:
             return None
+        if name == "cuda":
+            return self.current if len(args) < 2 and kwargs.get("device") is None else self.device([*args, None][1])
         if name == "to":
-            given = [*args[1:], *kwargs.values()]
-            asked = [getattr(each, "card", CPU) for each in given if isinstance(each, torch.Tensor)]
-            asked += [torch.device(each) for each in given if isinstance(each, str | torch.device)]
-            if asked:
-                return on_card(asked[0])
+            options = [*args[1:], *kwargs.values()]
+            devices = [getattr(option, "card", CPU) for option in options if isinstance(option, torch.Tensor)]
+            devices += [torch.device(option) for option in options if isinstance(option, str | torch.device)]
+            if len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
+                devices = [self.devices[args[1]]]
+            if devices:
+                return self.device(devices[0])
         if name in CROSSING and name != "to":
             return getattr(args[0], "card", None)
         if kwargs.get("device") is not None:
-            return on_card(kwargs["device"])
+            return self.device(kwargs["device"])
         return next(iter(cards), None)
 
-    def put(self, tensor: torch.Tensor, card: torch.device, copied: bool) -> torch.Tensor:
-        """Return `tensor` as one on `card`, whose bytes are counted as long as one of its views is there."""
+    def put(
+        self, tensor: torch.Tensor, card: torch.device, copied: bool, origin: frozenset[torch.device] = frozenset()
+    ) -> CardTensor:
+        """Return `tensor` as a tensor on `card`. Its bytes count as long as one of its views exists."""
         with torch._C.DisableTorchFunction():
             learns = tensor.is_leaf and tensor.requires_grad
             parameter, tensor = isinstance(tensor, torch.nn.Parameter), tensor.as_subclass(torch.Tensor)
             tensor = tensor.clone() if copied else tensor
-            made = (tensor.detach() if learns else tensor).as_subclass(CardTensor)
+            placed = (tensor.detach() if learns else tensor).as_subclass(CardTensor)
             if learns:
-                made.requires_grad_()
-            made.card, made._is_param = card, parameter
+                placed.requires_grad_()
+            placed.card, placed._is_param, placed.computed_on = card, parameter, origin
             storage = tensor.untyped_storage()
             key, size = (card, storage._cdata), storage.nbytes()
         with self.lock:
             if not self.owners[key]:
-                if self.alive[card] + size > self.share * self.total:
-                    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
+                if self.alive[card] + size > self.limits[card]:
+                    del self.owners[key]
+                    raise torch.OutOfMemoryError(
+                        f"CUDA out of memory. Tried to allocate {size} bytes. GPU {card.index} has a total capacity of "
+                        f"{self.totals[card]} bytes of which {self.free(card)} bytes is free."
+                    )
                 self.alive[card] += size
             self.owners[key] += 1
-            weakref.finalize(made, self.release, key, size)
+            weakref.finalize(placed, self.forget, key, size)
             if self.alive[card] > self.peak[card]:
                 self.peak[card] = self.alive[card]
-        return made
+        return placed
 
-    def release(self, key: tuple[torch.device, int], size: int) -> None:
+    def free(self, card: torch.device) -> int:
+        """Return the bytes that can still be allocated on `card`."""
+        return max(0, self.limits[card] - self.alive[card])
+
+    def forget(self, key: tuple[torch.device, int], size: int) -> None:
+        """Note that a tensor has been freed."""
         with self.lock:
             self.owners[key] -= 1
             if self.owners[key] <= 0:
@@ -174,66 +408,136 @@ class Cards(TorchFunctionMode):
                 self.alive[key[0]] -= size
 
 
-def answers(cards: Cards, count: int, total: int, major: int) -> dict[Any, dict[str, Any]]:
-    """What torch says of such cards, by module."""
+def raise_error(kind: str, card: torch.device) -> None:
+    error, text = ERRORS[kind]
+    raise error(text.format(index=card.index))
 
-    def index(device: Any) -> torch.device:
-        return on_card(device) or torch.device("cuda", 0)
+
+class CurrentDevice:
+    """In place of torch.cuda.device: the thread's current device inside a `with` block."""
+
+    def __init__(self, cards: Cards, device: Any) -> None:
+        self.cards, self.inside = cards, device
+
+    def __enter__(self) -> None:
+        self.before = self.cards.current
+        self.cards.set_current(self.inside)
+
+    def __exit__(self, *error: object) -> None:
+        self.cards.set_current(self.before)
+
+
+def answers(cards: Cards, majors: Sequence[int]) -> dict[Any, dict[str, Any]]:
+    """Return the functions of torch that concern devices, by module."""
+
+    def card_of(device: Any = None) -> torch.device:
+        return cards.device(device) or cards.current
 
     def restart(device: Any = None) -> None:
-        cards.peak[index(device)] = cards.alive[index(device)]
+        cards.peak[card_of(device)] = cards.alive[card_of(device)]
+
+    def alive(device: Any = None) -> int:
+        return cards.alive[card_of(device)]
 
     def stats(device: Any = None) -> dict[str, int]:
-        return dict.fromkeys(
-            (f"{kind}_bytes.all.current" for kind in ("active", "reserved")), cards.alive[index(device)]
-        )
+        return dict.fromkeys((f"{kind}_bytes.all.current" for kind in ("active", "reserved")), alive(device))
+
+    def peak(device: Any = None) -> int:
+        return cards.peak[card_of(device)]
 
     def limit(share: float, device: Any = None) -> None:
-        cards.share = share
+        cards.limit(card_of(device), int(share * cards.totals[card_of(device)]))
 
-    properties = SimpleNamespace(major=major, minor=0, name="pretended", total_memory=total, gcnArchName="")
+    def memory_info(device: Any = None) -> tuple[int, int]:
+        cards.check(device)
+        return cards.free(card_of(device)), cards.totals[card_of(device)]
+
+    def empty_cache() -> None:
+        # torch frees the unused blocks of all devices, and stops at the first one that fails.
+        for device in cards.devices:
+            cards.check(device)
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        card = card_of(device)
+        return SimpleNamespace(
+            major=majors[card.index], minor=0, name="pretended", total_memory=cards.totals[card], gcnArchName=""
+        )
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        return majors[card_of(device).index], 0
+
+    def set_device(device: Any) -> None:
+        cards.check(device)
+        cards.set_current(device)
+
+    def current_index() -> int:
+        return cards.current.index
+
+    def context(device: Any) -> CurrentDevice:
+        return CurrentDevice(cards, device)
+
+    memory = {
+        "memory_allocated": alive,
+        "memory_reserved": alive,
+        "memory_stats": stats,
+        "max_memory_allocated": peak,
+        "reset_peak_memory_stats": restart,
+        "empty_cache": empty_cache,
+        "synchronize": cards.check,
+        "is_available": lambda: True,
+        "device_count": lambda: len(cards.devices),
+    }
     return {
-        torch.cuda: {
-            "is_available": lambda: True,
-            "device_count": lambda: count,
-            "current_device": lambda: 0,
-            "set_device": lambda device: None,
-            "device": lambda device: contextlib.nullcontext(),
-            "synchronize": lambda device=None: None,
-            "empty_cache": lambda: None,
-            "ipc_collect": lambda: None,
-            # the CPU's generator makes their numbers
+        torch.cuda: memory
+        | {
+            "current_device": current_index,
+            "set_device": set_device,
+            "device": context,
+            "ipc_collect": lambda: cards.check(),
+            # The CPU's generator makes the random numbers.
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
             "get_device_name": lambda device=None: "pretended",
-            "get_device_properties": lambda device=None: properties,
-            "get_device_capability": lambda device=None: (major, 0),
-            "is_bf16_supported": lambda including_emulation=True: major >= 8,
-            "mem_get_info": lambda device=None: (total - cards.alive[index(device)], total),
-            "memory_allocated": lambda device=None: cards.alive[index(device)],
-            "memory_reserved": lambda device=None: cards.alive[index(device)],
-            "memory_stats": stats,
+            "get_device_properties": properties,
+            "get_device_capability": capability,
+            "is_bf16_supported": lambda including_emulation=True: capability()[0] >= 8,
+            "mem_get_info": memory_info,
             "is_current_stream_capturing": lambda: False,
-            "max_memory_allocated": lambda device=None: cards.peak[index(device)],
-            "reset_peak_memory_stats": restart,
             "set_per_process_memory_fraction": limit,
         },
-        torch.accelerator: {
-            "is_available": lambda: True,
+        torch.accelerator: memory
+        | {
             "current_accelerator": lambda check_available=False: CUDA,
-            "device_count": lambda: count,
-            "set_device_index": lambda device: None,
-            "current_device_index": lambda: 0,
+            "set_device_index": set_device,
+            "set_device_idx": set_device,
+            "device_index": context,
+            "current_device_index": current_index,
+            "current_device_idx": current_index,
             "current_stream": lambda device=None: SimpleNamespace(is_capturing=lambda: False),
-            "synchronize": lambda device=None: None,
+            "get_device_capability": capability,
+            "get_memory_info": memory_info,
         },
     }
 
 
+def one_each(value: int | Sequence[int], count: int) -> list[int]:
+    """Return one number per GPU."""
+    values = [value] * count if isinstance(value, int) else list(value)
+    if len(values) != count:
+        raise ValueError(f"got {len(values)} numbers, expected one for each of {count} GPUs")
+    return values
+
+
 @contextlib.contextmanager
-def pretend_cards(count: int = 1, total: int = 24 * 10**9, major: int = 8) -> Iterator[Cards]:
-    """Within it, this thread and those that it starts have `count` cards of compute capability `major`."""
-    cards = Cards(total)
+def pretend_cards(
+    count: int = 1, total: int | Sequence[int] = 24 * 10**9, major: int | Sequence[int] = 8
+) -> Iterator[Cards]:
+    """Give this thread and the threads that it starts `count` GPUs, inside the `with` block.
+
+    `total`: bytes of each GPU. `major`: compute capability; a GPU below 8 has no bf16. Both are one number for all
+    GPUs, or a sequence with one number per GPU.
+    """
+    cards = Cards(one_each(total, count))
     run = threading.Thread.run
 
     def run_with_cards(thread: threading.Thread) -> None:
@@ -241,18 +545,20 @@ def pretend_cards(count: int = 1, total: int = 24 * 10**9, major: int = 8) -> It
             run(thread)
 
     with contextlib.ExitStack() as stack:
-        own_answers = answers(cards, count, total, major) | {
+        patches = answers(cards, one_each(major, count)) | {
             torch: {
                 "Generator": Generator,
-                # within these cards, for torch would ask its own
+                # DeviceContext has to be the inner mode: it adds the device to the arguments.
                 "set_default_device": lambda device: stack.enter_context(torch.device(device)),
             }
         }
-        for module, own in own_answers.items():
-            # older versions of torch have fewer
-            own = {name: answer for name, answer in own.items() if hasattr(module, name)}
-            stack.enter_context(mock.patch.multiple(module, **own))
+        for module, functions in patches.items():
+            # Older versions of torch have fewer.
+            functions = {name: function for name, function in functions.items() if hasattr(module, name)}
+            stack.enter_context(mock.patch.multiple(module, **functions))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_cards))
+        # No thread may wait forever after the test.
+        stack.callback(cards.release)
         before = torch.__future__.get_overwrite_module_params_on_conversion()
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, before)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
