@@ -1,18 +1,86 @@
-"""Accelerators of any torch: their memory, and which errors mean that it ran out or that the driver failed.
+"""Memory of accelerators, and which errors mean that memory ran out or that a device failed.
 
-Memory is asked of a device's own module: torch.accelerator counts it since 2.10 only, and not on Apple's.
+The memory counters of torch.cuda and torch.xpu are used, because torch.accelerator has them only since 2.10 and not for
+MPS.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import re
+from contextlib import nullcontext
 
 import torch
 
 from ..errors import InputError
 
-# RDNA 2 and what is older
+# Errors that mean that memory ran out, although torch raises them as a plain RuntimeError (or as AcceleratorError).
+# Callers halve the work, and give the device up when the smallest piece of work fails as well.
+MEMORY_RAN_OUT = re.compile(
+    "|".join(
+        (
+            # "CUDA error: out of memory" (c10/cuda/CUDAException.cpp), "CUDA driver error: out of memory" (expandable
+            # segments, c10/cuda/driver_api.h), "Triton Error [CUDA]: out of memory" (triton/backends/nvidia/driver.c),
+            # "HIP error: out of memory", "MPS backend out of memory" (aten/src/ATen/mps/MPSAllocator.mm)
+            r"out of memory",
+            # c10/core/impl/alloc_cpu.cpp
+            r"can't allocate memory",
+            r"not enough memory: you tried to allocate",
+            # aten/src/ATen/cuda/CUDABlas.cpp: "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `...`". ROCm has
+            # HIPBLAS_, cuDNN CUDNN_STATUS_ALLOC_FAILED (aten/src/ATen/cuda/Exceptions.h)
+            r"(CUBLAS|CUBLASLT|HIPBLAS|HIPBLASLT|CUDNN|CUSOLVER|HIPSOLVER)_STATUS_ALLOC_FAILED",
+            # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and ..._HOST_ALLOCATION_FAILED
+            r"CUDNN_STATUS_\w*ALLOCATION_FAILED",
+            # A handle allocates its workspace outside of torch's allocator. On a full GPU its creation fails with
+            # NOT_INITIALIZED rather than ALLOC_FAILED: pytorch.org forum 125450, tensorflow issue 9489.
+            r"(CUBLAS|CUBLASLT|HIPBLAS|HIPBLASLT|CUDNN)_STATUS_NOT_INITIALIZED",
+            # cuDNN tries one engine after another and drops their errors, also when the workspace does not fit
+            # (aten/src/ATen/native/cudnn/Conv_v8.cpp; pytorch issue 108645). The text starts with "GET was" or "FIND
+            # was". A GPU without any engine for a convolution fails again with the smallest piece and is then dropped.
+            r"[Uu]nable to find an engine to execute",
+            # The allocator queries NVML while it builds its OutOfMemoryError. Where the query failed, torch
+            # before 2.10 raised this assertion instead (c10/cuda/CUDACachingAllocator.cpp, reportProcessMemoryInfo).
+            r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",
+            # aten/src/ATen/miopen/Exceptions.h has the bare name of the status
+            r"miopenStatusAllocFailed",
+            # XPU: "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)" (torch-xpu-ops
+            # issue 5432), "... 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)" (pytorch issue 190972), before oneAPI 2025
+            # "Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)"
+            r"(UR_RESULT_ERROR|PI_ERROR|ZE_RESULT_ERROR)_OUT_OF_(DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
+            # oneDNN's text has no status; on XPU the status was "out of memory" (ComfyUI issue 5270)
+            r"could not create a (primitive|memory)$",
+            # MPS: a single buffer above the limit, "Invalid buffer size: 9.75 GB" (pytorch issues 78042, 141909)
+            r"Invalid buffer size: ",
+        )
+    )
+)
+# Errors of a device or of its driver that torch raises as a plain RuntimeError. The device is given up.
+DEVICE_FAILED = re.compile(
+    "|".join(
+        (
+            # c10/cuda/CUDAException.cpp before torch 2.8, and its hipified copy. cuBLAS and hipBLAS errors still start
+            # with this, for example "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`" and
+            # "CUDA error: HIPBLAS_STATUS_INTERNAL_ERROR when calling `hipblasCreate(handle)`".
+            r"^(CUDA|HIP) (driver )?error: ",
+            # "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "cuDNN Frontend error: ..." (ATen/cuda/Exceptions.h)
+            r"^cuDNN (Frontend )?error: ",
+            r"CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)",
+            r"^miopenStatus\w+",
+            # triton/backends/nvidia/driver.c and triton/backends/amd/driver.c
+            r"^Triton Error \[\w+\]: ",
+            # XPU: "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)" (pytorch issue 190972),
+            # "Native API failed. Native API returns: ..." (intel-extension-for-pytorch issue 780), "UR error" (pytorch
+            # issue 149953). c10/xpu/XPUException.h passes on the text of SYCL.
+            r"backend failed with error: ",
+            r"^Native API failed",
+            r"^UR (error|backend failed)",
+            r"(UR_RESULT_ERROR|PI_ERROR|ZE_RESULT_ERROR)_\w+",
+            r"could not execute a primitive$",
+        )
+    )
+)
+# RDNA 2 and older
 AMD_WITHOUT_BF16 = ("gfx103", "gfx101", "gfx906", "gfx900", "gfx803")
 
 
@@ -71,38 +139,49 @@ def chosen_device(name: str) -> torch.device:
     return device
 
 
-def empty_cache() -> None:
-    """Give what torch has reserved and does not use back to the accelerators, if there are any."""
-    device = current_accelerator()
-    if device is not None:
-        torch.get_device_module(device).empty_cache()
+def empty_cache(device: torch.device | None = None) -> None:
+    """Return cached memory that no tensor uses to the driver of `device`, by default of the current accelerator."""
+    device = device or current_accelerator()
+    if device is None or device.type == "cpu":
+        return
+    module = torch.get_device_module(device)
+    # While a failed device is the current one, CUDA answers every call with that device's error.
+    current = module.device(device) if hasattr(module, "device") and device.index is not None else nullcontext()
+    with current:
+        module.empty_cache()
 
 
 def is_driver_error(error: BaseException | None) -> bool:
-    """Whether an accelerator failed rather than the work on it, as after an access to memory that is not there."""
-    if is_out_of_memory(error):
+    """Whether an accelerator failed, for example after an access to an illegal address, and not the work on it."""
+    if is_out_of_memory(error) or not isinstance(error, RuntimeError):
         return False
-    if hasattr(torch, "AcceleratorError"):
-        return isinstance(error, torch.AcceleratorError)
-    # c10/cuda/CUDAException.cpp, and what hipify makes of it
-    return isinstance(error, RuntimeError) and re.match(r"(CUDA|HIP) error: ", str(error)) is not None
+    accelerator_error = getattr(torch, "AcceleratorError", None)
+    if accelerator_error is not None and isinstance(error, accelerator_error):
+        return True
+    return DEVICE_FAILED.search(str(error)) is not None
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error` says that memory ran out, on an accelerator or on the CPU.
-
-    Not all have a class: "CUDA error: out of memory" is torch's AcceleratorError, "MPS backend out of memory" and
-    "DefaultCPUAllocator: can't allocate memory" are its RuntimeErrors.
-    """
+    """Whether `error` means that memory ran out, on an accelerator or on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and re.search(r"out of memory|can't allocate memory", str(error)) is not None
+    return isinstance(error, RuntimeError) and MEMORY_RAN_OUT.search(str(error)) is not None
 
 
-def release_memory_of(error: BaseException) -> BaseException:
-    """Return `error` without its frames, whose variables would keep tensors alive, and give their memory back."""
+def release_memory_of(error: BaseException, device: torch.device | None = None) -> BaseException:
+    """Return `error` without its frames, whose variables keep tensors alive, and empty the cache of `device`.
+
+    Never raises. After a driver error CUDA may answer every further call with the same error. The devices that still
+    work do not need the empty cache, so that error is only logged.
+    """
     error.__traceback__ = None
     error.__context__ = None
-    gc.collect()
-    empty_cache()
+    error.__cause__ = None
+    try:
+        gc.collect()
+        empty_cache(device)
+    except Exception as failure:
+        logging.getLogger(__name__).warning("cannot empty the memory cache of %s: %.200s", device, failure)
+        # Its frames refer to the frame of this function, and so to `error`.
+        failure.__traceback__ = None
     return error
