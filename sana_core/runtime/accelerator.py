@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -139,16 +139,26 @@ def chosen_device(name: str) -> torch.device:
     return device
 
 
+def current_device(device: torch.device) -> AbstractContextManager:
+    """Return a context in which `device` is the current device of this thread, where its kind of device has one."""
+    if device.type == "cpu" or device.index is None:
+        return nullcontext()
+    context = getattr(torch.get_device_module(device), "device", nullcontext)
+    return context(device)
+
+
 def empty_cache(device: torch.device | None = None) -> None:
-    """Return cached memory that no tensor uses to the driver of `device`, by default of the current accelerator."""
+    """Return cached memory that no tensor uses to the driver of `device`, by default of the current accelerator.
+
+    torch has no such function for a single device. It empties the caches of all devices of the kind, and stops at the
+    first device that fails.
+    """
     device = device or current_accelerator()
     if device is None or device.type == "cpu":
         return
-    module = torch.get_device_module(device)
     # While a failed device is the current one, CUDA answers every call with that device's error.
-    current = module.device(device) if hasattr(module, "device") and device.index is not None else nullcontext()
-    with current:
-        module.empty_cache()
+    with current_device(device):
+        torch.get_device_module(device).empty_cache()
 
 
 def is_driver_error(error: BaseException | None) -> bool:
