@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def without_first(rows: int, strips: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield `strips` [1, 3, n, W] without the first `rows` rows, which may be more than the first strip has."""
+    for pixels in strips:
+        skipped = min(rows, pixels.shape[2])
+        rows -= skipped
+        if skipped < pixels.shape[2]:
+            yield pixels[:, :, skipped:]
+        # The next strip is allocated before the loop assigns it.
+        del pixels
+
+
 class OomRetry:
     """Strips that go on with half the budget when memory runs out: the attention stages from the latents on, the local
     ones from the last row. `report` says so."""
@@ -83,13 +94,9 @@ class OomRetry:
             first, repeated = divmod(row, stages.stride)
             span, strip = range(first, boundary.height), self.plan.strip
             try:
-                # without a name for the workspace, which another one takes the place of after a failure
-                for pixels in pixel_rows(
-                    decoder, stages, boundary, span, strip, self.workspace(boundary.parts[0]), poll
-                ):
-                    # after a failure the first strip begins with rows that are out already
-                    pixels = pixels[:, :, repeated:]
-                    repeated = 0
+                # The workspace has no name here, so that it is freed after a failure, before the next one is allocated.
+                strips = pixel_rows(decoder, stages, boundary, span, strip, self.workspace(boundary.parts[0]), poll)
+                for pixels in without_first(repeated, strips):
                     yield row, pixels
                     row += pixels.shape[2]
                     del pixels

@@ -8,8 +8,9 @@ from allocations import large_tensors
 from decoders import f32c32_layout, noise, relative
 
 from sana_core import decode_latents, encode_images
-from sana_core.decode import DecodeOptions, decode_into, decode_rows, devices, plan, streaming
+from sana_core.decode import DecodeOptions, decode_into, decode_rows, devices, oom, plan, streaming
 from sana_core.decode.plan import Planner, smaller
+from sana_core.decode.row_partition import RowPartition
 from sana_core.decode.stages import decoder_stages, encoder_stages
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -47,6 +48,32 @@ def test_memory_that_runs_out_in_a_convolution_costs_no_finished_row(bundled, mo
     assert relative(got, expected) <= 1e-5
     assert [top for top, _ in tops[1:]] == [top + count for top, count in tops[:-1]]
     assert len(report["events"]) == 1 and report["events"][0].startswith("out of memory, went on with strips")
+
+
+def test_a_first_strip_shorter_than_the_repeated_rows_is_left_out_whole(bundled, monkeypatch):
+    """Memory runs out after 44 rows. The next strips begin at row 40, and the first of them has only 3 rows."""
+    stages = decoder_stages(bundled)
+    assert stages.stride == 8
+    planner, rows = Planner(stages, 2, 2, torch.float32, False), torch.arange(64.0).view(1, 1, 64, 1)
+    attempts = [[14, 30, None], [3, 6, 15]]
+
+    def strips_of_sizes(decoder, stages, boundary, span, strip, workspace, poll):
+        top = span.start * stages.stride
+        for size in attempts.pop(0):
+            if size is None:
+                raise torch.OutOfMemoryError("no memory")
+            yield rows[:, :, top : top + size]
+            top += size
+        assert top == 64
+
+    monkeypatch.setattr(oom, "pixel_rows", strips_of_sizes)
+    report = {"events": []}
+    retry = oom.OomRetry(planner, planner.fitting(2**40), report)
+    boundary = RowPartition([torch.zeros(1, stages.boundary_width, 8, 8)])
+    pieces = list(retry.local_stage(bundled.decoder, stages, boundary, lambda: None))
+    assert [(top, pixels.shape[2]) for top, pixels in pieces] == [(0, 14), (14, 30), (44, 5), (49, 15)]
+    assert torch.equal(torch.cat([pixels for _, pixels in pieces], dim=2), rows)
+    assert len(report["events"]) == 1
 
 
 @pytest.mark.parametrize("accelerator", [False, True])
