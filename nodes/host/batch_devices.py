@@ -33,6 +33,7 @@ from .batch_inputs import BatchInputs
 from .compat import loaded_from
 from .folders import TWO_WORKERS
 from .patches import SPLIT
+from .replicas import clone_patcher
 from .sampling import Sampling, sample
 from .vae import SanaAutoencoder, decode_loaded, load_for_decode
 
@@ -66,26 +67,6 @@ def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
     if device is None and choice != "default":
         logger.warning("SANA Batch Sampler: no device %s here; using %s", choice, model.load_device)
     return [device or model.load_device]
-
-
-def clone_patcher(base: ModelPatcher, device: torch.device, used_modules: list[torch.nn.Module]) -> ModelPatcher:
-    """Return a clone of `base` on `device`, with its patches, but with weights that are not in `used_modules`.
-
-    If an earlier run has loaded such weights, they are used again. Otherwise they are read from the file.
-    """
-    for loaded in comfy.model_management.loaded_models():
-        is_clone = loaded.clone_base_uuid == base.clone_base_uuid and loaded.load_device == device
-        if is_clone and all(loaded.model is not module for module in used_modules):
-            return with_weights_of(base, loaded)
-    return base.deepclone_multigpu(new_load_device=device)
-
-
-def with_weights_of(patcher: ModelPatcher, other: ModelPatcher) -> ModelPatcher:
-    """Return a clone of `patcher`, with its LoRAs and settings, but with the weights and the device of `other`."""
-    clone = patcher.clone(model_override=other.get_clone_model_override())
-    clone.load_device, clone.hook_backup = other.load_device, other.hook_backup
-    clone.remove_additional_models("multigpu")
-    return clone
 
 
 def clone_models(model: ModelPatcher, devices: list[torch.device]) -> list[ModelPatcher]:

@@ -26,12 +26,12 @@ from ...sana_core.model.forward import shard_velocity, velocity
 from ...sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ...sana_core.split.devices import Split
 from ...sana_core.split.speed import relative_speeds
-from .batch_devices import clone_models, with_weights_of
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 from .folders import CLUSTER, TWO_WORKERS
 from .guidance import require_images
 from .model import image_pixels
 from .patches import SPLIT, unshared
+from .replicas import clone_patcher
 from .report import status_under_running_node
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
     devices = find_devices(patched, choice)
     if len(devices) < 2:
         return patched, f"one device, {devices[0]}, computes the image: this machine has no other to share it with"
-    # not as additional models: MultiGPU CFG Split would make copies of them for each of its devices
-    patched.set_attachments(SPLIT, clone_models(patched, devices)[1:])
+    patched.set_attachments(SPLIT, devices[1:])
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SPLIT, share_sampling)
     return patched, f"{len(devices)} devices share each image: {', '.join(map(str, devices))}"
 
@@ -91,18 +90,21 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     """
     guider = executor.class_obj
     patcher = guider.model_patcher
-    known = patcher.get_attachment(SPLIT)
+    other_devices = patcher.get_attachment(SPLIT)
     check_patches(patcher, guider.conds)
-    check_rows(noise.shape[2], len(known) + 1)
+    check_rows(noise.shape[2], len(other_devices) + 1)
     pixels = image_pixels(noise)
-    apart = len(known) == 1 and len(guider.conds) > 1
+    apart = len(other_devices) == 1 and len(guider.conds) > 1
     if math.prod(pixels) < WORTHWHILE and not apart:
         few = "SANA Split Image: %d x %d pixels are few; one device may generate them as fast as several"
         logger.warning(few, *pixels)
     # whom ComfyUI hands conditionings to: MODEL and the clones of MultiGPU CFG Split, which share out the other devices
     heads = [patcher, *patcher.get_additional_models_with_key("multigpu")]
     taken = {head.load_device for head in heads[1:]}
-    free = [with_weights_of(patcher, replica) for replica in known if replica.load_device not in taken]
+    free: list[ModelPatcher] = []
+    for device in other_devices:
+        if device not in taken:
+            free.append(clone_patcher(patcher, device, [patcher.model, *(replica.model for replica in free)]))
     # with what this conditioning asks for ComfyUI loads them, and cleans up
     positive = guider.conds["positive"][0]
     positive["additional_models"] = [*positive.get("additional_models", []), *free]

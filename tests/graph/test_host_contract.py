@@ -38,9 +38,9 @@ CALLS = {
     "comfy.model_management.unet_dtype": ("device model_params supported_dtypes weight_dtype", "load_model.py"),
     "comfy.model_management.unet_manual_cast": ("weight_dtype inference_device supported_dtypes", "load_model.py"),
     "comfy.model_patcher.ModelPatcher.add_callback_with_key": ("call_type key callback", "layers.py, vae.py"),
-    "comfy.model_patcher.ModelPatcher.clone": ("model_override", "batch_devices.py, split.py"),
-    "comfy.model_patcher.ModelPatcher.deepclone_multigpu": ("new_load_device", "batch_devices.py"),
-    "comfy.model_patcher.ModelPatcher.get_clone_model_override": ("", "batch_devices.py, split.py"),
+    "comfy.model_patcher.ModelPatcher.clone": ("model_override", "replicas.py"),
+    "comfy.model_patcher.ModelPatcher.deepclone_multigpu": ("new_load_device", "replicas.py"),
+    "comfy.model_patcher.ModelPatcher.get_clone_model_override": ("", "replicas.py"),
     "comfy.model_patcher.ModelPatcher.get_free_memory": ("device", "compat.py (free_memory)"),
     "comfy.model_patcher.ModelPatcher.get_key_patches": ("filter_prefix", "batch_cluster.py"),
     "comfy.model_patcher.ModelPatcher.pre_run": ("", "split.py"),
@@ -139,9 +139,9 @@ def test_a_patcher_has_the_collections_that_travel_or_are_refused(host):
     assert not new, f"ComfyUI's ModelPatcher has {new} besides: add it to PATCHES or STATE in nodes/host/compat.py"
     assert set(patcher.model_options) == {"transformer_options"}, "see patches_of in nodes/host/compat.py"
     assert patcher.cached_patcher_init is None, "see remember_loader in nodes/host/compat.py"
-    assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/batch_devices.py"
-    for name in ("clone_base_uuid", "hook_backup", "load_device"):
-        assert hasattr(patcher, name), f"ComfyUI's ModelPatcher has no {name}; see nodes/host/batch_devices.py"
+    assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/replicas.py"
+    for name in ("hook_backup", "load_device", "offload_device", "parent", "patches", "patches_uuid"):
+        assert hasattr(patcher, name), f"ComfyUI's ModelPatcher has no {name}; see nodes/host/replicas.py"
 
 
 def test_a_vae_has_what_ours_sets_and_nothing_of_the_pixel_space_is_left(host, checkpoint):
