@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ class SimulatedPool:
     A picture takes 1 / speed seconds, more or less. `mishap(random)` is asked once a chunk and returns None, "dies",
     "hangs" or "memory". `delay` is the time for a chunk's way there and back.
     """
+
+    reports_starts = False
 
     def __init__(
         self,
@@ -68,11 +71,21 @@ class SimulatedPool:
         heapq.heappush(self.events, (self.clock + seconds, next(self.order), kind, worker, chunk))
 
     def wait(self) -> list[Outcome[Chunk]]:
-        """Go on to the next event, but by at most a second, as a pool that polls does."""
-        if not self.events or self.events[0][0] > self.clock + 1:
-            self.clock += 1
-            return []
-        self.clock, _, kind, worker, chunk = heapq.heappop(self.events)
+        """Continue until the next event, but for at most a second, as a pool that polls does.
+
+        The caller may have moved the clock, because the consumer took time. Workers continued meanwhile, so all events
+        until now are returned.
+        """
+        until = max(self.clock, min(self.clock + 1, self.events[0][0] if self.events else math.inf))
+        outcomes: list[Outcome[Chunk]] = []
+        while self.events and self.events[0][0] <= until:
+            self.clock, _, kind, worker, chunk = heapq.heappop(self.events)
+            outcomes += self.handle(kind, worker, chunk)
+        self.clock = until
+        return outcomes
+
+    def handle(self, kind: str, worker: str, chunk: Chunk) -> list[Outcome[Chunk]]:
+        """Let an event happen, and return its outcome, if any."""
         if kind == "back":
             self.join(worker)
             return []

@@ -63,6 +63,7 @@ class LocalPool(Generic[R]):
     """
 
     depth = 1
+    reports_starts = False
 
     def __init__(
         self,

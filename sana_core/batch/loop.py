@@ -1,4 +1,4 @@
-"""The loop that keeps every worker busy, whatever kind of workers they are."""
+"""The loop that keeps all workers of a batch busy. It drives threads, Ray actors and the simulation alike."""
 
 from __future__ import annotations
 
@@ -8,76 +8,108 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..runtime.accelerator import is_out_of_memory
-from .plan import Chunk, ImageSpec
+from .plan import Chunk, FailedImage, ImageSpec
 from .queue import Queue
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-# seconds; no chunk is thought to hang before
+# Seconds. No chunk counts as hanging before.
 GRACE = 60.0
+# Seconds between two looks at the workers. If the consumer of the images takes longer, for example because its terminal
+# is paused, that time does not count as time of the workers.
+LONGEST_LOOK = 5.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A worker begins to generate a chunk. It has loaded everything that the chunk needs."""
+
+    worker: str
+    chunk: Chunk
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[R]):
-    """How a chunk ended: `results`, one for each image, or the error."""
+    """The end of a chunk: `results` has one result per image, or `error` is the reason why there are none."""
 
     worker: str
     chunk: Chunk
-    results: Sequence[R] = ()
+    results: Sequence[R | FailedImage] = ()
     error: BaseException | None = None
+    # The time that the worker itself measured. None: the loop measures from the start of the chunk.
+    seconds: float | None = None
 
 
 class Pool(Protocol[R]):
-    """Workers of one kind. A worker that died is no longer among `workers`; that is all that the loop must know."""
+    """Workers of one kind. A worker that was lost is no longer among `workers`."""
 
-    depth: int  # chunks that a worker may have at once
+    # How many chunks a worker may have at once.
+    depth: int
+    # Whether wait() also returns a Started for each chunk. If not, a chunk starts when its worker is free for it.
+    reports_starts: bool
 
     def workers(self) -> list[str]:
-        """Return who can take chunks now. Raises where nobody is left, and nobody will come."""
+        """Return the workers that take chunks now. Raises if there are none and there will be none."""
 
     def submit(self, worker: str, chunk: Chunk) -> None:
-        """Let `worker` generate `chunk`, after those that it has."""
+        """Let `worker` generate `chunk` after the chunks that it has already."""
 
-    def wait(self) -> list[Outcome[R]]:
-        """Return what has ended, after a short time also nothing."""
+    def wait(self) -> Sequence[Outcome[R] | Started]:
+        """Return everything that has happened, in its order. Returns nothing after a short time without events."""
 
     def drop(self, worker: str, reason: BaseException) -> None:
-        """Give `worker` up; a pool that can replaces it."""
+        """Stop using `worker`. A pool that can replace the worker does so."""
 
     def now(self) -> float:
         """Return the seconds of the pool's clock."""
 
 
-def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[ImageSpec, R]]:
-    """Yield each image of `queue` once, with its result, as they finish.
+def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
+    """Yield each image of `queue` once with its result, in the order in which they finish.
 
-    A chunk for which memory ran out is generated in halves, one whose worker died or hangs by another worker. Raises
-    what a worker raised otherwise, ChunkLostError, and what the pool raises when no worker is left.
+    If memory runs out for a chunk, it is generated in halves. If its worker is lost or hangs, another worker generates
+    it. Raises the other errors of workers, ChunkLostError, and the error of the pool when no worker is left.
     """
+    queue.starts_are_reported = pool.reports_starts
+    looked = pool.now()
     while queue.missing:
         workers = pool.workers()
         for worker in queue.flights.keys() - workers:
             queue.requeue(worker)
-        # one chunk to everyone before anyone gets a second
+        # Every worker gets a chunk before any worker gets a second one.
         for _ in range(pool.depth):
             for worker in workers:
                 if queue.pending(worker) < pool.depth:
                     chunk = queue.next_chunk(worker, pool.now())
                     if chunk:
                         pool.submit(worker, chunk)
-        for outcome in pool.wait():
-            yield from handle_outcome(outcome, queue, pool)
-        for worker in queue.hanging(pool.now(), grace):
-            logger.warning("batch: %s hangs; its images go to the others", worker)
-            pool.drop(worker, TimeoutError(f"{worker}: no image for a long time, gave it up"))
+        for event in pool.wait():
+            if isinstance(event, Started):
+                queue.start(event.worker, event.chunk, pool.now())
+            else:
+                yield from handle_outcome(event, queue, pool)
+        now = pool.now()
+        unobserved, looked = now - looked, now
+        if unobserved > LONGEST_LOOK:
+            # Outcomes of that time may still be unread, so nobody is judged before the next look.
+            queue.postpone(unobserved)
+            continue
+        for worker in queue.hanging(now, grace):
+            logger.warning("batch: %s hangs; other workers generate its images", worker)
+            pool.drop(worker, TimeoutError(f"{worker}: it has not finished its images for too long"))
 
 
-def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[ImageSpec, R]]:
+def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
+    """Record the end of a chunk. Yields its images, except images that another worker has finished before."""
     worker, chunk, error = outcome.worker, outcome.chunk, outcome.error
     if error is None:
-        fresh = set(queue.finish(worker, chunk, pool.now()))
-        yield from ((image, result) for image, result in zip(chunk, outcome.results, strict=True) if image in fresh)
+        new_images = set(queue.finish(worker, chunk, pool.now(), outcome.seconds))
+        for image, result in zip(chunk, outcome.results, strict=True):
+            if image in new_images:
+                if isinstance(result, FailedImage):
+                    queue.finished[worker] -= 1
+                yield image, result
     elif not is_out_of_memory(error):
         raise error
     else:

@@ -31,6 +31,14 @@ class ImageSpec(NamedTuple):
 
 
 Chunk = tuple[ImageSpec, ...]
+
+
+class FailedImage(NamedTuple):
+    """The result for an image that failed for a reason of its own, such as NaN in its pixels."""
+
+    reason: str  # one line
+
+
 # embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
 Embedding = tuple[torch.Tensor, torch.Tensor]
 # A finished image, with its pixels [3, H, W] in [-1, 1], its PNG file as bytes, or the digest of its PNG file.

@@ -102,6 +102,7 @@ class BatchPool:
     """The actors of a pool as workers of the loop, which gives each a chunk, and another on its way meanwhile."""
 
     depth = 2
+    reports_starts = False
 
     def __init__(self, pool: Pool, workload: Workload) -> None:
         self.pool, self.workload = pool, workload
