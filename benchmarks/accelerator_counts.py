@@ -26,7 +26,7 @@ from sana_core.decode.encode import in_strips
 from sana_core.decode.oom import OomRetry
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
-from sana_core.memory import transformer_bytes
+from sana_core.memory import count_passes, transformer_bytes
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.fp8 import quantise_products
 from sana_core.model.known_models import VARIANTS
@@ -82,9 +82,10 @@ def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) 
         with fake_accelerators(second):
             call(x, torch.tensor(0.5))
     side = pixels // 32
-    predicted = transformer_bytes(VARIANTS[variant], side, side, 1, DTYPE, True)
+    passes = count_passes(4.5, perturbed)
+    predicted = transformer_bytes(VARIANTS[variant], side, side, 1, DTYPE, True, passes=passes)
     second.peak = first.peak
-    return figures(second, None if perturbed or fp8 else predicted)
+    return figures(second, None if fp8 else predicted)
 
 
 def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = False) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Bytes that generating an image takes, stage by stage, before anything is loaded.
 
-Weights are counted from the configurations of the published models. Activations are those of the forwards: so many maps
-of the model's width, as measured on a CPU; benchmarks/memory.json holds measured and predicted side by side.
+Weights are counted from the configurations of the published models. Activations are counted in maps of the model's
+width. benchmarks/memory.json compares them with measurements on a CPU, tests/unit/test_sampling_memory.py with the
+tensors of the released models on an accelerator.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -21,6 +22,7 @@ from .model.known_models import (
     DECODERS,
     ENCODER_PARAMETERS,
     MAX_TOKENS,
+    POSITIONED,
     TEXT_HIDDEN,
     TEXT_PARAMETERS,
     TEXT_WIDTH,
@@ -29,7 +31,7 @@ from .model.known_models import (
     Decoder,
 )
 from .model.latents import CHANNELS, DOWNSCALE, latent_shape
-from .runtime.checks import check_name
+from .runtime.checks import check_name, check_whole
 
 
 class StagePlan(TypedDict):
@@ -74,13 +76,40 @@ CARDS = (4, 6, 8, 12, 16, 24)  # GiB
 # what the driver and the kernels take of a GPU
 CONTEXT = 600 * 10**6
 INSTRUCTION_TOKENS = 280
-# maps [batch, positions, width] alive at once in a block, the gated feed-forward's among them: on the CPU, and on an
-# accelerator with the fused kernels (13.2 without)
+# Maps [batch, positions, width] that are alive at once in a block, including the gated feed-forward's. The first number
+# is for a CPU, the second for an accelerator with the fused kernels (without them it is 13.2).
 MAPS, FUSED_MAPS = 12.0, 10.5
-# on the CPU in bf16, a reordered copy of a block's largest weight beside fewer maps
+# In bf16 a CPU has fewer maps, but also a reordered copy of the block's largest weight.
 MAPS_BESIDE_WEIGHT = 7.3
-FIXED = 4_500_000
-EMBEDDED = 4096 // DOWNSCALE  # from this many latents on a model surely has a position embedding, in fp32
+# Bytes of small tensors and of the rounding by the allocator, on a CPU and on an accelerator.
+FIXED, FUSED_FIXED = 4_300_000, 2_700_000
+
+
+class Passes(NamedTuple):
+    """Forwards of the transformer for each image in a step. They run as one batch.
+
+    Guidance needs one pass without the prompt and one with it. Perturbed attention (PAG) adds a third.
+    """
+
+    computed: int
+    # passes whose keys and values are in memory at the same time
+    cached: int
+
+
+GUIDED = Passes(2, 2)
+# guidance with an interval, and PAG
+MOST_PASSES = Passes(3, 5)
+
+
+def count_passes(guidance: float | None, perturbed: bool, interval: tuple[float, float] = (0.0, 1.0)) -> Passes:
+    """Return the passes of a step. A `guidance` of None is the model's default, `interval` is a share of the steps."""
+    guided = guidance != 1
+    computed = guided + 1 + perturbed
+    if not guided or interval == (0.0, 1.0):
+        return Passes(computed, computed)
+    # The steps outside of the interval are another batch, without the pass without a prompt. Both batches keep their
+    # keys and values until the last step.
+    return Passes(computed, computed + computed - 1)
 
 
 def count(shapes: Iterable[tuple[int, ...]]) -> int:
@@ -120,19 +149,32 @@ def transformer_bytes(
     batch: int,
     dtype: torch.dtype,
     accelerator: bool,
+    prompts: int = 1,
+    passes: Passes = GUIDED,
 ) -> int:
-    """Return what a step takes beyond the weights, prompt and negative prompt together; sides in latents.
+    """Return the bytes of a step in addition to the weights.
 
-    The keys and values of both are kept for all steps and blocks, and so is the position embedding of a large image.
+    `height` and `width` are the sides of the latents. `prompts` is the number of different prompts of the images.
+    `passes` is ignored for distilled models, which have one pass.
     """
-    passes = 1 if model.guidance_embeds else 2
-    prompts = 2 * model.layers * passes * MAX_TOKENS * model.width * dtype.itemsize
-    unit = batch * passes * height * width * model.width * dtype.itemsize
+    if model.guidance_embeds:
+        passes = Passes(1, 1)
+    item = dtype.itemsize
+    # Images of one prompt share its keys and values. If any image has another prompt, all images have copies of theirs.
+    prompt_rows = passes.cached * (1 if prompts == 1 else batch)
+    keys_and_values = 2 * model.layers * prompt_rows * MAX_TOKENS * model.width * item
+    rows = passes.computed * batch
+    # a table of six vectors for each block, the same with each row's time added, and the embedded time itself
+    modulation = ((rows + 1) * 6 * model.layers + 7 * rows) * model.width * item
+    latents = rows * CHANNELS * height * width * item
+    unit = rows * height * width * model.width * item
     block = (FUSED_MAPS if accelerator else MAPS) * unit
     if dtype == torch.bfloat16 and not accelerator:
-        block = max(block, MAPS_BESIDE_WEIGHT * unit + 5 * model.width**2 * dtype.itemsize)
-    position = height * width * model.width * torch.float32.itemsize if max(height, width) >= EMBEDDED else 0
-    return int(prompts + block) + position + FIXED
+        block = max(block, MAPS_BESIDE_WEIGHT * unit + 5 * model.width**2 * item)
+    # Models for 2K and more have a position embedding, in fp32. It is not part of the weights.
+    position = height * width * model.width * 4 if max(height, width) >= POSITIONED // DOWNSCALE else 0
+    fixed = FUSED_FIXED if accelerator else FIXED
+    return int(block) + keys_and_values + modulation + latents + position + fixed
 
 
 def plan_memory(
@@ -143,12 +185,19 @@ def plan_memory(
     dtype: str = "bfloat16",
     accelerator: bool = True,
     vae: str = "dc-ae-f32c32",
+    prompts: int = 1,
+    pag: bool = False,
 ) -> ImagePlan:
-    """Return the bytes of each stage of generating images of `width` x `height` pixels, decoded by `vae`.
+    """Return the bytes of each stage of generating `batch` images of `width` x `height` pixels together.
 
-    The activations of "decode" are those of what "auto" takes. "peak" is the most that has to be on the GPU at once
-    when each stage's weights are there alone, "smallest" the same with the smallest decode, "fits" says for GPUs of 4
-    to 24 GiB whether that is possible. Raises InputError for an unknown variant, dtype or VAE, and for wrong sizes.
+    `prompts` is the number of different prompts of the images, `vae` decodes them. With `pag`, perturbed attention
+    adds a pass to each step.
+
+    The activations of "decode" belong to the method "auto". "peak" is the largest stage with its weights, if the other
+    weights are not on the GPU. "smallest" is the same with the smallest decode. "fits" is whether GPUs of 4 to 24 GiB
+    have that much.
+
+    Raises InputError for an unknown variant, dtype or VAE, and for numbers out of range.
     """
     check_name("variant", variant, VARIANTS)
     check_name("dtype", dtype, DTYPES)
@@ -156,10 +205,12 @@ def plan_memory(
     model, kind = VARIANTS[variant], DTYPES[dtype]
     decoder = DECODERS[vae]
     _, _, rows, columns = latent_shape(width, height, batch)
+    check_whole("prompts", prompts, 1, batch)
+    passes = count_passes(None, pag)
     text: StagePlan = {"weights": TEXT_PARAMETERS * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)}
     transformer: StagePlan = {
         "weights": transformer_parameters(model) * kind.itemsize,
-        "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator),
+        "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator, prompts, passes),
     }
     planner = Planner(stages_of(decoder), rows, columns, kind, accelerator)
     decode = plan_decode(planner, decoder, kind.itemsize)

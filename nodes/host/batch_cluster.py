@@ -109,7 +109,16 @@ def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
     weights = fingerprints(paths)
     settings = resolve_settings(settings, path)
     init = init_image(batch)
-    job = Job(settings, weights, *paths, negative=negatives[0], resolution=resolution, latents=True, init=init)
+    job = Job(
+        settings,
+        weights,
+        *paths,
+        negative=negatives[0],
+        resolution=resolution,
+        latents=True,
+        init=init,
+        prompts=len(prompts),
+    )
     return job, prompts
 
 

@@ -1,4 +1,4 @@
-"""How many images at once a device has memory for, by the same plan as SANA Plan's."""
+"""The number of images that a device has memory to sample together, by the same formula as SANA Plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.configs import architecture
-from ..memory import transformer_bytes
+from ..memory import MOST_PASSES, Passes, count_passes, transformer_bytes
 from ..model.known_models import Architecture
 from ..model.latents import latent_shape
 from ..runtime.accelerator import free_bytes
@@ -30,18 +30,31 @@ def find_architecture(checkpoint: str | Path) -> Architecture:
 
 
 def images_that_fit(
-    device: torch.device, room: float, model: Architecture, width: int, height: int, dtype: torch.dtype
+    device: torch.device,
+    room: float,
+    model: Architecture,
+    width: int,
+    height: int,
+    dtype: torch.dtype,
+    prompts: int = LARGEST_CHUNK,
+    passes: Passes = MOST_PASSES,
 ) -> int:
-    """Return how many images of `width` x `height` pixels `device` should generate at once, at least 1.
+    """Return the number of images of `width` x `height` pixels that `device` should sample together, at least 1.
 
-    `room` are its bytes beside the weights, `dtype` is that of the forward. Where images are generated one by one
-    anyway, chunks of one are shared out most evenly.
+    `room` is the memory of the device without the weights, in bytes. `dtype` is the dtype of the forward. `prompts` is
+    the number of different prompts of the batch. The defaults of `prompts` and `passes` are the most expensive case.
     """
     if samples_one_by_one(device):
+        # Chunks of one image distribute most evenly.
         return 1
     _, _, rows, columns = latent_shape(width, height, 1)
+
+    def needed(images: int) -> int:
+        different = min(prompts, images)
+        return transformer_bytes(model, rows, columns, images, dtype, True, different, passes)
+
     count = LARGEST_CHUNK
-    while count > 1 and transformer_bytes(model, rows, columns, count, dtype, accelerator=True) > SHARE * room:
+    while count > 1 and needed(count) > SHARE * room:
         count //= 2
     return count
 
@@ -62,9 +75,19 @@ def has_room_for_encoder(checkpoint: str | Path, settings: SamplingSettings, dev
 
 
 def largest_chunk(
-    checkpoint: str | Path, settings: SamplingSettings, device: torch.device, loaded: bool = False
+    checkpoint: str | Path,
+    settings: SamplingSettings,
+    device: torch.device,
+    loaded: bool = False,
+    prompts: int = LARGEST_CHUNK,
 ) -> int:
-    """Return how many images `device` should generate at once, with the weights `loaded` there already or not yet."""
+    """Return the number of images that `device` should sample together.
+
+    With `loaded`, the weights are already on the device. `prompts` is the number of different prompts of the
+    batch, by default one for each image.
+    """
     dtype = getattr(torch, settings.dtype)
     room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
-    return images_that_fit(device, room, find_architecture(checkpoint), settings.width, settings.height, dtype)
+    passes = count_passes(settings.guidance, settings.pag_scale != 0, settings.guidance_interval)
+    size = settings.width, settings.height
+    return images_that_fit(device, room, find_architecture(checkpoint), *size, dtype, prompts, passes)

@@ -298,7 +298,12 @@ def generate_local(
         for window in windows(chunks, first):
             generation.encode(window, found[0])
             if pool is None:
-                fitting = [largest_chunk(checkpoint, settings, device) for device in found if not workload.chunk]
+                prompts = workload.count_prompts()
+                fitting = [
+                    largest_chunk(checkpoint, settings, device, prompts=prompts)
+                    for device in found
+                    if not workload.chunk
+                ]
                 pool = stack.enter_context(closing(LocalPool(found, generation.prepare)))
                 if report is not None:
                     report.ready = pool.inboxes

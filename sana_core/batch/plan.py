@@ -141,6 +141,10 @@ class Workload(NamedTuple):
         """The images that are not done."""
         return [image for image in self.images if image.number not in self.done]
 
+    def count_prompts(self) -> int:
+        """Return the number of different prompts of the remaining images, at least 1."""
+        return max(1, len({image.prompt for image in self.remaining}))
+
     def split(self, width: int, height: int, workers: int) -> list[Chunk]:
         """Return the remaining images in chunks for `workers`. Raises InputError for a chunk size out of range."""
         images = self.remaining

@@ -35,7 +35,7 @@ def make_job(workload: Workload, checkpoint: str | Path, settings: SamplingSetti
     path = str(Path(checkpoint).absolute())
     settings = resolve_settings(settings, path)
     weights = {each: fingerprint(each) for each in (path, *(lora for lora, _ in settings.loras))}
-    return Job(settings, weights, path, path, path)
+    return Job(settings, weights, path, path, path, prompts=workload.count_prompts())
 
 
 def generate_on_cluster(

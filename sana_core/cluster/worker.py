@@ -69,6 +69,8 @@ class Job(NamedTuple):
     shared: tuple[str, str] | None = None
     latents: bool = False
     init: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    # number of different prompts of the images
+    prompts: int = LARGEST_CHUNK
 
     def pack(self) -> Json:
         """Return the job as plain values, for `unpack`."""
@@ -132,7 +134,8 @@ class Worker:
             self.negative = encode_negative(self.encoder, job.settings.negative_prompt)
         elif job.negative is not None:
             self.negative = job.negative
-        return largest_chunk(job.transformer, job.settings, self.models.transformer.device, loaded=True)
+        device = self.models.transformer.device
+        return largest_chunk(job.transformer, job.settings, device, loaded=True, prompts=job.prompts)
 
     def generate(self, images: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
         """Return the images of a chunk in the format of the job. `prompts` are texts or embeddings."""

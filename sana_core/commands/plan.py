@@ -25,6 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or a video model's own")
     parser.add_argument("--frames", type=int, default=VIDEO_FRAMES, help="of a video")
     parser.add_argument("--batch", type=int, default=1, help="images generated together")
+    parser.add_argument("--prompts", type=int, default=1, help="different prompts of these images")
+    parser.add_argument("--pag", action="store_true", help="with perturbed attention, a third pass in each step")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--vae", choices=DECODERS, default="dc-ae-f32c32")
     parser.add_argument("--split", type=int, metavar="N", help="what N devices take and gain that share an image")
@@ -44,7 +46,15 @@ def run(arguments: argparse.Namespace) -> None:
     if is_video:
         plan = plan_video(arguments.variant, *image, arguments.frames, arguments.batch, arguments.dtype)
     else:
-        plan = plan_memory(arguments.variant, *image, arguments.batch, arguments.dtype, vae=arguments.vae)
+        plan = plan_memory(
+            arguments.variant,
+            *image,
+            arguments.batch,
+            arguments.dtype,
+            vae=arguments.vae,
+            prompts=arguments.prompts,
+            pag=arguments.pag,
+        )
     cost = None if arguments.split is None else find_cost(arguments)
     if arguments.json:
         shared = {} if cost is None else {"split": {**cost._asdict(), "gain": cost.gain}}

@@ -19,7 +19,6 @@ from ..decode.stages import Stages, decoder_stages, encoder_stages
 from ..errors import InputError
 from ..memory import (
     CONTEXT,
-    EMBEDDED,
     Shapes,
     count,
     text_bytes,
@@ -42,6 +41,8 @@ from .settings import CONSISTENCY, Phase, TrainingSettings
 
 # copies in fp32 of the largest weight while an adapter is added to it
 MERGED_COPIES = 2
+# Models for latents with this many columns or rows certainly have a position embedding.
+EMBEDDED = 4096 // DOWNSCALE
 REACHED = 0.4
 GPUS = {"H100": GPU_SPEEDS["nvlink"].tflops, "RTX 4090": GPU_SPEEDS["pcie"].tflops}
 

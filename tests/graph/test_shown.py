@@ -37,7 +37,8 @@ def lengths(pixels, colour):
 def test_the_plan_shows_its_bars_without_another_node_and_they_are_to_scale(host):
     host.run({"plan": ("SanaNodesPlan", {"variant": "1.6B", "width": 2048, "height": 2048, "batch_size": 1})})
     plan = plan_memory("1.6B", 2048, 2048, 1, "float32", False)
-    rows = [plan["text"], plan["transformer"]]
+    perturbed = plan_memory("1.6B", 2048, 2048, 1, "float32", False, pag=True)
+    rows = [plan["text"], plan["transformer"], perturbed["transformer"]]
     rows += [{**plan["decode"], "activations": size} for size in plan["decode"]["methods"].values()]
     pixels = picture_on(host, "plan")
     for colour, name in ((BLUE, "weights"), (ORANGE, "activations")):

@@ -20,6 +20,11 @@ def committed():
     return json.loads((ROOT / "benchmarks" / "accelerator_counts.json").read_text())
 
 
+def counted(figures):
+    """The figures that were counted, without the predictions."""
+    return {name: figure for name, figure in figures.items() if not name.startswith("predicted")}
+
+
 def test_the_counter_counts_what_is_launched_moved_and_alive():
     counter = Counter()
     with fake_accelerators():
@@ -63,7 +68,7 @@ def test_a_guided_step_stays_within_its_launches_and_bytes():
     found = counts.step("1.6B", 1024)
     assert found["launches"] <= 300 and found["gigabytes_moved"] <= 11.5 and found["transfers"] == 0
     assert 0.95 <= found["predicted_of_peak"][0] <= 1.10
-    assert found == committed()["guided_step"]["1.6B, 1024 px"]
+    assert counted(found) == counted(committed()["guided_step"]["1.6B, 1024 px"])
 
 
 @pytest.mark.parametrize("passes, members", [(2, 1), (1, 1), (2, 2), (1, 4)])
@@ -94,12 +99,12 @@ def test_norms_of_queries_and_keys_are_a_launch_each():
     layers, plain = 60, 13
     found = counts.step("1.5-4.8B", 1024)
     assert found["launches"] <= (plain + 3) * layers + 40
-    assert found == committed()["guided_step"]["1.5-4.8B, 1024 px"]
+    assert counted(found) == counted(committed()["guided_step"]["1.5-4.8B, 1024 px"])
 
 
 def test_an_amd_card_launches_and_moves_as_much(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2")
-    assert counts.step("1.6B", 1024) == committed()["guided_step"]["1.6B, 1024 px"]
+    assert counted(counts.step("1.6B", 1024)) == counted(committed()["guided_step"]["1.6B, 1024 px"])
 
 
 def test_weights_lie_as_the_maps_of_their_device_do():

@@ -1,0 +1,126 @@
+"""The predicted memory of a sampling step contains all tensors of the released models, and not much more."""
+
+import pytest
+import torch
+from diffusers import SanaTransformer2DModel
+from fake_accelerator import FIRST, Counter, default_dtype, fake_accelerators
+
+from benchmarks.train_memory import transformer
+from sana_core.memory import GUIDED, MOST_PASSES, Passes, count_passes, plan_memory, transformer_bytes
+from sana_core.model.known_models import MAX_TOKENS, VARIANTS
+from sana_core.model.layers import join_projections
+from sana_core.sampling.guidance import denoiser, perturbed_attention
+
+pytest.importorskip("triton")
+# Older versions of torch ask the driver about fake CUDA tensors.
+pytest.importorskip("torch", "2.9")
+
+SINGLE, PAG = Passes(1, 1), Passes(3, 3)
+
+
+def released_model(variant, pixels, dtype):
+    """A transformer with fake weights on the first accelerator. Models for 2K and more have a position embedding."""
+    with torch.device("meta"):
+        config = dict(transformer(VARIANTS[variant], dtype, 1024).config)
+    # These keys would be replaced by their defaults.
+    del config["_use_default_values"]
+    config |= {"sample_size": pixels // 32, "interpolation_scale": {2048: 1.0, 4096: 2.0}.get(pixels)}
+    with fake_accelerators(), torch.no_grad(), torch.device(FIRST), default_dtype(dtype):
+        model = SanaTransformer2DModel.from_config(config).requires_grad_(False)
+        # as load_models does
+        join_projections(model)
+    return model
+
+
+def live_bytes(model, pixels, images, prompts, passes, dtype=torch.bfloat16, interval=(1.0, 0.0)):
+    """The largest number of bytes that is alive in a step, in addition to the weights.
+
+    With an interval, a step outside of it follows.
+    """
+    # Prompts of full length with padding in some of them are the most expensive.
+    counter = Counter({torch.int64: MAX_TOKENS, torch.bool: False})
+    embedding = model.patch_embed.pos_embed
+    with fake_accelerators(), torch.no_grad():
+        positive, negative = (
+            (torch.empty(rows, MAX_TOKENS, 2304, dtype=dtype, device=FIRST), torch.ones(rows, MAX_TOKENS))
+            for rows in (images if prompts > 1 else 1, 1)
+        )
+        x = torch.empty(images, 32, pixels // 32, pixels // 32, device=FIRST)
+        attention = perturbed_attention(model.config, 3.0, "") if passes.computed == 3 else None
+    with torch.no_grad(), fake_accelerators(counter):
+        guidance = 1.0 if passes.computed == 1 else 4.5
+        call = denoiser(model, positive, negative, guidance, perturbed=attention, interval=interval)
+        call(x, torch.tensor(0.5))
+        if interval != (1.0, 0.0):
+            call(x, torch.tensor(0.9))
+    # a buffer of the model, which the weights of a plan do not include
+    return counter.peak[FIRST] + (0 if embedding is None else embedding.numel() * embedding.element_size())
+
+
+def ratio(model, variant, pixels, images, prompts, passes, dtype=torch.bfloat16, interval=(1.0, 0.0)):
+    """Predicted bytes of a step, divided by the bytes that are alive."""
+    side = pixels // 32
+    predicted = transformer_bytes(VARIANTS[variant], side, side, images, dtype, True, prompts, passes)
+    return predicted / live_bytes(model, pixels, images, prompts, passes, dtype, interval)
+
+
+@pytest.mark.parametrize("pixels", [512, 1024, 2048, 4096])
+@pytest.mark.parametrize("variant", ["0.6B", "1.6B", "1.5-4.8B"])
+def test_a_step_needs_at_most_what_is_predicted_and_no_less_than_87_percent(variant, pixels):
+    model = released_model(variant, pixels, torch.bfloat16)
+    batches = ((4, 4), (8, 2)) if pixels in (1024, 2048) else ((1, 1), (32, 1), (32, 32))
+    ratios = {
+        (images, prompts, passes): ratio(model, variant, pixels, images, prompts, passes)
+        for images, prompts in batches
+        for passes in (SINGLE, GUIDED, PAG)
+    }
+    assert not {case: value for case, value in ratios.items() if not 1 <= value <= 1.15}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_step_in_another_dtype_needs_at_most_what_is_predicted(dtype):
+    model = released_model("1.6B", 1024, dtype)
+    for images, prompts, passes in ((1, 1, GUIDED), (8, 8, PAG), (32, 32, GUIDED), (32, 1, SINGLE)):
+        assert 1 <= ratio(model, "1.6B", 1024, images, prompts, passes, dtype) <= 1.15
+
+
+@pytest.mark.parametrize("images, prompts", [(1, 1), (8, 8)])
+def test_guidance_in_an_interval_keeps_the_keys_of_both_kinds_of_steps(images, prompts):
+    model, interval = released_model("0.6B", 512, torch.bfloat16), (0.7, 0.0)
+    for perturbed, computed in ((False, 2), (True, 3)):
+        passes = count_passes(4.5, perturbed, (0.3, 1.0))
+        assert passes.computed == computed
+        assert 1 <= ratio(model, "0.6B", 512, images, prompts, passes, interval=interval) <= 1.15
+    assert passes == MOST_PASSES
+
+
+def test_a_distilled_model_has_one_pass():
+    model = released_model("sprint-1.6B", 1024, torch.bfloat16)
+    # The default of two passes does not count.
+    predicted = transformer_bytes(VARIANTS["sprint-1.6B"], 32, 32, 8, torch.bfloat16, True, 8)
+    assert 1 <= predicted / live_bytes(model, 1024, 8, 8, GUIDED) <= 1.15
+
+
+@pytest.mark.parametrize(
+    "guidance, perturbed, interval, expected",
+    [
+        (None, False, (0.0, 1.0), (2, 2)),
+        (4.5, True, (0.0, 1.0), (3, 3)),
+        (1.0, False, (0.0, 1.0), (1, 1)),
+        (1.0, True, (0.2, 0.8), (2, 2)),
+        (4.5, False, (0.2, 0.8), (2, 3)),
+        (4.5, True, (0.0, 0.8), (3, 5)),
+    ],
+)
+def test_passes_of_a_step(guidance, perturbed, interval, expected):
+    assert count_passes(guidance, perturbed, interval) == expected
+
+
+def test_a_plan_grows_with_the_prompts_and_with_pag():
+    def step(**options):
+        return plan_memory("1.6B", 1024, 1024, 8, **options)["transformer"]["activations"]
+
+    assert step() < step(pag=True) < step(prompts=2) == step(prompts=8) < step(prompts=8, pag=True)
+    for prompts in (0, 9):
+        with pytest.raises(ValueError, match="^prompts: got "):
+            step(prompts=prompts)
