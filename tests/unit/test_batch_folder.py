@@ -21,8 +21,10 @@ from setup import ROOT
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.folder import OutputFolder
+from sana_core.batch.png import encode_png, write_image
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.runtime import atomic_files as whole_files
+from sana_core.runtime.atomic_files import digest_of
 
 # one process draws what another has drawn
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -365,6 +367,25 @@ def test_a_disk_without_hard_links_does_too(batch, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "hardlink_to", refuse)
     code, _, err = batch()
     assert code == 0 and len(files(tmp_path / "out")) == 8, err
+
+
+DESCRIBED = {"prompt": "a red circle", "seed": 1, "settings": {"steps": 2}}
+
+
+@pytest.mark.parametrize("change", [{}, {"prompt": "a blue square"}, {"seed": 2}, {"settings": {"steps": 3}}], ids=str)
+def test_a_second_machine_keeps_the_same_image_and_refuses_any_other(tmp_path, change):
+    path = tmp_path / "00000_1.png"
+    first = encode_png(torch.zeros(3, 8, 8), **DESCRIBED)
+    assert write_image(path, first, tmp_path) == digest_of(first)
+    # GPUs of another type generate slightly different pixels.
+    second = encode_png(torch.full((3, 8, 8), 0.01), **DESCRIBED | change)
+    assert second != first
+    if change:
+        with pytest.raises(FileExistsError):
+            write_image(path, second, tmp_path)
+    else:
+        assert write_image(path, second, tmp_path) == digest_of(first)
+    assert path.read_bytes() == first and [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_folder_of_a_checkpoint_that_has_changed_is_refused(made, batch, checkpoint, tmp_path):

@@ -179,6 +179,33 @@ def test_overwrite_replaces_only_files(tmp_path, kind, name):
     assert not (tmp_path / "00000_0.png").is_file()
 
 
+@pytest.mark.parametrize("kind", ["file", "folder", "link that leads nowhere"])
+def test_a_name_that_is_taken_while_writing_stays_on_a_disk_without_hard_links(tmp_path, monkeypatch, kind):
+    def refuse(path, part):
+        # exFAT answers this before it looks at the name.
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    path = tmp_path / "image.png"
+    with pytest.raises(ExistingFileError, match="image.png exists"), output_file(path) as part:
+        part.write_text("ours")
+        if kind == "file":
+            path.write_text("theirs")
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to("gone.png")
+    assert [left.name for left in tmp_path.iterdir()] == ["image.png"]
+    if kind == "file":
+        assert path.read_text() == "theirs"
+    else:
+        assert path.is_symlink() or path.is_dir()
+    path.rmdir() if kind == "folder" else path.unlink()
+    with output_file(path) as part:
+        part.write_text("ours")
+    assert path.read_text() == "ours"
+
+
 def test_names_that_cannot_be_used_are_refused_before_the_work(tmp_path):
     (tmp_path / "link.mp4").symlink_to("gone.mp4")
     with pytest.raises(
