@@ -91,7 +91,11 @@ def test_an_encode_is_as_near_the_cpu_s_as_the_library_s(device, dtype, autoenco
 def test_two_devices_decode_one_picture(devices, autoencoder):
     plain, latents, _, truth, _ = autoencoder
     model, latents = deepcopy(plain).to(devices[0]), latents.to(devices[0])
+    memory = torch.get_device_module(devices[1])
+    memory.reset_peak_memory_stats(devices[1])
+    before = memory.max_memory_allocated(devices[1])
     got = decode_latents(model, latents, "strips", devices=devices)
+    assert memory.max_memory_allocated(devices[1]) > before
     # a card may convolve by Winograd's algorithm, whose error is larger
     assert error(got, truth) <= CHANCE * error(model.decode(latents).sample, truth) + ROUNDING
 
@@ -127,6 +131,12 @@ def test_pictures_are_those_of_the_cpu(device, dtype, pictures):
 
 def test_two_devices_draw_what_one_draws(devices, pictures):
     got = generate(PROMPTS, CHECKPOINT, devices=devices, chunk=1, width=128, height=128)
+    assert (got - pictures).abs().max() < 2 / 255
+
+
+def test_the_second_device_alone_generates_what_the_cpu_generates(devices, pictures):
+    """A kernel that is launched on the current device instead of the device of its tensors fails here."""
+    got = generate(PROMPTS, CHECKPOINT, devices=devices[1:], width=128, height=128)
     assert (got - pictures).abs().max() < 2 / 255
 
 
