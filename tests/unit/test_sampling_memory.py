@@ -27,7 +27,7 @@ def released_model(variant, pixels, dtype):
     config |= {"sample_size": pixels // 32, "interpolation_scale": {2048: 1.0, 4096: 2.0}.get(pixels)}
     with fake_accelerators(), torch.no_grad(), torch.device(FIRST), default_dtype(dtype):
         model = SanaTransformer2DModel.from_config(config).requires_grad_(False)
-        # as load_models does
+        # load_models does this too.
         join_projections(model)
     return model
 
