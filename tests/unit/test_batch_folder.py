@@ -385,7 +385,7 @@ def test_a_second_machine_keeps_the_same_image_and_refuses_any_other(tmp_path, c
             write_image(path, second, tmp_path)
     else:
         assert write_image(path, second, tmp_path) == digest_of(first)
-    assert path.read_bytes() == first and [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == first and [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_folder_of_a_checkpoint_that_has_changed_is_refused(made, batch, checkpoint, tmp_path):

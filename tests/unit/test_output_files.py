@@ -195,7 +195,7 @@ def test_a_name_that_is_taken_while_writing_stays_on_a_disk_without_hard_links(t
             path.mkdir()
         else:
             path.symlink_to("gone.png")
-    assert [left.name for left in tmp_path.iterdir()] == ["image.png"]
+    assert [file.name for file in tmp_path.iterdir()] == ["image.png"]
     if kind == "file":
         assert path.read_text() == "theirs"
     else:
