@@ -93,7 +93,7 @@ def file_figures():
     yield f"| peak memory, of the file's size | {ours['peak_of_file']} | {theirs['peak_of_file']} |"
     yield f"| {results['ours, to fp32']['peak_of_file']}, of which 2 are the result | |"
     memory = read("memory")
-    ratios = [each["measured_of_predicted"] for part in ("text", "transformer") for each in memory[part].values()]
+    ratios = [figure["measured_of_predicted"] for part in ("text", "transformer") for figure in memory[part].values()]
     yield f"Measured memory is {min(ratios):.2f} to {max(ratios):.2f} times the prediction"
 
 
@@ -110,11 +110,11 @@ def training_figures():
     yield f"| an epoch that encodes beside one that reads the cache | x{epoch['uncached_of_cached']:.1f} |"
     yield f"| share of a cached epoch that waits for data | {100 * epoch['reading_share']:.1f} % |"
     yield f"| a step beside a bare loop under the same wrapper: DDP, FSDP | x{ddp:.2f}, x{fsdp:.2f} |"
-    before, new, known = learned["right_before"], learned["mixed"]["new"], learned["mixed"]["old"]
+    before, new, familiar = learned["right_before"], learned["mixed"]["new"], learned["mixed"]["old"]
     yield f"from {learned['paintings']['new']} images of them and {learned['paintings']['old']} images of known things"
     yield f"the subject is right in {100 * new['subject']:.0f} %, the colour in {100 * new['colour']:.0f} %"
     yield f"everything in {100 * new['all']:.0f} % (before: {100 * before['new']['all']:.1f} %)"
-    yield f"everything is right in {100 * known['all']:.0f} % (before: {100 * before['old']['all']:.0f} %)"
+    yield f"everything is right in {100 * familiar['all']:.0f} % (before: {100 * before['old']['all']:.0f} %)"
     steps, beside = learned["steps"]["beside"], learned["beside"]
     both = (
         f"{100 * beside['new']['all']:.0f} % of the new scenes and {100 * beside['old']['all']:.0f} % of the known ones"
@@ -147,7 +147,7 @@ def batch_figures():
 def split_figures():
     figures = read("split")
     step, decode, counted = figures["times"]["step"], figures["times"]["decode"], figures["counted"]
-    largest = max(each["from_whole"] for each in figures["differences"].values())
+    largest = max(figure["from_whole"] for figure in figures["differences"].values())
     assert counted["exchanges_in_a_block"] == 2 and largest <= 3e-7 < 2 * largest
     yield f"two exchanges a block, {counted['MB_of_sums_from_a_shard']:.2f} MB of sums from each device"
     yield "at most 3e-7 from the undivided forward"
@@ -170,10 +170,10 @@ def words(page):
     return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
-@pytest.mark.parametrize("figures", FIGURES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("figures", FIGURES, ids=lambda function: function.__name__)
 def test_the_page_of_benchmarks_quotes_the_last_runs(figures):
     page, sentences = words(BENCHMARKS), list(figures())
-    assert len(sentences) >= 4 and [each for each in sentences if each not in page] == []
+    assert len(sentences) >= 4 and [text for text in sentences if text not in page] == []
 
 
 def test_the_predicted_gain_of_a_split_is_what_the_command_prints(capsys):
