@@ -175,7 +175,7 @@ def load_clip(path: Path, reference: str = AUTO, disable_dynamic: bool = False) 
     dtype, compute = text_dtypes(device)
     operations = comfy.ops.disable_weight_init if dtype == compute else comfy.ops.manual_cast
     if info.quantised:
-        operations = comfy.ops.mixed_precision_ops({}, compute, full_precision_mm=True)
+        dtype, operations = dtype or compute, comfy.ops.mixed_precision_ops({}, compute, full_precision_mm=True)
     gemma = load_component(info, dtype, compute, operations)
     target = comfy.supported_models_base.ClipTarget(
         lambda **_: SanaTokenizer(tokenizer, gemma.config.to_dict(), reading),
@@ -183,7 +183,7 @@ def load_clip(path: Path, reference: str = AUTO, disable_dynamic: bool = False) 
     )
     clip = comfy.sd.CLIP(
         target,
-        model_options={"dtype": dtype, "initial_device": torch.device("cpu")},
+        model_options={"dtype": gemma.dtype, "initial_device": torch.device("cpu")},
         disable_dynamic=disable_dynamic,
     )
     remember_loader(clip.patcher, reload, path, reference)
@@ -191,15 +191,16 @@ def load_clip(path: Path, reference: str = AUTO, disable_dynamic: bool = False) 
     return clip
 
 
-def text_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+def text_dtypes(device: torch.device) -> tuple[torch.dtype | None, torch.dtype]:
     """Return the dtypes in which Gemma 2 is stored for `device`, and in which it computes.
 
-    A GPU without bf16 computes in fp32, one layer after another: fp32 weights would take 10.5 GB of it.
+    A device without bf16 computes in fp32, one layer after another, because fp32 weights would take 10.5 GB. A CPU
+    stores 16 bits as well (None), if they hold the numbers of the file.
     """
     compute = wide_dtype(device)
-    is_card = not comfy.model_management.is_device_cpu(device)
-    half = is_card and comfy.model_management.supports_cast(device, torch.bfloat16)
-    return torch.bfloat16 if half else compute, compute
+    if comfy.model_management.is_device_cpu(device):
+        return None, compute
+    return torch.bfloat16 if comfy.model_management.supports_cast(device, torch.bfloat16) else compute, compute
 
 
 def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, TokenizedPrompt]:

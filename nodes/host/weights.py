@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import torch
 from ...sana_core.checkpoints.detect import CLASSES, SAVED_CONFIG
 from ...sana_core.checkpoints.files import brief, parse_json
 from ...sana_core.checkpoints.headers import SAFETENSORS, read_file
-from ...sana_core.checkpoints.load import build_module, component_tensors, fill
+from ...sana_core.checkpoints.load import build_module, component_tensors, fill, smallest_exact
 from ...sana_core.errors import CheckpointError
 from ...sana_core.runtime.cancellation import Polled
 from .layers import adopt, is_mixed, is_stored
@@ -28,20 +29,25 @@ if TYPE_CHECKING:
 QUANTISATION = "_quantization_metadata"  # ComfyUI's key
 
 
-def read(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return tensors of `file`: those of `names` in memory of their own, or all as ComfyUI reads them.
+def read(
+    file: Path,
+    names: Collection[str] | None = None,
+    convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of `file`, each converted by `convert`.
 
-    With dynamic VRAM it streams the weights of .safetensors files to the GPU, out of the mapped file.
+    With dynamic VRAM, ComfyUI maps .safetensors files and streams weights from the mapped file to the GPU. The result
+    then has all tensors of the file, even if `names` are fewer.
     """
     is_dynamic = comfy.model_patcher.CoreModelPatcher is not comfy.model_patcher.ModelPatcher
     if is_dynamic and file.suffix.lower() in SAFETENSORS:
-        return comfy.utils.load_torch_file(str(file))
-    return read_file(file, names)
+        return {name: convert(tensor) for name, tensor in comfy.utils.load_torch_file(str(file)).items()}
+    return read_file(file, names, convert)
 
 
 def load_component(
     info: CheckpointInfo,
-    weight_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
     compute_dtype: torch.dtype | None,
     operations: type,
     resolution: int | None = None,
@@ -49,10 +55,11 @@ def load_component(
 ) -> torch.nn.Module:
     """Return the module of `info`, its layers those of `operations`, which ComfyUI casts as it runs them.
 
-    Linear, Conv2d and Embedding have weights of `weight_dtype`, all else has `compute_dtype` (None: the same). The
-    blocks of a transformer are quantised to `form`, one of quantise.FORMATS. Raises CheckpointError for quantised
-    weights in the original layout, whose fused weights cannot be parted under their scales, or of a component that runs
-    in other operations; and as sana_core's loaders do.
+    Linear, Conv2d and Embedding have weights of `weight_dtype` (None: 16 bits if they hold the numbers of the file,
+    else the file's dtype). Everything else has `compute_dtype` (None: the same). The blocks of a transformer are
+    quantised to `form`, one of quantise.FORMATS. Raises CheckpointError for quantised weights in the original layout,
+    whose fused weights cannot be separated under their scales, and for quantised weights of a component that runs in
+    other operations; and as sana_core's loaders do.
     """
     if info.quantised and (info.layout == "original" or not is_mixed(operations)):
         raise CheckpointError(
@@ -61,7 +68,7 @@ def load_component(
         )
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
         module = build_module(info, resolution)
-        tensors = component_tensors(info, read)
+        tensors = component_tensors(info, read if weight_dtype else partial(read, convert=smallest_exact))
         stored = {name for name, child in module.named_modules() if is_stored(child)}
         if info.quantised:
             tensors = load_quantised(module, tensors, info, operations)

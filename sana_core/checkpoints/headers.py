@@ -176,15 +176,20 @@ def is_plain(name: str) -> bool:
     return not set(name) & set("/\\:\0") and name not in ("", ".", "..") and is_text(name)
 
 
-def read_file(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return tensors of a file whose header was read, in memory of their own: those of `names`, or all.
+def read_file(
+    file: Path,
+    names: Collection[str] | None = None,
+    convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file whose header was read: those of `names`, or all.
 
-    Whoever shortens a file that is mapped ends the process with its next look at the lost pages, by SIGBUS, and whoever
-    writes into it changes the model. Raises CheckpointError for a broken file and one that is shortened meanwhile,
-    MissingFileError for one that is gone, ReadError where the disk refuses.
+    Each tensor is converted as soon as it is read, so that the file and its converted tensors are never in memory at
+    the same time. The file is not mapped into memory: a program that shortens a mapped file ends this process with
+    SIGBUS, and a program that writes into it changes the model. Raises CheckpointError for a file that is broken or
+    becomes shorter while it is read, MissingFileError for a missing file, and ReadError if the disk fails.
     """
     if file.suffix.lower() in PICKLED:
-        return read_pickled(file, mapped=False)
+        return {name: convert(tensor) for name, tensor in read_pickled(file, mapped=False).items()}
     headers = read_header(file).headers
     tensors = {}
     with opened(file) as (stream, size):
@@ -197,7 +202,7 @@ def read_file(file: Path, names: Collection[str] | None = None) -> dict[str, tor
             room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             if header.size and stream.readinto(room) != header.size:
                 raise broken(file, size, "it was shortened while it was read")
-            tensors[name] = tensor
+            tensors[name] = convert(tensor)
     return tensors
 
 

@@ -10,6 +10,7 @@ import layouts
 import pytest
 import torch
 from fake_cuda import CARD, TOKENS, fake_card, load, no_numbers, pack, read_numbers
+from safetensors.torch import load_file, save_file
 
 LARGE = 200 * 10**9
 # how much of a model fits, ComfyUI's state of memory, and whether it has dynamic VRAM
@@ -241,3 +242,34 @@ def test_weights_in_16_bits_that_compute_in_fp32_are_those_weights_in_fp32(host,
         assert stored.cond_stage_model.gemma.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
         got, expected = (module.encode(clip, "a red circle", True)[0][0][0] for clip in (stored, plain))
     assert got.dtype == torch.float32 and torch.equal(got, expected)
+
+
+def gemma_in_float32(checkpoint, folder, added=0.0):
+    """The bundled model, its text encoder saved in float32 with `added` on each number of one weight."""
+    shutil.copytree(checkpoint, folder)
+    file = folder / "text_encoder" / "model.safetensors"
+    tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
+    tensors["layers.0.mlp.up_proj.weight"] += added
+    save_file(tensors, file)
+    return folder
+
+
+def test_gemma_on_a_cpu_is_stored_in_16_bits_that_hold_the_numbers_of_its_file(host, checkpoint, tmp_path):
+    module = pack("nodes.host.clip")
+    with torch.inference_mode():
+        stored = module.load_clip(gemma_in_float32(checkpoint, tmp_path / "model"))
+        weights = dict(stored.cond_stage_model.gemma.named_parameters())
+        assert {weight.dtype for name, weight in weights.items() if "norm" not in name} == {torch.bfloat16}
+        got = module.encode(stored, "a red circle", True)[0][0][0]
+        for weight in weights.values():
+            weight.data = weight.float()
+        assert torch.equal(got, module.encode(stored, "a red circle", True)[0][0][0])
+
+
+def test_gemma_on_a_cpu_keeps_numbers_that_16_bits_do_not_have(host, checkpoint, tmp_path):
+    folder = gemma_in_float32(checkpoint, tmp_path / "model", added=1e-6)
+    with torch.inference_mode():
+        clip = pack("nodes.host.clip").load_clip(folder)
+    kept = clip.cond_stage_model.gemma.layers[0].mlp.up_proj.weight
+    assert kept.dtype == torch.float32
+    assert torch.equal(kept, load_file(folder / "text_encoder" / "model.safetensors")["layers.0.mlp.up_proj.weight"])
