@@ -273,3 +273,18 @@ def test_gemma_on_a_cpu_keeps_numbers_that_16_bits_do_not_have(host, checkpoint,
     kept = clip.cond_stage_model.gemma.layers[0].mlp.up_proj.weight
     assert kept.dtype == torch.float32
     assert torch.equal(kept, load_file(folder / "text_encoder" / "model.safetensors")["layers.0.mlp.up_proj.weight"])
+
+
+def test_the_memory_of_a_step_does_not_depend_on_flash_attention(host, checkpoint, monkeypatch):
+    import comfy.model_management
+
+    model = host.output_of("SanaNodesLoader", model="sana-tiny").model
+    estimates = []
+    for has_flash in (True, False):
+        monkeypatch.setattr(comfy.model_management, "xformers_enabled", lambda: False)
+        monkeypatch.setattr(comfy.model_management, "pytorch_attention_flash_attention", lambda has=has_flash: has)
+        estimates.append(
+            (model.memory_required([2, 32, 128, 128]), type(model).__base__.memory_required(model, [2, 32, 128, 128]))
+        )
+    assert estimates[0][0] == estimates[1][0] == estimates[0][1]
+    assert estimates[1][1] > 3 * estimates[1][0]
