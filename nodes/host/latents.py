@@ -82,7 +82,12 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
     @property
     def latent_rgb_factors_reshape(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         path = self.taesana_file()
-        return taesana_previewer(path) if path else None
+        return taesana_previewer(path, self.linear_preview) if path else None
+
+    def linear_preview(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return images [B, 3, h, w] in [-1, 1] of scaled latents [B, 32, h, w], one pixel per cell."""
+        factors, bias = latents.new_tensor(self.linear_factors), latents.new_tensor(self.linear_bias)
+        return torch.nn.functional.linear(latents.movedim(1, -1), factors.T, bias).movedim(-1, 1)
 
     def taesana_file(self) -> str | None:
         return find_taesana() if self.preview is None else None

@@ -6,8 +6,8 @@ five times. ComfyUI has only the decoder for 8x latents.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
 
 import comfy.utils
 import folder_paths
@@ -16,13 +16,12 @@ from comfy.cli_args import LatentPreviewMethod, args
 from comfy.taesd.taesd import Block, Clamp, conv
 
 from ...sana_core.errors import CheckpointError
-from ...sana_core.model.latents import CHANNELS
+from ...sana_core.model.latents import CHANNELS, DOWNSCALE
+from ...sana_core.runtime.accelerator import is_out_of_memory
 
 NAME = "taesana_decoder"
 # channels of the three blocks at each size, from that of the latent to twice, four times ... as large
 WIDTHS = (256, 128, 64, 64, 64)
-# cells a side; a larger preview would take longer than the step that it shows
-LARGEST = 32
 
 
 def taesana_decoder() -> torch.nn.Sequential:
@@ -43,10 +42,13 @@ def find_taesana() -> str | None:
     return folder_paths.get_full_path("vae_approx", names[0]) if names else None
 
 
-def taesana_previewer(path: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function of scaled latents [B, 32, h, w] that gives images [B, 3, 32h, 32w] in [-1, 1].
+def taesana_previewer(
+    path: str, coarse: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that decodes the first of scaled latents [B, 32, h, w] to an image [1, 3, H, W] in [-1, 1].
 
-    Raises CheckpointError for a file that is not TAESANA's decoder.
+    The image is not larger than ComfyUI's previews. If memory runs out, the function returns the image of `coarse`,
+    because a preview must not end the sampling. Raises CheckpointError if the file is not TAESANA's decoder.
     """
     decoder = taesana_decoder().requires_grad_(False)
     try:
@@ -55,13 +57,20 @@ def taesana_previewer(path: str) -> Callable[[torch.Tensor], torch.Tensor]:
         raise CheckpointError(
             f"preview: models/vae_approx holds a {NAME} that is not the decoder of TAESANA; download it again"
         ) from None
-    return partial(decode_preview, decoder)
 
+    def preview(latents: torch.Tensor) -> torch.Tensor:
+        latents = latents[:1]
+        # 32 x 32 cells, an image of 1024 px, would take 805 MB, which no estimate includes.
+        cells, side = max(1, math.ceil(args.preview_size / DOWNSCALE)), max(latents.shape[-2:])
+        smaller = latents
+        if side > cells:
+            size = [max(1, round(rows * cells / side)) for rows in latents.shape[-2:]]
+            smaller = torch.nn.functional.interpolate(latents, size, mode="area")
+        try:
+            return decoder.to(smaller)(smaller) * 2 - 1
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return coarse(latents)
 
-def decode_preview(decoder: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
-    latents = latents[:1]
-    side = max(latents.shape[-2:])
-    if side > LARGEST:
-        size = [max(1, round(cells * LARGEST / side)) for cells in latents.shape[-2:]]
-        latents = torch.nn.functional.interpolate(latents, size, mode="area")
-    return decoder.to(latents)(latents) * 2 - 1
+    return preview

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SHOWN = 3
 # Numbers of a tensor that are checked at once. Gemma 2's embedding has 590 million, which take 2.4 GB in float32.
-COMPARED = 2**24
+COMPARED = 2**20
 MOST_VIDEO_LAYERS = 64
 VIDEO_KINDS = ("video_transformer", "video_autoencoder")
 # in a configuration, what is not the library's

@@ -232,9 +232,12 @@ def test_model_defaults_draw_what_the_same_numbers_draw(host, base_graph):
     assert torch.equal(latent(host, defaults), latent(host, base_graph(steps=20, guidance=4.5)))
 
 
-def test_taesana_previews_where_its_file_is(host, base_graph, checkpoint):
+def test_taesana_previews_where_its_file_is(host, base_graph, checkpoint, monkeypatch):
     import folder_paths
     import latent_preview
+
+    def run_out(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     torch.manual_seed(0)
     decoder = pack("nodes.host.preview").taesana_decoder()
@@ -262,8 +265,13 @@ def test_taesana_previews_where_its_file_is(host, base_graph, checkpoint):
         expected, got = (decoder(x0)[0].clamp(0, 1) * 255).movedim(0, -1), bytearray(shown(x0).tobytes())
         assert (torch.frombuffer(got, dtype=torch.uint8).view(128, 192, 3) - expected).abs().max() <= 1.01
         assert host.run(graph)["latent"]["samples"].isfinite().all()
-        # a large latent is shown small
-        assert shown(torch.randn(1, 32, 128, 64)).size == (512, 1024)
+        # A large latent is decoded at the size of ComfyUI's previews.
+        assert shown(torch.randn(1, 32, 128, 64)).size == (256, 512)
+        # When memory runs out, the preview is one pixel per cell, and the sampling continues.
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.Upsample, "forward", run_out)
+            assert shown(x0).size == (6, 4)
+            assert host.run(graph)["latent"]["samples"].isfinite().all()
     finally:
         shutil.rmtree(folder)
         file.unlink(missing_ok=True)
