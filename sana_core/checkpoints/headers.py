@@ -181,7 +181,7 @@ def read_file(
     names: Collection[str] | None = None,
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file whose header was read: those of `names`, or all.
+    """Return the tensors of a file whose header was read. `names` selects some of them.
 
     Each tensor is converted as soon as it is read, so that the file and its converted tensors are never in memory at
     the same time. The file is not mapped into memory: a program that shortens a mapped file ends this process with

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -14,7 +15,7 @@ from pathlib import Path
 from platform import node
 from stat import S_ISREG
 from tempfile import TemporaryFile
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 from uuid import uuid4
 
 from ..errors import ExistingFileError, OutputError, SanaError
@@ -23,6 +24,27 @@ from ..errors import ExistingFileError, OutputError, SanaError
 BLOCK = 1 << 24
 # bytes of a record, a digest or the description of a run
 LARGEST_SMALL = 64_000_000
+# Windows: ERROR_ACCESS_DENIED, ERROR_SHARING_VIOLATION and ERROR_LOCK_VIOLATION.
+IN_USE = (5, 32, 33)
+# Seconds to wait for another program to close a file. Virus scanners and indexers open new files for a moment.
+PATIENCE = 10.0
+T = TypeVar("T")
+
+
+def patiently(operation: Callable[[], T], seconds: float = PATIENCE) -> T:
+    """Return the result of a file operation. On Windows it is tried again while another program has the file open.
+
+    Windows does not rename, replace or remove an open file. Raises OSError, and after `seconds` PermissionError.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.01
+    while True:
+        try:
+            return operation()
+        except PermissionError as error:
+            if getattr(error, "winerror", None) not in IN_USE or time.monotonic() > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
 
 
 @contextmanager
@@ -77,11 +99,11 @@ def new_part(folder: Path) -> Iterator[Path]:
                 part.touch(exist_ok=False)
                 yield part
             finally:
-                part.unlink(missing_ok=True)
+                remove(part)
     finally:
-        # Windows does not remove a file that another process has open. That process then removes it.
+        # If another process of ours has it open for longer, that process removes it.
         with suppress(OSError):
-            lock_file.unlink()
+            patiently(lock_file.unlink, 1.0)
 
 
 def remove_stale_parts(folder: Path) -> None:
@@ -156,23 +178,23 @@ def unfinished(path: Path, parts: Path, replace: bool = False) -> Iterator[Path]
             error.filename = str(path)
         raise
     finally:
-        part.unlink(missing_ok=True)
+        remove(part)
 
 
 def move(part: Path, path: Path, replace: bool) -> None:
     """Give `part` the name `path`. Without `replace`, raises ExistingFileError for a file at `path`."""
     if replace:
-        part.replace(path)
+        patiently(lambda: part.replace(path))
         return
     # A rename would replace the other file.
     try:
-        path.hardlink_to(part)
+        patiently(lambda: path.hardlink_to(part))
     except FileExistsError:
         raise ExistingFileError(f"out: {path} exists; choose another name, or remove it") from None
     except OSError:
         # A disk without hard links, such as exFAT. If there is another reason, it stops the rename too.
         check_free([path])
-        part.rename(path)
+        patiently(lambda: part.rename(path))
 
 
 def write_whole(path: Path, data: bytes, parts: Path, replace: bool = False) -> None:
@@ -243,11 +265,11 @@ def digest_file(path: Path, read: Callable[[int], None] = lambda count: None) ->
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all in it, if it is there. Raises OSError."""
+    """Remove a file, or a folder with everything in it, if it exists. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        patiently(lambda: shutil.rmtree(path))
     else:
-        path.unlink(missing_ok=True)
+        patiently(lambda: path.unlink(missing_ok=True))
 
 
 def sync(path: Path) -> None:

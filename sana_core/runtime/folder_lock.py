@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 from ..errors import InUseError, MissingFileError, OutputError, ReadError
-from .atomic_files import digest_of, is_named, lock, read_small, remove, write_whole
+from .atomic_files import digest_of, is_named, lock, patiently, read_small, remove, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +125,10 @@ def hold(folder: Path) -> Iterator[Hold]:
             with suppress(OSError):
                 found = read_record(held.record)
                 if found is not None and found.run == held.holder.run:
-                    held.record.unlink()
+                    remove(held.record)
                 if found is None or found.run == held.holder.run:
                     # a process that waits for this lock notices that it has no name any more
-                    (own / LOCK).unlink()
+                    remove(own / LOCK)
                     own.rmdir()
 
 
@@ -255,7 +255,7 @@ def remove_run(run: Path) -> None:
         return
     with suppress(OSError):
         if run != gone:
-            run.rename(gone)
+            patiently(lambda: run.rename(gone))
         for part in [*gone.glob(".*.part"), gone / MARK]:
             remove(part)
         gone.rmdir()

@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,16 @@ from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
-from ..runtime.atomic_files import digest_file, read_small, remove, sync, sync_folder, unfinished, write_whole
+from ..runtime.atomic_files import (
+    digest_file,
+    patiently,
+    read_small,
+    remove,
+    sync,
+    sync_folder,
+    unfinished,
+    write_whole,
+)
 from .ranks import ALONE, Ranks
 from .schedule import Best, TrainProgress
 
@@ -35,6 +45,8 @@ STATE, TENSORS, SHARDS = "state.json", "state.safetensors", "shards"
 # of the config, the digests of models
 MODELS = ("model", "teacher")
 NAME = re.compile(r"step-(\d{7,})")
+# Seconds to wait on Windows until no other program has a file of a new state open.
+SCAN_PATIENCE = 120.0
 
 
 class SavedState(NamedTuple):
@@ -200,7 +212,8 @@ def put_state(part: Path, folder: Path, document: Json, digests: Mapping[str, st
     folder.parent.mkdir(exist_ok=True)
     if folder.exists():
         raise stranger(folder)
-    part.rename(folder)
+    # A virus scanner reads the new files, which takes long if the model is large.
+    patiently(lambda: part.rename(folder), SCAN_PATIENCE)
     sync_folder(folder.parent)
 
 
@@ -260,7 +273,7 @@ def remove_older(out: Path, parts: Path, keep: int, best: int | None) -> None:
             # away at once, so that no half of it is found
             gone = parts / f".gone-{step}.part"
             with writing(folder):
-                folder.rename(gone)
+                patiently(partial(folder.rename, gone))
                 remove(gone)
 
 

@@ -270,9 +270,9 @@ def test_gemma_on_a_cpu_keeps_numbers_that_16_bits_do_not_have(host, checkpoint,
     folder = gemma_in_float32(checkpoint, tmp_path / "model", added=1e-6)
     with torch.inference_mode():
         clip = pack("nodes.host.clip").load_clip(folder)
-    kept = clip.cond_stage_model.gemma.layers[0].mlp.up_proj.weight
-    assert kept.dtype == torch.float32
-    assert torch.equal(kept, load_file(folder / "text_encoder" / "model.safetensors")["layers.0.mlp.up_proj.weight"])
+    weight = clip.cond_stage_model.gemma.layers[0].mlp.up_proj.weight
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, load_file(folder / "text_encoder" / "model.safetensors")["layers.0.mlp.up_proj.weight"])
 
 
 def test_the_memory_of_a_step_does_not_depend_on_flash_attention(host, checkpoint, monkeypatch):
