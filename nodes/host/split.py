@@ -143,14 +143,18 @@ class Group:
     ) -> torch.Tensor:
         """Return the velocity at `x` as `forward.velocity` does, computed by all of the group; cancel is polled."""
         transformers = [transformer, *(replica.model.diffusion_model for replica in self.replicas)]
+        # A GPU without bf16 computes in another dtype than the first one.
+        dtypes = [x.dtype, *(replica.model.get_dtype_inference() for replica in self.replicas)]
         if self.split is None:
             self.split = Split(self.devices, relative_speeds(self.devices, transformers))
 
         def work(shard: Shard) -> torch.Tensor:
-            own = transformers[shard.member]
-            # its shape is all that is asked of it
-            constants, perturbation = prompt.constants(own, shard.x.new_empty(1).expand(x.shape))
-            forward = partial(velocity, own)
+            member_transformer = transformers[shard.member]
+            shard = shard._replace(x=shard.x.to(dtypes[shard.member]))
+            # Only the shape, the dtype and the device of this tensor are used.
+            like = shard.x.new_empty(1).expand(x.shape)
+            constants, perturbation = prompt.constants(member_transformer, like)
+            forward = partial(velocity, member_transformer)
             return shard_velocity(forward, shard, timesteps, constants, guidance, perturbation, control)
 
         poll = comfy.model_management.throw_exception_if_processing_interrupted

@@ -1,7 +1,8 @@
 """Linear attention with ReLU in two kernels: the sums over all keys, then the queries' outputs. Sums are in float32.
 
-The keys are summed in at most `SPLITS` parts whose size depends on the number of positions alone, and the parts are
-added in their order: an image's result depends on nothing else in the batch. Importing this file imports Triton.
+The keys are summed in at most `SPLITS` parts. The size of a part depends only on the number of positions, and the parts
+are added in order, so the result of an image does not depend on the rest of the batch. Importing this file imports
+Triton.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def attention_outputs(
     total = tl.zeros((size,), tl.float32)
     for other in range(parts):
         own = sums + (head * parts + other) * (size + 1) * size
-        summed += tl.load(own + column[:, None] * size + column[None, :])
-        total += tl.load(own + size * size + column)
+        # A shard's sums over the whole image are in float64.
+        summed += tl.load(own + column[:, None] * size + column[None, :]).to(tl.float32)
+        total += tl.load(own + size * size + column).to(tl.float32)
     for start in range(split * part, tl.minimum(split * part + part, positions), block):
         row = start + tl.arange(0, block)
         mask, position = (row < positions)[:, None], (first + row)[:, None]
@@ -90,9 +92,10 @@ def relu_attention(
     eps: float,
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return what linear attention with ReLU makes of `query`, `key` and `value` [B, N, heads * d], [B, N, heads * d].
+    """Return the output [B, N, heads * d] of linear attention with ReLU for `query`, `key` and `value`, of that shape.
 
-    For a shard of the positions, `all_reduce` returns its sums plus the others'.
+    For a shard of the positions, `all_reduce` takes its sums [B, heads, parts, d + 1, d] and returns the sums of all
+    shards [B, heads, d + 1, d], in float64 or float32 and contiguous.
     """
     batch, positions, width = query.shape
     query, key, value = map(in_rows, (query, key, value))
@@ -103,7 +106,7 @@ def relu_attention(
     strides = key.stride(1), value.stride(1)
     launch(attention_sums, grid, query, key, value, sums, positions, *strides, part, heads, size=size, block=BLOCK)
     if all_reduce is not None:
-        sums = all_reduce(sums.sum(1, keepdim=True))
+        sums = all_reduce(sums.unflatten(0, (batch, heads))).flatten(0, 1)[:, None]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     launch(
         attention_outputs,

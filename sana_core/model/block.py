@@ -141,7 +141,7 @@ def self_attention(
     if "linear_attention" in kernels:
         from ..kernels.linear_attention import relu_attention
 
-        out = relu_attention(query, key, value, attention.heads, eps, None if ops is None else ops.exchange.all_reduce)
+        out = relu_attention(query, key, value, attention.heads, eps, None if ops is None else ops.kernel_sums)
     else:
         own = attention_sums if ops is None else ops.sums
         out = linear_attention(query, key, value, attention.heads, eps, own)

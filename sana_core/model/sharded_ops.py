@@ -16,14 +16,21 @@ if TYPE_CHECKING:
 
 
 class Exchange(Protocol):
-    """How shards exchange tensors; all call the same methods in the same order."""
+    """How shards exchange tensors. All shards call the same methods in the same order.
+
+    Members may use different kernels and compute in different dtypes. The results have the dtype of this shard's
+    arguments and are on its device.
+    """
 
     def all_reduce(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what all shards bring, on this one's device."""
+        """Return the total of the `sums` of all shards.
+
+        They are [B, heads, d + 1, d], in `sum_dtype`, and contiguous: keys times values, and in the last row the keys.
+        """
         ...
 
     def halo(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the last row of the shard above and the first of the one below, None beyond the image."""
+        """Return the last row of the shard above and the first row of the shard below, None beyond the image."""
         ...
 
 
@@ -41,14 +48,19 @@ class ShardedOps:
         return pointwise(layer, x.flatten(2).transpose(1, 2).contiguous(), (x.shape[2], x.shape[3]))
 
     def sums(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the sums [B, heads, d, d + 1] over the image, of this shard's [B, heads, N, d].
-
-        float64 holds 53 bits: it adds up the rows of an image, of 24 bits each, without loss unless they differ by
-        more than 2^20, and what it loses then is far below float32. So the order makes no difference.
-        """
+        """Return the sums [B, heads, d, d + 1] over the image, of this shard's `key` and `value` [B, heads, N, d]."""
         key, value = (part.unflatten(2, (-1, self.columns)) for part in (key, F.pad(value, (0, 1), value=1.0)))
-        rows = (key.transpose(-1, -2) @ value).sum(2, dtype=torch.float64)
-        return self.exchange.all_reduce(rows).float()
+        rows = key.transpose(-1, -2) @ value
+        sums = rows.sum(2, dtype=sum_dtype(rows.device))
+        sums = self.exchange.all_reduce(torch.cat([sums[..., :-1], sums[..., -1:].mT], dim=-2))
+        return torch.cat([sums[..., :-1, :], sums[..., -1:, :].mT], dim=-1).float()
+
+    def kernel_sums(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the sums [B, heads, d + 1, d] over the image, of this shard's `parts` [B, heads, parts, d + 1, d].
+
+        `kernels.linear_attention` reads them as they are.
+        """
+        return self.exchange.all_reduce(parts.sum(2, dtype=sum_dtype(parts.device)))
 
     def feed_forward(self, block: GLUMBConv, states: torch.Tensor, kernels: frozenset[str]) -> torch.Tensor:
         """Return what `block.feed_forward` makes of this shard's `states` [B, N, D], with its neighbours' rows."""
@@ -58,6 +70,17 @@ class ShardedOps:
         window.insert(0 if above is None else 1, rows)
         together, edges = torch.cat(window, dim=1), (int(above is not None), int(below is not None))
         return feed_forward(block, together.flatten(1, 2), (together.shape[1], self.columns), kernels, edges)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which `device` adds the sums of shards: float64 where it has that.
+
+    float64 holds 53 bits. It adds the rows of an image, of 24 bits each, without loss unless they differ by more than
+    2^20, and what it loses then is far below float32. So the order makes no difference.
+    """
+    if device.type == "mps" or (device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64):
+        return torch.float32
+    return torch.float64
 
 
 def make_shard(x: torch.Tensor, spec: ShardSpec, member: int, device: torch.device, exchange: Exchange) -> Shard:

@@ -49,7 +49,8 @@ class ThreadExchange:
         board.wait()
         self.messages += 1
         self.sum_bytes += sums.nbytes
-        return functools.reduce(torch.add, (other.to(self.device) for other in board.sums if other is not None))
+        found = (other.to(self.device, sums.dtype) for other in board.sums if other is not None)
+        return functools.reduce(torch.add, found)
 
     def halo(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         board, index = self.board, self.index
@@ -61,6 +62,6 @@ class ThreadExchange:
         self.messages += 1
         self.row_bytes += first.nbytes * ((above is not None) + (below is not None))
         return (
-            None if above is None else above[1].to(self.device),
-            None if below is None else below[0].to(self.device),
+            None if above is None else above[1].to(self.device, first.dtype),
+            None if below is None else below[0].to(self.device, last.dtype),
         )
