@@ -35,7 +35,8 @@ class Branch(NamedTuple):
     gate: torch.Tensor | None
 
 
-# hidden states [B, N, D], and what is still to be added to them
+# Hidden states [B, N, D], and the branch that is still to be added to them. A kernel adds it in place: the block that
+# gets them overwrites them, so code that keeps hidden states has to clone them.
 Carried = tuple[torch.Tensor, Branch | None]
 
 

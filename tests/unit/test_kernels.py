@@ -21,12 +21,21 @@ def ends(cards):
     return [first, *(pytest.param(card, marks=pytest.mark.slow) for card in between), last]
 
 
-# the interpreter takes a second for a program of the depthwise kernel
+# The interpreter takes a second for a program of the depthwise kernel.
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("chosen", [("-k", "bfloat16", "-m", "not slow"), pytest.param((), marks=pytest.mark.slow)])
 def test_their_numbers_are_as_near_the_truth_as_plain_torch_s(chosen):
-    """In a process of their own: Triton decides at import whether it interprets."""
-    command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "tests/unit/kernel_numbers.py", "-x", *chosen]
+    run_interpreted("tests/unit/kernel_numbers.py", *chosen)
+
+
+@pytest.mark.timeout(1800)
+def test_split_members_may_have_different_kernels_and_inputs_keep_their_values():
+    run_interpreted("tests/unit/kernel_contracts.py")
+
+
+def run_interpreted(*arguments):
+    """Run tests in another process, because Triton decides at import whether it interprets."""
+    command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "-x", *arguments]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
