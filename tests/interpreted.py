@@ -1,8 +1,8 @@
 """Triton's interpreter with bf16 as cards have it: rounded to nearest, and multiplied by `tl.dot`.
 
 The interpreter of Triton 3.8 cuts bf16 off where it rounds, and multiplies the bits of bf16 as if they were integers.
-It runs in processes that were started with TRITON_INTERPRET=1. Kernels of several threads run one after another, because
-the interpreter replaces functions of triton.language while a kernel runs.
+It runs in processes that were started with TRITON_INTERPRET=1. Kernels of several threads run one after another: the
+interpreter replaces functions of triton.language while a kernel runs.
 """
 
 from __future__ import annotations

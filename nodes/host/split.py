@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# below so many pixels a step is too short for what devices tell each other, unless two have a prompt each
+# Below this many pixels a step may be too short, because Python launches for one device after another.
 WORTHWHILE = 2048 * 2048
 
 
@@ -94,8 +94,7 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     check_patches(patcher, guider.conds)
     check_rows(noise.shape[2], len(other_devices) + 1)
     pixels = image_pixels(noise)
-    apart = len(other_devices) == 1 and len(guider.conds) > 1
-    if math.prod(pixels) < WORTHWHILE and not apart:
+    if math.prod(pixels) < WORTHWHILE:
         few = "SANA Split Image: %d x %d pixels are few; one device may generate them as fast as several"
         logger.warning(few, *pixels)
     # whom ComfyUI hands conditionings to: MODEL and the clones of MultiGPU CFG Split, which share out the other devices

@@ -73,7 +73,7 @@ class ShardedOps:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which `device` adds the sums of shards: float64 where it has that.
+    """Return the dtype in which `device` adds the sums of shards: float64, or float32 where it has no float64.
 
     float64 holds 53 bits. It adds the rows of an image, of 24 bits each, without loss unless they differ by more than
     2^20, and what it loses then is far below float32. So the order makes no difference.

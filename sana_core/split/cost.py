@@ -1,10 +1,15 @@
-"""What row parallelism takes and gains, from the shapes of the model and the speed of devices and links.
+"""Predicts how long a step takes on one device and on several that share it.
 
-Published speeds: H100 SXM 989 TFLOP/s dense in bf16, 3.35 TB/s of memory, NVLink 900 GB/s in both directions together
-(NVIDIA H100 data sheet); RTX 4090 165 TFLOP/s dense in bf16 with fp32 sums, 1008 GB/s (NVIDIA Ada whitepaper). Without
-peer access a copy goes by the host's memory, twice over PCIe: 4.0 with 8 lanes has 15.75 GB/s (PCI-SIG), so half of
-that. A launch's time is assumed, and a link's latency, with its launch and the meeting of the threads.
-Launches and bytes are those of the fused kernels, held against tests/fake_accelerator.py.
+H100 SXM: measured on one GPU (benchmarks/gpu/nvidia-h100-80gb-hbm3.json). A product of bf16 reaches 735 TFLOP/s, of 989
+published. A step of the 1.6B model at 4096 px takes 172 ms, so the kernels between the products move their 55 GB at
+1.13 TB/s, of 3.35 published. With these two rates, the 10.7 ms that the kernels of a step take at 1024 px are 10.7 here
+too. That step spends 12.1 ms in Python, 42 us for each of its 287 launches. NVLink: 900 GB/s in both directions
+together (NVIDIA H100 data sheet).
+RTX 4090: published, 165 TFLOP/s dense in bf16 with fp32 sums and 1008 GB/s (NVIDIA Ada whitepaper). The time of a
+launch is the one of the H100's machine. Without peer access a copy goes through the host's memory, twice over PCIe: 4.0
+with 8 lanes has 15.75 GB/s (PCI-SIG), so half of that.
+The latency of a link is assumed, with its launch and the meeting of the threads. Launches and bytes are those of the
+fused kernels, compared with tests/fake_accelerator.py.
 """
 
 from __future__ import annotations
@@ -34,15 +39,15 @@ class Link(NamedTuple):
 
 
 class GpuSpeed(NamedTuple):
-    """What a device computes and moves in a second, and the seconds of Python for a launch."""
+    """Speed of one device."""
 
-    tflops: float
-    bandwidth: float
-    launch: float
+    tflops: float  # TFLOP/s of a product of matrices
+    bandwidth: float  # bytes a second of the kernels between the products
+    launch: float  # seconds of Python for a launch
 
 
 LINKS = {"nvlink": Link(450e9, 10e-6), "pcie": Link(15.75e9 / 2, 50e-6)}
-GPU_SPEEDS = {"nvlink": GpuSpeed(989.0, 3.35e12, 5e-6), "pcie": GpuSpeed(165.0, 1.008e12, 5e-6)}
+GPU_SPEEDS = {"nvlink": GpuSpeed(735.0, 1.13e12, 42e-6), "pcie": GpuSpeed(165.0, 1.008e12, 42e-6)}
 
 
 class Work(NamedTuple):
@@ -58,7 +63,7 @@ class Work(NamedTuple):
         return self.product_bytes + self.other_bytes
 
     def seconds(self, gpu: GpuSpeed, threads: int) -> float:
-        """Return how long it takes where so many threads of a process launch in turn, as Python lets them."""
+        """Return the time of the step. `threads` of one process launch in turn, because Python has one lock."""
         products = max(self.operations / (gpu.tflops * 1e12), self.product_bytes / gpu.bandwidth)
         return max(threads * self.launches * gpu.launch, products + self.other_bytes / gpu.bandwidth)
 
@@ -77,13 +82,18 @@ class Cost(NamedTuple):
     moved_alone: float  # bytes of its memory
     moved: float
     alone: float  # seconds of a step on one device
-    computing: float  # and on each of several, with the rows that two compute
-    exchanging: float
+    computing: float  # seconds on each of several, in threads of one process, with the rows that two compute
+    computing_in_processes: float  # the same with a process for each device, as on a cluster
+    exchanging: float  # seconds
 
     @property
     def gain(self) -> float:
         """How many times as fast as one device they are."""
         return self.alone / (self.computing + self.exchanging)
+
+    @property
+    def gain_in_processes(self) -> float:
+        return self.alone / (self.computing_in_processes + self.exchanging)
 
 
 def split_cost(
@@ -106,15 +116,14 @@ def split_cost(
     # the velocities, on the first device at the end
     exchanging = link.latency + passes * columns * rows * CHANNELS * element / link.bandwidth
     if members > 1:
-        heads, exchanges = model.width // HEAD_DIM, EXCHANGES * model.layers
-        sums = own * heads * HEAD_DIM * (HEAD_DIM + 1) * SUM_BYTES
+        exchanges, sums = EXCHANGES * model.layers, sum_bytes(model, own)
         row = own * columns * model.width * element
         block = link.latency * EXCHANGES + ((members - 1) * sums + neighbours(members) * row) / link.bandwidth
         exchanging += model.layers * block
     whole = work_of(model, columns, rows, passes, 1, element)
     each = work_of(model, columns, -(-rows // members), own, members, element)
     counts = whole.launches, each.launches, whole.moved, each.moved
-    seconds = whole.seconds(gpu, 1), each.seconds(gpu, devices)
+    seconds = whole.seconds(gpu, 1), each.seconds(gpu, devices), each.seconds(gpu, 1)
     return Cost(devices, groups, exchanges + 1, sums, row, *counts, *seconds, exchanging)
 
 
@@ -136,12 +145,22 @@ def work_of(model: Architecture, columns: int, rows: int, passes: int, members: 
     # The three norms and gates move 11. The depthwise writes 2.5 and reads 5, and the rows at a border of bands twice.
     bands, _ = divide_rows(passes, rows, columns, int(2.5 * width))
     others = (13.5 + 2 * NORMS * model.qk_norm) * own + 5 * (window + 2 * (bands - 1) * passes * columns)
-    others += 2 * window if members > 1 else 0  # the rows together with the neighbours'
+    sums = 0
+    if members > 1:
+        # the rows together with the neighbours'
+        others += 2 * window
+        # A member writes its sums, reads the total, and for each other member writes a copy and adds it.
+        sums = (2 + 4 * (members - 1)) * layers * sum_bytes(model, passes)
     matrices = layers * (13.5 * width + 2 * passes * MAX_TOKENS) * width + 7 * width**2
     operations = own * position_flops(width, layers) + (window - own) * layers * hidden_flops(width)
     block = BLOCK + NORMS * model.qk_norm + (SHARDED + members - 1 if members > 1 else 0)
     scale = layers * width * element
-    return Work(OUTSIDE + layers * block, operations, products * scale + matrices * element, others * scale)
+    return Work(OUTSIDE + layers * block, operations, products * scale + matrices * element, others * scale + sums)
+
+
+def sum_bytes(model: Architecture, passes: int) -> int:
+    """Return the bytes of the sums of one block."""
+    return passes * (model.width // HEAD_DIM) * HEAD_DIM * (HEAD_DIM + 1) * SUM_BYTES
 
 
 def position_flops(width: int, layers: int) -> int:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..model.block import feed_forward
-from .cost import GpuSpeed, Link
+from ..model.forward import prepare, velocity
+from .cost import BLOCK, OUTSIDE, GpuSpeed, Link
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
@@ -45,19 +46,43 @@ def measure(device: torch.device, transformer: SanaTransformer2DModel) -> float:
     return 1 / seconds_of(lambda: feed_forward(block, states, SIZE), [device], 1, FEED_FORWARD_SECONDS)
 
 
+@torch.no_grad()
+def launch_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the seconds of Python for a launch: the time of a step of a small model, divided by its launches.
+
+    A single operation of torch takes far less than the layers and kernels of a block.
+    """
+    from diffusers import SanaTransformer2DModel
+
+    heads = {"num_attention_heads": 2, "num_cross_attention_heads": 2}
+    width = {"cross_attention_head_dim": 32, "cross_attention_dim": 64, "caption_channels": 64}
+    model = SanaTransformer2DModel(num_layers=2, attention_head_dim=32, **heads, **width)
+    # The method of diffusers logs a warning.
+    torch.nn.Module.to(model, device, dtype)
+    side = 2
+    embeds, x = (torch.ones(shape, device=device, dtype=dtype) for shape in ((1, 8, 64), (1, 32, side, side)))
+    constants = prepare(model, embeds, torch.ones(1, 8, device=device), side, side)
+    timestep = torch.ones(1, device=device)
+    return seconds_of(lambda: velocity(model, x, timestep, constants), [device]) / (OUTSIDE + 2 * BLOCK)
+
+
 def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> tuple[GpuSpeed, Link]:
-    """Return what the first device does in `dtype`, and the link from the second to it."""
+    """Return the speed of the first device in `dtype`, and the link from the second device to it.
+
+    The bandwidth is the one of a copy. The kernels between the products reach less: 0.39 of it on an H100.
+    """
     first, second = devices[:2]
     square = torch.ones(SIDE, SIDE, device=first, dtype=dtype)
     tflops = 2 * SIDE**3 / seconds_of(lambda: square @ square, [first]) / 1e12
     own, one = (torch.ones(size, device=first, dtype=torch.uint8) for size in (LARGE, 1))
-    launch = seconds_of(lambda: one.clone(), [first])
-    # read and written
-    bandwidth = 2 * LARGE / max(seconds_of(lambda: own.clone(), [first]) - launch, 1e-9)
+    # A copy reads and writes.
+    bandwidth = (
+        2 * LARGE / max(seconds_of(lambda: own.clone(), [first]) - seconds_of(lambda: one.clone(), [first]), 1e-9)
+    )
     large, small = (torch.ones(size, device=second, dtype=torch.uint8) for size in (LARGE, 1))
     latency = seconds_of(lambda: small.to(first), [first, second])
     copied = seconds_of(lambda: large.to(first), [first, second])
-    return GpuSpeed(tflops, bandwidth, launch), Link(LARGE / max(copied - latency, 1e-9), latency)
+    return GpuSpeed(tflops, bandwidth, launch_seconds(first, dtype)), Link(LARGE / max(copied - latency, 1e-9), latency)
 
 
 def seconds_of(

@@ -49,8 +49,8 @@ class ThreadExchange:
         board.wait()
         self.messages += 1
         self.sum_bytes += sums.nbytes
-        found = (other.to(self.device, sums.dtype) for other in board.sums if other is not None)
-        return functools.reduce(torch.add, found)
+        received = (other.to(self.device, sums.dtype) for other in board.sums if other is not None)
+        return functools.reduce(torch.add, received)
 
     def halo(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         board, index = self.board, self.index

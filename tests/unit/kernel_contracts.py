@@ -51,8 +51,8 @@ def test_members_with_any_kernels_generate_the_image_of_one_device(step, count, 
         forward = partial(velocity, transformer)
         return shard_velocity(forward, shard, time, constants._replace(kernels=kernels), None, None, [])
 
-    found = Split([CPU] * count).run(x, work)
-    assert float((found - expected).norm() / expected.norm()) < 1e-6
+    image = Split([CPU] * count).run(x, work)
+    assert float((image - expected).norm() / expected.norm()) < 1e-6
 
 
 class Kept:
@@ -79,18 +79,18 @@ def test_kernels_change_only_the_tensors_that_they_name(dtype):
         residual=noise(9, width, seed=1).to(dtype),
         vector=noise(width).to(dtype),
     )
-    given = SimpleNamespace(**inputs.tensors)
-    add_then_norm(given.hidden, (None, None), given.shift, given.scale, 1e-6)
+    ins = SimpleNamespace(**inputs.tensors)
+    add_then_norm(ins.hidden, (None, None), ins.shift, ins.scale, 1e-6)
     # With a branch, the first argument receives the sum.
-    add_then_norm(given.hidden.clone(), (given.update, None), given.shift, given.scale, 1e-6)
-    add_then_norm(given.hidden.clone(), (given.update, given.gate), given.shift, given.scale, 1e-6)
-    add_gated(given.hidden.clone(), given.update, given.gate)
-    relu_attention(given.query, given.key, given.hidden, 2, 1e-15)
-    relu_attention(given.query, given.key, given.hidden, 2, 1e-15, lambda sums: sums.sum(2, dtype=torch.float64))
+    add_then_norm(ins.hidden.clone(), (ins.update, None), ins.shift, ins.scale, 1e-6)
+    add_then_norm(ins.hidden.clone(), (ins.update, ins.gate), ins.shift, ins.scale, 1e-6)
+    add_gated(ins.hidden.clone(), ins.update, ins.gate)
+    relu_attention(ins.query, ins.key, ins.hidden, 2, 1e-15)
+    relu_attention(ins.query, ins.key, ins.hidden, 2, 1e-15, lambda sums: sums.sum(2, dtype=torch.float64))
     for edges in ((0, 0), (1, 1)):
-        silu_depthwise_gate(given.maps, given.weight, given.bias, edges)
-    rms_norm(given.rows, given.vector, given.vector, 1e-5, given.residual)
-    add_bias(given.rows, given.vector, torch.empty_like(given.rows), "silu")
+        silu_depthwise_gate(ins.maps, ins.weight, ins.bias, edges)
+    rms_norm(ins.rows, ins.vector, ins.vector, 1e-5, ins.residual)
+    add_bias(ins.rows, ins.vector, torch.empty_like(ins.rows), "silu")
     inputs.check()
 
 
@@ -148,10 +148,10 @@ def test_residuals_of_a_controlnet_keep_their_values():
     time = torch.full((2,), 500.0)
     inputs = Kept(x=x, signal=signal, **tensors_of(constants))
     expected = control_residuals(controlnet, x, time, constants, signal)
-    found = control_residuals(controlnet, x, time, constants._replace(kernels=ALL), signal)
+    residuals = control_residuals(controlnet, x, time, constants._replace(kernels=ALL), signal)
     inputs.check()
-    assert [one is None for one in found] == [one is None for one in expected]
-    for got, plain in zip(found, expected, strict=True):
+    assert [one is None for one in residuals] == [one is None for one in expected]
+    for got, plain in zip(residuals, expected, strict=True):
         torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)
 
 

@@ -18,6 +18,7 @@ from sana_core.sampling.guidance import PerturbedAttention, ShardedModel, denois
 from sana_core.split import generate as sharing
 from sana_core.split.cost import GPU_SPEEDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
+from sana_core.split.speed import launch_seconds, seconds_of
 
 CPU = torch.device("cpu")
 # a row of 16 cells is the least, and 4 its step: some CPUs' libraries multiply matrices of fewer rows, and those that
@@ -261,16 +262,32 @@ def test_an_accelerator_is_named_once():
 def test_plan_says_what_devices_take_and_gain(capsys):
     main(["plan", "1.6B", "--width", "4096", "--height", "4096", "--split", "8", "--link", "nvlink"])
     out = capsys.readouterr().out
-    assert "8 devices share an image, the two prompts apart: a guided step takes 17.6 ms, on one 108.3 ms" in out
-    assert "each launches 427 and moves 20.0 GB, one alone 287 and 132.8 GB" in out
+    assert "8 devices share an image, the two prompts apart: a guided step takes 144.0 ms, on one 172.3 ms" in out
+    assert "each launches 427 and moves 20.2 GB, one alone 287 and 132.8 GB" in out
     assert "41 exchanges a step; in a block 0.59 MB of sums from each device, and 0.57 MB for a neighbour" in out
-    main(["plan", "1.6B", "--split", "2", "--link", "pcie"])
+    assert "with a process for each device, as on a cluster, they are 7.40 times as fast" in out
+    assert "it does not pay in one process" in out
+    main(["plan", "1.6B", "--width", "2048", "--height", "2048", "--split", "2", "--link", "pcie"])
     out = capsys.readouterr().out
-    assert "37.8 ms, 1.99 times as fast" in out and "they exchange nothing but the result" in out
+    assert "75.8 ms, on one 151.3 ms, 2.00 times as fast" in out and "they exchange nothing but the result" in out
+    assert "process" not in out and "does not pay" not in out
     main(["plan", "0.6B", "--width", "512", "--height", "512", "--split", "4", "--link", "pcie"])
     assert "it does not pay at this size" in capsys.readouterr().out
     with pytest.raises(InputError, match="split: got 40, expected from 2 to 32"):
         split_cost("1.6B", (1024, 1024), 40, GPU_SPEEDS["pcie"], LINKS["pcie"])
+
+
+@pytest.mark.parametrize("pixels, milliseconds", [(1024, 12.1), (4096, 172.4)])
+def test_predicted_step_of_an_h100_is_the_measured_one(pixels, milliseconds):
+    """Measured: the steps of the pack with the 1.6B model in benchmarks/gpu/nvidia-h100-80gb-hbm3.json."""
+    cost = split_cost("1.6B", (pixels, pixels), 2, GPU_SPEEDS["nvlink"], LINKS["nvlink"])
+    assert 1e3 * cost.alone == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_time_of_a_launch_is_python_s_time_for_a_layer_of_a_step():
+    """On a CPU too, a step takes many times as long as bare operations do."""
+    one = torch.ones(1)
+    assert launch_seconds(CPU, torch.float32) > 3 * seconds_of(lambda: one.clone(), [CPU])
 
 
 def test_a_step_s_arithmetic_is_that_of_the_counted_layers():
