@@ -17,9 +17,13 @@ class ExchangeBoard:
 
     def __init__(self, shards: int) -> None:
         self.barrier = Barrier(shards)
-        # what is here is read between two barriers, and replaced after the second at the earliest
-        self.sums: list[torch.Tensor | None] = [None] * shards
-        self.edges: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * shards
+        self.clear()
+
+    def clear(self) -> None:
+        """Free the tensors of the last step."""
+        # They are read between two barriers, and replaced after the second at the earliest.
+        self.sums: list[torch.Tensor | None] = [None] * self.barrier.parties
+        self.edges: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.barrier.parties
 
     def abort(self) -> None:
         """End all shards at their next barrier, which raises Aborted for them."""
