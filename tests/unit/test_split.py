@@ -133,6 +133,22 @@ def test_rows_follow_the_speeds_and_nobody_is_without():
         split_rows(2, [1, 1, 1])
 
 
+def test_members_of_different_dtypes_generate_the_image_to_within_rounding():
+    """A GPU without bf16 computes its rows in float32."""
+    models = [tiny_transformer(), tiny_transformer().bfloat16()]
+    (embeds, mask), x, time = random_prompt(2), torch.randn(2, 32, 9, 16), torch.full((2,), 500.0)
+    dtypes = torch.float32, torch.bfloat16
+    constants = [prepare(model, embeds.to(dtype), mask, 9, 16) for model, dtype in zip(models, dtypes, strict=True)]
+    expected = velocity(models[0], x, time, constants[0])
+
+    def work(shard):
+        part = shard_constants(constants[shard.member], shard)
+        return velocity(models[shard.member], shard.x.to(dtypes[shard.member]), time, part, ops=shard.ops)
+
+    image = Split([CPU] * 2).run(x, work)
+    assert image.dtype == torch.float32 and relative(image, expected) < 3e-2
+
+
 class Failing:
     """Work that fails in the second exchange of a member's first step, as memory that runs out in its midst."""
 
