@@ -185,22 +185,21 @@ def plan_for(stages: Any, pixels: int, smallest: bool) -> tuple[Any, Any]:
 
 
 def decode_on_two(pixels: int) -> dict[str, Any]:
-    """Return the counts of one picture over two devices, whose work is done here one after the other."""
+    """Return the counts of one image on two devices. Here the devices work one after the other."""
     stages = decoder_stages(autoencoder())
     planner, plan = plan_for(stages, pixels, False)
     with fake_accelerators(), torch.no_grad():
-        workers = devices.Workers(autoencoder().decoder, [FIRST])
-        # fake modules cannot be copied to another device
-        workers.devices.append(SECOND)
-        workers.decoders.append(autoencoder(SECOND).decoder)
-        latents = torch.empty(1, 32, pixels // 32, pixels // 32, dtype=DTYPE, device=FIRST)
+        # Fake modules cannot be copied to another device.
+        workers = [devices.Worker(place, autoencoder(place).decoder, plan, plan) for place in (FIRST, SECOND)]
+        latents = torch.empty(1, 32, pixels // 32, pixels // 32, dtype=DTYPE)
     counter = Counter()
-    in_turn = mock.patch.object(devices, "all_of", lambda pool, bands, count, work, poll: list(map(work, range(bands))))
+    # Threads would leave the fake mode.
+    in_turn = mock.patch.object(devices.Crew, "run", lambda crew, tasks: [work() for _, work in tasks])
     with fake_accelerators(counter), torch.no_grad(), in_turn:
-        boundary = devices.shared_global_stage(workers, stages, latents, plan, no_poll)
-        half = boundary.height // 2
-        for index, span in enumerate((range(half), range(half, boundary.height))):
-            for pixels_done in devices.range_rows(workers, index, stages, boundary, plan, span, no_poll):
+        boundary = devices.shared_global_stage(workers, stages, latents, no_poll)
+        shares = devices.divided([(0, boundary.height)], stages.stride, 2)
+        for worker, (top, bottom) in zip(workers, shares, strict=True):
+            for pixels_done in devices.range_rows(worker, stages, boundary, top, bottom, no_poll):
                 del pixels_done
     return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}
 

@@ -47,10 +47,11 @@ class SanaAutoencoder(AutoencoderDC):
 
     def decode(self, z: torch.Tensor, output_buffer: torch.Tensor | None = None, **options) -> torch.Tensor:
         weights = next(self.parameters())
-        if options.get("max_bytes") is None:
-            devices = options.get("devices") or [weights.device]
-            planner = planner_of(self, z.shape, weights.dtype)
-            options["max_bytes"] = min(budget(planner, device) for device in devices)
+        if options.get("devices"):
+            # Each device gets a budget of its own, after it has a copy of the decoder.
+            options["free_bytes"] = free_memory
+        elif options.get("max_bytes") is None:
+            options["max_bytes"] = budget(planner_of(self, z.shape, weights.dtype), weights.device)
         if output_buffer is None:
             device = comfy.model_management.intermediate_device()
             output_buffer = torch.empty(self.decode_output_shape(z.shape), device=device, dtype=weights.dtype)

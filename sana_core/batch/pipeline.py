@@ -284,7 +284,7 @@ def decode(
 ) -> list[torch.Tensor]:
     """Return an image [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned.
 
-    All of `devices` decode each together, without them the autoencoder's.
+    All `devices` decode each image together. None: the device of the autoencoder decodes.
     """
     latents = (latents / autoencoder.config.scaling_factor).to(autoencoder.dtype)
     images = []

@@ -1,33 +1,38 @@
-"""One image over several devices: each has a band of rows.
+"""Decode one image on several devices. Each device decodes a band of rows.
 
-In the attention stages the bands stay where they are. A block's sums come back from every device, are added from the
-top of the image to its bottom, and go out again; the rows that a band's edge looks at are copied from its neighbours.
-The boundary map is then put together on the first device, and each device takes rows of it to pixels. Sums and strips
-are those of one device, so the pixels are too.
+In the attention stages, the bands stay on their devices. The sums of each attention block are added on the first
+device, from the top of the image to its bottom, and sent back to all devices. The rows that a band needs beyond its
+edges are copied from its neighbours. The boundary map stays where it was computed, and each device decodes rows of it
+to pixels, which go to the CPU. Sums and strips are the same as on one device, so the pixels are the same too.
 
-Where memory runs out, all go on with smaller strips. A device that fails otherwise, or has no room for the smallest, is
-left out: the attention stages begin again on the others, and its rows of pixels go to them.
+All work on a device runs in a thread of its worker, so the worker of a failure is known. If memory runs out, the worker
+gets smaller strips. If it has the smallest strips already, or if its device fails, it is dropped: the others compute
+the boundary map again, because a part of it is lost, and decode the rows that are missing. The latents and the pixels
+are on the CPU, so any device may fail. After some driver errors CUDA refuses all work of the process; then all devices
+fail.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
+from ..checkpoints.files import Json
 from ..errors import InputError
 from ..model.layers import arrange_convolutions
-from ..runtime.accelerator import is_out_of_memory, release_memory_of
-from ..runtime.cancellation import Poll, no_poll
+from ..runtime.accelerator import current_device, is_driver_error, is_out_of_memory, release_memory_of
+from ..runtime.cancellation import Poll
 from .attention import GLU_HALO, attend_rows, halo, score_pieces
-from .oom import OomRetry
-from .plan import Plan, smaller
+from .oom import without_first
+from .plan import MEBIBYTE, Plan, Planner, smaller
 from .row_partition import LARGEST_TENSOR, RowPartition
 from .stages import Stages
 from .strips import (
@@ -48,251 +53,424 @@ from .workspace import Workspace, chunks
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
 
-SECONDS = 0.02  # between two polls of the thread that waits
-# strips that a device goes on with while the one before is taken
+# Seconds between two polls of the waiting thread.
+SECONDS = 0.02
+# Strips that a worker may compute before the first of them is on the CPU, so that its device never waits.
 AHEAD = 2
+# Share of the free memory that a decode may use, because other programs need some too.
+BUDGET = 0.9
 T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """The work was cancelled by the thread that waits for it."""
+    """The work was cancelled, or another worker failed."""
 
 
-class Failure(Exception):
-    """A worker failed, in a phase that the others cannot end without it, or in rows of its own."""
+@dataclass(eq=False)
+class Worker:
+    """A device that takes part in a decode, with the decoder on it."""
 
-    def __init__(self, worker: int, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.worker, self.error = worker, error
+    device: torch.device
+    decoder: Decoder
+    first_plan: Plan = Plan("strips")  # within the free memory at the start; each image begins with it
+    plan: Plan = Plan("strips")  # may have smaller strips, after memory ran out
 
 
-@dataclass
+class Failure(NamedTuple):
+    worker: Worker
+    error: BaseException
+
+
+class Failed(Exception):
+    """Workers failed in a stage that the others cannot finish without them."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        super().__init__(str(failures[0].error))
+        self.failures = failures
+
+
+@dataclass(eq=False)
 class Task:
-    """Rows of the boundary map that a worker takes to pixels, up to `bottom`; `row` is the next one of pixels."""
+    """The rows that a worker decodes to pixels."""
 
-    worker: int
+    worker: Worker
     strips: Iterator[torch.Tensor]
-    row: int
-    bottom: int
+    row: int  # next row of pixels that is not yielded yet
+    bottom: int  # end of the task, a row of the boundary map
+    failed: bool = False
 
 
 class Workers:
-    """A decoder on each device. A device may be named twice, and then has two workers and one set of weights."""
+    """The workers of a decode. A device may be named twice. It then has two workers that share the weights.
 
-    def __init__(self, decoder: Decoder, devices: list[torch.device]) -> None:
+    `events` gets a line for each device that is left out.
+    """
+
+    def __init__(self, decoder: Decoder, devices: Sequence[torch.device], events: list[str]) -> None:
         if not devices:
             raise InputError("devices: got none, expected one or more; leave it out for the VAE's own")
-        own = next(decoder.parameters()).device
-        # a device with and without its index is one device
-        placed = [torch.empty(0, device=device).device for device in devices]
-        copies = {device: decoder if device == own else copy_to(device, decoder) for device in set(placed)}
-        self.devices = placed
-        self.decoders = [copies[device] for device in placed]
+        self.events = events
+        self.living: list[Worker] = []
+        # "cuda" means the current device.
+        placed = [torch.empty(0, device=device).device if device.index is None else device for device in devices]
+        source = next(decoder.parameters()).device
+        copies: dict[torch.device, Decoder] = {}
+        errors: list[BaseException] = []
+        for device in dict.fromkeys(placed):
+            try:
+                with current_device(device):
+                    copies[device] = decoder if device == source else copy_to(device, decoder)
+            except Exception as error:
+                errors.append(error)
+            if device not in copies:
+                self.note_left_out(device, release_memory_of(errors[-1], device))
+        if not copies:
+            raise errors[-1]
+        self.living = [Worker(device, copies[device]) for device in placed if device in copies]
 
-    def drop(self, failure: Failure, events: list[str]) -> None:
-        """Leave the worker of `failure` out. Raises its error if it was the last."""
-        device = self.devices.pop(failure.worker)
-        self.decoders.pop(failure.worker)
-        error = release_memory_of(failure.error)
-        if not self.devices:
-            raise error
-        events.append(f"{device} failed ({type(error).__name__}), its rows went to the others")
+    def note_left_out(self, device: torch.device, error: BaseException) -> None:
+        why = "no room for a copy of the decoder" if is_out_of_memory(error) else type(error).__name__
+        self.events.append(f"{device} was left out ({why})")
+
+    def choose_plans(self, planner: Planner, max_bytes: int | None, free_bytes: Callable[[torch.device], int]) -> Plan:
+        """Choose a plan for each worker, and return the largest one.
+
+        Without `max_bytes`, each plan fits the free memory of its device. Devices without room for the smallest plan
+        are left out, unless all are. Raises InputError for a `max_bytes` that is too small.
+        """
+        floor = planner.floor()
+        free: dict[Worker, float] = {}
+        failures: list[Failure] = []
+        for worker in self.living:
+            try:
+                free[worker] = free_bytes(worker.device) if max_bytes is None else max_bytes
+            except Exception as error:
+                failures.append(Failure(worker, error))
+        self.drop(failures)
+        roomy = [worker for worker in self.living if free[worker] >= floor.peak_bytes]
+        if max_bytes is None:
+            # The free memory is an estimate. If no device has enough, the best one tries the smallest plan.
+            roomy = roomy or [max(self.living, key=lambda worker: free[worker])]
+            for worker in self.living:
+                if worker not in roomy:
+                    got, least = (int(size) // MEBIBYTE for size in (free[worker], floor.peak_bytes + MEBIBYTE - 1))
+                    self.events.append(f"{worker.device} was left out ({got} MiB are free, {least} MiB are needed)")
+            self.living = roomy
+        for worker in self.living:
+            budget = free[worker] if max_bytes is not None else max(BUDGET * free[worker], floor.peak_bytes)
+            worker.first_plan = worker.plan = planner.strips(budget)
+        return self.largest_plan()
+
+    def largest_plan(self) -> Plan:
+        return max((worker.plan for worker in self.living), key=lambda plan: plan.peak_bytes)
+
+    def recover(self, failures: list[Failure], planner: Planner) -> list[Failure]:
+        """Give smaller strips to the workers whose memory ran out. Returns the failures of the workers to drop."""
+        broken: list[Failure] = []
+        if any(is_driver_error(failure.error) for failure in failures):
+            # A worker that copies rows from a failed device raises the error of that device.
+            devices = {worker.device: device_error(worker.device) for worker in self.living}
+            broken = [Failure(worker, error) for worker in self.living if (error := devices[worker.device])]
+        lost = list(broken)
+        for worker, error in failures:
+            if worker in (failure.worker for failure in broken):
+                continue
+            following = smaller(planner, worker.plan) if is_out_of_memory(error) else None
+            if following is not None:
+                release_memory_of(error, worker.device)
+                worker.plan = following
+                words = following.words(planner.stages)
+                self.events.append(f"out of memory on {worker.device}, went on with {words}")
+            elif not (broken and is_driver_error(error)):
+                lost.append(Failure(worker, error))
+        return lost
+
+    def drop(self, failures: list[Failure]) -> None:
+        """Leave the workers of `failures` out. Raises the error of the last one if no worker is left."""
+        for worker, error in failures:
+            self.living.remove(worker)
+            # The copy of the decoder is freed here.
+            del worker.decoder
+            release_memory_of(error, worker.device)
+            if not self.living:
+                raise error
+            self.events.append(f"{worker.device} failed ({type(error).__name__}), its rows went to the others")
 
 
 def copy_to(device: torch.device, decoder: Decoder) -> Decoder:
-    twin = copy.deepcopy(decoder).to(device)
+    """Return a copy of `decoder` on `device`, without a second copy on the device of `decoder`."""
+    memo: dict[int, torch.Tensor] = {}
+    for weight in decoder.parameters():
+        memo[id(weight)] = torch.nn.Parameter(weight.detach().to(device), requires_grad=False)
+    for buffer in decoder.buffers():
+        memo[id(buffer)] = buffer.to(device)
+    # deepcopy takes the tensors of the memo instead of copying the originals.
+    twin = copy.deepcopy(decoder, memo)
     arrange_convolutions(twin)
     return twin
 
 
+def device_error(device: torch.device) -> BaseException | None:
+    """Return the driver error that any work on `device` raises, None if the device works."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except Exception as error:
+        return error if is_driver_error(error) else None
+    return None
+
+
+class Crew:
+    """Two threads for each worker: one computes, the other one copies finished pixels to the CPU.
+
+    A context. At its end, work that has not begun is cancelled, and work that runs ends at its next `check`.
+    """
+
+    def __init__(self, workers: list[Worker], poll: Poll) -> None:
+        self.poll, self.stopped = poll, threading.Event()
+        # The mode belongs to the thread.
+        self.inference = torch.is_inference_mode_enabled()
+        self.computing = {worker: ThreadPoolExecutor(1, "sana decode") for worker in workers}
+        self.copying = {worker: ThreadPoolExecutor(1, "sana decode") for worker in workers}
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stopped.set()
+        for thread in (*self.computing.values(), *self.copying.values()):
+            thread.shutdown(cancel_futures=True)
+
+    def check(self) -> None:
+        """The poll of the threads. Raises Stopped."""
+        if self.stopped.is_set():
+            raise Stopped
+
+    def inside(self, worker: Worker, work: Callable[[], T]) -> T:
+        self.check()
+        with current_device(worker.device), torch.inference_mode(self.inference), torch.no_grad():
+            return work()
+
+    def compute(self, worker: Worker, work: Callable[[], T]) -> Future[T]:
+        return self.computing[worker].submit(self.inside, worker, work)
+
+    def copy_to_cpu(self, worker: Worker, pixels: torch.Tensor) -> Future[torch.Tensor]:
+        return self.copying[worker].submit(self.inside, worker, pixels.cpu)
+
+    def run(self, tasks: list[tuple[Worker, Callable[[], T]]]) -> list[T]:
+        """Return the results of `tasks`, in their order. The tasks of a worker run one after another. Raises Failed."""
+        futures = [self.compute(worker, work) for worker, work in tasks]
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, SECONDS, FIRST_EXCEPTION)
+            if any(future.exception() for future in done):
+                self.stopped.set()
+            self.poll()
+        errors = [(worker, future.exception()) for (worker, _), future in zip(tasks, futures, strict=True)]
+        # One failure per worker: its later tasks fail for the same reason.
+        failures = {worker: error for worker, error in reversed(errors) if error and not isinstance(error, Stopped)}
+        if failures:
+            raise Failed([Failure(*failure) for failure in failures.items()])
+        return [future.result() for future in futures]
+
+
 def shared_rows(
-    workers: Workers, stages: Stages, latents: torch.Tensor, retry: OomRetry, poll: Poll
+    workers: Workers, planner: Planner, latents: torch.Tensor, report: Json, poll: Poll
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, pixels [1, 3, n, W]) of `latents` [1, 32, h, w], in the order in which they are done."""
-    boundary = None
-    while boundary is None:
+    """Yield (first row, pixels [1, 3, n, W] on the CPU) of `latents` [1, 32, h, w], in the order of their completion.
+
+    `latents` are on the CPU. `report` gets the plan that the workers end with.
+    """
+    stages = planner.stages
+    height = latents.shape[2] * stages.scale
+    for worker in workers.living:
+        worker.plan = worker.first_plan
+    # Missing rows: (row of pixels, row of the boundary map).
+    missing = [(0, height)]
+    boundary: RowPartition | None = None
+    while missing:
         failures: list[Failure] = []
-        try:
-            boundary = shared_global_stage(workers, stages, latents, retry.plan, poll)
-        except Failure as failure:
-            # without its frames, which would keep the failed work's tensors alive
-            failures.append(failure.with_traceback(None))
-        recover(workers, failures, retry)
-    waiting = list(chunks(boundary.height, -(-boundary.height // len(workers.devices))))
-    while waiting:
-        failures = yield from shared_local_stage(workers, stages, boundary, retry.plan, waiting, poll)
-        recover(workers, failures, retry)
+        if boundary is None:
+            try:
+                boundary = shared_global_stage(workers.living, stages, latents, poll)
+            except Failed as failed:
+                failures = failed.failures
+        else:
+            missing = divided(missing, stages.stride, len(workers.living))
+            failures = yield from shared_local_stage(workers.living, stages, boundary, missing, poll)
+        if failures:
+            lost = workers.recover(failures, planner)
+            failures.clear()
+            if lost:
+                # A part of it is on the lost device, whose memory is to be freed.
+                boundary = None
+                workers.drop(lost)
+            report.update(workers.largest_plan().report(stages))
 
 
-def recover(workers: Workers, failures: list[Failure], retry: OomRetry) -> None:
-    """Take half the budget where memory ran out and strips can be smaller; leave out the workers of other failures."""
-    short = [failure for failure in failures if is_out_of_memory(failure.error)]
-    if short and smaller(retry.planner, retry.plan) is not None:
-        retry.shrink([short[0].error])
-        failures = [failure for failure in failures if failure not in short]
-    for failure in sorted(failures, key=lambda one: -one.worker):
-        workers.drop(failure, retry.report["events"])
+def divided(rows: list[tuple[int, int]], stride: int, parts: int) -> list[tuple[int, int]]:
+    """Return `rows`, ranges (row of pixels, row of the boundary map), in about `parts` ranges of equal height."""
+    size = -(-sum(bottom - top // stride for top, bottom in rows) // parts)
+    return [
+        (max(top, low * stride), min(low + size, bottom))
+        for top, bottom in rows
+        for low in range(top // stride, bottom, size)
+    ]
 
 
-def shared_global_stage(
-    workers: Workers, stages: Stages, latents: torch.Tensor, plan: Plan, poll: Poll
-) -> RowPartition:
-    """Return the boundary map, on the first device. Raises Failure."""
-    rows = plan.attention_rows or PIECE
-    x = project_latents(workers.decoders[0], latents.to(workers.devices[0])).channels_last()
-    (height, width), count = latents.shape[2:], len(workers.devices)
-    # whole pieces of the sums for each, and enough positions that no kernel for a few of them is chosen
+def shared_global_stage(workers: list[Worker], stages: Stages, latents: torch.Tensor, poll: Poll) -> RowPartition:
+    """Return the boundary map, whose bands are on the devices of `workers`. Raises Failed."""
+    first, (height, width), count = workers[0], latents.shape[2:], len(workers)
+    # Whole pieces of the sums, and enough positions that no kernel for a few positions is chosen.
     share = max(-(-height // count), -(-FEW_POSITIONS // width))
-    # but no band, with its neighbours' rows, of 2^31 elements: a device may have several
+    # A band with the rows of its neighbours has less than 2^31 elements. A worker may have several bands.
     most = LARGEST_TENSOR // 2 // (stages.boundary_width * width * stages.scale**2)
     share = min(-(-share // PIECE), max(1, most // PIECE)) * PIECE
-    spans = enumerate(chunks(height, share))
-    bands = RowPartition([x.rows(*span, workers.devices[index % count]) for index, span in spans])
-    blocks = [list(global_blocks(decoder, stages)) for decoder in workers.decoders]
 
-    def workspace(like: torch.Tensor) -> Workspace:
-        return Workspace(like, plan.workspace)
+    with Crew(workers, poll) as crew:
 
-    with ThreadPoolExecutor(count) as pool:
+        def on_first(work: Callable[[], T]) -> T:
+            return crew.run([(first, work)])[0]
 
-        def phase(work: Callable[[int], T]) -> list[T]:
-            return all_of(pool, len(bands.parts), count, work, poll)
+        def on_each(work: Callable[[Worker, int], T], bands: int) -> list[T]:
+            owners = itertools.islice(itertools.cycle(workers), bands)
+            return crew.run([(worker, partial(work, worker, band)) for band, worker in enumerate(owners)])
 
-        for number, (block, scale) in enumerate(blocks[0]):
-            own = [blocks[index % count][number][0] for index in range(len(bands.parts))]
+        def project() -> RowPartition:
+            return project_latents(first.decoder, latents.to(first.device)).channels_last()
+
+        def band_of(x: RowPartition, worker: Worker, band: int) -> torch.Tensor:
+            return x.rows(*spans[band], worker.device)
+
+        spans = list(chunks(height, share))
+        bands = RowPartition(on_each(partial(band_of, on_first(project)), len(spans)))
+        blocks = {worker: [block for block, _ in global_blocks(worker.decoder, stages)] for worker in workers}
+        for number, (block, scale) in enumerate(global_blocks(first.decoder, stages)):
+            same_block = {worker: blocks[worker][number] for worker in workers}
             if runs_undivided(block, bands):
-                # so few positions that one device has them all
-                few = bands.moved(0, bands.height, workers.devices[0])
-                bands = global_block(block, few, None, scale, workspace(few.parts[0]), poll)
+                bands = on_first(partial(undivided, first, block, bands, scale, crew.check))
             elif is_attention(block):
-                bands = shared_attention(own, bands, (rows * scale, PIECE * scale), workspace, phase)
+                bands = shared_attention(same_block, bands, scale, on_first, on_each, crew.check)
             else:
-                bands = shared_local(own, bands, rows * scale, workspace, phase)
-    return bands.moved(0, bands.height, workers.devices[0])
+                # Without a name, which would keep these bands alive during the next block.
+                bands = RowPartition(
+                    on_each(partial(convolved_band, same_block, bands, scale, crew.check), len(bands.parts))
+                )
+        return bands
 
 
-def extended(bands: RowPartition, index: int, reach: int) -> tuple[RowPartition, int, int]:
-    """Return band `index` with `reach` rows of its neighbours, and where its own rows begin and end in that."""
+def undivided(worker: Worker, block: torch.nn.Module, bands: RowPartition, scale: int, poll: Poll) -> RowPartition:
+    """Return `block` of a map with so few positions that one device computes them all."""
+    x = bands.moved(0, bands.height, worker.device)
+    return global_block(block, x, None, scale, Workspace(x.parts[0], worker.plan.workspace), poll)
+
+
+def extended(bands: RowPartition, index: int, reach: int, device: torch.device) -> tuple[RowPartition, range]:
+    """Return band `index` with `reach` rows of its neighbours, on `device`, and the rows of it that are the band."""
     start, stop = bands.edges[index], bands.edges[index + 1]
     low, high = max(0, start - reach), min(bands.height, stop + reach)
-    return RowPartition([bands.rows(low, high, bands.parts[index].device)]), start - low, stop - low
+    return RowPartition([bands.rows(low, high, device)]), range(start - low, stop - low)
 
 
 def shared_attention(
-    own: list,
+    blocks: dict[Worker, torch.nn.Module],
     bands: RowPartition,
-    rows: tuple[int, int],
-    workspace: Callable[[torch.Tensor], Workspace],
-    phase: Callable,
+    scale: int,
+    on_first: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
+    on_each: Callable,
+    poll: Poll,
 ) -> RowPartition:
-    """Return an attention block of `bands`; `own` is the block on each device, `rows` those of a strip and a piece."""
-    reach = halo(own[0].attn) + GLU_HALO
+    """Return an attention block of `bands`. `blocks` are its copies on the devices of the workers."""
+    first = next(iter(blocks))
+    reach = halo(blocks[first].attn) + GLU_HALO
 
-    def sums(index: int) -> list[torch.Tensor]:
-        x, start, stop = extended(bands, index, reach)
-        return list(score_pieces(own[index].attn, x, range(start, stop), *rows, workspace(x.parts[0]), no_poll))
+    def band_sums(worker: Worker, band: int) -> list[torch.Tensor]:
+        x, rows = extended(bands, band, reach, worker.device)
+        plan, attn = worker.plan, blocks[worker].attn
+        strip = (plan.attention_rows or PIECE) * scale
+        return list(score_pieces(attn, x, rows, strip, PIECE * scale, Workspace(x.parts[0], plan.workspace), poll))
 
-    pieces = [piece for band in phase(sums) for piece in band]
-    scores = ordered_sum(one.to(pieces[0].device, copy=True) for one in pieces)
+    def total() -> torch.Tensor:
+        return ordered_sum(piece.to(first.device, copy=True) for piece in pieces)
 
-    def attend(index: int) -> torch.Tensor:
-        x, start, stop = extended(bands, index, reach)
-        known = scores.to(bands.parts[index].device)
-        parts = attend_rows(own[index], x, known, range(start, stop), rows[0], workspace(x.parts[0]), no_poll)
+    def attend(worker: Worker, band: int) -> torch.Tensor:
+        x, rows = extended(bands, band, reach, worker.device)
+        plan = worker.plan
+        strip, workspace = (plan.attention_rows or PIECE) * scale, Workspace(x.parts[0], plan.workspace)
+        parts = attend_rows(blocks[worker], x, sums.to(worker.device), rows, strip, workspace, poll)
         return torch.cat(list(parts), dim=2)
 
-    return RowPartition(phase(attend))
+    pieces = [piece for sums_of_band in on_each(band_sums, len(bands.parts)) for piece in sums_of_band]
+    sums = on_first(total)
+    return RowPartition(on_each(attend, len(bands.parts)))
 
 
-def shared_local(
-    own: list, bands: RowPartition, rows: int, workspace: Callable[[torch.Tensor], Workspace], phase: Callable
-) -> RowPartition:
-    """Return a block of convolutions of `bands`, with `rows` rows at a time."""
-
-    def convolve(index: int) -> torch.Tensor:
-        # two rows: what one convolution after the other, and an upsampling one, can see
-        x, start, stop = extended(bands, index, 2)
-        out = convolved(own[index], x, bands, rows, workspace(x.parts[0]), no_poll)
-        return out.rows(output_size(own[index], start), output_size(own[index], stop))
-
-    return RowPartition(phase(convolve))
-
-
-def all_of(pool: ThreadPoolExecutor, bands: int, workers: int, work: Callable[[int], T], poll: Poll) -> list[T]:
-    """Return work(0) .. work(bands - 1), the bands dealt out in turn. Raises Failure for the first that fails."""
-
-    def quiet(index: int) -> T:
-        with torch.no_grad():
-            return work(index)
-
-    futures: list[Future[T]] = [pool.submit(quiet, index) for index in range(bands)]
-    while wait(futures, SECONDS).not_done:
-        poll()
-    for index, future in enumerate(futures):
-        error = future.exception()
-        if error is not None:
-            raise Failure(index % workers, error)
-    return [future.result() for future in futures]
+def convolved_band(
+    blocks: dict[Worker, torch.nn.Module], bands: RowPartition, scale: int, poll: Poll, worker: Worker, band: int
+) -> torch.Tensor:
+    """Return band `band` of a block of convolutions. `blocks` are its copies on the devices of the workers."""
+    # Two convolutions, or one that upsamples, read two rows beyond the band.
+    x, rows = extended(bands, band, 2, worker.device)
+    block, strip = blocks[worker], (worker.plan.attention_rows or PIECE) * scale
+    out = convolved(block, x, bands, strip, Workspace(x.parts[0], worker.plan.workspace), poll)
+    return out.rows(output_size(block, rows.start), output_size(block, rows.stop))
 
 
 def shared_local_stage(
-    workers: Workers,
-    stages: Stages,
-    boundary: RowPartition,
-    plan: Plan,
-    waiting: list[tuple[int, int]],
-    poll: Poll,
+    workers: list[Worker], stages: Stages, boundary: RowPartition, missing: list[tuple[int, int]], poll: Poll
 ) -> Generator[tuple[int, torch.Tensor], None, list[Failure]]:
-    """Yield (first row, pixels [1, 3, n, W]) of the row ranges in `waiting`, in the order in which they are done.
+    """Yield (first row, pixels [1, 3, n, W] on the CPU) of the ranges in `missing`, in the order of their completion.
 
-    What a failing worker leaves goes back into `waiting`, and its failure is among those that are returned.
+    Removes from `missing` what is done. Returns the failures.
     """
     failures: list[Failure] = []
-    running: dict[Future[torch.Tensor | None], Task] = {}
-    stop = threading.Event()
-
-    def check() -> None:
-        if stop.is_set():
-            raise Stopped
-
-    with ExitStack() as stack:
-        threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in workers.devices]
-        stack.callback(stop.set)
+    # A future with a strip on the device, or on the CPU.
+    computing: dict[Future[torch.Tensor | None], Task] = {}
+    copying: dict[Future[torch.Tensor], Task] = {}
+    with Crew(workers, poll) as crew:
         while True:
-            busy = {task.worker for task in running.values()} | {failure.worker for failure in failures}
-            for index in sorted(set(range(len(threads))) - busy)[: len(waiting)]:
-                top, bottom = waiting.pop(0)
-                strips = range_rows(workers, index, stages, boundary, plan, range(top, bottom), check)
-                task = Task(index, strips, top * stages.stride, bottom)
-                running |= {threads[index].submit(next_rows, strips): task for _ in range(AHEAD)}
-            if not running:
+            busy = {task.worker for task in (*computing.values(), *copying.values())}
+            # After a failure nobody begins a new range: its rows of the boundary map may be on the failed device.
+            for worker in [worker for worker in workers if worker not in busy][: 0 if failures else len(missing)]:
+                top, bottom = missing.pop(0)
+                strips = range_rows(worker, stages, boundary, top, bottom, crew.check)
+                task = Task(worker, strips, top, bottom)
+                computing |= {crew.compute(worker, partial(next, strips, None)): task for _ in range(AHEAD)}
+            if not computing and not copying:
                 return failures
             poll()
+            running: list[Future] = [*copying, *computing]
             done = wait(running, SECONDS, FIRST_COMPLETED).done
-            # of a device in the order of its strips
-            for future in [each for each in running if each in done]:
-                task, error = running.pop(future), future.exception()
+            # Finished futures in the order in which they were submitted.
+            for future in [future for future in running if future in done]:
+                copied = future in copying
+                task, error = copying.pop(future) if copied else computing.pop(future), future.exception()
+                if task.failed:
+                    # Strips that were computed ahead. The rows before them are missing.
+                    continue
                 if error is not None:
-                    # from the last whole row of the boundary map; a few rows of pixels are made twice
-                    waiting.append((task.row // stages.stride, task.bottom))
+                    task.failed = True
+                    missing.append((task.row, task.bottom))
                     failures.append(Failure(task.worker, error))
-                elif (pixels := future.result()) is not None:
-                    running[threads[task.worker].submit(next_rows, task.strips)] = task
+                    continue
+                pixels = future.result()
+                if pixels is None:
+                    continue
+                if copied:
                     row, task.row = task.row, task.row + pixels.shape[2]
                     yield row, pixels
+                else:
+                    copying[crew.copy_to_cpu(task.worker, pixels)] = task
+                    computing[crew.compute(task.worker, partial(next, task.strips, None))] = task
 
 
 def range_rows(
-    workers: Workers, index: int, stages: Stages, boundary: RowPartition, plan: Plan, span: range, poll: Poll
+    worker: Worker, stages: Stages, boundary: RowPartition, top: int, bottom: int, poll: Poll
 ) -> Iterator[torch.Tensor]:
-    """Yield the pixels of the rows in `span` of the boundary map, strip by strip, made by one of the workers."""
-    low, high = max(0, span.start - stages.halo), min(boundary.height, span.stop + stages.halo)
-    part = boundary.moved(low, high, workers.devices[index])
-    workspace, own = Workspace(part.parts[0], plan.workspace), range(span.start - low, span.stop - low)
-    yield from pixel_rows(workers.decoders[index], stages, part, own, plan.strip, workspace, poll)
-
-
-@torch.no_grad()
-def next_rows(strips: Iterator[torch.Tensor]) -> torch.Tensor | None:
-    """Return the next strip, None after the last."""
-    return next(strips, None)
+    """Yield the pixels from row `top` of the image to row `bottom` of the boundary map, strip by strip."""
+    first, repeated = divmod(top, stages.stride)
+    low, high = max(0, first - stages.halo), min(boundary.height, bottom + stages.halo)
+    part = boundary.moved(low, high, worker.device)
+    workspace, rows = Workspace(part.parts[0], worker.plan.workspace), range(first - low, bottom - low)
+    yield from without_first(
+        repeated, pixel_rows(worker.decoder, stages, part, rows, worker.plan.strip, workspace, poll)
+    )

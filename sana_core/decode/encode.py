@@ -10,10 +10,10 @@ from ..errors import InputError
 from ..runtime.accelerator import free_bytes
 from ..runtime.cancellation import Poll, Polled, no_poll
 from ..runtime.checks import check_finite, check_name
+from .devices import BUDGET
 from .oom import OomRetry
 from .plan import Plan, Planner
 from .row_partition import RowPartition, empty_partition
-from .run import BUDGET
 from .stages import Stages, encoder_stages
 from .streaming import Layer, StreamedConv, run
 from .strips import global_block, local_layer, output_size

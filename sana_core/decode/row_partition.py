@@ -49,6 +49,13 @@ class RowPartition:
         """Return rows `low` to `high` on `device`."""
         return RowPartition([part.to(device) for part in self.slices(low, high)], self.height)
 
+    def read_into(self, values: torch.Tensor, top: int, left: int) -> None:
+        """Copy the map from row `top` and column `left` on into `values` [B, C, n, w]."""
+        bottom, right, row = top + values.shape[2], left + values.shape[3], 0
+        for part in self.slices(top, bottom):
+            values[:, :, row : row + part.shape[2]] = part[..., left:right]
+            row += part.shape[2]
+
     def write(self, top: int, left: int, values: torch.Tensor) -> None:
         """Write `values` [B, C, n, w] at row `top` and column `left`."""
         bottom, right = top + values.shape[2], left + values.shape[3]

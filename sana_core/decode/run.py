@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..checkpoints.files import Json
 from ..errors import InputError
 from ..model.latents import check_channels
 from ..runtime.accelerator import free_bytes
@@ -15,7 +17,7 @@ from ..runtime.cancellation import Poll, Polled, no_poll
 from ..runtime.checks import check_finite, check_name, check_number
 from .blended_tiles import decode_tiles
 from .device_memory import PeakMemory
-from .devices import Workers, shared_rows
+from .devices import BUDGET, Workers, shared_rows
 from .oom import OomRetry
 from .plan import METHODS, Plan, Planner
 from .stages import Stages, decoder_stages
@@ -23,8 +25,6 @@ from .stages import Stages, decoder_stages
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
 
-# of the free memory, since other programs take some too
-BUDGET = 0.9
 Progress = Callable[[int, int], None]
 
 
@@ -41,7 +41,8 @@ TILES = Tiles(1024, 128)
 class DecodeOptions(NamedTuple):
     """How latents are decoded; the first five fields are the arguments of `decode_latents`.
 
-    `progress` gets the pixel rows that are done, and those in all.
+    `progress` gets the pixel rows that are done, and those in all. `free_bytes` returns the bytes that a decode may
+    allocate on a device; it is used with `devices` and without `max_bytes`.
     """
 
     method: str = "auto"
@@ -50,6 +51,7 @@ class DecodeOptions(NamedTuple):
     tiles: Tiles = TILES
     poll: Poll = no_poll
     progress: Progress | None = None
+    free_bytes: Callable[[torch.device], int] = free_bytes
 
 
 @torch.no_grad()
@@ -69,15 +71,17 @@ def decode_latents(
     "strips" and "whole" give the same pixels, "tiles" blends `tiles`, each with statistics of its own. "auto" is the
     fastest exact plan within `max_bytes` of memory beyond weights, latents and images; without it, within what is
     free. On a CPU "strips" gives the bits of "whole" in float32 where memory allows it, "auto" of up to 512 cells of
-    latents. `devices` share the rows of each image out. `poll` is called many times a strip and cancels by raising.
-    `report` is filled with what was done. Raises InputError for latents of other channels or with NaN, an unknown
-    method, or a budget that no plan fits.
+    latents. `devices` decode each image together, and the images are on the CPU then. A device that fails is left out.
+    `poll` is called many times a strip and cancels by raising. `report` is filled with what was done. Raises InputError
+    for latents of other channels or with NaN, an unknown method, or a budget that no plan fits.
     """
     check_channels("samples", latents.shape)
     scale = decoder_stages(autoencoder).downscale
     count, _, h, w = latents.shape
     like = next(autoencoder.parameters())
-    out = torch.empty(count, 3, h * scale, w * scale, device=like.device, dtype=like.dtype)
+    # With several devices, each of them may fail, also the one of the autoencoder.
+    device = torch.device("cpu") if shares(method, devices) else like.device
+    out = torch.empty(count, 3, h * scale, w * scale, device=device, dtype=like.dtype)
     return decode_into(out, autoencoder, latents, DecodeOptions(method, max_bytes, devices, tiles, poll), report)
 
 
@@ -124,41 +128,47 @@ def decode_rows(
         )
     stages, (height, width) = decoder_stages(autoencoder), latents.shape[2:]
     planner = Planner(stages, height, width, like.dtype, own.type != "cpu", same_bits=method == "strips")
-    workers = None if devices is None else Workers(autoencoder.decoder, [torch.device(name) for name in devices])
-    if max_bytes is None:
-        max_bytes = int(BUDGET * min(free_bytes(device) for device in (workers.devices if workers else [own])))
-    plan = choose(planner, method, max_bytes, options.tiles)
     report = {} if report is None else report
-    report.update(events=[], strips=0, **plan.report(stages))
-    yield from planned_rows(autoencoder, latents, planner, plan, workers, options, report)
+    report.update(events=[], strips=0)
+    rows_of: Callable[[torch.Tensor], Iterator[tuple[int, torch.Tensor]]]
+    if devices is not None and shares(method, devices):
+        # The latents are used again after a device has failed.
+        latents = latents.cpu()
+        workers = Workers(autoencoder.decoder, [torch.device(name) for name in devices], report["events"])
+        plan = workers.choose_plans(planner, max_bytes, options.free_bytes)
+        rows_of = partial(shared_rows, workers, planner, report=report, poll=options.poll)
+    else:
+        budget = BUDGET * free_bytes(own) if max_bytes is None else max_bytes
+        plan = choose(planner, method, budget, options.tiles)
+        rows_of = partial(picture_rows, autoencoder, planner, plan, report=report, poll=options.poll)
+    report.update(plan.report(stages))
+    yield from planned_rows(rows_of, latents, like, stages, options, report)
+
+
+def shares(method: str, devices: Sequence[str | torch.device] | None) -> bool:
+    """Whether `devices` decode each image together."""
+    return devices is not None and method not in ("whole", "tiles")
 
 
 def planned_rows(
-    autoencoder: AutoencoderDC,
+    rows_of: Callable[[torch.Tensor], Iterator[tuple[int, torch.Tensor]]],
     latents: torch.Tensor,
-    planner: Planner,
-    plan: Plan,
-    workers: Workers | None,
+    like: torch.Tensor,
+    stages: Stages,
     options: DecodeOptions,
-    report: dict[str, Any],
+    report: Json,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield what `decode_rows` does; each image begins with `plan`, also where one before ran out of memory."""
-    like, stages, poll = next(autoencoder.parameters()), planner.stages, options.poll
+    """Yield what `decode_rows` yields. `rows_of` decodes one image of `latents`, in the dtype of `like`."""
     total, done, started = len(latents) * latents.shape[2] * stages.downscale, 0, time.perf_counter()
     with PeakMemory(like.device) as peak:
         for image in range(len(latents)):
-            one = latents[image : image + 1].to(device=like.device, dtype=like.dtype)
+            one = latents[image : image + 1].to(like.dtype)
             if not stages.attends:
-                # as attention leaves its maps, and rows of strips are contiguous
+                # The attention returns such maps, and rows of strips are contiguous in them.
                 one = one.contiguous(memory_format=torch.channels_last)
-            retry = OomRetry(planner, plan, report)
-            if workers is not None and plan.method == "strips":
-                parts = shared_rows(workers, stages, one, retry, poll)
-            else:
-                parts = picture_rows(autoencoder, stages, one, retry, poll)
-            for top, pixels in parts:
-                poll()
-                if plan.method == "strips":
+            for top, pixels in rows_of(one):
+                options.poll()
+                if report["method"] == "strips":
                     report["strips"] += 1
                 yield image, top, pixels[0]
                 done += pixels.shape[2]
@@ -181,10 +191,11 @@ def choose(planner: Planner, method: str, budget: float, tiles: Tiles) -> Plan:
 
 
 def picture_rows(
-    autoencoder: AutoencoderDC, stages: Stages, latents: torch.Tensor, retry: OomRetry, poll: Poll
+    autoencoder: AutoencoderDC, planner: Planner, plan: Plan, latents: torch.Tensor, report: Json, poll: Poll
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, pixels [1, 3, n, W]) of one image, from top to bottom."""
-    decoder, plan = autoencoder.decoder, retry.plan
+    decoder, stages = autoencoder.decoder, planner.stages
+    latents = latents.to(next(decoder.parameters()).device)
     if plan.method == "whole":
         with Polled(poll):
             pixels = decoder(latents)
@@ -196,5 +207,6 @@ def picture_rows(
             yield top, pixels
             top += pixels.shape[2]
         return
+    retry = OomRetry(planner, plan, report)
     boundary = retry.global_stage(decoder, stages, latents, poll)
     yield from retry.local_stage(decoder, stages, boundary, poll)

@@ -179,7 +179,8 @@ def pixel_rows(
 
     def panel_rows(panel: tuple, top: int, bottom: int) -> Iterator[torch.Tensor]:
         layers, begin, end, left, right = panel
-        rows = workspace.put(boundary.rows(top, bottom)[..., begin:end])
+        rows = workspace.strip(0, boundary.parts[0].shape[1], bottom - top, end - begin)
+        boundary.read_into(rows.rows, top, begin)
         for done in flow(layers, rows, bottom == high, capacity, workspace, poll):
             # a copy, for the next panel and the next strip use the workspace again
             yield done.rows[..., left:right].clone()

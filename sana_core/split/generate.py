@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,20 +18,27 @@ from ..batch.pipeline import (
     check_prompts,
     decode,
     encode_texts,
+    load_decoder,
     load_encoder,
     load_models,
     resolve_settings,
     sample,
 )
 from ..batch.plan import ImageSpec, Workload
-from ..errors import InputError
+from ..errors import InputError, first_line
 from ..model.fp8 import check_fp8
 from ..model.latents import DOWNSCALE
 from ..model.row_shards import check_rows, check_splittable
+from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
 from ..sampling.guidance import ShardedModel
 from .devices import Split
 from .speed import relative_speeds
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC
+
+logger = logging.getLogger(__name__)
 
 
 def check_workload(workload: Workload, settings: SamplingSettings) -> None:
@@ -88,10 +97,31 @@ def generate_split(
     sharded = ShardedModel(partial(split.run, poll=poll), [each.transformer for each in models])
     for image in images:
         prompts = Conditioning([texts[workload.prompts[image.prompt]]], negative)
-        latents = sample(models[0], settings, (image,), prompts, poll, workload.inputs, sharded)
+        # On the CPU, because the decode may lose the device that has them.
+        latents = sample(models[0], settings, (image,), prompts, poll, workload.inputs, sharded).cpu()
         assert models[0].autoencoder is not None
         living = [found[member] for member in split.living]
-        yield image, decode(models[0].autoencoder, latents, poll, living)[0]
+        yield image, decode_split(models[0].autoencoder, latents, living, checkpoint, settings, poll)
+
+
+def decode_split(
+    autoencoder: AutoencoderDC,
+    latents: torch.Tensor,
+    devices: Sequence[torch.device],
+    checkpoint: str | Path,
+    settings: SamplingSettings,
+    poll: Poll,
+) -> torch.Tensor:
+    """Return the image of `latents`, decoded by all `devices`, or by the CPU if none of them can."""
+    try:
+        return decode(autoencoder, latents, poll, devices)[0]
+    except Exception as error:
+        if not (is_out_of_memory(error) or is_driver_error(error)):
+            raise
+        failure = error
+    logger.warning("no device could decode the image (%s), the CPU decodes it", first_line(release_memory_of(failure)))
+    # Loaded again, because the weights may be on a device that failed.
+    return decode(load_decoder(checkpoint, torch.device("cpu"), settings.dtype), latents, poll)[0]
 
 
 def load_on(devices: Sequence[torch.device], checkpoint: str | Path, settings: SamplingSettings) -> list[Models]:

@@ -150,9 +150,9 @@ def test_a_copy_for_another_device_is_laid_out():
     from sana_core.decode.devices import Workers
 
     decoder = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3))
-    workers = Workers(decoder, [torch.device("cpu"), torch.device("meta")])
-    assert workers.decoders[0] is decoder and decoder[0].weight.is_contiguous()
-    assert workers.decoders[1][0].weight.stride() == (36, 1, 12, 4)
+    first, second = Workers(decoder, [torch.device("cpu"), torch.device("meta")], []).living
+    assert first.decoder is decoder and decoder[0].weight.is_contiguous()
+    assert second.decoder[0].weight.stride() == (36, 1, 12, 4)
 
 
 def test_a_decode_stays_within_its_launches_and_bytes():

@@ -221,7 +221,7 @@ def test_memory_that_runs_out_on_a_device_makes_the_strips_smaller_and_keeps_the
     report = {}
     assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * 2, report=report), expected)
     (event,) = report["events"]
-    assert event.startswith("out of memory, went on with strips")
+    assert event.startswith("out of memory on cpu, went on with strips")
 
 
 def test_a_device_without_room_for_the_smallest_strips_is_left_out(bundled, monkeypatch):
