@@ -1,5 +1,7 @@
 """Memory that runs out, devices that fail, and cancel: no finished row is lost, and nothing is left behind."""
 
+import threading
+import time
 import weakref
 
 import pytest
@@ -247,8 +249,6 @@ def test_when_all_devices_fail_the_error_is_theirs(bundled, monkeypatch):
 
 
 def test_a_cancel_ends_all_workers(bundled):
-    import threading
-
     polls = iter(range(10**6))
 
     def cancel():
@@ -259,3 +259,26 @@ def test_a_cancel_ends_all_workers(bundled):
     with pytest.raises(Cancelled):
         decode_latents(bundled, noise(1, 32, 32, 24), devices=["cpu"] * 2, poll=cancel)
     assert threading.active_count() == before
+
+
+def test_after_a_cancel_no_queued_band_begins(bundled, monkeypatch):
+    """Eight bands on two workers. The cancel comes while each worker computes its first band."""
+    began, cancelled = [], threading.Event()
+    compute = devices.score_pieces
+
+    def slow(*arguments):
+        began.append(threading.current_thread())
+        assert cancelled.wait(10)
+        time.sleep(0.1)
+        return compute(*arguments)
+
+    def cancel():
+        if began:
+            cancelled.set()
+            raise Cancelled
+
+    monkeypatch.setattr(devices, "LARGEST_TENSOR", 2)
+    monkeypatch.setattr(devices, "score_pieces", slow)
+    with pytest.raises(Cancelled):
+        decode_latents(bundled, noise(1, 32, 16, 12), devices=["cpu"] * 2, poll=cancel)
+    assert 1 <= len(began) <= 2

@@ -11,6 +11,7 @@ from tiny import VARIANTS, random_prompt, tiny_transformer
 
 from sana_core import generate
 from sana_core.__main__ import main
+from sana_core.decode import devices as decode_devices
 from sana_core.errors import InputError
 from sana_core.model.forward import Perturbation, prepare, velocity
 from sana_core.model.row_shards import check_splittable, find_groups, shard_constants, split_rows
@@ -250,6 +251,18 @@ def test_generate_draws_the_same_picture_on_any_number_of_devices(checkpoint):
     two = drawn(checkpoint, devices=["cpu"] * 2, split=True)
     assert relative(two, drawn(checkpoint)) < 1e-5
     assert torch.equal(drawn(checkpoint, devices=["cpu"] * 5, split=True), two)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("CUDA error: device lost")])
+def test_a_sampled_image_is_decoded_on_the_cpu_if_no_device_can(checkpoint, monkeypatch, caplog, error):
+    expected = drawn(checkpoint, devices=["cpu"] * 2, split=True)
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(decode_devices, "pixel_rows", fail)
+    assert relative(drawn(checkpoint, devices=["cpu"] * 2, split=True), expected) < 1e-5
+    assert "no device could decode the image" in caplog.text
 
 
 @pytest.mark.parametrize(
