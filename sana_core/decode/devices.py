@@ -111,8 +111,11 @@ class Workers:
             raise InputError("devices: got none, expected one or more; leave it out for the VAE's own")
         self.events = events
         self.living: list[Worker] = []
-        # "cuda" means the current device.
-        placed = [torch.empty(0, device=device).device if device.index is None else device for device in devices]
+        # "cuda" means the current device, and "cpu:0" is the CPU. A device with an index is not touched here.
+        placed = [
+            torch.empty(0, device=device).device if device.index is None or device.type == "cpu" else device
+            for device in devices
+        ]
         source = next(decoder.parameters()).device
         copies: dict[torch.device, Decoder] = {}
         errors: list[BaseException] = []
@@ -359,7 +362,7 @@ def shared_global_stage(workers: list[Worker], stages: Stages, latents: torch.Te
 
 
 def undivided(worker: Worker, block: torch.nn.Module, bands: RowPartition, scale: int, poll: Poll) -> RowPartition:
-    """Return `block` of a map with so few positions that one device computes them all."""
+    """Return `block` of a map with few positions, which one device computes."""
     x = bands.moved(0, bands.height, worker.device)
     return global_block(block, x, None, scale, Workspace(x.parts[0], worker.plan.workspace), poll)
 
@@ -418,7 +421,7 @@ def convolved_band(
 def shared_local_stage(
     workers: list[Worker], stages: Stages, boundary: RowPartition, missing: list[tuple[int, int]], poll: Poll
 ) -> Generator[tuple[int, torch.Tensor], None, list[Failure]]:
-    """Yield (first row, pixels [1, 3, n, W] on the CPU) of the ranges in `missing`, in the order of their completion.
+    """Yield (first row, pixels [1, 3, n, W] on the CPU) of the ranges in `missing`, in the order of completion.
 
     Removes from `missing` what is done. Returns the failures.
     """

@@ -158,7 +158,7 @@ def planned_rows(
     options: DecodeOptions,
     report: Json,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield what `decode_rows` yields. `rows_of` decodes one image of `latents`, in the dtype of `like`."""
+    """Yield (image, first row, pixels [3, n, W]). `rows_of` decodes one image of `latents`, in the dtype of `like`."""
     total, done, started = len(latents) * latents.shape[2] * stages.downscale, 0, time.perf_counter()
     with PeakMemory(like.device) as peak:
         for image in range(len(latents)):

@@ -282,3 +282,25 @@ def test_after_a_cancel_no_queued_band_begins(bundled, monkeypatch):
     with pytest.raises(Cancelled):
         decode_latents(bundled, noise(1, 32, 16, 12), devices=["cpu"] * 2, poll=cancel)
     assert 1 <= len(began) <= 2
+
+
+def test_strips_that_were_computed_ahead_of_a_failed_copy_are_not_taken_for_it(bundled, monkeypatch):
+    """The second strip of a worker does not reach the CPU, although its third strip does."""
+    latents, calls = noise(1, 32, 16, 12), []
+    expected = decode_latents(bundled, latents, devices=["cpu"])
+    copy = devices.Crew.copy_to_cpu
+
+    def fail_second(crew, worker, pixels):
+        calls.append(worker)
+        if calls.count(calls[0]) == 2 and worker is calls[0] and "failed" not in calls:
+            calls.append("failed")
+            return crew.copying[worker].submit(lambda: 1 / 0)
+        return copy(crew, worker, pixels)
+
+    monkeypatch.setattr(devices.Crew, "copy_to_cpu", fail_second)
+    report, rows = {}, []
+    for _, top, pixels in decode_rows(bundled, latents, DecodeOptions(devices=["cpu"] * 2), report):
+        assert torch.equal(pixels, expected[0, :, top : top + pixels.shape[1]])
+        rows += range(top, top + pixels.shape[1])
+    assert sorted(rows) == list(range(512))
+    assert report["events"] == ["cpu failed (ZeroDivisionError), its rows went to the others"]
