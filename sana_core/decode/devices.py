@@ -421,7 +421,7 @@ def convolved_band(
 def shared_local_stage(
     workers: list[Worker], stages: Stages, boundary: RowPartition, missing: list[tuple[int, int]], poll: Poll
 ) -> Generator[tuple[int, torch.Tensor], None, list[Failure]]:
-    """Yield (first row, pixels [1, 3, n, W] on the CPU) of the ranges in `missing`, in the order of completion.
+    """Yield (first row, pixels [1, 3, n, W] on the CPU) of the rows in `missing`, in the order of completion.
 
     Removes from `missing` what is done. Returns the failures.
     """
