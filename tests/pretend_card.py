@@ -146,6 +146,8 @@ class CardTensor(torch.Tensor):
     """A tensor in the CPU's memory with a `card`, the device that it pretends to be on."""
 
     card: torch.device
+    # Calling it ends the count of the tensor's bytes.
+    finalizer: weakref.finalize
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
@@ -270,6 +272,8 @@ class Cards(TorchFunctionMode):
             return func(*args) and not hasattr(args[0], "card")
         if name == "get_device" and isinstance(args[0], CardTensor):
             return args[0].card.index
+        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            return self.set_data(func, *args)
         attribute = getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else name
         if attribute in OWN and isinstance(args[0], CardTensor):
             with torch._C.DisableTorchFunction():
@@ -377,9 +381,32 @@ class Cards(TorchFunctionMode):
             placed = (tensor.detach() if learns else tensor).as_subclass(CardTensor)
             if learns:
                 placed.requires_grad_()
-            placed.card, placed._is_param, placed.computed_on = card, parameter, origin
-            storage = tensor.untyped_storage()
+        placed._is_param, placed.computed_on = parameter, origin
+        self.count_bytes(placed, card)
+        return placed
+
+    def set_data(self, setter: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Do `tensor.data = value`. As in CUDA, it may move `tensor` to another device."""
+        if isinstance(tensor, CardTensor):
+            tensor.finalizer()
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        with torch._C.DisableTorchFunction():
+            setter(tensor, value.as_subclass(torch.Tensor))
+        tensor.computed_on = computed_on(value)
+        if isinstance(value, CardTensor):
+            tensor.__class__ = CardTensor
+            tensor._is_param = is_parameter
+            self.count_bytes(tensor, value.card)
+        elif isinstance(tensor, CardTensor):
+            tensor.__class__ = torch.nn.Parameter if is_parameter else torch.Tensor
+            del tensor.card
+
+    def count_bytes(self, placed: CardTensor, card: torch.device) -> None:
+        """Note that `placed` is on `card`, until it is freed. Raises OutOfMemoryError."""
+        with torch._C.DisableTorchFunction():
+            storage = placed.untyped_storage()
             key, size = (card, storage._cdata), storage.nbytes()
+        placed.card = card
         with self.lock:
             if not self.owners[key]:
                 if self.alive[card] + size > self.limits[card]:
@@ -390,10 +417,9 @@ class Cards(TorchFunctionMode):
                     )
                 self.alive[card] += size
             self.owners[key] += 1
-            weakref.finalize(placed, self.forget, key, size)
+            placed.finalizer = weakref.finalize(placed, self.forget, key, size)
             if self.alive[card] > self.peak[card]:
                 self.peak[card] = self.alive[card]
-        return placed
 
     def free(self, card: torch.device) -> int:
         """Return the bytes that can still be allocated on `card`."""

@@ -158,3 +158,16 @@ def test_tensors_know_which_gpus_computed_them(cards):
     out = torch.zeros(2)
     out[:1] = (moved + 1)[:1].cpu()
     assert computed_on(out) == {SECOND} and computed_on(torch.ones(2)) == frozenset()
+
+
+def test_data_moves_a_tensor_to_another_device(cards):
+    weight = torch.nn.Parameter(torch.ones(3))
+    for device in ("cuda:1", "cuda:0", "cpu", "cuda:0"):
+        weight.data = weight.data.to(device)
+        assert weight.device == torch.device(device) and isinstance(weight, torch.nn.Parameter)
+        assert cards.alive == {card: 12 * (str(card) == device) for card in cards.alive}
+        assert torch.equal((weight + 1).cpu(), torch.full((3,), 2.0))
+    weight.data = torch.zeros(2, device="cuda:0")
+    assert weight.shape == (2,) and cards.alive[FIRST] == 8
+    del weight
+    assert not cards.alive[FIRST]
