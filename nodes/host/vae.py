@@ -30,9 +30,9 @@ from .layers import keep_on_device
 from .video_vae import load_video_vae
 from .weights import config_tensor, read, wide_dtype
 
-# of the free memory
+# The part of the free memory that a decode may use.
 BUDGET = 0.9
-# of a GPU, that a decode asks ComfyUI to clear where it could do with less
+# The part of a GPU's memory that ComfyUI should clear for a decode that could also work with less.
 SHARE = 0.5
 
 
@@ -51,7 +51,7 @@ class SanaAutoencoder(AutoencoderDC):
             # Each device gets a budget of its own, after it has a copy of the decoder.
             options["free_bytes"] = free_memory
         elif options.get("max_bytes") is None:
-            options["max_bytes"] = budget(planner_of(self, z.shape, weights.dtype), weights.device)
+            options["max_bytes"] = budget(planner_of(self, z.shape, weights.dtype, weights.device), weights.device)
         if output_buffer is None:
             device = comfy.model_management.intermediate_device()
             output_buffer = torch.empty(self.decode_output_shape(z.shape), device=device, dtype=weights.dtype)
@@ -67,13 +67,14 @@ class SanaAutoencoder(AutoencoderDC):
         self, z: torch.Tensor, tile_x: int = 16, tile_y: int = 16, overlap: int = 0, **ignored
     ) -> torch.Tensor:
         """Decode in strips that need no more memory than tiles of this size, in rows and columns of latents, would."""
-        planner = planner_of(self, z.shape, next(self.parameters()).dtype)
+        weights = next(self.parameters())
+        planner = planner_of(self, z.shape, weights.dtype, weights.device)
         tiles = planner.tiles(max(tile_x, tile_y), overlap)
         return self.decode(z, method="strips", max_bytes=max(tiles.peak_bytes, planner.floor().peak_bytes))
 
     def encode(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         weights = next(self.parameters())
-        max_bytes = budget(encoder_planner_of(self, x.shape, weights.dtype), weights.device)
+        max_bytes = budget(encoder_planner_of(self, x.shape, weights.dtype, weights.device), weights.device)
         poll = comfy.model_management.throw_exception_if_processing_interrupted
         return encode_images(self, x, max_bytes=max_bytes, poll=poll)
 
@@ -83,22 +84,47 @@ def budget(planner: Planner, device: torch.device) -> int:
     return max(int(free_memory(device) * BUDGET), planner.floor().peak_bytes)
 
 
-def planner_of(autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype) -> Planner:
-    accelerator, stages = comfy.model_management.vae_device().type != "cpu", decoder_stages(autoencoder)
-    return Planner(stages, latent_shape[2], latent_shape[3], dtype, accelerator)
+def planner_of(
+    autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Planner:
+    """Return the planner of a decode on `device`."""
+    return Planner(decoder_stages(autoencoder), latent_shape[2], latent_shape[3], dtype, device.type != "cpu")
 
 
-def encoder_planner_of(autoencoder: AutoencoderDC, image_shape: torch.Size, dtype: torch.dtype) -> Planner:
+def encoder_planner_of(
+    autoencoder: AutoencoderDC, image_shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Planner:
+    """Return the planner of an encode on `device`."""
     rows, columns = (side // DOWNSCALE for side in image_shape[2:])
-    device = comfy.model_management.vae_device()
     return Planner(encoder_stages(autoencoder), rows, columns, dtype, device.type != "cpu")
 
 
-def reserved_bytes(planner: Planner) -> int:
-    """Return what a decode asks ComfyUI to have free: what suits it, but no more of the GPU than it has to."""
-    total = comfy.model_management.get_total_memory(comfy.model_management.vae_device())
-    floor = planner.floor()
-    return (planner.fitting(max(total * SHARE, floor.peak_bytes)) or floor).peak_bytes
+class SanaVAE(comfy.sd.VAE):
+    """ComfyUI's VAE around a SanaAutoencoder.
+
+    ComfyUI calls the functions that estimate memory before it loads the weights. So the estimates are for
+    `self.device`, the device that it will load them to. Select VAE Device changes it.
+    """
+
+    def memory_used_decode(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        return self.reserved_bytes(planner_of(self.first_stage_model, shape, dtype, self.device))
+
+    def memory_used_encode(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        return self.reserved_bytes(encoder_planner_of(self.first_stage_model, shape, dtype, self.device))
+
+    def reserved_bytes(self, planner: Planner) -> int:
+        """Return the bytes that ComfyUI should clear: enough for an efficient plan, but not more than SHARE."""
+        total, floor = comfy.model_management.get_total_memory(self.device), planner.floor()
+        return (planner.fitting(max(total * SHARE, floor.peak_bytes)) or floor).peak_bytes
+
+    def encode_tiled_(self, pixels: torch.Tensor, **ignored) -> torch.Tensor:
+        """Encode in strips. ComfyUI would blend three passes of tiles."""
+        latents = self.first_stage_model.encode(self.process_input(pixels).to(self.vae_dtype))
+        return latents.to(device=self.output_device, dtype=self.vae_output_dtype())
+
+    def get_sd(self) -> dict[str, torch.Tensor]:
+        autoencoder = self.first_stage_model
+        return {**autoencoder.state_dict(), **config_tensor("autoencoder", autoencoder.config)}
 
 
 def load_vae(path: Path) -> comfy.sd.VAE:
@@ -116,6 +142,9 @@ def load_vae(path: Path) -> comfy.sd.VAE:
     device = comfy.model_management.vae_device()
     dtype = wide_dtype(device)
     vae = empty_vae(device, dtype)
+    vae.__class__ = SanaVAE
+    # Functions for the pixel-space VAE, which would hide the methods.
+    del vae.memory_used_decode, vae.memory_used_encode
 
     # not adopted, nor under dynamic VRAM: strips use the weights many times, so all 0.6 GB stay on the device, and
     # ComfyUI does not bring them over again for each image
@@ -129,12 +158,6 @@ def load_vae(path: Path) -> comfy.sd.VAE:
     vae.latent_channels = CHANNELS
     vae.disable_offload = True
     vae.handles_tiling = True
-    vae.memory_used_decode = lambda shape, dtype: reserved_bytes(planner_of(autoencoder, shape, dtype))
-    vae.memory_used_encode = lambda shape, dtype: reserved_bytes(encoder_planner_of(autoencoder, shape, dtype))
-    # core would blend three passes of tiles
-    vae.encode_tiled_ = lambda pixels, **ignored: autoencoder.encode(vae.process_input(pixels).to(dtype)).to(
-        device=vae.output_device, dtype=vae.vae_output_dtype()
-    )
     vae.patcher = comfy.model_patcher.ModelPatcher(autoencoder, device, comfy.model_management.vae_offload_device())
     remember_loader(vae.patcher, reload, path)
     keep_on_device(vae.patcher)
@@ -143,7 +166,6 @@ def load_vae(path: Path) -> comfy.sd.VAE:
         CallbacksMP.ON_LOAD, "sana_arrange", lambda patcher, *load: arrange_convolutions(patcher.model)
     )
     vae.size = comfy.model_management.module_size(autoencoder)
-    vae.get_sd = lambda: {**autoencoder.state_dict(), **config_tensor("autoencoder", autoencoder.config)}
     return vae
 
 
@@ -152,8 +174,11 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
     report: Json = {}
     options: Json = {"method": method, "report": report}
     every = comfy.model_management.get_all_torch_devices() if devices == "all" else []
+    if vae.device not in every:
+        # With --cpu-vae the VAE stays on the CPU.
+        every = []
     if budget_gb:
-        planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype)
+        planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype, vae.device)
         floor = math.ceil(planner.floor().peak_bytes / 1e6) / 1e3
         if budget_gb < floor:
             size = f"{samples.shape[3] * DOWNSCALE} x {samples.shape[2] * DOWNSCALE}"

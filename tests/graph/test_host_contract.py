@@ -9,6 +9,7 @@ import torch
 # callables, the arguments that we pass or that they pass to what of ours stands in their place, and who needs them
 CALLS = {
     "comfy.controlnet.ControlNet.copy_to": ("c", "controlnet.py"),
+    "comfy.controlnet.ControlNet.deepclone_multigpu": ("load_device autoregister", "controlnet.py"),
     "comfy.controlnet.ControlNet.get_control": ("x_noisy t cond batched_number transformer_options", "controlnet.py"),
     "comfy.controlnet.ControlNet.pre_run": ("model percent_to_timestep_function", "controlnet.py"),
     "comfy.conds.CONDRegular.can_concat": ("other", "prompts.py"),
@@ -23,6 +24,7 @@ CALLS = {
     "comfy.model_base.BaseModel.process_latent_out": ("latent", "batch_cluster.py"),
     "comfy.model_management.archive_model_dtypes": ("model", "weights.py, vae.py"),
     "comfy.model_management.cast_to_device": ("tensor device dtype copy", "batch_cluster.py"),
+    "comfy.model_management.cuda_device_context": ("device", "batch_devices.py"),
     "comfy.model_management.free_memory": ("memory_required device", "training.py"),
     "comfy.model_management.get_all_torch_devices": ("", "batch_devices.py, split.py, vae.py, folders.py"),
     "comfy.model_management.get_free_memory": ("dev", "batch_devices.py"),
@@ -67,6 +69,12 @@ CALLS = {
         "logits temperature top_k top_p min_p repetition_penalty token_history generator",
         "clip.py (token_sampler)",
     ),
+    "comfy.sd.VAE.spacial_compression_encode": ("", "controlnet.py (encode_hints)"),
+    "comfy.utils.common_upscale": ("samples width height upscale_method crop", "controlnet.py (encode_hints)"),
+    "comfy_api.torch_helpers.torch_compile.set_torch_compile_wrapper": (
+        "model backend options mode fullgraph dynamic keys",
+        "compat.py (compile_again)",
+    ),
     "comfy.utils.convert_old_quants": ("state_dict model_prefix metadata", "weights.py"),
     "comfy.utils.ProgressBar.update_absolute": ("value total preview", "training_view.py, batch_devices.py"),
     "comfy.utils.load_torch_file": ("ckpt safe_load", "weights.py, preview.py"),
@@ -91,6 +99,8 @@ NAMES = {
     "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE": "core_nodes.py, split.py",
     "comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING": "batch_devices.py",
     "comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE": "guidance.py",
+    "comfy_api.torch_helpers.torch_compile.COMPILE_KEY": "compat.py (compile_again)",
+    "comfy_api.torch_helpers.torch_compile.TORCH_COMPILE_KWARGS": "compat.py (compile_again)",
     "comfy.text_encoders.pixeldit.PixelDiTGemma2Tokenizer": "compat.py (pixeldit_tokenizer)",
 }
 
@@ -153,13 +163,22 @@ def test_a_vae_has_what_ours_sets_and_nothing_of_the_pixel_space_is_left(host, c
     assert weights == {"pixel_space_vae"}, f"the pixel-space VAE has {weights}: see empty_vae in nodes/host/compat.py"
     ours = pack("nodes.host.vae").load_vae(checkpoint)
     new = vars(ours).keys() - vars(empty).keys()
-    # these are methods
-    assert new == {"encode_tiled_", "get_sd"}, f"ComfyUI's VAE has no {new} any more; nodes/host/vae.py sets it in vain"
+    assert not new, f"ComfyUI's VAE has no {new} any more; nodes/host/vae.py sets it in vain"
     for name in ("encode_tiled_", "_decode_tiled_owned", "get_sd"):
         assert hasattr(type(empty), name), f"ComfyUI's VAE has no {name} any more; see nodes/host/vae.py"
+    for name in ("memory_used_decode", "memory_used_encode", "device", "vae_dtype", "output_device"):
+        assert name in vars(empty), f"ComfyUI's VAE has no {name} any more; see nodes/host/vae.py"
     source = inspect.getsource(type(empty))
     for name in ("comfy_has_chunked_io", "decode_output_shape", "output_buffer", "handles_tiling", "disable_offload"):
         assert name in source, f"ComfyUI's VAE reads no {name} any more; nodes/host/vae.py relies on it"
+
+
+def test_the_wrapper_of_a_compiled_model_has_its_modules(host):
+    from comfy_api.torch_helpers.torch_compile import apply_torch_compile_factory
+
+    wrapper = apply_torch_compile_factory(compiled_module_dict={"diffusion_model": None})
+    names = inspect.getclosurevars(wrapper).nonlocals
+    assert names == {"compiled_module_dict": {"diffusion_model": None}}, "see compile_again in nodes/host/compat.py"
 
 
 def test_a_load_calls_back_with_what_we_read(host):

@@ -195,7 +195,7 @@ def test_a_decode_may_take_what_dynamic_vram_would_evict(host, files, monkeypatc
     with fake_card(monkeypatch, free=10**9, total=8 * 10**9, dynamic=True, evictable=5 * 10**9) as patch:
         module = pack("nodes.host.vae")
         vae = load(patch, module.load_vae, files["dc-ae"])
-        planner = module.planner_of(vae.first_stage_model, (1, 32, 128, 128), torch.bfloat16)
+        planner = module.planner_of(vae.first_stage_model, (1, 32, 128, 128), torch.bfloat16, CARD)
         assert planner.floor().peak_bytes < 10**9
         assert module.budget(planner, CARD) == int(0.9 * 6 * 10**9)
 
