@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import comfy.controlnet
 import comfy.model_management
 import comfy.ops
+import comfy.utils
 import torch
 from diffusers import SanaControlNetModel
 
@@ -15,15 +17,25 @@ from ...sana_core.errors import InputError
 from ...sana_core.model.controlnet import control_residuals
 from ...sana_core.model.forward import prepare
 from ...sana_core.model.reference import AUTO, model_timestep
+from .compat import remember_loader
+from .file_stats import reloader
 from .latents import latent_format
 from .layers import keep_on_device
 from .model import WHOLE_TIMESTEPS, timestep_scale
+from .replicas import clone_patcher
 from .weights import load_component
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from comfy.model_patcher import ModelPatcher
 
 
 class SanaControlModel(SanaControlNetModel):
     """The ControlNet with the call that ComfyUI makes."""
 
+    # The dtype to compute in. None: the dtype of the weights.
+    compute_dtype: torch.dtype | None = None
     device = None  # ComfyUI writes it; diffusers has a property without setter here
 
     def forward(self, x, timesteps, context, hint, attention_mask=None, sampled_timesteps=None):
@@ -39,6 +51,9 @@ class SanaControlModel(SanaControlNetModel):
 class SanaControlNet(comfy.controlnet.ControlNet):
     """ComfyUI's ControlNet, with the control image's latent in the scale of the model that samples."""
 
+    # The control image as a latent, if `encode_hints` has encoded it.
+    hint_latent: torch.Tensor | None = None
+
     def pre_run(self, model, percent_to_timestep_function):
         super().pre_run(model, percent_to_timestep_function)
         self.latent_format = model.latent_format
@@ -51,13 +66,62 @@ class SanaControlNet(comfy.controlnet.ControlNet):
         timesteps = sampling.timestep(t) * timestep_scale(sampling)
         whole = transformer_options.get(WHOLE_TIMESTEPS, False)
         self.extra_args = {"sampled_timesteps": model_timestep(self.control_model, timesteps, whole)}
+        if self.cond_hint is None and self.hint_latent is not None:
+            dtype = self.manual_cast_dtype or self.control_model.dtype
+            self.cond_hint = self.hint_latent.to(device=x_noisy.device, dtype=dtype)
         return super().get_control(x_noisy, t, cond, batched_number, transformer_options)
 
     def copy(self):
         twin = SanaControlNet(load_device=self.load_device, manual_cast_dtype=self.manual_cast_dtype, extra_conds=[])
         twin.control_model, twin.control_model_wrapped = self.control_model, self.control_model_wrapped
         self.copy_to(twin)
+        twin.hint_latent = self.hint_latent
         return twin
+
+    def deepclone_multigpu(self, load_device, autoregister=False):
+        """Return a copy for another device. ComfyUI would copy weights from GPU to GPU, and forget the callbacks."""
+        twin = self.copy()
+        if load_device != self.load_device:
+            twin.control_model_wrapped = clone_patcher(self.control_model_wrapped, load_device, [self.control_model])
+            twin.control_model = twin.control_model_wrapped.model
+            twin.load_device, twin.manual_cast_dtype = load_device, twin.control_model.compute_dtype
+        if autoregister:
+            self.multigpu_clones[load_device] = twin
+        return twin
+
+
+def encode_hints(controls: Iterable[SanaControlNet], model: ModelPatcher, shape: torch.Size) -> dict[int, torch.Tensor]:
+    """Encode the control images of `controls`, and of the ControlNets in their chains, for latents of `shape`.
+
+    ComfyUI does this in the first step. It loads the VAE then, and may move weights of a model that is sampling in
+    another thread. Returns latents in RAM, by the id of the ControlNet.
+    """
+    hints: dict[int, torch.Tensor] = {}
+    for control in controls:
+        model.model.check_control(control)
+        while control is not None and id(control) not in hints:
+            vae = control.vae
+            if vae is None:
+                raise InputError("vae: got none in Apply ControlNet, expected a VAE; connect the VAE of SANA Loader")
+            height, width = (side * vae.spacial_compression_encode() for side in shape[2:])
+            image = comfy.utils.common_upscale(
+                control.cond_hint_original, width, height, control.upscale_algorithm, "center"
+            )
+            hints[id(control)] = model.model.latent_format.process_in(vae.encode(image.movedim(1, -1))).cpu()
+            control = control.previous_controlnet
+    return hints
+
+
+def control_on(control: SanaControlNet, device: torch.device, hints: dict[int, torch.Tensor]) -> SanaControlNet:
+    """Return a copy of `control` and its chain of ControlNets. Each thread needs a copy on its `device`.
+
+    `hints` are the results of `encode_hints`.
+    """
+    twin = control.deepclone_multigpu(device)
+    twin.hint_latent = hints[id(control)]
+    if control.previous_controlnet is not None:
+        twin.set_previous_controlnet(control_on(control.previous_controlnet, device, hints))
+    return twin
 
 
 def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet.ControlNet, str]:
@@ -66,6 +130,7 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
     `reference` is whose arithmetic it follows. Raises CheckpointError or MissingFileError, with the file's name, for
     what is no SANA ControlNet, and for a reference that the file does not allow.
     """
+    reload = reloader(load_patcher, path)
     info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
     load_device = comfy.model_management.get_torch_device()
     supported = [torch.bfloat16, torch.float32]
@@ -74,6 +139,7 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
     operations = comfy.ops.pick_operations(stored, compute, load_device)
     model = load_component(info, stored, compute, operations)
     model.__class__ = SanaControlModel
+    model.compute_dtype = compute
     control = SanaControlNet(
         model,
         # the hint is as large as the latent
@@ -85,4 +151,10 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
         extra_conds=["attention_mask"],
     )
     keep_on_device(control.control_model_wrapped)
+    remember_loader(control.control_model_wrapped, reload, path, reference)
     return control, f"SANA ControlNet {info.variant}, {info.layout} layout, as {info.reference} does"
+
+
+def load_patcher(path: Path, reference: str, **ignored: object) -> ModelPatcher:
+    """Return the patcher of another copy of the weights. ComfyUI's deepclone_multigpu calls this."""
+    return load_controlnet(path, reference)[0].control_model_wrapped
