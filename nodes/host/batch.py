@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import comfy.model_management
 import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
@@ -28,8 +29,8 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
 
     Where several devices have generated, a chart of their images takes the place of the last preview.
 
-    Raises InputError for a latent that is not one of SANA's or not of one image, another VAE, too many images, a
-    ControlNet on several devices, and what a cluster cannot generate; ClusterError for a cluster that is not there.
+    Raises InputError for a latent that is not one of SANA's or not of one image, another VAE, too many images, and what
+    a cluster cannot generate; ClusterError for a cluster that is not there.
     """
     check_batch(batch)
     started = time.monotonic()
@@ -44,9 +45,11 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     rest = {k: v for k, v in batch.latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
     latents, images = zip(*results.values(), strict=True)
     indices = [image.number % batch.count for image in results]
-    out = {**rest, "samples": torch.stack(latents), "batch_index": indices, SEED: batch.seed}
+    # The results are in RAM, from whichever device they came. With --gpu-only, nodes expect them on the first GPU.
+    device = comfy.model_management.intermediate_device()
+    out = {**rest, "samples": torch.stack(latents).to(device), "batch_index": indices, SEED: batch.seed}
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
-    image = torch.stack(images) if batch.vae is not None else blocked
+    image = torch.stack(images).to(device) if batch.vae is not None else blocked
     note = size_note(*image_pixels(batch.latent["samples"]), resolution_of(batch.model))
     text = describe(stats, time.monotonic() - started)
     if len(stats) > 1:

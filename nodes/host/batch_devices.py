@@ -11,7 +11,7 @@ import copy
 import logging
 import threading
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import comfy.model_management
@@ -30,15 +30,16 @@ from ...sana_core.model.known_models import SPRINT
 from ...sana_core.model.latents import DOWNSCALE
 from ...sana_core.runtime.cancellation import Poll, Polled
 from .batch_inputs import BatchInputs
-from .compat import loaded_from
+from .compat import compile_again, loaded_from
+from .controlnet import SanaControlNet, control_on, encode_hints
 from .folders import TWO_WORKERS
-from .patches import SPLIT
+from .patches import SPLIT, unshared
 from .replicas import clone_patcher
 from .sampling import Sampling, sample
 from .vae import SanaAutoencoder, decode_loaded, load_for_decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import comfy.sd
     from comfy.model_patcher import ModelPatcher
@@ -80,8 +81,49 @@ def clone_models(model: ModelPatcher, devices: list[torch.device]) -> list[Model
         if device == base.load_device and not clones:
             clones.append(base)
         else:
-            clones.append(clone_patcher(base, device, [base.model, *(clone.model for clone in clones)]))
+            # The modules in such patches have the weights of one device. torch.compile is repeated per clone.
+            if names := ", ".join(sorted(unshared(model, {}) - {"torch.compile"})):
+                raise InputError(
+                    f"model: got a patch that only {model.load_device} can have ({names}); remove it, or choose "
+                    "default in devices"
+                )
+            clone = clone_patcher(base, device, [base.model, *(clone.model for clone in clones)])
+            compile_again(clone)
+            clones.append(clone)
     return clones
+
+
+def vae_for(vae: comfy.sd.VAE, device: torch.device) -> comfy.sd.VAE:
+    """Return the VAE that decodes what `device` samples: `vae`, or a clone on `device`."""
+    # --cpu-vae and Select VAE Device choose a device, and some loaders cannot load their VAE twice.
+    is_placed = vae.device.type == "cpu" or vae.device != comfy.model_management.get_torch_device()
+    if vae.device == device or is_placed or vae.patcher.cached_patcher_init is None:
+        return vae
+    clone = copy.copy(vae)
+    clone.patcher = clone_patcher(vae.patcher, device, [vae.first_stage_model])
+    clone.first_stage_model, clone.device = clone.patcher.model, device
+    # The dtype was chosen for this device.
+    clone.vae_dtype = next(clone.first_stage_model.parameters()).dtype
+    # With --gpu-only, it would be the first GPU.
+    clone.output_device = torch.device("cpu")
+    return clone
+
+
+def in_ram(conditioning: list) -> list:
+    """Return a CONDITIONING on the CPU. With --gpu-only it is on a GPU, which may fail while other GPUs sample."""
+    moved = []
+    for embeds, options in conditioning:
+        mask = options.get("attention_mask")
+        moved.append([embeds.cpu(), options if mask is None else {**options, "attention_mask": mask.cpu()}])
+    return moved
+
+
+def with_controls(conditioning: list, controls: Mapping[int, SanaControlNet]) -> list:
+    """Return a CONDITIONING with ControlNets replaced by `controls`, by the id of the ControlNet that is replaced."""
+    return [
+        [embeds, {**options, "control": controls[id(options["control"])]} if "control" in options else options]
+        for embeds, options in conditioning
+    ]
 
 
 def pick_prompts(conditioning: list, prompts: list[int]) -> list:
@@ -103,11 +145,21 @@ def pick_prompts(conditioning: list, prompts: list[int]) -> list:
     return picked
 
 
+def listed_models() -> list[ModelPatcher]:
+    """Return the patchers that ComfyUI lists as loaded. Other packs may leave entries without a patcher."""
+    return [loaded for loaded in comfy.model_management.loaded_models() if getattr(loaded, "model", None) is not None]
+
+
+def is_listed(model: ModelPatcher) -> bool:
+    """Whether ComfyUI lists the weights of `model` as loaded, by whichever clone."""
+    return any(loaded.model is model.model for loaded in listed_models())
+
+
 def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device) -> int:
     """Return how many images with latents of this shape `device` can generate at once."""
     free = comfy.model_management.get_free_memory(device)
     # ComfyUI unloads other models from the device before it samples, so their memory is available too.
-    for loaded in comfy.model_management.loaded_models():
+    for loaded in listed_models():
         if loaded.load_device == device:
             free += loaded.loaded_size()
     height, width = (side * DOWNSCALE for side in shape[2:])
@@ -130,26 +182,43 @@ class DeviceStats(NamedTuple):
     together: int = 0
 
 
+class Worker(NamedTuple):
+    """What one thread of the batch uses."""
+
+    device: torch.device
+    # A clone of the MODEL on `device`.
+    model: ModelPatcher
+    # CONDITIONING with ControlNets of this thread.
+    positive: list
+    negative: list
+    # A clone of the VAE on `device`, or the VAE itself.
+    vae: comfy.sd.VAE | None
+
+
 class DeviceGeneration:
-    """The clones of the MODEL and of the VAE for all devices of a batch, and the progress bar of the node."""
+    """The workers of a batch, and the progress bar of the node."""
 
     def __init__(self, batch: BatchInputs, devices: list[torch.device]) -> None:
         self.batch = batch
-        # The clones that no thread has taken yet.
-        self.clones = list(zip(devices, clone_models(batch.model, devices), strict=True))
-        self.vaes: dict[torch.device, comfy.sd.VAE] = {}
-        if batch.vae is not None:
-            for device in devices:
-                vae = batch.vae
-                if vae.device != device:
-                    vae = copy.copy(batch.vae)
-                    vae.patcher = clone_patcher(batch.vae.patcher, device, [batch.vae.first_stage_model])
-                    vae.first_stage_model, vae.device = vae.patcher.model, device
-                self.vaes[device] = vae
+        conditionings = [in_ram(batch.positive), in_ram(batch.negative)]
+        controls = [options["control"] for part in conditionings for _, options in part if "control" in options]
+        hints = encode_hints(controls, batch.model, batch.latent["samples"].shape)
+        self.latent = {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.latent.items()
+        }
+        # The workers that no thread has taken yet.
+        self.workers: list[Worker] = []
+        for device, model in zip(devices, clone_models(batch.model, devices), strict=True):
+            copies = {id(control): control_on(control, device, hints) for control in controls}
+            positive, negative = (with_controls(conditioning, copies) for conditioning in conditionings)
+            vae = None if batch.vae is None else vae_for(batch.vae, device)
+            self.workers.append(Worker(device, model, positive, negative, vae))
         # The most images that each device generated at once.
         self.together: Counter[torch.device] = Counter()
         # ComfyUI's list of loaded models is not thread-safe.
         self.loading_lock = threading.Lock()
+        # Several threads may share a VAE that has a device of its own. Each decode plans with all of the free memory.
+        self.decode_lock = threading.Lock()
         self.bar = comfy.utils.ProgressBar(len(batch.images) * (len(batch.sigmas) - 1))
         self.bar_lock = threading.Lock()
         # ComfyUI finds the running node through context variables, which new threads do not inherit.
@@ -157,8 +226,8 @@ class DeviceGeneration:
 
     def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[Generated]:
         """Return the function that generates chunks on `device`. LocalPool calls this once in each thread."""
-        free_devices = [free_device for free_device, _ in self.clones]
-        _, clone = self.clones.pop(free_devices.index(device))
+        worker = self.workers.pop([worker.device for worker in self.workers].index(device))
+        clone = worker.model
 
         def prepare_sampling(executor, model: ModelPatcher, *args, **kwargs):
             with self.loading_lock:
@@ -167,8 +236,9 @@ class DeviceGeneration:
                         return executor(model, *args, **kwargs)
                 except BaseException:
                     # Some LoRAs may be merged into the weights already, although ComfyUI does not list the model as
-                    # loaded yet. detach() takes them out.
-                    model.detach()
+                    # loaded yet. detach() takes them out. Weights of a listed model stay for the next run.
+                    if not is_listed(model):
+                        model.detach()
                     raise
 
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, prepare_sampling)
@@ -197,59 +267,59 @@ class DeviceGeneration:
             # Inference mode is set per thread.
             with torch.inference_mode():
                 for part in parts:
-                    results += self.generate_part(device, clone, part, callback, poll)
+                    results += self.generate_part(worker, part, callback, poll)
             self.together[device] = max(self.together[device], *map(len, parts))
             return results
 
         return generate
 
-    def generate_part(
-        self, device: torch.device, clone: ModelPatcher, part: Chunk, callback: Callable, poll: Poll
-    ) -> list[Generated]:
+    def generate_part(self, worker: Worker, part: Chunk, callback: Callable, poll: Poll) -> list[Generated]:
         """Sample the images of `part` as one batch, then decode them one by one if there is a VAE."""
         batch = self.batch
         prompts = [image.prompt for image in part]
-        positive = pick_prompts(batch.positive, prompts)
+        positive = pick_prompts(worker.positive, prompts)
         # SANA-Sprint models have no negative prompt.
-        negative = positive if batch.sampler == SPRINT else pick_prompts(batch.negative, prompts)
+        negative = positive if batch.sampler == SPRINT else pick_prompts(worker.negative, prompts)
         latent = {
-            **batch.latent,
-            "samples": batch.latent["samples"].repeat(len(part), 1, 1, 1),
+            **self.latent,
+            "samples": self.latent["samples"].repeat(len(part), 1, 1, 1),
             "batch_index": [image.seed for image in part],
         }
         sampling = Sampling(batch.sampler, batch.sigmas, batch.guidance)
-        samples = sample(clone, positive, negative, latent, sampling, callback)["samples"]
-        return [(row, self.decode(device, row, poll) if self.vaes else None) for row in samples]
+        samples = sample(worker.model, positive, negative, latent, sampling, callback)["samples"]
+        # Results go to RAM: with --gpu-only they are on the GPU of the thread, which may fail later.
+        samples = samples.cpu()
+        return [(row, None if worker.vae is None else self.decode(worker, row, poll).cpu()) for row in samples]
 
-    def decode(self, device: torch.device, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
+    def decode(self, worker: Worker, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
         """Return the IMAGE of one row of a LATENT."""
         poll()
-        vae = self.vaes[device]
-        if isinstance(vae.first_stage_model, SanaAutoencoder):
+        vae = worker.vae
+        if not isinstance(vae.first_stage_model, SanaAutoencoder):
+            # The decode of other VAEs loads the model itself.
+            with self.loading_lock:
+                return vae.decode(latent[None])[0]
+        is_shared = vae.device != worker.device
+        with self.decode_lock if is_shared else nullcontext():
             with self.loading_lock:
                 load_for_decode(vae, latent[None].shape)
-            # Without the lock, so that devices decode at the same time.
-            return decode_loaded(vae, latent[None], poll)[0]
-        # The decode of other VAEs loads the model itself.
-        with self.loading_lock:
-            return vae.decode(latent[None])[0]
+            # Without the loading lock, so that devices decode at the same time.
+            with comfy.model_management.cuda_device_context(vae.device):
+                return decode_loaded(vae, latent[None], poll)[0]
 
 
 def generate_on_devices(
     batch: BatchInputs, devices: list[torch.device]
 ) -> tuple[dict[ImageSpec, Generated], dict[str, DeviceStats]]:
-    """Return the results by image, and the statistics by worker.
-
-    Raises InputError for a ControlNet on several devices.
-    """
-    if len(devices) > 1 and any("control" in options for _, options in [*batch.positive, *batch.negative]):
-        raise InputError("devices: a ControlNet works on one device; choose default")
+    """Return the results by image, and the statistics by worker."""
     shape = batch.latent["samples"].shape
     height, width = (side * DOWNSCALE for side in shape[2:])
-    limits = [] if batch.chunk else [chunk_that_fits(batch.model, shape, device) for device in devices]
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
     with Polled(cancel):
         generation = DeviceGeneration(batch, devices)
+    limits: list[int] = []
+    if not batch.chunk:
+        limits = [chunk_that_fits(worker.model, shape, worker.device) for worker in generation.workers]
     workload = Workload((), batch.images, batch.chunk or None)
     queue = Queue(workload.split(width, height, len(devices)))
     results: dict[ImageSpec, Generated] = {}

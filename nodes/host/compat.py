@@ -5,6 +5,7 @@ Where it stands beside its use instead, tests/graph/test_host_contract.py names 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ import comfy.model_patcher
 import comfy.sd
 import comfyui_version
 import torch
+from comfy.patcher_extension import WrappersMP
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS, set_torch_compile_wrapper
 
 from ...sana_core.errors import VersionError
 
@@ -77,6 +80,16 @@ def loaded_from(patcher: ModelPatcher) -> tuple:
 def path_of(patcher: ModelPatcher) -> str:
     """Return the file or folder that the weights came from."""
     return str(Path(loaded_from(patcher)[0]).absolute())
+
+
+def compile_again(clone: ModelPatcher) -> None:
+    """Compile the modules of `clone`, if TorchCompileModel has compiled the same modules of its MODEL.
+
+    The clone has a copy of ComfyUI's wrapper, which would run the compiled modules, and so the weights, of the MODEL.
+    """
+    for wrapper in clone.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY, []):
+        compiled = inspect.getclosurevars(wrapper).nonlocals["compiled_module_dict"]
+        set_torch_compile_wrapper(clone, keys=list(compiled), **clone.model_options[TORCH_COMPILE_KWARGS])
 
 
 def empty_vae(device: torch.device, dtype: torch.dtype) -> comfy.sd.VAE:

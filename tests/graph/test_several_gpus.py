@@ -1,0 +1,384 @@
+"""The nodes on several GPUs that are really distinct: pretended GPUs refuse mixed devices, count bytes and fail."""
+
+import gc
+import logging
+import random
+
+import layouts
+import pytest
+import torch
+from fake_cuda import pack
+from host_cards import host_cards
+from in_process import NodeError
+from loading import random_controlnet
+from pretend_card import ERRORS, computed_on
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = "a red circle on a blue background\na blue square on a white background"
+CARDS = [torch.device("cuda", index) for index in range(4)]
+
+
+def batch_graph(model="load", vae="load", lora=0.0, control=None, compiled=False, text=PROMPTS, **inputs):
+    """Two prompts with two images each, by SANA Batch Sampler."""
+    links = {"model": [model, 0], "positive": ["list", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
+    settings = {"count": 2, "seed": 7, "steps": 2, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "devices": "all"}
+    graph = {
+        "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
+        "list": ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": text, "instruction": True}),
+        "negative": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "", "instruction": False}),
+        "empty": ("SanaNodesEmptyLatent", {"width": 64, "height": 64, "batch_size": 1}),
+        "catch latent": ("Catch", {"value": ["batch", 0], "name": "latent"}),
+    }
+    if vae:
+        links["vae"] = [vae, 2 if vae == "load" else 0]
+        graph["catch image"] = ("Catch", {"value": ["batch", 1], "name": "image"})
+    if lora:
+        options = {"model": links["model"], "lora_name": "several.safetensors", "strength_model": lora}
+        graph["lora"] = ("SanaNodesLoraLoader", options)
+        links["model"] = ["lora", 0]
+    if compiled:
+        graph["compile"] = ("TorchCompileModel", {"model": links["model"], "backend": "inductor"})
+        links["model"] = ["compile", 0]
+    if control is not None:
+        graph["edges"] = ("AnyValue", {"value": control})
+        graph["control"] = ("SanaNodesControlNetLoader", {"control_net_name": "several.safetensors"})
+        options = {"control_net": ["control", 0], "image": ["edges", 0], "vae": ["load", 2], "strength": 1.0}
+        options |= {"positive": links["positive"], "negative": links["negative"]}
+        graph["apply"] = ("ControlNetApplyAdvanced", {**options, "start_percent": 0.0, "end_percent": 1.0})
+        links |= {"positive": ["apply", 0], "negative": ["apply", 1]}
+    graph["batch"] = ("SanaNodesBatchSampler", {**links, **settings, "chunk": 1, **inputs})
+    return graph
+
+
+@pytest.fixture(scope="module")
+def files(host):
+    """A LoRA and a ControlNet in ComfyUI's folders."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for block in range(5):
+        for part, shape in (("lora_A", (4, 160)), ("lora_B", (160, 4))):
+            name = f"transformer.transformer_blocks.{block}.attn2.to_q.{part}.weight"
+            tensors[name] = torch.randn(shape, generator=generator) * 0.2
+    model = random_controlnet()
+    paths = [
+        layouts.save(tensors, host.models / "loras" / "several.safetensors"),
+        layouts.save(
+            model.state_dict(),
+            host.models / "controlnet" / "several.safetensors",
+            config=layouts.with_config(model),
+        ),
+    ]
+    yield
+    for path in paths:
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def edges():
+    return torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(6))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(host, files, edges):
+    """A function of overrides: the result on the CPU. All are computed before there are GPUs."""
+    overrides = [{}, {"lora": 1.0}, {"lora": 0.5}, {"control": edges}, {"lora": 1.0, "control": edges}, {"steps": 3}]
+    overrides += [{"seed": 8}, {"seed": 9}]
+    host.executor.reset()
+
+    def key(options):
+        return tuple(sorted((name, "edges" if value is edges else value) for name, value in options.items()))
+
+    results = {key(options): host.run(batch_graph(**options), keep_cache=True) for options in overrides}
+
+    def result(**options):
+        return results[key(options)]
+
+    return result
+
+
+def check(got, expected, *devices):
+    """Images equal the CPU's, and `devices` have computed them, one device per image."""
+    for name, rows in (("image", got["image"]), ("latent", got["latent"]["samples"])):
+        reference = expected[name] if name == "image" else expected[name]["samples"]
+        torch.testing.assert_close(rows.cpu(), reference, atol=2e-4, rtol=0)
+        assert computed_on(rows) and computed_on(rows) <= set(devices)
+
+
+class Compiled(torch.nn.Module):
+    """In place of torch.compile's module: it runs the module that it has compiled."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+
+    def __getattr__(self, name):
+        return getattr(self._modules["_orig_mod"], name) if name != "_orig_mod" else self._modules[name]
+
+    def forward(self, *args, **options):
+        return self._orig_mod(*args, **options)
+
+
+@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_images_are_the_cpus(host, on_cpu, edges, monkeypatch, count):
+    compiled = []
+
+    def compile_module(model, **options):
+        compiled.append(Compiled(model))
+        return compiled[-1]
+
+    with host_cards(host, count) as cards:
+        monkeypatch.setattr(torch, "compile", compile_module)
+        for options in ({}, {"lora": 1.0}, {"control": edges}, {"lora": 1.0, "compiled": True}):
+            expected = on_cpu(**{name: value for name, value in options.items() if name != "compiled"})
+            check(host.run(batch_graph(**options), keep_cache=True), expected, *CARDS[:count])
+        assert set(host.run(batch_graph(vae="", seed=8), keep_cache=True)) == {"latent"}
+        assert set(cards.calls) == set(CARDS[:count])
+        # The current device of each thread is the one that it computes on.
+        strays = [thread for thread, _ in cards.elsewhere if thread.startswith("sana batch")]
+        assert not strays, cards.elsewhere
+    # Each GPU runs its own weights.
+    assert len(compiled) == len({id(module._orig_mod) for module in compiled}) == count
+
+
+@pytest.mark.parametrize(
+    "state", ["LOW_VRAM", "NO_VRAM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("HIGH_VRAM", "SHARED"))]
+)
+def test_images_in_every_state_of_memory(host, on_cpu, edges, state):
+    with host_cards(host, 2, state):
+        check(host.run(batch_graph(lora=1.0, control=edges)), on_cpu(lora=1.0, control=edges), *CARDS[:2])
+
+
+@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_with_gpu_only_results_are_on_the_first_gpu(host, on_cpu, count):
+    with host_cards(host, count, gpu_only=True):
+        got = host.run(batch_graph(), keep_cache=True)
+        assert got["latent"]["samples"].device == got["image"].device == CARDS[0]
+        check(got, on_cpu(), *CARDS[:count])
+        assert host.run(batch_graph(vae="", seed=8), keep_cache=True)["latent"]["samples"].device == CARDS[0]
+
+
+@pytest.mark.parametrize(
+    "kind, at",
+    [("driver", 100), ("cublas", 600), *(pytest.param(kind, 300, marks=pytest.mark.slow) for kind in ERRORS)],
+)
+def test_a_gpu_that_fails_takes_no_image_with_it(host, on_cpu, kind, at):
+    with host_cards(host) as cards:
+        cards.fail(CARDS[1], kind, at=at)
+        check(host.run(batch_graph()), on_cpu(), *CARDS[:2])
+        assert not cards.failures
+
+
+@pytest.mark.slow
+def test_random_failures_lose_no_image_while_one_gpu_survives(host, on_cpu):
+    chance = random.Random(0)
+    with host_cards(host, 4) as cards:
+        for number in range(60):
+            cards.broken.clear()
+            cards.failures.clear()
+            count = chance.randint(1, 3)
+            failures = [
+                (device, chance.choice(list(ERRORS)), chance.randint(1, 900)) for device in chance.sample(CARDS, count)
+            ]
+            for failure in failures:
+                cards.fail(*failure)
+            # The graph has to change, or ComfyUI would use the last results.
+            got = host.run(batch_graph(chunk=1 + number % 2), keep_cache=True)
+            try:
+                check(got, on_cpu(), *CARDS)
+            except AssertionError as error:
+                raise AssertionError(f"run {number} with {failures}") from error
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """A list that grows by the class of each model that is read again."""
+    from comfy.model_patcher import ModelPatcher
+
+    real, seen = ModelPatcher.deepclone_multigpu, []
+
+    def deepclone(patcher, *args, **kwargs):
+        seen.append(type(patcher.model).__name__)
+        return real(patcher, *args, **kwargs)
+
+    monkeypatch.setattr(ModelPatcher, "deepclone_multigpu", deepclone)
+    return seen
+
+
+def loaded_on():
+    """What ComfyUI lists as loaded: (class, device in the list, devices of the weights)."""
+    import comfy.model_management as management
+
+    return {
+        (type(entry.model.model).__name__, entry.device, frozenset(p.device for p in entry.model.model.parameters()))
+        for entry in management.current_loaded_models
+    }
+
+
+def test_weights_are_read_once_and_stay_where_they_are(host, on_cpu, loads):
+    import comfy.model_management as management
+
+    with host_cards(host, 3) as cards:
+        held = []
+        for seed in (7, 8, 9):
+            for index in (1, 2):
+                got = host.run(batch_graph(seed=seed, devices=f"gpu:{index}"), keep_cache=True)
+                check(got, on_cpu(**({"seed": seed} if seed > 7 else {})), CARDS[index])
+            gc.collect()
+            held.append(dict(cards.alive))
+        assert sorted(loads) == ["SanaAutoencoder", "SanaAutoencoder", "SanaModel", "SanaModel"]
+        assert held[0] == held[1] == held[2]
+        assert loaded_on() >= {
+            (kind, device, frozenset([device])) for kind in ("SanaModel", "SanaAutoencoder") for device in CARDS[1:3]
+        }
+        # Another LoRA between two runs.
+        for options in ({"lora": 1.0}, {"lora": 0.5}, {}):
+            check(host.run(batch_graph(**options), keep_cache=True), on_cpu(**options), *CARDS[:3])
+        assert all(weights == {device} for _, device, weights in loaded_on())
+        management.unload_all_models()
+        gc.collect()
+        assert not +cards.alive
+        check(host.run(batch_graph(steps=3), keep_cache=True), on_cpu(steps=3), *CARDS[:3])
+        assert len(loads) == 4
+        # Without the MODEL, nothing stays.
+        host.executor.reset()
+        gc.collect()
+        assert not +cards.alive and not management.current_loaded_models
+
+
+def test_the_first_gpu_keeps_its_weights_while_others_get_theirs(host, files):
+    import comfy.model_management as management
+
+    with host_cards(host):
+        host.run(batch_graph(devices="default"), keep_cache=True)
+        entries = [
+            entry for entry in management.current_loaded_models if type(entry.model.model).__name__ == "SanaModel"
+        ]
+        weights = list(map(id, entries[0].model.model.parameters()))
+        host.run(batch_graph(), keep_cache=True)
+        assert list(map(id, entries[0].model.model.parameters())) == weights
+
+
+@pytest.mark.parametrize("state", ["NORMAL_VRAM", "NO_VRAM"])
+def test_a_controlnet_follows_the_device(host, on_cpu, edges, state):
+    with host_cards(host, 2, state):
+        got = host.run(batch_graph(control=edges, devices="gpu:1"))
+        check(got, on_cpu(control=edges), CARDS[1])
+    assert (got["image"] - on_cpu()["image"]).abs().mean() > 0.01
+
+
+def test_a_vae_on_the_cpu_stays_there(host, on_cpu):
+    with host_cards(host, cpu_vae=True):
+        got = host.run(batch_graph(), keep_cache=True)
+        check(got, on_cpu(), *CARDS[:2])
+        assert {device for kind, device, _ in loaded_on() if kind == "SanaAutoencoder"} == {torch.device("cpu")}
+
+
+@pytest.mark.parametrize("devices", ["all", pytest.param("default", marks=pytest.mark.slow)])
+def test_select_vae_device_is_respected(host, on_cpu, devices):
+    with host_cards(host, 3):
+        graph = {**batch_graph(vae="select", devices=devices)}
+        graph["select"] = ("SelectVAEDevice", {"vae": ["load", 2], "device": "gpu:2"})
+        got = host.run(graph)
+        assert computed_on(got["image"]) == {CARDS[2]}
+        torch.testing.assert_close(got["image"], on_cpu()["image"], atol=2e-4, rtol=0)
+
+
+def test_dead_entries_in_comfyuis_list_are_passed_over(host, on_cpu, frozen_heap):
+    import comfy.model_management as management
+    from comfy.model_patcher import ModelPatcher
+
+    with host_cards(host):
+        module = torch.nn.Linear(2, 2)
+        patcher = ModelPatcher(module, CARDS[0], torch.device("cpu"))
+        management.load_models_gpu([patcher])
+        del patcher
+        assert management.loaded_models() == [None]
+        check(host.run(batch_graph(chunk=0)), on_cpu(), *CARDS[:2])
+
+
+def test_each_gpu_gets_as_many_images_at_once_as_fit(host):
+    devices = pack("nodes.host.batch_devices")
+    with host_cards(host, 2, total=(4 * 10**9, 10**9)):
+        model = host.output_of("SanaNodesLoader", 0, model="sana-tiny")
+        large, small = (devices.chunk_that_fits(model, (1, 32, 128, 128), device) for device in CARDS[:2])
+        # About 0.3 GB per image, by the formula in sana_core/batch/batch_size.py.
+        assert (large, small) == (8, 2)
+
+
+def test_a_patch_with_modules_of_one_gpu_is_refused(host, monkeypatch):
+    class Patch:
+        """A node that replaces the transformer, as some packs do for torch.compile."""
+
+        RETURN_TYPES, FUNCTION = ("MODEL",), "patch"
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {"model": ("MODEL",)}}
+
+        def patch(self, model):
+            model = model.clone()
+            model.add_object_patch("diffusion_model", model.model.diffusion_model)
+            return (model,)
+
+    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "Patch", Patch)
+    with host_cards(host):
+        graph = {**batch_graph(model="patch"), "patch": ("Patch", {"model": ["load", 0]})}
+        with pytest.raises(NodeError, match=r"^model: got a patch that only cuda:0 can have \(diffusion_model\)"):
+            host.run(graph)
+
+
+def test_a_shift_reaches_all_gpus(host, on_cpu):
+    """Core's node puts one ModelSampling with buffers into all clones."""
+    with host_cards(host):
+        results = []
+        for devices in ("default", "all"):
+            graph = batch_graph(model="shift", devices=devices)
+            graph["shift"] = ("ModelSamplingSD3", {"model": ["load", 0], "shift": 1.5})
+            results.append(host.run(graph, keep_cache=True))
+        check(results[1], {"image": results[0]["image"], "latent": results[0]["latent"]}, *CARDS[:2])
+        assert (results[0]["image"] - on_cpu()["image"]).abs().mean() > 0.001
+
+
+def test_every_gpu_computes_in_its_own_dtype(host, on_cpu, monkeypatch):
+    dtypes = {}
+    with host_cards(host, exact=False, major=(8, 7)):
+        for module, name in (("model", "SanaDiffusionModel"), ("vae", "SanaAutoencoder")):
+            kind = getattr(pack(f"nodes.host.{module}"), name)
+            method = "forward" if module == "model" else "decode"
+            real = getattr(kind, method)
+
+            def note(self, x, *args, real=real, name=name, **options):
+                dtypes.setdefault((name, x.device), set()).add(x.dtype)
+                return real(self, x, *args, **options)
+
+            monkeypatch.setattr(kind, method, note)
+        got = host.run(batch_graph())
+    # 0.004 here.
+    assert (got["image"] - on_cpu()["image"]).abs().mean() < 0.02
+    assert dtypes["SanaDiffusionModel", CARDS[1]] == dtypes["SanaAutoencoder", CARDS[1]] == {torch.float32}
+    assert dtypes["SanaDiffusionModel", CARDS[0]] == dtypes["SanaAutoencoder", CARDS[0]] == {torch.bfloat16}
+
+
+def test_a_full_gpu_leaves_the_others_to_work(host, on_cpu, caplog):
+    with host_cards(host, 4) as cards, caplog.at_level(logging.WARNING):
+        cards.limit(CARDS[3], 10**6)
+        check(host.run(batch_graph()), on_cpu(), *CARDS[:3])
+
+
+def test_decode_on_all_gpus(host, on_cpu):
+    with host_cards(host, 4) as cards:
+        graph = batch_graph(vae="", devices="default")
+        graph["decode"] = ("SanaNodesDecode", {"samples": ["batch", 0], "vae": ["load", 2], "devices": "all"})
+        graph["catch image"] = ("Catch", {"value": ["decode", 0], "name": "image"})
+        got = host.run(graph)
+        torch.testing.assert_close(got["image"], on_cpu()["image"], atol=2e-4, rtol=0)
+        assert set(cards.calls) == set(CARDS)
+
+
+def test_split_image_on_two_gpus(host, on_cpu):
+    with host_cards(host):
+        graph = batch_graph(devices="default")
+        graph["split"] = ("SanaNodesSplitPicture", {"model": ["load", 0], "devices": "all"})
+        graph["batch"][1]["model"] = ["split", 0]
+        check(host.run(graph), on_cpu(), *CARDS[:2])
