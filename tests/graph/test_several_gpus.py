@@ -3,10 +3,12 @@
 import gc
 import logging
 import random
+import shutil
 
 import layouts
 import pytest
 import torch
+from clips import PROMPT, save_clip
 from fake_cuda import pack
 from host_cards import host_cards
 from in_process import NodeError
@@ -382,3 +384,40 @@ def test_split_image_on_two_gpus(host, on_cpu):
         graph["split"] = ("SanaNodesSplitPicture", {"model": ["load", 0], "devices": "all"})
         graph["batch"][1]["model"] = ["split", 0]
         check(host.run(graph), on_cpu(), *CARDS[:2])
+
+
+def test_pick_best_scores_what_several_gpus_generated(host, on_cpu):
+    folder = host.models / "clip_vision" / "several"
+    save_clip(folder)
+    try:
+        with host_cards(host):
+            graph = batch_graph()
+            graph["scorer"] = ("SanaNodesScorerLoader", {"scorer_name": "several"})
+            links = {"samples": ["batch", 0], "vae": ["load", 2], "scorer": ["scorer", 0]}
+            graph["pick"] = ("SanaNodesPickBest", {**links, "prompt": PROMPT, "best": 2})
+            graph["catch best"] = ("Catch", {"value": ["pick", 1], "name": "best"})
+            got = host.run(graph)
+    finally:
+        shutil.rmtree(folder)
+    check(got, on_cpu(), *CARDS[:2])
+    assert all(min((image - best).abs().max() for image in got["image"]) < 2e-4 for best in got["best"])
+
+
+def test_an_interrupt_while_a_copy_is_read_leaves_nothing(host, on_cpu, monkeypatch):
+    import comfy.model_patcher
+
+    real = comfy.model_patcher.ModelPatcher.deepclone_multigpu
+
+    def interrupted(patcher, *args, **kwargs):
+        host.nodes.interrupt_processing()
+        return real(patcher, *args, **kwargs)
+
+    with host_cards(host) as cards:
+        with monkeypatch.context() as patch:
+            patch.setattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu", interrupted)
+            with pytest.raises(InterruptedError):
+                host.run(batch_graph(seed=8), keep_cache=True)
+        host.nodes.interrupt_processing(False)
+        gc.collect()
+        assert not cards.alive[CARDS[1]]
+        check(host.run(batch_graph(), keep_cache=True), on_cpu(), *CARDS[:2])
