@@ -1,4 +1,4 @@
-"""Every device of this machine: one thread each, in this process."""
+"""Batches on the devices of this machine: one thread per device, all in this process."""
 
 from __future__ import annotations
 
@@ -6,86 +6,106 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, SanaError, first_line
 from ..model.fp8 import check_fp8
 from ..runtime.accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
-from ..runtime.cancellation import Poll, no_poll
+from ..runtime.cancellation import Poll, Polled, no_poll
 from .batch_size import has_room_for_encoder, largest_chunk
-from .loop import GRACE, Outcome, run_batch
+from .encoding import Action, EncodingPlan
+from .loop import GRACE, Outcome, Started, run_batch
 from .pipeline import (
     Conditioning,
     Embedding,
     Models,
     SamplingSettings,
     check_prompts,
-    encode_texts,
+    encode_negative,
+    encode_text,
     generate_chunk,
     load_encoder,
     load_models,
     resolve_settings,
 )
-from .plan import Chunk, Generated, Workload
+from .plan import Chunk, FailedImage, Generated, Workload
 from .progress import WorkerReport
 from .queue import Queue
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-GenerateChunk = Callable[[Chunk], Sequence[R]]
-# seconds between two looks at who hangs, and two polls
+GenerateChunk = Callable[[Chunk], Sequence[R | FailedImage]]
+# Called in the thread of a worker, with the worker's name and device: everything that a chunk needs before its time
+# counts, such as loading models.
+BeforeChunk = Callable[[str, torch.device, Chunk, Poll], None]
+# Seconds between two looks at the workers, and between two polls while waiting.
 POLL_INTERVAL = 0.2
-# how long the end waits for a thread to notice the cancel
+# How many seconds close() waits for all threads together to notice the cancel.
 JOIN_TIMEOUT = 30.0
-# prompts that are encoded before the first image: a CPU takes long for one, an accelerator changes models for them
+# A worker that loads or encodes counts as hanging after so many seconds without a poll.
+LOADING_PATIENCE = 1800.0
+# torch.compile may compile again for a chunk of another size, so the shortest time of a hanging chunk is longer.
+COMPILE_GRACE = 10 * GRACE
+# Prompts of the first session of the text encoder. A CPU takes long for a prompt, a GPU takes long to load the encoder.
 FIRST_ON_CPU, FIRST = 8, 64
-# each window has twice the prompts of the one before, up to 1.4 GB of embeddings of Gemma 2 in fp32
-LARGEST_WINDOW = 512
+# After this many images in a row that failed for unknown reasons, the reason is not the image.
+LARGEST_FAILURES = 8
+CPU = torch.device("cpu")
 
 
 class Cancelled(Exception):
-    """The batch ended while a worker was at it."""
+    """The batch ended while a worker was busy."""
 
 
 class LocalPool(Generic[R]):
-    """One thread for each of `devices`, which may name a device twice.
+    """One thread per device. `devices` may contain a device more than once.
 
-    `prepare(device, poll)` is called in the thread, one thread at a time, and returns what generates a chunk there.
-    That must call `poll`, which raises once the batch has ended, every step. A device that fails with an error of its
-    own is left out from then on. `cancel`, polled by whoever waits, ends the wait by raising.
+    Each thread calls `prepare(device, poll)` once, one thread at a time. It returns the function that generates chunks
+    on the device. `before_chunk` is called before each chunk. Both, and the returned function, must call their poll
+    often. It raises once the batch has ended. `cancel` is called by the thread that waits for outcomes, and ends the
+    wait by raising.
+
+    A device that raises a driver error is left out. A device that hangs gets no more chunks until it responds again.
     """
 
-    depth = 1
-    reports_starts = False
+    # While a result waits to be taken, the worker generates the next chunk.
+    depth = 2
+    reports_starts = True
 
     def __init__(
         self,
         devices: Sequence[torch.device],
         prepare: Callable[[torch.device, Poll], GenerateChunk[R]],
         cancel: Poll = no_poll,
+        before_chunk: BeforeChunk | None = None,
     ) -> None:
-        self.prepare, self.cancel = prepare, cancel
-        self.outcomes: SimpleQueue[Outcome[R]] = SimpleQueue()
-        self.loading = threading.Lock()
+        self.prepare, self.cancel, self.before_chunk = prepare, cancel, before_chunk
+        self.events: SimpleQueue[Outcome[R] | Started] = SimpleQueue()
+        self.prepare_lock = threading.Lock()
         self.cancelled = threading.Event()
+        # Worker name: the chunks that it has not begun. None ends the thread.
         self.inboxes: dict[str, SimpleQueue[Chunk | None]] = {}
+        # The same for workers that hang.
+        self.hanging: dict[str, SimpleQueue[Chunk | None]] = {}
         self.threads: dict[str, threading.Thread] = {}
+        # Worker name: when it last polled while it was loading.
+        self.loading: dict[str, float] = {}
         self.reason: BaseException | None = None
         seen: Counter[torch.device] = Counter()
         for device in devices:
             seen[device] += 1
             name = f"{device}" if seen[device] == 1 else f"{device} #{seen[device]}"
-            self.inboxes[name] = SimpleQueue()
-            share = max(1, torch.get_num_threads() // devices.count(device)) if device.type == "cpu" else None
+            inbox = self.inboxes[name] = SimpleQueue()
+            cores = max(1, torch.get_num_threads() // devices.count(device)) if device.type == "cpu" else None
             self.threads[name] = threading.Thread(
-                target=self.work, args=(name, device, share), name=f"sana batch {name}", daemon=True
+                target=self.work, args=(name, device, inbox, cores), name=f"sana batch {name}", daemon=True
             )
         for thread in self.threads.values():
             thread.start()
@@ -95,77 +115,139 @@ class LocalPool(Generic[R]):
         if self.cancelled.is_set():
             raise Cancelled
 
-    def work(self, name: str, device: torch.device, cores: int | None) -> None:
-        """What a thread does: prepare, then a chunk at a time until the inbox says None."""
-        inbox = self.inboxes[name]
+    def poll_while_loading(self, worker: str) -> None:
+        self.poll()
+        self.loading[worker] = time.monotonic()
+
+    def work(self, name: str, device: torch.device, inbox: SimpleQueue[Chunk | None], cores: int | None) -> None:
+        """The work of one thread: prepare, then generate chunks until the inbox contains None."""
         chunk: Chunk = ()
+
+        def poll() -> None:
+            self.poll_while_loading(name)
+
         try:
             if cores is not None:
                 torch.set_num_threads(cores)
-            with self.loading:
+            with locked(self.prepare_lock, poll):
+                generate = self.prepare(device, poll)
+            self.loading.pop(name, None)
+            while (next_chunk := inbox.get()) is not None:
                 self.poll()
-                generate = self.prepare(device, self.poll)
-            while (taken := inbox.get()) is not None:
-                chunk = taken
-                self.poll()
-                self.outcomes.put(self.attempt(name, chunk, generate))
+                if self.before_chunk is not None:
+                    self.before_chunk(name, device, next_chunk, poll)
+                    self.loading.pop(name, None)
+                chunk = next_chunk
+                self.events.put(Started(name, chunk))
+                self.events.put(self.attempt(name, device, chunk, generate))
+                chunk = ()
         except Cancelled:
             pass
         except BaseException as error:
-            self.outcomes.put(Outcome(name, chunk, error=error))
+            self.events.put(Outcome(name, chunk, error=error))
+        finally:
+            self.loading.pop(name, None)
 
-    def attempt(self, name: str, chunk: Chunk, generate: GenerateChunk[R]) -> Outcome[R]:
-        """Generate `chunk`; memory that runs out is an outcome like any other."""
+    def attempt(self, name: str, device: torch.device, chunk: Chunk, generate: GenerateChunk[R]) -> Outcome[R]:
+        """Generate `chunk`. Running out of memory becomes an outcome, other errors are raised."""
+        started = time.monotonic()
         try:
-            return Outcome(name, chunk, generate(chunk))
+            return Outcome(name, chunk, generate(chunk), seconds=time.monotonic() - started)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failed = error
-        # outside the handler, which would keep the failed work's tensors alive
-        return Outcome(name, chunk, error=release_memory_of(failed))
+        # Outside the handler, which would keep the tensors of the failed work alive.
+        return Outcome(name, chunk, error=release_memory_of(failed, device))
 
     def workers(self) -> list[str]:
-        if not self.inboxes and self.reason is not None:
+        if not self.inboxes and not self.hanging and self.reason is not None:
             raise self.reason
         return list(self.inboxes)
 
     def submit(self, worker: str, chunk: Chunk) -> None:
         self.inboxes[worker].put(chunk)
 
-    def wait(self) -> list[Outcome[R]]:
+    def wait(self) -> list[Outcome[R] | Started]:
         self.cancel()
+        events: list[Outcome[R] | Started] = []
         try:
-            outcome = self.outcomes.get(timeout=POLL_INTERVAL)
+            events.append(self.events.get(timeout=POLL_INTERVAL))
+            while True:
+                events.append(self.events.get_nowait())
         except Empty:
-            return []
-        if outcome.error is None:
-            return [outcome]
-        if outcome.worker not in self.inboxes:
-            return []
-        no_weights = is_out_of_memory(outcome.error) and not outcome.chunk
-        if no_weights or is_driver_error(outcome.error):
-            self.drop(outcome.worker, outcome.error)
-            return []
-        return [outcome]
+            pass
+        events = [event for event in events if self.accept(event)]
+        now = time.monotonic()
+        for worker, polled in list(self.loading.items()):
+            if worker in self.inboxes and now - polled > LOADING_PATIENCE:
+                self.drop(worker, TimeoutError(f"{worker}: it has not finished loading for {LOADING_PATIENCE:.0f} s"))
+        return events
+
+    def accept(self, event: Outcome[R] | Started) -> bool:
+        """Return whether the loop should see an event. Handles devices that respond again, and devices that fail."""
+        worker = event.worker
+        if isinstance(event, Started) or event.error is None:
+            if worker in self.hanging:
+                logger.warning("batch: %s responds again", worker)
+                self.inboxes[worker] = self.hanging.pop(worker)
+            # A chunk that was finished late still counts.
+            return True
+        if worker in self.hanging:
+            # Its chunk was requeued.
+            if not is_out_of_memory(event.error) or not event.chunk:
+                self.drop(worker, event.error)
+            return False
+        if worker not in self.inboxes:
+            return False
+        cannot_load = is_out_of_memory(event.error) and not event.chunk
+        if cannot_load or is_driver_error(event.error):
+            self.drop(worker, event.error)
+            return False
+        return True
 
     def drop(self, worker: str, reason: BaseException) -> None:
-        """Leave `worker` out; its thread ends when it notices, and what it still generates is taken."""
-        logger.error("batch: %s is left out: %s", worker, reason)
+        """Stop using `worker`. If it hangs, it is used again when it responds."""
+        if isinstance(reason, TimeoutError):
+            inbox = self.hanging[worker] = self.inboxes.pop(worker)
+            # The loop requeues all chunks of the worker, so it must not begin another one.
+            while not inbox.empty():
+                with suppress(Empty):
+                    inbox.get_nowait()
+            logger.warning("batch: %s gets no more images until it responds", worker)
+            if not self.inboxes:
+                logger.warning("batch: no other device is left, so the run waits for %s", ", ".join(self.hanging))
+            return
+        logger.error("batch: %s is left out: %s", worker, first_line(reason))
         self.reason = reason
-        self.inboxes.pop(worker).put(None)
+        inbox = self.inboxes.pop(worker, None) or self.hanging.pop(worker)
+        inbox.put(None)
         self.threads.pop(worker)
 
     def now(self) -> float:
         return time.monotonic()
 
     def close(self) -> None:
-        """Stop all threads within a step."""
+        """Stop all threads within a step. A thread that hangs is left alone."""
         self.cancelled.set()
-        for inbox in self.inboxes.values():
+        for inbox in [*self.inboxes.values(), *self.hanging.values()]:
             inbox.put(None)
-        for thread in self.threads.values():
-            thread.join(JOIN_TIMEOUT)
+        deadline = time.monotonic() + JOIN_TIMEOUT
+        for worker, thread in self.threads.items():
+            if worker not in self.hanging:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def locked(lock: threading.Lock, poll: Poll) -> Iterator[None]:
+    """Hold `lock`. The wait for it can be cancelled."""
+    while not lock.acquire(timeout=POLL_INTERVAL):
+        poll()
+    try:
+        poll()
+        yield
+    finally:
+        lock.release()
 
 
 def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
@@ -198,69 +280,247 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
     return found
 
 
-def windows(chunks: Iterable[Chunk], first: int) -> Iterator[list[Chunk]]:
-    """Yield the chunks in their order, `first` prompts at a time, then twice as many, and so on up to 512: the first
-    image comes early, and the embeddings stay few.
+class DeviceModels:
+    """The models on one device, which all threads of the device share."""
 
-    A chunk is never divided, so what is generated together does not depend on the windows.
-    """
-    limit, seen = first, set[int]()
-    window: list[Chunk] = []
-    for chunk in chunks:
-        own = {image.prompt for image in chunk}
-        if window and len(seen | own) > limit:
-            yield window
-            limit, window, seen = min(2 * limit, LARGEST_WINDOW), [], set()
-        window.append(chunk)
-        seen |= own
-    if window:
-        yield window
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.models: Models | None = None
+        # How many threads generate with the models now.
+        self.users = 0
+        # Whether a thread is loading the models, or has unloaded them because the text encoder needs their memory.
+        self.reserved = False
+
+    @contextmanager
+    def reserve(self, poll: Poll, unload: bool = False) -> Iterator[None]:
+        """Keep other threads from loading the models. `unload`: wait until nobody uses the models, and unload them."""
+        with self.changed:
+            while self.reserved:
+                self.changed.wait(POLL_INTERVAL)
+                poll()
+            self.reserved = True
+        try:
+            with self.changed:
+                while unload and self.users:
+                    self.changed.wait(POLL_INTERVAL)
+                    poll()
+                if unload:
+                    self.models = None
+            yield
+        finally:
+            with self.changed:
+                self.reserved = False
+                self.changed.notify_all()
+
+    @contextmanager
+    def use(self, load: Callable[[], Models], poll: Poll) -> Iterator[Models]:
+        """Give the models, which nobody unloads meanwhile. Loads them with `load` if necessary."""
+        while True:
+            with self.changed:
+                if self.models is not None and not self.reserved:
+                    self.users += 1
+                    models = self.models
+                    break
+            with self.reserve(poll):
+                if self.models is None:
+                    self.models = load()
+        try:
+            yield models
+        finally:
+            with self.changed:
+                self.users -= 1
+                self.changed.notify_all()
 
 
 class LocalGeneration:
-    """What the threads of `generate_local` share: the models on each device, and the prompts that are encoded now."""
+    """The state that the threads of generate_local() share: the models on each device, and the encoded prompts."""
 
-    def __init__(self, workload: Workload, checkpoint: str | Path, settings: SamplingSettings) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        checkpoint: str | Path,
+        settings: SamplingSettings,
+        chunks: Sequence[Chunk],
+        devices: Sequence[torch.device],
+    ) -> None:
         self.prompts, self.checkpoint, self.settings = workload.prompts, checkpoint, settings
-        self.inputs = workload.inputs
-        self.models: dict[torch.device, Models] = {}
-        self.loading = threading.Lock()
-        self.encoded: tuple[Mapping[str, Embedding], Embedding | None] = workload.encoded or ({}, None)
+        self.inputs, self.devices = workload.inputs, list(dict.fromkeys(devices))
+        self.models = {device: DeviceModels() for device in self.devices}
+        texts, self.negative = workload.encoded or ({}, None)
+        first = FIRST_ON_CPU if devices[0].type == "cpu" else FIRST
+        prompts = [self.prompts[image.prompt] for chunk in chunks for image in chunk]
+        self.plan: EncodingPlan[Embedding] = EncodingPlan(prompts, first, texts)
+        # Protects the plan and the two counters.
+        self.lock = threading.Lock()
+        # How many images were finished, and how many failed for unknown reasons since the last success.
+        self.finished = self.failures = 0
+        # (device, whether the models were unloaded): where the text encoder did not fit.
+        self.too_small: set[tuple[torch.device, bool]] = set()
 
-    def encode(self, window: Sequence[Chunk], device: torch.device) -> None:
-        """Encode the prompts of `window` on `device`. If memory is short, its models are unloaded first."""
-        prompts = [self.prompts[image.prompt] for chunk in window for image in chunk]
-        if self.encoded[0].keys() >= set(prompts):
-            return
-        if not has_room_for_encoder(self.checkpoint, self.settings, device):
-            with self.loading:
-                self.models.pop(device, None)
-        encoder = load_encoder(self.checkpoint, device, self.settings.dtype, self.settings.reference)
-        self.encoded = encode_texts(encoder, prompts, self.settings.negative_prompt)
+    def load_models_on(self, device: torch.device, poll: Poll) -> Models:
+        """Load the models on `device`. If memory runs out, tries once more without the leftovers of other work."""
+        for attempt in range(2):
+            try:
+                with Polled(poll):
+                    return load_models(self.checkpoint, device, self.settings, self.checkpoint)
+            except Exception as error:
+                if attempt or not is_out_of_memory(error):
+                    raise
+                failed = error
+            release_memory_of(failed, device)
+        raise AssertionError
 
-    def models_on(self, device: torch.device) -> Models:
-        """Return the models on `device`, loaded where they are not; threads on one device share its weights."""
-        with self.loading:
-            if device not in self.models:
-                self.models[device] = load_models(self.checkpoint, device, self.settings, self.checkpoint)
-            return self.models[device]
+    def use_models(self, device: torch.device, poll: Poll) -> AbstractContextManager[Models]:
+        return self.models[device].use(lambda: self.load_models_on(device, poll), poll)
+
+    def prompts_of(self, chunk: Chunk) -> list[str]:
+        return [self.prompts[image.prompt] for image in chunk]
+
+    def before_chunk(self, worker: str, device: torch.device, chunk: Chunk, poll: Poll) -> None:
+        """Encode prompts and load the models on `device`, until `chunk` can be generated there."""
+        prompts = self.prompts_of(chunk)
+        while True:
+            poll()
+            with self.lock:
+                action = self.plan.next_action(
+                    worker,
+                    device,
+                    prompts,
+                    self.models[device].models is not None,
+                    lambda: has_room_for_encoder(self.checkpoint, self.settings, device),
+                    len(self.devices) - 1,
+                    time.monotonic(),
+                )
+            if action is None:
+                return
+            if action is Action.ENCODE:
+                self.encode(worker, device, prompts, poll)
+            elif action is Action.LOAD:
+                with self.use_models(device, poll):
+                    pass
+            else:
+                time.sleep(POLL_INTERVAL / 10)
+
+    def encode(self, worker: str, device: torch.device, needed: Collection[str], poll: Poll) -> None:
+        """Encode the prompts of a session on `device`, or if its memory is too small on another device or the CPU."""
+        try:
+            failed: BaseException | None = None
+            for target, unload in self.places_for_encoder(device):
+                try:
+                    self.encode_on(target, unload, worker, needed, poll)
+                    return
+                except Exception as error:
+                    # The device of this thread must be left out. Another device is only too busy for the encoder.
+                    if not is_out_of_memory(error) and (target == device or not is_driver_error(error)):
+                        raise
+                    failed = error
+                failed = release_memory_of(failed, target)
+                self.too_small.add((target, unload))
+                logger.warning("batch: %s cannot encode prompts: %s", target, first_line(failed))
+            if failed is not None:
+                raise failed
+        finally:
+            with self.lock:
+                self.plan.end(worker)
+
+    def places_for_encoder(self, device: torch.device) -> Iterator[tuple[torch.device, bool]]:
+        """Yield devices for the text encoder, and whether their models must be unloaded before."""
+        if (device, False) not in self.too_small and has_room_for_encoder(self.checkpoint, self.settings, device):
+            yield device, False
+        if (device, True) not in self.too_small:
+            yield device, True
+        for other in [*self.devices, CPU]:
+            try:
+                has_room = other == CPU or has_room_for_encoder(self.checkpoint, self.settings, other)
+            except Exception as error:
+                if not is_driver_error(error):
+                    raise
+                continue
+            if has_room and other != device and (other, False) not in self.too_small:
+                yield other, False
+        # Everything was too small before. Another run may have released memory since.
+        yield device, True
+
+    def encode_on(self, device: torch.device, unload: bool, worker: str, needed: Collection[str], poll: Poll) -> None:
+        """Load the text encoder on `device`, and encode the prompts of the session of `worker`."""
+        with ExitStack() as stack:
+            if unload:
+                stack.enter_context(self.models[device].reserve(poll, unload=True))
+            stack.enter_context(Polled(poll))
+            encoder = load_encoder(self.checkpoint, device, self.settings.dtype, self.settings.reference)
+            if self.negative is None:
+                self.negative = encode_negative(encoder, self.settings.negative_prompt)
+            while True:
+                poll()
+                with self.lock:
+                    prompt = self.plan.next_prompt(worker, needed, time.monotonic())
+                if prompt is None:
+                    return
+                text = encode_text(encoder, prompt, instruction=True)
+                with self.lock:
+                    self.plan.store(worker, prompt, text, time.monotonic())
 
     def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[torch.Tensor]:
-        """Load the models on `device`, and return the function that generates chunks there."""
+        """Return the function that generates chunks on `device`."""
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
-        self.models_on(device)
 
-        def generate(chunk: Chunk) -> Sequence[torch.Tensor]:
-            texts, negative = self.encoded
-            if any(self.prompts[image.prompt] not in texts for image in chunk):
-                # This copy is from an earlier window, whose images are all finished. The queue ignores its results.
-                return [torch.empty(0)] * len(chunk)
-            assert negative is not None
-            conditioning = Conditioning([texts[self.prompts[image.prompt]] for image in chunk], negative)
-            return generate_chunk(self.models_on(device), self.settings, chunk, conditioning, poll, self.inputs)
+        def generate(chunk: Chunk) -> Sequence[torch.Tensor | FailedImage]:
+            with self.lock:
+                texts = [self.plan.texts.get(prompt) for prompt in self.prompts_of(chunk)]
+            # This may be a late copy. If all images of a prompt are finished, its text is gone, and the queue ignores
+            # the results.
+            late = FailedImage("another device has finished it")
+            results: dict[int, torch.Tensor | FailedImage] = {}
+            wanted = [(image, text) for image, text in zip(chunk, texts, strict=True) if text is not None]
+            if wanted:
+                images = tuple(image for image, _ in wanted)
+                generated = self.generate_images(device, images, [text for _, text in wanted], poll)
+                results = {image.number: result for image, result in zip(images, generated, strict=True)}
+            return [results.get(image.number, late) for image in chunk]
 
         return generate
+
+    def generate_images(
+        self, device: torch.device, images: Chunk, texts: Sequence[Embedding], poll: Poll
+    ) -> Sequence[torch.Tensor | FailedImage]:
+        """Generate images together. If that fails for an unknown reason, generate each alone, to find the one at fault.
+
+        An unknown error is raised if no image was finished before, or if many images fail: it is not about one image.
+        """
+        assert self.negative is not None
+        conditioning = Conditioning(texts, self.negative)
+        try:
+            with self.use_models(device, poll) as models:
+                results = generate_chunk(models, self.settings, images, conditioning, poll, self.inputs)
+            with self.lock:
+                self.finished += sum(not isinstance(result, FailedImage) for result in results)
+                self.failures = 0
+            return results
+        except Exception as error:
+            with self.lock:
+                self.failures += 1
+                is_about_one_image = (
+                    not isinstance(error, Cancelled)
+                    and (not isinstance(error, SanaError) or isinstance(error, InputError))
+                    and not is_out_of_memory(error)
+                    and not is_driver_error(error)
+                    and self.finished > 0
+                    and self.failures < LARGEST_FAILURES
+                )
+            if not is_about_one_image:
+                raise
+            if len(images) == 1:
+                return [FailedImage(first_line(error))]
+        return [
+            result
+            for image, text in zip(images, texts, strict=True)
+            for result in self.generate_images(device, (image,), [text], poll)
+        ]
+
+    def finish_image(self, prompt: int) -> None:
+        with self.lock:
+            self.plan.finish_image(self.prompts[prompt])
 
 
 def generate_local(
@@ -271,42 +531,60 @@ def generate_local(
     grace: float = GRACE,
     report: WorkerReport | None = None,
 ) -> Generator[Generated, None, None]:
-    """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], as they finish.
+    """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], or a FailedImage, as they finish.
 
-    The prompts are encoded some at a time, on the first device, where the text encoder is only meanwhile: before the
-    models, and later beside them, or in their place where memory is short. A chunk is thought to hang after `grace`
-    seconds at the earliest. Closing the iterator stops all devices within a step. `report` shows who
-    generates.
+    Every device encodes prompts, see encoding.py, and generates images. If memory is short, the text encoder takes the
+    place of the models on its device. A chunk counts as hanging after `grace` seconds at the earliest. Closing the
+    iterator stops all devices within a step. `report` shows which worker generates how many images.
 
     Raises InputError for prompts that no encoding can carry, settings out of range and devices that are not there;
     CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded.
     """
     check_prompts(workload.prompts)
-    found = local_devices(devices)
+    used_devices = local_devices(devices)
     if settings.fp8:
-        for device in found:
+        for device in used_devices:
             check_fp8(device)
     settings = resolve_settings(settings, checkpoint)
-    queue = Queue()
+    limits = [None] * len(used_devices) if workload.chunk else find_limits(used_devices, checkpoint, settings, workload)
+    used_devices = [device for device, limit in zip(used_devices, limits, strict=True) if limit != 0]
+    chunks = workload.split(settings.width, settings.height, len(used_devices))
+    queue = Queue(chunks)
     if report is not None:
         report.finished = queue.finished
-    generation = LocalGeneration(workload, checkpoint, settings)
-    first = FIRST_ON_CPU if found[0].type == "cpu" else FIRST
-    chunks = workload.split(settings.width, settings.height, len(found))
-    pool: LocalPool[torch.Tensor] | None = None
-    with ExitStack() as stack:
-        for window in windows(chunks, first):
-            generation.encode(window, found[0])
-            if pool is None:
-                prompts = workload.count_prompts()
-                fitting = [
-                    largest_chunk(checkpoint, settings, device, prompts=prompts)
-                    for device in found
-                    if not workload.chunk
-                ]
-                pool = stack.enter_context(closing(LocalPool(found, generation.prepare)))
-                if report is not None:
-                    report.ready = pool.inboxes
-                queue.limits.update(zip(pool.inboxes, fitting, strict=False))
-            queue.add(window)
-            yield from run_batch(queue, pool, grace)
+    if not chunks:
+        return
+    generation = LocalGeneration(workload, checkpoint, settings, chunks, used_devices)
+    with closing(LocalPool(used_devices, generation.prepare, before_chunk=generation.before_chunk)) as pool:
+        if report is not None:
+            report.ready = pool.inboxes
+        for worker, limit in zip(list(pool.threads), [limit for limit in limits if limit != 0], strict=True):
+            if limit is not None:
+                queue.limits[worker] = limit
+        for image, result in run_batch(queue, pool, max(grace, COMPILE_GRACE) if settings.compiled else grace):
+            generation.finish_image(image.prompt)
+            yield image, result
+
+
+def find_limits(
+    devices: Sequence[torch.device], checkpoint: str | Path, settings: SamplingSettings, workload: Workload
+) -> list[int]:
+    """Return how many images each device can generate at once, and 0 for a device that fails already.
+
+    Raises the error of the last device if all of them fail.
+    """
+    prompts = workload.count_prompts()
+    limits: list[int] = []
+    failed: BaseException | None = None
+    for device in devices:
+        try:
+            limits.append(largest_chunk(checkpoint, settings, device, prompts=prompts))
+        except Exception as error:
+            if not is_driver_error(error):
+                raise
+            failed = error
+            logger.error("batch: %s is left out: %s", device, first_line(error))
+            limits.append(0)
+    if failed is not None and not any(limits):
+        raise failed
+    return limits

@@ -84,35 +84,38 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
                     chunk = queue.next_chunk(worker, pool.now())
                     if chunk:
                         pool.submit(worker, chunk)
+        new_images: list[tuple[ImageSpec, R | FailedImage]] = []
+        error: BaseException | None = None
         for event in pool.wait():
             if isinstance(event, Started):
                 queue.start(event.worker, event.chunk, pool.now())
+            elif event.error is None or is_out_of_memory(event.error):
+                new_images += handle_outcome(event, queue, pool)
             else:
-                yield from handle_outcome(event, queue, pool)
+                error = event.error
+        # Everything that has happened is known now. The consumer takes its time after this look, not before.
         now = pool.now()
         unobserved, looked = now - looked, now
         if unobserved > LONGEST_LOOK:
-            # Outcomes of that time may still be unread, so nobody is judged before the next look.
             queue.postpone(unobserved)
-            continue
-        for worker in queue.hanging(now, grace):
-            logger.warning("batch: %s hangs; other workers generate its images", worker)
-            pool.drop(worker, TimeoutError(f"{worker}: it has not finished its images for too long"))
+        else:
+            for worker in queue.hanging(now, grace):
+                logger.warning("batch: %s hangs; other workers generate its images", worker)
+                pool.drop(worker, TimeoutError(f"{worker}: it has not finished its images for too long"))
+        yield from new_images
+        if error is not None:
+            raise error
 
 
-def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
-    """Record the end of a chunk. Yields its images, except images that another worker has finished before."""
+def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> list[tuple[ImageSpec, R | FailedImage]]:
+    """Record the end of a chunk. Returns its images, except images that another worker has finished before."""
     worker, chunk, error = outcome.worker, outcome.chunk, outcome.error
-    if error is None:
-        new_images = set(queue.finish(worker, chunk, pool.now(), outcome.seconds))
-        for image, result in zip(chunk, outcome.results, strict=True):
-            if image in new_images:
-                if isinstance(result, FailedImage):
-                    queue.finished[worker] -= 1
-                yield image, result
-    elif not is_out_of_memory(error):
-        raise error
-    else:
+    if error is not None:
         logger.warning("batch: memory ran out on %s with %d images at once", worker, len(chunk))
         if not queue.halve(worker, chunk, pool.now()):
             pool.drop(worker, error)
+        return []
+    new_images = set(queue.finish(worker, chunk, pool.now(), outcome.seconds))
+    results = [pair for pair in zip(chunk, outcome.results, strict=True) if pair[0] in new_images]
+    queue.finished[worker] -= sum(isinstance(result, FailedImage) for _, result in results)
+    return results

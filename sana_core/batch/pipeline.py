@@ -22,12 +22,12 @@ from ..model.layers import join_projections
 from ..model.reference import AUTO, reference_of
 from ..model.text import TextEncoder, encode_prompts
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.checks import check_name, check_number, check_text
+from ..runtime.checks import check_finite, check_name, check_number, check_text
 from ..sampling.guidance import ControlledModel, ShardedModel, check_sampling, denoiser, perturbed_attention
 from ..sampling.masked import start_from_image
 from ..sampling.samplers import Denoiser, StepState, find_sampler, own_sigmas, sampler_kwargs
 from ..sampling.schedules import shift_sigmas
-from .plan import NO_IMAGES, Chunk, Embedding, ImageInputs, Step, samples_one_by_one
+from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, samples_one_by_one
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaTransformer2DModel
@@ -297,6 +297,23 @@ def decode(
     return images
 
 
+@torch.no_grad()
+def decode_each(
+    autoencoder: AutoencoderDC, latents: torch.Tensor, poll: Poll = no_poll
+) -> list[torch.Tensor | FailedImage]:
+    """Decode the latents as `decode` does. Latents or pixels with NaN or infinity become a FailedImage."""
+    results: list[torch.Tensor | FailedImage] = []
+    for latent in latents[:, None]:
+        try:
+            check_finite("samples", latent)
+            (pixels,) = decode(autoencoder, latent, poll)
+            check_finite("pixels", pixels[None])
+            results.append(pixels)
+        except InputError as error:
+            results.append(FailedImage(str(error)))
+    return results
+
+
 def generate_chunk(
     models: Models,
     settings: SamplingSettings,
@@ -304,7 +321,7 @@ def generate_chunk(
     prompts: Conditioning,
     poll: Poll = no_poll,
     images: ImageInputs = NO_IMAGES,
-) -> list[torch.Tensor]:
-    """Return the decoded images of `sample`."""
+) -> list[torch.Tensor | FailedImage]:
+    """Sample and decode the images of `chunk`."""
     assert models.autoencoder is not None
-    return decode(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)
+    return decode_each(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)

@@ -11,7 +11,7 @@ import sana_core
 from sana_core.batch import local
 from sana_core.batch.local import generate_local, local_devices
 from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder
-from sana_core.batch.plan import Workload, batch_images, split_into_chunks
+from sana_core.batch.plan import Workload, batch_images
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SETTINGS = SamplingSettings(128, 128, steps=4)
@@ -224,17 +224,6 @@ def test_a_copy_that_is_late_by_a_window_harms_nothing(checkpoint, slow_draw, mo
     slow_draw(wait)
     some = draw_many(checkpoint, CPUS)
     assert begun.is_set() and all(torch.equal(some[number], whole[number]) for number in whole)
-
-
-def test_windows_grow_and_keep_chunks_whole():
-    chunks = split_into_chunks(batch_images(2000, 3, 0), 2)
-    cuts = list(local.windows(chunks, 8))
-    assert [chunk for window in cuts for chunk in window] == chunks
-    sizes = [len({picture.prompt for chunk in window for picture in chunk}) for window in cuts]
-    assert sizes[:6] == [8, 16, 32, 64, 128, 256] and max(sizes) == local.LARGEST_WINDOW and len(sizes) == 9
-    assert list(local.windows([], 8)) == []
-    # a chunk of more prompts than fit is a window of its own
-    assert [len(window) for window in local.windows(split_into_chunks(batch_images(32, 1, 0), 32), 8)] == [1]
 
 
 def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
