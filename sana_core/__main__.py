@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from .commands import batch, convert, decode, doctor, generate, inspect, plan, train
-from .errors import SanaError
+from .errors import FailedImagesError, SanaError
 
 COMMANDS = {
     "generate": generate,
@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         raise
     except (SanaError, OSError) as error:
         sys.stderr.write(f"{on_one_line(str(error))}\n")
-        return 1
+        # All other images were written, so a script can tell this from a run that ended early.
+        return 3 if isinstance(error, FailedImagesError) else 1
 
 
 def on_one_line(text: str) -> str:

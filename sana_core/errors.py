@@ -10,6 +10,11 @@ holds both to it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
 
 class SanaError(Exception):
     """Anything that went wrong for a reason that its message names."""
@@ -53,6 +58,21 @@ class ClusterError(SanaError, ConnectionError):
 
 class TrainingError(SanaError, RuntimeError):
     """A training run whose loss or gradient is NaN or infinite."""
+
+
+class FailedImagesError(SanaError, RuntimeError):
+    """Some images of a batch failed, for example because of NaN. All other images were generated."""
+
+    # Number of each failed image, in the order of the results: the reason.
+    failed: dict[int, str]
+    # What generate() would have returned, with NaN in place of the failed images.
+    images: torch.Tensor | None
+    # What generate_best() would have returned, without the failed images.
+    picks: list[Any]
+
+    def __init__(self, message: str, failed: dict[int, str]) -> None:
+        super().__init__(message)
+        self.failed, self.images, self.picks = failed, None, []
 
 
 def first_line(error: BaseException) -> str:

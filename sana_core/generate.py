@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -13,10 +14,10 @@ from .batch.best import Backend, Best, Pick, find_best, generate_picks, place_sc
 from .batch.embeds import Embeds, encoded_prompts
 from .batch.local import generate_local
 from .batch.pipeline import SamplingSettings, resolve_settings
-from .batch.plan import ImageInputs, Step, Workload, batch_images
+from .batch.plan import FailedImage, ImageInputs, Step, Workload, batch_images, failed_images
 from .batch.progress import OnStatus, WorkerReport, no_status
 from .checkpoints.files import Json
-from .errors import InputError
+from .errors import FailedImagesError, InputError
 from .model.known_models import DEFAULT_RESOLUTION
 from .model.latents import latent_shape
 
@@ -69,7 +70,7 @@ class Options(SamplingOptions, InputOptions, total=False):
 
 
 def generate(
-    prompts: Sequence[str] | None,
+    prompts: str | Sequence[str] | None,
     checkpoint: str | Path,
     seed: int = 0,
     count: int = 1,
@@ -80,22 +81,25 @@ def generate(
 ) -> torch.Tensor:
     """Return images [len(prompts) * count, 3, height, width] in [-1, 1], float32 on the CPU.
 
-    Image i of each prompt uses seed + i, so it is the same alone and in a batch. All of `devices` work; None stands for
-    every accelerator of this machine, or its CPU. `cluster` is the address of a Ray cluster, "auto", or a
-    `sana_core.cluster.connection.ClusterSettings`: its GPUs work instead. With `split` all of them share each image.
+    A single string is one prompt. Image i of each prompt uses seed + i, so it is the same alone and in a batch. All of
+    `devices` work; None stands for every accelerator of this machine, or its CPU. `cluster` is the address of a Ray
+    cluster, "auto", or a `sana_core.cluster.connection.ClusterSettings`: its GPUs work instead. With `split` all of
+    them share each image.
 
     `options` are the fields of `sana_core.batch.pipeline.SamplingSettings`, like width, steps and guidance; `chunk`,
-    how many images a device makes at once; `say`, which is told what a cluster waits for; and, as in diffusers'
-    SanaPipeline: `prompt_embeds` [P, T, C] with `prompt_attention_mask` [P, T], from `encode_prompts`, and None as
-    `prompts`; `negative_prompt_embeds` with its mask; `latents` [N, 32, height / 32, width / 32], the noise that the
-    images begin with. `callback` is called after each step with a `Step`: step, sigma, latents, images.
+    how many images a device generates at once, None and 0 for as many as fit; `say`, which is told what a cluster waits
+    for; and, as in diffusers' SanaPipeline: `prompt_embeds` [P, T, C] with `prompt_attention_mask` [P, T], from
+    `encode_prompts`, and None as `prompts`; `negative_prompt_embeds` with its mask; `latents`
+    [N, 32, height / 32, width / 32], the noise that the images begin with. `callback` is called after each step with a
+    `Step`: step, sigma, latents, images.
 
     With `best`, `of` and `scorer`, the images are those of `generate_best`; `report`, a dict, gets "picked": prompt,
     seed, score and rank of each.
 
     Raises InputError for an unknown option, a size that is not a multiple of 32, values out of range and a LoRA that
     does not fit, CheckpointError, MissingFileError or ReadError for a file that cannot be loaded. A prompt of more than
-    300 tokens is cut, with a warning in the log.
+    300 tokens is cut, with a warning in the log. Raises FailedImagesError if single images failed, for example because
+    of NaN. Its attribute `images` has all other images.
     """
     settings, best = find_settings(options), find_best_of(options, count)
     find = find_split_backend if split else find_backend
@@ -110,7 +114,7 @@ def generate(
 
 
 def generate_best(
-    prompts: Sequence[str],
+    prompts: str | Sequence[str],
     checkpoint: str | Path,
     seed: int = 0,
     devices: Sequence[str | torch.device] | None = None,
@@ -154,7 +158,7 @@ def refuse_inputs(options: Options, other: str) -> None:
 
 
 def make_workload(
-    prompts: Sequence[str] | None,
+    prompts: str | Sequence[str] | None,
     checkpoint: str | Path,
     seed: int,
     count: int,
@@ -162,7 +166,7 @@ def make_workload(
     devices: Sequence[str | torch.device] | None,
 ) -> Workload:
     """Return what is generated. Raises InputError for inputs that do not fit the model, the settings or each other."""
-    encoded = None
+    prompts, encoded = one_or_more(prompts), None
     given: Json = {**options}
     embeds = Embeds(*map(given.get, Embeds._fields))
     if embeds.prompt_embeds is not None:
@@ -186,19 +190,37 @@ def make_workload(
     return Workload(prompts or (), images, options.get("chunk"), encoded=encoded, inputs=inputs)
 
 
+def one_or_more(prompts: str | Sequence[str] | None) -> Sequence[str] | None:
+    """Return a single prompt as a list."""
+    return [prompts] if isinstance(prompts, str) else prompts
+
+
 def collect(backend: Backend, workload: Workload, settings: SamplingSettings) -> torch.Tensor:
-    """Return the images of `workload` [N, 3, H, W], in its order."""
-    # made when the first image is there, for mistakes in sizes are found before
-    out = torch.empty(0)
+    """Return the images of `workload` [N, 3, H, W], in its order.
+
+    Raises FailedImagesError after all other images are generated.
+    """
+    images = torch.empty(0)
+    failed: dict[int, str] = {}
     for image, pixels in backend(workload, settings):
-        if not len(out):
-            out = torch.empty(len(workload.images), *pixels.shape)
-        out[image.number] = pixels
-    return out
+        if isinstance(pixels, FailedImage):
+            failed[image.number] = pixels.reason
+            continue
+        if not len(images):
+            # Only now, because wrong sizes are found before the first image.
+            images = torch.full((len(workload.images), *pixels.shape), math.nan)
+        images[image.number] = pixels
+    if failed:
+        if not len(images):
+            images = torch.full((len(workload.images), 3, settings.height, settings.width), math.nan)
+        error = failed_images(failed, "the other images are in the attribute images of this error")
+        error.images = images
+        raise error
+    return images
 
 
 def pick_images(
-    prompts: Sequence[str] | None,
+    prompts: str | Sequence[str] | None,
     checkpoint: str | Path,
     seed: int,
     options: Options,
@@ -207,12 +229,21 @@ def pick_images(
     devices: Sequence[str | torch.device] | None,
 ) -> list[Pick]:
     """Return the best images of each prompt, prompt after prompt."""
-    settings = resolve_settings(find_settings(options), checkpoint)
+    settings, prompts = resolve_settings(find_settings(options), checkpoint), one_or_more(prompts)
     workload = Workload(prompts or (), batch_images(len(prompts or ()), best.of, seed), options.get("chunk"))
     # Load the scorer before the batch takes the memory.
     scorer = place_scorer(best, settings, devices)
-    picks = generate_picks(backend, workload, settings, best, scorer)
-    return sorted(picks, key=lambda pick: (pick.image.prompt, pick.rank))
+    picks: list[Pick] = []
+    failure = None
+    try:
+        picks.extend(generate_picks(backend, workload, settings, best, scorer))
+    except FailedImagesError as error:
+        failure = error
+    picks.sort(key=lambda pick: (pick.image.prompt, pick.rank))
+    if failure is not None:
+        failure.picks = picks
+        raise failure
+    return picks
 
 
 def find_backend(

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, InputError
 from ..runtime.checks import RENAME, check_text, check_whole
 from .local import local_devices
 from .pipeline import SamplingSettings
-from .plan import LARGEST_COUNT, Generated, ImageSpec, Workload
+from .plan import LARGEST_COUNT, FailedImage, Generated, ImageSpec, Workload, failed_images
 from .scorer import Scorer, load_scorer
 
 logger = logging.getLogger(__name__)
@@ -93,33 +93,45 @@ def generate_picks(
     Only the best images so far stay in memory. Of equal scores the lower seed ranks first, so the choice does not
     depend on the order in which images finish. An image without a finite score ranks last, with a warning. Raises
     CheckpointError if the first `of` scores are all not finite, because such a scorer never works.
+
+    An image that fails is left out. Raises FailedImagesError at the end if a prompt has too few images for that reason.
     """
     finite = not_finite = 0
+    failed: dict[int, str] = {}
+    incomplete = False
     images_seen: Counter[int] = Counter()
     best_so_far: defaultdict[int, list[Pick]] = defaultdict(list)
     with closing(backend(workload, settings)) as generated:
         for image, pixels in generated:
-            score = float(scorer.score(pixels[None], workload.prompts[image.prompt])[0])
-            if math.isfinite(score):
-                finite += 1
-            else:
-                not_finite += 1
-                name, which = best.scorer.name, f"prompt {image.prompt}, seed {image.seed}"
-                if not finite and not_finite >= best.of:
-                    raise CheckpointError(
-                        f"scorer: {name} gave {score} for {which}, and no number for any image before; "
-                        "use another scorer"
-                    )
-                logger.warning(
-                    "scorer: %s gave %s for %s, expected a number; this image ranks last", name, score, which
-                )
-                score = math.nan
-            ranked = [*best_so_far[image.prompt], Pick(image, pixels, score, 0)]
-            ranked.sort(key=lambda pick: (best_first(pick.score), pick.image.number))
-            best_so_far[image.prompt] = ranked[: best.keep]
+            ranked = best_so_far[image.prompt]
             images_seen[image.prompt] += 1
+            if isinstance(pixels, FailedImage):
+                failed[image.number] = pixels.reason
+                logger.warning("image of prompt %d, seed %d failed: %s", image.prompt, image.seed, pixels.reason)
+            else:
+                score = float(scorer.score(pixels[None], workload.prompts[image.prompt])[0])
+                if math.isfinite(score):
+                    finite += 1
+                else:
+                    not_finite += 1
+                    name, which = best.scorer.name, f"prompt {image.prompt}, seed {image.seed}"
+                    if not finite and not_finite >= best.of:
+                        raise CheckpointError(
+                            f"scorer: {name} gave {score} for {which}, and no number for any image before; "
+                            "use another scorer"
+                        )
+                    logger.warning(
+                        "scorer: %s gave %s for %s, expected a number; this image ranks last", name, score, which
+                    )
+                    score = math.nan
+                ranked.append(Pick(image, pixels, score, 0))
+                ranked.sort(key=lambda pick: (best_first(pick.score), pick.image.number))
+                del ranked[best.keep :]
             if images_seen[image.prompt] == best.of:
                 yield from (pick._replace(rank=rank) for rank, pick in enumerate(best_so_far.pop(image.prompt), 1))
+                incomplete |= len(ranked) < best.keep
+    if incomplete:
+        raise failed_images(failed, "use another prompt or other seeds")
 
 
 def without_finished(workload: Workload, best: Best) -> Workload:

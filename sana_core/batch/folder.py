@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISREG
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ..checkpoints.files import Json
 from ..errors import ExistingFileError, InputError
@@ -37,14 +38,18 @@ class OutputFolder:
         self.held, self.path, self.prompts, self.settings = held, held.folder, prompts, settings
         self.entries: dict[str, Json] = {}
         self.claims: list[list[int]] = []  # of each run: prompts, first seed, images of each prompt
-        self.manifest = file_stat(self.path / MANIFEST)
+        # The manifest as this run knows it. None: there is none.
+        self.manifest = ManifestVersion.read(self.path / MANIFEST)
         self.rewrite = 0.0
 
-    def find_done(self, images: Sequence[ImageSpec]) -> frozenset[int]:
+    def find_done(
+        self, images: Sequence[ImageSpec], progress: Callable[[int], None] = lambda count: None
+    ) -> frozenset[int]:
         """Return the numbers of the images that are here whole, as they would be generated now.
 
-        What is left of an image of ours after a power cut is removed. Raises InputError for images of other settings
-        or prompts, and for a file that is not ours under a name that this batch would use.
+        Reads every file. `progress` gets the number of images before each, and cancels by raising. What is left of an
+        image of ours after a power cut is removed. Raises InputError for images of other settings or prompts, and for a
+        file that is not ours under a name that this batch would use.
         """
         document = read_manifest(self.path)
         known = {name: entry for name, entry in document["pictures"].items() if (self.path / name).is_file()}
@@ -52,7 +57,8 @@ class OutputFolder:
             name, entry = next(iter(known.items()))
             raise self.another(self.path / name, entry, document["settings"])
         self.entries, self.claims, done = dict(known), document["claims"], set()
-        for image in images:
+        for count, image in enumerate(images):
+            progress(count)
             name = file_name(image)
             file = self.path / name
             if not file.exists() and not file.is_symlink():
@@ -99,11 +105,10 @@ class OutputFolder:
     def entry(self, image: ImageSpec) -> Json:
         return describe_image(self.prompts[image.prompt], image.seed, self.settings)
 
-    def save(self, image: ImageSpec, png: bytes) -> Path:
-        """Write what `encode_png` returned for the image, and return its path. Raises OSError."""
+    def write(self, image: ImageSpec, png: bytes) -> str:
+        """Write the file of `encode_png` for the image, and return its digest. Several threads may. Raises OSError."""
         self.held.check()
-        digest = write_image(self.path / file_name(image), png, self.held.run)
-        return self.note(image, digest, chosen(read_entry(png) or {}))
+        return write_image(self.path / file_name(image), png, self.held.run)
 
     def note(self, image: ImageSpec, digest: str, more: Mapping[str, object] = MappingProxyType({})) -> Path:
         """Take an image into the list that is in the folder with that digest, and return its path. Raises OSError."""
@@ -120,13 +125,14 @@ class OutputFolder:
         """
         self.held.check()
         started, path = time.monotonic(), self.path / MANIFEST
-        if file_stat(path) not in (None, self.manifest):
+        if path.exists() and (self.manifest is None or not self.manifest.is_still(path)):
             raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command resumes")
         sync_folder(self.path)
         document = {"settings": self.settings, "claims": self.claims, "pictures": dict(sorted(self.entries.items()))}
-        write_whole(path, json.dumps(document, indent=1, allow_nan=False).encode(), self.held.run, replace=True)
+        data = json.dumps(document, indent=1, allow_nan=False).encode()
+        write_whole(path, data, self.held.run, replace=True)
         sync_folder(self.path)
-        self.manifest = file_stat(path)
+        self.manifest = ManifestVersion.of(path, data)
         now = time.monotonic()
         self.rewrite = now + max(MANIFEST_INTERVAL, MANIFEST_PAUSE * (now - started))
 
@@ -159,10 +165,35 @@ def read_manifest(folder: Path) -> Json:
     return {"settings": settings, "claims": claims, "pictures": images}
 
 
-def file_stat(path: Path) -> tuple[int, int, int] | None:
-    """Return what tells a file from one that was put in its place, None where there is none."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+class ManifestVersion(NamedTuple):
+    """A version of the manifest, to notice that another program has written it."""
+
+    size: int
+    modified: int  # nanoseconds
+    digest: str
+
+    @classmethod
+    def read(cls, path: Path) -> ManifestVersion | None:
+        """Return the version of the file at `path`, or None if there is no file."""
+        return cls.of(path, path.read_bytes()) if path.is_file() else None
+
+    @classmethod
+    def of(cls, path: Path, data: bytes) -> ManifestVersion | None:
+        """Return the version of the file at `path` with this content, or None if it is gone."""
+        try:
+            return cls(len(data), path.stat().st_mtime_ns, digest_of(data))
+        except FileNotFoundError:
+            return None
+
+    def is_still(self, path: Path) -> bool:
+        """Return whether the file at `path` is this version.
+
+        exFAT and FUSE may change the number of a file, and round its time. So the content decides if the time differs.
+        """
+        try:
+            status = path.stat()
+            if (status.st_size, status.st_mtime_ns) == (self.size, self.modified):
+                return True
+            return status.st_size == self.size and digest_of(path.read_bytes()) == self.digest
+        except FileNotFoundError:
+            return True

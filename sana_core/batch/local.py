@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -133,10 +133,10 @@ class LocalPool(Generic[R]):
                 generate = self.prepare(device, poll)
             self.loading.pop(name, None)
             while (next_chunk := inbox.get()) is not None:
-                self.poll()
+                poll()
                 if self.before_chunk is not None:
                     self.before_chunk(name, device, next_chunk, poll)
-                    self.loading.pop(name, None)
+                self.loading.pop(name, None)
                 chunk = next_chunk
                 self.events.put(Started(name, chunk))
                 self.events.put(self.attempt(name, device, chunk, generate))
@@ -220,7 +220,7 @@ class LocalPool(Generic[R]):
             return
         logger.error("batch: %s is left out: %s", worker, first_line(reason))
         self.reason = reason
-        inbox = self.inboxes.pop(worker, None) or self.hanging.pop(worker)
+        inbox = self.hanging.pop(worker) if worker in self.hanging else self.inboxes.pop(worker)
         inbox.put(None)
         self.threads.pop(worker)
 
@@ -346,7 +346,10 @@ class LocalGeneration:
         self.prompts, self.checkpoint, self.settings = workload.prompts, checkpoint, settings
         self.inputs, self.devices = workload.inputs, list(dict.fromkeys(devices))
         self.models = {device: DeviceModels() for device in self.devices}
-        texts, self.negative = workload.encoded or ({}, None)
+        texts: Mapping[str, Embedding] = {}
+        self.negative: Embedding | None = None
+        if workload.encoded is not None:
+            texts, self.negative = workload.encoded
         first = FIRST_ON_CPU if devices[0].type == "cpu" else FIRST
         prompts = [self.prompts[image.prompt] for chunk in chunks for image in chunk]
         self.plan: EncodingPlan[Embedding] = EncodingPlan(prompts, first, texts)

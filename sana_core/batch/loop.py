@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..runtime.accelerator import is_out_of_memory
 from .plan import Chunk, FailedImage, ImageSpec
@@ -107,15 +107,15 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
             raise error
 
 
-def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> list[tuple[ImageSpec, R | FailedImage]]:
-    """Record the end of a chunk. Returns its images, except images that another worker has finished before."""
+def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
+    """Record the end of a chunk. Yields its images, except images that another worker has finished before."""
     worker, chunk, error = outcome.worker, outcome.chunk, outcome.error
     if error is not None:
         logger.warning("batch: memory ran out on %s with %d images at once", worker, len(chunk))
         if not queue.halve(worker, chunk, pool.now()):
             pool.drop(worker, error)
-        return []
+        return
     new_images = set(queue.finish(worker, chunk, pool.now(), outcome.seconds))
     results = [pair for pair in zip(chunk, outcome.results, strict=True) if pair[0] in new_images]
     queue.finished[worker] -= sum(isinstance(result, FailedImage) for _, result in results)
-    return results
+    yield from results

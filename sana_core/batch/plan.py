@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import InputError
+from ..errors import FailedImagesError, InputError
 from ..model.controlnet import Control
 from ..runtime.checks import check_whole
 from ..sampling.masked import InitImage
@@ -43,6 +43,17 @@ class FailedImage(NamedTuple):
 Embedding = tuple[torch.Tensor, torch.Tensor]
 # A finished image, with its pixels [3, H, W] in [-1, 1], its PNG file as bytes, or the digest of its PNG file.
 Generated = tuple[ImageSpec, Any]
+
+
+def failed_images(failed: dict[int, str], remedy: str) -> FailedImagesError:
+    """Return the error for images that failed, by their number: the reason."""
+    number, reason = min(failed.items())
+    numbers = ", ".join(map(str, sorted(failed)))
+    return FailedImagesError(
+        f"images: {len(failed)} failed, number {numbers:.80}, counted from 0; number {number} failed because of "
+        f"{reason}; {remedy}",
+        failed,
+    )
 
 
 def batch_images(prompts: int, count: int, seed: int) -> list[ImageSpec]:

@@ -16,7 +16,7 @@ from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import OnBytes, fingerprint
 from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.checks import RENAME, check_text
-from ..runtime.image_files import LEVEL, levels
+from ..runtime.image_files import levels, write_png
 from .graph import ENTRY as GRAPH
 from .graph import graph_of
 from .pipeline import SamplingSettings
@@ -78,15 +78,13 @@ def encode_png(
 
     With its `checkpoint`, the PNG also has ComfyUI's graph for it.
     """
-    from PIL import Image, PngImagePlugin
-
-    words = PngImagePlugin.PngInfo()
     entry = {**describe_image(prompt, seed, settings), **more, "settings": settings}
-    words.add_text(ENTRY, json.dumps(entry, allow_nan=False))
+    texts = {ENTRY: json.dumps(entry, allow_nan=False)}
     if checkpoint is not None:
-        words.add_text(GRAPH, json.dumps(graph_of(prompt, seed, settings, checkpoint), allow_nan=False))
+        texts[GRAPH] = json.dumps(graph_of(prompt, seed, settings, checkpoint), allow_nan=False)
     stream = io.BytesIO()
-    Image.fromarray(levels(pixels)).save(stream, "PNG", pnginfo=words, compress_level=LEVEL)
+    rows = levels(pixels)
+    write_png(stream, rows.shape[1], rows.shape[0], iter([rows]), texts)
     return stream.getvalue()
 
 

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from ..batch.best import Best, find_best, generate_picks, place_scorer, without_finished
 from ..batch.folder import OutputFolder, read_manifest
 from ..batch.pipeline import SamplingSettings, resolve_settings
-from ..batch.plan import ImageSpec, Workload, batch_images
-from ..batch.png import describe_settings, encode_png
+from ..batch.plan import FailedImage, ImageSpec, Workload, batch_images, failed_images
+from ..batch.png import describe_settings, encode_png, file_name
 from ..batch.progress import Progress, WorkerReport
+from ..batch.writers import Writers, default_threads
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import KEPT
 from ..errors import InputError, OutputError, ReadError, SanaError
@@ -94,7 +98,18 @@ def carry_on(
     if best:
         described |= best.describe()
     folder, total = OutputFolder(held, workload.prompts, described), len(workload.images)
-    workload = workload._replace(done=folder.find_done(workload.images))
+    with progress_line() as show, noting_interrupts() as poll:
+        shown = time.monotonic()
+
+        def show_checking(count: int) -> None:
+            nonlocal shown
+            poll()
+            # A few images take only a moment.
+            if time.monotonic() > shown + 1:
+                shown = time.monotonic()
+                show(f"reading the images that are there: {count} of {len(workload.images)}")
+
+        workload = workload._replace(done=folder.find_done(workload.images, show_checking))
     there = len(workload.done)
     if best:
         workload, total = without_finished(workload, best), len(workload.prompts) * best.keep
@@ -103,20 +118,26 @@ def carry_on(
         sys.stdout.write(f"{there} of {total} images are there already\n")
     started = time.monotonic()
     report = WorkerReport()
-    progress = Progress(total, there)
-    generated = generate_files(arguments, workload, settings, described, report, held, best)
+    run = BatchRun(folder, Progress(total, there), report, str(arguments.checkpoint))
+    generated = generate_results(arguments, workload, settings, described, report, held, best)
     try:
-        with noting_interrupts() as poll, closing(generated):
-            for image, png in generated:
+        with noting_interrupts() as poll, closing(generated), Writers(run.write, default_threads()) as writers:
+            for result in generated:
                 poll()
-                path = folder.note(image, png) if isinstance(png, str) else save(folder, image, png, total)
-                progress.step()
-                sys.stdout.write(f"{path} ({progress.describe(len(report.ready))})\n")
-                sys.stdout.flush()
-    except BaseException:
-        # what ended the run is what is said; the images say themselves what they are
+                if isinstance(result.content, FailedImage):
+                    run.fail(result.image, result.content.reason)
+                else:
+                    writers.put(result, poll)
+            writers.finish(poll)
+    except BaseException as error:
+        # The images that are there are in the manifest, whatever ended the run.
         with suppress(OSError):
             folder.write_manifest()
+        if isinstance(error, DiskError):
+            raise OutputError(
+                f"out: cannot write into {folder.path} ({error.strerror or error}); {len(folder.entries)} of {total} "
+                "images are there, the same command makes the rest"
+            ) from error
         raise
     folder.write_manifest()
     if arguments.report:
@@ -124,11 +145,65 @@ def carry_on(
         sys.stdout.write(f"{count} images in {seconds:.1f} s, {count / seconds:.2f} a second\n")
         for worker, number in report.finished.items():
             sys.stdout.write(f"  {worker}: {number}\n")
-        for error in report.refused.values():
-            sys.stdout.write(f"  left out: {error}\n")
+        for refusal in report.refused.values():
+            sys.stdout.write(f"  left out: {refusal}\n")
+    if run.failed:
+        raise failed_images(run.failed, "the same command tries them again")
 
 
-def generate_files(
+class Result(NamedTuple):
+    """A finished image of the batch."""
+
+    image: ImageSpec
+    # Its pixels, its PNG file, or the digest of the PNG file that a machine has written itself.
+    content: torch.Tensor | bytes | str | FailedImage
+    # Score and rank of an image that was chosen by its score.
+    more: Mapping[str, object] = MappingProxyType({})
+
+
+class DiskError(OSError):
+    """An image could not be written."""
+
+
+class BatchRun:
+    """The images of a run on their way into the folder. Several threads write at the same time."""
+
+    def __init__(self, folder: OutputFolder, progress: Progress, report: WorkerReport, checkpoint: str) -> None:
+        self.folder, self.progress, self.report, self.checkpoint = folder, progress, report, checkpoint
+        # Number of the image: the reason.
+        self.failed: dict[int, str] = {}
+        # Protects the manifest, the progress and the output.
+        self.lock = threading.Lock()
+
+    def write(self, result: Result) -> None:
+        """Encode the image if necessary, write it, and report it. Raises DiskError, for example on a full disk."""
+        image, content, more = result
+        folder = self.folder
+        try:
+            if isinstance(content, torch.Tensor):
+                prompt = folder.prompts[image.prompt]
+                content = encode_png(content, prompt, image.seed, folder.settings, self.checkpoint, more)
+            assert not isinstance(content, FailedImage | torch.Tensor)
+            digest = content if isinstance(content, str) else folder.write(image, content)
+            with self.lock:
+                path = folder.note(image, digest, more)
+        except SanaError:
+            raise
+        except OSError as error:
+            raise DiskError(*error.args) from error
+        with self.lock:
+            self.progress.step()
+            sys.stdout.write(f"{path} ({self.progress.describe(len(self.report.ready))})\n")
+            sys.stdout.flush()
+
+    def fail(self, image: ImageSpec, reason: str) -> None:
+        """Report an image that failed."""
+        self.failed[image.number] = reason
+        prompt = self.folder.prompts[image.prompt]
+        show_status(f"failed: {file_name(image)} (prompt {prompt!r:.60}, seed {image.seed}): {reason}")
+
+
+def generate_results(
     arguments: argparse.Namespace,
     workload: Workload,
     settings: SamplingSettings,
@@ -136,11 +211,8 @@ def generate_files(
     report: WorkerReport,
     held: Hold,
     best: Best | None,
-) -> Generator[tuple[ImageSpec, bytes | str], None, None]:
-    """Yield each image that is not done as a PNG file, or its digest where a machine has written it itself.
-
-    With `best`, only the best images of each prompt, with score and rank.
-    """
+) -> Generator[Result, None, None]:
+    """Yield each image that is not done. With `best`, only the best images of each prompt, with score and rank."""
     checkpoint, devices, cluster = arguments.checkpoint, arguments.devices, cluster_of(arguments)
     if best:
         if workload.remaining:
@@ -148,35 +220,19 @@ def generate_files(
             backend = find_backend(checkpoint, devices, cluster, show_status, report)
             with closing(generate_picks(backend, workload, settings, best, scorer)) as picks:
                 for pick in picks:
-                    prompt, seed = workload.prompts[pick.image.prompt], pick.image.seed
-                    yield pick.image, encode_png(pick.pixels, prompt, seed, described, checkpoint, pick.describe())
+                    yield Result(pick.image, pick.pixels, pick.describe())
         return
     shared = held if arguments.out_shared else None
     backend = find_backend(checkpoint, devices, cluster, show_status, report, described, shared)
     with closing(backend(workload, settings)) as generated:
         try:
-            for image, made in generated:
-                if isinstance(made, torch.Tensor):
-                    made = encode_png(made, workload.prompts[image.prompt], image.seed, described, checkpoint)
-                yield image, made
+            for image, content in generated:
+                yield Result(image, content)
         except SanaError:
             if cluster is not None:
                 there = len(workload.done) + sum(report.finished.values())
-                # of a chunk that a machine could not end, some may be
+                # Some images of an unfinished chunk may already be on disk.
                 show_status(
                     f"at least {there} of {len(workload.images)} images are there; the same command makes the rest"
                 )
             raise
-
-
-def save(folder: OutputFolder, image: ImageSpec, png: bytes, total: int) -> Path:
-    """Write the image. Raises OutputError that says what is safe already, for example on a full disk."""
-    try:
-        return folder.save(image, png)
-    except SanaError:
-        raise
-    except OSError as error:
-        raise OutputError(
-            f"out: cannot write into {folder.path} ({error.strerror or error}); {len(folder.entries)} of {total} "
-            "images are there, the same command makes the rest"
-        ) from error

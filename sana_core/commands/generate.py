@@ -12,7 +12,7 @@ from ..batch.plan import ImageSpec, batch_images
 from ..batch.png import ENTRY, file_name
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.files import Json
-from ..errors import InputError
+from ..errors import FailedImagesError, InputError
 from ..generate import generate
 from ..model.known_models import VIDEO_FRAMES, VIDEOS
 from ..runtime.atomic_files import check_free, make_folder, output_file
@@ -52,16 +52,27 @@ def run(arguments: argparse.Namespace) -> None:
     given = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
     options: Json = {**given, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
     where = arguments.devices, cluster_of(arguments), arguments.split
-    images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
+    failure = None
+    try:
+        images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
+    except FailedImagesError as error:
+        # The other images are written before the run ends with this error.
+        if error.images is None:
+            raise
+        images, failure = error.images, error
     texts = [PngImagePlugin.PngInfo() for _ in images]
     if picked := options["report"].get("picked"):
         paths = [arguments.out / file_name(ImageSpec(0, pick["prompt"], pick["seed"])) for pick in picked]
         for text, pick in zip(texts, picked, strict=True):
             text.add_text(ENTRY, json.dumps({**pick, "prompt": arguments.prompts[pick["prompt"]]}, allow_nan=False))
-    for path, pixels, text in zip(paths, images, texts, strict=True):
+    for number, (path, pixels, text) in enumerate(zip(paths, images, texts, strict=True)):
+        if failure is not None and number in failure.failed:
+            continue
         with output_file(path, arguments.overwrite) as part:
             Image.fromarray(levels(pixels)).save(part, "PNG", pnginfo=text, compress_level=LEVEL)
         sys.stdout.write(f"{path}\n")
+    if failure is not None:
+        raise failure
 
 
 # options that only images have, and their defaults

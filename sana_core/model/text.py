@@ -159,7 +159,7 @@ def select_tokens(states: torch.Tensor, max_tokens: int = MAX_TOKENS) -> torch.T
 
 
 def encode_prompts(
-    encoder: TextEncoder, prompts: list[str], instruction: bool = True, max_tokens: int = MAX_TOKENS
+    encoder: TextEncoder, prompts: str | list[str], instruction: bool = True, max_tokens: int = MAX_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return embeddings [B, max_tokens, C] in the model's dtype and their mask [B, max_tokens].
 
@@ -167,6 +167,7 @@ def encode_prompts(
     longer than `max_tokens` is cut off, with a warning in the log. Raises InputError for characters that cannot be
     encoded.
     """
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     read = tokenize(encoder.tokenizer, prompts, instruction, max_tokens, encoder.reference)
     ids, mask = (part.to(encoder.model.device) for part in read)
     with torch.no_grad():

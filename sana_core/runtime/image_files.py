@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import BinaryIO
 
 import numpy as np
@@ -15,6 +16,8 @@ from ..errors import InputError
 Rows = Iterator[np.ndarray]  # uint8 [n, W, 3], from top to bottom
 
 LEVEL = 4  # of compression; above it an image takes much longer for little
+PNG_ROWS = 32  # filtered at a time, so that the temporary arrays fit into the processor's cache
+NO_TEXTS: Mapping[str, str] = MappingProxyType({})
 TIFF_ROWS = 64  # of a strip, which is compressed alone
 SOFTWARE = "sana_core"
 
@@ -27,27 +30,49 @@ def levels(pixels: torch.Tensor) -> np.ndarray:
     return values.movedim(0, -1).cpu().numpy()
 
 
-def write_png(file: BinaryIO, width: int, height: int, rows: Rows) -> None:
-    """Write a PNG of 8 bits RGB. https://www.w3.org/TR/png-3/"""
+def write_png(file: BinaryIO, width: int, height: int, rows: Rows, texts: Mapping[str, str] = NO_TEXTS) -> None:
+    """Write a PNG of 8 bits RGB with ASCII `texts` by their keywords. https://www.w3.org/TR/png-3/
+
+    Every row is predicted by filter 4 (Paeth), and zlib only replaces runs of equal bytes. For images of a model the
+    files are about as large as with all of Pillow's filters and a search for repetitions, in a third of the time.
+    """
 
     def chunk(kind: bytes, data: bytes) -> None:
         file.write(struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)))
 
-    deflate = zlib.compressobj(LEVEL)
-    above = np.zeros((1, width * 3), np.uint8)
+    deflate = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
+    above = np.zeros((width, 3), np.uint8)
     file.write(b"\x89PNG\r\n\x1a\n")
     # 8 bits, RGB, no interlace
     chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    for strip in rows:
-        flat = strip.reshape(len(strip), -1)
-        # filter 2: what differs from the row above
-        up = flat - np.concatenate([above, flat[:-1]])
-        data = deflate.compress(np.insert(up, 0, 2, axis=1).tobytes())
-        above = flat[-1:]
-        if data:
+    for keyword, text in texts.items():
+        chunk(b"tEXt", f"{keyword}\0{text}".encode("ascii"))
+    for strip in regroup(rows, PNG_ROWS):
+        if data := deflate.compress(paeth_differences(strip, above).tobytes()):
             chunk(b"IDAT", data)
+        above = strip[-1]
     chunk(b"IDAT", deflate.flush())
     chunk(b"IEND", b"")
+
+
+def paeth_differences(strip: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """Return the rows of `strip` [n, W, 3] as [n, 1 + 3 W]: the number of PNG's Paeth filter, and what it leaves.
+
+    `above` [W, 3] is the row above the strip.
+    """
+    count, width, _ = strip.shape
+    padded = np.zeros((count + 1, width + 1, 3), np.int16)
+    padded[0, 1:], padded[1:, 1:] = above, strip
+    left, up, corner = padded[1:, :-1], padded[:-1, 1:], padded[:-1, :-1]
+    left_distance, up_distance = np.abs(up - corner), np.abs(left - corner)
+    corner_distance = np.abs(left + up - 2 * corner)
+    predicted = np.where(up_distance <= corner_distance, up, corner)
+    use_left = (left_distance <= up_distance) & (left_distance <= corner_distance)
+    predicted = np.where(use_left, left, predicted)
+    filtered = np.full((count, 1 + 3 * width), 4, np.uint8)
+    # Modulo 256, as PNG wants it.
+    filtered[:, 1:] = (padded[1:, 1:] - predicted).astype(np.uint8).reshape(count, -1)
+    return filtered
 
 
 def write_tiff(file: BinaryIO, width: int, height: int, rows: Rows) -> None:
@@ -87,8 +112,7 @@ def regroup(rows: Rows, count: int) -> Rows:
             cut = len(whole) // count * count
             yield from np.split(whole[:cut], cut // count)
             waiting = [whole[cut:]]
-    last = np.concatenate(waiting)
-    if len(last):
+    if waiting and len(last := np.concatenate(waiting)):
         yield last
 
 

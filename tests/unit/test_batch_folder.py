@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +22,11 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
+from sana_core.batch import pipeline
 from sana_core.batch.folder import OutputFolder
 from sana_core.batch.png import encode_png, write_image
+from sana_core.batch.plan import ImageSpec
+from sana_core.batch.writers import Writers
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.runtime import atomic_files as whole_files
 from sana_core.runtime.atomic_files import digest_of
@@ -281,25 +286,163 @@ def test_a_manifest_of_another_program_is_refused_by_name(batch, tmp_path, conte
 
 
 def test_files_that_others_write_meanwhile_stay(batch, tmp_path, monkeypatch):
-    out, real = tmp_path / "out", OutputFolder.save
+    out, real = tmp_path / "out", OutputFolder.write
 
-    def save(folder, picture, png):
+    def write(folder, image, png):
         (out / "00000_2.png").write_bytes(b"mine")
-        return real(folder, picture, png)
+        return real(folder, image, png)
 
-    monkeypatch.setattr(OutputFolder, "save", save)
+    monkeypatch.setattr(OutputFolder, "write", write)
     code, _, err = batch()
     assert code == 1 and "out/00000_2.png exists" in err
     (out / "00000_2.png").unlink()
 
-    def overwrite(folder, picture, png):
+    def overwrite(folder, image, png):
         (out / "manifest.json").write_bytes(b"mine")
-        return real(folder, picture, png)
+        return real(folder, image, png)
 
-    monkeypatch.setattr(OutputFolder, "save", overwrite)
+    monkeypatch.setattr(OutputFolder, "write", overwrite)
     code, _, err = batch()
     assert code == 1 and "somebody else has written out/manifest.json" in err
     assert (out / "manifest.json").read_bytes() == b"mine"
+
+
+def test_a_disk_that_renumbers_files_and_rounds_their_times_is_no_other_writer(made, batch, monkeypatch):
+    """As exFAT and FUSE do."""
+    (made / "00001_3.png").unlink()
+    real = OutputFolder.write
+
+    def write(folder, image, png):
+        manifest, copy = made / "manifest.json", made / "manifest.copy"
+        shutil.copyfile(manifest, copy)
+        copy.replace(manifest)
+        os.utime(manifest, (1, 1))
+        return real(folder, image, png)
+
+    monkeypatch.setattr(OutputFolder, "write", write)
+    code, out, err = batch()
+    assert (code, err, out.count(".png (")) == (0, "", 1)
+
+
+def test_resuming_shows_progress_and_can_be_cancelled(made, batch, monkeypatch):
+    (made / "00001_3.png").unlink()
+    # Every reading takes 2 s by this clock.
+    seconds = iter(range(0, 10**6, 2))
+    monkeypatch.setattr("sana_core.commands.batch.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    code, _, err = batch()
+    assert code == 0 and "\rreading the images that are there: 5 of 8" in err
+
+    before, calls = files(made), []
+
+    def cancel(count):
+        calls.append(count)
+        raise KeyboardInterrupt
+
+    folder = OutputFolder(SimpleNamespace(folder=made, check=lambda: None, run=made), PROMPTS, read_settings(made))
+    with pytest.raises(KeyboardInterrupt):
+        folder.find_done([ImageSpec(0, 0, 0)], cancel)
+    assert calls == [0] and files(made) == before
+
+
+@pytest.fixture
+def nan_images(monkeypatch):
+    """A function that makes the images of these seeds NaN, and returns the seeds that were sampled."""
+
+    def make(seeds):
+        real, sampled = pipeline.sample, []
+
+        def sample(models, settings, chunk, *arguments, **options):
+            latents = real(models, settings, chunk, *arguments, **options)
+            sampled.extend(image.seed for image in chunk)
+            for row, image in enumerate(chunk):
+                if image.seed in seeds:
+                    latents[row] = float("nan")
+            return latents
+
+        monkeypatch.setattr(pipeline, "sample", sample)
+        return sampled
+
+    return make
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_an_image_with_nan_is_reported_and_does_not_block_the_run_or_a_resume(batch, tmp_path, nan_images, chunk):
+    nan_images({1})
+    code, out, err = batch("--chunk", chunk)
+    assert code == 3 and out.count(".png (") == 6
+    lines = err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["failed", "failed", "images"]
+    assert f"00001_1.png (prompt {PROMPTS[1]!r}, seed 1): samples: 512 of 512 values are NaN" in err
+    assert lines[2].startswith("images: 2 failed, number 1, 5, counted from 0; number 1 failed because of samples: ")
+    assert lines[2].endswith("the same command tries them again")
+    before = files(tmp_path / "out")
+    assert len(before) == 6 and len(json.loads((tmp_path / "out" / "manifest.json").read_bytes())["pictures"]) == 6
+    sampled = nan_images({3})
+    # The next run tries the two images again, and only them.
+    code, out, err = batch("--chunk", chunk)
+    assert (code, out.count(".png (")) == (3, 0) and sorted(sampled) == [1, 1]
+
+
+def test_failed_images_are_generated_by_a_later_run(batch, tmp_path, nan_images, monkeypatch):
+    nan_images({1})
+    assert batch()[0] == 3
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    code, out, err = batch()
+    assert (code, err, out.count(".png (")) == (0, "", 2)
+
+
+def test_writers_bound_the_images_in_memory_and_raise_the_first_error():
+    written, release = [], threading.Event()
+
+    def write(number):
+        release.wait(20)
+        if number == 5:
+            raise OSError(28, "No space left on device")
+        written.append(number)
+
+    polls = []
+
+    def poll():
+        polls.append(1)
+        if len(polls) == 3:
+            release.set()
+
+    with pytest.raises(OSError, match="No space"), Writers(write, 2) as writers:
+        for number in range(4):
+            writers.put(number, poll)
+        # Two are being written and two wait, so nothing more is accepted.
+        assert not polls and not written
+        writers.put(4, poll)
+        assert len(polls) >= 3 and written
+        writers.put(5, poll)
+        writers.finish(poll)
+    assert sorted(written) == [0, 1, 2, 3, 4]
+
+
+def test_a_full_disk_ends_the_run_with_the_number_of_whole_images(made, batch, monkeypatch):
+    """Other writers may be in the middle of an image."""
+    for file in list(made.glob("0000?_[123].png")):
+        file.unlink()
+    real, count, lock = OutputFolder.write, iter(range(100)), threading.Lock()
+
+    def write(folder, image, png):
+        with lock:
+            if next(count) == 2:
+                raise OSError(28, "No space left on device")
+        time.sleep(0.05)
+        return real(folder, image, png)
+
+    monkeypatch.setattr(OutputFolder, "write", write)
+    code, out, err = batch()
+    there = len(files(made))
+    assert code == 1 and f"cannot write into out (No space left on device); {there} of 8 images are there" in err
+    assert out.count(".png (") == there - 2 and len(err.splitlines()) == 1
+    assert len(json.loads((made / "manifest.json").read_bytes())["pictures"]) == there
+
+
+def read_settings(folder):
+    return json.loads((folder / "manifest.json").read_bytes())["settings"]
 
 
 def test_a_folder_of_an_earlier_version_says_so(made, batch):

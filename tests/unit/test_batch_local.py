@@ -3,15 +3,20 @@
 import logging
 import random
 import threading
+import time
+from contextlib import closing
 
 import pytest
 import torch
 
 import sana_core
-from sana_core.batch import local
+from sana_core.batch import local, pipeline
 from sana_core.batch.local import generate_local, local_devices
+from sana_core.batch.loop import run_batch
 from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder
-from sana_core.batch.plan import Workload, batch_images
+from sana_core.batch.plan import FailedImage, ImageSpec, Workload, batch_images, split_into_chunks
+from sana_core.batch.queue import Queue
+from sana_core.runtime.cancellation import Polled
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SETTINGS = SamplingSettings(128, 128, steps=4)
@@ -111,6 +116,95 @@ def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
     assert sorted(arrived) == list(range(8))
 
 
+def test_a_device_that_responds_again_generates_images_again(caplog):
+    """Also if it is the only device, as after torch.compile has compiled again."""
+    hang, hung = threading.Event(), []
+
+    def prepare(device, poll):
+        def generate(chunk):
+            if chunk[0].number == 3 and not hung:
+                hung.append(chunk)
+                hang.wait(20)
+            return list(chunk)
+
+        return generate
+
+    with closing(local.LocalPool([torch.device("cpu")], prepare)) as pool:
+        queue = Queue(split_into_chunks(batch_images(1, 8, 0), 1))
+        real = pool.drop
+
+        def drop(worker, reason):
+            real(worker, reason)
+            assert pool.workers() == []
+            hang.set()
+
+        pool.drop = drop
+        images = [image.number for image, _ in run_batch(queue, pool, grace=0.1)]
+        assert sorted(images) == list(range(8)) and pool.workers() == ["cpu"]
+    assert "no other device is left, so the run waits for cpu" in caplog.text and "cpu responds again" in caplog.text
+
+
+def test_loading_has_a_patience_of_its_own(monkeypatch):
+    monkeypatch.setattr(local, "LOADING_PATIENCE", 0.5)
+    woken = threading.Event()
+
+    def before_chunk(worker, device, chunk, poll):
+        if worker.endswith("#2"):
+            # It does not poll, as a device that hangs.
+            woken.wait(20)
+        else:
+            for _ in range(10):
+                time.sleep(0.1)
+                poll()
+
+    devices = [torch.device("cpu")] * 2
+    with closing(local.LocalPool(devices, lambda device, poll: list, before_chunk=before_chunk)) as pool:
+        queue = Queue(split_into_chunks(batch_images(1, 2, 0), 1))
+        # The first device loads for a second, far longer than a chunk takes, and is not dropped.
+        assert len(list(run_batch(queue, pool, grace=0.01))) == 2
+        assert pool.workers() == ["cpu"]
+        woken.set()
+
+
+def test_closing_while_devices_load_does_not_wait_for_them():
+    loading, started = threading.Event(), threading.Barrier(3, timeout=20)
+
+    def before_chunk(worker, device, chunk, poll):
+        started.wait()
+        with Polled(poll):
+            while not loading.is_set():
+                torch.zeros(1)
+                time.sleep(0.01)
+
+    pool = local.LocalPool([torch.device("cpu")] * 2, lambda device, poll: list, before_chunk=before_chunk)
+    for worker in pool.workers():
+        pool.submit(worker, (ImageSpec(0, 0, 0),))
+    threads = list(pool.threads.values())
+    started.wait()
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 5 and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("what", ["models", "encoder"])
+def test_loading_can_be_cancelled(checkpoint, what):
+    polls = []
+
+    def poll():
+        polls.append(1)
+        if len(polls) == 20:
+            raise local.Cancelled
+
+    chunk, cpu = tuple(batch_images(1, 1, 0)), torch.device("cpu")
+    generation = local.LocalGeneration(Workload(PROMPTS, chunk), checkpoint, SETTINGS, [chunk], [cpu])
+    with pytest.raises(local.Cancelled):
+        if what == "models":
+            generation.load_models_on(cpu, poll)
+        else:
+            generation.encode_on(cpu, False, "cpu", (), poll)
+    assert generation.negative is None and generation.models[cpu].models is None
+
+
 def test_closing_stops_every_device_within_a_step():
     started = threading.Barrier(3, timeout=30)
     polls = []
@@ -138,6 +232,61 @@ def test_an_error_of_the_work_is_raised_and_no_thread_stays(checkpoint, slow_dra
     with pytest.raises(ValueError, match="bad weights"):
         draw(checkpoint, devices=CPUS)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sana batch")]
+
+
+def test_an_image_that_fails_alone_does_not_end_the_batch(checkpoint, alone, slow_draw):
+    """For a reason that is unknown: after the first image, each image of the chunk is tried alone."""
+
+    def fail(chunk):
+        if any(image.number == 5 for image in chunk):
+            raise ValueError("unlucky\nmore text")
+
+    slow_draw(fail)
+    results = {
+        image.number: result
+        for image, result in generate_local(Workload(PROMPTS, batch_images(2, 4, 5), 3), checkpoint, SETTINGS, ["cpu"])
+    }
+    assert results.pop(5) == FailedImage("ValueError: unlucky")
+    assert len(results) == 7 and all(torch.equal(result, alone[number]) for number, result in results.items())
+
+
+def test_errors_of_many_images_in_a_row_end_the_batch(checkpoint, slow_draw):
+    drawn = []
+
+    def fail(chunk):
+        drawn.append(chunk)
+        if len(drawn) > 2:
+            raise ValueError("the library is broken")
+
+    slow_draw(fail)
+    with pytest.raises(ValueError, match="the library is broken"):
+        draw(checkpoint, count=20, chunk=1)
+    assert len(drawn) == 2 + local.LARGEST_FAILURES
+
+
+def test_images_with_nan_are_named_after_the_others_were_generated(checkpoint, alone, monkeypatch):
+    real = pipeline.sample
+
+    def sample(models, settings, chunk, *arguments, **options):
+        latents = real(models, settings, chunk, *arguments, **options)
+        return torch.where(torch.tensor([image.seed == 6 for image in chunk])[:, None, None, None], torch.nan, latents)
+
+    monkeypatch.setattr(pipeline, "sample", sample)
+    with pytest.raises(sana_core.FailedImagesError) as caught:
+        draw(checkpoint, chunk=2, devices=CPUS)
+    message = str(caught.value)
+    assert message.startswith("images: 2 failed, number 1, 5, counted from 0; number 1 failed because of samples: ")
+    assert len(message.splitlines()) == 1 and list(caught.value.failed) == [1, 5]
+    for number, image in enumerate(caught.value.images):
+        assert image.isnan().all() if number in (1, 5) else torch.equal(image, alone[number])
+
+
+def test_a_single_string_is_one_prompt(checkpoint):
+    options = {"width": 32, "height": 32, "steps": 1}
+    one, listed = (sana_core.generate(prompt, checkpoint, **options) for prompt in ("cat", ["cat"]))
+    assert torch.equal(one, listed) and len(one) == 1
+    encoder = load_encoder(checkpoint, torch.device("cpu"), "float32")
+    assert len(sana_core.encode_prompts(encoder, "cat")[0]) == 1
 
 
 def test_a_device_that_is_not_there_is_left_out_with_a_log(caplog):

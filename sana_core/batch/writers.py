@@ -1,0 +1,62 @@
+"""Threads that encode images as PNG files and write them, while the devices generate the next images."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Generic, TypeVar
+
+from ..runtime.cancellation import Poll
+
+T = TypeVar("T")
+# More threads would not help: four devices at 10 images per second each need 2 cores for the PNG files of 1024 px.
+LARGEST_THREADS = 8
+# Images per thread that wait or are being written. Then the batch waits for the disk, and memory stays bounded.
+BACKLOG = 2
+POLL_INTERVAL = 0.2
+
+
+def default_threads() -> int:
+    """Return the number of writers. A slow disk keeps two busy even where there are few cores."""
+    return max(2, min(LARGEST_THREADS, (os.cpu_count() or 1) // 2))
+
+
+class Writers(Generic[T]):
+    """Call `write` in threads, for one item each.
+
+    An error of `write` is raised by the next call of `put` or `finish`. Leaving the context waits for the items that
+    are being written, so that no file is half, and drops the others.
+    """
+
+    def __init__(self, write: Callable[[T], None], threads: int) -> None:
+        self.write, self.capacity = write, BACKLOG * threads
+        self.executor = ThreadPoolExecutor(threads, "sana writer")
+        self.pending: set[Future[None]] = set()
+
+    def __enter__(self) -> Writers[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.executor.shutdown(wait=True, cancel_futures=True)
+
+    def put(self, item: T, poll: Poll) -> None:
+        """Write `item` soon. Waits while too many items are pending."""
+        self.wait_for(self.capacity - 1, poll)
+        self.pending.add(self.executor.submit(self.write, item))
+
+    def finish(self, poll: Poll) -> None:
+        """Wait until all items are written."""
+        self.wait_for(0, poll)
+
+    def wait_for(self, allowed: int, poll: Poll) -> None:
+        """Wait until at most `allowed` items are pending."""
+        while True:
+            done = {future for future in self.pending if future.done()}
+            self.pending -= done
+            for future in done:
+                future.result()
+            if len(self.pending) <= allowed:
+                return
+            wait(self.pending, POLL_INTERVAL, FIRST_COMPLETED)
+            poll()
