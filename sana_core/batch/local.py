@@ -60,8 +60,8 @@ LARGEST_FAILURES = 8
 CPU = torch.device("cpu")
 
 
-class Cancelled(Exception):
-    """The batch ended while a worker was busy."""
+class Cancelled(BaseException):
+    """The batch ended while a worker was busy. No Exception, because loading turns exceptions into errors of files."""
 
 
 class LocalPool(Generic[R]):
@@ -504,8 +504,7 @@ class LocalGeneration:
             with self.lock:
                 self.failures += 1
                 is_about_one_image = (
-                    not isinstance(error, Cancelled)
-                    and (not isinstance(error, SanaError) or isinstance(error, InputError))
+                    (not isinstance(error, SanaError) or isinstance(error, InputError))
                     and not is_out_of_memory(error)
                     and not is_driver_error(error)
                     and self.finished > 0
