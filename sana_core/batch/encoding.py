@@ -119,6 +119,10 @@ class EncodingPlan(Generic[Text]):
         if session is None:
             # Other workers waited too long for it.
             return None
+        if session.prompt is not None:
+            # The device failed with it, and the session continues on another device.
+            self.waiting.appendleft(session.prompt)
+            session.prompt = None
         if self.waiting and (session.budget > 0 or any(prompt in self.waiting for prompt in needed)):
             session.prompt, session.last_progress = self.waiting.popleft(), now
             session.budget -= 1

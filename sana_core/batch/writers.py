@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from os import cpu_count
 from typing import Generic, TypeVar
 
 from ..runtime.cancellation import Poll
@@ -19,7 +19,7 @@ POLL_INTERVAL = 0.2
 
 def default_threads() -> int:
     """Return the number of writers. A slow disk keeps two busy even where there are few cores."""
-    return max(2, min(LARGEST_THREADS, (os.cpu_count() or 1) // 2))
+    return max(2, min(LARGEST_THREADS, (cpu_count() or 1) // 2))
 
 
 class Writers(Generic[T]):

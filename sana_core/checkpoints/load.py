@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,9 @@ MOST_VIDEO_LAYERS = 64
 VIDEO_KINDS = ("video_transformer", "video_autoencoder")
 # in a configuration, what is not the library's
 OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview")
+
+# Held by the thread that constructs a module with empty parameters.
+CONSTRUCTION = threading.Lock()
 
 
 def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
@@ -112,10 +117,33 @@ def check_layers(info: CheckpointInfo, layers: int) -> None:
         )
 
 
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Let modules that this thread constructs have their parameters on the meta device, but real buffers.
+
+    accelerate's init_empty_weights() also changes the modules of other threads, and the devices of a batch load in
+    parallel.
+    """
+    thread = threading.get_ident()
+
+    def register_empty(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and threading.get_ident() == thread:
+            empty = parameter.to("meta")
+            module._parameters[name] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+    with CONSTRUCTION:
+        register = torch.nn.Module.register_parameter
+        torch.nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     """Return what `build_module` does. Raises CheckpointError for an unknown width, and the libraries' own errors."""
     import diffusers
-    from accelerate import init_empty_weights
     from transformers import Gemma2Config, Gemma2Model
 
     config = shapes_config(info) if info.config is None else info.config
@@ -142,7 +170,7 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
                 f"{info.name}: got {module.config.out_channels} out_channels, expected {module.config.in_channels} as "
                 "in_channels; use a released model"
             )
-    with init_empty_weights(include_buffers=False):
+    with empty_parameters():
         if info.kind == "text_encoder":
             # other implementations leave out the cap on the attention's logits, and older transformers choose them
             return Gemma2Model(Gemma2Config(**{**config, "attn_implementation": "eager"}))

@@ -113,6 +113,13 @@ def test_the_prompt_of_a_session_that_fails_is_encoded_by_the_next_session():
     assert encode(plan, "b") == PROMPTS[1:4]
 
 
+def test_a_session_that_moves_to_another_device_repeats_the_prompt_that_failed():
+    plan = EncodingPlan(PROMPTS[:4], 8)
+    plan.begin("a", "device", 0.0)
+    assert plan.next_prompt("a", (), 0.0) == PROMPTS[0]
+    assert encode(plan, "a") == PROMPTS[:4]
+
+
 def test_other_workers_take_over_from_a_session_that_hangs():
     plan = EncodingPlan(PROMPTS[:4], 8)
     plan.begin("a", "device", 0.0)

@@ -17,7 +17,7 @@ BANNED_MODULES = {"pickle", "subprocess", "socket", "os", "ctypes", "urllib", "r
 DESCRIPTORS = {"O_RDONLY", "O_WRONLY", "close", "devnull", "dup2", "fstat", "fsync", "open"}
 # torch binds a store to all interfaces unless it receives a socket that is already bound to one address
 BOUND_STORE = {"AF_INET", "AF_INET6", "create_server"}
-ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "getpid"}, "socket": BOUND_STORE}
+ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "cpu_count", "getpid"}, "socket": BOUND_STORE}
 BANNED_ATTRIBUTES = {("sys", "path"), ("os", "environ"), ("os", "system")}
 # These methods of diffusers and transformers look up classes, code, weights or kernels by names in a folder's JSON.
 LOOKUPS = {"from_pretrained", "from_config", "from_single_file", "load_config", "get_class_from_dynamic_module"}
@@ -44,7 +44,6 @@ def test_shipped_code_does_nothing_that_the_registry_bans(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             assert (node.value.id, node.attr) not in BANNED_ATTRIBUTES, node.lineno
     assert not re.search(r"[\"']cuda|\.cuda\(|trust_remote_code|\.eval\(", source)
-    assert source.count("\n") <= 400
 
 
 def lookups(source):
