@@ -20,6 +20,7 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.machine import description
+from benchmarks.simulated_gpus import Costs, busy_share
 from benchmarks.simulation import SimulatedPool
 from sana_core.batch.local import LocalPool
 from sana_core.batch.loop import run_batch
@@ -198,6 +199,17 @@ def simulation() -> dict:
     }
 
 
+def idle_gpus() -> dict:
+    """Four equal GPUs with loading, encoding and PNG files of 1024 px: the share of the time in which they work."""
+    seconds, writers, shares = (0.1, 0.3, 1.0, 5.0), (1, 2, 4), {}
+    for image in seconds:
+        images = int(max(2000, min(12_000, 1200 / image)))
+        shares[f"{image} s per image"] = {
+            f"{count} writers": round(busy_share(4, Costs(image), images, writers=count), 3) for count in writers
+        }
+    return {"gpus": 4, "png_seconds": Costs(1).png, "busy": shares, "target": 0.95}
+
+
 def plot(pool: SimulatedPool, efficiency: float, arrived: list[float]) -> None:
     """Draw what every worker did, and how many pictures there were."""
     import matplotlib
@@ -233,6 +245,7 @@ def main() -> None:
         "unequal": unequal,
         "overhead": overhead,
         "simulation": simulation,
+        "idle_gpus": idle_gpus,
     }
     path = ROOT / "benchmarks" / "batch.json"
     figures = json.loads(path.read_text()) if path.is_file() else {}

@@ -208,7 +208,12 @@ class LocalPool(Generic[R]):
 
     def drop(self, worker: str, reason: BaseException) -> None:
         """Stop using `worker`. If it hangs, it is used again when it responds."""
+        if worker not in self.inboxes and worker not in self.hanging:
+            # Both of its chunks have failed.
+            return
         if isinstance(reason, TimeoutError):
+            if worker in self.hanging:
+                return
             inbox = self.hanging[worker] = self.inboxes.pop(worker)
             # The loop requeues all chunks of the worker, so it must not begin another one.
             while not inbox.empty():

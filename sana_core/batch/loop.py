@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..runtime.accelerator import is_out_of_memory
 from .plan import Chunk, FailedImage, ImageSpec
@@ -107,7 +107,7 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
             raise error
 
 
-def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
+def handle_outcome(outcome: Outcome[Any], queue: Queue, pool: Pool[Any]) -> Iterator[tuple[ImageSpec, Any]]:
     """Record the end of a chunk. Yields its images, except images that another worker has finished before."""
     worker, chunk, error = outcome.worker, outcome.chunk, outcome.error
     if error is not None:

@@ -134,7 +134,7 @@ def empty_parameters() -> Iterator[None]:
 
     with CONSTRUCTION:
         register = torch.nn.Module.register_parameter
-        torch.nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+        torch.nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:

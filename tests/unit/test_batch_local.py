@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from pretend_card import pretend_cards
 
 import sana_core
 from sana_core.batch import local, pipeline
@@ -360,19 +361,75 @@ def test_where_memory_is_short_encoder_and_models_are_never_there_together(check
     assert all(torch.equal(some[number], whole[number]) for number in whole)
 
 
-def test_a_copy_that_is_late_by_a_window_harms_nothing(checkpoint, slow_draw, monkeypatch):
-    monkeypatch.setattr(local, "FIRST_ON_CPU", 2)
-    whole, begun = draw_many(checkpoint), threading.Event()
+def test_a_late_copy_generates_only_the_images_that_nobody_has_finished(checkpoint, alone):
+    images = batch_images(2, 4, 5)
+    chunk, cpu = (images[3], images[4]), torch.device("cpu")
+    generation = local.LocalGeneration(Workload(PROMPTS, images), checkpoint, resolved(checkpoint), [chunk], [cpu])
+    generate = generation.prepare(cpu, lambda: None)
+    generation.before_chunk("cpu", cpu, chunk, lambda: None)
+    generation.finish_image(0)
+    finished, missing = generate(chunk)
+    assert finished == FailedImage("another device has finished it") and torch.equal(missing, alone[4])
+    generation.finish_image(1)
+    assert generate(chunk) == [finished] * 2
 
-    def wait(chunk):
-        if threading.current_thread().name.endswith("#2") and not begun.is_set():
-            begun.wait(20)
-        if chunk[0].number > 12:
-            begun.set()
 
-    slow_draw(wait)
-    some = draw_many(checkpoint, CPUS)
-    assert begun.is_set() and all(torch.equal(some[number], whole[number]) for number in whole)
+def resolved(checkpoint):
+    return pipeline.resolve_settings(SETTINGS, checkpoint)
+
+
+def test_each_gpu_gets_as_many_images_at_once_as_fit_into_its_memory(checkpoint, monkeypatch):
+    limits, sizes = {"cuda:0": 3, "cuda:1": 1}, {"cuda:0": set(), "cuda:1": set()}
+    monkeypatch.setattr(local, "largest_chunk", lambda checkpoint, settings, device: limits[str(device)])
+    monkeypatch.setattr("sana_core.batch.plan.default_chunk_size", lambda *arguments: 3)
+    real = local.generate_chunk
+
+    def generate(models, settings, chunk, *arguments):
+        sizes[str(models.transformer.device)].add(len(chunk))
+        return real(models, settings, chunk, *arguments)
+
+    monkeypatch.setattr(local, "generate_chunk", generate)
+    with pretend_cards(2):
+        images = batch_images(len(MANY), 2, 5)
+        results = list(generate_local(Workload(MANY, images), checkpoint, SMALL, list(limits)))
+    assert sorted(image.number for image, _ in results) == list(range(20))
+    assert max(sizes["cuda:0"]) == 3 and sizes["cuda:1"] == {1}
+
+
+@pytest.mark.parametrize("share", [0.8, 0.0])
+def test_prompts_move_to_another_device_when_the_first_gpu_cannot_encode(checkpoint, monkeypatch, share):
+    """Out of memory on the GPUs while they encode. 0.0: no GPU has room beside its models."""
+    monkeypatch.setattr("sana_core.batch.batch_size.SHARE", share)
+    real, used = local.load_encoder, []
+
+    def load(checkpoint, device, *arguments):
+        used.append(str(device))
+        if (str(device) == "cuda:0" or not share) and device.type != "cpu":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(checkpoint, device, *arguments)
+
+    monkeypatch.setattr(local, "load_encoder", load)
+    with pretend_cards(2):
+        images = batch_images(len(MANY), 1, 5)
+        results = list(generate_local(Workload(MANY, images, 1), checkpoint, SMALL, ["cuda:0", "cuda:1"]))
+    assert len(results) == 10 and not any(isinstance(result, FailedImage) for _, result in results)
+    assert used[-1] == ("cuda:1" if share else "cpu")
+
+
+def test_a_gpu_that_breaks_while_it_encodes_leaves_the_prompts_to_the_others(checkpoint, monkeypatch):
+    monkeypatch.setattr(local, "FIRST", 2)
+    real = local.encode_text
+
+    def encode(encoder, prompt, instruction):
+        if encoder.model.device.index == 0 and prompt == MANY[3]:
+            cards.fail("cuda:0", "driver")
+        return real(encoder, prompt, instruction)
+
+    monkeypatch.setattr(local, "encode_text", encode)
+    with pretend_cards(2) as cards:
+        images = batch_images(len(MANY), 2, 5)
+        results = list(generate_local(Workload(MANY, images, 1), checkpoint, SMALL, ["cuda:0", "cuda:1"]))
+    assert sorted(image.number for image, _ in results) == list(range(20))
 
 
 def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
