@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator
 from contextlib import closing
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from ..runtime.cancellation import Poll
+from .clock import WatchClock
 from .timeouts import POLL_INTERVAL
 
 T = TypeVar("T")
@@ -29,14 +29,15 @@ def iterate_in_thread(
     """Yield what the generator `work(alive)` yields, which runs in a thread.
 
     It must call `alive` often, which raises Abandoned once nobody waits. `poll`, called twice a second here, cancels by
-    raising. Raises what the generator does, and LostError when `alive` is not called for `timeout` seconds.
+    raising. Raises what the generator does, and LostError when `alive` is not called for `timeout` seconds. Time in
+    which the caller does not wait for a result, or in which this process is stopped, does not count.
     """
     results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
     abandoned = threading.Event()
-    last_alive = [time.monotonic()]
+    called = threading.Event()
 
     def alive() -> None:
-        last_alive[0] = time.monotonic()
+        called.set()
         if abandoned.is_set():
             raise Abandoned
 
@@ -51,15 +52,21 @@ def iterate_in_thread(
             results.put((None, StopIteration()))
 
     threading.Thread(target=run, name="sana cluster", daemon=True).start()
+    clock = WatchClock()
+    last_alive = clock()
     try:
         while True:
             poll()
             try:
                 found, error = results.get(timeout=POLL_INTERVAL)
             except Empty:
-                if time.monotonic() - last_alive[0] > timeout:
+                if called.is_set():
+                    called.clear()
+                    last_alive = clock()
+                elif clock() - last_alive > timeout:
                     raise LostError(f"no answer for {timeout:.0f} s") from None
                 continue
+            last_alive = clock()
             if isinstance(error, StopIteration):
                 return
             if error is not None:

@@ -21,6 +21,7 @@ from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
 from .actors import ActorCache, ClusterRun, Work, put_weights
 from .background import LostError, call_in_thread, iterate_in_thread
+from .clock import WatchClock
 from .connection import CLIENT, ClusterSettings, connect_client, connected, import_ray
 from .timeouts import ACTOR_IDLE_TIMEOUT, CALL_TIMEOUT, POLL_INTERVAL, PROBE_TIMEOUT
 
@@ -96,10 +97,10 @@ class Session:
 
     def acquire(self, poll: Poll) -> None:
         """Wait until the last run, which was cancelled, has ended its actors. Raises ClusterError if it cannot."""
-        deadline = time.monotonic() + CALL_TIMEOUT
+        clock = WatchClock()
         while not self.busy.acquire(timeout=POLL_INTERVAL):
             poll()
-            if time.monotonic() > deadline:
+            if clock() > CALL_TIMEOUT:
                 raise self.give_up(f"no answer for {CALL_TIMEOUT:.0f} s")
 
     def check_connection(self, poll: Poll) -> None:

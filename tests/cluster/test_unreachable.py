@@ -3,9 +3,11 @@
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from sana_core.cluster import clock
 from sana_core.cluster.background import call_in_thread
 from sana_core.cluster.connection import connect_client, connected
 from sana_core.errors import ClusterError
@@ -63,3 +65,30 @@ def test_a_connection_that_comes_too_late_is_ended():
     while undone != [True]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_time_in_which_the_process_was_stopped_is_no_silence(monkeypatch):
+    """The thread that talks to the cluster was stopped as well, and may run later than the one that waits for it."""
+    now, looks, continued = [0.0], [], threading.Event()
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def poll():
+        now[0] += 300.0 if len(looks) == 1 else 0.5
+        looks.append(now[0])
+        if len(looks) == 4:
+            continued.set()
+
+    assert call_in_thread(lambda: continued.wait(20), lambda result: None, poll, 40.0)
+
+
+def test_silence_is_still_found(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def poll():
+        now[0] += 20.0
+
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="no answer for 4 s"):
+        call_in_thread(lambda: never.wait(20), lambda result: None, poll, 4.0)
+    never.set()
