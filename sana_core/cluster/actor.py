@@ -54,29 +54,27 @@ class Actor:
             "sana_seconds_per_picture", description="seconds for an image", boundaries=BOUNDARIES
         )
 
-    def locate(self) -> tuple[str, dict[str, str]]:
-        """Return the id of the node that this runs on, and the code that it runs."""
+    def locate(self) -> tuple[str, str, dict[str, str]]:
+        """Return the id of this machine, Ray's ids of the GPUs of this actor, and the code that it runs."""
+        context = ray.get_runtime_context()
         code = describe_code(Path(import_module(PACKAGE).__file__ or "").parent)
-        return ray.get_runtime_context().get_node_id(), code
+        return context.get_node_id(), ",".join(context.get_accelerator_ids().get("GPU", [])), code
 
     @ray.method(concurrency_group="status")
     def answer(self) -> None:
         """Answer, while another call goes on too: the process lives."""
 
     def call(self, method: str, arguments: bytes, *weights: bytes) -> bytes:
-        """Return what the method of that name makes, how it failed, why, and what was warned of meanwhile.
-
-        It is one of the worker's, or `prepare` or `generate`.
-        """
-        result, failure, reason = None, "", ""
+        """Call `prepare`, `generate`, or a method of the worker. Returns (result, failure kind, message, warnings)."""
+        result, failure, reason, caught = None, "", "", None
         try:
-            own = getattr(self, method, None) or getattr(self.worker, method)
-            result = own(*loads(arguments), *map(loads, weights))
+            function = getattr(self, method, None) or getattr(self.worker, method)
+            result = function(*loads(arguments), *map(loads, weights))
         except Exception as error:
-            accelerator = import_module(f"{PACKAGE}.runtime.accelerator")
-            out_of_memory, driver = accelerator.is_out_of_memory(error), accelerator.is_driver_error(error)
-            failure = "memory" if out_of_memory else "driver" if driver else "error"
-            reason = str(error) or type(error).__name__
+            (failure, reason), caught = describe_failure(error), error
+        if failure == "memory":
+            # Not inside the handler, which would keep the tensors of the failed work alive.
+            import_module(f"{PACKAGE}.runtime.accelerator").release_memory_of(caught)
         warned = [record.getMessage() for record in self.warnings.buffer]
         self.warnings.flush()
         return dumps((result, failure, reason, warned))
@@ -89,17 +87,39 @@ class Actor:
             self.worker = worker
         return self.worker.begin(job)
 
-    def generate(self, chunk: list[object], prompts: list[object]) -> list[object]:
-        """Return the images of a chunk."""
+    def generate(self, chunk: list[object], prompts: list[object]) -> tuple[float, list[object]]:
+        """Return the seconds that a chunk took, and its images."""
         started = time.monotonic()
         try:
             images = self.worker.generate(chunk, prompts)
         except BaseException:
             self.failures.inc()
             raise
+        seconds = time.monotonic() - started
         self.images.inc(len(chunk))
-        self.seconds.observe((time.monotonic() - started) / len(chunk))
-        return images
+        self.seconds.observe(seconds / len(chunk))
+        return seconds, images
+
+
+def describe_failure(error: Exception) -> tuple[str, str]:
+    """Return the kind of a failure, and its message on one line.
+
+    The kinds are "memory", "driver" for a broken GPU, "machine" for a missing file or library, and "error" for all
+    else.
+    """
+    errors = import_module(f"{PACKAGE}.errors")
+    if isinstance(error, errors.SanaError):
+        return "machine", str(error)
+    if isinstance(error, ImportError):
+        # torch itself may be missing, and the module below needs it.
+        return "machine", errors.first_line(error)
+    accelerator = import_module(f"{PACKAGE}.runtime.accelerator")
+    kind = "machine" if isinstance(error, OSError) else "error"
+    if accelerator.is_out_of_memory(error):
+        kind = "memory"
+    elif accelerator.is_driver_error(error):
+        kind = "driver"
+    return kind, errors.first_line(error)
 
 
 def actor_class() -> Any:

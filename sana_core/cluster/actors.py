@@ -20,13 +20,21 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ActorHandle:
-    """An actor: what Ray calls it by, where it may be, and since when it is asked for, placed, or asked to answer."""
+    """An actor of a pool. Times are seconds of the pool's clock."""
 
-    handle: Any
-    strategy: object
-    since: float
-    node_id: str = ""
+    handle: Any  # Ray's
+    strategy: object  # Ray's scheduling strategy
+    since: float  # when it was requested, later when it was told to load
+    node_id: str = ""  # before it is placed: the requested machine, "" for any
     name: str = ""
+    gpu: str = ""  # Ray's ids of its GPUs on its machine
+    heard: float = 0.0  # when it last answered, or was asked to answer
+    loaded: bool = False  # whether it was ready once
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The machine and the GPU."""
+        return self.node_id, self.gpu
 
 
 @dataclass
@@ -81,11 +89,15 @@ def put_weights(ray: ModuleType, changed: Mapping[str, torch.Tensor], poll: Poll
 
 
 class ActorError(Exception):
-    """What an actor's work ended with."""
+    """What an actor's work ended with. Without a more specific class, the actor or the work may be the cause."""
 
 
 class DriverError(ActorError):
     """An accelerator failed, and not the work on it."""
+
+
+class MachineError(ActorError):
+    """A machine lacks something that the work needs: a file, a library, space on a disk."""
 
 
 def with_name(name: str, cause: BaseException) -> ClusterError:
@@ -96,4 +108,4 @@ def with_name(name: str, cause: BaseException) -> ClusterError:
 def last_line(error: BaseException) -> str:
     """Return the reason that an error of Ray's gives: its last line, after those that say what it means."""
     lines = [line.strip() for line in str(getattr(error, "cause", None) or error).splitlines() if line.strip()]
-    return brief(lines[-1] if lines else type(error).__name__, 200)
+    return brief(lines[-1] if lines else type(error).__name__, 300)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Hashable
 from contextlib import closing
 from pathlib import Path
@@ -14,13 +13,15 @@ from ..batch.pipeline import SamplingSettings, check_prompts, resolve_settings
 from ..batch.plan import Chunk, Generated, Workload
 from ..batch.progress import OnStatus, WorkerReport, no_status
 from ..batch.queue import Queue
-from ..checkpoints.files import Json
+from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import fingerprint
+from ..errors import ClusterError
+from ..runtime.accelerator import is_out_of_memory
 from ..runtime.cancellation import no_poll
 from ..runtime.folder_lock import Hold
-from .actors import ActorError, ClusterRun, DriverError
+from .actors import ActorError, ActorHandle, ClusterRun
 from .connection import ClusterSettings
-from .pool import Pool
+from .pool import REMEDY, Pool
 from .session import run_alone
 from .worker import Job
 
@@ -50,10 +51,11 @@ def generate_on_cluster(
 ) -> Generator[Generated, None, None]:
     """Yield each image of `workload` as it finishes, generated on the GPUs of a Ray cluster.
 
-    They come as tensors [3, H, W] in [-1, 1]; with the settings `described`, as the PNG files of `encode_png`, made
-    where they are generated. Into a folder `shared` by all machines, which this run holds, they are written there, by
-    the names of `file_name`, and come as the digests of the files; a machine that cannot write there is left out.
-    `report` shows who generates. `on_status` is told what the run waits for.
+    An image is a tensor [3, H, W] in [-1, 1]. With the settings `described` it is the PNG file of `encode_png`, which
+    the machine of the GPU encodes. With `shared`, a folder of all machines that this run holds, it is the digest of the
+    PNG file, which the machine has written there under the name of `file_name`. A machine that cannot write there is
+    left out. `report` shows who generates. `on_status` receives what
+    the run waits for.
 
     Raises what `make_job` does, InputError for a missing ray, ClusterError where no cluster or no GPU of it can be
     reached, and what a machine said where none is left.
@@ -93,21 +95,25 @@ def generate_with(
             yield from run_batch(queue, batch, cluster.grace)
         except BaseException:
             # in the middle of a step
-            for worker in {worker for worker, _ in batch.flying.values()} & pool.actors.keys():
+            for worker in {worker for worker, _, _ in batch.flying.values()} & pool.actors.keys():
                 pool.end(pool.actors[worker])
             raise
 
 
 class BatchPool:
-    """The actors of a pool as workers of the loop, which gives each a chunk, and another on its way meanwhile."""
+    """The actors of a pool as workers of the loop. Each has a chunk, and another one on its way meanwhile."""
 
     depth = 2
     reports_starts = False
 
     def __init__(self, pool: Pool, workload: Workload) -> None:
         self.pool, self.workload = pool, workload
-        self.flying: dict[Hashable, tuple[str, Chunk]] = {}
-        self.now = time.monotonic
+        # By Ray's reference: the actor, its chunk, and when it got the chunk.
+        self.flying: dict[Hashable, tuple[str, Chunk, float]] = {}
+        self.last_result: dict[str, float] = {}  # when each actor's last chunk arrived
+        # Image number: the actor that failed at it with an unknown error, and the place of this actor.
+        self.errors: dict[int, tuple[str, tuple[str, str]]] = {}
+        self.now = pool.clock
 
     def workers(self) -> list[str]:
         return list(self.pool.actors)
@@ -115,26 +121,59 @@ class BatchPool:
     def submit(self, worker: str, chunk: Chunk) -> None:
         prompts = [self.workload.prompts[image.prompt] for image in chunk]
         arguments = [tuple(image) for image in chunk], prompts
-        self.flying[self.pool.call(self.pool.actors[worker], "generate", arguments)] = (worker, chunk)
+        self.flying[self.pool.call(self.pool.actors[worker], "generate", arguments)] = worker, chunk, self.now()
 
     def wait(self) -> list[Outcome[object]]:
-        return [outcome for call in self.pool.wait(list(self.flying)) for outcome in self.settle(call)]
+        outcomes = [outcome for call in self.pool.wait(list(self.flying)) for outcome in self.settle(call)]
+        # An error may end the batch, so the images that arrived with it are delivered first.
+        return sorted(outcomes, key=lambda outcome: outcome.error is not None)
 
     def settle(self, call: Hashable) -> list[Outcome[object]]:
-        """Return how a chunk ended; nothing where its actor was lost, for then the loop gives it to another."""
-        worker, chunk = self.flying.pop(call)
+        """Return how a chunk ended. Returns nothing if its actor is lost, because the loop then queues it again."""
+        worker, chunk, submitted = self.flying.pop(call)
+        free = max(submitted, self.last_result.get(worker, submitted))
+        self.last_result[worker] = self.now()
+        actor = self.pool.actors.get(worker)
         try:
-            return [Outcome(worker, chunk, self.pool.unpack(worker, call))]
+            seconds, results = self.pool.unpack(worker, call)
         except MemoryError as error:
-            return [Outcome(worker, chunk, error=error)]
-        except (self.pool.ray.exceptions.RayError, DriverError) as error:
-            self.drop(worker, error)
-        except ActorError as error:
-            # a disk that is full or gone, a library that differs; the images go to other machines
-            if worker in self.pool.actors:
-                self.pool.refuse(self.pool.actors[worker], error)
-        return []
+            # The chunk of a lost actor is already queued again, whole.
+            return [Outcome(worker, chunk, error=error)] if actor else []
+        except (self.pool.ray.exceptions.RayError, ActorError) as error:
+            if actor is None:
+                return []
+            if type(error) is ActorError and (fault := self.fault_of_work(actor, chunk, error)):
+                return [Outcome(worker, chunk, error=fault)]
+            self.pool.fail(actor, error)
+            return []
+        if actor is not None:
+            self.pool.reset(actor)
+        # A slow network takes longer than the actor, and the actor longer than the time in which somebody looked.
+        return [Outcome(worker, chunk, results, seconds=max(seconds, self.now() - free))]
+
+    def fault_of_work(self, actor: ActorHandle, chunk: Chunk, error: ActorError) -> ClusterError | None:
+        """Record an error that the actor or the work may have caused.
+
+        The work has if one of its images failed on another GPU too. Returns the error of the batch then.
+        """
+        for image in chunk:
+            name, place = self.errors.setdefault(image.number, (actor.name, actor.place))
+            if place != actor.place:
+                return ClusterError(
+                    f"{actor.name}: image {image.number} (prompt {image.prompt + 1}, seed {image.seed}): {error}; "
+                    f"it has failed on {name} too; see the logs of both machines"
+                )
+        return None
 
     def drop(self, worker: str, reason: BaseException) -> None:
-        if worker in self.pool.actors:
-            self.pool.drop(self.pool.actors[worker], reason)
+        """Give up an actor that hangs, or whose GPU has no memory for a single image."""
+        actor = self.pool.actors.get(worker)
+        if actor is None:
+            return
+        if is_out_of_memory(reason):
+            # Another actor would have the same memory.
+            width, height = self.pool.job["settings"]["width"], self.pool.job["settings"]["height"]
+            text = f"memory runs out for a single image of {width} x {height} pixels ({brief(reason)}); {REMEDY}"
+            self.pool.close_place(actor, ActorError(text))
+        else:
+            self.pool.fail(actor, reason)

@@ -7,7 +7,9 @@ for some more besides, so that the cluster's autoscaler sees what is wanted. An 
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,23 @@ from typing import Any
 from ..batch.progress import counted
 from ..checkpoints.files import Json, brief
 from ..errors import ClusterError
-from .actors import ActorError, ActorHandle, ClusterRun, DriverError, last_line, with_name
+from .actors import ActorError, ActorHandle, ClusterRun, DriverError, MachineError, last_line, with_name
+from .clock import WatchClock
 from .timeouts import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT, POLL_INTERVAL
 from .worker import Job
 
 logger = logging.getLogger(__name__)
 
-# starts of actors on one machine that may fail one after another
+# Actors that may die or lose their GPU one after another without one image between them: starts on a machine, and
+# actors on a GPU.
 LARGEST_TRIES = 5
+# Actors of a GPU that may fail one after another with an error that they report themselves.
+LARGEST_ERRORS = 2
 # actors that are asked for beside those that the cluster has GPUs for
 AHEAD = 8
+REMEDY = "choose smaller images, dtype bfloat16, fewer processes on each GPU, or GPUs with more memory"
+# By the failure kinds of Actor.call.
+FAILURES = {"memory": MemoryError, "driver": DriverError, "machine": MachineError, "error": ActorError}
 
 
 class Pool:
@@ -48,10 +57,16 @@ class Pool:
         self.loaded: dict[str, int] = {}  # how many images at once each has memory for
         self.refused: dict[str, ClusterError] = {}  # nodes that cannot generate
         self.failures: dict[str, tuple[int, float]] = {}  # starts that failed on a node in a row, and the last
+        # Actors of a place that were lost, and that have reported an error, since its last chunk.
+        self.losses: Counter[tuple[str, str]] = Counter()
+        self.errors: Counter[tuple[str, str]] = Counter()
+        self.closed: Counter[tuple[str, str]] = Counter()  # actors that a place no longer has room for
+        self.parked: list[ActorHandle] = []  # idle actors that occupy closed places, so that Ray fills others
+        self.clock = WatchClock()
         self.min_actors = 2 if together else 1  # actors that the work can begin with, or go on
         self.warned: set[str] = set()
         self.placed: set[str] = set()  # nodes that ever had an actor
-        self.last_check = self.last_member = time.monotonic()
+        self.last_check = self.last_member = self.clock()
         self.nodes = self.living()
         for actor in self.cache.actors:
             if actor.node_id in self.nodes:
@@ -65,10 +80,14 @@ class Pool:
         """Return the cluster's machines that live, by id."""
         return {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
 
-    def capacity(self, node_id: str) -> int:
-        """Return how many actors a machine has room for."""
+    def slots(self, node_id: str) -> int:
+        """Return how many actors a machine has resources for."""
         resources = self.nodes.get(node_id, {}).get("Resources", {})
         return min(int(resources.get(name, 0) / amount) for name, amount in self.cluster.needs.items())
+
+    def capacity(self, node_id: str) -> int:
+        """Return how many actors a machine has room for, without closed places."""
+        return self.slots(node_id) - sum(count for (node, _), count in self.closed.items() if node == node_id)
 
     def machine(self, node_id: str) -> str:
         return f"{self.nodes[node_id]['NodeManagerHostname']} ({node_id[:6]})"
@@ -79,10 +98,9 @@ class Pool:
         return [*self.starting.values(), *self.actors.values()]
 
     def check_health(self) -> None:
-        """Forget the actors whose machine has gone, ask whether the others live, and for as many as are missing."""
+        """Drop lost actors, ping the others, and request as many as are missing."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.last_check = now = time.monotonic()
         self.nodes = self.living()
         for actor in self.held:
             if actor.node_id not in self.nodes:
@@ -90,10 +108,16 @@ class Pool:
         pinged = list(self.pings.values())
         for actor in self.held:
             if actor not in pinged:
-                actor.since = now
                 self.pings[actor.handle.answer.remote()] = actor
-            elif now - actor.since > (ACTOR_TIMEOUT if actor.name in self.actors else LOADING_TIMEOUT):
-                self.drop(actor, TimeoutError(f"it has not answered for {now - actor.since:.0f} s"))
+                actor.heard = self.clock()
+            silence, ready = self.clock() - actor.heard, actor.name in self.actors
+            if silence > (ACTOR_TIMEOUT if ready else LOADING_TIMEOUT):
+                self.fail(actor, TimeoutError(f"it has not answered for {silence:.0f} s"))
+            elif actor.loaded and not ready and self.clock() - actor.since > LOADING_TIMEOUT:
+                # It has nothing to load. The last run ended while it hung, because another actor had a copy.
+                self.fail(actor, TimeoutError("it has not finished the last run"))
+        # A lost actor moves the next check forward, but this check already looks for a replacement.
+        self.last_check = now = self.clock()
         able = {node: count for node in self.nodes if node not in self.refused and (count := self.capacity(node)) > 0}
         if self.together:
             lost, self.cache.lost = self.cache.lost, []
@@ -118,7 +142,7 @@ class Pool:
         ahead = [call for call, actor in self.asked.items() if not actor.node_id]
         for call in ahead[max(0, missing) :]:
             self.ray.kill(self.asked.pop(call).handle)
-        _, failed = self.failures.get("", (0, 0.0))
+        _, failed = self.failures.get("", (0, -math.inf))
         if now - failed > PLACEMENT_TIMEOUT:
             for _ in range(min(missing, AHEAD) - len(ahead)):
                 self.ask(self.anywhere(), "")
@@ -127,7 +151,7 @@ class Pool:
         needs = dict(self.cluster.needs)
         options = {"num_gpus": needs.pop("GPU"), "num_cpus": 0, "resources": needs, "scheduling_strategy": strategy}
         handle = self.actor_class.options(**options).remote()
-        self.asked[handle.locate.remote()] = ActorHandle(handle, strategy, time.monotonic(), node_id)
+        self.asked[handle.locate.remote()] = ActorHandle(handle, strategy, self.clock(), node_id)
 
     def anywhere(self) -> object:
         """Return where Ray may place an actor: on any machine that has not refused."""
@@ -165,16 +189,21 @@ class Pool:
                 self.ask(PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index), node_id)
 
     def wait(self, calls: list[Hashable]) -> list[Hashable]:
-        """Return which of `calls` have ended, after a short time also none, and see to the actors meanwhile.
+        """Return which of `calls` have ended, after a short time also none, and replace lost actors meanwhile.
 
-        Raises what a machine said where all that were there refuse, ClusterError when no actor was placed in time.
+        Raises the first machine's error where all machines refuse, ClusterError when no actor was placed in time.
         """
         self.poll()
-        now = time.monotonic()
-        if now - self.last_check > HEALTH_CHECK_INTERVAL:
+        # All answers are read before any actor is judged by its silence.
+        ready = self.read(calls)
+        if self.clock() - self.last_check > HEALTH_CHECK_INTERVAL:
             self.check_health()
+        now, finished = self.clock(), [call for call in calls if call in ready]
         if len(self.held) >= self.min_actors:
             self.last_member = now
+        elif finished:
+            # Images of the last actors, which are delivered before the run ends.
+            return finished
         elif self.all_refuse():
             raise next(iter(self.refused.values()))
         elif now - self.last_member > self.cluster.wait:
@@ -183,10 +212,14 @@ class Pool:
                 f"cluster: no GPU of it could be had for {self.cluster.wait:.0f} s{reasons}; "
                 "see ray status for what its machines have, and what others use"
             )
+        return finished
+
+    def read(self, calls: list[Hashable]) -> set[Hashable]:
+        """Return which of `calls` have ended, and handle the ended calls of the pool itself."""
         waiting = [*calls, *self.pings, *self.starting, *self.asked]
         if not waiting:
             time.sleep(POLL_INTERVAL)
-            return []
+            return set()
         ready, _ = self.ray.wait(waiting, num_returns=len(waiting), timeout=0)
         if not ready:
             ready, _ = self.ray.wait(waiting, num_returns=1, timeout=POLL_INTERVAL)
@@ -199,11 +232,11 @@ class Pool:
                 self.on_started(call)
             elif call in self.pings:
                 self.on_ping(call)
-        return [call for call in calls if call in ready]
+        return set(ready)
 
     def may_place(self) -> bool:
         """Whether Ray may be about to place an actor; it takes long only where no machine has a GPU for it."""
-        return any(time.monotonic() - actor.since < ACTOR_TIMEOUT for actor in self.asked.values())
+        return any(self.clock() - actor.since < ACTOR_TIMEOUT for actor in self.asked.values())
 
     def all_refuse(self) -> bool:
         """Whether there are machines with GPUs, and all of them have refused; one that has died might come back."""
@@ -234,22 +267,28 @@ class Pool:
         actor = self.pings.pop(call)
         try:
             self.ray.get(call)
+            actor.heard = self.clock()
         except self.ray.exceptions.RayError as error:
-            self.drop(actor, error)
+            self.fail(actor, error)
 
     def on_placed(self, call: Hashable) -> None:
-        """Let an actor that Ray has placed load, where it runs the code of this run."""
+        """Let an actor that Ray has placed load the model, if it runs the same code as the driver."""
         actor = self.asked.pop(call)
         try:
-            actor.node_id, code = self.ray.get(call)
+            actor.node_id, actor.gpu, code = self.ray.get(call)
         except self.ray.exceptions.RayError as error:
             self.count_failure(actor, error)
             return
         if actor.node_id not in self.nodes:
-            # it has just joined
-            self.nodes = self.living()
+            # It has just joined. Machines that have gone stay until the next check, which drops their actors.
+            self.nodes = {**self.nodes, **self.living()}
         if actor.node_id in self.refused or actor.node_id not in self.nodes or len(self.held) >= self.max_actors:
             self.ray.kill(actor.handle)
+            return
+        room = max(1, int(1 / self.cluster.gpus_per_worker)) - self.closed[actor.place]
+        if self.closed[actor.place] and sum(other.place == actor.place for other in self.held) >= room:
+            self.parked.append(actor)
+            self.last_check = -math.inf
             return
         self.placed.add(actor.node_id)
         actor.name = f"{self.machine(actor.node_id)[:-1]}, actor {len(self.cache.machines) + 1})"
@@ -267,9 +306,9 @@ class Pool:
 
     def prepare(self, actor: ActorHandle) -> None:
         """Let an actor load what the job wants, unless it has that, and take it in when it is ready."""
-        actor.since = time.monotonic()
-        # of a machine's cores, as Ray counts them
-        threads = int(self.nodes[actor.node_id]["Resources"].get("CPU", 0)) // max(1, self.capacity(actor.node_id))
+        actor.since = actor.heard = self.clock()
+        # An equal share of the machine's cores, as Ray counts them.
+        threads = int(self.nodes[actor.node_id]["Resources"].get("CPU", 0)) // max(1, self.slots(actor.node_id))
         changed = self.cache.changed
         arguments = self.job, max(1, threads), list(changed)
         self.starting[self.call(actor, "prepare", arguments, *changed.values())] = actor
@@ -283,32 +322,41 @@ class Pool:
         return self.ray.put(self.ray.cloudpickle.dumps(value))
 
     def on_started(self, call: Hashable) -> None:
-        """Take an actor in that is ready, or note why it is not."""
-        actor = self.starting.pop(call)
+        """Add an actor that has loaded the model to the ready ones, or count its failure."""
+        actor = self.starting[call]
         try:
             largest = self.unpack(actor.name, call)
-            # of the memory of a GPU that it has to itself
-            self.loaded[actor.name] = max(1, int(largest * min(1, self.cluster.gpus_per_worker)))
         except self.ray.exceptions.RayError as error:
+            self.starting.pop(call)
             self.count_failure(actor, error)
         except (MemoryError, ActorError) as error:
-            self.refuse(actor, error)
+            if isinstance(error, MemoryError):
+                error = ActorError(f"memory runs out while the model loads ({brief(error)}); {REMEDY}")
+            if self.together:
+                self.refuse(actor, error)
+            else:
+                self.fail(actor, error)
         else:
+            self.starting.pop(call)
+            # The actor assumes that it has a whole GPU.
+            self.loaded[actor.name] = max(1, int(largest * min(1, self.cluster.gpus_per_worker)))
             self.failures.pop(actor.node_id, None)
             self.actors[actor.name] = actor
+            actor.loaded = True
+            actor.heard = self.clock()
 
     def unpack(self, name: str, call: Hashable) -> Any:
-        """Return what a call of the actor of that name has made, and log what it warned of.
+        """Return the result of a call of the actor `name`, and log its warnings.
 
-        Raises MemoryError, DriverError or ActorError for what it failed with, and Ray's errors.
+        Raises MemoryError or an ActorError for an error of the actor, and Ray's errors.
         """
         result, failure, reason, warnings = self.ray.cloudpickle.loads(self.ray.get(call))
+        if name in self.actors:
+            self.actors[name].heard = self.clock()
         for text in warnings:
             self.warn_once(name, text)
-        if failure == "memory":
-            raise MemoryError(f"{name}: {reason}")
         if failure:
-            raise DriverError(reason) if failure == "driver" else ActorError(reason)
+            raise FAILURES[failure](reason)
         return result
 
     def warn_once(self, name: str, text: str) -> None:
@@ -319,20 +367,63 @@ class Pool:
             logger.warning("cluster: %s", text)
 
     def count_failure(self, actor: ActorHandle, error: BaseException) -> None:
-        """Note that an actor has not come up, and leave its machine out when that happens again and again."""
-        count, last = self.failures.get(actor.node_id, (0, 0.0))
-        # those that end together, as with a node, count once
-        count += actor.since > last
-        self.failures[actor.node_id] = count, time.monotonic()
+        """Count an actor that died before it was ready. After five in a row, give up its machine.
+
+        If other actors of the machine are ready, only the actor's GPU is given up.
+        """
+        count, last = self.failures.get(actor.node_id, (0, -math.inf))
+        # Actors that end together, for example with a machine, count once.
+        if actor.since > last:
+            count += 1
+        self.failures[actor.node_id] = count, self.clock()
+        # Its process may be alive, if only a call failed.
+        self.ray.kill(actor.handle)
         if actor.node_id in self.nodes:
             reason = f"its processes end before they are ready ({last_line(error)}); see its disk and its logs"
-            if count >= LARGEST_TRIES:
-                self.refuse(actor, ClusterError(reason))
-            else:
+            if count < LARGEST_TRIES:
                 logger.warning("cluster: %s: %s", self.machine(actor.node_id), reason)
+            elif actor.gpu and any(other.node_id == actor.node_id for other in self.actors.values()):
+                self.failures.pop(actor.node_id)
+                self.close_place(actor, ClusterError(reason))
+            else:
+                self.refuse(actor, ClusterError(reason))
+
+    def fail(self, actor: ActorHandle, error: BaseException) -> None:
+        """Kill an actor whose work failed with `error`, and replace it where the next one may succeed.
+
+        A machine that lacks a file or a library is given up at once. A GPU is given up after two actors in a row that
+        report another error, or five that die, hang or lose the GPU. Its count starts again with each chunk that it
+        finishes.
+        """
+        if actor not in self.held:
+            return
+        lost = isinstance(error, DriverError | TimeoutError | self.ray.exceptions.RayError)
+        count, limit = (self.losses, LARGEST_TRIES) if lost else (self.errors, LARGEST_ERRORS)
+        count[actor.place] += 1
+        if isinstance(error, MachineError):
+            self.refuse(actor, error)
+        elif count[actor.place] >= limit and not self.together:
+            self.close_place(actor, error)
+        else:
+            self.drop(actor, error)
+
+    def reset(self, actor: ActorHandle) -> None:
+        """Count the failures of a GPU from zero."""
+        self.losses.pop(actor.place, None)
+        self.errors.pop(actor.place, None)
+
+    def close_place(self, actor: ActorHandle, error: BaseException) -> None:
+        """Start no more actors on the GPU of `actor`, and refuse its machine if that was the last one."""
+        self.closed[actor.place] += 1
+        self.reset(actor)
+        if self.capacity(actor.node_id) <= 0:
+            self.refuse(actor, error)
+        else:
+            logger.error("cluster: %s is left out: %s", actor.name, last_line(error))
+            self.end(actor)
 
     def refuse(self, actor: ActorHandle, cause: BaseException) -> None:
-        """Leave the actor's machine out: it is well, but cannot generate, and another try there would end the same."""
+        """Start no more actors on the actor's machine, because another one would fail in the same way."""
         name = actor.name or self.machine(actor.node_id)
         if actor.node_id not in self.refused:
             self.refused[actor.node_id] = with_name(name, cause)
@@ -344,15 +435,16 @@ class Pool:
         self.end(actor)
 
     def drop(self, actor: ActorHandle, reason: BaseException) -> None:
-        """Kill an actor that was lost; another is asked for."""
+        """Kill an actor that is lost. It is replaced."""
         if actor in self.held:
             logger.warning("cluster: lost %s: %s", actor.name, last_line(reason))
             self.end(actor)
             if self.together:
                 self.cache.lost.append(actor)
-            self.last_check = 0.0
 
     def end(self, actor: ActorHandle) -> None:
+        """Kill an actor. The next check looks for another one."""
+        self.last_check = -math.inf
         self.ray.kill(actor.handle)
         self.actors.pop(actor.name, None)
         self.starting = {call: other for call, other in self.starting.items() if other is not actor}
@@ -361,7 +453,7 @@ class Pool:
     def close(self) -> None:
         """Leave the actors that have a place to the cache, and end the others."""
         self.cache.actors += self.held
-        for actor in self.asked.values():
+        for actor in (*self.asked.values(), *self.parked):
             self.ray.kill(actor.handle)
         if self.together:
             self.cache.lost += self.asked.values()

@@ -27,6 +27,7 @@ from sana_core.cluster.actors import ActorCache, ClusterRun
 from sana_core.cluster.batch import generate_on_cluster
 from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
+from sana_core.cluster.timeouts import ACTOR_TIMEOUT
 from sana_core.cluster.worker import Job
 from sana_core.errors import ClusterError
 from sana_core.runtime.folder_lock import hold
@@ -163,6 +164,46 @@ def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
             send_to_an_actor(signal.SIGSTOP)
     assert sorted(arrived) == list(range(12))
     assert [name.split()[-1] for name in report.finished] == ["1)", "2)"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_consumer_that_stalls_loses_no_actor(cluster, checkpoint, monkeypatch):
+    """Every look finds images, and sends pings that nobody reads before the next stall."""
+    monkeypatch.setattr(sana_core.cluster.pool, "ACTOR_TIMEOUT", 2.0)
+    monkeypatch.setattr(sana_core.cluster.pool, "HEALTH_CHECK_INTERVAL", 0.0)
+    for _ in range(2):
+        add_node(cluster)
+    report, arrived = WorkerReport(), []
+    workload, run = Workload(PROMPTS, batch_images(2, 20, 5), 1), ClusterSettings(cluster.address)
+    for image, _ in generate_on_cluster(workload, checkpoint, SETTINGS, run, report=report):
+        arrived.append(image.number)
+        if len(arrived) in (5, 10, 15):
+            time.sleep(4)
+    assert sorted(arrived) == list(range(40))
+    assert sorted(name.split()[-1] for name in report.machines) == ["1)", "2)"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_driver_that_is_stopped_for_a_while_loses_no_actor(cluster, checkpoint, tmp_path):
+    for _ in range(2):
+        add_node(cluster)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    words = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--width", 128, "--height", 128]
+    words += ["--steps", 20, "--chunk", 1, "--count", 20, "--cluster", cluster.address, "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "sana_core", *map(str, words), "--report"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(list((tmp_path / "out").glob("*.png"))) < 3:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(ACTOR_TIMEOUT + 10)
+    process.send_signal(signal.SIGCONT)
+    said = process.communicate(timeout=200)[0]
+    assert process.returncode == 0 and len(list((tmp_path / "out").glob("*.png"))) == 40
+    assert "lost" not in said and set(re.findall(r"actor (\d+)\): ", said)) == {"1", "2"}
 
 
 @pytest.mark.timeout(300)
