@@ -5,6 +5,7 @@ A machine of the cluster loads the files that MODEL and VAE came from. The promp
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import latent_preview
 import torch
 
 from ...sana_core.batch.pipeline import SamplingSettings, resolve_settings
-from ...sana_core.batch.plan import Embedding, Workload
+from ...sana_core.batch.plan import Embedding, FailedImage, Workload
 from ...sana_core.batch.progress import Progress, WorkerReport
 from ...sana_core.cluster.batch import generate_with
 from ...sana_core.cluster.worker import Job
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from .batch_inputs import BatchInputs
+
+logger = logging.getLogger(__name__)
 
 REMEDY = "remove it, or choose all in devices"
 # what a CONDITIONING of SANA Text Encode has besides the embeddings
@@ -56,6 +59,7 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
     progress, show = Progress(len(images)), progress_under_running_node()
     previewer = latent_preview.get_previewer(batch.model.load_device, batch.model.model.latent_format)
     results: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    failures: dict[int, str] = {}  # why, by the number of the image
     report = WorkerReport()
     workload = Workload(prompts, images, batch.chunk or None)
     status = status_under_running_node()
@@ -63,7 +67,12 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
         batch.model, session, job, lambda run: generate_with(run, job, workload, report), "batch", status
     )
     with closing(generation) as generated:
-        for image, (array, pixels) in generated:
+        for image, result in generated:
+            if isinstance(result, FailedImage):
+                failures[image.number] = f"image {image.number + 1} (seed {image.seed}): {result.reason}"
+                logger.warning("SANA Batch Sampler: %s; it is black", failures[image.number])
+                continue
+            array, pixels = result
             latent = torch.from_numpy(array.copy())
             row = batch.model.model.process_latent_out(latent).to(device=device, dtype=dtype)
             # [3, H, W] in [-1, 1] to [H, W, 3] in [0, 1]
@@ -73,6 +82,14 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
             bar.update_absolute(bar.current + 1, None, preview)
             progress.step()
             show(progress.describe(len(report.ready)))
+    if not results:
+        first = next(iter(failures.values()))
+        raise InputError(f"model: all {len(failures)} images failed ({first}); choose another weight_dtype or model")
+    blank_latent, blank_image = (
+        tensor if tensor is None else torch.zeros_like(tensor) for tensor in next(iter(results.values()))
+    )
+    for number in failures:
+        results[number] = blank_latent, blank_image
     machines: Counter[str] = Counter()
     for worker, number in report.finished.items():
         machines[report.machines[worker]] += number

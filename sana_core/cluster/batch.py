@@ -10,7 +10,7 @@ import torch
 
 from ..batch.loop import Outcome, run_batch
 from ..batch.pipeline import SamplingSettings, check_prompts, resolve_settings
-from ..batch.plan import Chunk, Generated, Workload
+from ..batch.plan import Chunk, FailedImage, Generated, Workload
 from ..batch.progress import OnStatus, WorkerReport, no_status
 from ..batch.queue import Queue
 from ..checkpoints.files import Json, brief
@@ -54,7 +54,7 @@ def generate_on_cluster(
     An image is a tensor [3, H, W] in [-1, 1]. With the settings `described` it is the PNG file of `encode_png`, which
     the machine of the GPU encodes. With `shared`, a folder of all machines that this run holds, it is the digest of the
     PNG file, which the machine has written there under the name of `file_name`. A machine that cannot write there is
-    left out. `report` shows who generates. `on_status` receives what
+    left out. An image with NaN or infinity is a FailedImage. `report` shows who generates. `on_status` receives what
     the run waits for.
 
     Raises what `make_job` does, InputError for a missing ray, ClusterError where no cluster or no GPU of it can be
@@ -71,7 +71,9 @@ def generate_on_cluster(
         run_alone(cluster, lambda run: generate_with(run, job, workload, found), no_poll, on_status)
     ) as generated:
         for image, result in generated:
-            yield image, torch.from_numpy(result.copy()) if described is None else result
+            if described is None and not isinstance(result, FailedImage):
+                result = torch.from_numpy(result.copy())
+            yield image, result
 
 
 def generate_with(
@@ -148,6 +150,7 @@ class BatchPool:
             return []
         if actor is not None:
             self.pool.reset(actor)
+        results = [FailedImage(image["failed"]) if isinstance(image, dict) else image for image in results]
         # A slow network takes longer than the actor, and the actor longer than the time in which somebody looked.
         return [Outcome(worker, chunk, results, seconds=max(seconds, self.now() - free))]
 

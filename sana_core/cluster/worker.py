@@ -23,6 +23,7 @@ from ..batch.pipeline import (
     ImageInputs,
     SamplingSettings,
     decode,
+    decode_each,
     encode_negative,
     encode_text,
     encode_texts,
@@ -31,7 +32,7 @@ from ..batch.pipeline import (
     load_models,
     sample,
 )
-from ..batch.plan import LARGEST_CHUNK, Chunk, ImageSpec
+from ..batch.plan import LARGEST_CHUNK, Chunk, FailedImage, ImageSpec
 from ..batch.png import encode_png, file_name, write_image
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
@@ -45,6 +46,8 @@ from ..sampling.guidance import ShardedModel
 from ..sampling.masked import InitImage
 from ..split.processes import ProcessSplit
 from ..split.speed import device_name, measure
+
+NOT_FINITE = "samples: got NaN or infinity; sample again in bf16 or fp32"
 
 
 class Job(NamedTuple):
@@ -138,19 +141,27 @@ class Worker:
         return largest_chunk(job.transformer, job.settings, device, loaded=True, prompts=job.prompts)
 
     def generate(self, images: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
-        """Return the images of a chunk in the format of the job. `prompts` are texts or embeddings."""
+        """Return the images of a chunk in the format of the job. `prompts` are texts or embeddings.
+
+        An image with NaN or infinity is {"failed": reason}.
+        """
         chunk: Chunk = tuple(ImageSpec(*each) for each in images)
         texts = prompts if self.job.encoder is None else list(map(self.encode, prompts))
         encoded = Conditioning(texts, self.negative)
         inputs = ImageInputs(init=self.job.init and InitImage(*self.job.init))
         latents = sample(self.models, self.job.settings, chunk, encoded, images=inputs)
-        pixels: list[Any] = [None] * len(chunk)
         if self.models.autoencoder is not None:
-            pixels = decode(self.models.autoencoder, latents)
+            pixels: list[Any] = decode_each(self.models.autoencoder, latents)
+        else:
+            pixels = [None if latent.isfinite().all() else FailedImage(NOT_FINITE) for latent in latents]
         return [self.package_result(*each) for each in zip(chunk, prompts, latents, pixels, strict=True)]
 
-    def package_result(self, image: ImageSpec, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | None) -> Any:
-        """Return one image as the job wants it. Raises OutputError where it cannot be written."""
+    def package_result(
+        self, image: ImageSpec, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | FailedImage | None
+    ) -> Any:
+        """Return one image in the format of the job. Raises OutputError where it cannot be written."""
+        if isinstance(pixels, FailedImage):
+            return {"failed": pixels.reason}
         array = None if pixels is None else pixels.numpy()
         if self.job.latents:
             return latent.cpu().numpy(), array

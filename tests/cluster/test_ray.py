@@ -18,18 +18,20 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.pipeline import SamplingSettings, resolve_settings
-from sana_core.batch.plan import Workload, batch_images
+from sana_core.batch.pipeline import SamplingSettings, encode_texts, load_encoder, resolve_settings
+from sana_core.batch.plan import FailedImage, Workload, batch_images
 from sana_core.batch.png import describe_settings
-from sana_core.batch.progress import WorkerReport
+from sana_core.batch.progress import WorkerReport, no_status
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actors import ActorCache, ClusterRun
-from sana_core.cluster.batch import generate_on_cluster
+from sana_core.cluster.batch import generate_on_cluster, generate_with, make_job
 from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
+from sana_core.cluster.session import run_alone
 from sana_core.cluster.timeouts import ACTOR_TIMEOUT
 from sana_core.cluster.worker import Job
 from sana_core.errors import ClusterError
+from sana_core.runtime.cancellation import no_poll
 from sana_core.runtime.folder_lock import hold
 
 # an actor has one core
@@ -204,6 +206,29 @@ def test_a_driver_that_is_stopped_for_a_while_loses_no_actor(cluster, checkpoint
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0 and len(list((tmp_path / "out").glob("*.png"))) == 40
     assert "lost" not in said and set(re.findall(r"actor (\d+)\): ", said)) == {"1", "2"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("decoded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_an_image_with_nan_fails_alone(cluster, checkpoint, decoded):
+    """One of the encoded prompts has NaN. Its images are in chunks with the images of other prompts."""
+    add_node(cluster)
+    encoder = load_encoder(checkpoint, torch.device("cpu"), SETTINGS.dtype)
+    texts, negative = encode_texts(encoder, ["a cat", *PROMPTS], "")
+    prompts = list(texts.values())
+    prompts[1] = prompts[1][0] * float("nan"), prompts[1][1]
+    workload = Workload(prompts, batch_images(3, 2, 5), 3)
+    job = make_job(Workload(PROMPTS, []), checkpoint, SETTINGS)._replace(encoder=None, negative=negative, latents=True)
+    if not decoded:
+        job = job._replace(autoencoder=None)
+    report, results = WorkerReport(), {}
+    run = ClusterSettings(cluster.address)
+    for image, result in run_alone(run, lambda run: generate_with(run, job, workload, report), no_poll, no_status):
+        results[image.number] = result
+    failed = {number for number, result in results.items() if isinstance(result, FailedImage)}
+    assert failed == {2, 3} and "samples: " in results[2].reason
+    assert all((results[number][1] is not None) == decoded for number in (0, 1, 4, 5))
+    assert sum(report.finished.values()) == 4 and len(report.machines) == 1 and not report.refused
 
 
 @pytest.mark.timeout(300)

@@ -6,7 +6,9 @@ Nothing here reaches a cluster; tests/cluster draws on one.
 import json
 import logging
 
+import numpy as np
 import pytest
+from fake_cuda import pack
 from in_process import NodeError
 
 
@@ -99,6 +101,35 @@ def test_a_folder_or_a_pipe_in_its_place_is_broken_too(host, operators_file, cap
     os.mkfifo(operators_file)
     assert '"cluster"' not in choices(host)
     assert "expected a regular file" in caplog.text
+
+
+@pytest.fixture
+def failing_images(monkeypatch, operators_file):
+    """A function of seeds: the cluster, which is not there, has failed at the images with these seeds."""
+    canvas, plan = pack("nodes.host.batch_cluster"), pack("sana_core.batch.plan")
+
+    def build(*seeds):
+        def results(model, session, job, work, kind, on_status):
+            for image in plan.batch_images(1, 3, 7):
+                good = np.ones((32, 4, 4), np.float32), np.zeros((3, 128, 128), np.float32)
+                yield image, plan.FailedImage("samples: NaN") if image.seed in seeds else good
+
+        monkeypatch.setattr(canvas, "run_for", results)
+
+    return build
+
+
+def test_an_image_that_failed_on_the_cluster_is_black(host, cluster_graph, failing_images, caplog):
+    failing_images(8)
+    images = host.run(cluster_graph(count=3, seed=7))["image"]
+    assert [float(image.mean()) for image in images] == [0.5, 0.0, 0.5]
+    assert "image 2 (seed 8): samples: NaN; it is black" in caplog.text
+
+
+def test_a_batch_of_failed_images_is_an_error(host, cluster_graph, failing_images):
+    failing_images(7, 8, 9)
+    with pytest.raises(NodeError, match=r"model: all 3 images failed \(image 1 \(seed 7\): samples: NaN\); choose"):
+        host.run(cluster_graph(count=3, seed=7))
 
 
 def patch(graph, kind, **inputs):

@@ -1,0 +1,66 @@
+"""What an actor does on a pretended GPU that fails. The actor runs in this process, without Ray's scheduling."""
+
+import numpy as np
+import pytest
+from pretend_card import NAN, pretend_cards
+from ray.cloudpickle import dumps, loads
+
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
+from sana_core.batch.plan import batch_images
+from sana_core.checkpoints.fingerprint import fingerprint
+from sana_core.cluster.actor import Actor
+from sana_core.cluster.worker import Job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SETTINGS = SamplingSettings(64, 64, 2)
+CHUNK = [tuple(image) for image in batch_images(1, 3, 5)]
+PROMPTS = ["a red circle"] * 3
+
+
+def call(actor, method, *arguments):
+    """Return the result, the kind of the failure, and the message."""
+    return loads(actor.call(method, dumps(arguments)))[:3]
+
+
+@pytest.fixture
+def job(checkpoint):
+    path = str(checkpoint)
+    settings = resolve_settings(SETTINGS, path)
+    return Job(settings, {path: fingerprint(path)}, path, path, path).pack()
+
+
+@pytest.mark.parametrize(
+    "failure, kind",
+    [
+        ("memory", "memory"),
+        ("cublas memory", "memory"),
+        ("cudnn memory", "memory"),
+        ("cublas", "driver"),
+        ("cudnn", "driver"),
+        ("driver", "driver"),
+    ],
+)
+def test_a_failure_of_the_gpu_is_reported_by_its_kind(job, failure, kind):
+    with pretend_cards() as cards:
+        actor = Actor()
+        assert call(actor, "prepare", job, 1, [])[1] == ""
+        cards.fail("cuda", failure, at=200)
+        result, reported, reason = call(actor, "generate", CHUNK, PROMPTS)
+        assert result is None and reported == kind and "\n" not in reason
+        if kind == "memory":
+            (_, images), reported, _ = call(actor, "generate", CHUNK, PROMPTS)
+            assert reported == "" and len(images) == 3
+
+
+def test_a_chunk_with_nan_is_a_value(job):
+    with pretend_cards() as cards:
+        actor = Actor()
+        call(actor, "prepare", job, 1, [])
+        good = call(actor, "generate", CHUNK, PROMPTS)[0][1]
+        # The prompts are encoded, so the call is one of the transformer's.
+        cards.fail("cuda", NAN, at=200)
+        (_, images), kind, _ = call(actor, "generate", CHUNK, PROMPTS)
+        assert kind == "" and all("NaN" in image["failed"] for image in images)
+        again = call(actor, "generate", CHUNK, PROMPTS)[0][1]
+    assert all(np.array_equal(one, other) for one, other in zip(good, again, strict=True))
