@@ -118,7 +118,8 @@ class Worker:
             for name, weight in changed.items():
                 self.models.transformer.get_parameter(name).copy_(weight)
         if job.encoder is not None:
-            self.encoder = load_encoder(job.encoder, device, settings.dtype, settings.reference)
+            place = device if has_room_for_encoder(job.encoder, settings, device) else torch.device("cpu")
+            self.encoder = load_encoder(job.encoder, place, settings.dtype, settings.reference)
 
     def begin(self, payload: Json) -> int:
         """Generate for the job of those `payload` from now on, which wants what is loaded, in that precision.

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from pretend_card import NAN, pretend_cards
 from ray.cloudpickle import dumps, loads
 
-from sana_core.batch.pipeline import SamplingSettings, resolve_settings
+from sana_core.batch.batch_size import weight_bytes
+from sana_core.batch.pipeline import SamplingSettings, load_models, resolve_settings
 from sana_core.batch.plan import batch_images
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actor import Actor
@@ -64,3 +66,19 @@ def test_a_chunk_with_nan_is_a_value(job):
         assert kind == "" and all("NaN" in image["failed"] for image in images)
         again = call(actor, "generate", CHUNK, PROMPTS)[0][1]
     assert all(np.array_equal(one, other) for one, other in zip(good, again, strict=True))
+
+
+def test_a_gpu_without_memory_for_the_text_encoder_generates(job, checkpoint):
+    """The text encoder is then on the CPU."""
+    with pretend_cards() as cards:
+        models = load_models(checkpoint, torch.device("cuda:0"), resolve_settings(SETTINGS, checkpoint), checkpoint)
+        needed = cards.peak[models.transformer.device]
+    encoder = weight_bytes(checkpoint, torch.float32, ["text_encoder"])
+    with pretend_cards(total=needed + encoder // 2) as cards:
+        actor = Actor()
+        assert call(actor, "prepare", job, 1, [])[1] == ""
+        assert {parameter.device.type for parameter in actor.worker.encoder.model.parameters()} == {"cpu"}
+        # Sampling needs more than the weights.
+        cards.limit("cuda", 10 * needed)
+        (_, images), kind, reason = call(actor, "generate", CHUNK[:1], PROMPTS[:1])
+    assert kind == "" and len(images) == 1, reason
