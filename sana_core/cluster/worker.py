@@ -136,6 +136,9 @@ class Worker:
             # the last ones: the queue hands the images of a prompt out one after another
             self.encode = lru_cache(LARGEST_CHUNK)(partial(encode_text, self.encoder, instruction=True))
             self.negative = encode_negative(self.encoder, job.settings.negative_prompt)
+            if not self.negative[0].isfinite().all():
+                # Every image would fail, although another GPU may be able to generate them.
+                raise ArithmeticError("the text encoder returned NaN for the negative prompt")
         elif job.negative is not None:
             self.negative = job.negative
         device = self.models.transformer.device

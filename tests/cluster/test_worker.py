@@ -68,6 +68,18 @@ def test_a_chunk_with_nan_is_a_value(job):
     assert all(np.array_equal(one, other) for one, other in zip(good, again, strict=True))
 
 
+def test_a_gpu_whose_text_encoder_returns_nan_is_not_ready(job):
+    """Its images would all fail, and faster than another GPU can generate them."""
+    with pretend_cards() as cards:
+        actor = Actor()
+        call(actor, "prepare", job, 1, [])
+        # The model is loaded, so the call is one of the text encoder's.
+        cards.fail("cuda", NAN, at=50)
+        _, kind, reason = call(actor, "prepare", job, 1, [])
+        assert kind == "error" and "the text encoder returned NaN" in reason
+        assert call(actor, "prepare", job, 1, [])[1] == ""
+
+
 def test_a_gpu_without_memory_for_the_text_encoder_generates(job, checkpoint):
     """The text encoder is then on the CPU."""
     with pretend_cards() as cards:
