@@ -24,8 +24,8 @@ import sana_core
 from sana_core.__main__ import main
 from sana_core.batch import pipeline
 from sana_core.batch.folder import OutputFolder
-from sana_core.batch.png import encode_png, write_image
 from sana_core.batch.plan import ImageSpec
+from sana_core.batch.png import encode_png, write_image
 from sana_core.batch.writers import Writers
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.runtime import atomic_files as whole_files
