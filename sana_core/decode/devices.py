@@ -111,7 +111,7 @@ class Workers:
             raise InputError("devices: got none, expected one or more; leave it out for the VAE's own")
         self.events = events
         self.living: list[Worker] = []
-        # "cuda" means the current device, and "cpu:0" is the CPU. A device with an index is not touched here.
+        # A name without an index means the current device, and cpu:0 is the CPU. Other devices are not touched here.
         placed = [
             torch.empty(0, device=device).device if device.index is None or device.type == "cpu" else device
             for device in devices
