@@ -380,7 +380,7 @@ def resolved(checkpoint):
 
 def test_each_gpu_gets_as_many_images_at_once_as_fit_into_its_memory(checkpoint, monkeypatch):
     limits, sizes = {"cuda:0": 3, "cuda:1": 1}, {"cuda:0": set(), "cuda:1": set()}
-    monkeypatch.setattr(local, "largest_chunk", lambda checkpoint, settings, device: limits[str(device)])
+    monkeypatch.setattr(local, "largest_chunk", lambda checkpoint, settings, device, prompts: limits[str(device)])
     monkeypatch.setattr("sana_core.batch.plan.default_chunk_size", lambda *arguments: 3)
     real = local.generate_chunk
 
