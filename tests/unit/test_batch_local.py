@@ -17,6 +17,7 @@ from sana_core.batch.loop import run_batch
 from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder
 from sana_core.batch.plan import FailedImage, ImageSpec, Workload, batch_images, split_into_chunks
 from sana_core.batch.queue import Queue
+from sana_core.checkpoints.load import empty_parameters
 from sana_core.runtime.cancellation import Polled
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
@@ -204,6 +205,21 @@ def test_loading_can_be_cancelled(checkpoint, what):
         else:
             generation.encode_on(cpu, False, "cpu", (), poll)
     assert generation.negative is None and generation.models[cpu].models is None
+
+
+def test_modules_of_other_threads_keep_their_parameters_while_a_device_loads():
+    devices = []
+
+    def construct():
+        devices.append(torch.nn.Linear(2, 2).weight.device.type)
+
+    with empty_parameters():
+        construct()
+        thread = threading.Thread(target=construct)
+        thread.start()
+        thread.join()
+    construct()
+    assert devices == ["meta", "cpu", "cpu"]
 
 
 def test_closing_stops_every_device_within_a_step():
