@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ..runtime.accelerator import is_out_of_memory
 from .plan import Chunk, FailedImage, ImageSpec
@@ -90,7 +90,8 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
             if isinstance(event, Started):
                 queue.start(event.worker, event.chunk, pool.now())
             elif event.error is None or is_out_of_memory(event.error):
-                new_images += handle_outcome(event, queue, pool)
+                finished = handle_outcome(event, queue, pool)
+                new_images += finished
             else:
                 error = event.error
         # Everything that has happened is known now. The consumer takes its time after this look, not before.
@@ -107,7 +108,7 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
             raise error
 
 
-def handle_outcome(outcome: Outcome[Any], queue: Queue, pool: Pool[Any]) -> Iterator[tuple[ImageSpec, Any]]:
+def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
     """Record the end of a chunk. Yields its images, except images that another worker has finished before."""
     worker, chunk, error = outcome.worker, outcome.chunk, outcome.error
     if error is not None:
