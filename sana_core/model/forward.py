@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels.trial import kernels_on
+from ..runtime.accelerator import has_float64
 from .block import BlockInputs, Carried, add, add_then_norm, run_block, split_heads
 from .reference import all_blocks, reference_of
 from .row_shards import shard_constants
@@ -128,14 +129,36 @@ def position_embedding(
         return patch.pos_embed.to(like.device)
     from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
-    return get_2d_sincos_pos_embed(
-        patch.pos_embed.shape[-1],
-        (height // patch.patch_size, width // patch.patch_size),
-        base_size=patch.base_size,
-        interpolation_scale=patch.interpolation_scale,
-        device=like.device,
-        output_type="pt",
-    ).float()[None]
+    return (
+        get_2d_sincos_pos_embed(
+            patch.pos_embed.shape[-1],
+            (height // patch.patch_size, width // patch.patch_size),
+            base_size=patch.base_size,
+            interpolation_scale=patch.interpolation_scale,
+            # It computes in float64, and rounds to float32 in the end.
+            device=like.device if has_float64(like.device) else torch.device("cpu"),
+            output_type="pt",
+        )
+        .float()[None]
+        .to(like.device)
+    )
+
+
+def allow_no_float64(transformer: SanaTransformer2DModel | SanaControlNetModel, device: torch.device) -> None:
+    """Let diffusers' forward of `transformer` work on a `device` without float64.
+
+    diffusers computes the position embedding of an image size that the config does not have in float64 on the device.
+    """
+    patch = transformer.patch_embed
+    if patch.pos_embed is None or has_float64(device):
+        return
+
+    def forward(latent: torch.Tensor) -> torch.Tensor:
+        states = patch.proj(latent).flatten(2).transpose(1, 2)
+        position = position_embedding(transformer, latent, *latent.shape[-2:])
+        return (states + position).to(states.dtype)
+
+    patch.forward = forward
 
 
 def velocity(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
+from ..runtime.accelerator import has_float64
 from .block import feed_forward
 from .layers import pointwise
 from .row_shards import Shard, ShardSpec
@@ -78,9 +79,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     float64 holds 53 bits. It adds the rows of an image, of 24 bits each, without loss unless they differ by more than
     2^20, and what it loses then is far below float32. So the order makes no difference.
     """
-    if device.type == "mps" or (device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64):
-        return torch.float32
-    return torch.float64
+    return torch.float64 if has_float64(device) else torch.float32
 
 
 def make_shard(x: torch.Tensor, spec: ShardSpec, member: int, device: torch.device, exchange: Exchange) -> Shard:

@@ -15,6 +15,8 @@ import torch
 
 from ..errors import InputError
 
+logger = logging.getLogger(__name__)
+
 # Errors that mean that memory ran out, although torch raises them as a plain RuntimeError (or as AcceleratorError).
 # Callers halve the work, and give the device up when the smallest piece of work fails as well.
 MEMORY_RAN_OUT = re.compile(
@@ -92,15 +94,31 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 
         machine = psutil.virtual_memory()
         return machine.available, machine.total
-    own = torch.get_device_module(device)
-    free, total = own.mem_get_info(device)
-    # what torch has reserved and does not use
-    return free + own.memory_reserved(device) - own.memory_allocated(device), total
+    module = torch.get_device_module(device)
+    unused = module.memory_reserved(device) - module.memory_allocated(device)
+    try:
+        free, total = module.mem_get_info(device)
+    except RuntimeError as error:
+        if is_driver_error(error):
+            raise
+        # Drivers of Intel's integrated GPUs and of some Arc GPUs do not report free memory: torch.xpu raises then.
+        total = module.get_device_properties(device).total_memory
+        free = total - module.memory_reserved(device)
+        logger.info("%s: its driver does not report free memory, so only the memory of this process counts as used", device)
+    return free + unused, total
 
 
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can still be allocated on `device`."""
     return memory_info(device)[0]
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether `device` computes in float64. Apple's GPUs and Intel's Arc A do not."""
+    if device.type in ("cpu", "mps"):
+        return device.type == "cpu"
+    # Only torch.xpu has the property. CUDA GPUs all compute in float64.
+    return getattr(torch.get_device_module(device).get_device_properties(device), "has_fp64", True)
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -147,6 +165,15 @@ def current_device(device: torch.device) -> AbstractContextManager:
     return context(device)
 
 
+def set_current_device(device: torch.device) -> None:
+    """Make `device` the current device of this thread. A CPU and Apple's GPU have no current device to set.
+
+    torch 2.6 has no torch.accelerator.set_device_index.
+    """
+    if device.type not in ("cpu", "mps") and device.index is not None:
+        torch.get_device_module(device).set_device(device)
+
+
 def empty_cache(device: torch.device | None = None) -> None:
     """Return cached memory that no tensor uses to the driver of `device`, by default of the current accelerator.
 
@@ -191,7 +218,7 @@ def release_memory_of(error: BaseException, device: torch.device | None = None) 
         gc.collect()
         empty_cache(device)
     except Exception as failure:
-        logging.getLogger(__name__).warning("cannot empty the memory cache of %s: %.200s", device, failure)
+        logger.warning("cannot empty the memory cache of %s: %.200s", device, failure)
         # Its frames refer to the frame of this function, and so to `error`.
         failure.__traceback__ = None
     return error

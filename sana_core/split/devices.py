@@ -12,7 +12,7 @@ import torch
 
 from ..model.row_shards import Shard, shard_specs
 from ..model.sharded_ops import make_shard
-from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
+from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of, set_current_device
 from ..runtime.cancellation import Poll, no_poll
 from .threads import Aborted, ExchangeBoard, ThreadExchange
 
@@ -76,8 +76,7 @@ class Split:
                 # The number of threads, the current device and the modes belong to the thread.
                 if devices[index].type == "cpu":
                     torch.set_num_threads(cores)
-                elif devices[index].type != "mps":
-                    torch.get_device_module(devices[index]).set_device(devices[index])
+                set_current_device(devices[index])
                 with torch.inference_mode(inference), torch.no_grad():
                     shard = make_shard(x, specs[index], self.living[index], devices[index], self.exchanges[index])
                     result = work(shard).to(x.device)

@@ -24,7 +24,7 @@ from uuid import uuid4
 import torch
 
 from ..errors import SanaError, TrainingError
-from ..runtime.accelerator import chosen_device
+from ..runtime.accelerator import chosen_device, set_current_device
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -185,9 +185,7 @@ def own_device(name: str) -> torch.device:
         return device
     device = torch.device(device.type, torch.distributed.get_node_local_rank(fallback_rank=0))
     device = chosen_device(str(device))
-    # torch 2.6 has only the latter
-    choose = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
-    choose(device.index)
+    set_current_device(device)
     return device
 
 

@@ -13,6 +13,7 @@ import torch
 from ..checkpoints import load_transformer
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json
+from ..model.forward import allow_no_float64
 from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import Poll, no_poll
@@ -123,6 +124,7 @@ def load_state(settings: TrainingSettings, shift: float, ranks: Ranks) -> TrainS
     if settings.loss.teacher:
         dtype = getattr(torch, settings.dtype)
         teacher = load_transformer(settings.loss.teacher, device, dtype, reference=settings.reference)
+        allow_no_float64(teacher, device)
         state = state._replace(teacher=teacher.requires_grad_(False))
     return state
 

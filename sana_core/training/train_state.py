@@ -10,6 +10,7 @@ import torch
 
 from ..errors import TrainingError
 from ..model.controlnet import Control
+from ..model.forward import allow_no_float64
 from ..model.known_models import GUIDANCE
 from ..model.reference import reference_of
 from ..runtime.cancellation import Poll
@@ -118,6 +119,8 @@ def make_train_state(
     if settings.checkpoint_gradients:
         for model in models:
             model.enable_gradient_checkpointing()
+    for model in models:
+        allow_no_float64(model, ranks.device or device or transformer.device)
     # of the whole model no more than a block is on the device at once while it is put into rows
     layout = lay_out(models, settings, ranks)
     parameters = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
