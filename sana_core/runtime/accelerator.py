@@ -104,7 +104,9 @@ def memory_info(device: torch.device) -> tuple[int, int]:
         # Drivers of Intel's integrated GPUs and of some Arc GPUs do not report free memory: torch.xpu raises then.
         total = module.get_device_properties(device).total_memory
         free = total - module.memory_reserved(device)
-        logger.info("%s: its driver does not report free memory, so only the memory of this process counts as used", device)
+        logger.info(
+            "%s: its driver does not report free memory, so only the memory of this process counts as used", device
+        )
     return free + unused, total
 
 

@@ -31,12 +31,13 @@ PATIENCE = 10.0
 T = TypeVar("T")
 
 
-def patiently(operation: Callable[[], T], seconds: float = PATIENCE) -> T:
+def patiently(operation: Callable[[], T], seconds: float | None = None) -> T:
     """Return the result of a file operation. On Windows it is tried again while another program has the file open.
 
-    Windows does not rename, replace or remove an open file. Raises OSError, and after `seconds` PermissionError.
+    Windows does not rename, replace or remove an open file. Raises OSError, and PermissionError after `seconds`, by
+    default PATIENCE.
     """
-    deadline, pause = time.monotonic() + seconds, 0.01
+    deadline, pause = time.monotonic() + (PATIENCE if seconds is None else seconds), 0.01
     while True:
         try:
             return operation()
@@ -45,6 +46,11 @@ def patiently(operation: Callable[[], T], seconds: float = PATIENCE) -> T:
                 raise
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
+
+
+def reason_of(error: OSError) -> str:
+    """Return what the system says of a failed operation, without the file's name."""
+    return error.strerror or type(error).__name__
 
 
 @contextmanager
@@ -66,8 +72,7 @@ def output_file(path: Path, replace: bool = False, field: str = "out") -> Iterat
         raise
     except OSError as error:
         raise OutputError(
-            f"{field}: {path} cannot be written ({error.strerror or type(error).__name__}); see its folder, its rights "
-            "and its disk"
+            f"{field}: {path} cannot be written ({reason_of(error)}); see its folder, its rights and its disk"
         ) from error
 
 

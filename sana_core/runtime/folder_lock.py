@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from platform import node
 from stat import S_ISDIR, S_ISREG
@@ -36,6 +37,10 @@ RECORD = "holder.json"
 RUN = "run-"
 GONE = "gone-"
 MARK = "mark"
+# A complete state of a training that could not be moved to its place. The next training moves it.
+STATE_PARTS, STATE = ".state-*.part", "state.json"
+# How often to open the lock file if it seems to be another file every time.
+LOCK_ATTEMPTS = 10
 # seconds between two renewals of the record
 HEARTBEAT_INTERVAL = 5.0
 # a run of another machine is dead when its record stood still for so many seconds
@@ -154,10 +159,11 @@ def open_lock(folder: Path) -> tuple[BinaryIO, bool]:
     Raises BlockingIOError where another process has.
     """
     path = folder / OWN / LOCK
-    while True:
+    for attempt in count(1):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            stream = path.open("ab")
+            # Windows refuses to open a file that is being removed.
+            stream = patiently(lambda: path.open("ab"))
         except FileNotFoundError:
             continue  # the run that had the folder has just ended
         try:
@@ -165,9 +171,11 @@ def open_lock(folder: Path) -> tuple[BinaryIO, bool]:
         except BlockingIOError:
             stream.close()
             raise in_use(folder, read_record(path.parent / RECORD)) from None
-        if is_named(stream, path):
+        # FUSE, exFAT and CIFS may give a file another number each time. Then no attempt would be the last.
+        if is_named(stream, path) or attempt >= LOCK_ATTEMPTS:
             return stream, locked
         stream.close()
+    raise AssertionError
 
 
 def claim(held: Hold, locked: bool) -> None:
@@ -217,7 +225,8 @@ def machine_digest(run: str) -> str:
 def read_record(path: Path) -> Holder | None:
     """Return who holds the folder, None for nobody. Raises ReadError for a record that is damaged."""
     try:
-        holder = Holder(**json.loads(read_small(path, LARGEST_RECORD)))
+        # Windows refuses to open a file that is being replaced.
+        holder = Holder(**json.loads(patiently(lambda: read_small(path, LARGEST_RECORD))))
         # Others can write this file, and messages contain its time.
         if not TIME.fullmatch(holder.since) or type(holder.beat) is not int:
             raise ValueError
@@ -244,18 +253,25 @@ def check_run(folder: Path, run: str) -> None:
         raise OutputError(f"out: cannot write into {folder} ({error.strerror}); see its rights and its disk") from error
 
 
-def remove_run(run: Path) -> None:
-    """Remove the folder of a run with what is not finished. What is not ours in it stays, and so does the folder then.
+def kept_states(run: Path) -> list[Path]:
+    """Return the folders of complete states in the folder of a run."""
+    return [part for part in run.glob(STATE_PARTS) if (part / STATE).is_file()]
 
-    A machine that is still at work for a run that is dead cannot write from then on.
+
+def remove_run(run: Path) -> None:
+    """Remove the folder of a run with its unfinished files. Other files, and complete states, stay where they are.
+
+    A machine that still works for a dead run cannot write after that.
     """
-    gone = run.with_name(f"{GONE}{run.name.partition('-')[2]}")
     if run.is_symlink():
         # Files behind a link are not ours.
         return
+    states = kept_states(run)
+    gone = run if states else run.with_name(f"{GONE}{run.name.partition('-')[2]}")
     with suppress(OSError):
         if run != gone:
             patiently(lambda: run.rename(gone))
         for part in [*gone.glob(".*.part"), gone / MARK]:
-            remove(part)
+            if part not in states:
+                remove(part)
         gone.rmdir()
