@@ -56,17 +56,21 @@ def apply_lora(
     path: Path,
     strength_model: float = 1.0,
     strength_clip: float = 1.0,
+    tensors: dict[str, torch.Tensor] | None = None,
 ) -> tuple[ModelPatcher, comfy.sd.CLIP | None, str]:
     """Return `model` and `clip` with the LoRA at `path`, and how much of it fits.
 
     What sana_core reads of it is computed as the commands do; the text encoder's layers, and other kinds of adapters,
-    are ComfyUI's. Raises InputError for a MODEL that is not SANA's and for a LoRA of which nothing fits,
-    CheckpointError for a file that is no LoRA.
+    are ComfyUI's. `tensors` are the file's, if the caller has read it. Without them, ComfyUI may map the file.
+
+    Raises InputError for a MODEL that is not SANA's and for a LoRA of which nothing fits, CheckpointError for a file
+    that is no LoRA.
     """
     transformer = require_sana(model.model).diffusion_model
     info = find_part(inspect_checkpoint(path), "lora")
     weights = layer_weights(transformer)
-    found, others, misfits = read_adapters(info, read(path), {name: weight.shape for name, weight in weights.items()})
+    tensors = read(path) if tensors is None else tensors
+    found, others, misfits = read_adapters(info, tensors, {name: weight.shape for name, weight in weights.items()})
     total = len(found) + len(others) + len(misfits)
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     shapes = shapes_of(model.model)

@@ -189,9 +189,9 @@ def train_lora(model: ModelPatcher, settings: TrainingSettings, node_id: str) ->
     Raises as `run_training` does.
     """
     file, losses, said = run_training(model, settings, node_id)
-    # in memory of their own: the file is written again when the run goes on
+    # Copied to memory, because the run replaces the file when it resumes. Windows replaces no file that is mapped.
     lora = read_file(file)
-    trained, _, fits = apply_lora(model, None, file)
+    trained, _, fits = apply_lora(model, None, file, tensors=lora)
     return Trained(lora, losses, trained, f"{fits}; {said}", read_sheet(Path(settings.out)))
 
 

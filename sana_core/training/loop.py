@@ -17,7 +17,7 @@ import torch
 from ..checkpoints.files import Json
 from ..runtime.cancellation import Poll
 from .ranks import Ranks
-from .run_log import Line, append_log
+from .run_log import Line, RunLog
 from .runs import (
     SavedState,
     begin_run,
@@ -85,6 +85,7 @@ class Run:
     folder: RunDir
     callbacks: Callbacks
     behind: Executor  # of the thread that puts states in their place
+    log: RunLog
     progress: TrainProgress = TrainProgress()
     best: Best | None = None
     validated: int | None = None  # the step of the last validation
@@ -129,9 +130,12 @@ def run(state: TrainState, data: Sequence[Data], folder: RunDir, callbacks: Call
     a broken state, TrainingError for a loss that is not finite, and OSError where a state cannot be written.
     """
     with ThreadPoolExecutor(1, "sana training state") as behind:
-        now = Run(state, data, folder, together(callbacks, state.ranks), behind)
-        resume(now)
-        run_phases(now)
+        now = Run(state, data, folder, together(callbacks, state.ranks), behind, RunLog(folder.out))
+        try:
+            resume(now)
+            run_phases(now)
+        finally:
+            now.log.close()
         return now
 
 
@@ -152,7 +156,7 @@ def run_phases(now: Run) -> None:
             now.callbacks.poll()
         line = learn(now.state, now.data[now.progress.phase], now.groups[now.progress.position], now.progress)
         if now.ranks.first:
-            append_log(now.folder.out, line)
+            now.log.add(line)
         now.progress = after_step(now.phase, now.progress, len(now.groups))
         if now.progress.position == len(now.groups) or now.progress.phase_step == now.phase.steps:
             now.advance()
@@ -222,7 +226,7 @@ def validate_if_due(now: Run) -> None:
             found = validation_loss(state, data, now.callbacks.poll)
             line: Line = {"step": step, "validation_loss": found}
             if now.ranks.first:
-                append_log(now.folder.out, line)
+                now.log.add(line)
             now.callbacks.report(line)
         if preview is not None and now.settings.validation.prompts:
             whole = gather_weights(state, state.device, trained_alone=False)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import TypedDict
 
-from .runs import LOG, find_states, writing
+from ..runtime.atomic_files import patiently, reason_of
+from .runs import LOG, find_states
+
+logger = logging.getLogger(__name__)
 
 
 class Line(TypedDict, total=False):
@@ -27,13 +31,50 @@ class Line(TypedDict, total=False):
     first: float  # reported at the end: the first validation loss of the phase
 
 
-def append_log(out: Path, line: Line) -> None:
-    """Add `line` to the run's log, whole or not at all. Raises OutputError."""
-    with writing(out / LOG), (out / LOG).open("ab+", buffering=0) as stream:
+class RunLog:
+    """The log of the run in `out`. A log that cannot be written does not end the run: its lines wait in memory."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.waiting: list[Line] = []
+        self.has_warned = False
+
+    def add(self, line: Line) -> None:
+        """Add `line`, after the lines that wait."""
+        self.waiting.append(line)
+        try:
+            append_log(self.out, *self.waiting)
+        except OSError as error:
+            if not self.has_warned:
+                logger.warning("%s cannot be written now (%s); its lines will be added later", LOG, reason_of(error))
+            self.has_warned = True
+        else:
+            self.waiting = []
+
+    def close(self) -> None:
+        """Add the lines that wait. Logs a warning if it is still impossible."""
+        if not self.waiting:
+            return
+        try:
+            patiently(lambda: append_log(self.out, *self.waiting))
+        except OSError as error:
+            steps = self.waiting[0]["step"], self.waiting[-1]["step"]
+            logger.warning(
+                "%s cannot be written (%s), so it lacks steps %d to %d; the states have them",
+                LOG,
+                reason_of(error),
+                *steps,
+            )
+
+
+def append_log(out: Path, *lines: Line) -> None:
+    """Add `lines` to the run's log, all of them or none. Raises OSError."""
+    with (out / LOG).open("ab+", buffering=0) as stream:
         end = stream.seek(0, 2)
         stream.seek(max(0, end - 1))
-        # a power cut may have left half a line
-        data = b"\n"[: stream.read(1) not in (b"", b"\n")] + json.dumps(line).encode() + b"\n"
+        # A power cut may have left half a line.
+        data = b"\n"[: stream.read(1) not in (b"", b"\n")]
+        data += b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         try:
             while data:
                 data = data[stream.write(data) :]
@@ -49,7 +90,7 @@ def read_log(out: Path) -> list[Line]:
     Raises OSError.
     """
     file, lines = out / LOG, list[Line]()
-    for text in file.read_bytes().split(b"\n") if file.exists() else ():
+    for text in patiently(file.read_bytes).split(b"\n") if file.exists() else ():
         try:
             line = json.loads(text)
             found = [line[name] for name in ("loss", "validation_loss") if name in line]

@@ -13,6 +13,7 @@ Nothing else in `out` is ever replaced, emptied or removed.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,17 +32,21 @@ from ..runtime.atomic_files import (
     digest_file,
     patiently,
     read_small,
+    reason_of,
     remove,
     sync,
     sync_folder,
     unfinished,
     write_whole,
 )
+from ..runtime.folder_lock import OWN, STATE, kept_states, remove_run
 from .ranks import ALONE, Ranks
 from .schedule import Best, TrainProgress
 
+logger = logging.getLogger(__name__)
+
 RUN, STEPS, LOG, PICTURES = "run.json", "steps", "log.jsonl", "pictures"
-STATE, TENSORS, SHARDS = "state.json", "state.safetensors", "shards"
+TENSORS, SHARDS = "state.safetensors", "shards"
 # of the config, the digests of models
 MODELS = ("model", "teacher")
 NAME = re.compile(r"step-(\d{7,})")
@@ -183,8 +188,16 @@ def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
     check_file(state, own, digest)
     # known before it is there, for a process that is killed between the two
     write_run(out, parts, config or {}, [*published, digest])
-    with writing(file), unfinished(file, parts, replace=True) as part:
-        shutil.copyfile(state / own, part)
+    try:
+        with writing(file), unfinished(file, parts, replace=True) as part:
+            shutil.copyfile(state / own, part)
+    except OutputError as error:
+        if not isinstance(error.__cause__, PermissionError):
+            raise
+        raise OutputError(
+            f"out: {file} cannot be replaced ({reason_of(error.__cause__)}); close the program that has it open, then "
+            f"start again, which only replaces it; the new LoRA is {state / own}"
+        ) from error
     return file
 
 
@@ -207,14 +220,50 @@ def put_state(part: Path, folder: Path, document: Json, digests: Mapping[str, st
     files = {**digests, **{name: digest_file(path) for path, name in names.items() if name not in digests}}
     # as it will be read
     whole = json.loads(json.dumps({**document, "files": files}))
-    (part / STATE).write_text(json.dumps({**whole, "digest": digest_json(whole)}, indent=1, sort_keys=True))
+    text = json.dumps({**whole, "digest": digest_json(whole)}, indent=1, sort_keys=True)
+    # Last and whole: a part with this file is a complete state, which adopt_states moves to its place later.
+    write_whole(part / STATE, text.encode(), part)
     sync(part)
     folder.parent.mkdir(exist_ok=True)
     if folder.exists():
         raise stranger(folder)
     # A virus scanner reads the new files, which takes long if the model is large.
-    patiently(lambda: part.rename(folder), SCAN_PATIENCE)
-    sync_folder(folder.parent)
+    move_state(part, folder, SCAN_PATIENCE)
+
+
+def move_state(part: Path, folder: Path, patience: float | None = None) -> None:
+    """Make the complete state `part` the state `folder`. Raises OutputError that names `part`, which stays then."""
+    try:
+        patiently(lambda: part.rename(folder), patience)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise OutputError(
+            f"out: {folder.name} is complete but cannot be moved from {part} to {folder} ({reason_of(error)}); close "
+            "the program that has its files open, then start again, which moves it and resumes from it"
+        ) from error
+
+
+def adopt_states(out: Path) -> None:
+    """Move complete states to their place that an earlier run of `out` could not move. The caller holds `out`.
+
+    Raises OutputError if one still cannot be moved.
+    """
+    for part in sorted(part for run in (out / OWN).glob("*") if not run.is_symlink() for part in kept_states(run)):
+        try:
+            document = load_document(part)
+            for name, digest in document["files"].items():
+                check_file(part, name, digest)
+        except CheckpointError:
+            # A power cut came before all of it was on the disk.
+            remove(part)
+        else:
+            folder = step_folder(out, progress_of(document).step)
+            if not folder.exists():
+                move_state(part, folder)
+                logger.warning("%s was saved by an earlier run that could not move it to %s", folder.name, STEPS)
+            elif (folder / STATE).is_file():
+                remove(part)
+        remove_run(part.parent)
 
 
 def write_state(
@@ -247,7 +296,7 @@ def write_state(
             with writing(folder):
                 yield
         except BaseException:
-            if ranks.first:
+            if ranks.first and not (part / STATE).is_file():
                 shutil.rmtree(part, ignore_errors=True)
             raise
 
@@ -266,15 +315,18 @@ def write_state(
 def remove_older(out: Path, parts: Path, keep: int, best: int | None) -> None:
     """Remove all states but the newest `keep`, that of the step `best`, and those that are not as they were written.
 
-    Raises OSError.
+    A state that another program has open stays until a later call. On Windows that may be ComfyUI, which maps the
+    weights of a ControlNet.
     """
     for step, folder in find_states(out)[:-keep]:
         if step != best and is_own(folder):
-            # away at once, so that no half of it is found
+            # Renamed first, so that no half of it is a state.
             gone = parts / f".gone-{step}.part"
-            with writing(folder):
-                patiently(partial(folder.rename, gone))
+            try:
+                patiently(partial(folder.rename, gone), 1.0)
                 remove(gone)
+            except OSError as error:
+                logger.warning("%s is not removed now (%s)", folder.name, reason_of(error))
 
 
 def is_own(folder: Path) -> bool:
@@ -305,12 +357,20 @@ def check_file(folder: Path, name: str, digest: str) -> None:
 
 def read_document(folder: Path) -> Json:
     """Return what a state says besides its tensors. Raises CheckpointError for one that is broken."""
+    document = load_document(folder)
+    if step_folder(folder.parent.parent, progress_of(document).step) != folder:
+        raise broken(folder, f"{STATE} is damaged, its digest is another")
+    return document
+
+
+def load_document(folder: Path) -> Json:
+    """Return the content of state.json in `folder`, which need not be the state's place. Raises CheckpointError."""
     try:
         document = json.loads(read_small(folder / STATE))
         digest = document.pop("digest")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise broken(folder, error) from error
-    if digest != digest_json(document) or step_folder(folder.parent.parent, progress_of(document).step) != folder:
+    if digest != digest_json(document):
         raise broken(folder, f"{STATE} is damaged, its digest is another")
     return document
 

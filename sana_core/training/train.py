@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from ..checkpoints import load_transformer
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json
+from ..errors import ExistingFileError
 from ..model.forward import allow_no_float64
 from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import make_folder
@@ -25,7 +27,7 @@ from .prepare import TEACHER, OnProgress, digest_models, no_progress, prepare, r
 from .previews import SHEET, generate_validation, write_sheet
 from .previews import check_own as check_sheet
 from .ranks import ALONE, Ranks, log_line
-from .runs import PICTURES, check_folder, check_places, publish, step_folder, writing
+from .runs import PICTURES, adopt_states, check_folder, check_places, publish, step_folder, writing
 from .schedule import Best
 from .settings import DDP, FLOW, TrainingSettings
 from .sharding import describe_layout
@@ -33,6 +35,8 @@ from .train_state import TrainState, make_train_state
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
+
+logger = logging.getLogger(__name__)
 
 # called with the step and the images [3, H, W] in [-1, 1] of the validation's prompts
 Show = Callable[[int, Sequence[torch.Tensor]], None]
@@ -84,7 +88,13 @@ def train(
         def preview(state: TrainState, step: int) -> None:
             with as_saved(state) as saved:
                 show(step, generate_validation(saved, inputs, out / PICTURES, parts, step, watched))
-            write_sheet(out, parts)
+            try:
+                write_sheet(out, parts)
+            except ExistingFileError:
+                raise
+            except OSError as error:
+                # The next validation writes it again.
+                logger.warning("%s is not written now (%.200s)", SHEET, error)
 
         folder = RunDir(out, parts, settings_config(settings) | model_config(digests))
         ended = run(state, data, folder, Callbacks(report, watched, export, preview))
@@ -263,7 +273,9 @@ def held_folder(out: Path, ranks: Ranks) -> Iterator[tuple[Path, Poll]]:
         def begin() -> Hold:
             make_folder(out)
             with writing(out):
-                return stack.enter_context(hold(out))
+                held = stack.enter_context(hold(out))
+                adopt_states(out)
+                return held
 
         held = ranks.run_on_rank0(begin)
         name = ranks.broadcast("" if held is None else held.run.name)
