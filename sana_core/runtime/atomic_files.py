@@ -49,7 +49,7 @@ def patiently(operation: Callable[[], T], seconds: float | None = None) -> T:
 
 
 def reason_of(error: OSError) -> str:
-    """Return what the system says of a failed operation, without the file's name."""
+    """Return the text of a system error without the name of the file."""
     return error.strerror or type(error).__name__
 
 

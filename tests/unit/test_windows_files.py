@@ -113,13 +113,13 @@ def kept_open(monkeypatch):
     for name in ("rename", "replace", "unlink"):
         real = getattr(Path, name)
 
-        def wrapped(path, *rest, real=real, **options):
-            if any(word in str(each) for word in words for each in (path, *rest)):
+        def wrapped(path, *target, real=real, **options):
+            if any(word in str(name) for word in words for name in (path, *target)):
                 raise SharingViolation
-            return real(path, *rest, **options)
+            return real(path, *target, **options)
 
         monkeypatch.setattr(Path, name, wrapped)
-    return lambda *given: words.__setitem__(slice(None), given)
+    return lambda *new_words: words.__setitem__(slice(None), new_words)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -129,7 +129,7 @@ def test_a_state_that_cannot_be_moved_to_its_place_is_kept_named_and_moved_by_th
     tmp_path,
     kept_open,
 ):
-    whole = train.train(make()).read_bytes()
+    expected = train.train(make()).read_bytes()
     out.rename(tmp_path / "whole")
     kept_open("step-0000002")
     with pytest.raises(OutputError) as caught:
@@ -147,7 +147,7 @@ def test_a_state_that_cannot_be_moved_to_its_place_is_kept_named_and_moved_by_th
     kept_open()
     steps = []
     result = train.train(make(), lambda line: steps.append(line["step"]))
-    assert steps == [3, 4] and result.read_bytes() == whole
+    assert steps == [3, 4] and result.read_bytes() == expected
     assert [step for step, _ in find_states(out)] == [2, 4] and not (out / ".sana-batch").exists()
 
 
