@@ -16,7 +16,13 @@ import torch
 
 from ..errors import InputError, SanaError, first_line
 from ..model.fp8 import check_fp8
-from ..runtime.accelerator import current_accelerator, is_driver_error, is_out_of_memory, release_memory_of
+from ..runtime.accelerator import (
+    current_accelerator,
+    is_driver_error,
+    is_out_of_memory,
+    release_memory_of,
+    set_current_device,
+)
 from ..runtime.cancellation import Poll, Polled, no_poll
 from .batch_size import has_room_for_encoder, largest_chunk
 from .encoding import Action, EncodingPlan
@@ -470,8 +476,7 @@ class LocalGeneration:
 
     def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[torch.Tensor]:
         """Return the function that generates chunks on `device`."""
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device)
+        set_current_device(device)
 
         def generate(chunk: Chunk) -> Sequence[torch.Tensor | FailedImage]:
             with self.lock:

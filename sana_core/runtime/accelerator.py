@@ -170,7 +170,7 @@ def current_device(device: torch.device) -> AbstractContextManager:
 def set_current_device(device: torch.device) -> None:
     """Make `device` the current device of this thread. A CPU and Apple's GPU have no current device to set.
 
-    torch 2.6 has no torch.accelerator.set_device_index.
+    torch.accelerator had another name for this until torch 2.7. The modules of the devices always had this one.
     """
     if device.type not in ("cpu", "mps") and device.index is not None:
         torch.get_device_module(device).set_device(device)
