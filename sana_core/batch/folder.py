@@ -7,6 +7,7 @@ manifest, which is the list of them for people and other programs.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import NamedTuple
 
 from ..checkpoints.files import Json
 from ..errors import ExistingFileError, InputError
-from ..runtime.atomic_files import digest_of, sync_folder, write_whole
+from ..runtime.atomic_files import digest_of, patiently, reason_of, remove, sync_folder, write_whole
 from ..runtime.folder_lock import Hold
 from .plan import LARGEST_SEED, ImageSpec
 from .png import describe_image, file_name, is_damaged, parse_finite, read_entry, write_image
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 # Entries of an image that was chosen by its score.
@@ -41,6 +44,7 @@ class OutputFolder:
         # The manifest as this run knows it. None: there is none.
         self.manifest = ManifestVersion.read(self.path / MANIFEST)
         self.rewrite = 0.0
+        self.has_warned = False
 
     def find_done(
         self, images: Sequence[ImageSpec], progress: Callable[[int], None] = lambda count: None
@@ -66,14 +70,14 @@ class OutputFolder:
             if not file.is_file():
                 # A folder, a pipe, or a link to one of them or to nowhere. Reading a pipe would wait for ever.
                 raise InputError(f"out: {file} is not of this batch; choose another folder, or remove it")
-            data = file.read_bytes()
+            data = patiently(file.read_bytes)
             digest = digest_of(data)
             # decoding the PNG to see that it is whole takes long; a listed one has its digest
             entry = known[name] if known.get(name, {}).get("sha256") == digest else read_entry(data)
             if entry is None:
                 if not (is_damaged(data) and (name in known or self.is_claimed(image))):
                     raise InputError(f"out: {file} is not of this batch; choose another folder, or remove it")
-                file.unlink()
+                remove(file)
                 self.entries.pop(name, None)
                 continue
             if entry.get("key") != self.entry(image)["key"]:
@@ -121,20 +125,31 @@ class OutputFolder:
     def write_manifest(self) -> None:
         """Write the list of all images that are here: prompt, seed, key, and the digest of the file.
 
-        They are safe from a power cut before they are in it. Raises OSError.
+        They are safe from a power cut before they are in it. If another program has the manifest open, it is written
+        later: each image also contains its own entry. Raises OSError.
         """
         self.held.check()
-        started, path = time.monotonic(), self.path / MANIFEST
+        started = time.monotonic()
+        sync_folder(self.path)
+        try:
+            self.replace_manifest()
+        except PermissionError as error:
+            if not self.has_warned:
+                logger.warning("%s is not up to date (%s); every image is complete", MANIFEST, reason_of(error))
+            self.has_warned = True
+        now = time.monotonic()
+        self.rewrite = now + max(MANIFEST_INTERVAL, MANIFEST_PAUSE * (now - started))
+
+    def replace_manifest(self) -> None:
+        """Raises OSError, and ExistingFileError if another program has written the manifest."""
+        path = self.path / MANIFEST
         if path.exists() and (self.manifest is None or not self.manifest.is_still(path)):
             raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command resumes")
-        sync_folder(self.path)
         document = {"settings": self.settings, "claims": self.claims, "pictures": dict(sorted(self.entries.items()))}
         data = json.dumps(document, indent=1, allow_nan=False).encode()
         write_whole(path, data, self.held.run, replace=True)
         sync_folder(self.path)
         self.manifest = ManifestVersion.of(path, data)
-        now = time.monotonic()
-        self.rewrite = now + max(MANIFEST_INTERVAL, MANIFEST_PAUSE * (now - started))
 
 
 def chosen(entry: Json) -> Json:
@@ -152,7 +167,7 @@ def read_manifest(folder: Path) -> Json:
         # Reading a pipe would wait for ever.
         if not S_ISREG(path.stat().st_mode):
             raise ValueError
-        document = parse_finite(path.read_bytes())
+        document = parse_finite(patiently(path.read_bytes))
         settings, images, claims = document["settings"], document["pictures"], document.get("claims", [])
         ours = settings.keys() >= KNOWN_BY and all("key" in entry for entry in images.values())
         ours = ours and all([type(number) for number in claim] == [int] * 3 for claim in claims)
@@ -175,7 +190,7 @@ class ManifestVersion(NamedTuple):
     @classmethod
     def read(cls, path: Path) -> ManifestVersion | None:
         """Return the version of the file at `path`, or None if there is no file."""
-        return cls.of(path, path.read_bytes()) if path.is_file() else None
+        return cls.of(path, patiently(path.read_bytes)) if path.is_file() else None
 
     @classmethod
     def of(cls, path: Path, data: bytes) -> ManifestVersion | None:
@@ -194,6 +209,6 @@ class ManifestVersion(NamedTuple):
             status = path.stat()
             if (status.st_size, status.st_mtime_ns) == (self.size, self.modified):
                 return True
-            return status.st_size == self.size and digest_of(path.read_bytes()) == self.digest
+            return status.st_size == self.size and digest_of(patiently(path.read_bytes)) == self.digest
         except FileNotFoundError:
             return True

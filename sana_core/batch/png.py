@@ -14,7 +14,7 @@ import torch
 
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import OnBytes, fingerprint
-from ..runtime.atomic_files import digest_of, write_whole
+from ..runtime.atomic_files import digest_of, patiently, write_whole
 from ..runtime.checks import RENAME, check_text
 from ..runtime.image_files import levels, write_png
 from .graph import ENTRY as GRAPH
@@ -136,7 +136,7 @@ def write_image(path: Path, png: bytes, parts: Path) -> str:
     except FileExistsError:
         if not path.is_file():
             raise
-        there, own = path.read_bytes(), read_entry(png)
+        there, own = patiently(path.read_bytes), read_entry(png)
         entry = read_entry(there)
         if entry is None or own is None or entry.get("key") != own["key"]:
             raise
