@@ -116,15 +116,18 @@ def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) 
 
 
 def file_stat(file: Path) -> list[int]:
-    """Return what a file that was changed or replaced has otherwise: size, times of the last changes, number."""
+    """Return the size of a file and the times of its last changes, to notice that it was changed or replaced.
+
+    Its inode is not part of it: FUSE, exFAT and CIFS may give a file another number each time.
+    """
     status = file.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def kept_path(file: Path, folder: Path | None = None) -> Path:
     """Return where the digest of `file` is stored: beside it, or in `folder`.
 
-    The name in `folder` is a digest of path, size, times and inode. Somebody who can read that folder but not the model
+    The name in `folder` is a digest of path, size and times. Somebody who can read that folder but not the model
     cannot check a guessed path against it without knowing those numbers.
     """
     if folder is None:
