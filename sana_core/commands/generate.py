@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ..batch.plan import ImageSpec, batch_images
 from ..batch.png import ENTRY, file_name
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.files import Json
-from ..errors import FailedImagesError, InputError
+from ..errors import FailedImagesError, InputError, OutputError, SanaError
 from ..generate import generate
 from ..model.known_models import VIDEO_FRAMES, VIDEOS
 from ..runtime.atomic_files import check_free, make_folder, output_file
@@ -21,6 +22,8 @@ from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
 from ..video.latents import video_shape
 from .options import add_sampling_options, choose_dtype, cluster_of, settings_of, show_status
+
+logger = logging.getLogger(__name__)
 
 EXAMPLE = """example:
   python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\
@@ -52,7 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
     given = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
     options: Json = {**given, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
     where = arguments.devices, cluster_of(arguments), arguments.split
-    failure = None
+    failure: FailedImagesError | None = None
+    failures: list[SanaError] = []
     try:
         images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
     except FailedImagesError as error:
@@ -60,6 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         if error.images is None:
             raise
         images, failure = error.images, error
+        failures.append(error)
     texts = [PngImagePlugin.PngInfo() for _ in images]
     if picked := options["report"].get("picked"):
         paths = [arguments.out / file_name(ImageSpec(0, pick["prompt"], pick["seed"])) for pick in picked]
@@ -68,11 +73,18 @@ def run(arguments: argparse.Namespace) -> None:
     for number, (path, pixels, text) in enumerate(zip(paths, images, texts, strict=True)):
         if failure is not None and number in failure.failed:
             continue
-        with output_file(path, arguments.overwrite) as part:
-            Image.fromarray(levels(pixels)).save(part, "PNG", pnginfo=text, compress_level=LEVEL)
-        sys.stdout.write(f"{path}\n")
-    if failure is not None:
-        raise failure
+        try:
+            with output_file(path, arguments.overwrite) as part:
+                Image.fromarray(levels(pixels)).save(part, "PNG", pnginfo=text, compress_level=LEVEL)
+        except OutputError as error:
+            # The other images are in memory only.
+            failures.append(error)
+        else:
+            sys.stdout.write(f"{path}\n")
+    for other_failure in failures[1:]:
+        logger.warning("%s", other_failure)
+    if failures:
+        raise failures[0]
 
 
 # options that only images have, and their defaults

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
+from itertools import count
 from os import O_RDONLY, close, fstat, fsync
 from os import open as open_descriptor
 from pathlib import Path
@@ -59,14 +60,21 @@ def output_file(path: Path, replace: bool = False, field: str = "out") -> Iterat
 
     Until then it is a hidden file in the same folder. A process that is killed leaves that file behind; the next call
     for the folder removes it. Without `replace`, a file at `path` stays, even if it appeared meanwhile. Raises
-    ExistingFileError for such a file, and OutputError that names `field` and `path` when the file cannot be written.
+    ExistingFileError for such a file, and OutputError that names `field` and `path` when the file cannot be written. If
+    another program has the file at `path` open for long, the new file gets a similar name, which the error contains.
     """
     try:
         remove_stale_parts(path.parent)
         with new_part(path.parent) as part:
             yield part
             sync(part)
-            move(part, path, replace)
+            try:
+                move(part, path, replace)
+            except PermissionError as error:
+                raise OutputError(
+                    f"{field}: {path} cannot be written ({reason_of(error)}); close the program that has it open; the "
+                    f"new file is {move_beside(part, path)}"
+                ) from error
     except (SanaError, BrokenPipeError):
         # A SanaError names another file. BrokenPipeError: nobody reads the progress any more.
         raise
@@ -200,6 +208,16 @@ def move(part: Path, path: Path, replace: bool) -> None:
         # A disk without hard links, such as exFAT. If there is another reason, it stops the rename too.
         check_free([path])
         patiently(lambda: part.rename(path))
+
+
+def move_beside(part: Path, path: Path) -> Path:
+    """Rename `part` to the first free path of NAME-2, NAME-3 and so on. NAME is the name of `path`. Returns it."""
+    for number in count(2):
+        free = path.with_stem(f"{path.stem}-{number}")
+        with suppress(ExistingFileError):
+            move(part, free, replace=False)
+            return free
+    raise AssertionError
 
 
 def write_whole(path: Path, data: bytes, parts: Path, replace: bool = False) -> None:
