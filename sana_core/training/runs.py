@@ -260,7 +260,7 @@ def adopt_states(out: Path) -> None:
             folder = step_folder(out, progress_of(document).step)
             if not folder.exists():
                 move_state(part, folder)
-                logger.warning("%s was saved by an earlier run that could not move it to %s", folder.name, STEPS)
+                logger.info("%s was saved by an earlier run that could not move it to %s", folder.name, STEPS)
             elif (folder / STATE).is_file():
                 remove(part)
         remove_run(part.parent)

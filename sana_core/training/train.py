@@ -17,7 +17,7 @@ from ..checkpoints.fingerprint import digest_json
 from ..errors import ExistingFileError
 from ..model.forward import allow_no_float64
 from ..runtime.accelerator import chosen_device
-from ..runtime.atomic_files import make_folder
+from ..runtime.atomic_files import make_folder, reason_of
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from .adapters import adapter_tensors, add_adapter, merged, start_digest, write_adapter
@@ -94,7 +94,8 @@ def train(
                 raise
             except OSError as error:
                 # The next validation writes it again.
-                logger.warning("%s is not written now (%.200s)", SHEET, error)
+                cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+                logger.warning("%s is not written now (%s)", SHEET, reason_of(cause))
 
         folder = RunDir(out, parts, settings_config(settings) | model_config(digests))
         ended = run(state, data, folder, Callbacks(report, watched, export, preview))
