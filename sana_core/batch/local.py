@@ -101,7 +101,8 @@ class LocalPool(Generic[R]):
         # The same for workers that hang.
         self.hanging: dict[str, SimpleQueue[Chunk | None]] = {}
         self.threads: dict[str, threading.Thread] = {}
-        # Worker name: when it last polled while it was loading.
+        # Worker name: when it last polled. Only workers that load or encode now: the queue judges generation, and an
+        # idle worker does not poll.
         self.loading: dict[str, float] = {}
         self.reason: BaseException | None = None
         seen: Counter[torch.device] = Counter()
@@ -123,7 +124,8 @@ class LocalPool(Generic[R]):
 
     def poll_while_loading(self, worker: str) -> None:
         self.poll()
-        self.loading[worker] = time.monotonic()
+        if worker in self.loading:
+            self.loading[worker] = time.monotonic()
 
     def work(self, name: str, device: torch.device, inbox: SimpleQueue[Chunk | None], cores: int | None) -> None:
         """The work of one thread: prepare, then generate chunks until the inbox contains None."""
@@ -135,14 +137,18 @@ class LocalPool(Generic[R]):
         try:
             if cores is not None:
                 torch.set_num_threads(cores)
+            self.loading[name] = time.monotonic()
             with locked(self.prepare_lock, poll):
                 generate = self.prepare(device, poll)
-            self.loading.pop(name, None)
+            self.loading.pop(name)
+            # A worker that counted as hanging while it prepared responds again. It may have no chunk to report.
+            self.events.put(Started(name, ()))
             while (next_chunk := inbox.get()) is not None:
                 poll()
                 if self.before_chunk is not None:
+                    self.loading[name] = time.monotonic()
                     self.before_chunk(name, device, next_chunk, poll)
-                self.loading.pop(name, None)
+                    self.loading.pop(name)
                 chunk = next_chunk
                 self.events.put(Started(name, chunk))
                 self.events.put(self.attempt(name, device, chunk, generate))

@@ -168,6 +168,48 @@ def test_loading_has_a_patience_of_its_own(monkeypatch):
         woken.set()
 
 
+def test_an_idle_device_and_a_long_step_do_not_count_as_loading(monkeypatch, caplog):
+    monkeypatch.setattr(local, "LOADING_PATIENCE", 0.3)
+
+    def prepare(device, poll):
+        def generate(chunk):
+            poll()
+            time.sleep(1.0 if chunk[0].number == 0 else 0.0)
+            return list(chunk)
+
+        return generate
+
+    with closing(local.LocalPool([torch.device("cpu")] * 2, prepare)) as pool:
+        queue = Queue(split_into_chunks(batch_images(1, 2, 0), 1))
+        assert len(list(run_batch(queue, pool))) == 2
+        assert pool.workers() == ["cpu", "cpu #2"]
+    assert "gets no more images" not in caplog.text
+
+
+def test_a_device_that_hung_while_it_prepared_is_used_again(monkeypatch):
+    monkeypatch.setattr(local, "LOADING_PATIENCE", 0.3)
+    monkeypatch.setattr(local, "JOIN_TIMEOUT", 1.0)
+    woken, dropped = threading.Event(), threading.Event()
+
+    def prepare(device, poll):
+        woken.wait(20)
+        return list
+
+    def cancel():
+        if time.monotonic() - began > 10:
+            raise TimeoutError("the run does not end")
+        if not pool.workers():
+            # It wakes up and finds an empty inbox.
+            dropped.set()
+            woken.set()
+
+    began = time.monotonic()
+    with closing(local.LocalPool([torch.device("cpu")], prepare, cancel)) as pool:
+        queue = Queue(split_into_chunks(batch_images(1, 3, 0), 1))
+        assert len(list(run_batch(queue, pool))) == 3
+    assert dropped.is_set()
+
+
 def test_closing_while_devices_load_does_not_wait_for_them():
     loading, started = threading.Event(), threading.Barrier(3, timeout=20)
 
