@@ -26,19 +26,22 @@ class Writers(Generic[T]):
     """Call `write` in threads, for one item each.
 
     An error of `write` is raised by the next call of `put` or `finish`. Leaving the context waits for the items that
-    are being written, so that no file is half, and drops the others.
+    are being written, so that no file is half. If another exception ends the context, the waiting items are written
+    too. After an error of `write`, such as a full disk, and after Ctrl+C they are dropped.
     """
 
     def __init__(self, write: Callable[[T], None], threads: int) -> None:
         self.write, self.capacity = write, BACKLOG * threads
         self.executor = ThreadPoolExecutor(threads, "sana writer")
         self.pending: set[Future[None]] = set()
+        # Whether an error of `write` was raised.
+        self.failed = False
 
     def __enter__(self) -> Writers[T]:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.executor.shutdown(wait=True, cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.executor.shutdown(wait=True, cancel_futures=self.failed or not isinstance(error, Exception))
 
     def put(self, item: T, poll: Poll) -> None:
         """Write `item` soon. Waits while too many items are pending."""
@@ -55,6 +58,7 @@ class Writers(Generic[T]):
             done = {future for future in self.pending if future.done()}
             self.pending -= done
             for future in done:
+                self.failed |= future.exception() is not None
                 future.result()
             if len(self.pending) <= allowed:
                 return

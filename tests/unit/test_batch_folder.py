@@ -584,3 +584,34 @@ def test_a_picture_that_an_earlier_run_left_half_is_drawn_again(batch, tmp_path)
     manifest.write_text(json.dumps({**listed, "pictures": {}}))
     assert batch("--count", 1, "--seed", 0, steps=1)[0] == 0
     assert picture.read_bytes() == whole
+
+
+@pytest.mark.parametrize("ending, expected", [(RuntimeError("all GPUs failed"), 4), (KeyboardInterrupt(), 2)])
+def test_an_error_of_the_batch_drops_no_finished_image(ending, expected):
+    written, release = [], threading.Event()
+
+    def write(number):
+        release.wait(20)
+        written.append(number)
+
+    with pytest.raises(type(ending)), Writers(write, 2) as writers:
+        for number in range(4):
+            writers.put(number, lambda: None)
+        threading.Timer(0.2, release.set).start()
+        raise ending
+    assert len(written) == expected
+
+
+def test_a_disk_error_drops_the_images_that_wait():
+    written = []
+
+    def write(number):
+        if number == 0:
+            raise OSError(28, "No space left on device")
+        time.sleep(0.3)
+        written.append(number)
+
+    with pytest.raises(OSError, match="No space"), Writers(write, 1) as writers:
+        for number in range(3):
+            writers.put(number, lambda: None)
+    assert len(written) <= 1
