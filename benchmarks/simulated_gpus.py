@@ -57,7 +57,7 @@ class SimulatedGpus:
             chunk = self.inboxes[name].pop(0)
             prompts = [self.prompts[image.prompt] for image in chunk]
             others = len(self.inboxes) - 1
-            while action := self.plan.next_action(name, name, prompts, loaded, lambda: self.room, others, self.time):
+            while action := self.plan.next_action(name, name, prompts, loaded, self.room, others, self.time):
                 if action is Action.LOAD:
                     yield self.costs.load_models
                     loaded = True

@@ -11,7 +11,7 @@ simulation makes the same decisions as the threads.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -69,7 +69,7 @@ class EncodingPlan(Generic[Text]):
         device: Hashable,
         prompts: Sequence[str],
         models_loaded: bool,
-        has_room: Callable[[], bool],
+        has_room: bool,
         others: int,
         now: float,
     ) -> Action | None:
@@ -88,7 +88,7 @@ class EncodingPlan(Generic[Text]):
             if not models_loaded and not device_is_encoding:
                 return Action.LOAD
             # Waiting would leave the device idle. With a few prompts left, another text encoder comes too late.
-            if not device_is_encoding and len(self.waiting) >= self.first and self.may_encode_ahead() and has_room():
+            if not device_is_encoding and len(self.waiting) >= self.first and self.may_encode_ahead() and has_room:
                 self.begin(worker, device, now)
                 return Action.ENCODE
             return Action.WAIT

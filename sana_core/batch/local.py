@@ -26,7 +26,7 @@ from ..runtime.accelerator import (
 from ..runtime.cancellation import Poll, Polled, no_poll
 from .batch_size import has_room_for_encoder, largest_chunk
 from .encoding import Action, EncodingPlan
-from .loop import GRACE, Outcome, Started, run_batch
+from .loop import GRACE, Outcome, Started, run_batch, stop_if_all_fail
 from .pipeline import (
     Conditioning,
     Embedding,
@@ -399,27 +399,35 @@ class LocalGeneration:
     def before_chunk(self, worker: str, device: torch.device, chunk: Chunk, poll: Poll) -> None:
         """Encode prompts and load the models on `device`, until `chunk` can be generated there."""
         prompts = self.prompts_of(chunk)
+        has_room: bool | None = None
         while True:
             poll()
+            with self.lock:
+                is_missing = self.plan.missing(prompts)
+            if is_missing and has_room is None:
+                # Not under the lock, which all threads need: the disk may be slow, and the device may hang.
+                has_room = has_room_for_encoder(self.checkpoint, self.settings, device)
             with self.lock:
                 action = self.plan.next_action(
                     worker,
                     device,
                     prompts,
                     self.models[device].models is not None,
-                    lambda: has_room_for_encoder(self.checkpoint, self.settings, device),
+                    bool(has_room),
                     len(self.devices) - 1,
                     time.monotonic(),
                 )
             if action is None:
                 return
+            if action is Action.WAIT:
+                time.sleep(POLL_INTERVAL / 10)
+                continue
+            has_room = None
             if action is Action.ENCODE:
                 self.encode(worker, device, prompts, poll)
-            elif action is Action.LOAD:
+            else:
                 with self.use_models(device, poll):
                     pass
-            else:
-                time.sleep(POLL_INTERVAL / 10)
 
     def encode(self, worker: str, device: torch.device, needed: Collection[str], poll: Poll) -> None:
         """Encode the prompts of a session on `device`, or if its memory is too small on another device or the CPU."""
@@ -453,7 +461,8 @@ class LocalGeneration:
             try:
                 has_room = other == CPU or has_room_for_encoder(self.checkpoint, self.settings, other)
             except Exception as error:
-                if not is_driver_error(error):
+                # A full device has no memory for the question either.
+                if not is_driver_error(error) and not is_out_of_memory(error):
                     raise
                 continue
             if has_room and other != device and (other, False) not in self.too_small:
@@ -556,7 +565,8 @@ def generate_local(
     iterator stops all devices within a step. `report` shows which worker generates how many images.
 
     Raises InputError for prompts that no encoding can carry, settings out of range and devices that are not there;
-    CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded.
+    CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded. Raises InputError if all
+    images fail.
     """
     check_prompts(workload.prompts)
     used_devices = local_devices(devices)
@@ -579,7 +589,8 @@ def generate_local(
         for worker, limit in zip(list(pool.threads), [limit for limit in limits if limit != 0], strict=True):
             if limit is not None:
                 queue.limits[worker] = limit
-        for image, result in run_batch(queue, pool, max(grace, COMPILE_GRACE) if settings.compiled else grace):
+        generated = run_batch(queue, pool, max(grace, COMPILE_GRACE) if settings.compiled else grace)
+        for image, result in stop_if_all_fail(generated, workload):
             generation.finish_image(image.prompt)
             yield image, result
 
@@ -598,7 +609,8 @@ def find_limits(
         try:
             limits.append(largest_chunk(checkpoint, settings, device, prompts=prompts))
         except Exception as error:
-            if not is_driver_error(error):
+            # A device that other programs have filled has no memory for the question either.
+            if not is_driver_error(error) and not is_out_of_memory(error):
                 raise
             failed = error
             logger.error("batch: %s is left out: %s", device, first_line(error))

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from ..errors import InputError
 from ..runtime.accelerator import is_out_of_memory
-from .plan import Chunk, FailedImage, ImageSpec
+from .plan import Chunk, FailedImage, ImageSpec, Workload
 from .queue import Queue
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,8 @@ GRACE = 60.0
 # Seconds between two looks at the workers. If the consumer of the images takes longer, for example because its terminal
 # is paused, that time does not count as time of the workers.
 LONGEST_LOOK = 5.0
+# If so many images failed and none was ever finished, the reason is not the images.
+FAILURES_AT_START = 32
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,33 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
         yield from new_images
         if error is not None:
             raise error
+
+
+def stop_if_all_fail(
+    generated: Iterator[tuple[ImageSpec, R | FailedImage]], workload: Workload
+) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
+    """Yield what `generated` yields. Raises InputError if it begins with FAILURES_AT_START images that failed.
+
+    A run that resumes has images of these settings and does not end early. One prompt out of several may fail with
+    every seed, so the failures must be of different prompts.
+    """
+    prompts: set[int] = set()
+    failures, expected = 0, min(2, workload.count_prompts())
+    may_stop = not workload.done
+    for image, result in generated:
+        yield image, result
+        if not may_stop:
+            continue
+        if not isinstance(result, FailedImage):
+            may_stop = False
+            continue
+        failures += 1
+        prompts.add(image.prompt)
+        if failures >= FAILURES_AT_START and len(prompts) >= expected:
+            raise InputError(
+                f"images: all of the first {failures} failed, the last because of {result.reason}; "
+                "choose dtype bfloat16 or float32, or another checkpoint"
+            )
 
 
 def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[ImageSpec, R | FailedImage]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..batch.loop import Outcome, run_batch
+from ..batch.loop import Outcome, run_batch, stop_if_all_fail
 from ..batch.pipeline import SamplingSettings, check_prompts, resolve_settings
 from ..batch.plan import Chunk, FailedImage, Generated, Workload
 from ..batch.progress import OnStatus, WorkerReport, no_status
@@ -94,7 +94,7 @@ def generate_with(
         if not workload.chunk:
             queue.limits = pool.loaded
         try:
-            yield from run_batch(queue, batch, cluster.grace)
+            yield from stop_if_all_fail(run_batch(queue, batch, cluster.grace), workload)
         except BaseException:
             # in the middle of a step
             for worker in {worker for worker, _, _ in batch.flying.values()} & pool.actors.keys():

@@ -7,14 +7,6 @@ from sana_core.batch.encoding import LARGEST_SESSION, LARGEST_STOCK, SESSION_PAT
 PROMPTS = [f"prompt {number}" for number in range(4000)]
 
 
-def no_room():
-    return False
-
-
-def room():
-    return True
-
-
 def encode(plan, worker, count=None, needed=(), now=0.0):
     """Run the session of `worker` to its end, or for `count` prompts, and return the prompts."""
     prompts = []
@@ -27,7 +19,7 @@ def encode(plan, worker, count=None, needed=(), now=0.0):
     return prompts
 
 
-def next_action(plan, worker, prompts, loaded=True, has_room=room, others=1, now=0.0):
+def next_action(plan, worker, prompts, loaded=True, has_room=True, others=1, now=0.0):
     return plan.next_action(worker, f"device of {worker}", prompts, loaded, has_room, others, now)
 
 
@@ -70,7 +62,7 @@ def test_other_workers_load_their_models_and_then_join_if_the_encoder_fits():
     plan = EncodingPlan(PROMPTS[:100], 8)
     assert next_action(plan, "a", PROMPTS[:1], loaded=False) is Action.ENCODE
     assert next_action(plan, "b", PROMPTS[1:2], loaded=False) is Action.LOAD
-    assert next_action(plan, "b", PROMPTS[1:2], has_room=no_room) is Action.WAIT
+    assert next_action(plan, "b", PROMPTS[1:2], has_room=False) is Action.WAIT
     assert next_action(plan, "b", PROMPTS[1:2]) is Action.ENCODE
     # The two sessions share the prompts.
     assert encode(plan, "a", 1) + encode(plan, "b", 1) + encode(plan, "a", 1) == PROMPTS[:3]
@@ -78,8 +70,8 @@ def test_other_workers_load_their_models_and_then_join_if_the_encoder_fits():
 
 def test_two_workers_of_one_device_never_load_two_encoders():
     plan = EncodingPlan(PROMPTS[:100], 8)
-    assert plan.next_action("cpu", "cpu", PROMPTS[:1], True, room, 0, 0.0) is Action.ENCODE
-    assert plan.next_action("cpu #2", "cpu", PROMPTS[1:2], True, room, 0, 0.0) is Action.WAIT
+    assert plan.next_action("cpu", "cpu", PROMPTS[:1], True, True, 0, 0.0) is Action.ENCODE
+    assert plan.next_action("cpu #2", "cpu", PROMPTS[1:2], True, True, 0, 0.0) is Action.WAIT
 
 
 def test_the_next_prompts_are_encoded_while_other_devices_generate():
@@ -124,8 +116,8 @@ def test_other_workers_take_over_from_a_session_that_hangs():
     plan = EncodingPlan(PROMPTS[:4], 8)
     plan.begin("a", "device", 0.0)
     assert plan.next_prompt("a", (), 0.0) == PROMPTS[0]
-    assert next_action(plan, "b", PROMPTS[:1], has_room=no_room, now=SESSION_PATIENCE) is Action.WAIT
-    assert next_action(plan, "b", PROMPTS[:1], has_room=no_room, now=SESSION_PATIENCE + 1) is Action.ENCODE
+    assert next_action(plan, "b", PROMPTS[:1], has_room=False, now=SESSION_PATIENCE) is Action.WAIT
+    assert next_action(plan, "b", PROMPTS[:1], has_room=False, now=SESSION_PATIENCE + 1) is Action.ENCODE
     assert encode(plan, "b") == PROMPTS[:4]
     # The prompt that the hanging device finishes at last is no harm, and its session is over.
     plan.store("a", PROMPTS[0], "late", 700.0)

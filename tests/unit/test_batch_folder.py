@@ -24,7 +24,8 @@ import sana_core
 from sana_core.__main__ import main
 from sana_core.batch import pipeline
 from sana_core.batch.folder import OutputFolder
-from sana_core.batch.plan import ImageSpec
+from sana_core.batch.loop import FAILURES_AT_START, stop_if_all_fail
+from sana_core.batch.plan import FailedImage, ImageSpec, Workload, batch_images
 from sana_core.batch.png import encode_png, write_image
 from sana_core.batch.writers import Writers
 from sana_core.checkpoints.fingerprint import fingerprint
@@ -390,6 +391,29 @@ def test_failed_images_are_generated_by_a_later_run(batch, tmp_path, nan_images,
     monkeypatch.chdir(tmp_path)
     code, out, err = batch()
     assert (code, err, out.count(".png (")) == (0, "", 2)
+
+
+def test_a_batch_whose_images_all_fail_ends_early(batch, nan_images):
+    sampled = nan_images(range(1000))
+    code, out, err = batch("--count", 100, "--out", "one", "--width", 32, "--height", 32, steps=1)
+    # The first prompt alone may be at fault. A worker generates two more meanwhile.
+    assert (code, out) == (1, "") and 101 <= len(sampled) <= 104
+    assert err.count("failed: ") == 101
+    said = err.splitlines()[-1]
+    assert said.startswith("images: all of the first 101 failed, the last because of samples: ")
+    assert said.endswith("; choose dtype bfloat16 or float32, or another checkpoint")
+
+
+def test_a_run_with_finished_images_does_not_end_early():
+    images = batch_images(2, FAILURES_AT_START, 0)
+    failing = [(image, FailedImage("NaN")) for image in images]
+    resumed = Workload(PROMPTS, images, done=frozenset({0}))
+    assert len(list(stop_if_all_fail(iter(failing), resumed))) == len(images)
+    fresh = Workload(PROMPTS, images)
+    assert len(list(stop_if_all_fail(iter([(images[0], b"png"), *failing[1:]]), fresh))) == len(images)
+    one = Workload(PROMPTS, images[:FAILURES_AT_START])
+    with pytest.raises(sana_core.InputError, match="all of the first 32 failed"):
+        list(stop_if_all_fail(iter(failing), one))
 
 
 def test_writers_bound_the_images_in_memory_and_raise_the_first_error():

@@ -11,7 +11,7 @@ import torch
 from pretend_card import pretend_cards
 
 import sana_core
-from sana_core.batch import local, pipeline
+from sana_core.batch import batch_size, local, pipeline
 from sana_core.batch.local import generate_local, local_devices
 from sana_core.batch.loop import run_batch
 from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder
@@ -510,3 +510,62 @@ def test_an_encoded_prompt_keeps_no_padding(checkpoint):
     encoder = load_encoder(checkpoint, torch.device("cpu"), "float32")
     for tensor in encode_text(encoder, MANY[0], instruction=True):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+
+
+def test_no_thread_holds_the_lock_while_a_device_tells_its_memory(checkpoint, monkeypatch):
+    monkeypatch.setattr(local, "FIRST_ON_CPU", 1)
+    images, cpu = batch_images(2, 1, 5), torch.device("cpu")
+    generation = local.LocalGeneration(Workload(PROMPTS, images), checkpoint, resolved(checkpoint), [images], [cpu])
+    # Another device encodes, and this one asks whether it has room for a text encoder too.
+    generation.plan.begin("other", "another device", time.monotonic())
+    generation.models[cpu].models = object()
+    held = []
+
+    def has_room(*arguments):
+        held.append(generation.lock.locked())
+        return True
+
+    monkeypatch.setattr(local, "has_room_for_encoder", has_room)
+    generation.before_chunk("cpu", cpu, images[:1], lambda: None)
+    assert held and not any(held)
+    assert PROMPTS[0] in generation.plan.texts
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_a_gpu_that_other_programs_have_filled_is_left_out(checkpoint, monkeypatch, chunk):
+    """Even the question for its free memory raises, because the driver has no room for its context."""
+    kind = getattr(torch, "AcceleratorError", RuntimeError)
+    real = batch_size.free_bytes
+
+    def free_bytes(device):
+        if device == torch.device("cuda:0"):
+            raise kind("CUDA error: out of memory")
+        return real(device)
+
+    def load(checkpoint, device, *arguments, real=local.load_models):
+        free_bytes(device)
+        return real(checkpoint, device, *arguments)
+
+    monkeypatch.setattr(batch_size, "free_bytes", free_bytes)
+    monkeypatch.setattr(local, "load_models", load)
+    # GPU 1 has no room for the encoder beside its models, and asks the other devices.
+    monkeypatch.setattr(local, "has_room_for_encoder", lambda *arguments: free_bytes(arguments[-1]) < 0)
+    with pretend_cards(2):
+        images = batch_images(len(MANY), 1, 5)
+        results = list(generate_local(Workload(MANY, images, chunk), checkpoint, SMALL, ["cuda:0", "cuda:1"]))
+    assert len(results) == 10 and not any(isinstance(result, FailedImage) for _, result in results)
+
+
+def test_a_gpu_that_is_full_does_not_end_the_search_for_a_place_for_the_encoder(checkpoint, monkeypatch):
+    devices = [torch.device("cuda", index) for index in range(2)]
+
+    def has_room(checkpoint, settings, device):
+        if device == devices[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return False
+
+    monkeypatch.setattr(local, "has_room_for_encoder", has_room)
+    images = batch_images(1, 1, 5)
+    generation = local.LocalGeneration(Workload(PROMPTS, images), checkpoint, resolved(checkpoint), [images], devices)
+    places = [str(device) for device, _ in generation.places_for_encoder(devices[1])]
+    assert places == ["cuda:1", "cpu", "cuda:1"]
