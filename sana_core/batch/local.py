@@ -40,7 +40,7 @@ from .pipeline import (
     load_models,
     resolve_settings,
 )
-from .plan import Chunk, FailedImage, Generated, Workload
+from .plan import Chunk, FailedImage, Generated, Step, Workload
 from .progress import WorkerReport
 from .queue import Queue
 
@@ -361,7 +361,12 @@ class LocalGeneration:
         devices: Sequence[torch.device],
     ) -> None:
         self.prompts, self.checkpoint, self.settings = workload.prompts, checkpoint, settings
-        self.inputs, self.devices = workload.inputs, list(dict.fromkeys(devices))
+        self.devices = list(dict.fromkeys(devices))
+        self.inputs, self.callback = workload.inputs, workload.inputs.callback
+        if self.callback is not None:
+            self.inputs = self.inputs._replace(callback=self.call_back)
+        # What the caller's function raised. It ends the batch, as no other error of an image does.
+        self.callback_errors: list[Exception] = []
         self.models = {device: DeviceModels() for device in self.devices}
         texts: Mapping[str, Embedding] = {}
         self.negative: Embedding | None = None
@@ -389,6 +394,14 @@ class LocalGeneration:
                 failed = error
             release_memory_of(failed, device)
         raise AssertionError
+
+    def call_back(self, step: Step) -> None:
+        assert self.callback is not None
+        try:
+            self.callback(step)
+        except Exception as error:
+            self.callback_errors.append(error)
+            raise
 
     def use_models(self, device: torch.device, poll: Poll) -> AbstractContextManager[Models]:
         return self.models[device].use(lambda: self.load_models_on(device, poll), poll)
@@ -532,6 +545,7 @@ class LocalGeneration:
                     (not isinstance(error, SanaError) or isinstance(error, InputError))
                     and not is_out_of_memory(error)
                     and not is_driver_error(error)
+                    and error not in self.callback_errors
                     and self.finished > 0
                     and self.failures < LARGEST_FAILURES
                 )

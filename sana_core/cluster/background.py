@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import closing
-from queue import Empty, SimpleQueue
+from contextlib import closing, suppress
+from queue import Empty, Full, Queue
 from typing import Any, TypeVar
 
 from ..runtime.cancellation import Poll
@@ -13,6 +13,8 @@ from .clock import WatchClock
 from .timeouts import POLL_INTERVAL
 
 T = TypeVar("T")
+# Results that wait for the caller. Then the work pauses, so that a slow disk of the caller bounds the memory.
+BACKLOG = 32
 
 
 class Abandoned(Exception):
@@ -32,7 +34,7 @@ def iterate_in_thread(
     raising. Raises what the generator does, and LostError when `alive` is not called for `timeout` seconds. Time in
     which the caller does not wait for a result, or in which this process is stopped, does not count.
     """
-    results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    results: Queue[tuple[Any, BaseException | None]] = Queue(BACKLOG)
     abandoned = threading.Event()
     called = threading.Event()
 
@@ -41,15 +43,24 @@ def iterate_in_thread(
         if abandoned.is_set():
             raise Abandoned
 
+    def put(found: Any, error: BaseException | None = None) -> None:
+        while True:
+            try:
+                results.put((found, error), timeout=POLL_INTERVAL)
+                return
+            except Full:
+                alive()
+
     def run() -> None:
+        ending: BaseException = StopIteration()
         try:
             with closing(work(alive)) as found:
                 for each in found:
-                    results.put((each, None))
+                    put(each)
         except BaseException as error:
-            results.put((None, error))
-        else:
-            results.put((None, StopIteration()))
+            ending = error
+        with suppress(Abandoned):
+            put(None, ending)
 
     threading.Thread(target=run, name="sana cluster", daemon=True).start()
     clock = WatchClock()

@@ -141,6 +141,20 @@ def test_a_callback_ends_the_sampling_by_raising(checkpoint):
         sana_core.generate([PROMPT], checkpoint, callback=enough, steps=5, **SIZE)
 
 
+def test_a_callback_that_raises_ends_the_batch_also_after_the_first_image(checkpoint):
+    """An unknown error of a later image makes that image fail. The callback is the caller's, and its error too."""
+
+    class Enough(Exception):
+        pass
+
+    def enough(step):
+        if 2 in step.images:
+            raise Enough
+
+    with pytest.raises(Enough):
+        sana_core.generate([PROMPT], checkpoint, count=4, chunk=1, callback=enough, steps=2, **SIZE)
+
+
 EMBEDS, MASK = torch.zeros(1, 4, 64), torch.ones(1, 4)
 
 
