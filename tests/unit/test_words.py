@@ -58,7 +58,7 @@ def test_the_words_to_avoid_are_avoided(name):
 @pytest.mark.parametrize("node", PAGES)
 def test_a_help_page_is_short_and_names_its_inputs_in_their_order(node):
     page = PAGES[node]
-    assert page.startswith("# SANA ") and len(page.splitlines()) <= (40 if node == "SanaNodesLoader" else 30)
+    assert page.startswith("# SANA ") and len(page.splitlines()) <= 40
     inputs = INTERFACE[node]["inputs"]
     # the canvas has sockets above widgets
     order = sorted(inputs, key=lambda name: inputs[name] not in SOCKETS)
