@@ -17,15 +17,12 @@ from ..runtime.accelerator import free_bytes
 from .pipeline import SamplingSettings
 from .plan import LARGEST_CHUNK, samples_one_by_one
 
-# of what is free, for fragments and what others take meanwhile
+# The part of the free memory that a chunk may use. The rest is for fragmentation and for other programs.
 SHARE = 0.8
 
 
 def find_architecture(checkpoint: str | Path) -> Architecture:
-    """Return the architecture of a checkpoint's transformer; only headers are read.
-
-    Raises CheckpointError, MissingFileError or ReadError for what is no whole SANA.
-    """
+    """Return the architecture of a checkpoint's transformer. Reads only the headers."""
     return architecture(find_part(inspect_checkpoint(checkpoint), "transformer").headers)
 
 
@@ -62,14 +59,14 @@ def images_that_fit(
 def weight_bytes(
     checkpoint: str | Path, dtype: torch.dtype, kinds: Sequence[str] = ("transformer", "autoencoder")
 ) -> int:
-    """Return the bytes of a checkpoint's parts of those kinds in `dtype`; only headers are read."""
+    """Return the bytes that these parts of a checkpoint have in `dtype`. Reads only the headers."""
     info = inspect_checkpoint(checkpoint)
     parts = [find_part(info, kind) for kind in kinds]
     return sum(math.prod(header.shape) for part in parts for header in part.headers.values()) * dtype.itemsize
 
 
 def has_room_for_encoder(checkpoint: str | Path, settings: SamplingSettings, device: torch.device) -> bool:
-    """Whether `device` has memory for the text encoder beside what is there."""
+    """Whether the text encoder fits into the free memory of `device`."""
     needed = weight_bytes(checkpoint, getattr(torch, settings.dtype), ["text_encoder"])
     return needed <= SHARE * free_bytes(device)
 

@@ -36,9 +36,9 @@ class Best(NamedTuple):
     scorer: Path
 
     def describe(self) -> Json:
-        """Return the settings of the choice and the digest of the scorer's files, which the manifest stores."""
+        """Return these options and the digest of the scorer's files, for the manifest."""
         check_text("scorer", self.scorer.name, RENAME)
-        digests = digest_files(clip_files(self.scorer), lambda done, total: None)
+        digests = digest_files(clip_files(self.scorer), lambda count, total: None)
         weights = digest_json([digests[file] for file in sorted(digests)])
         return {"best": self.keep, "of": self.of, "scorer": self.scorer.name, "scorer_weights": weights}
 
@@ -47,9 +47,12 @@ class Pick(NamedTuple):
     """An image that is among the best of its prompt."""
 
     image: ImageSpec
-    pixels: torch.Tensor  # [3, H, W] in [-1, 1]
-    score: float  # NaN: the scorer gave no number
-    rank: int  # among the images of the prompt, from 1
+    # [3, H, W] in [-1, 1].
+    pixels: torch.Tensor
+    # NaN: the scorer gave NaN or infinity.
+    score: float
+    # Among the images of the prompt, from 1.
+    rank: int
 
     def describe(self, named: bool = False) -> Json:
         """Return score and rank, and with `named` also the number of the prompt and the seed.
@@ -62,7 +65,7 @@ class Pick(NamedTuple):
 
 
 def find_best(keep: int | None, of: int | None, scorer: str | Path | None, count: int = 1) -> Best | None:
-    """Return the options as a Best, or None if none of the first three is set. Raises InputError if only some are."""
+    """Return the options as a Best, or None without any of the first three. Raises InputError if only some are set."""
     if keep is of is scorer is None:
         return None
     if keep is None or of is None or scorer is None:
@@ -135,9 +138,9 @@ def generate_picks(
 
 
 def without_finished(workload: Workload, best: Best) -> Workload:
-    """Return `workload` with all images of a prompt done if its best are done, and none of them otherwise.
+    """Return `workload` with all images done of the prompts whose best images exist, and no others.
 
-    The other images of an unfinished prompt are not stored, so all of them are generated again.
+    Images that were not chosen are not stored, so all images of an unfinished prompt are generated again.
     """
     finished = [0] * len(workload.prompts)
     for image in workload.images:

@@ -1,8 +1,8 @@
 """The order in which the devices of this machine encode prompts.
 
-The text encoder is large, so it is loaded only while prompts are encoded. A device that needs the prompts of its next
-chunk, or that would have to wait for another device, encodes some prompts before it generates: this is a session. Each
-session encodes more prompts than the one before, so that the first image comes early and later sessions are few.
+The text encoder is large, so it is loaded only while prompts are encoded. In a session, a device loads the text encoder
+and encodes a number of prompts before it generates images again. Each session encodes twice as many prompts as the
+session before, up to LARGEST_SESSION. So the first image is finished early, and a long batch has few sessions.
 
 Like the queue, the plan is passive. It starts no threads and gets the current time from its caller, so that a
 simulation makes the same decisions as the threads.
@@ -19,9 +19,9 @@ from typing import Generic, TypeVar
 Text = TypeVar("Text")
 # Prompts of the largest session. Embeddings of Gemma 2 in fp32 take up to 2.8 MB per prompt.
 LARGEST_SESSION = 512
-# Encoded prompts in memory above which no session begins ahead of need.
+# With this many encoded prompts in memory, no session begins before its prompts are needed.
 LARGEST_STOCK = 2 * LARGEST_SESSION
-# Seconds without a prompt after which other workers no longer wait for a session. It may be loading from a slow disk.
+# A session that encodes no prompt for this many seconds is ended. It may be loading from a slow disk, so this is long.
 SESSION_PATIENCE = 600.0
 
 
@@ -35,26 +35,30 @@ class Action(Enum):
 
 @dataclass
 class Session:
-    """The prompts that one worker encodes while it has the text encoder."""
+    """One worker has the text encoder and encodes prompts."""
 
     device: Hashable
-    # How many more prompts it may begin.
+    # How many more prompts it may encode.
     budget: int
-    # When it began or finished its last prompt.
+    # When it began, or began or finished its last prompt.
     last_progress: float
     # The prompt that is being encoded.
     prompt: str | None = None
 
 
 class EncodingPlan(Generic[Text]):
-    """Which prompts are encoded, and by whom. `prompts` has the prompt of every image, in the order of the chunks."""
+    """The encoded prompts, and the sessions that encode the others."""
 
     def __init__(self, prompts: Sequence[str], first: int, texts: Mapping[str, Text] | None = None) -> None:
-        """`first`: prompts of the first session. `texts`: prompts that are encoded already."""
+        """`prompts` has the prompt of every image in the order of the chunks, `first` is the size of the first session.
+
+        `texts` has the prompts that are encoded already.
+        """
         # The embeddings of the prompts whose images are not all finished.
         self.texts = dict(texts or {})
-        # Prompts that no session has begun, in the order in which they are needed.
+        # Prompts that are not encoded yet, without those of sessions, in the order in which they are needed.
         self.waiting = deque(prompt for prompt in dict.fromkeys(prompts) if prompt not in self.texts)
+        # Prompt: its place in the order in which the prompts are needed.
         self.position = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         # Prompt: how many of its images are not finished.
         self.unfinished = Counter(prompts)
@@ -70,12 +74,13 @@ class EncodingPlan(Generic[Text]):
         prompts: Sequence[str],
         models_loaded: bool,
         has_room: bool,
-        others: int,
+        other_devices: int,
         now: float,
     ) -> Action | None:
-        """Return what `worker` does before it generates a chunk with these prompts. None: it can generate now.
+        """Return the next action of `worker`, whose next chunk has these prompts. None: it can generate the chunk now.
 
-        `has_room`: whether the text encoder fits on `device` beside the models. `others`: the number of other devices.
+        `has_room`: whether the text encoder fits on `device` beside the models. `other_devices`: the number of other
+        devices.
         """
         for name, session in list(self.sessions.items()):
             if now - session.last_progress > SESSION_PATIENCE:
@@ -87,12 +92,14 @@ class EncodingPlan(Generic[Text]):
                 return Action.ENCODE
             if not models_loaded and not device_is_encoding:
                 return Action.LOAD
-            # Waiting would leave the device idle. With a few prompts left, another text encoder comes too late.
+            # A second session, so that this device does not wait for the first one. If few prompts are left, the first
+            # session will have encoded them before this device has loaded the text encoder.
             if not device_is_encoding and len(self.waiting) >= self.first and self.may_encode_ahead() and has_room:
                 self.begin(worker, device, now)
                 return Action.ENCODE
             return Action.WAIT
-        if others and not self.sessions and self.waiting and self.may_encode_ahead():
+        # The next prompts are encoded before they are needed, because all devices would wait for them at the same time.
+        if other_devices and not self.sessions and self.waiting and self.may_encode_ahead():
             last = max((self.position[prompt] for prompt in prompts), default=0)
             if self.position[self.waiting[0]] - last <= self.last_size / 2:
                 self.begin(worker, device, now)
@@ -117,10 +124,10 @@ class EncodingPlan(Generic[Text]):
         """
         session = self.sessions.get(worker)
         if session is None:
-            # Other workers waited too long for it.
+            # next_action() has ended it, because it took too long.
             return None
         if session.prompt is not None:
-            # The device failed with it, and the session continues on another device.
+            # The device failed while it encoded this prompt. The session continues on another device.
             self.waiting.appendleft(session.prompt)
             session.prompt = None
         if self.waiting and (session.budget > 0 or any(prompt in self.waiting for prompt in needed)):

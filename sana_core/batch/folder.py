@@ -1,7 +1,7 @@
-"""The folder that a batch is written into, and what is in it already.
+"""The output folder of a batch, with the images of earlier runs.
 
-Every PNG says itself what it is. So a run that was killed at any moment goes on where it was, with or without its
-manifest, which is the list of them for people and other programs.
+Every PNG contains its own description. So a run that was killed at any moment can be resumed, with or without the
+manifest. The manifest lists the images for people and other programs.
 """
 
 from __future__ import annotations
@@ -27,39 +27,43 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 # Entries of an image that was chosen by its score.
 CHOSEN = ("score", "rank")
-# settings of every manifest that was ever written
+# Settings that the manifests of all versions contain.
 KNOWN_BY = {"width", "height", "steps", "sampler"}
-# seconds between two manifests, and how many times as long as the last one took: one of 100,000 images has 30 MB
+# The manifest is written again after MANIFEST_INTERVAL seconds, or after MANIFEST_PAUSE times the seconds that the last
+# write took if this is longer. With 100,000 images it has 30 MB.
 MANIFEST_INTERVAL = 5.0
 MANIFEST_PAUSE = 20
 
 
 class OutputFolder:
-    """A folder of images with its manifest, which this run holds. `settings` come from `describe_settings`."""
+    """The images in a folder that this run has locked, and its manifest. `settings` come from `describe_settings`."""
 
     def __init__(self, held: Hold, prompts: Sequence[str], settings: Json) -> None:
         self.held, self.path, self.prompts, self.settings = held, held.folder, prompts, settings
         self.entries: dict[str, Json] = {}
-        self.claims: list[list[int]] = []  # of each run: prompts, first seed, images of each prompt
+        # For each run in this folder: number of prompts, first seed, images per prompt.
+        self.claims: list[list[int]] = []
         # The manifest as this run knows it. None: there is none.
         self.manifest = ManifestVersion.read(self.path / MANIFEST)
-        self.rewrite = 0.0
+        # When the manifest is written again, in time.monotonic().
+        self.next_write = 0.0
+        # Whether the log says that the manifest could not be written.
         self.has_warned = False
 
     def find_done(
         self, images: Sequence[ImageSpec], progress: Callable[[int], None] = lambda count: None
     ) -> frozenset[int]:
-        """Return the numbers of the images that are here whole, as they would be generated now.
+        """Return the numbers of the images that are complete in the folder, with the current settings.
 
-        Reads every file. `progress` gets the number of images before each, and cancels by raising. What is left of an
-        image of ours after a power cut is removed. Raises InputError for images of other settings or prompts, and for a
-        file that is not ours under a name that this batch would use.
+        Reads every file. `progress` receives the number of images before each image, and cancels by raising. An image
+        of ours that a power failure has damaged is removed. Raises InputError for images with other settings or
+        prompts, and for other files with the name of an image of this batch.
         """
         document = read_manifest(self.path)
         known = {name: entry for name, entry in document["pictures"].items() if (self.path / name).is_file()}
         if known and document["settings"] != self.settings:
             name, entry = next(iter(known.items()))
-            raise self.another(self.path / name, entry, document["settings"])
+            raise self.mismatch(self.path / name, entry, document["settings"])
         self.entries, self.claims, done = dict(known), document["claims"], set()
         for count, image in enumerate(images):
             progress(count)
@@ -68,11 +72,11 @@ class OutputFolder:
             if not file.exists() and not file.is_symlink():
                 continue
             if not file.is_file():
-                # A folder, a pipe, or a link to one of them or to nowhere. Reading a pipe would wait for ever.
+                # A folder, a pipe, or a link to one of them or to nowhere. Reading a pipe would wait forever.
                 raise InputError(f"out: {file} is not of this batch; choose another folder, or remove it")
             data = patiently(file.read_bytes)
             digest = digest_of(data)
-            # decoding the PNG to see that it is whole takes long; a listed one has its digest
+            # Decoding a PNG takes long. An image in the manifest is complete if the digest of its file is the same.
             entry = known[name] if known.get(name, {}).get("sha256") == digest else read_entry(data)
             if entry is None:
                 if not (is_damaged(data) and (name in known or self.is_claimed(image))):
@@ -81,16 +85,16 @@ class OutputFolder:
                 self.entries.pop(name, None)
                 continue
             if entry.get("key") != self.entry(image)["key"]:
-                raise self.another(file, entry, entry.get("settings", self.settings), self.prompts[image.prompt])
+                raise self.mismatch(file, entry, entry.get("settings", self.settings), self.prompts[image.prompt])
             done.add(image.number)
             self.entries[name] = {**self.entry(image), **chosen(entry), "sha256": digest}
-        own = [len(self.prompts), images[0].seed, len(images) // len(self.prompts)]
-        self.claims = [*(claim for claim in self.claims if claim != own), own]
+        new_claim = [len(self.prompts), images[0].seed, len(images) // len(self.prompts)]
+        self.claims = [*(claim for claim in self.claims if claim != new_claim), new_claim]
         self.write_manifest()
         return frozenset(done)
 
-    def another(self, file: Path, entry: Json, settings: Json, prompt: str | None = None) -> InputError:
-        """Return the error for an image that differs from what would be generated, with the first such thing."""
+    def mismatch(self, file: Path, entry: Json, settings: Json, prompt: str | None = None) -> InputError:
+        """Return the error for an image with another prompt or other settings. It names the first difference."""
         changed = [name for name, value in self.settings.items() if settings.get(name) != value]
         what = f"{changed[0]} {settings.get(changed[0])!r:.40}" if changed else "unknown"
         if "version" in changed:
@@ -100,7 +104,10 @@ class OutputFolder:
         return InputError(f"out: {file} is of another prompt or other settings ({what}); choose another folder")
 
     def is_claimed(self, image: ImageSpec) -> bool:
-        """Whether an earlier run had this image to generate, and so found its name free."""
+        """Whether an earlier run has generated or was going to generate this image.
+
+        It would have stopped if another file had had this name, so the file is ours.
+        """
         return any(
             image.prompt < prompts and (image.seed - seed) % (LARGEST_SEED + 1) < count
             for prompts, seed, count in self.claims
@@ -110,23 +117,23 @@ class OutputFolder:
         return describe_image(self.prompts[image.prompt], image.seed, self.settings)
 
     def write(self, image: ImageSpec, png: bytes) -> str:
-        """Write the file of `encode_png` for the image, and return its digest. Several threads may. Raises OSError."""
+        """Write the PNG of an image, and return its digest. Several threads may call this at once. Raises OSError."""
         self.held.check()
         return write_image(self.path / file_name(image), png, self.held.run)
 
     def note(self, image: ImageSpec, digest: str, more: Mapping[str, object] = MappingProxyType({})) -> Path:
-        """Take an image into the list that is in the folder with that digest, and return its path. Raises OSError."""
+        """Add an image in the folder to the manifest, with the digest of its file. Returns its path. Raises OSError."""
         path = self.path / file_name(image)
         self.entries[path.name] = {**self.entry(image), **more, "sha256": digest}
-        if time.monotonic() > self.rewrite:
+        if time.monotonic() > self.next_write:
             self.write_manifest()
         return path
 
     def write_manifest(self) -> None:
-        """Write the list of all images that are here: prompt, seed, key, and the digest of the file.
+        """Write the manifest: prompt, seed, key and digest of each image.
 
-        They are safe from a power cut before they are in it. If another program has the manifest open, it is written
-        later: each image also contains its own entry. Raises OSError.
+        The images are flushed to the disk before, so that a power failure cannot damage a listed image. If another
+        program has the manifest open, it is written later. Raises OSError.
         """
         self.held.check()
         started = time.monotonic()
@@ -138,10 +145,10 @@ class OutputFolder:
                 logger.warning("%s is not up to date (%s); every image is complete", MANIFEST, reason_of(error))
             self.has_warned = True
         now = time.monotonic()
-        self.rewrite = now + max(MANIFEST_INTERVAL, MANIFEST_PAUSE * (now - started))
+        self.next_write = now + max(MANIFEST_INTERVAL, MANIFEST_PAUSE * (now - started))
 
     def replace_manifest(self) -> None:
-        """Raises OSError, and ExistingFileError if another program has written the manifest."""
+        """Write the manifest. Raises OSError, and ExistingFileError if another program has written it."""
         path = self.path / MANIFEST
         if path.exists() and (self.manifest is None or not self.manifest.is_still(path)):
             raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command resumes")
@@ -153,18 +160,18 @@ class OutputFolder:
 
 
 def chosen(entry: Json) -> Json:
-    """Return score and rank of an image that was chosen by its score, and nothing of other images."""
+    """Return score and rank of an image that was chosen by its score. Empty for other images."""
     return {name: entry[name] for name in CHOSEN if name in entry}
 
 
 def read_manifest(folder: Path) -> Json:
-    """Return settings, claims and images of the manifest, empty where there is none.
+    """Return settings, claims and images of the manifest. They are empty if there is no manifest.
 
     Raises InputError for a file of another program.
     """
     path = folder / MANIFEST
     try:
-        # Reading a pipe would wait for ever.
+        # Reading a pipe would wait forever.
         if not S_ISREG(path.stat().st_mode):
             raise ValueError
         document = parse_finite(patiently(path.read_bytes))
@@ -183,8 +190,10 @@ def read_manifest(folder: Path) -> Json:
 class ManifestVersion(NamedTuple):
     """A version of the manifest, to notice that another program has written it."""
 
+    # Bytes.
     size: int
-    modified: int  # nanoseconds
+    # Nanoseconds.
+    modified: int
     digest: str
 
     @classmethod
@@ -203,7 +212,7 @@ class ManifestVersion(NamedTuple):
     def is_still(self, path: Path) -> bool:
         """Return whether the file at `path` is this version.
 
-        exFAT and FUSE may change the number of a file, and round its time. So the content decides if the time differs.
+        exFAT and FUSE may change the inode of a file, and round its time. So the content decides if the time differs.
         """
         try:
             status = path.stat()

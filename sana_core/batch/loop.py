@@ -15,10 +15,10 @@ from .queue import Queue
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-# Seconds. No chunk counts as hanging before.
+# A chunk never counts as hanging before this many seconds.
 GRACE = 60.0
-# Seconds between two looks at the workers. If the consumer of the images takes longer, for example because its terminal
-# is paused, that time does not count as time of the workers.
+# If more seconds than this pass between two looks at the workers, this time does not count as their time. The consumer
+# of the images may take long, for example because its terminal is paused.
 LONGEST_LOOK = 5.0
 # If so many images failed and none was ever finished, the reason is not the images.
 FAILURES_AT_START = 32
@@ -59,7 +59,7 @@ class Pool(Protocol[R]):
         """Let `worker` generate `chunk` after the chunks that it has already."""
 
     def wait(self) -> Sequence[Outcome[R] | Started]:
-        """Return everything that has happened, in its order. Returns nothing after a short time without events."""
+        """Return the events since the last call, in their order. Returns after a short time without events."""
 
     def drop(self, worker: str, reason: BaseException) -> None:
         """Stop using `worker`. A pool that can replace the worker does so."""
@@ -75,7 +75,7 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
     it. Raises the other errors of workers, ChunkLostError, and the error of the pool when no worker is left.
     """
     queue.starts_are_reported = pool.reports_starts
-    looked = pool.now()
+    last_look = pool.now()
     while queue.missing:
         workers = pool.workers()
         for worker in queue.flights.keys() - workers:
@@ -97,9 +97,9 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
                 new_images += finished
             else:
                 error = event.error
-        # Everything that has happened is known now. The consumer takes its time after this look, not before.
+        # Only now, because a chunk whose end has just been handled does not hang.
         now = pool.now()
-        unobserved, looked = now - looked, now
+        unobserved, last_look = now - last_look, now
         if unobserved > LONGEST_LOOK:
             queue.postpone(unobserved)
         else:

@@ -1,4 +1,4 @@
-"""What a worker does with a chunk: sample it and decode it. Which worker, which chunk makes no difference."""
+"""Samples and decodes a chunk of images. All workers use this, so an image does not depend on its worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-# as in ComfyUI's LoRA loaders
+# The range of ComfyUI's LoRA loaders.
 LARGEST_STRENGTH = 100.0
 
 
@@ -70,10 +70,10 @@ class SamplingSettings(NamedTuple):
 
 
 def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> SamplingSettings:
-    """Return the settings with the defaults of the checkpoint's model in place of None; only headers are read.
+    """Return the settings with the defaults of the checkpoint's model in place of None. Reads only the headers.
 
     Raises InputError for a size that is not a multiple of 32, numbers out of range, a sampler that is not for the
-    model, an unknown reference, a LoRA that does not fit, and what is no SANA.
+    model, an unknown reference, a LoRA that does not fit, and a checkpoint that is not SANA.
     """
     info = follow(find_part(inspect_checkpoint(checkpoint), "transformer"), settings.reference)
     module = build_module(info)
@@ -108,39 +108,42 @@ def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> Samp
 
 
 def check_prompts(prompts: Iterable[str]) -> None:
-    """Raise InputError, with the number of the prompt, for what no encoding can carry."""
+    """Raise InputError for a prompt that UTF-8 cannot encode."""
     for number, prompt in enumerate(prompts, 1):
         check_text(f"prompt {number}", prompt)
 
 
 def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Embedding:
-    """Return one prompt on the CPU. It is encoded alone, so that it is the same in any batch."""
+    """Return the embedding of one prompt on the CPU. It is encoded alone, so that it has the same bits in any batch."""
     embeds, mask = encode_prompts(encoder, [prompt], instruction)
     length = longest_prompt(mask)
-    # copies, for on a CPU a view would keep the padding behind it
+    # Copies, because on a CPU a view would keep the padding in memory.
     return embeds[:, :length].to("cpu", copy=True), mask[:, :length].to("cpu", copy=True)
 
 
 def encode_negative(encoder: TextEncoder, prompt: str) -> Embedding:
-    """Return the negative prompt on the CPU, all 300 tokens: NVIDIA's mask is that of the positive prompt."""
+    """Return the embedding of the negative prompt on the CPU.
+
+    It keeps all 300 tokens, because NVIDIA's code masks the negative prompt with the mask of the positive prompt.
+    """
     embeds, mask = encode_prompts(encoder, [prompt], instruction=False)
     return embeds.cpu(), mask.cpu()
 
 
 def load_encoder(checkpoint: str | Path, device: torch.device, dtype: str, reference: str = AUTO) -> TextEncoder:
-    """Return the text encoder. Gemma 2 overflows in float16, so it is bfloat16 there."""
+    """Return the text encoder. For float16 it is bfloat16, because Gemma 2 overflows in float16."""
     return load_text_encoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16, reference)
 
 
 def load_decoder(checkpoint: str | Path, device: torch.device, dtype: str) -> AutoencoderDC:
-    """Return the autoencoder. DC-AE overflows in float16, so it is bfloat16 there."""
+    """Return the autoencoder. For float16 it is bfloat16, because DC-AE overflows in float16."""
     return load_autoencoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16)
 
 
 def encode_texts(
     encoder: TextEncoder, prompts: Iterable[str], negative_prompt: str, poll: Poll = no_poll
 ) -> tuple[dict[str, Embedding], Embedding]:
-    """Return each different prompt encoded once, and the negative one. `poll` cancels by raising."""
+    """Return the embeddings by prompt, and the embedding of the negative prompt. `poll` cancels by raising."""
     texts: dict[str, Embedding] = {}
     for prompt in dict.fromkeys(prompts):
         poll()
@@ -179,7 +182,7 @@ def load_models(
 
 
 def stack_texts(texts: Sequence[Embedding]) -> Embedding:
-    """Return prompts as one batch of T = 300 tokens; a single row where all are the same one."""
+    """Return prompts as one batch with 300 tokens each. If all are the same object, the batch has a single row."""
     if all(text is texts[0] for text in texts):
         texts = texts[:1]
     pads = [(0, MAX_TOKENS - mask.shape[1]) for _, mask in texts]
@@ -205,26 +208,26 @@ def sample(
     images: ImageInputs = NO_IMAGES,
     sharded: ShardedModel | None = None,
 ) -> torch.Tensor:
-    """Return latents [n, 32, H / 32, W / 32], float32 in the model's scale, of `chunk` and its `prompts`.
+    """Return the latents [n, 32, H / 32, W / 32] of a chunk, float32 in the model's scale.
 
-    `settings` are those that `resolve_settings` returns. `poll` is called every step and cancels by raising.
-    Without a ControlNet, `sharded` may compute the model on several devices.
+    `settings` come from `resolve_settings`. `poll` is called every step and cancels by raising. Without a ControlNet,
+    `sharded` may compute the model on several devices.
     """
     transformer = models.transformer
     parts = list(split_chunk(models, chunk, prompts, images))
     if len(parts) > 1:
-        return torch.cat([sample(models, settings, part, texts, poll, own) for part, texts, own in parts])
+        return torch.cat([sample(models, settings, part, texts, poll, inputs) for part, texts, inputs in parts])
     assert settings.sampler is not None and settings.steps is not None
     flow, reference = find_sampler(settings.sampler), reference_of(transformer)
     model = guided(models, settings, prompts, images, sharded)
     shape = latent_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [image.seed for image in chunk])
-    # the seed's first noise is passed over too where latents are given: what a sampler draws later stays the same
+    # With given latents, the first noise is skipped, so that samplers that add noise later get the same noise.
     start, numbers = next(noise), [image.number for image in chunk]
     if images.latents is not None:
         start = images.latents[numbers].to(start)
     start = start.to(transformer.device)
-    more, sigmas = sampler_kwargs(flow, reference, noise), own_sigmas(flow, reference, settings.steps, models.shift)
+    sigmas = own_sigmas(flow, reference, settings.steps, models.shift)
     if images.init is not None:
         model, start = start_from_image(images.init, model, start, sigmas[0])
 
@@ -236,7 +239,7 @@ def sample(
         poll()
         show(state["i"], state["x"])
 
-    latents = flow.sample(model, start, sigmas, callback=before_step, **more)
+    latents = flow.sample(model, start, sigmas, callback=before_step, **sampler_kwargs(flow, reference, noise))
     show(len(sigmas) - 1, latents)
     return latents
 
@@ -269,10 +272,10 @@ def split_chunk(
     size = 1 if samples_one_by_one(models.transformer.device) else len(chunk)
     control = images.control
     for first in range(0, len(chunk), size):
-        own = slice(first, first + size)
+        part = slice(first, first + size)
         if control is not None and len(control.latents) > 1:
-            images = images._replace(control=control._replace(latents=control.latents[own]))
-        yield chunk[own], prompts._replace(texts=prompts.texts[own]), images
+            images = images._replace(control=control._replace(latents=control.latents[part]))
+        yield chunk[part], prompts._replace(texts=prompts.texts[part]), images
 
 
 @torch.no_grad()
@@ -290,7 +293,7 @@ def decode(
     images = []
     for latent in latents:
         poll()
-        # one by one: the memory of one decode, and the same pixels in any chunk
+        # One by one, so that a chunk needs the memory of one decode, and an image has the same pixels in any chunk.
         images.append(
             decode_latents(autoencoder, latent[None], devices=devices, poll=poll)[0].clamp(-1, 1).float().cpu()
         )

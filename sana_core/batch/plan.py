@@ -1,4 +1,4 @@
-"""What a batch is made of: images, each a function of its prompt and its seed alone, and how they are cut."""
+"""The images of a batch, and how they are divided into chunks. An image depends only on its prompt and its seed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from ..sampling.masked import InitImage
 LARGEST_SEED = 2**64 - 1
 LARGEST_COUNT = 100_000
 LARGEST_CHUNK = 32
-# images of this many pixels at once keep an accelerator busy
+# This many pixels at once keep an accelerator busy.
 BUSY_PIXELS = 8 * 1024 * 1024
-# chunks for each worker, so that the last ones end together
+# At least this many chunks for each worker, so that all workers finish at about the same time.
 ROUNDS = 3
 
 
 class ImageSpec(NamedTuple):
-    """One image: its place in the order of the results, the number of its prompt, its seed."""
+    """One image."""
 
+    # Its place in the order of the results, from 0.
     number: int
+    # The number of its prompt, from 0.
     prompt: int
     seed: int
 
@@ -36,17 +38,18 @@ Chunk = tuple[ImageSpec, ...]
 class FailedImage(NamedTuple):
     """The result for an image that failed for a reason of its own, such as NaN in its pixels."""
 
-    reason: str  # one line
+    # One line.
+    reason: str
 
 
-# embeddings [1, T, C] and mask [1, T] of a prompt, without the padding behind it
+# Embeddings [1, T, C] and mask [1, T] of a prompt, without padding.
 Embedding = tuple[torch.Tensor, torch.Tensor]
 # A finished image, with its pixels [3, H, W] in [-1, 1], its PNG file as bytes, or the digest of its PNG file.
 Generated = tuple[ImageSpec, Any]
 
 
 def failed_images(failed: dict[int, str], remedy: str) -> FailedImagesError:
-    """Return the error for images that failed, by their number: the reason."""
+    """Return the error for a batch with failed images. `failed` has the reason for each image number."""
     number, reason = min(failed.items())
     numbers = ", ".join(map(str, sorted(failed)))
     return FailedImagesError(
@@ -75,8 +78,7 @@ def batch_images(prompts: int, count: int, seed: int) -> list[ImageSpec]:
 def split_into_chunks(images: Iterable[ImageSpec], size: int) -> list[Chunk]:
     """Return the images in chunks of at most `size`. Raises InputError for a size below 1.
 
-    Where a chunk begins depends on the number alone, so that what is generated together does not depend on what is
-    done.
+    The chunk of an image depends only on its number and on `size`, not on which images are done already.
     """
     check_whole("chunk", size, 1, LARGEST_COUNT)
     return [tuple(group) for _, group in groupby(images, key=lambda image: image.number // int(size))]
@@ -85,8 +87,8 @@ def split_into_chunks(images: Iterable[ImageSpec], size: int) -> list[Chunk]:
 def default_chunk_size(width: int, height: int, images: int, workers: int) -> int:
     """Return how many images of `width` x `height` pixels a worker should generate at once.
 
-    As many as keep it busy, but few enough that several workers share `images` out evenly. It is a start: a worker
-    whose memory runs out halves it.
+    The number keeps a worker busy, and is small enough to divide `images` evenly among `workers`. A worker whose memory
+    runs out generates half as many at once.
     """
     busy = min(LARGEST_CHUNK, max(1, BUSY_PIXELS // (width * height)))
     return busy if workers == 1 else max(1, min(busy, -(-images // (ROUNDS * workers))))
@@ -95,7 +97,7 @@ def default_chunk_size(width: int, height: int, images: int, workers: int) -> in
 def samples_one_by_one(device: torch.device) -> bool:
     """Whether `device` generates the images of a chunk one after another.
 
-    A CPU gains little from a batch, and one by one the images have the same bits in any chunk.
+    A CPU gains little from a batch. One by one, an image has the same bits in any chunk.
     """
     return device.type == "cpu"
 
@@ -106,12 +108,15 @@ def sampled_together(chunk: Chunk, device: torch.device) -> list[Chunk]:
 
 
 class Step(NamedTuple):
-    """What a callback sees after each step: the step, from 0; the noise level of the latents then; the latents
-    [n, 32, h, w] in the model's scale; and which of the images, from 0, they are of."""
+    """The argument of a callback that is called after each step."""
 
+    # From 0.
     step: int
+    # The noise level of the latents after the step.
     sigma: float
+    # [n, 32, h, w] in the model's scale.
     latents: torch.Tensor
+    # The number of the image of each row of the latents, from 0.
     images: tuple[int, ...]
 
 

@@ -1,4 +1,4 @@
-"""The PNG files of a batch. Each says itself what it is: prompt, seed and a key over all that it depends on."""
+"""The PNG files of a batch. Each contains its prompt, its seed, and a key: the digest of everything it depends on."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .graph import graph_of
 from .pipeline import SamplingSettings
 from .plan import ImageSpec
 
-# the PNG's text entry
+# Name of the text entry in the PNG.
 ENTRY = "sana"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# of the description of settings; a higher one where the same words mean other images
+# Version of the description of settings. It increases when the same description means another image.
 VERSION = 2
 
 
@@ -35,28 +35,26 @@ def file_name(image: ImageSpec) -> str:
 
 
 def describe_image(prompt: str, seed: int, settings: Json) -> Json:
-    """Return what an image is: prompt, seed, and the digest of all that it depends on, as its key."""
+    """Return prompt, seed and key of an image. The key is the digest of prompt, seed and settings."""
     text = json.dumps([prompt, seed, settings], sort_keys=True, allow_nan=False)
     return {"prompt": prompt, "seed": seed, "key": digest_of(text.encode())}
 
 
 def describe_settings(
-    settings: SamplingSettings, checkpoint: str | Path, progress: OnBytes = lambda done, total: None
+    settings: SamplingSettings, checkpoint: str | Path, progress: OnBytes = lambda count, total: None
 ) -> Json:
     """Return everything that an image depends on, except prompt and seed.
 
-    `compiled` is left out, because it changes only the speed.
-
-    `progress` gets how many bytes of the weights, of how many, were read, and cancels by raising. Raises
-    CheckpointError, MissingFileError or ReadError for a checkpoint that is broken or incomplete, and InputError for a
-    name that UTF-8 cannot encode.
+    `compiled` is left out, because it changes only the speed. `progress` receives the number of bytes of the weights
+    that were read, and their total. It cancels by raising. Raises CheckpointError, MissingFileError or ReadError for a
+    checkpoint that is broken or incomplete, and InputError for a name that UTF-8 cannot encode.
     """
     for field, file in (("checkpoint", checkpoint), *(("lora", file) for file, _ in settings.loras)):
         check_text(field, Path(file).name, RENAME)
     described = settings._asdict()
     del described["compiled"], described["loras"]
     if not described["fp8"]:
-        # folders from before there was one can be continued
+        # So that folders from before this option can be resumed.
         del described["fp8"]
     if settings.loras:
         described["loras"] = [
@@ -74,9 +72,9 @@ def encode_png(
     checkpoint: str | None = None,
     more: Mapping[str, object] = MappingProxyType({}),
 ) -> bytes:
-    """Return the image [3, H, W] in [-1, 1] as a PNG that says what it is, and `more` besides.
+    """Return the PNG file of an image [3, H, W] in [-1, 1], with its description and the entries of `more`.
 
-    With its `checkpoint`, the PNG also has ComfyUI's graph for it.
+    With `checkpoint`, the PNG also contains a graph for ComfyUI that generates the image.
     """
     entry = {**describe_image(prompt, seed, settings), **more, "settings": settings}
     texts = {ENTRY: json.dumps(entry, allow_nan=False)}
@@ -89,11 +87,11 @@ def encode_png(
 
 
 def read_texts(data: bytes) -> Json | None:
-    """Return the text entries of a PNG, None for a file that is damaged or no PNG."""
+    """Return the text entries of a PNG, or None if the file is damaged or not a PNG."""
     from PIL import PngImagePlugin
 
     try:
-        # not Image.open, which refuses images of 16384 x 16384 pixels as bombs
+        # Image.open() refuses images of 16384 x 16384 pixels as decompression bombs.
         with PngImagePlugin.PngImageFile(io.BytesIO(data)) as image:
             image.load()
             return dict(image.text)
@@ -112,7 +110,7 @@ def parse_finite(text: str | bytes) -> Any:
 
 
 def read_entry(data: bytes) -> Json | None:
-    """Return what a PNG says of itself, None for a file that is damaged, no PNG, or not of a batch."""
+    """Return the description in a PNG, or None if the file is damaged, not a PNG, or not of a batch."""
     try:
         entry = parse_finite((read_texts(data) or {})[ENTRY])
     except (KeyError, ValueError):
@@ -121,24 +119,24 @@ def read_entry(data: bytes) -> Json | None:
 
 
 def is_damaged(data: bytes) -> bool:
-    """Whether a file is what may become of a PNG of ours: empty, nothing but zeros, or no longer readable."""
+    """Whether a file may be a PNG of ours after a power failure: empty, only zeros, or a PNG that cannot be read."""
     return not data.strip(b"\0") or (data.startswith(SIGNATURE) and read_texts(data) is None)
 
 
 def write_image(path: Path, png: bytes, parts: Path) -> str:
-    """Write what `encode_png` returned, by way of the folder `parts`, and return the digest of the file.
+    """Write the PNG file of `encode_png`, and return the digest of the file at `path`.
 
-    Where the same image is there already, as when two machines generated it, it stays, and its digest is returned.
-    Raises FileExistsError for another file, and OSError.
+    The file is written in the folder `parts` first. If `path` has the same image already, for example because two
+    machines generated it, that file stays. Raises FileExistsError for another file, and OSError.
     """
     try:
         write_whole(path, png, parts)
     except FileExistsError:
         if not path.is_file():
             raise
-        there, own = patiently(path.read_bytes), read_entry(png)
-        entry = read_entry(there)
-        if entry is None or own is None or entry.get("key") != own["key"]:
+        existing_file = patiently(path.read_bytes)
+        existing, new = read_entry(existing_file), read_entry(png)
+        if existing is None or new is None or existing.get("key") != new["key"]:
             raise
-        return digest_of(there)
+        return digest_of(existing_file)
     return digest_of(png)

@@ -1,4 +1,4 @@
-"""The status of a run: how many images are there, how fast they come, and who makes them."""
+"""The status of a run: how many images are finished, how fast, and by which workers."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ def no_status(text: str) -> None:
 
 @dataclass
 class WorkerReport:
-    """Who makes the images of a run, live while it runs: how many each has made, who is ready now, on which machine
-    each is, and why machines were left out."""
+    """The workers of a run. The fields are live views, which change while the run continues."""
 
+    # Worker name: how many images it has generated.
     finished: Mapping[str, int] = field(default_factory=dict)
+    # The names of the workers that generate now.
     ready: Collection[str] = ()
+    # Cluster only. Worker name: its machine.
     machines: Mapping[str, str] = field(default_factory=dict)
+    # Cluster only. Machine that was left out: the reason.
     refused: Mapping[str, Exception] = field(default_factory=dict)
 
 
 class Progress:
-    """How many of `total` images are there, `done` of them from the beginning, and how fast they come."""
+    """Counts finished images and measures their rate. `done` of the `total` images exist before the run."""
 
     def __init__(self, total: int, done: int = 0) -> None:
-        self.total, self.done, self.before, self.first = total, done, done, 0.0
+        self.total, self.done, self.done_before = total, done, done
+        # When the first image of this run was finished.
+        self.first_time = 0.0
 
     def step(self) -> None:
-        """Note an image."""
+        """Count an image."""
         self.done += 1
-        if self.done == self.before + 1:
-            self.first = time.monotonic()
+        if self.done == self.done_before + 1:
+            self.first_time = time.monotonic()
 
     def describe(self, workers: int) -> str:
-        """Return like "3 of 8, 1.20 a second, 4 s left, 2 workers"; rate and time from the second image on.
+        """Return a text like "3 of 8, 1.20 a second, 4 s left, 2 workers".
 
-        Workers start one after another and load for long, so the rate is that since the first image.
+        The rate is measured from the first image on, because loading takes long. So the text has no rate before the
+        second image.
         """
         parts = [f"{self.done} of {self.total}"]
-        since, seconds = self.done - self.before - 1, time.monotonic() - self.first
-        if since > 0 and seconds > 0:
-            rate = since / seconds
+        images, seconds = self.done - self.done_before - 1, time.monotonic() - self.first_time
+        if images > 0 and seconds > 0:
+            rate = images / seconds
             parts.append(f"{rate:.2f} a second")
             if self.done < self.total:
                 parts.append(f"{in_words((self.total - self.done) / rate)} left")
@@ -52,7 +58,7 @@ class Progress:
 
 
 def in_words(seconds: float) -> str:
-    """Return like "42 s", "12 min" or "3 h 20 min"."""
+    """Return a text like "42 s", "12 min" or "3 h 20 min"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -60,5 +66,5 @@ def in_words(seconds: float) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """Return like "1 machine" or "2 machines"."""
+    """Return a text like "1 machine" or "2 machines"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

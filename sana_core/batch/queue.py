@@ -111,7 +111,7 @@ class Queue:
                 flight.started = now
 
     def postpone(self, seconds: float) -> None:
-        """Move the clocks of all running chunks by `seconds`, in which nobody looked at the workers."""
+        """Do not count the last `seconds` for any chunk, because nobody looked at the workers in this time."""
         for flights in self.flights.values():
             for flight in flights:
                 flight.first_since = None if flight.first_since is None else flight.first_since + seconds
@@ -174,7 +174,8 @@ class Queue:
     def finish(self, worker: str, chunk: Chunk, now: float, measured: float | None = None) -> list[ImageSpec]:
         """Record that `worker` has generated `chunk`. Returns the images that no other worker had finished before.
 
-        `measured`: the seconds that the worker itself measured, which do not include the wait for somebody to look.
+        `measured` is the time in seconds that the worker itself measured. It does not include the time until the result
+        was taken.
         """
         seconds = self.complete(worker, chunk, now)
         if seconds is not None:

@@ -12,21 +12,22 @@ from ..runtime.cancellation import Poll
 T = TypeVar("T")
 # More threads would not help: four devices at 10 images per second each need 2 cores for the PNG files of 1024 px.
 LARGEST_THREADS = 8
-# Images per thread that wait or are being written. Then the batch waits for the disk, and memory stays bounded.
+# Images per thread that may wait or be written at once. If there are more, the batch waits for the disk, because the
+# images are in memory until then.
 BACKLOG = 2
 POLL_INTERVAL = 0.2
 
 
 def default_threads() -> int:
-    """Return the number of writers. A slow disk keeps two busy even where there are few cores."""
+    """Return the number of threads. There are at least two, because a thread may wait for a slow disk."""
     return max(2, min(LARGEST_THREADS, (cpu_count() or 1) // 2))
 
 
 class Writers(Generic[T]):
-    """Call `write` in threads, for one item each.
+    """Calls `write` for each item, in threads.
 
     An error of `write` is raised by the next call of `put` or `finish`. Leaving the context waits for the items that
-    are being written, so that no file is half. If another exception ends the context, the waiting items are written
+    are being written, so that no file is incomplete. If another exception ends the context, the waiting items are written
     too. After an error of `write`, such as a full disk, and after Ctrl+C they are dropped.
     """
 
@@ -55,9 +56,9 @@ class Writers(Generic[T]):
     def wait_for(self, allowed: int, poll: Poll) -> None:
         """Wait until at most `allowed` items are pending."""
         while True:
-            done = {future for future in self.pending if future.done()}
-            self.pending -= done
-            for future in done:
+            finished = {future for future in self.pending if future.done()}
+            self.pending -= finished
+            for future in finished:
                 self.failed |= future.exception() is not None
                 future.result()
             if len(self.pending) <= allowed:
