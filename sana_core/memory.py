@@ -1,4 +1,4 @@
-"""Bytes that generating an image takes, stage by stage, before anything is loaded.
+"""Predicts the memory of generating an image, stage by stage, before anything is loaded.
 
 Weights are counted from the configurations of the published models. Activations are counted in maps of the model's
 width. benchmarks/memory.json compares them with measurements on a CPU, tests/unit/test_sampling_memory.py with the
@@ -42,13 +42,14 @@ class StagePlan(TypedDict):
 
 
 class DecodePlan(StagePlan):
-    """Bytes of the decode; `methods` has the activations of each way to do it, None where one cannot work."""
+    """Bytes of the decode."""
 
+    # Activations of each method. None: the method cannot decode this size.
     methods: Mapping[str, int | None]
 
 
 class MemoryPlan(TypedDict):
-    """What `plan_memory` and `plan_video` have in common."""
+    """The fields that the results of `plan_memory` and `plan_video` share."""
 
     variant: str
     width: int
@@ -64,16 +65,17 @@ class MemoryPlan(TypedDict):
 
 
 class ImagePlan(MemoryPlan):
-    """What `plan_memory` returns."""
+    """The result of `plan_memory`."""
 
     vae: str
 
 
-# names of weights to their shapes
+# Name of a weight: its shape.
 Shapes = Mapping[str, tuple[int, ...]]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-CARDS = (4, 6, 8, 12, 16, 24)  # GiB
-# what the driver and the kernels take of a GPU
+# Memory of usual GPUs in GiB.
+CARDS = (4, 6, 8, 12, 16, 24)
+# Bytes of a GPU that the driver and the kernels use.
 CONTEXT = 600 * 10**6
 INSTRUCTION_TOKENS = 280
 # Maps [batch, positions, width] that are alive at once in a block, including the gated feed-forward's. The first number
@@ -92,23 +94,23 @@ class Passes(NamedTuple):
     """
 
     computed: int
-    # passes whose keys and values are in memory at the same time
+    # Passes whose keys and values are in memory at the same time.
     cached: int
 
 
 GUIDED = Passes(2, 2)
-# guidance with an interval, and PAG
+# Guidance with an interval, and PAG.
 MOST_PASSES = Passes(3, 5)
 
 
 def count_passes(guidance: float | None, perturbed: bool, interval: tuple[float, float] = (0.0, 1.0)) -> Passes:
-    """Return the passes of a step. A `guidance` of None is the model's default, `interval` is a share of the steps."""
+    """Return the passes of a step. `guidance` None: the model's default. `interval`: where guidance acts, as shares."""
     guided = guidance != 1
     computed = guided + 1 + perturbed
     if not guided or interval == (0.0, 1.0):
         return Passes(computed, computed)
-    # The steps outside of the interval are another batch, without the pass without a prompt. Both batches keep their
-    # keys and values until the last step.
+    # Steps outside of the interval do not compute the pass without a prompt, so their batch is smaller. The keys and
+    # values of both batches stay in memory until the last step.
     return Passes(computed, computed + computed - 1)
 
 
@@ -117,14 +119,16 @@ def count(shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def transformer_parameters(model: Architecture) -> int:
-    """Return how many parameters a SANA transformer has."""
+    """Return the number of parameters of a SANA transformer."""
     width, hidden = model.width, 5 * model.width // 2
-    square = width**2 + width  # a layer from the width to itself, with its bias
-    # the table of a block, its two attentions, of which one has no bias for query, key and value, and their norms
+    # A linear layer from the width to the width, with bias.
+    square = width**2 + width
+    # The scale-shift table and the two attentions of a block with their norms. One attention has no bias for query, key
+    # and value.
     block = 6 * width + (8 * square - 3 * width) + 4 * width * model.qk_norm
-    # and its feed-forward
+    # The feed-forward of the block.
     block += 2 * hidden * (width + 1) + 2 * hidden * (9 + 1) + hidden * width
-    # where there is guidance, it is embedded as the time is
+    # Distilled models embed the guidance like the time.
     embedders = (2 if model.guidance_embeds else 1) * ((256 + 1) * width + square) + 6 * square
     captions = (TEXT_WIDTH + 1) * width + square + width
     ends = (CHANNELS + 1) * width + 2 * width + (width + 1) * CHANNELS
@@ -137,7 +141,7 @@ def stages_of(decoder: Decoder) -> Stages:
 
 
 def text_bytes(batch: int, item: int) -> int:
-    """Return what encoding `batch` prompts behind the instruction takes beyond Gemma's weights."""
+    """Return the bytes of encoding `batch` prompts with the instruction, in addition to Gemma 2's weights."""
     tokens = MAX_TOKENS + INSTRUCTION_TOKENS
     return batch * tokens * (6 * TEXT_WIDTH + 3 * TEXT_HIDDEN + 8 * tokens) * item
 
@@ -164,7 +168,7 @@ def transformer_bytes(
     prompt_rows = passes.cached * (1 if prompts == 1 else batch)
     keys_and_values = 2 * model.layers * prompt_rows * MAX_TOKENS * model.width * item
     rows = passes.computed * batch
-    # a table of six vectors for each block, the same with each row's time added, and the embedded time itself
+    # The scale-shift table of each block with six vectors, its sum with the time of each row, and the embedded time.
     modulation = ((rows + 1) * 6 * model.layers + 7 * rows) * model.width * item
     latents = rows * CHANNELS * height * width * item
     unit = rows * height * width * model.width * item

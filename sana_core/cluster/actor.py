@@ -1,8 +1,8 @@
-"""What runs on the machines of a cluster: a process with a GPU, which keeps what it has loaded.
+"""The Ray actor: a process with a GPU on a machine of a cluster. It keeps its models loaded between runs.
 
-This module itself is sent, whatever code a machine has, so it imports nothing of the package before the driver knows
-which one that is. What is sent and comes back is pickled once, errors too: the driver of Ray Client,
-a process of the head, looks into neither and needs no torch.
+Ray sends this module itself to the machines. The module imports the rest of the package only inside functions, because
+the code of a machine may differ, and the driver checks this first. Arguments, results and errors are pickled here. So
+the process of Ray Client on the head does not unpickle them, and needs no torch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ray.cloudpickle import dumps, loads
 
 PACKAGE = "sana_core"
 CODE = f"code of {PACKAGE}"
-# whose arithmetic decides an image
+# Their arithmetic affects the images.
 LIBRARIES = ("torch", "diffusers", "transformers")
-# of the histogram of seconds for an image
+# Of the histogram of seconds per image.
 BOUNDARIES = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0]
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def describe_code(folder: Path) -> dict[str, str]:
-    """Return the digest of the package in `folder` and the versions of the libraries that decide an image."""
+    """Return the digest of the package in `folder` and the versions of the LIBRARIES."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -39,7 +39,7 @@ def describe_code(folder: Path) -> dict[str, str]:
 
 
 class Actor:
-    """Its counts are among Ray's own metrics, which each machine shows in Prometheus' form."""
+    """A worker, with counts for Ray's metrics, which Prometheus can read on each machine."""
 
     def __init__(self) -> None:
         from ray.util import metrics
@@ -62,7 +62,7 @@ class Actor:
 
     @ray.method(concurrency_group="status")
     def answer(self) -> None:
-        """Answer, while another call goes on too: the process lives."""
+        """Return, also while another call runs, to show that the process is alive."""
 
     def call(self, method: str, arguments: bytes, *weights: bytes) -> bytes:
         """Call `prepare`, `generate`, or a method of the worker. Returns (result, failure kind, message, warnings)."""
@@ -80,7 +80,7 @@ class Actor:
         return dumps((result, failure, reason, warned))
 
     def prepare(self, job: dict[str, object], threads: int, names: list[str], *weights: bytes) -> int:
-        """Load what the job wants, unless that is done, and return what `Worker.begin` does."""
+        """Load the models of the job if they are not loaded yet. Returns the result of `Worker.begin`."""
         if self.worker is None:
             worker = import_module(f"{PACKAGE}.cluster.worker").Worker(job)
             worker.load(threads, dict(zip(names, weights, strict=True)))
@@ -88,7 +88,7 @@ class Actor:
         return self.worker.begin(job)
 
     def generate(self, chunk: list[object], prompts: list[object]) -> tuple[float, list[object]]:
-        """Return the seconds that a chunk took, and its images."""
+        """Generate a chunk. Returns the seconds that it took, and its images."""
         started = time.monotonic()
         try:
             images = self.worker.generate(chunk, prompts)
@@ -104,8 +104,8 @@ class Actor:
 def describe_failure(error: Exception) -> tuple[str, str]:
     """Return the kind of a failure, and its message on one line.
 
-    The kinds are "memory", "driver" for a broken GPU, "machine" for a missing file or library, and "error" for all
-    else.
+    The kinds are "memory", "driver" for a broken GPU, "machine" for a missing file or library, and "error" for
+    everything else.
     """
     errors = import_module(f"{PACKAGE}.errors")
     if isinstance(error, errors.SanaError):
@@ -123,6 +123,6 @@ def describe_failure(error: Exception) -> tuple[str, str]:
 
 
 def actor_class() -> Any:
-    """Return what Ray starts actors of. One thread of them answers, another works."""
+    """Return the class that Ray starts. An actor has one thread for `answer` and one for all other calls."""
     decorate: Any = ray.remote
     return decorate(concurrency_groups={"status": 1})(Actor)

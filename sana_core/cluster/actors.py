@@ -1,4 +1,4 @@
-"""What a driver knows of actors: where they are, what they keep between runs, and how their work ended."""
+"""The driver's view of actors: their machines, the actors that stay between runs, and the errors of their work."""
 
 from __future__ import annotations
 
@@ -22,14 +22,21 @@ T = TypeVar("T")
 class ActorHandle:
     """An actor of a pool. Times are seconds of the pool's clock."""
 
-    handle: Any  # Ray's
-    strategy: object  # Ray's scheduling strategy
-    since: float  # when it was requested, later when it was told to load
-    node_id: str = ""  # before it is placed: the requested machine, "" for any
+    # Ray's handle.
+    handle: Any
+    # Ray's scheduling strategy.
+    strategy: object
+    # When it was requested. After that: when it began to load.
+    since: float
+    # Id of its machine. Before Ray has placed it: the requested machine, or "" for any.
+    node_id: str = ""
     name: str = ""
-    gpu: str = ""  # Ray's ids of its GPUs on its machine
-    heard: float = 0.0  # when it last answered, or was asked to answer
-    loaded: bool = False  # whether it was ready once
+    # Ray's ids of its GPUs on its machine.
+    gpu: str = ""
+    # When it last responded. Before its first response: when it was asked to respond.
+    heard: float = 0.0
+    # Whether it has been ready before.
+    loaded: bool = False
 
     @property
     def place(self) -> tuple[str, str]:
@@ -39,16 +46,17 @@ class ActorHandle:
 
 @dataclass
 class ActorCache:
-    """Actors that have all loaded the same, between the runs that they generate for.
+    """Actors with the same loaded models, which stay between runs."""
 
-    `changed` are the weights of the transformer that are not those of the file, as Ray's references, by name.
-    """
-
+    # Name of a weight of the transformer that differs from the file: Ray's reference to its value.
     changed: Mapping[str, object] = field(default_factory=dict)
     actors: list[ActorHandle] = field(default_factory=list)
-    groups: list[object] = field(default_factory=list)  # Ray's placement groups of these actors
-    lost: list[ActorHandle] = field(default_factory=list)  # whose GPU is still reserved
-    machines: dict[str, str] = field(default_factory=dict)  # in words, of each actor that was ever placed, by its name
+    # Ray's placement groups of these actors.
+    groups: list[object] = field(default_factory=list)
+    # Lost actors whose GPU is still reserved.
+    lost: list[ActorHandle] = field(default_factory=list)
+    # Name of each actor that was ever placed: its machine, as text.
+    machines: dict[str, str] = field(default_factory=dict)
 
     def end(self, ray: ModuleType) -> None:
         """Kill the actors."""
@@ -60,9 +68,9 @@ class ActorCache:
 
 
 class ClusterRun(NamedTuple):
-    """What a run has of a cluster: Ray, the share of it that it may take, and the actors that are there already.
+    """A run on a cluster. `cache` has the actors of earlier runs.
 
-    `poll`, called at least twice a second, cancels by raising; `on_status` is told what the run waits for.
+    `poll` is called at least twice a second, and cancels by raising. `on_status` receives what the run waits for.
     """
 
     ray: ModuleType
@@ -72,14 +80,14 @@ class ClusterRun(NamedTuple):
     on_status: OnStatus = no_status
 
 
-# yields results as they come
+# Yields results in the order in which they finish.
 Work = Callable[[ClusterRun], Generator[T, None, None]]
 
 
 def put_weights(ray: ModuleType, changed: Mapping[str, torch.Tensor], poll: Poll = no_poll) -> ActorCache:
-    """Return a cache without actors, the `changed` weights on the cluster, which each machine gets once.
+    """Send the `changed` weights to the cluster. Returns a cache with them, without actors.
 
-    One at a time, so that `poll` can cancel by raising.
+    The weights are sent one by one, so that `poll` can cancel by raising.
     """
     references = {}
     for name, weight in changed.items():
@@ -89,15 +97,15 @@ def put_weights(ray: ModuleType, changed: Mapping[str, torch.Tensor], poll: Poll
 
 
 class ActorError(Exception):
-    """What an actor's work ended with. Without a more specific class, the actor or the work may be the cause."""
+    """An error in an actor. Without a more specific class, the cause may be the actor or the work."""
 
 
 class DriverError(ActorError):
-    """An accelerator failed, and not the work on it."""
+    """The accelerator of an actor failed."""
 
 
 class MachineError(ActorError):
-    """A machine lacks something that the work needs: a file, a library, space on a disk."""
+    """A machine lacks something: a file, a library, space on a disk."""
 
 
 def with_name(name: str, cause: BaseException) -> ClusterError:
@@ -106,6 +114,6 @@ def with_name(name: str, cause: BaseException) -> ClusterError:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the reason that an error of Ray's gives: its last line, after those that say what it means."""
+    """Return the last line of an error of Ray. It has the reason, and the lines before it explain the error class."""
     lines = [line.strip() for line in str(getattr(error, "cause", None) or error).splitlines() if line.strip()]
     return brief(lines[-1] if lines else type(error).__name__, 300)

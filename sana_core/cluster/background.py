@@ -1,4 +1,4 @@
-"""Work in a thread of its own, whose calls may not return: the caller polls for its results, and can always cancel."""
+"""Runs work in a thread that may hang, so that the caller can always cancel."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ BACKLOG = 32
 
 
 class Abandoned(Exception):
-    """The caller has cancelled, or given up."""
+    """The caller does not wait for the work any more."""
 
 
 class LostError(TimeoutError):
-    """The work has given no sign of life for too long, or its connection is lost."""
+    """The work has not responded for too long, or its connection is lost."""
 
 
 def iterate_in_thread(
     work: Callable[[Poll], Generator[T, None, None]], poll: Poll, timeout: float
 ) -> Generator[T, None, None]:
-    """Yield what the generator `work(alive)` yields, which runs in a thread.
+    """Run the generator `work(alive)` in a thread, and yield its results.
 
-    It must call `alive` often, which raises Abandoned once nobody waits. `poll`, called twice a second here, cancels by
-    raising. Raises what the generator does, and LostError when `alive` is not called for `timeout` seconds. Time in
-    which the caller does not wait for a result, or in which this process is stopped, does not count.
+    The generator must call `alive` often. `alive` raises Abandoned when the caller does not wait any more. `poll` is
+    called twice a second in this thread, and cancels by raising. Raises the errors of the generator, and LostError if
+    `alive` is not called for `timeout` seconds. Time in which the caller does not wait for a result, or in which this
+    process is stopped, does not count.
     """
     results: Queue[tuple[Any, BaseException | None]] = Queue(BACKLOG)
     abandoned = threading.Event()
@@ -43,10 +44,10 @@ def iterate_in_thread(
         if abandoned.is_set():
             raise Abandoned
 
-    def put(found: Any, error: BaseException | None = None) -> None:
+    def put(result: Any, error: BaseException | None = None) -> None:
         while True:
             try:
-                results.put((found, error), timeout=POLL_INTERVAL)
+                results.put((result, error), timeout=POLL_INTERVAL)
                 return
             except Full:
                 alive()
@@ -54,9 +55,9 @@ def iterate_in_thread(
     def run() -> None:
         ending: BaseException = StopIteration()
         try:
-            with closing(work(alive)) as found:
-                for each in found:
-                    put(each)
+            with closing(work(alive)) as generated:
+                for result in generated:
+                    put(result)
         except BaseException as error:
             ending = error
         with suppress(Abandoned):
@@ -69,7 +70,7 @@ def iterate_in_thread(
         while True:
             poll()
             try:
-                found, error = results.get(timeout=POLL_INTERVAL)
+                result, error = results.get(timeout=POLL_INTERVAL)
             except Empty:
                 if called.is_set():
                     called.clear()
@@ -82,15 +83,16 @@ def iterate_in_thread(
                 return
             if error is not None:
                 raise error
-            yield found
+            yield result
     finally:
         abandoned.set()
 
 
 def call_in_thread(work: Callable[[], T], undo: Callable[[T], object], poll: Poll, timeout: float) -> T:
-    """Return what `work` does, in a thread, since Ray itself waits for minutes, and cannot be interrupted.
+    """Return the result of `work`, which runs in a thread, because calls of Ray may wait for minutes.
 
-    `poll` cancels by raising. Raises what `work` does, and LostError after `timeout` seconds; a late result is undone.
+    `poll` cancels by raising. Raises the error of `work`, and LostError after `timeout` seconds. If the result arrives
+    when nobody waits any more, it is passed to `undo`.
     """
 
     def once(alive: Poll) -> Generator[T, None, None]:

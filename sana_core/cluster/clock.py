@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 
-# Seconds between two readings of the clock that count at most.
+# Of the time between two readings, at most this many seconds count.
 LONGEST_GAP = 1.0
 
 
 class WatchClock:
-    """Seconds that this process has spent watching. Call it to read it, at least twice a second.
+    """Seconds in which this process has watched others. Call the clock at least twice a second to read it.
 
-    A process that does not look cannot know how long another one has been silent. It may be stopped, its machine may be
-    overloaded, or the consumer of its results may wait for a slow disk. Between two readings at most a second counts.
-    A timeout therefore needs many looks that all found nothing.
+    A process that does not look cannot know how long another process has been silent. It may be stopped, its machine
+    may be overloaded, or the consumer of its results may wait for a slow disk. So a long gap between two readings
+    counts as one second, and a timeout needs many readings.
     """
 
     def __init__(self) -> None:
