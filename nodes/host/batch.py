@@ -20,17 +20,17 @@ from .model import image_pixels
 from .report import show_on_running_node
 from .sampling import SEED, resolution_of
 
-# pixels behind the longest bar
-WORDS = 360
+# Pixels for the text behind the longest bar.
+TEXT_WIDTH = 360
 
 
 def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | ExecutionBlocker, str]:
-    """Return the LATENT of the images, their IMAGE where there is a VAE, and a report; `choice` is the widget's.
+    """Return the LATENT of the images, their IMAGE if there is a VAE, and a report. `choice` is the widget's value.
 
-    Where several devices have generated, a chart of their images takes the place of the last preview.
+    If several devices have generated images, the node shows a chart of them in place of the last preview.
 
-    Raises InputError for a latent that is not one of SANA's or not of one image, another VAE, too many images, and what
-    a cluster cannot generate; ClusterError for a cluster that is not there.
+    Raises InputError for a latent that is not of SANA or has several images, another VAE, too many images, and inputs
+    that a cluster does not support. Raises ClusterError if the cluster cannot be reached.
     """
     check_batch(batch)
     started = time.monotonic()
@@ -42,12 +42,13 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     else:
         results, stats = generate_on_devices(batch, find_devices(batch.model, choice))
         bar_total = len(batch.images) * (len(batch.sigmas) - 1)
-    rest = {k: v for k, v in batch.latent.items() if k not in ("samples", "downscale_ratio_spacial", "batch_index")}
+    replaced = ("samples", "downscale_ratio_spacial", "batch_index")
+    other_entries = {name: value for name, value in batch.latent.items() if name not in replaced}
     latents, images = zip(*results.values(), strict=True)
     indices = [image.number % batch.count for image in results]
-    # The results are in RAM, from whichever device they came. With --gpu-only, nodes expect them on the first GPU.
+    # The results are in RAM. With --gpu-only, other nodes expect them on the first GPU.
     device = comfy.model_management.intermediate_device()
-    out = {**rest, "samples": torch.stack(latents).to(device), "batch_index": indices, SEED: batch.seed}
+    out = {**other_entries, "samples": torch.stack(latents).to(device), "batch_index": indices, SEED: batch.seed}
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images).to(device) if batch.vae is not None else blocked
     note = size_note(*image_pixels(batch.latent["samples"]), resolution_of(batch.model))
@@ -58,18 +59,18 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
 
 
 def describe(stats: Mapping[str, DeviceStats], seconds: float) -> str:
-    """Return how many images were generated, how fast, and by whom."""
-    total = sum(own.images for own in stats.values())
-    by_device = ", ".join(f"{device} {own.images}" for device, own in sorted(stats.items()))
+    """Return a text with the number of images, their rate, and the images of each device."""
+    total = sum(device_stats.images for device_stats in stats.values())
+    by_device = ", ".join(f"{device} {device_stats.images}" for device, device_stats in sorted(stats.items()))
     return f"{total} images in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"
 
 
 def draw_stats(title: str, stats: Mapping[str, DeviceStats]) -> Image.Image:
-    """Return a bar for each device: its images, and where it is known its time for one and how many at once."""
+    """Return a chart with a bar for each device: its images, and if known the time per image and how many at once."""
     bars = []
-    for device, own in sorted(stats.items()):
-        words = f"{own.images}"
-        if own.pace is not None:
-            words += f", {own.pace:.2f} s each, {own.together} at once"
-        bars.append(Bar(device, ((own.images, BLUE),), words))
-    return draw_bars(title, bars, right=WORDS)
+    for device, device_stats in sorted(stats.items()):
+        text = f"{device_stats.images}"
+        if device_stats.pace is not None:
+            text += f", {device_stats.pace:.2f} s each, {device_stats.together} at once"
+        bars.append(Bar(device, ((device_stats.images, BLUE),), text))
+    return draw_bars(title, bars, right=TEXT_WIDTH)

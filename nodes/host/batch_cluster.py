@@ -1,6 +1,6 @@
 """SANA Batch Sampler on the Ray cluster that the server's operator has configured.
 
-A machine of the cluster loads the files that MODEL and VAE came from. The prompts go there encoded.
+The machines load the same files as MODEL and VAE. They receive encoded prompts.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMEDY = "remove it, or choose all in devices"
-# what a CONDITIONING of SANA Text Encode has besides the embeddings
+# Entries of a CONDITIONING of SANA Text Encode, in addition to the embeddings.
 PLAIN = {"pooled_output", "attention_mask", ENCODED}
 
 
 def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
-    """Return LATENT rows and IMAGEs (None without a VAE) of the images, and how many each machine has generated.
+    """Return a LATENT row and an IMAGE (None without a VAE) for each image, and how many images each machine generated.
 
-    Raises InputError for what a cluster cannot generate, for no cluster and for a broken file of it; ClusterError where
-    no cluster or no GPU of it can be reached, and what a machine said where none is left.
+    An image that failed is black. Raises InputError for inputs that a cluster does not support, for a missing or broken
+    cluster.json, and if all images failed. Raises ClusterError if no cluster or no GPU of it can be reached, and the
+    error of a machine if none is left.
     """
     cluster = require_cluster()
     job, prompts = make_job(batch)
@@ -59,7 +60,8 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
     progress, show = Progress(len(images)), progress_under_running_node()
     previewer = latent_preview.get_previewer(batch.model.load_device, batch.model.model.latent_format)
     results: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    failures: dict[int, str] = {}  # why, by the number of the image
+    # Number of the image: the reason.
+    failures: dict[int, str] = {}
     report = WorkerReport()
     workload = Workload(prompts, images, batch.chunk or None)
     status = status_under_running_node()
@@ -75,9 +77,9 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
             array, pixels = result
             latent = torch.from_numpy(array.copy())
             row = batch.model.model.process_latent_out(latent).to(device=device, dtype=dtype)
-            # [3, H, W] in [-1, 1] to [H, W, 3] in [0, 1]
-            picture = None if pixels is None else ((torch.from_numpy(pixels.copy()) + 1) / 2).movedim(0, -1)
-            results[image.number] = (row, picture)
+            # [3, H, W] in [-1, 1] becomes [H, W, 3] in [0, 1].
+            decoded = None if pixels is None else ((torch.from_numpy(pixels.copy()) + 1) / 2).movedim(0, -1)
+            results[image.number] = (row, decoded)
             preview = previewer.decode_latent_to_preview_image("JPEG", latent[None]) if previewer else None
             bar.update_absolute(bar.current + 1, None, preview)
             progress.step()
@@ -97,12 +99,12 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
 
 
 def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
-    """Return what the machines are told, and the encoded prompts. Raises InputError for what they cannot generate."""
+    """Return the job for the machines, and the encoded prompts. Raises InputError for unsupported inputs."""
     check_model(batch.model)
     path, resolution, reference = plain_file(batch.model)
     transformer = batch.model.model.diffusion_model
     prompts = split_prompts("positive", batch.positive, transformer)
-    # a SANA-Sprint model has no negative prompt
+    # SANA-Sprint models have no negative prompt.
     negatives = split_prompts("negative", batch.positive if batch.sampler == SPRINT else batch.negative, transformer)
     if len(negatives) > 1 and batch.sampler != SPRINT:
         raise InputError(f"negative: got {len(negatives)} prompts, a cluster takes one; use SANA Text Encode")
@@ -140,15 +142,15 @@ def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
 
 
 def check_model(model: ModelPatcher) -> None:
-    """Raise InputError for all patches of MODEL that cannot go to another machine: functions, and unknown kinds."""
-    if found := ", ".join(sorted(staying(model))):
-        raise InputError(f"model: got a patch that a cluster cannot apply ({found}); {REMEDY}")
+    """Raise InputError for patches that cannot be sent to another machine: functions, and unknown kinds."""
+    if names := ", ".join(sorted(staying(model))):
+        raise InputError(f"model: got a patch that a cluster cannot apply ({names}); {REMEDY}")
 
 
 def init_image(batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return latents in the model's scale and the mask, if any, of the image that sampling begins with; None for none.
+    """Return the latents in the model's scale that sampling starts from, and their mask or None.
 
-    Raises InputError for a mask without an image.
+    Returns None for an empty latent. Raises InputError for a mask on an empty latent.
     """
     latents, mask = batch.latent["samples"].float().cpu(), batch.latent.get("noise_mask")
     if not latents.any():
@@ -161,24 +163,24 @@ def init_image(batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor | None] |
 
 
 def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Embedding]:
-    """Return embeddings [1, T, C] and mask [1, T] of each prompt, without the padding behind it.
+    """Return embeddings [1, T, C] and mask [1, T] of each prompt, without padding.
 
-    Raises InputError for more than text: areas, ControlNets, hooks, prompts combined or too long, another text encoder.
+    Raises InputError for areas, ControlNets, hooks, combined or too long prompts, and another text encoder.
     """
     if len(conditioning) != 1:
         raise InputError(f"{field}: got {len(conditioning)} combined prompts, a cluster takes one; write one text")
-    ((embeds, rest),) = conditioning
-    more = sorted(key for key, value in rest.items() if key not in PLAIN and value is not None)
-    if more:
-        raise InputError(f"{field}: got {', '.join(more)}, which a cluster cannot use; {REMEDY}")
+    ((embeds, options),) = conditioning
+    unsupported = sorted(key for key, value in options.items() if key not in PLAIN and value is not None)
+    if unsupported:
+        raise InputError(f"{field}: got {', '.join(unsupported)}, which a cluster cannot use; {REMEDY}")
     check_width(field, embeds, transformer)
-    prompt = Prompt(field, embeds, rest.get("attention_mask"), keep=False)
+    prompt = Prompt(field, embeds, options.get("attention_mask"), keep=False)
     texts = []
     for row, mask in zip(prompt.embeds.cpu().split(1), prompt.mask.cpu().split(1), strict=True):
         length = longest_prompt(mask)
         if length > MAX_TOKENS:
             raise InputError(f"{field}: got {length} tokens, expected at most {MAX_TOKENS}; write one text")
-        # the negative prompt whole: NVIDIA's mask is that of the positive one
-        kept = length if field == "positive" else row.shape[1]
-        texts.append((row[:, :kept].clone(), mask[:, :kept].clone()))
+        # The negative prompt keeps all tokens, because NVIDIA's code masks it with the mask of the positive prompt.
+        tokens = length if field == "positive" else row.shape[1]
+        texts.append((row[:, :tokens].clone(), mask[:, :tokens].clone()))
     return texts

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BatchInputs(NamedTuple):
-    """`count` images of each prompt in `positive`, from `latent` of one image. Without a VAE there is no IMAGE."""
+    """The inputs of the node. `latent` is of one image, and `vae` may be None."""
 
     model: ModelPatcher
     positive: list
@@ -33,13 +33,14 @@ class BatchInputs(NamedTuple):
 
     @property
     def prompts(self) -> int:
-        """How many prompts `positive` has, one in each row. Raises InputError for entries of unequal numbers."""
-        rows = {len(embeds) for embeds, _ in self.positive} - {1}
-        if len(rows) > 1:
+        """The number of prompts in `positive`. Raises InputError if its entries have different numbers."""
+        # An entry with one row applies to every prompt.
+        counts = {len(embeds) for embeds, _ in self.positive} - {1}
+        if len(counts) > 1:
             raise InputError(
-                f"positive: got entries of {sorted(rows)} prompts, expected one number; use one prompt list"
+                f"positive: got entries of {sorted(counts)} prompts, expected one number; use one prompt list"
             )
-        return rows.pop() if rows else 1
+        return counts.pop() if counts else 1
 
     @property
     def images(self) -> list[ImageSpec]:
@@ -47,13 +48,13 @@ class BatchInputs(NamedTuple):
 
 
 def check_batch(batch: BatchInputs) -> None:
-    """Raise InputError for SANA-Video, a latent that is not one of SANA's or not of one image, another VAE, and too
-    many images."""
+    """Raise InputError for SANA-Video, a latent that is not of SANA or has several images, another VAE, and too many
+    images."""
     require_images(batch.model.model)
     check_channels("latent_image", batch.latent["samples"].shape)
-    got = len(batch.latent["samples"])
-    if got != 1:
-        raise InputError(f"latent_image: got a batch of {got}, expected 1; set count instead of batch_size")
+    batch_size = len(batch.latent["samples"])
+    if batch_size != 1:
+        raise InputError(f"latent_image: got a batch of {batch_size}, expected 1; set count instead of batch_size")
     vae, count, prompts = batch.vae, batch.count, batch.prompts
     if vae is not None and vae.latent_channels != CHANNELS:
         raise InputError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")

@@ -194,8 +194,8 @@ def load_clip(path: Path, reference: str = AUTO, disable_dynamic: bool = False) 
 def text_dtypes(device: torch.device) -> tuple[torch.dtype | None, torch.dtype]:
     """Return the dtypes in which Gemma 2 is stored for `device`, and in which it computes.
 
-    A device without bf16 computes in fp32, one layer after another, because fp32 weights would take 10.5 GB. A CPU
-    stores 16 bits as well (None), if they hold the numbers of the file.
+    A device without bf16 computes in fp32. It converts one layer at a time, because fp32 weights would take 10.5 GB.
+    For a CPU the first dtype is None: bf16 if it represents the file's weights exactly, else the file's dtype.
     """
     compute = wide_dtype(device)
     if comfy.model_management.is_device_cpu(device):

@@ -36,12 +36,13 @@ class SanaControlModel(SanaControlNetModel):
 
     # The dtype to compute in. None: the dtype of the weights.
     compute_dtype: torch.dtype | None = None
-    device = None  # ComfyUI writes it; diffusers has a property without setter here
+    # ComfyUI assigns the device, but diffusers has a property without a setter.
+    device = None
 
     def forward(self, x, timesteps, context, hint, attention_mask=None, sampled_timesteps=None):
-        """Return the residuals after the first blocks; `hint` is the control image's scaled latent.
+        """Return the residuals after the first blocks. `hint` is the scaled latent of the control image.
 
-        `sampled_timesteps` are the sampler's own; ComfyUI rounds `timesteps` to the dtype of the weights.
+        `sampled_timesteps` are the exact timesteps. ComfyUI rounds `timesteps` to the dtype of the weights.
         """
         mask = torch.ones(context.shape[:2], device=x.device) if attention_mask is None else attention_mask
         constants = prepare(self, context, mask, *x.shape[-2:])
@@ -49,7 +50,7 @@ class SanaControlModel(SanaControlNetModel):
 
 
 class SanaControlNet(comfy.controlnet.ControlNet):
-    """ComfyUI's ControlNet, with the control image's latent in the scale of the model that samples."""
+    """ComfyUI's ControlNet, with the latent of the control image in the scale of the sampled model."""
 
     # The control image as a latent, if `encode_hints` has encoded it.
     hint_latent: torch.Tensor | None = None
@@ -91,10 +92,10 @@ class SanaControlNet(comfy.controlnet.ControlNet):
 
 
 def encode_hints(controls: Iterable[SanaControlNet], model: ModelPatcher, shape: torch.Size) -> dict[int, torch.Tensor]:
-    """Encode the control images of `controls`, and of the ControlNets in their chains, for latents of `shape`.
+    """Encode the control images of `controls` and of all ControlNets in their chains, for latents of `shape`.
 
-    ComfyUI does this in the first step. It loads the VAE then, and may move weights of a model that is sampling in
-    another thread. Returns latents in RAM, by the id of the ControlNet.
+    Returns latents in RAM, by the id of the ControlNet. ComfyUI would encode in the first step of each thread. It would
+    load the VAE then, and could move the weights of a model that is sampling in another thread.
     """
     hints: dict[int, torch.Tensor] = {}
     for control in controls:
@@ -125,10 +126,10 @@ def control_on(control: SanaControlNet, device: torch.device, hints: dict[int, t
 
 
 def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet.ControlNet, str]:
-    """Return the CONTROL_NET of the file at `path`, for Apply ControlNet with SANA's VAE connected, and what it is.
+    """Return the CONTROL_NET of the file at `path`, and a description of it. It needs SANA's VAE in Apply ControlNet.
 
-    `reference` is whose arithmetic it follows. Raises CheckpointError or MissingFileError, with the file's name, for
-    what is no SANA ControlNet, and for a reference that the file does not allow.
+    `reference` is the implementation whose arithmetic it follows. Raises CheckpointError or MissingFileError for a file
+    that is not a SANA ControlNet, and for a reference that the file does not support.
     """
     reload = reloader(load_patcher, path)
     info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
@@ -142,9 +143,9 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
     model.compute_dtype = compute
     control = SanaControlNet(
         model,
-        # the hint is as large as the latent
+        # The hint has the size of the latent.
         compression_ratio=1,
-        # until it runs: any says that a VAE is needed
+        # Until pre_run() sets the format of the model. Any format tells ComfyUI that a VAE is needed.
         latent_format=latent_format(info),
         load_device=load_device,
         manual_cast_dtype=compute,

@@ -1,7 +1,7 @@
-"""Live previews by TAESANA, a small decoder for SANA's latents, where the user has put it into models/vae_approx.
+"""Live previews by TAESANA, a small decoder for SANA's latents. The user puts its file into models/vae_approx.
 
-Its architecture is the f32 decoder of https://github.com/madebyollin/taesd: ComfyUI's own blocks, doubled in size
-five times. ComfyUI has only the decoder for 8x latents.
+Its architecture is the f32 decoder of https://github.com/madebyollin/taesd. It has ComfyUI's blocks, but doubles the
+size five times. ComfyUI has only a decoder that doubles it three times.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ...sana_core.model.latents import CHANNELS, DOWNSCALE
 from ...sana_core.runtime.accelerator import is_out_of_memory
 
 NAME = "taesana_decoder"
-# channels of the three blocks at each size, from that of the latent to twice, four times ... as large
+# Channels of the three blocks at each size. The first size is the size of the latent, each other size is the double.
 WIDTHS = (256, 128, 64, 64, 64)
 
 
 def taesana_decoder() -> torch.nn.Sequential:
-    """Return the decoder without weights: scaled latents [B, 32, h, w] to images [B, 3, 32h, 32w], about [0, 1]."""
+    """Return the decoder without weights. Scaled latents [B, 32, h, w] become images [B, 3, 32h, 32w], about [0, 1]."""
     parts = [Clamp(), conv(CHANNELS, WIDTHS[0]), torch.nn.ReLU()]
     for width, following in zip(WIDTHS, (*WIDTHS[1:], WIDTHS[-1]), strict=True):
         parts += [Block(width, width) for _ in range(3)]
@@ -35,7 +35,7 @@ def taesana_decoder() -> torch.nn.Sequential:
 
 
 def find_taesana() -> str | None:
-    """Return the path of TAESANA's decoder, or None where there is none or another kind of preview is asked for."""
+    """Return the path of TAESANA's decoder, or None if there is none or if ComfyUI has another preview method."""
     if args.preview_method not in (LatentPreviewMethod.Auto, LatentPreviewMethod.TAESD):
         return None
     names = [name for name in folder_paths.get_filename_list("vae_approx") if name.startswith(NAME)]
@@ -60,7 +60,7 @@ def taesana_previewer(
 
     def preview(latents: torch.Tensor) -> torch.Tensor:
         latents = latents[:1]
-        # 32 x 32 cells, an image of 1024 px, would take 805 MB, which no estimate includes.
+        # The latents of a 1024 px image, 32 x 32 cells, would take 805 MB. No estimate of memory includes this.
         cells, side = max(1, math.ceil(args.preview_size / DOWNSCALE)), max(latents.shape[-2:])
         smaller = latents
         if side > cells:

@@ -53,13 +53,13 @@ def load_component(
     resolution: int | None = None,
     form: str = OFF,
 ) -> torch.nn.Module:
-    """Return the module of `info`, its layers those of `operations`, which ComfyUI casts as it runs them.
+    """Return the module of `info`, with layers of `operations`, which ComfyUI casts when they run.
 
-    Linear, Conv2d and Embedding have weights of `weight_dtype` (None: 16 bits if they hold the numbers of the file,
+    Linear, Conv2d and Embedding have weights of `weight_dtype` (None: bf16 if it represents the file's weights exactly,
     else the file's dtype). Everything else has `compute_dtype` (None: the same). The blocks of a transformer are
-    quantised to `form`, one of quantise.FORMATS. Raises CheckpointError for quantised weights in the original layout,
-    whose fused weights cannot be separated under their scales, and for quantised weights of a component that runs in
-    other operations; and as sana_core's loaders do.
+    quantised to `form`, one of quantise.FORMATS. Raises the errors of sana_core's loaders, and CheckpointError for
+    quantised weights in the original layout, whose fused weights cannot be separated under their scales, and for
+    quantised weights of a component that runs in other operations.
     """
     if info.quantised and (info.layout == "original" or not is_mixed(operations)):
         raise CheckpointError(
