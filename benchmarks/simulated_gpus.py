@@ -1,7 +1,7 @@
 """A discrete simulation of one machine with several GPUs: loading, encoding, generating and writing in virtual seconds.
 
-The loop, the queue and the plan of the text encoder are the real ones. What threads do is simulated: a GPU that asks
-EncodingPlan what to do, and writers that keep images waiting when they fall behind.
+The loop, the queue and the plan of the text encoder are the real ones. The threads are simulated: GPUs that follow
+EncodingPlan, and writers that keep images waiting when they fall behind.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class SimulatedGpus:
         self.busy = dict.fromkeys(self.inboxes, 0.0)
 
     def behave(self, name: str) -> Iterator[float | None]:
-        """Do what a thread of LocalPool does."""
+        """Simulate a thread of LocalPool. Yields the seconds of each work, or None while the thread waits."""
         loaded = False
         while True:
             while not self.inboxes[name]:
                 yield None
             chunk = self.inboxes[name].pop(0)
             prompts = [self.prompts[image.prompt] for image in chunk]
-            others = len(self.inboxes) - 1
-            while action := self.plan.next_action(name, name, prompts, loaded, self.room, others, self.time):
+            other_gpus = len(self.inboxes) - 1
+            while action := self.plan.next_action(name, name, prompts, loaded, self.room, other_gpus, self.time):
                 if action is Action.LOAD:
                     yield self.costs.load_models
                     loaded = True
@@ -87,7 +87,7 @@ class SimulatedGpus:
         raise reason
 
     def advance(self, until: float) -> None:
-        """Let the GPUs work until then, also while the consumer of the images is busy."""
+        """Let the GPUs work until the time `until`, also while the consumer of the images is busy."""
         while self.ready and self.ready[0][0] <= until:
             self.time, _, name = heapq.heappop(self.ready)
             seconds = next(self.work[name])
@@ -99,7 +99,7 @@ class SimulatedGpus:
         self.clock = max(self.clock, until)
 
     def wait(self) -> list[Outcome[ImageSpec] | Started]:
-        """Return what has happened. Without events, returns after the poll interval."""
+        """Return the events since the last call. Without events, returns after the poll interval."""
         end = self.clock + POLL_INTERVAL
         while not self.happened and self.clock < end:
             self.advance(min(end, max(self.clock, self.ready[0][0])))

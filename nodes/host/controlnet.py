@@ -145,7 +145,7 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
         model,
         # The hint has the size of the latent.
         compression_ratio=1,
-        # Until pre_run() sets the format of the model. Any format tells ComfyUI that a VAE is needed.
+        # pre_run() sets the format of the model. Until then, any format makes ComfyUI require a VAE.
         latent_format=latent_format(info),
         load_device=load_device,
         manual_cast_dtype=compute,

@@ -36,7 +36,7 @@ class Best(NamedTuple):
     scorer: Path
 
     def describe(self) -> Json:
-        """Return these options and the digest of the scorer's files, for the manifest."""
+        """Return the entry of the manifest: these options, and the digest of the scorer's files."""
         check_text("scorer", self.scorer.name, RENAME)
         digests = digest_files(clip_files(self.scorer), lambda count, total: None)
         weights = digest_json([digests[file] for file in sorted(digests)])

@@ -1,8 +1,8 @@
 """The order in which the devices of this machine encode prompts.
 
 The text encoder is large, so it is loaded only while prompts are encoded. In a session, a device loads the text encoder
-and encodes a number of prompts before it generates images again. Each session encodes twice as many prompts as the
-session before, up to LARGEST_SESSION. So the first image is finished early, and a long batch has few sessions.
+and encodes a number of prompts before it generates images again. Each session has twice the prompts of the session
+before, up to LARGEST_SESSION. So the first image is finished early, and a long batch has few sessions.
 
 Like the queue, the plan is passive. It starts no threads and gets the current time from its caller, so that a
 simulation makes the same decisions as the threads.
@@ -56,7 +56,7 @@ class EncodingPlan(Generic[Text]):
         """
         # The embeddings of the prompts whose images are not all finished.
         self.texts = dict(texts or {})
-        # Prompts that are not encoded yet, without those of sessions, in the order in which they are needed.
+        # Prompts that are not encoded yet and not being encoded, in the order in which they are needed.
         self.waiting = deque(prompt for prompt in dict.fromkeys(prompts) if prompt not in self.texts)
         # Prompt: its place in the order in which the prompts are needed.
         self.position = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}

@@ -43,7 +43,7 @@ class OutputFolder:
         self.entries: dict[str, Json] = {}
         # For each run in this folder: number of prompts, first seed, images per prompt.
         self.claims: list[list[int]] = []
-        # The manifest as this run knows it. None: there is none.
+        # The version of the manifest that this run has read or written. None: there is no manifest.
         self.manifest = ManifestVersion.read(self.path / MANIFEST)
         # When the manifest is written again, in time.monotonic().
         self.next_write = 0.0

@@ -55,7 +55,7 @@ BeforeChunk = Callable[[str, torch.device, Chunk, Poll], None]
 POLL_INTERVAL = 0.2
 # How many seconds close() waits for all threads together to notice the cancel.
 JOIN_TIMEOUT = 30.0
-# A worker that loads or encodes counts as hanging after so many seconds without a poll.
+# A worker that loads or encodes counts as hanging after this many seconds without a poll.
 LOADING_PATIENCE = 1800.0
 # torch.compile may compile again for a chunk of another size, so the shortest time of a hanging chunk is longer.
 COMPILE_GRACE = 10 * GRACE

@@ -27,8 +27,8 @@ class Writers(Generic[T]):
     """Calls `write` for each item, in threads.
 
     An error of `write` is raised by the next call of `put` or `finish`. Leaving the context waits for the items that
-    are being written, so that no file is incomplete. If another exception ends the context, the waiting items are written
-    too. After an error of `write`, such as a full disk, and after Ctrl+C they are dropped.
+    are being written, so that no file is incomplete. If another exception ends the context, the waiting items are
+    written too. After an error of `write`, such as a full disk, and after Ctrl+C they are dropped.
     """
 
     def __init__(self, write: Callable[[T], None], threads: int) -> None:

@@ -33,7 +33,7 @@ class ActorHandle:
     name: str = ""
     # Ray's ids of its GPUs on its machine.
     gpu: str = ""
-    # When it last responded. Before its first response: when it was asked to respond.
+    # When it last responded. Before its first response: when the first ping was sent.
     heard: float = 0.0
     # Whether it has been ready before.
     loaded: bool = False
@@ -70,7 +70,7 @@ class ActorCache:
 class ClusterRun(NamedTuple):
     """A run on a cluster. `cache` has the actors of earlier runs.
 
-    `poll` is called at least twice a second, and cancels by raising. `on_status` receives what the run waits for.
+    `poll` is called at least twice a second, and cancels by raising. `on_status` receives a text when the run waits.
     """
 
     ray: ModuleType

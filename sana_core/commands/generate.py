@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
     paths = [arguments.out / file_name(spec) for spec in specs]
     check_free(paths, arguments.overwrite)
     make_folder(arguments.out)
-    given = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
-    options: Json = {**given, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
+    batch_options = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
+    options: Json = {**batch_options, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
     where = arguments.devices, cluster_of(arguments), arguments.split
     failure: FailedImagesError | None = None
     failures: list[SanaError] = []

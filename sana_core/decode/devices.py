@@ -423,7 +423,7 @@ def shared_local_stage(
 ) -> Generator[tuple[int, torch.Tensor], None, list[Failure]]:
     """Yield (first row, pixels [1, 3, n, W] on the CPU) of the rows in `missing`, in the order of completion.
 
-    Removes from `missing` what is done. Returns the failures.
+    Removes finished rows from `missing`. Returns the failures.
     """
     failures: list[Failure] = []
     # A future with a strip on the device, or on the CPU.

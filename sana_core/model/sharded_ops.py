@@ -74,10 +74,10 @@ class ShardedOps:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which `device` adds the sums of shards: float64, or float32 where it has no float64.
+    """Return the dtype in which `device` adds the sums of shards: float64, or float32 if it has no float64.
 
-    float64 holds 53 bits. It adds the rows of an image, of 24 bits each, without loss unless they differ by more than
-    2^20, and what it loses then is far below float32. So the order makes no difference.
+    float64 has 53 bits, and the summands have 24. So the sum is exact unless the summands differ by more than 2^20. The
+    rounding error is then far below the precision of float32. So the order of the summands makes no difference.
     """
     return torch.float64 if has_float64(device) else torch.float32
 

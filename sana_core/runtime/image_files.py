@@ -56,7 +56,7 @@ def write_png(file: BinaryIO, width: int, height: int, rows: Rows, texts: Mappin
 
 
 def paeth_differences(strip: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """Return the rows of `strip` [n, W, 3] as [n, 1 + 3 W]: the number of PNG's Paeth filter, and what it leaves.
+    """Return the rows of `strip` [n, W, 3] after PNG's Paeth filter, [n, 1 + 3 W]. Each row begins with its number.
 
     `above` [W, 3] is the row above the strip.
     """
@@ -70,7 +70,7 @@ def paeth_differences(strip: np.ndarray, above: np.ndarray) -> np.ndarray:
     use_left = (left_distance <= up_distance) & (left_distance <= corner_distance)
     predicted = np.where(use_left, left, predicted)
     filtered = np.full((count, 1 + 3 * width), 4, np.uint8)
-    # Modulo 256, as PNG wants it.
+    # PNG stores the differences modulo 256.
     filtered[:, 1:] = (padded[1:, 1:] - predicted).astype(np.uint8).reshape(count, -1)
     return filtered
 

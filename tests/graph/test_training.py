@@ -325,9 +325,9 @@ def test_a_run_frees_the_planned_memory_and_a_reserve_for_fragments(host, traini
         plans.append(plan_memory(*arguments, **options))
         return plans[-1]
 
-    def record_request(memory_required, device, *others, **options):
+    def record_request(memory_required, device, *arguments, **options):
         asked.append(memory_required)
-        return free_memory(memory_required, device, *others, **options)
+        return free_memory(memory_required, device, *arguments, **options)
 
     monkeypatch.setattr(training, "plan_training", record_plan)
     monkeypatch.setattr(management, "free_memory", record_request)

@@ -152,7 +152,7 @@ def fail_at_random(source: random.Random) -> Counter[str]:
 
 
 def soak(runs: int, seed: int) -> Counter[str]:
-    """Return what happened in so many runs. A failing run is repeated by its seed, which the error names."""
+    """Return the counts of all events in `runs` runs. The error of a failing run has the seed that repeats it."""
     total: Counter[str] = Counter()
     expected_images()
     with (

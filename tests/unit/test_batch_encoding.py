@@ -19,8 +19,8 @@ def encode(plan, worker, count=None, needed=(), now=0.0):
     return prompts
 
 
-def next_action(plan, worker, prompts, loaded=True, has_room=True, others=1, now=0.0):
-    return plan.next_action(worker, f"device of {worker}", prompts, loaded, has_room, others, now)
+def next_action(plan, worker, prompts, loaded=True, has_room=True, other_devices=1, now=0.0):
+    return plan.next_action(worker, f"device of {worker}", prompts, loaded, has_room, other_devices, now)
 
 
 def test_sessions_encode_twice_as_many_prompts_each_time_in_the_order_of_need():
@@ -80,7 +80,7 @@ def test_the_next_prompts_are_encoded_while_other_devices_generate():
     encode(plan, "a")
     # Half of the first session is left after prompt 8.
     assert next_action(plan, "a", PROMPTS[7:8]) is None
-    assert next_action(plan, "a", PROMPTS[8:9], others=0) is None
+    assert next_action(plan, "a", PROMPTS[8:9], other_devices=0) is None
     assert next_action(plan, "a", PROMPTS[8:9]) is Action.ENCODE
     assert next_action(plan, "b", PROMPTS[9:10]) is None
 

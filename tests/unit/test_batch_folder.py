@@ -308,8 +308,8 @@ def test_files_that_others_write_meanwhile_stay(batch, tmp_path, monkeypatch):
     assert (out / "manifest.json").read_bytes() == b"mine"
 
 
-def test_a_disk_that_renumbers_files_and_rounds_their_times_is_no_other_writer(made, batch, monkeypatch):
-    """As exFAT and FUSE do."""
+def test_a_disk_that_changes_inodes_and_rounds_times_does_not_stop_the_run(made, batch, monkeypatch):
+    """exFAT and FUSE do this."""
     (made / "00001_3.png").unlink()
     real = OutputFolder.write
 
@@ -327,7 +327,7 @@ def test_a_disk_that_renumbers_files_and_rounds_their_times_is_no_other_writer(m
 
 def test_resuming_shows_progress_and_can_be_cancelled(made, batch, monkeypatch):
     (made / "00001_3.png").unlink()
-    # Every reading takes 2 s by this clock.
+    # The clock advances by 2 s at each call.
     seconds = iter(range(0, 10**6, 2))
     monkeypatch.setattr("sana_core.commands.batch.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     code, _, err = batch()
@@ -444,8 +444,8 @@ def test_writers_bound_the_images_in_memory_and_raise_the_first_error():
     assert sorted(written) == [0, 1, 2, 3, 4]
 
 
-def test_a_full_disk_ends_the_run_with_the_number_of_whole_images(made, batch, monkeypatch):
-    """Other writers may be in the middle of an image."""
+def test_a_full_disk_ends_the_run_with_the_number_of_complete_images(made, batch, monkeypatch):
+    """Other threads may be writing an image then."""
     for file in list(made.glob("0000?_[123].png")):
         file.unlink()
     real, count, lock = OutputFolder.write, iter(range(100)), threading.Lock()
@@ -459,10 +459,10 @@ def test_a_full_disk_ends_the_run_with_the_number_of_whole_images(made, batch, m
 
     monkeypatch.setattr(OutputFolder, "write", write)
     code, out, err = batch()
-    there = len(files(made))
-    assert code == 1 and f"cannot write into out (No space left on device); {there} of 8 images are there" in err
-    assert out.count(".png (") == there - 2 and len(err.splitlines()) == 1
-    assert len(json.loads((made / "manifest.json").read_bytes())["pictures"]) == there
+    written = len(files(made))
+    assert code == 1 and f"cannot write into out (No space left on device); {written} of 8 images are there" in err
+    assert out.count(".png (") == written - 2 and len(err.splitlines()) == 1
+    assert len(json.loads((made / "manifest.json").read_bytes())["pictures"]) == written
 
 
 def read_settings(folder):

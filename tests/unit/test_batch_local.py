@@ -1,4 +1,4 @@
-"""Batches on the devices of this machine, whichever of them drew what."""
+"""Batches on the devices of this machine."""
 
 import logging
 import random
@@ -23,7 +23,7 @@ from sana_core.runtime.cancellation import Polled
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SETTINGS = SamplingSettings(128, 128, steps=4)
 CPUS = ["cpu", "cpu"]
-# what depends on nothing has the same bits, but for a sum that more threads divide in another way
+# Results differ in rounding if sums are divided among another number of threads.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -33,13 +33,13 @@ def draw(checkpoint, count=4, **options):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """Eight pictures, each drawn by itself."""
+    """Eight images, each generated alone."""
     return draw(checkpoint, chunk=1)
 
 
 @pytest.fixture
 def slow_draw(monkeypatch):
-    """A function that puts another one before the drawing of every chunk."""
+    """A function that installs a callback, which is called before each chunk is generated."""
 
     def put(before):
         real = local.generate_chunk
@@ -54,11 +54,11 @@ def slow_draw(monkeypatch):
 
 
 @pytest.mark.parametrize("workers, chunk", [(1, 2), (1, 3), (1, 8), (2, 1), (2, 3), (2, 16), (3, 1), (3, 3)])
-def test_pictures_do_not_depend_on_workers_and_chunks(checkpoint, alone, workers, chunk):
+def test_images_do_not_depend_on_workers_and_chunks(checkpoint, alone, workers, chunk):
     assert torch.equal(draw(checkpoint, chunk=chunk, devices=["cpu"] * workers), alone)
 
 
-def test_pictures_come_as_they_finish_and_say_which_they_are(checkpoint, alone):
+def test_images_are_yielded_as_they_finish_with_their_specs(checkpoint, alone):
     pictures = batch_images(2, 4, 5)
     for picture, pixels in generate_local(
         Workload(PROMPTS, pictures, 1, frozenset({0, 5})), checkpoint, SETTINGS, CPUS
@@ -67,7 +67,7 @@ def test_pictures_come_as_they_finish_and_say_which_they_are(checkpoint, alone):
         assert torch.equal(pixels, alone[picture.number])
 
 
-def test_memory_that_runs_out_at_random_loses_no_picture(checkpoint, alone, slow_draw):
+def test_running_out_of_memory_at_random_loses_no_image(checkpoint, alone, slow_draw):
     source = random.Random(1)
     failed = []
 
@@ -81,7 +81,7 @@ def test_memory_that_runs_out_at_random_loses_no_picture(checkpoint, alone, slow
     assert failed
 
 
-def test_memory_that_is_never_enough_ends_with_that_error(checkpoint, slow_draw):
+def test_too_little_memory_for_any_image_ends_with_that_error(checkpoint, slow_draw):
     def run_out(chunk):
         raise torch.OutOfMemoryError("fake")
 
@@ -119,7 +119,7 @@ def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
 
 
 def test_a_device_that_responds_again_generates_images_again(caplog):
-    """Also if it is the only device, as after torch.compile has compiled again."""
+    """Also if it is the only device, for example because torch.compile has compiled again."""
     hang, hung = threading.Event(), []
 
     def prepare(device, poll):
@@ -146,7 +146,7 @@ def test_a_device_that_responds_again_generates_images_again(caplog):
     assert "no other device is left, so the run waits for cpu" in caplog.text and "cpu responds again" in caplog.text
 
 
-def test_loading_has_a_patience_of_its_own(monkeypatch):
+def test_a_device_may_load_longer_than_a_chunk_may_take(monkeypatch):
     monkeypatch.setattr(local, "LOADING_PATIENCE", 0.5)
     woken = threading.Event()
 
@@ -230,8 +230,8 @@ def test_closing_while_devices_load_does_not_wait_for_them():
     assert time.monotonic() - began < 5 and not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize("what", ["models", "encoder"])
-def test_loading_can_be_cancelled(checkpoint, what):
+@pytest.mark.parametrize("part", ["models", "encoder"])
+def test_loading_can_be_cancelled(checkpoint, part):
     polls = []
 
     def poll():
@@ -242,7 +242,7 @@ def test_loading_can_be_cancelled(checkpoint, what):
     chunk, cpu = tuple(batch_images(1, 1, 0)), torch.device("cpu")
     generation = local.LocalGeneration(Workload(PROMPTS, chunk), checkpoint, SETTINGS, [chunk], [cpu])
     with pytest.raises(local.Cancelled):
-        if what == "models":
+        if part == "models":
             generation.load_models_on(cpu, poll)
         else:
             generation.encode_on(cpu, False, "cpu", (), poll)
@@ -294,7 +294,7 @@ def test_an_error_of_the_work_is_raised_and_no_thread_stays(checkpoint, slow_dra
 
 
 def test_an_image_that_fails_alone_does_not_end_the_batch(checkpoint, alone, slow_draw):
-    """For a reason that is unknown: after the first image, each image of the chunk is tried alone."""
+    """After an unknown error, each image of the chunk is generated alone."""
 
     def fail(chunk):
         if any(image.number == 5 for image in chunk):
@@ -348,7 +348,7 @@ def test_a_single_string_is_one_prompt(checkpoint):
     assert len(sana_core.encode_prompts(encoder, "cat")[0]) == 1
 
 
-def test_a_device_that_is_not_there_is_left_out_with_a_log(caplog):
+def test_a_device_that_does_not_exist_is_left_out_with_a_log(caplog):
     with caplog.at_level(logging.WARNING):
         assert local_devices(["cpu", "cuda:7"]) == [torch.device("cpu")]
     assert "this machine has no cuda:7" in caplog.text
@@ -377,7 +377,7 @@ SMALL = SamplingSettings(32, 32, steps=1)
 
 @pytest.fixture
 def loads(monkeypatch):
-    """What is loaded, in its order."""
+    """The models that were loaded, in order."""
     found = []
     for name in ("load_encoder", "load_models"):
         real = getattr(local, name)
@@ -398,18 +398,18 @@ def draw_many(checkpoint, devices=("cpu",), chunk=1):
 
 
 @pytest.mark.parametrize("chunk, devices", [(1, ["cpu"]), (3, ["cpu"]), (1, CPUS)])
-def test_prompts_that_come_in_windows_give_the_same_pictures(checkpoint, loads, monkeypatch, chunk, devices):
+def test_prompts_of_several_sessions_give_the_same_images(checkpoint, loads, monkeypatch, chunk, devices):
     whole = draw_many(checkpoint)
     assert loads == ["load_encoder", "load_models", "load_encoder"]
     loads.clear()
     monkeypatch.setattr(local, "FIRST_ON_CPU", 2)
     some = draw_many(checkpoint, devices, chunk)
-    # 2, 4 and the other 4 prompts; the models are loaded once
+    # Sessions of 2, 4 and 4 prompts. The models are loaded once.
     assert loads.count("load_encoder") >= 3 and loads.count("load_models") == 1
     assert some.keys() == whole.keys() and all(torch.equal(some[number], whole[number]) for number in whole)
 
 
-def test_where_memory_is_short_encoder_and_models_are_never_there_together(checkpoint, loads, monkeypatch):
+def test_with_little_memory_encoder_and_models_are_never_loaded_together(checkpoint, loads, monkeypatch):
     whole = draw_many(checkpoint)
     loads.clear()
     monkeypatch.setattr(local, "FIRST_ON_CPU", 2)
@@ -490,7 +490,7 @@ def test_a_gpu_that_breaks_while_it_encodes_leaves_the_prompts_to_the_others(che
     assert sorted(image.number for image, _ in results) == list(range(20))
 
 
-def test_every_prompt_is_looked_at_before_anything_is_loaded(checkpoint, loads):
+def test_every_prompt_is_checked_before_anything_is_loaded(checkpoint, loads):
     drawing = generate_local(Workload([*MANY, "half \ud83d"], batch_images(11, 1, 5)), checkpoint, SMALL)
     with pytest.raises(ValueError, match=r"^prompt 11: .*half a character .* at position 5; write the text again$"):
         next(drawing)

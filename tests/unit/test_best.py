@@ -60,9 +60,9 @@ def test_the_best_are_the_images_with_the_highest_scores(checkpoint, clip, image
 
 
 def test_the_best_come_with_their_scores_and_a_wrong_call_is_refused(checkpoint, clip, images, ranks):
-    own = {"seed": 5, "best": 2, "of": 6, "scorer": clip, **SIZE}
-    picks = sana_core.generate_best(PROMPTS[:1], checkpoint, **own)
-    scores, order = (each[0] for each in ranks)
+    options = {"seed": 5, "best": 2, "of": 6, "scorer": clip, **SIZE}
+    picks = sana_core.generate_best(PROMPTS[:1], checkpoint, **options)
+    scores, order = (by_prompt[0] for by_prompt in ranks)
     assert [pick.rank for pick in picks] == [1, 2]
     for pick, place in zip(picks, order[:2], strict=True):
         assert pick.image.seed == 5 + int(place) and torch.equal(pick.pixels, images[0, place])
@@ -74,7 +74,7 @@ def test_the_best_come_with_their_scores_and_a_wrong_call_is_refused(checkpoint,
         ({"latents": images}, "latents: got it with best"),
     ):
         with pytest.raises(InputError, match=message):
-            sana_core.generate_best(PROMPTS, checkpoint, **own | wrong)
+            sana_core.generate_best(PROMPTS, checkpoint, **options | wrong)
 
 
 def command(name, what, checkpoint, clip, *options):

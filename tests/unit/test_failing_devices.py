@@ -6,8 +6,8 @@ import sys
 from setup import ROOT
 
 
-def test_random_failures_of_devices_lose_double_and_mix_nothing():
+def test_random_device_failures_never_lose_repeat_or_swap_images():
     script = [sys.executable, ROOT / "tests" / "soak" / "fail_devices.py", "--runs", "10"]
-    done = subprocess.run([str(word) for word in script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "'runs': 10" in done.stdout and "'complete'" in done.stdout
+    process = subprocess.run([str(word) for word in script], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "'runs': 10" in process.stdout and "'complete'" in process.stdout

@@ -37,14 +37,14 @@ def scanned(monkeypatch):
         ]:
             real, seen = getattr(owner, name), Counter()
 
-            def wrapped(path, *rest, real=real, seen=seen, name=name, **options):
+            def wrapped(path, *arguments, real=real, seen=seen, name=name, **options):
                 # Only what exists can be open elsewhere. A link's source is its argument.
-                source = rest[0] if name == "hardlink_to" else path
+                source = arguments[0] if name == "hardlink_to" else path
                 if Path(source).exists() and seen[str(source)] < times:
                     seen[str(source)] += 1
                     failures[name] += 1
                     raise SharingViolation
-                return real(path, *rest, **options)
+                return real(path, *arguments, **options)
 
             monkeypatch.setattr(owner, name, wrapped)
         return failures
