@@ -47,7 +47,7 @@ class OutputFolder:
         self.manifest = ManifestVersion.read(self.path / MANIFEST)
         # When the manifest is written again, in time.monotonic().
         self.next_write = 0.0
-        # Whether the log says that the manifest could not be written.
+        # Whether the log has a warning about a manifest that could not be written.
         self.has_warned = False
 
     def find_done(
