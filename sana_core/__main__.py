@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from .commands import batch, convert, decode, doctor, generate, inspect, plan, train
-from .errors import FailedImagesError, SanaError
+from .errors import FailedImagesError, SanaError, first_line
 
 COMMANDS = {
     "generate": generate,
@@ -56,6 +56,18 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{on_one_line(str(error))}\n")
         # All other images were written, so a script can tell this from a run that ended early.
         return 3 if isinstance(error, FailedImagesError) else 1
+    except (RuntimeError, MemoryError) as error:
+        # torch takes long to import, and most commands have imported it by then.
+        from .runtime.accelerator import is_driver_error, is_out_of_memory
+
+        if is_out_of_memory(error):
+            what, remedy = "memory ran out", "choose smaller images, dtype bfloat16, or devices with more memory"
+        elif is_driver_error(error):
+            what, remedy = "the device has failed", "see the log of its driver, or choose other devices"
+        else:
+            raise
+        sys.stderr.write(f"devices: {what} ({on_one_line(first_line(error))}); {remedy}\n")
+        return 1
 
 
 def on_one_line(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ..errors import InputError, SanaError, first_line
+from ..errors import CheckpointError, InputError, SanaError, first_line
 from ..model.fp8 import check_fp8
 from ..runtime.accelerator import (
     current_accelerator,
@@ -68,6 +68,10 @@ CPU = torch.device("cpu")
 
 class Cancelled(BaseException):
     """The batch ended while a worker was busy. No Exception, because loading turns exceptions into errors of files."""
+
+
+class EncoderError(CheckpointError):
+    """The text encoder gave NaN. It may do better on another device."""
 
 
 class LocalPool(Generic[R]):
@@ -379,7 +383,7 @@ class LocalGeneration:
         self.lock = threading.Lock()
         # How many images were finished, and how many failed for unknown reasons since the last success.
         self.finished = self.failures = 0
-        # (device, whether the models were unloaded): where the text encoder did not fit.
+        # (device, whether the models were unloaded): where the text encoder did not fit, or gave NaN.
         self.too_small: set[tuple[torch.device, bool]] = set()
 
     def load_models_on(self, device: torch.device, poll: Poll) -> Models:
@@ -452,7 +456,8 @@ class LocalGeneration:
                     return
                 except Exception as error:
                     # The device of this thread must be left out. Another device is only too busy for the encoder.
-                    if not is_out_of_memory(error) and (target == device or not is_driver_error(error)):
+                    is_of_place = is_out_of_memory(error) or isinstance(error, EncoderError)
+                    if not is_of_place and (target == device or not is_driver_error(error)):
                         raise
                     failed = error
                 failed = release_memory_of(failed, target)
@@ -491,7 +496,13 @@ class LocalGeneration:
             stack.enter_context(Polled(poll))
             encoder = load_encoder(self.checkpoint, device, self.settings.dtype, self.settings.reference)
             if self.negative is None:
-                self.negative = encode_negative(encoder, self.settings.negative_prompt)
+                negative = encode_negative(encoder, self.settings.negative_prompt)
+                if not negative[0].isfinite().all():
+                    raise EncoderError(
+                        f"text encoder: it gave NaN for the negative prompt on {device}, so all images would fail; "
+                        "choose dtype float32, or download the checkpoint again"
+                    )
+                self.negative = negative
             while True:
                 poll()
                 with self.lock:

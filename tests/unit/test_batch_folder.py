@@ -22,7 +22,7 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch import pipeline
+from sana_core.batch import local, pipeline
 from sana_core.batch.folder import OutputFolder
 from sana_core.batch.loop import FAILURES_AT_START, stop_if_all_fail
 from sana_core.batch.plan import FailedImage, ImageSpec, Workload, batch_images
@@ -639,3 +639,22 @@ def test_a_disk_error_drops_the_images_that_wait():
         for number in range(3):
             writers.put(number, lambda: None)
     assert len(written) <= 1
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nMore"),
+            "OutOfMemoryError: CUDA out of memory.: memory ran out; ",
+        ),
+        (RuntimeError("CUDA error: unknown error\nMore"), "RuntimeError: CUDA error: unknown error: the device has "),
+    ],
+)
+def test_the_failure_of_all_devices_is_one_line(batch, monkeypatch, error, said):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(local, "generate_chunk", fail)
+    code, _, err = batch()
+    assert code == 1 and err.splitlines()[-1].startswith(said) and "Traceback" not in err

@@ -569,3 +569,23 @@ def test_a_gpu_that_is_full_does_not_end_the_search_for_a_place_for_the_encoder(
     generation = local.LocalGeneration(Workload(PROMPTS, images), checkpoint, resolved(checkpoint), [images], devices)
     places = [str(device) for device, _ in generation.places_for_encoder(devices[1])]
     assert places == ["cuda:1", "cpu", "cuda:1"]
+
+
+@pytest.mark.parametrize("bad", [1, 9])
+def test_a_negative_prompt_of_nan_does_not_make_all_images_fail(checkpoint, monkeypatch, bad):
+    """One broken GPU encodes it for all GPUs. If it is NaN everywhere, the batch ends before the first image."""
+    real, tries = local.encode_negative, []
+
+    def encode(*arguments):
+        embeds, mask = real(*arguments)
+        tries.append(1)
+        return (embeds * float("nan") if len(tries) <= bad else embeds), mask
+
+    monkeypatch.setattr(local, "encode_negative", encode)
+    images = batch_images(2, 4, 5)
+    generated = generate_local(Workload(PROMPTS, images, 1), checkpoint, SETTINGS, ["cpu"])
+    if bad == 1:
+        assert not any(isinstance(result, FailedImage) for _, result in generated)
+        return
+    with pytest.raises(sana_core.CheckpointError, match="gave NaN for the negative prompt on cpu"):
+        list(generated)
