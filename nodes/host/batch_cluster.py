@@ -48,8 +48,8 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
     """Return (LATENT row, IMAGE or None without a VAE) of each image, and the number of images of each machine.
 
     An image that failed is black. Raises InputError for inputs that a cluster does not support, if cluster.json is
-    missing or broken, and if all images failed. Raises ClusterError if no cluster or no GPU of it can be reached, and the
-    error of a machine if none is left.
+    missing or broken, and if all images failed. Raises ClusterError if no cluster or no GPU of it can be reached, and
+    the error of a machine if none is left.
     """
     cluster = require_cluster()
     job, prompts = make_job(batch)
