@@ -78,14 +78,19 @@ def call(server: str, path: str, body: dict | None = None) -> bytes:
 
 
 def wait_for(server: str, prompt_id: str) -> list[dict]:
-    """Return the images of a queued graph once it has run. Ends the program if it failed."""
+    """Return the images of a queued graph once it has run. Ends the program if it failed or was removed."""
     while True:
+        # The queue first: a graph that ends between the two requests is in the history then.
+        queue = json.loads(call(server, "/queue"))
+        is_queued = any(prompt_id in entry for entries in queue.values() for entry in entries)
         history = json.loads(call(server, f"/history/{prompt_id}"))
         if prompt_id in history:
             status = history[prompt_id]["status"]
             if status["status_str"] != "success":
                 sys.exit(f"{server}: the graph failed: {failure(status['messages'])}")
             return history[prompt_id]["outputs"]["save"]["images"]
+        if not is_queued:
+            sys.exit(f"{server}: a graph is no longer queued, and has no result; its queue was cleared: start again")
         time.sleep(0.5)
 
 

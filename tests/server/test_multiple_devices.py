@@ -1,11 +1,13 @@
 """SANA Batch Sampler over HTTP, with two workers on the CPU, and the example client."""
 
 import io
+import json
 import subprocess
 import sys
+import time
 
 import numpy as np
-from host import get, images_of, run_graph
+from host import get, images_of, post, run_graph
 from PIL import Image
 from setup import ROOT
 
@@ -48,3 +50,25 @@ def test_the_example_client_queues_a_file_of_prompts(server, tmp_path):
     assert [path.name for path in pictures] == [f"{i:05d}_0.png" for i in range(6)]
     for path, wanted in zip(pictures, WANTED * 3, strict=True):
         assert judge(np.asarray(Image.open(path).convert("RGB"))) == wanted
+
+
+def test_the_example_client_ends_when_the_queue_is_cleared(server, demo, tmp_path):
+    # This graph runs until it is interrupted, so that the graph of the client waits.
+    demo["5"]["inputs"].update(steps=1000, seed=12345)
+    busy = json.loads(post(server, "/prompt", prompt=demo))["prompt_id"]
+    (tmp_path / "prompts.txt").write_text(PROMPTS[0])
+    command = [sys.executable, str(ROOT / "docs" / "examples" / "queue_prompts.py"), "prompts.txt"]
+    command += ["--server", f"http://{server.address}", "--model", "sana-tiny"]
+    try:
+        with subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as client:
+            while not any(item[1] != busy for item in json.loads(get(server, "/queue"))["queue_pending"]):
+                time.sleep(0.1)
+            # Once the client has seen its graph in the queue.
+            time.sleep(1)
+            post(server, "/queue", clear=True)
+            _, errors = client.communicate(timeout=20)
+        assert client.returncode == 1 and errors.strip().endswith("its queue was cleared: start again")
+    finally:
+        post(server, "/interrupt", prompt_id=busy)
