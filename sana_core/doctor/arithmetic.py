@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -60,13 +60,23 @@ def check_arithmetic(report: Report, device: torch.device) -> None:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """float32 as float32: TF32 would be the largest difference of all."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    """Compute float32 products without TF32, whose rounding would hide every other difference."""
+    # torch's stubs do not know fp32_precision.
+    cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    exact: object = False
+    products, field = [matmul, cudnn], "allow_tf32"
+    # torch 2.9 raises on reading allow_tf32 after somebody has set fp32_precision.
+    if hasattr(matmul, "fp32_precision"):
+        products, field, exact = [matmul, cudnn.conv], "fp32_precision", "ieee"
+    before = [getattr(product, field) for product in products]
     try:
+        for product in products:
+            setattr(product, field, exact)
         yield
     finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+        for product, value in zip(products, before, strict=True):
+            setattr(product, field, value)
 
 
 def release() -> None:

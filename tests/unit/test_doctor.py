@@ -129,6 +129,37 @@ def test_a_flipped_byte_of_the_bundled_model_is_found(bundled):
     assert faults(report)["files of the bundled model"] == "transformer/diffusion_pytorch_model.safetensors"
 
 
+PRECISIONS = (torch.backends, torch.backends.cudnn, torch.backends.cudnn.conv, torch.backends.cuda.matmul)
+
+
+@pytest.fixture
+def precisions():
+    """The objects with torch's precisions of float32, from the outermost. The test may change them."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("torch before 2.9")
+    before = [scope.fp32_precision for scope in PRECISIONS]
+    yield PRECISIONS
+    for scope, value in zip(PRECISIONS, before, strict=True):
+        scope.fp32_precision = value
+
+
+@pytest.mark.parametrize("scope", range(len(PRECISIONS)))
+@pytest.mark.parametrize("value", ["tf32", "ieee"])
+def test_products_are_exact_after_another_pack_sets_fp32_precision(precisions, scope, value):
+    precisions[scope].fp32_precision = value
+    before = [scope.fp32_precision for scope in precisions]
+    with arithmetic.exact_products():
+        assert torch.backends.cuda.matmul.fp32_precision == torch.backends.cudnn.conv.fp32_precision == "ieee"
+    assert [scope.fp32_precision for scope in precisions] == before
+
+
+def test_the_older_settings_of_tf32_are_readable_after_a_check(precisions):
+    torch.backends.cuda.matmul.allow_tf32 = True
+    with arithmetic.exact_products():
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+
+
 def test_the_vae_of_another_model_is_found(bundled):
     shutil.rmtree(bundled / "vae")
     shutil.copytree(TINY / "vae", bundled / "vae")
