@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..sana_core.model.known_models import SIZES
 from ..sana_core.model.reference import AUTO, READINGS, REFERENCES
 from ..sana_core.runtime.checks import check_name
-from .host.folders import find_file, list_files, list_models, model_path
+from .host.folders import file_paths, find_file, list_files, list_models, model_path, model_paths
 
 
 def weight_dtype_input() -> io.Combo.Input:
@@ -93,22 +93,36 @@ class FileNode:
         return find_file(cls.kind, name)
 
     @classmethod
+    def paths(cls):
+        """Return all files and folders that `find` can return."""
+        return file_paths(cls.kind)
+
+    @classmethod
     def file_input(cls) -> io.Combo.Input:
         return io.Combo.Input(cls.field, options=list_files(cls.kind), tooltip=f"A file in models/{cls.kind}.")
 
     @classmethod
     def validate_inputs(
-        cls, model=None, model_name=None, text_encoder_name=None, vae_name=None, control_net_name=None, lora_name=None
+        cls,
+        model=None,
+        model_name=None,
+        text_encoder_name=None,
+        vae_name=None,
+        control_net_name=None,
+        lora_name=None,
+        scorer_name=None,
     ):
-        # names here are not held against the widget's list: a missing file is answered when it is loaded, with its size
-        # and link, and not where nothing wants it
+        # ComfyUI does not compare inputs that are parameters here with the widget's list. So a missing file is reported
+        # when it is loaded, with its size and link, and only if the graph needs it.
         return True
 
     @classmethod
     def fingerprint_inputs(cls, **inputs) -> str:
-        from .host.file_stats import file_stat
+        from .host.file_stats import file_stat, linked_file_stat
 
-        return file_stat(lambda: cls.find(inputs.get(cls.field)))
+        name = inputs.get(cls.field)
+        # ComfyUI passes None for a link.
+        return linked_file_stat(cls.paths) if name is None else file_stat(lambda: cls.find(name))
 
 
 class SanaNodesLoader(FileNode, io.ComfyNode):
@@ -124,6 +138,10 @@ class SanaNodesLoader(FileNode, io.ComfyNode):
     @classmethod
     def find(cls, name: str):
         return model_path(name)
+
+    @classmethod
+    def paths(cls):
+        return model_paths()
 
     @classmethod
     def define_schema(cls):

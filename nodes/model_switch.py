@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from .host.folders import MODELS, present_name
+from .host.folders import MODELS, model_path, present_name
 from .loader import load_whole
 
 CONNECTED = "the loaders' files"
@@ -47,6 +47,15 @@ class SanaNodesModelSwitch(io.ComfyNode):
     def validate_inputs(cls, use: str = CONNECTED):
         known = [CONNECTED, *MODELS]
         return present_name(use) in known or f"use: got {use!r:.40}, expected one of {', '.join(known)}"
+
+    @classmethod
+    def fingerprint_inputs(cls, use: str | None = CONNECTED, **inputs) -> str:
+        from .host.file_stats import file_stat, linked_file_stat
+
+        # ComfyUI passes None for a link.
+        if use is None:
+            return linked_file_stat(MODELS.values)
+        return file_stat(lambda: model_path(use)) if present_name(use) in MODELS else ""
 
     @classmethod
     def check_lazy_status(cls, use: str, model=None, clip=None, vae=None) -> list[str]:

@@ -6,17 +6,28 @@ from comfy_api.latest import io
 
 from ..sana_core.model.latents import LARGEST_BATCH
 from ..sana_core.runtime.checks import check_whole
-from .host.folders import list_scorers
+from .host.folders import list_scorers, scorer_path, scorer_paths
+from .loader import FileNode
 
 SCORER = io.Custom("SANA_SCORER")
 
 
-class SanaNodesScorerLoader(io.ComfyNode):
+class SanaNodesScorerLoader(FileNode, io.ComfyNode):
     """
     Loads a CLIP that says how well an image fits a prompt, such as PickScore_v1.
 
     Put its whole folder into models/clip_vision.
     """
+
+    field = "scorer_name"
+
+    @classmethod
+    def find(cls, name: str):
+        return scorer_path(name)
+
+    @classmethod
+    def paths(cls):
+        return scorer_paths()
 
     @classmethod
     def define_schema(cls):
@@ -37,15 +48,10 @@ class SanaNodesScorerLoader(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, scorer_name: str | None = None):
-        # a folder that is not there is answered when it is loaded, and a name of what was bundled before is known then
-        return True
-
-    @classmethod
     def execute(cls, scorer_name: str) -> io.NodeOutput:
         from .host.scorer import load
 
-        return io.NodeOutput(load(scorer_name))
+        return io.NodeOutput(load(cls.find(scorer_name)))
 
 
 class SanaNodesPickBest(io.ComfyNode):

@@ -10,7 +10,16 @@ from ..sana_core.runtime.checks import check_whole
 from ..sana_core.training.images import LARGEST_SIDE
 from ..sana_core.training.optimizers import NAMES
 from ..sana_core.training.settings import ADAPTERS, BASES, SCHEDULES, TARGETS, Method
-from .host.folders import dataset_path, find_file, list_datasets, list_files, run_path, without_places
+from .host.folders import (
+    dataset_path,
+    dataset_paths,
+    file_paths,
+    find_file,
+    list_datasets,
+    list_files,
+    run_path,
+    without_places,
+)
 
 DATASET = io.Custom("SANA_DATASET")
 # core's, of its own nodes for training
@@ -60,10 +69,11 @@ class SanaNodesDataset(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, folder: str | None = None, **others) -> str:
-        from .host.file_stats import dataset_stat
+    def fingerprint_inputs(cls, folder: str | None = None, **inputs) -> str:
+        from .host.file_stats import dataset_stat, linked_dataset_stat
 
-        return dataset_stat(lambda: dataset_path(folder))
+        # ComfyUI passes None for a link.
+        return linked_dataset_stat(dataset_paths) if folder is None else dataset_stat(lambda: dataset_path(folder))
 
     @classmethod
     def execute(cls, folder: str, resolution: int) -> io.NodeOutput:
@@ -216,9 +226,12 @@ class SanaNodesTrain(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, existing_lora: str = NO_LORA, **others) -> str:
-        from .host.file_stats import file_stat
+    def fingerprint_inputs(cls, existing_lora: str | None = NO_LORA, **inputs) -> str:
+        from .host.file_stats import file_stat, linked_file_stat
 
+        if existing_lora is None:
+            # ComfyUI passes None for a link.
+            return linked_file_stat(lambda: file_paths("loras"))
         return "" if existing_lora == NO_LORA else file_stat(lambda: find_file("loras", existing_lora))
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,8 +39,31 @@ def dataset_stat(find: Callable[[], Path]) -> str:
         files, _ = list_folder(find())
     except (OSError, ValueError):
         return "missing"
-    stats = "; ".join(f"{name} {size_and_time(file)}" for name, file in sorted(files.items()))
-    return sha256(stats.encode(errors="surrogateescape")).hexdigest()
+    return digest(f"{name} {size_and_time(file)}" for name, file in sorted(files.items()))
+
+
+def linked_file_stat(list_paths: Callable[[], Iterable[Path]]) -> str:
+    """Return the fingerprint of a loader whose file name comes from a link.
+
+    ComfyUI compares fingerprints before it runs the node that outputs the name. So any file that the loader could read
+    changes this fingerprint. `list_paths` returns the files and folders that the loader offers. Never raises, as
+    `file_stat`.
+    """
+    files: set[Path] = set()
+    for path in list_paths():
+        # A folder may vanish meanwhile.
+        with suppress(OSError):
+            files.update(files_read(path))
+    return digest(f"{file} {size_and_time(file)}" for file in sorted(files))
+
+
+def linked_dataset_stat(list_paths: Callable[[], Iterable[Path]]) -> str:
+    """Return the fingerprint of a node whose folder of images comes from a link, as `linked_file_stat` does."""
+    return digest(f"{path} {dataset_stat(lambda path=path: path)}" for path in list_paths())
+
+
+def digest(lines: Iterable[str]) -> str:
+    return sha256("; ".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def size_and_time(file: Path) -> str:

@@ -110,6 +110,13 @@ def find_file(kind: str, name: str) -> Path:
     return Path(path)
 
 
+def file_paths(kind: str) -> list[Path]:
+    """Return the files that `find_file` can find, and the bundled ones."""
+    folders = [kind, "checkpoints"] if kind == "diffusion_models" else [kind]
+    paths = [folder_paths.get_full_path(folder, name) for folder in folders for name in list_files(folder)]
+    return [*(Path(path) for path in paths if path is not None), *BUNDLED.get(kind, {}).values()]
+
+
 def find_folders(kind: str) -> dict[str, Path]:
     """Return {name: path} of the models in ComfyUI's folders of that kind which are whole folders."""
     found: dict[str, Path] = {}
@@ -143,9 +150,19 @@ def model_path(name: str) -> Path:
     return (find_folders("diffusers") | MODELS).get(name) or find_file("checkpoints", name)
 
 
+def model_paths() -> list[Path]:
+    """Return the folders and files that `model_path` can find."""
+    return [*find_folders("diffusers").values(), *file_paths("checkpoints"), *MODELS.values()]
+
+
 def list_scorers() -> list[str]:
     """Return what SANA Load Scorer offers: folders with a config.json in models/clip_vision, the bundled one last."""
     return [*find_folders("clip_vision"), *BUNDLED["clip_vision"]]
+
+
+def scorer_paths() -> list[Path]:
+    """Return the folders that `scorer_path` can find."""
+    return [*find_folders("clip_vision").values(), *BUNDLED["clip_vision"].values()]
 
 
 def scorer_path(name: str) -> Path:
@@ -162,6 +179,12 @@ def scorer_path(name: str) -> Path:
 def list_datasets() -> list[str]:
     """Return what SANA Dataset offers: the folders that ComfyUI's own nodes for it list, the bundled images last."""
     return [*folder_paths.get_input_subfolders(), *DATASETS]
+
+
+def dataset_paths() -> list[Path]:
+    """Return the folders that `dataset_path` can find."""
+    folder = Path(folder_paths.get_input_directory())
+    return [*(folder / name for name in folder_paths.get_input_subfolders()), *DATASETS.values()]
 
 
 def dataset_path(name: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import comfy.model_management
@@ -20,7 +21,6 @@ from ...sana_core.runtime.cancellation import Polled
 from ...sana_core.runtime.checks import check_text
 from ...sana_core.runtime.image_files import levels
 from .bars import PAPER, TEXT, as_image
-from .folders import scorer_path
 from .sampling import SEED
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class HostScorer(NamedTuple):
             return float(self.scorer.score(pixels[None], prompt)[0])
 
 
-def load(name: str) -> HostScorer:
-    """Load the scorer of that name."""
+def load(folder: Path) -> HostScorer:
+    """Load the scorer in `folder`."""
     management = comfy.model_management
     with Polled(management.throw_exception_if_processing_interrupted):
         device, home = management.text_encoder_device(), management.text_encoder_offload_device()
-        scorer = load_scorer(scorer_path(name), home, management.text_encoder_dtype(device))
+        scorer = load_scorer(folder, home, management.text_encoder_dtype(device))
     # in a list, for ComfyUI writes device, which transformers' modules have without setter
     return HostScorer(scorer, comfy.model_patcher.ModelPatcher(torch.nn.ModuleList([scorer.model]), device, home))
 

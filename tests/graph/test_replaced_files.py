@@ -1,15 +1,17 @@
-"""A model's file that is replaced is loaded anew, and one that is lost or broken while loaded harms nobody."""
+"""Loaders notice replaced files. A file that is lost or damaged while its model is loaded causes no crash."""
 
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import layouts
 import pytest
 import torch
 from in_process import Catch, NodeError
 from loading import component
+from safetensors.torch import load_file, save_file
 from setup import ROOT
 from test_lora import ours, with_lora, written
 
@@ -23,7 +25,7 @@ LOADERS = {
 
 
 def fingerprint(host, loader, name):
-    kind, field = LOADERS.get(loader, ("diffusers", "model"))
+    field = {"SanaNodesLoader": "model", "SanaNodesScorerLoader": "scorer_name"}.get(loader) or LOADERS[loader][1]
     return host.nodes.NODE_CLASS_MAPPINGS[loader].fingerprint_inputs(**{field: name})
 
 
@@ -47,10 +49,77 @@ def test_a_loaders_fingerprint_changes_with_size_and_time_of_its_file(host, put,
     assert fingerprint(host, loader, "one.safetensors") not in (first, second)
 
 
-@pytest.mark.parametrize("loader", ["SanaNodesLoader", *LOADERS])
-@pytest.mark.parametrize("name", ["gone.safetensors", "", None, 5, "..", "a\0b.safetensors"])
-def test_a_fingerprint_of_what_is_not_there_raises_nothing(host, loader, name):
+@pytest.mark.parametrize("loader", ["SanaNodesLoader", "SanaNodesScorerLoader", *LOADERS])
+@pytest.mark.parametrize("name", ["gone.safetensors", "", 5, "..", "a\0b.safetensors"])
+def test_a_fingerprint_of_a_missing_file_raises_nothing(host, loader, name):
     assert fingerprint(host, loader, name) == "missing"
+
+
+def test_every_node_that_reads_a_file_has_a_fingerprint(host):
+    """Every list of files in a node ends with bundled ones, so the schemas say which nodes read files."""
+    readers = {"SanaNodesTrain"}
+    for name, node in host.nodes.NODE_CLASS_MAPPINGS.items():
+        if name.startswith("SanaNodes"):
+            lists = [getattr(entry, "options", None) or [] for entry in node.define_schema().inputs]
+            readers |= {name for options in lists if any("(bundled)" in str(option) for option in options)}
+    assert {"SanaNodesLoader", "SanaNodesScorerLoader", "SanaNodesDataset", *LOADERS} <= readers
+    plain = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesSampler"].fingerprint_inputs.__func__
+    for name in readers:
+        assert host.nodes.NODE_CLASS_MAPPINGS[name].fingerprint_inputs.__func__ is not plain, name
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_the_fingerprint_of_a_linked_name_changes_with_any_file_it_could_mean(host, put, loader):  # noqa: F811
+    """ComfyUI passes None for a link, because the node that outputs the name has not run yet."""
+    kind, _ = LOADERS[loader]
+    before = fingerprint(host, loader, None)
+    assert before != "missing" and fingerprint(host, loader, None) == before
+    put(kind, "one.safetensors", {"a": torch.zeros(2)})
+    added = fingerprint(host, loader, None)
+    assert added != before
+    touch(host.models / kind / "one.safetensors")
+    assert fingerprint(host, loader, None) != added
+
+
+@pytest.mark.parametrize("loader", ["SanaNodesLoader", "SanaNodesScorerLoader"])
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_the_fingerprint_of_a_folder_changes_with_its_weights(host, checkpoint, loader, is_linked):
+    scorer = ROOT / "demo" / "sana-posters-scorer"
+    kind, source = ("diffusers", checkpoint) if loader == "SanaNodesLoader" else ("clip_vision", scorer)
+    folder = shutil.copytree(source, host.models / kind / "stamped")
+    field = "model" if loader == "SanaNodesLoader" else "scorer_name"
+    node = host.nodes.NODE_CLASS_MAPPINGS[loader]
+    inputs = {field: None if is_linked else "stamped"}
+    try:
+        before = node.fingerprint_inputs(**inputs)
+        assert before not in ("missing", "") and node.fingerprint_inputs(**inputs) == before
+        touch(next(folder.rglob("*.safetensors")))
+        assert node.fingerprint_inputs(**inputs) != before
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_data_sets_fingerprint_changes_with_its_images(host, is_linked):
+    import folder_paths
+
+    folder = shutil.copytree(ROOT / "recipes" / "stars", f"{folder_paths.get_input_directory()}/stamped")
+    node = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesDataset"]
+    try:
+        name = None if is_linked else "stamped"
+        before = node.fingerprint_inputs(folder=name)
+        assert before != "missing" and node.fingerprint_inputs(folder=name) == before
+        touch(next(file for file in Path(folder).iterdir() if file.suffix in (".png", ".jpg", ".webp")))
+        assert node.fingerprint_inputs(folder=name) != before
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_linked_lora_to_train_further_is_fingerprinted(host, put):  # noqa: F811
+    node = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesTrain"]
+    before = node.fingerprint_inputs(existing_lora=None)
+    put("loras", "one.safetensors", {"a": torch.zeros(2)})
+    assert node.fingerprint_inputs(existing_lora=None) != before
 
 
 def test_a_sharded_models_fingerprint_changes_with_each_file(host):
@@ -115,6 +184,35 @@ def test_a_replaced_model_and_lora_are_loaded_anew_under_each_cache(cached, base
     third = cached.run(graph, keep_cache=True)["latent"]["samples"]
     assert not torch.equal(third, second)
     assert torch.equal(cached.run(graph)["latent"]["samples"], third)
+
+
+def test_a_replaced_lora_with_a_linked_name_is_loaded_again(host, base_graph, put):  # noqa: F811
+    put("loras", "style.safetensors", written("diffusers"))
+    graph = with_lora(base_graph(steps=1), lora=ours(["name", 0]))
+    graph["name"] = ("AnyValue", {"value": "style.safetensors"})
+    first = host.run(graph, keep_cache=True)["latent"]["samples"]
+    assert host.run(graph, keep_cache=True) == {}  # nothing ran
+    stronger = {key: 2 * tensor for key, tensor in written("diffusers").items()}
+    layouts.save(stronger, host.models / "loras" / "style.safetensors")
+    assert not torch.equal(host.run(graph, keep_cache=True)["latent"]["samples"], first)
+
+
+def test_a_replaced_scorer_is_loaded_again(host):
+    folder = shutil.copytree(ROOT / "demo" / "sana-posters-scorer", host.models / "clip_vision" / "replaced")
+    graph = {
+        "scorer": ("SanaNodesScorerLoader", {"scorer_name": "replaced"}),
+        "catch": ("Catch", {"value": ["scorer", 0], "name": "scorer"}),
+    }
+    try:
+        first = host.run(graph, keep_cache=True)["scorer"]
+        assert host.run(graph, keep_cache=True) == {}  # nothing ran
+        file = folder / "model.safetensors"
+        weights = load_file(file)
+        save_file({name: tensor.clone() + (name == "logit_scale") for name, tensor in weights.items()}, file)
+        second = host.run(graph, keep_cache=True)["scorer"]
+        assert second.scorer.model.logit_scale == first.scorer.model.logit_scale + 1
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_a_file_that_is_gone_or_broken_is_named_though_it_is_cached(cached, base_graph, single_files):  # noqa: F811
