@@ -1,4 +1,7 @@
-"""An image of a batch as ComfyUI's graph: dropped on the canvas, its PNG brings back the nodes that generate it."""
+"""The ComfyUI graph in the PNGs of a batch. Dropped on the canvas, a PNG brings back the nodes that generate its image.
+
+ComfyUI's API format has no notes, so the title of a node says what the graph cannot set.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Link = list[str | int]
 
 
 def graph_of(prompt: str, seed: int, settings: Json, checkpoint: str) -> dict[str, Json]:
-    """Return the graph, in ComfyUI's API format, that generates an image with `settings`, those of a manifest.
+    """Return the graph, in ComfyUI's API format, that generates an image with `settings` from a manifest.
 
     Its loader has the name of `checkpoint` as ComfyUI lists it in models/diffusers or models/checkpoints.
     """
@@ -27,7 +30,11 @@ def graph_of(prompt: str, seed: int, settings: Json, checkpoint: str) -> dict[st
         "resolution": "auto",
         "reference": settings["reference"],
     }
-    nodes: dict[str, tuple[str, str, Json]] = {"1": ("SanaNodesLoader", "SANA Loader", loader)}
+    # ComfyUI chooses the dtype of text encoder, transformer and VAE by the device, and a graph cannot choose it. The
+    # loader's fp8 has one scale per weight, the batch's one per row, so the loader's would only add rounding errors.
+    types = f"{settings['dtype']} with fp8 products" if settings.get("fp8") else settings["dtype"]
+    title = f"SANA Loader (the batch computed in {types}; other types change details)"
+    nodes: dict[str, tuple[str, str, Json]] = {"1": ("SanaNodesLoader", title, loader)}
     model: Link = ["1", 0]
     clip: Link = ["1", 1]
     if settings["pag_scale"]:

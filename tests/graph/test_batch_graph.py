@@ -1,4 +1,4 @@
-"""A PNG of the `batch` command carries the graph that draws its picture again in ComfyUI."""
+"""A PNG of the `batch` command contains the graph that generates its image again in ComfyUI."""
 
 import io
 import json
@@ -31,21 +31,80 @@ def loras(host, checkpoint):
 CASES = {"plain": {}, "with PAG, an interval and a negative prompt": OTHERS, "with LoRAs": None}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_graph_of_a_picture_draws_it_again(host, checkpoint, case, loras, one_thread):
-    more = CASES[case] if CASES[case] is not None else {"loras": loras}
-    prompt, settings = "a red circle on a blue background", SamplingSettings(128, 160, steps=3, guidance=4.0, **more)
-    options = {**settings._asdict(), "seed": 7}
-    picture = sana_core.generate([prompt], checkpoint, **{key: options[key] for key in options if key != "compiled"})[0]
-    described = describe_settings(resolve_settings(settings, checkpoint), checkpoint)
-    png = encode_png(picture, prompt, 7, json.loads(json.dumps(described)), str(checkpoint))
-    assert read_entry(png)["prompt"] == prompt
+def graph_in(png):
+    return json.loads(Image.open(io.BytesIO(png)).text["prompt"])
 
-    nodes = json.loads(Image.open(io.BytesIO(png)).text["prompt"])
-    graph = {key: (node["class_type"], node["inputs"]) for key, node in nodes.items()}
+
+def difference_on_canvas(host, checkpoint, settings):
+    """The largest difference, in 256 levels, between a PNG and the image that its graph generates."""
+    prompt, options = "a red circle on a blue background", {**settings._asdict(), "seed": 7}
+    del options["compiled"]
+    image = sana_core.generate([prompt], checkpoint, **options)[0]
+    described = describe_settings(resolve_settings(settings, checkpoint), checkpoint)
+    png = encode_png(image, prompt, 7, json.loads(json.dumps(described)), str(checkpoint))
+    assert read_entry(png)["prompt"] == prompt
+    graph = {key: (node["class_type"], node["inputs"]) for key, node in graph_in(png).items()}
     ((save, (_, inputs)),) = [item for item in graph.items() if item[1][0] == "SaveImage"]
     graph[save] = ("Catch", {"value": inputs["images"], "name": "image"})
-    again = host.run(graph)["image"][0]
-    drawn = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), np.float32) / 255
-    # the file has 256 levels
-    assert (again - torch.from_numpy(drawn)).abs().max() < 0.6 / 255
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), np.float32)
+    return (255 * host.run(graph)["image"][0] - torch.from_numpy(pixels)).abs().max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_graph_generates_the_image_of_its_png(host, checkpoint, case, loras, one_thread):
+    more = CASES[case] if CASES[case] is not None else {"loras": loras}
+    settings = SamplingSettings(128, 160, steps=3, guidance=4.0, **more)
+    # The file has 256 levels.
+    assert difference_on_canvas(host, checkpoint, settings) < 0.6
+
+
+def test_where_comfyui_computes_in_the_batchs_dtype_the_image_is_the_same(host, checkpoint, monkeypatch, one_thread):
+    import comfy.model_management
+
+    settings = SamplingSettings(128, 160, steps=3, guidance=4.0, dtype="bfloat16")
+    monkeypatch.setattr(comfy.model_management, "should_use_bf16", lambda *args, **options: True)
+    assert difference_on_canvas(host, checkpoint, settings) < 0.6
+    # The dtype changes the image.
+    assert difference_on_canvas(host, checkpoint, settings._replace(dtype="float32")) > 0.6
+
+
+# Another value than the default for each setting.
+OTHER_VALUES = {
+    "width": 160,
+    "height": 160,
+    "steps": 5,
+    "guidance": 3.0,
+    "negative_prompt": "a blue circle",
+    "sampler": "flow_euler",
+    "pag_scale": 1.5,
+    "pag_blocks": "1",
+    "guidance_interval": (0.1, 0.9),
+    "dtype": "bfloat16",
+    "compiled": True,
+    "reference": "nvidia",
+    "loras": None,
+    "fp8": True,
+}
+
+
+@pytest.mark.parametrize("field", SamplingSettings._fields)
+def test_the_graph_contains_or_names_every_setting(host, checkpoint, loras, field):
+    assert field in OTHER_VALUES, f"{field}: put it into the graph of sana_core/batch/graph.py, and a value here"
+    # fp8 needs bfloat16, and the blocks need a scale.
+    needed = {"fp8": {"dtype": "bfloat16"}, "pag_blocks": {"pag_scale": 1.0, "pag_blocks": "2"}}
+    settings = SamplingSettings(128, 128, steps=3, **needed.get(field, {}))
+    changed = settings._replace(**{field: loras if field == "loras" else OTHER_VALUES[field]})
+    described = [describe_settings(resolve_settings(choice, checkpoint), checkpoint) for choice in (settings, changed)]
+    graphs = [graph_in(encode_png(torch.zeros(3, 8, 8), "", 7, each, str(checkpoint))) for each in described]
+    if field == "compiled":
+        # It changes the speed only.
+        assert described[0] == described[1]
+    else:
+        assert graphs[0] != graphs[1]
+
+
+def test_the_loaders_title_names_what_the_graph_cannot_set(host, checkpoint):
+    settings = SamplingSettings(128, 128, steps=3, dtype="bfloat16", fp8=True)
+    described = describe_settings(resolve_settings(settings, checkpoint), checkpoint)
+    graph = graph_in(encode_png(torch.zeros(3, 8, 8), "", 7, described, str(checkpoint)))
+    assert "bfloat16 with fp8 products" in graph["1"]["_meta"]["title"]
