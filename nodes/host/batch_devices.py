@@ -11,7 +11,7 @@ import copy
 import logging
 import threading
 from collections import Counter
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import comfy.model_management
@@ -39,7 +39,7 @@ from .sampling import Sampling, sample
 from .vae import SanaAutoencoder, decode_loaded, load_for_decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import comfy.sd
     from comfy.model_patcher import ModelPatcher
@@ -224,22 +224,33 @@ class DeviceGeneration:
         # ComfyUI finds the running node through context variables, which new threads do not inherit.
         self.node_context = contextvars.copy_context()
 
+    @contextmanager
+    def loading(self, poll: Poll) -> Iterator[None]:
+        """Hold the lock while ComfyUI loads and unloads models.
+
+        `poll` must not raise inside: it would leave a model half on the CPU that ComfyUI still lists as loaded.
+        """
+        with self.loading_lock:
+            poll()
+            yield
+
     def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[Generated]:
         """Return the function that generates chunks on `device`. LocalPool calls this once in each thread."""
         worker = self.workers.pop([worker.device for worker in self.workers].index(device))
         clone = worker.model
 
         def prepare_sampling(executor, model: ModelPatcher, *args, **kwargs):
-            with self.loading_lock:
+            with self.loading(poll):
                 try:
-                    with Polled(poll):
-                        return executor(model, *args, **kwargs)
+                    prepared = executor(model, *args, **kwargs)
                 except BaseException:
                     # Some LoRAs may be merged into the weights already, although ComfyUI does not list the model as
                     # loaded yet. detach() takes them out. Weights of a listed model stay for the next run.
                     if not is_listed(model):
                         model.detach()
                     raise
+                poll()
+                return prepared
 
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, prepare_sampling)
 
@@ -297,11 +308,11 @@ class DeviceGeneration:
         vae = worker.vae
         if not isinstance(vae.first_stage_model, SanaAutoencoder):
             # The decode of other VAEs loads the model itself.
-            with self.loading_lock:
+            with self.loading(poll):
                 return vae.decode(latent[None])[0]
         is_shared = vae.device != worker.device
         with self.decode_lock if is_shared else nullcontext():
-            with self.loading_lock:
+            with self.loading(poll):
                 load_for_decode(vae, latent[None].shape)
             # Without the loading lock, so that devices decode at the same time.
             with comfy.model_management.cuda_device_context(vae.device):
@@ -315,20 +326,25 @@ def generate_on_devices(
     shape = batch.latent["samples"].shape
     height, width = (side * DOWNSCALE for side in shape[2:])
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
-    with Polled(cancel):
-        generation = DeviceGeneration(batch, devices)
+    # This loads and unloads models, so it is not polled as a whole. Reading a file polls.
+    generation = DeviceGeneration(batch, devices)
     limits: list[int] = []
     if not batch.chunk:
         limits = [chunk_that_fits(worker.model, shape, worker.device) for worker in generation.workers]
     workload = Workload((), batch.images, batch.chunk or None)
     queue = Queue(workload.split(width, height, len(devices)))
     results: dict[ImageSpec, Generated] = {}
-    with closing(LocalPool(devices, generation.prepare, cancel)) as pool:
-        # The pool forgets a worker that fails, so its device is looked up now.
-        device_of_worker = dict(zip(pool.threads, devices, strict=True))
-        queue.limits.update(zip(device_of_worker, limits, strict=False))
-        for image, result in run_batch(queue, pool):
-            results[image] = result
+    try:
+        with closing(LocalPool(devices, generation.prepare, cancel)) as pool:
+            # The pool forgets a worker that fails, so its device is looked up now.
+            device_of_worker = dict(zip(pool.threads, devices, strict=True))
+            queue.limits.update(zip(device_of_worker, limits, strict=False))
+            for image, result in run_batch(queue, pool):
+                results[image] = result
+    finally:
+        # The pool waits for its threads for a limited time. A load that takes longer still changes ComfyUI's list.
+        with generation.loading_lock:
+            pass
     stats = {
         worker: DeviceStats(queue.finished[worker], queue.pace.get(worker), generation.together[device])
         for worker, device in device_of_worker.items()
