@@ -25,7 +25,7 @@ from ...sana_core.model.text_generation import Placement, most_likely, read_requ
 from .compat import pixeldit_tokenizer, remember_loader
 from .core_nodes import ENCODED, no_effect
 from .file_stats import reloader
-from .layers import keep_on_device
+from .layers import LookupPatcher, keep_on_device
 from .report import show_under_running_node
 from .weights import config_tensor, load_component, wide_dtype
 
@@ -186,6 +186,9 @@ def load_clip(path: Path, reference: str = AUTO, disable_dynamic: bool = False) 
         model_options={"dtype": gemma.dtype, "initial_device": torch.device("cpu")},
         disable_dynamic=disable_dynamic,
     )
+    if not clip.patcher.is_dynamic():
+        # ComfyUI's CLIP creates the patcher itself.
+        clip.patcher.__class__ = LookupPatcher
     remember_loader(clip.patcher, reload, path, reference)
     keep_on_device(clip.patcher)
     return clip

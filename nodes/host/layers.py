@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import comfy.model_patcher
 import comfy.ops
 import torch
 from comfy.patcher_extension import CallbacksMP
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
     from ...sana_core.model.layers import WeightsUse
 
-# rows of an embedding for the logits of so many tokens at once
+# The rows of an embedding that the product for logits casts at once.
 PART = 2**15
+# The most rows that a prompt with its instruction looks up.
+LOOKUPS = 1024
 
 
 class LendingLayer:
@@ -102,6 +105,28 @@ class LookupLayer(CastLayer):
         out = [torch.nn.functional.linear(states, part.to(states)) for part in weight.split(PART)]
         comfy.ops.uncast_bias_weight(self, weight, None, stream)
         return torch.cat(out, dim=-1)
+
+
+class LookupPatcher(comfy.model_patcher.ModelPatcher):
+    """A ModelPatcher that knows how little memory a LookupLayer needs on the GPU while its weight stays on the CPU.
+
+    ComfyUI loads first what needs most memory to run from the CPU, and reserves that memory. For Gemma 2's embedding it
+    would reserve the whole weight and a copy in fp32, 3.5 GB.
+    """
+
+    def _load_list(self, *args, **options):
+        """Return ComfyUI's rows (bytes to run the module from the CPU, ..., name, module, parameters)."""
+        rows = []
+        for offload_bytes, *row in super()._load_list(*args, **options):
+            name, module = row[-3], row[-2]
+            # With patches, the whole weight is cast. A head that shares the weight casts PART rows of it, which fit in
+            # the memory that ComfyUI always leaves for activations.
+            if isinstance(module, LookupLayer) and f"{name}.weight" not in self.patches:
+                width = module.weight.shape[1]
+                rows_bytes = LOOKUPS * width * (module.weight.dtype.itemsize + module.compute_dtype.itemsize)
+                offload_bytes = min(offload_bytes, rows_bytes)
+            rows.append((offload_bytes, *row))
+        return rows
 
 
 def is_stored(layer: torch.nn.Module) -> bool:

@@ -39,6 +39,7 @@ CALLS = {
     "comfy.model_management.unload_all_models": ("", "doctor.py"),
     "comfy.model_management.unet_dtype": ("device model_params supported_dtypes weight_dtype", "load_model.py"),
     "comfy.model_management.unet_manual_cast": ("weight_dtype inference_device supported_dtypes", "load_model.py"),
+    "comfy.model_patcher.ModelPatcher._load_list": ("for_dynamic", "layers.py (LookupPatcher)"),
     "comfy.model_patcher.ModelPatcher.add_callback_with_key": ("call_type key callback", "layers.py, vae.py"),
     "comfy.model_patcher.ModelPatcher.clone": ("model_override", "replicas.py"),
     "comfy.model_patcher.ModelPatcher.deepclone_multigpu": ("new_load_device", "replicas.py"),

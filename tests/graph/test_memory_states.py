@@ -161,6 +161,35 @@ def test_a_card_without_bf16_keeps_gemma_in_16_bits(clip_in, files, state):
     assert norm.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("major", [8, 7])
+def test_half_of_gemma_is_loaded_without_its_embedding(clip_in, files, major):
+    """Of the embedding, only rows are read. So the GPU's memory is for the layers, and little of it is a buffer."""
+    clip = clip_in("half fits", encode, major=major)
+    gemma, size = clip.cond_stage_model.gemma, files["gemma"].stat().st_size
+    assert gemma.embed_tokens.weight.device.type == "cpu"
+    # The buffer of ComfyUI, 3.5 GB, left 0 bytes of 2.6 GB to the layers.
+    assert clip.patcher.model.model_offload_buffer_memory < 0.1 * size
+    assert 0.4 * size < clip.patcher.loaded_size() < 0.5 * size
+
+
+def test_a_patched_embedding_counts_as_a_whole(clip_in):
+    name = "gemma2_2b.transformer.model.embed_tokens"
+
+    def bytes_to_run(patcher):
+        (cost,) = (row[0] for row in patcher._load_list() if row[-3] == name)
+        return cost
+
+    def work(clip):
+        patched = clip.patcher.clone()
+        weight = patched.model.gemma.embed_tokens.weight
+        patched.add_patches({f"{name}.weight": (torch.zeros_like(weight),)})
+        assert bytes_to_run(patched) > weight.nbytes
+        # 1024 rows, as stored and as computed.
+        assert bytes_to_run(clip.patcher) == 1024 * 2304 * (2 + 2)
+
+    clip_in("half fits", work)
+
+
 def test_dynamic_vram_brings_no_embedding_to_the_card(clip_in):
     """Its 1.2 GB were on the card for good, and copied again for each prompt."""
     clip = clip_in("dynamic VRAM", encode)
