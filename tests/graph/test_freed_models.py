@@ -1,0 +1,64 @@
+"""Models are freed as soon as nothing uses them, by reference counting. With --cache-none, ComfyUI relies on it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from fake_cuda import pack
+from loaded_models import misplaced
+
+
+@pytest.fixture
+def no_collector():
+    """Python's collector of cycles is off, so only reference counting frees objects."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def load_model(path):
+    import comfy.model_management as management
+
+    model = pack("nodes.host.load_model").load_model(path)
+    clone = model.clone()
+    management.load_models_gpu([clone], 10**6)
+    x, sigma = torch.zeros(1, 32, 4, 4), torch.ones(1)
+    with torch.no_grad():
+        clone.model.apply_model(
+            x, sigma, c_crossattn=torch.zeros(1, 300, clone.model.diffusion_model.config.caption_channels)
+        )
+    return model, model
+
+
+def load_clip(path):
+    clip = pack("nodes.host.clip").load_clip(path)
+    pack("nodes.host.clip").encode(clip, "a red circle", True)
+    clip.clone().encode_from_tokens_scheduled(clip.tokenize("a red circle"))
+    return clip, clip.patcher
+
+
+def load_vae(path):
+    vae = pack("nodes.host.vae").load_vae(path)
+    latents = vae.encode(torch.zeros(1, 64, 64, 3))
+    vae.encode_tiled(torch.zeros(1, 64, 64, 3))
+    vae.decode(latents)
+    vae.decode_tiled(latents)
+    vae.get_sd()
+    return vae, vae.patcher
+
+
+@pytest.mark.parametrize("load", [load_model, load_clip, load_vae])
+@pytest.mark.usefixtures("no_collector")
+def test_reference_counting_frees_a_model(host, checkpoint, load):
+    import comfy.model_management as management
+
+    before = len(management.current_loaded_models)
+    model, patcher = load(checkpoint)
+    assert len(management.current_loaded_models) == before + 1 and not misplaced()
+    references = [weakref.ref(thing) for thing in (model, patcher, patcher.model)]
+    references += [weakref.ref(tensor) for tensor in patcher.model.parameters()]
+    del model, patcher
+    assert not [reference for reference in references if reference() is not None]
+    assert len(management.current_loaded_models) == before
