@@ -178,7 +178,13 @@ class LocalPool(Generic[R]):
 
     def workers(self) -> list[str]:
         if not self.inboxes and not self.hanging and self.reason is not None:
-            raise self.reason
+            reason, self.reason = self.reason, None
+            try:
+                raise reason
+            finally:
+                # The error refers to this frame. A reference back would keep the models of all frames alive until
+                # Python's collector runs.
+                del reason
         return list(self.inboxes)
 
     def submit(self, worker: str, chunk: Chunk) -> None:

@@ -108,7 +108,12 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
                 pool.drop(worker, TimeoutError(f"{worker}: it has not finished its images for too long"))
         yield from new_images
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                # The error refers to this frame. A reference back would keep the models of all frames alive until
+                # Python's collector runs.
+                del error, event
 
 
 def stop_if_all_fail(

@@ -54,7 +54,12 @@ class Split:
             except MembersFailed as failed:
                 # Without its frames, which would keep the failed step's tensors alive, and outside the handler too.
                 failure = failed.with_traceback(None)
-            self.drop(failure.members, failure.error, x.device)
+            try:
+                self.drop(failure.members, failure.error, x.device)
+            finally:
+                # An error that is raised refers to this frame. A reference back would keep the model of all frames
+                # alive until Python's collector runs.
+                del failure
 
     def step(self, x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int, poll: Poll) -> torch.Tensor:
         """Compute one step on the living members. Raises MembersFailed."""
@@ -85,6 +90,9 @@ class Split:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+            finally:
+                # An error in it refers to this frame.
+                del future
 
         futures: list[Future[torch.Tensor]] = [Future() for _ in specs]
         # Daemons: a thread that hangs in a driver cannot be ended, and must not keep the process alive.
@@ -103,7 +111,11 @@ class Split:
                 thread.join(max(0.0, deadline - time.monotonic()))
             for board in boards:
                 board.clear()
-        results = self.results(futures)
+        try:
+            results = self.results(futures)
+        finally:
+            # An error in them refers to this frame.
+            futures.clear()
         out = torch.empty_like(x)
         for spec, result in zip(specs, results, strict=True):
             spec.own(out).copy_(result)
@@ -131,7 +143,11 @@ class Split:
         failures = [(member, error) for member, error in errors if error is not None and not isinstance(error, Aborted)]
         for _, error in failures:
             if not (is_out_of_memory(error) or is_driver_error(error)):
-                raise error
+                try:
+                    raise error
+                finally:
+                    # The error refers to this frame.
+                    del errors, failures, error
         if failures:
             member, error = failures[0]
             # A member that copies from a failed device gets that device's error.
@@ -149,7 +165,11 @@ class Split:
         """Leave `members` out. Raises `error` if there are no others, or if the device of the latents is broken."""
         self.living = [member for member in self.living if member not in members]
         if not self.living or (is_driver_error(error) and not works(latents)):
-            raise release_memory_of(error, latents)
+            try:
+                raise release_memory_of(error, latents)
+            finally:
+                # The error refers to this frame.
+                del error
         release_memory_of(error, self.devices[self.living[0]])
         for member in members:
             name = type(error).__name__
