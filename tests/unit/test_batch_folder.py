@@ -644,11 +644,8 @@ def test_a_disk_error_drops_the_images_that_wait():
 @pytest.mark.parametrize(
     "error, said",
     [
-        (
-            torch.OutOfMemoryError("CUDA out of memory.\nMore"),
-            "OutOfMemoryError: CUDA out of memory.: memory ran out; ",
-        ),
-        (RuntimeError("CUDA error: unknown error\nMore"), "RuntimeError: CUDA error: unknown error: the device has "),
+        (torch.OutOfMemoryError("CUDA out of memory.\nMore"), "memory ran out (OutOfMemoryError: CUDA out of memory.); "),
+        (RuntimeError("CUDA error: no\nMore"), "the device has failed (RuntimeError: CUDA error: no); see the log"),
     ],
 )
 def test_the_failure_of_all_devices_is_one_line(batch, monkeypatch, error, said):
@@ -657,4 +654,4 @@ def test_the_failure_of_all_devices_is_one_line(batch, monkeypatch, error, said)
 
     monkeypatch.setattr(local, "generate_chunk", fail)
     code, _, err = batch()
-    assert code == 1 and err.splitlines()[-1].startswith(said) and "Traceback" not in err
+    assert code == 1 and err.splitlines()[-1].startswith(f"devices: {said}") and "Traceback" not in err
