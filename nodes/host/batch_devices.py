@@ -11,7 +11,7 @@ import copy
 import logging
 import threading
 from collections import Counter
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import comfy.model_management
@@ -25,9 +25,10 @@ from ...sana_core.batch.local import GenerateChunk, LocalPool
 from ...sana_core.batch.loop import run_batch
 from ...sana_core.batch.plan import Chunk, ImageSpec, Workload, sampled_together
 from ...sana_core.batch.queue import Queue
-from ...sana_core.errors import InputError
+from ...sana_core.errors import InputError, first_line
 from ...sana_core.model.known_models import SPRINT
 from ...sana_core.model.latents import DOWNSCALE
+from ...sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ...sana_core.runtime.cancellation import Poll, Polled
 from .batch_inputs import BatchInputs
 from .compat import compile_again, loaded_from
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 # Key of our wrappers in a ModelPatcher.
 KEY = "sana_batch"
+# Seconds between two polls of a thread that waits for another one.
+WAIT = 0.2
 
 
 def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
@@ -70,27 +73,26 @@ def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
     return [device or model.load_device]
 
 
-def clone_models(model: ModelPatcher, devices: list[torch.device]) -> list[ModelPatcher]:
-    """Return one clone of `model` per device. The first clone on the device of `model` shares its weights."""
+def clone_model(model: ModelPatcher, device: torch.device, clones: list[ModelPatcher]) -> ModelPatcher:
+    """Return a clone of `model` on `device`, which shares no weights with the other `clones`.
+
+    The first clone on the device of `model` shares the weights of `model`.
+    """
     base = model.clone()
     # SANA Split Image makes several devices compute an image together. Here each device computes its own images.
     base.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
     base.remove_additional_models("multigpu")
-    clones: list[ModelPatcher] = []
-    for device in devices:
-        if device == base.load_device and not clones:
-            clones.append(base)
-        else:
-            # The modules in such patches have the weights of one device. torch.compile is repeated per clone.
-            if names := ", ".join(sorted(unshared(model, {}) - {"torch.compile"})):
-                raise InputError(
-                    f"model: got a patch that only {model.load_device} can have ({names}); remove it, or choose "
-                    "default in devices"
-                )
-            clone = clone_patcher(base, device, [base.model, *(clone.model for clone in clones)])
-            compile_again(clone)
-            clones.append(clone)
-    return clones
+    if device == model.load_device and not clones:
+        return base
+    # The modules in such patches have the weights of one device. torch.compile is repeated per clone.
+    if names := ", ".join(sorted(unshared(model, {}) - {"torch.compile"})):
+        raise InputError(
+            f"model: got a patch that only {model.load_device} can have ({names}); remove it, or choose default in "
+            "devices"
+        )
+    clone = clone_patcher(base, device, [base.model, *(clone.model for clone in clones)])
+    compile_again(clone)
+    return clone
 
 
 def vae_for(vae: comfy.sd.VAE, device: torch.device) -> comfy.sd.VAE:
@@ -193,6 +195,19 @@ class Worker(NamedTuple):
     negative: list
     # A clone of the VAE on `device`, or the VAE itself.
     vae: comfy.sd.VAE | None
+    # The most images at once that fit into the free memory. None: the user has chosen a number.
+    limit: int | None
+
+
+@contextmanager
+def held(lock: threading.Lock, poll: Poll) -> Iterator[None]:
+    """A context in which this thread holds `lock`. While it waits, `poll` may raise."""
+    while not lock.acquire(timeout=WAIT):
+        poll()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class DeviceGeneration:
@@ -208,17 +223,21 @@ class DeviceGeneration:
         }
         # The workers that no thread has taken yet.
         self.workers: list[Worker] = []
-        for device, model in zip(devices, clone_models(batch.model, devices), strict=True):
-            copies = {id(control): control_on(control, device, hints) for control in controls}
-            positive, negative = (with_controls(conditioning, copies) for conditioning in conditionings)
-            vae = None if batch.vae is None else vae_for(batch.vae, device)
-            self.workers.append(Worker(device, model, positive, negative, vae))
+        for device in devices:
+            failure = self.add_worker(device, conditionings, controls, hints)
+            if failure is not None:
+                logger.error("SANA Batch Sampler: %s is left out: %s", device, first_line(failure))
+                release_memory_of(failure, device)
+        if not self.workers:
+            raise failure
+        # While several threads decode on the device of a VAE that they share, nobody else uses that device. ComfyUI
+        # would unload its MODEL for the VAE, and each decode plans with all of the free memory.
+        shared = [worker.vae for worker in self.workers if worker.vae is batch.vae is not None]
+        self.device_locks = {vae.device: threading.Lock() for vae in shared if len(shared) > 1}
         # The most images that each device generated at once.
         self.together: Counter[torch.device] = Counter()
         # ComfyUI's list of loaded models is not thread-safe.
         self.loading_lock = threading.Lock()
-        # Several threads may share a VAE that has a device of its own. Each decode plans with all of the free memory.
-        self.decode_lock = threading.Lock()
         self.bar = comfy.utils.ProgressBar(len(batch.images) * (len(batch.sigmas) - 1))
         self.bar_lock = threading.Lock()
         # ComfyUI finds the running node through context variables, which new threads do not inherit.
@@ -230,9 +249,27 @@ class DeviceGeneration:
 
         `poll` must not raise inside: it would leave a model half on the CPU that ComfyUI still lists as loaded.
         """
-        with self.loading_lock:
+        with held(self.loading_lock, poll):
             poll()
             yield
+
+    def add_worker(
+        self, device: torch.device, conditionings: list[list], controls: list, hints: dict[int, torch.Tensor]
+    ) -> Exception | None:
+        """Append the worker of `device`. Returns the error if its driver fails, or memory runs out."""
+        batch = self.batch
+        try:
+            model = clone_model(batch.model, device, [worker.model for worker in self.workers])
+            copies = {id(control): control_on(control, device, hints) for control in controls}
+            positive, negative = (with_controls(conditioning, copies) for conditioning in conditionings)
+            vae = None if batch.vae is None else vae_for(batch.vae, device)
+            limit = None if batch.chunk else chunk_that_fits(model, batch.latent["samples"].shape, device)
+        except Exception as error:
+            if not (is_out_of_memory(error) or is_driver_error(error)):
+                raise
+            return error
+        self.workers.append(Worker(device, model, positive, negative, vae, limit))
+        return None
 
     def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[Generated]:
         """Return the function that generates chunks on `device`. LocalPool calls this once in each thread."""
@@ -297,21 +334,26 @@ class DeviceGeneration:
             "batch_index": [image.seed for image in part],
         }
         sampling = Sampling(batch.sampler, batch.sigmas, batch.guidance)
-        samples = sample(worker.model, positive, negative, latent, sampling, callback)["samples"]
+        with self.using(worker.device, poll) if worker.device.type != "cpu" else nullcontext():
+            samples = sample(worker.model, positive, negative, latent, sampling, callback)["samples"]
         # Results go to RAM: with --gpu-only they are on the GPU of the thread, which may fail later.
         samples = samples.cpu()
         return [(row, None if worker.vae is None else self.decode(worker, row, poll).cpu()) for row in samples]
+
+    def using(self, device: torch.device, poll: Poll) -> AbstractContextManager[None]:
+        """Return a context in which this thread alone uses `device`, if other threads decode there."""
+        lock = self.device_locks.get(device)
+        return nullcontext() if lock is None else held(lock, poll)
 
     def decode(self, worker: Worker, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
         """Return the IMAGE of one row of a LATENT."""
         poll()
         vae = worker.vae
-        if not isinstance(vae.first_stage_model, SanaAutoencoder):
-            # The decode of other VAEs loads the model itself.
-            with self.loading(poll):
-                return vae.decode(latent[None])[0]
-        is_shared = vae.device != worker.device
-        with self.decode_lock if is_shared else nullcontext():
+        with self.using(vae.device, poll):
+            if not isinstance(vae.first_stage_model, SanaAutoencoder):
+                # The decode of other VAEs loads the model itself.
+                with self.loading(poll):
+                    return vae.decode(latent[None])[0]
             with self.loading(poll):
                 load_for_decode(vae, latent[None].shape)
             # Without the loading lock, so that devices decode at the same time.
@@ -323,14 +365,13 @@ def generate_on_devices(
     batch: BatchInputs, devices: list[torch.device]
 ) -> tuple[dict[ImageSpec, Generated], dict[str, DeviceStats]]:
     """Return the results by image, and the statistics by worker."""
-    shape = batch.latent["samples"].shape
-    height, width = (side * DOWNSCALE for side in shape[2:])
+    height, width = (side * DOWNSCALE for side in batch.latent["samples"].shape[2:])
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
     # This loads and unloads models, so it is not polled as a whole. Reading a file polls.
     generation = DeviceGeneration(batch, devices)
-    limits: list[int] = []
-    if not batch.chunk:
-        limits = [chunk_that_fits(worker.model, shape, worker.device) for worker in generation.workers]
+    # Without the devices that cannot take part.
+    devices = [worker.device for worker in generation.workers]
+    limits = [worker.limit for worker in generation.workers if worker.limit is not None]
     workload = Workload((), batch.images, batch.chunk or None)
     queue = Queue(workload.split(width, height, len(devices)))
     results: dict[ImageSpec, Generated] = {}

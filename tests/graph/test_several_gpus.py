@@ -53,9 +53,8 @@ def batch_graph(model="load", vae="load", lora=0.0, control=None, compiled=False
     return graph
 
 
-@pytest.fixture(scope="module")
-def files(host):
-    """A LoRA and a ControlNet in ComfyUI's folders."""
+def save_files(host):
+    """Save a LoRA and a ControlNet in ComfyUI's folders, and return their paths."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for block in range(5):
@@ -63,7 +62,7 @@ def files(host):
             name = f"transformer.transformer_blocks.{block}.attn2.to_q.{part}.weight"
             tensors[name] = torch.randn(shape, generator=generator) * 0.2
     model = random_controlnet()
-    paths = [
+    return [
         layouts.save(tensors, host.models / "loras" / "several.safetensors"),
         layouts.save(
             model.state_dict(),
@@ -71,6 +70,11 @@ def files(host):
             config=layouts.with_config(model),
         ),
     ]
+
+
+@pytest.fixture(scope="module")
+def files(host):
+    paths = save_files(host)
     yield
     for path in paths:
         path.unlink()
@@ -284,6 +288,28 @@ def test_select_vae_device_is_respected(host, on_cpu, devices):
         got = host.run(graph)
         assert computed_on(got["image"]) == {CARDS[2]}
         torch.testing.assert_close(got["image"], on_cpu()["image"], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("state", ["NORMAL_VRAM", "NO_VRAM"])
+def test_a_vae_is_not_loaded_over_a_model_that_samples(host, on_cpu, state):
+    """With little memory, ComfyUI unloads the MODEL of the second GPU to load the VAE for images of the first."""
+    with host_cards(host, 2, state, total=10**9):
+        for seed in (7, 8, 9):
+            graph = batch_graph(vae="select", seed=seed)
+            graph["select"] = ("SelectVAEDevice", {"vae": ["load", 2], "device": "gpu:1"})
+            got = host.run(graph, keep_cache=True)
+            expected = on_cpu(**({"seed": seed} if seed > 7 else {}))
+            torch.testing.assert_close(got["image"], expected["image"], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_gpu_that_failed_earlier_is_left_out(host, on_cpu, broken):
+    """An earlier node has broken the GPU, and its weights are in the memory of both."""
+    with host_cards(host) as cards:
+        check(host.run(batch_graph(seed=8), keep_cache=True), on_cpu(seed=8), *CARDS[:2])
+        cards.broken.add(CARDS[broken])
+        check(host.run(batch_graph(chunk=0), keep_cache=True), on_cpu(), CARDS[1 - broken])
+        cards.broken.clear()
 
 
 def test_dead_entries_in_comfyuis_list_are_passed_over(host, on_cpu, frozen_heap):
