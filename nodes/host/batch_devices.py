@@ -30,6 +30,7 @@ from ...sana_core.model.known_models import SPRINT
 from ...sana_core.model.latents import DOWNSCALE
 from ...sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ...sana_core.runtime.cancellation import Poll, Polled
+from ...sana_core.runtime.checks import check_finite
 from .batch_inputs import BatchInputs
 from .compat import compile_again, loaded_from
 from .controlnet import SanaControlNet, control_on, encode_hints
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 KEY = "sana_batch"
 # Seconds between two polls of a thread that waits for another one.
 WAIT = 0.2
+# How many seconds the node waits at its end for a thread that still loads. A GPU may hang for ever.
+LOADING_PATIENCE = 60.0
 
 
 def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
@@ -346,9 +349,11 @@ class DeviceGeneration:
         return nullcontext() if lock is None else held(lock, poll)
 
     def decode(self, worker: Worker, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
-        """Return the IMAGE of one row of a LATENT."""
+        """Return the IMAGE of one row of a LATENT, a black one for NaN."""
         poll()
         vae = worker.vae
+        if not latent.isfinite().all():
+            return torch.zeros(*(side * DOWNSCALE for side in latent.shape[1:]), 3)
         with self.using(vae.device, poll):
             if not isinstance(vae.first_stage_model, SanaAutoencoder):
                 # The decode of other VAEs loads the model itself.
@@ -384,10 +389,30 @@ def generate_on_devices(
                 results[image] = result
     finally:
         # The pool waits for its threads for a limited time. A load that takes longer still changes ComfyUI's list.
-        with generation.loading_lock:
-            pass
+        if generation.loading_lock.acquire(timeout=LOADING_PATIENCE):
+            generation.loading_lock.release()
+    results = dict(sorted(results.items()))
+    warn_of_nan(results)
     stats = {
         worker: DeviceStats(queue.finished[worker], queue.pace.get(worker), generation.together[device])
         for worker, device in device_of_worker.items()
     }
-    return dict(sorted(results.items())), stats
+    return results, stats
+
+
+def warn_of_nan(results: Mapping[ImageSpec, Generated]) -> None:
+    """Log which images of a batch have NaN. Raises InputError if all have, because then no image is worth keeping."""
+    errors: dict[ImageSpec, InputError] = {}
+    for image, (latent, pixels) in results.items():
+        try:
+            check_finite("samples", latent[None])
+            if pixels is not None:
+                check_finite("image", pixels[None])
+        except InputError as error:
+            errors[image] = error
+    if len(errors) == len(results):
+        raise next(iter(errors.values()))
+    for image, error in errors.items():
+        logger.warning(
+            "SANA Batch Sampler: image %d of prompt %d (seed %d): %s", image.number, image.prompt, image.seed, error
+        )

@@ -13,7 +13,7 @@ from fake_cuda import pack
 from host_cards import host_cards
 from in_process import NodeError
 from loading import random_controlnet
-from pretend_card import ERRORS, computed_on
+from pretend_card import ERRORS, NAN, computed_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -173,6 +173,22 @@ def test_a_gpu_that_fails_takes_no_image_with_it(host, on_cpu, kind, at):
         cards.fail(CARDS[1], kind, at=at)
         check(host.run(batch_graph()), on_cpu(), *CARDS[:2])
         assert not cards.failures
+
+
+def test_an_image_with_nan_costs_no_other_image(host, on_cpu, caplog):
+    with host_cards(host, 1) as cards, caplog.at_level(logging.WARNING):
+        cards.fail(CARDS[0], NAN, at=300)
+        got = host.run(batch_graph())
+        assert not cards.failures
+    lost = [number for number, row in enumerate(got["latent"]["samples"]) if not row.isfinite().all()]
+    assert len(lost) == 1 and not got["image"][lost[0]].any()
+    rest = [number for number in range(4) if number not in lost]
+    torch.testing.assert_close(got["image"][rest], on_cpu()["image"][rest], atol=2e-4, rtol=0)
+    assert f"seed {7 + lost[0]}): samples: 128 of 128 values are NaN" in caplog.text
+    with pytest.raises(pack("sana_core.errors").InputError, match="^samples: 128 of 128 values are NaN or infinite"):
+        pack("nodes.host.batch_devices").warn_of_nan(
+            {number: (torch.full((32, 2, 2), torch.nan), None) for number in range(2)}
+        )
 
 
 @pytest.mark.slow
@@ -404,12 +420,28 @@ def test_decode_on_all_gpus(host, on_cpu):
         assert set(cards.calls) == set(CARDS)
 
 
-def test_split_image_on_two_gpus(host, on_cpu):
-    with host_cards(host):
-        graph = batch_graph(devices="default")
-        graph["split"] = ("SanaNodesSplitPicture", {"model": ["load", 0], "devices": "all"})
-        graph["batch"][1]["model"] = ["split", 0]
-        check(host.run(graph), on_cpu(), *CARDS[:2])
+def split_graph(control=None, **options):
+    """An image of each prompt, by SANA Sampler with SANA Split Image."""
+    graph = batch_graph(vae="", control=control, **options)
+    batch = graph.pop("batch")[1]
+    links = ("positive", "negative", "seed", "steps", "guidance", "sampler")
+    graph["empty"] = ("SanaNodesEmptyLatent", {"width": 64, "height": 256, "batch_size": 2})
+    graph["split"] = ("SanaNodesSplitPicture", {"model": batch["model"], "devices": batch["devices"]})
+    sampler = {"model": ["split", 0], "latent_image": ["empty", 0], **{name: batch[name] for name in links}}
+    graph["sample"] = ("SanaNodesSampler", sampler)
+    graph["catch latent"] = ("Catch", {"value": ["sample", 0], "name": "latent"})
+    return graph
+
+
+def test_split_image_on_two_gpus(host, on_cpu, edges):
+    options = [{}, {"lora": 1.0}, {"control": edges}]
+    on_one = [host.run(split_graph(**each), keep_cache=True)["latent"]["samples"] for each in options]
+    with host_cards(host) as cards:
+        for each, expected in zip(options, on_one, strict=True):
+            cards.calls.clear()
+            got = host.run(split_graph(**each), keep_cache=True)["latent"]["samples"]
+            torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+            assert computed_on(got) and set(cards.calls) == set(CARDS[:2])
 
 
 def test_pick_best_scores_what_several_gpus_generated(host, on_cpu):
