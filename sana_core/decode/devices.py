@@ -17,11 +17,13 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -55,6 +57,10 @@ if TYPE_CHECKING:
 
 # Seconds between two polls of the waiting thread.
 SECONDS = 0.02
+# Seconds without any result after which a GPU hangs. The first strip of a decode builds kernels.
+HANG_TIMEOUT = 300.0
+# Seconds in which a thread ends after a failure. A GPU's longest call takes less.
+ABORT_TIMEOUT = 30.0
 # Strips that a worker may compute before the first of them is on the CPU, so that its device never waits.
 AHEAD = 2
 # Share of the free memory that a decode may use, because other programs need some too.
@@ -194,7 +200,8 @@ class Workers:
             self.living.remove(worker)
             # The copy of the decoder is freed here.
             del worker.decoder
-            release_memory_of(error, worker.device)
+            # To empty the cache, CUDA waits for the device, and one that hangs never answers.
+            release_memory_of(error, torch.device("cpu") if isinstance(error, TimeoutError) else worker.device)
             if not self.living:
                 raise error
             self.events.append(f"{worker.device} failed ({type(error).__name__}), its rows went to the others")
@@ -222,26 +229,73 @@ def device_error(device: torch.device) -> BaseException | None:
     return None
 
 
+class WorkThread:
+    """A thread that does work in the order of its submission.
+
+    A daemon: a thread that hangs in a driver cannot be ended, and must not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self.work, name="sana decode", daemon=True)
+        self.thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self.waiting.put((future, work))
+        return future
+
+    def work(self) -> None:
+        while (taken := self.waiting.get()) is not None:
+            settle(*taken)
+            # Results and errors keep tensors alive.
+            del taken
+
+
+def settle(future: Future[T], work: Callable[[], T]) -> None:
+    """Do `work`, and give its result or error to `future`."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+        # The error has this frame, so they would keep each other alive.
+        del future
+
+
 class Crew:
     """Two threads for each worker: one computes, the other one copies finished pixels to the CPU.
 
-    A context. At its end, work that has not begun is cancelled, and work that runs ends at its next `check`.
+    A context. At its end, work that has not begun is not done, and work that runs ends at its next `check`.
     """
 
     def __init__(self, workers: list[Worker], poll: Poll) -> None:
         self.poll, self.stopped = poll, threading.Event()
         # The mode belongs to the thread.
         self.inference = torch.is_inference_mode_enabled()
-        self.computing = {worker: ThreadPoolExecutor(1, "sana decode") for worker in workers}
-        self.copying = {worker: ThreadPoolExecutor(1, "sana decode") for worker in workers}
+        self.has_gpus = any(worker.device.type != "cpu" for worker in workers)
+        self.computing = {worker: WorkThread() for worker in workers}
+        self.copying = {worker: WorkThread() for worker in workers}
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.stopped.set()
-        for thread in (*self.computing.values(), *self.copying.values()):
-            thread.shutdown(cancel_futures=True)
+        threads = (*self.computing.values(), *self.copying.values())
+        for thread in threads:
+            thread.waiting.put(None)
+        deadline = time.monotonic() + ABORT_TIMEOUT
+        for thread in threads:
+            thread.thread.join(max(0.0, deadline - time.monotonic()))
+
+    def hangs(self, since: float) -> bool:
+        """Whether a GPU hangs, after no result since then. A CPU may take minutes for one."""
+        return self.has_gpus and time.monotonic() - since > HANG_TIMEOUT
+
+    def hanging(self, futures: Iterable[Future[Any]]) -> set[Future[Any]]:
+        """Stop the work, and return which of `futures` hang."""
+        self.stopped.set()
+        return set(wait(futures, ABORT_TIMEOUT).not_done)
 
     def check(self) -> None:
         """The poll of the threads. Raises Stopped."""
@@ -254,26 +308,36 @@ class Crew:
             return work()
 
     def compute(self, worker: Worker, work: Callable[[], T]) -> Future[T]:
-        return self.computing[worker].submit(self.inside, worker, work)
+        return self.computing[worker].submit(partial(self.inside, worker, work))
 
     def copy_to_cpu(self, worker: Worker, pixels: torch.Tensor) -> Future[torch.Tensor]:
-        return self.copying[worker].submit(self.inside, worker, pixels.cpu)
+        return self.copying[worker].submit(partial(self.inside, worker, pixels.cpu))
 
     def run(self, tasks: list[tuple[Worker, Callable[[], T]]]) -> list[T]:
         """Return the results of `tasks`, in their order. The tasks of a worker run one after another. Raises Failed."""
         futures = [self.compute(worker, work) for worker, work in tasks]
-        waiting = set(futures)
+        waiting, since = set(futures), time.monotonic()
         while waiting:
             done, waiting = wait(waiting, SECONDS, FIRST_EXCEPTION)
             if any(future.exception() for future in done):
                 self.stopped.set()
             self.poll()
+            since = time.monotonic() if done else since
+            if self.hangs(since):
+                stuck = self.hanging(waiting)
+                hanging = [worker for (worker, _), future in zip(tasks, futures, strict=True) if future in stuck]
+                if hanging:
+                    raise Failed([Failure(worker, no_answer()) for worker in dict.fromkeys(hanging)])
         errors = [(worker, future.exception()) for (worker, _), future in zip(tasks, futures, strict=True)]
         # One failure per worker: its later tasks fail for the same reason.
         failures = {worker: error for worker, error in reversed(errors) if error and not isinstance(error, Stopped)}
         if failures:
             raise Failed([Failure(*failure) for failure in failures.items()])
         return [future.result() for future in futures]
+
+
+def no_answer() -> TimeoutError:
+    return TimeoutError(f"no answer for {HANG_TIMEOUT:.0f} s")
 
 
 def shared_rows(
@@ -430,6 +494,7 @@ def shared_local_stage(
     computing: dict[Future[torch.Tensor | None], Task] = {}
     copying: dict[Future[torch.Tensor], Task] = {}
     with Crew(workers, poll) as crew:
+        since = time.monotonic()
         while True:
             busy = {task.worker for task in (*computing.values(), *copying.values())}
             # After a failure nobody begins a new range: its rows of the boundary map may be on the failed device.
@@ -443,6 +508,12 @@ def shared_local_stage(
             poll()
             running: list[Future] = [*copying, *computing]
             done = wait(running, SECONDS, FIRST_COMPLETED).done
+            if not done and crew.hangs(since):
+                stuck = crew.hanging(running)
+                tasks: dict[Future[Any], Task] = {**copying, **computing}
+                missing += [(task.row, task.bottom) for task in set(tasks.values()) if not task.failed]
+                hanging = {tasks[future].worker for future in running if future in stuck}
+                return failures + [Failure(worker, no_answer()) for worker in hanging]
             # Finished futures in the order in which they were submitted.
             for future in [future for future in running if future in done]:
                 copied = future in copying
@@ -464,6 +535,8 @@ def shared_local_stage(
                 else:
                     copying[crew.copy_to_cpu(task.worker, pixels)] = task
                     computing[crew.compute(task.worker, partial(next, task.strips, None))] = task
+            # The consumer of the rows may have taken long.
+            since = time.monotonic() if done else since
 
 
 def range_rows(

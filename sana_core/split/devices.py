@@ -18,6 +18,7 @@ from .threads import Aborted, ExchangeBoard, ThreadExchange
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 # Seconds between two polls of the thread that waits.
 POLL_INTERVAL = 0.02
 # Seconds without an exchange or a result after which a GPU hangs. A step takes a GPU seconds, and builds kernels first.
@@ -166,11 +167,12 @@ class Split:
         self.living = [member for member in self.living if member not in members]
         if not self.living or (is_driver_error(error) and not works(latents)):
             try:
-                raise release_memory_of(error, latents)
+                raise release_memory_of(error, CPU if isinstance(error, TimeoutError) else latents)
             finally:
                 # The error refers to this frame.
                 del error
-        release_memory_of(error, self.devices[self.living[0]])
+        # To empty the cache, CUDA waits for all devices, and one that hangs never answers.
+        release_memory_of(error, CPU if isinstance(error, TimeoutError) else self.devices[self.living[0]])
         for member in members:
             name = type(error).__name__
             logger.warning("%s failed (%s), its rows of the image go to the others", self.devices[member], name)

@@ -3,12 +3,13 @@
 import gc
 import logging
 import threading
+import time
 
 import pytest
 import torch
 from decoders import noise, relative
 from layouts import f32c32
-from pretend_card import pretend_cards
+from pretend_card import HANG, pretend_cards
 
 from sana_core.decode import decode_latents, devices
 from sana_core.decode.plan import Planner
@@ -119,6 +120,42 @@ def test_a_failure_while_one_gpu_computes_few_positions(kind, monkeypatch):
         setup = Setup(cards, 2)
         for at in range(1, setup.calls["cuda:0"], 25):
             setup.check("cuda:0", kind, at)
+
+
+@pytest.mark.parametrize("name", ["cuda:0", "cuda:1"])
+def test_a_gpu_that_hangs_is_left_out(name, monkeypatch):
+    with pretend_cards(2) as cards:
+        setup = Setup(cards, 2)
+        monkeypatch.setattr(devices, "HANG_TIMEOUT", 1.0)
+        monkeypatch.setattr(devices, "ABORT_TIMEOUT", 0.3)
+        # In a global stage, and in the local stage.
+        for at in (setup.calls[name] // 3, setup.calls[name] - 15):
+            cards.released.clear()
+            cards.fail(name, HANG, at)
+            (event,) = events_of(setup)
+            # The call may be a copy to the other GPU, which waits for both.
+            assert event.endswith(" failed (TimeoutError), its rows went to the others")
+            assert not cards.failures
+            cards.release()
+
+
+def test_cancel_ends_a_decode_while_a_gpu_hangs(monkeypatch):
+    class Cancelled(BaseException):
+        pass
+
+    with pretend_cards(2) as cards:
+        setup = Setup(cards, 2)
+        monkeypatch.setattr(devices, "ABORT_TIMEOUT", 0.3)
+        cards.fail("cuda:1", HANG, setup.calls["cuda:1"] // 2)
+        begun = time.monotonic()
+
+        def poll():
+            if threading.current_thread() is threading.main_thread() and time.monotonic() > begun + 1:
+                raise Cancelled
+
+        with pytest.raises(Cancelled):
+            setup.decode(poll=poll)
+        assert time.monotonic() < begun + 20
 
 
 def events_of(setup, **options):
