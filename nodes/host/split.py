@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING
 
 import comfy.model_management
 import torch
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
 from ...sana_core.batch.pipeline import SamplingSettings
 from ...sana_core.cluster.split import Call, answer_calls
 from ...sana_core.cluster.worker import Job
-from ...sana_core.errors import InputError
+from ...sana_core.errors import InputError, first_line
 from ...sana_core.model.forward import shard_velocity, velocity
 from ...sana_core.model.row_shards import Shard, check_rows, check_splittable
+from ...sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ...sana_core.split.devices import Split
 from ...sana_core.split.speed import relative_speeds
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
@@ -110,6 +111,24 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     shares = {head.load_device: free[i :: len(heads)] for i, head in enumerate(heads)}
     groups = {device: Group(replicas, device) for device, replicas in shares.items() if replicas}
     guider.model_options["transformer_options"][SPLIT] = groups
+
+    def prepare_sampling(executor, model: ModelPatcher, shape: torch.Size, conds: dict, *args, **kwargs):
+        failures: list[Exception] = []
+        try:
+            return executor(model, shape, conds, *args, **kwargs)
+        except Exception as error:
+            if not (free and (is_out_of_memory(error) or is_driver_error(error))):
+                raise
+            failures.append(error)
+        error = release_memory_of(failures.pop())
+        logger.warning("SANA Split Image: cannot load the model on all devices (%s); one computes", first_line(error))
+        groups.clear()
+        for cond in conds["positive"]:
+            if "additional_models" in cond:
+                cond["additional_models"] = [each for each in cond["additional_models"] if each not in free]
+        return executor(model, shape, conds, *args, **kwargs)
+
+    add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, SPLIT, prepare_sampling, guider.model_options, True)
     for replica in free:
         replica.pre_run()
     return executor(noise, *args, **kwargs)

@@ -444,6 +444,21 @@ def test_split_image_on_two_gpus(host, on_cpu, edges):
             assert computed_on(got) and set(cards.calls) == set(CARDS[:2])
 
 
+@pytest.mark.parametrize("kind", ["memory", "driver"])
+def test_split_image_while_one_gpu_cannot_load_the_model(host, files, kind):
+    expected = host.run(split_graph(), keep_cache=True)["latent"]["samples"]
+    with host_cards(host) as cards:
+        cards.fail(CARDS[1], kind, at=20)
+        got = host.run(split_graph())["latent"]["samples"]
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+        assert not cards.failures
+        # The next image has both GPUs again.
+        cards.broken.clear()
+        cards.calls.clear()
+        again = host.run(split_graph(lora=1.0), keep_cache=True)["latent"]["samples"]
+        assert cards.calls[CARDS[1]] > 100 and not torch.equal(again, got)
+
+
 def test_pick_best_scores_what_several_gpus_generated(host, on_cpu):
     folder = host.models / "clip_vision" / "several"
     save_clip(folder)
