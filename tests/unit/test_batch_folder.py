@@ -644,7 +644,10 @@ def test_a_disk_error_drops_the_images_that_wait():
 @pytest.mark.parametrize(
     "error, said",
     [
-        (torch.OutOfMemoryError("CUDA out of memory.\nMore"), "memory ran out (OutOfMemoryError: CUDA out of memory.); "),
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nMore"),
+            "memory ran out (OutOfMemoryError: CUDA out of memory.); ",
+        ),
         (RuntimeError("CUDA error: no\nMore"), "the device has failed (RuntimeError: CUDA error: no); see the log"),
     ],
 )
