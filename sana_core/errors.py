@@ -10,10 +10,12 @@ holds both to it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    from .batch.best import Pick
 
 
 class SanaError(Exception):
@@ -68,11 +70,11 @@ class FailedImagesError(SanaError, RuntimeError):
     # What generate() would have returned, with NaN in place of the failed images.
     images: torch.Tensor | None
     # What generate_best() would have returned, without the failed images.
-    picks: list[Any]
+    picks: list[Pick]
 
-    def __init__(self, message: str, failed: dict[int, str]) -> None:
+    def __init__(self, message: str, failed: dict[int, str] | None = None) -> None:
         super().__init__(message)
-        self.failed, self.images, self.picks = failed, None, []
+        self.failed, self.images, self.picks = failed or {}, None, []
 
 
 def first_line(error: BaseException) -> str:
