@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulation import SimulatedPool
-from sana_core.batch.loop import run_batch
+from sana_core.batch.loop import Outcome, run_batch
 from sana_core.batch.plan import FailedImage, ImageSpec, Workload, batch_images, default_chunk_size, split_into_chunks
 from sana_core.batch.queue import ChunkLostError, Queue
 
@@ -408,3 +408,28 @@ def test_losing_a_chunk_for_the_fifth_time_ends_the_batch():
     assert queue.next_chunk("gpu 4", 0.0) == chunk
     with pytest.raises(ChunkLostError, match="image 0 and 1 more were lost with it 5 times"):
         queue.requeue("gpu 4")
+
+
+def test_the_clock_of_a_chunk_stands_while_nobody_looks():
+    class Pool:
+        depth, reports_starts, clock, looks = 1, False, 0.0, 0
+
+        def workers(self):
+            return ["a"]
+
+        def submit(self, worker, chunk):
+            self.chunk = chunk
+
+        def now(self):
+            return self.clock
+
+        def drop(self, worker, reason):
+            raise AssertionError(reason)
+
+        def wait(self):
+            self.looks += 1
+            # The second look takes 100 s, as when the process is stopped.
+            self.clock += 100.0 if self.looks == 2 else 1.0
+            return [Outcome("a", self.chunk, ["image"])] if self.looks in (1, 4) else []
+
+    assert len(list(run_batch(Queue(split_into_chunks(batch_images(1, 2, 0), 1)), Pool(), 1.0))) == 2
