@@ -12,7 +12,8 @@ import logging
 import threading
 from collections import Counter
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import comfy.model_management
 import comfy.utils
@@ -25,6 +26,7 @@ from ...sana_core.batch.local import GenerateChunk, LocalPool
 from ...sana_core.batch.loop import run_batch
 from ...sana_core.batch.plan import Chunk, ImageSpec, Workload, sampled_together
 from ...sana_core.batch.queue import Queue
+from ...sana_core.decode.devices import device_error
 from ...sana_core.errors import InputError, first_line
 from ...sana_core.model.known_models import SPRINT
 from ...sana_core.model.latents import DOWNSCALE
@@ -54,6 +56,9 @@ KEY = "sana_batch"
 WAIT = 0.2
 # How many seconds the node waits at its end for a thread that still loads. A GPU may hang for ever.
 LOADING_PATIENCE = 60.0
+# How often a device tries to load a model when CUDA reports errors of other devices.
+ATTEMPTS = 4
+T = TypeVar("T")
 
 
 def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
@@ -213,6 +218,23 @@ def held(lock: threading.Lock, poll: Poll) -> Iterator[None]:
         lock.release()
 
 
+def load_on(device: torch.device, load: Callable[[], T]) -> T:
+    """Return `load()`, which lets ComfyUI load a model on `device`, and is called again after errors of other devices.
+
+    After it has unloaded a model, ComfyUI empties the caches of all GPUs. CUDA then answers with the error of a broken
+    one.
+    """
+    failures: list[BaseException] = []
+    for _ in range(ATTEMPTS):
+        try:
+            return load()
+        except RuntimeError as error:
+            if not is_driver_error(error) or device_error(device) is not None:
+                raise
+            failures.append(error.with_traceback(None))
+    raise failures.pop()
+
+
 class DeviceGeneration:
     """The workers of a batch, and the progress bar of the node."""
 
@@ -282,7 +304,7 @@ class DeviceGeneration:
         def prepare_sampling(executor, model: ModelPatcher, *args, **kwargs):
             with self.loading(poll):
                 try:
-                    prepared = executor(model, *args, **kwargs)
+                    prepared = load_on(device, partial(executor, model, *args, **kwargs))
                 except BaseException:
                     # Some LoRAs may be merged into the weights already, although ComfyUI does not list the model as
                     # loaded yet. detach() takes them out. Weights of a listed model stay for the next run.
@@ -360,7 +382,7 @@ class DeviceGeneration:
                 with self.loading(poll):
                     return vae.decode(latent[None])[0]
             with self.loading(poll):
-                load_for_decode(vae, latent[None].shape)
+                load_on(vae.device, partial(load_for_decode, vae, latent[None].shape))
             # Without the loading lock, so that devices decode at the same time.
             with comfy.model_management.cuda_device_context(vae.device):
                 return decode_loaded(vae, latent[None], poll)[0]

@@ -175,6 +175,16 @@ def test_a_gpu_that_fails_takes_no_image_with_it(host, on_cpu, kind, at):
         assert not cards.failures
 
 
+def test_an_error_that_another_gpu_has_left_ends_no_work(host, on_cpu):
+    """With little memory, ComfyUI empties the caches of all GPUs for each load, and gets the broken one's error."""
+    with host_cards(host, total=10**9) as cards:
+        check(host.run(batch_graph(seed=8), keep_cache=True), on_cpu(seed=8), *CARDS[:2])
+        cards.fail(CARDS[1], "driver", at=50)
+        check(host.run(batch_graph(), keep_cache=True), on_cpu(), *CARDS[:2])
+        assert not cards.failures
+        cards.broken.clear()
+
+
 def test_an_image_with_nan_costs_no_other_image(host, on_cpu, caplog):
     with host_cards(host, 1) as cards, caplog.at_level(logging.WARNING):
         cards.fail(CARDS[0], NAN, at=300)
