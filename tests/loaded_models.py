@@ -6,7 +6,7 @@ import torch
 
 
 def misplaced() -> list[str]:
-    """Return the models whose tensors are not where ComfyUI's list says, one line each."""
+    """Return a line for each tensor that is not on the device in ComfyUI's list."""
     import comfy.model_management as management
 
     faults = []

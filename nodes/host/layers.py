@@ -108,7 +108,7 @@ class LookupLayer(CastLayer):
 
 
 class LookupPatcher(comfy.model_patcher.ModelPatcher):
-    """A ModelPatcher that knows how little memory a LookupLayer needs on the GPU while its weight stays on the CPU.
+    """A ModelPatcher whose estimates count only the rows that a LookupLayer reads while its weight is on the CPU.
 
     ComfyUI loads first what needs most memory to run from the CPU, and reserves that memory. For Gemma 2's embedding it
     would reserve the whole weight and a copy in fp32, 3.5 GB.

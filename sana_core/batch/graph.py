@@ -1,6 +1,6 @@
 """The ComfyUI graph in the PNGs of a batch. Dropped on the canvas, a PNG brings back the nodes that generate its image.
 
-ComfyUI's API format has no notes, so the title of a node says what the graph cannot set.
+ComfyUI's API format has no notes, so the title of a node names the settings that the graph cannot contain.
 """
 
 from __future__ import annotations

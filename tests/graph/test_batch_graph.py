@@ -95,7 +95,7 @@ def test_the_graph_contains_or_names_every_setting(host, checkpoint, loras, fiel
     settings = SamplingSettings(128, 128, steps=3, **needed.get(field, {}))
     changed = settings._replace(**{field: loras if field == "loras" else OTHER_VALUES[field]})
     described = [describe_settings(resolve_settings(choice, checkpoint), checkpoint) for choice in (settings, changed)]
-    graphs = [graph_in(encode_png(torch.zeros(3, 8, 8), "", 7, each, str(checkpoint))) for each in described]
+    graphs = [graph_in(encode_png(torch.zeros(3, 8, 8), "", 7, choice, str(checkpoint))) for choice in described]
     if field == "compiled":
         # It changes the speed only.
         assert described[0] == described[1]

@@ -101,7 +101,7 @@ def training_graph(name: str) -> dict:
 
 @contextmanager
 def trouble(host: Any, random: Random, cards: Cards | None) -> Iterator[str]:
-    """Interrupt the queue inside, or let it fail, or do neither. Yields what."""
+    """Interrupt the queue inside, or let it fail, or do neither. Yields the kind of trouble."""
     kind = random.choice(("none", "none", "none", "time", "time", "move", "move", "error"))
     with pytest.MonkeyPatch.context() as patch:
         timer = threading.Timer(random.uniform(0.0, 1.0), host.nodes.interrupt_processing)
@@ -182,7 +182,7 @@ class Soak:
             with pytest.MonkeyPatch.context() as patch, trouble(self.host, random, cards) as kind:
                 if is_tight:
                     patch.setattr(management, "free_memory", lambda _, *args, **options: free(GB**2, *args, **options))
-                what = f"queue {number} of seed {seed}: {spec}, {extra or 'image'}, trouble {kind}, tight {is_tight}"
+                label = f"queue {number} of seed {seed}: {spec}, {extra or 'image'}, trouble {kind}, tight {is_tight}"
                 started = time.monotonic()
                 try:
                     caught = self.host.run(graph, keep_cache=True)
@@ -191,26 +191,28 @@ class Soak:
                     caught, end = {}, "interrupted"
                 except NodeError as error:
                     caught, end = {}, "failed"
-                    assert kind == "error", f"{what}: {error}"
+                    assert kind == "error", f"{label}: {error}"
             self.ended[end] += 1
-            report(f"{what}: {end} after {time.monotonic() - started:.1f} s")
+            report(f"{label}: {end} after {time.monotonic() - started:.1f} s")
             faults = misplaced()
-            assert not faults, f"{what}, {end}: {faults[:5]}"
+            assert not faults, f"{label}, {end}: {faults[:5]}"
             # A graph whose outputs are cached catches nothing.
             if "image" in caught:
                 difference = (caught["image"].cpu() - self.images[spec]).abs().max()
-                assert difference <= (0.0 if cards is None else TOLERANCE), f"{what}: {difference} from the right image"
+                assert difference <= (0.0 if cards is None else TOLERANCE), (
+                    f"{label}: {difference} from the right image"
+                )
             caught.clear()
             shutil.rmtree(self.host.output / "sana_training", ignore_errors=True)
             match random.randrange(20):
                 case 0:
                     management.unload_all_models()
-                    assert not misplaced(), what
+                    assert not misplaced(), label
                 case 1 | 2:
                     # As the menu does: what ComfyUI keeps of earlier queues is gone.
-                    self.free(cards, what)
+                    self.free(cards, label)
 
-    def free(self, cards: Cards | None, what: str) -> None:
+    def free(self, cards: Cards | None, label: str) -> None:
         """Let ComfyUI forget everything, and check that nothing is left."""
         import comfy.model_management as management
         from in_process import Catch
@@ -218,10 +220,10 @@ class Soak:
         Catch.caught = {}
         self.host.executor.reset()
         gc.collect()
-        left = [type(entry.real_model()).__name__ for entry in management.current_loaded_models]
-        assert not left, f"{what}: {left} are left"
+        remaining = [type(entry.real_model()).__name__ for entry in management.current_loaded_models]
+        assert not remaining, f"{label}: {remaining} are left"
         if cards is not None:
-            assert not +cards.alive, f"{what}: {dict(cards.alive)} bytes are left"
+            assert not +cards.alive, f"{label}: {dict(cards.alive)} bytes are left"
 
 
 def main() -> None:
