@@ -589,3 +589,56 @@ def test_a_negative_prompt_of_nan_does_not_make_all_images_fail(checkpoint, monk
         return
     with pytest.raises(sana_core.CheckpointError, match="gave NaN for the negative prompt on cpu"):
         list(generated)
+
+
+def test_models_are_unloaded_only_when_nobody_uses_them_and_are_loaded_once():
+    models, log = local.DeviceModels(), []
+    using, leave, polls = threading.Event(), threading.Event(), []
+
+    def load():
+        log.append("load")
+        return object()
+
+    def use():
+        with models.use(load, lambda: None):
+            using.set()
+            leave.wait(20)
+            log.append("used")
+
+    def poll():
+        polls.append(1)
+        leave.set()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    assert using.wait(20)
+    with models.reserve(poll, unload=True):
+        log.append("unloaded")
+        assert models.models is None
+    thread.join()
+    assert log == ["load", "used", "unloaded"] and polls
+    with models.use(load, lambda: None), models.use(load, lambda: None):
+        assert log[3:] == ["load"]
+
+
+def test_a_reservation_ends_with_an_error_and_can_be_cancelled_while_it_waits():
+    models = local.DeviceModels()
+
+    def cancel():
+        raise local.Cancelled
+
+    with pytest.raises(ValueError), models.reserve(cancel, unload=True):
+        # Another thread waits, and is cancelled.
+        with pytest.raises(local.Cancelled), models.use(object, cancel):
+            pass
+        raise ValueError
+    # A load that fails leaves the models to the next thread.
+    with pytest.raises(ZeroDivisionError), models.use(lambda: 1 / 0, cancel):
+        pass
+    with models.use(object, cancel):
+        # The models are in use, so the wait for the unloading is cancelled, and the reservation ends.
+        with pytest.raises(local.Cancelled), models.reserve(cancel, unload=True):
+            pass
+        with models.use(object, cancel):
+            pass
+    assert models.users == 0 and not models.reserved
