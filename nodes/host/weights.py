@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,8 @@ import torch
 
 from ...sana_core.checkpoints.detect import CLASSES, SAVED_CONFIG
 from ...sana_core.checkpoints.files import brief, parse_json
-from ...sana_core.checkpoints.headers import SAFETENSORS, read_file
-from ...sana_core.checkpoints.load import build_module, component_tensors, fill, smallest_exact
+from ...sana_core.checkpoints.headers import SAFETENSORS, exact_half, read_file
+from ...sana_core.checkpoints.load import build_module, component_tensors, fill
 from ...sana_core.errors import CheckpointError
 from ...sana_core.runtime.cancellation import Polled
 from .layers import adopt, is_mixed, is_stored
@@ -29,20 +29,17 @@ if TYPE_CHECKING:
 QUANTISATION = "_quantization_metadata"  # ComfyUI's key
 
 
-def read(
-    file: Path,
-    names: Collection[str] | None = None,
-    convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of `file`, each converted by `convert`.
+def read(file: Path, names: Collection[str] | None = None, half: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors of `file` as `read_file` does.
 
     With dynamic VRAM, ComfyUI maps .safetensors files and streams weights from the mapped file to the GPU. The result
     then has all tensors of the file, even if `names` are fewer.
     """
     is_dynamic = comfy.model_patcher.CoreModelPatcher is not comfy.model_patcher.ModelPatcher
     if is_dynamic and file.suffix.lower() in SAFETENSORS:
-        return {name: convert(tensor) for name, tensor in comfy.utils.load_torch_file(str(file)).items()}
-    return read_file(file, names, convert)
+        tensors = comfy.utils.load_torch_file(str(file))
+        return {name: exact_half(tensor) for name, tensor in tensors.items()} if half else tensors
+    return read_file(file, names, half)
 
 
 def load_component(
@@ -68,7 +65,7 @@ def load_component(
         )
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
         module = build_module(info, resolution)
-        tensors = component_tensors(info, read if weight_dtype else partial(read, convert=smallest_exact))
+        tensors = component_tensors(info, read if weight_dtype else partial(read, half=True))
         stored = {name for name, child in module.named_modules() if is_stored(child)}
         if info.quantised:
             tensors = load_quantised(module, tensors, info, operations)

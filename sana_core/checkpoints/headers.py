@@ -43,6 +43,8 @@ LONGEST_NAME = 1000
 MOST_DIMENSIONS = 8
 LARGEST_SIDE = 2**40
 MOST_SHARDS = 1000
+# Numbers of a tensor that are read and compared at once.
+PART = 2**22
 
 
 class Header(NamedTuple):
@@ -176,34 +178,57 @@ def is_plain(name: str) -> bool:
     return not set(name) & set("/\\:\0") and name not in ("", ".", "..") and is_text(name)
 
 
-def read_file(
-    file: Path,
-    names: Collection[str] | None = None,
-    convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-) -> dict[str, torch.Tensor]:
+def read_file(file: Path, names: Collection[str] | None = None, half: bool = False) -> dict[str, torch.Tensor]:
     """Return the tensors of a file whose header was read. `names` selects some of them.
 
-    Each tensor is converted as soon as it is read, so that the file and its converted tensors are never in memory at
-    the same time. The file is not mapped into memory: a program that shortens a mapped file ends this process with
-    SIGBUS, and a program that writes into it changes the model. Raises CheckpointError for a file that is broken or
-    becomes shorter while it is read, MissingFileError for a missing file, and ReadError if the disk fails.
+    With `half`, float32 tensors become bfloat16 if bfloat16 has the same numbers. The file is not mapped into memory: a
+    program that shortens a mapped file ends this process with SIGBUS, and a program that writes into it changes the
+    model. Raises CheckpointError for a file that is broken or becomes shorter while it is read, MissingFileError for a
+    missing file, and ReadError if the disk fails.
     """
     if file.suffix.lower() in PICKLED:
-        return {name: convert(tensor) for name, tensor in read_pickled(file, mapped=False).items()}
+        tensors = read_pickled(file, mapped=False)
+        return {name: exact_half(tensor) for name, tensor in tensors.items()} if half else tensors
     headers = read_header(file).headers
     tensors = {}
     with opened(file) as (stream, size):
         start = 8 + int.from_bytes(stream.read(8), "little")
+
+        def read_into(tensor: torch.Tensor) -> None:
+            room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            if len(room) and stream.readinto(room) != len(room):
+                raise broken(file, size, "it was shortened while it was read")
+
+        # All tensors share two buffers. New ones for each tensor would fragment the memory.
+        buffers = torch.empty(2, PART if half else 0)
         for name, header in headers.items():
             if names is not None and name not in names:
                 continue
-            tensor = torch.empty(header.shape, dtype=header.dtype)
-            stream.seek(start + header.begin)
-            room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            if header.size and stream.readinto(room) != header.size:
-                raise broken(file, size, "it was shortened while it was read")
-            tensors[name] = convert(tensor)
+            tensor = None
+            if half and header.dtype == torch.float32:
+                stream.seek(start + header.begin)
+                tensor = torch.empty(header.shape, dtype=torch.bfloat16)
+                for numbers in tensor.view(-1).split(PART):
+                    part, again = buffers[:, : numbers.numel()]
+                    read_into(part)
+                    if not torch.equal(again.copy_(numbers.copy_(part)), part):
+                        tensor = None
+                        break
+            if tensor is None:
+                stream.seek(start + header.begin)
+                tensor = torch.empty(header.shape, dtype=header.dtype)
+                read_into(tensor)
+            tensors[name] = tensor
     return tensors
+
+
+def exact_half(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in bfloat16 if it is float32 and bfloat16 has the same numbers, else `tensor` itself."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    half = tensor.bfloat16()
+    parts = zip(half.flatten().split(PART), tensor.flatten().split(PART), strict=True)
+    return half if all(torch.equal(one.float(), other) for one, other in parts) else tensor
 
 
 def map_file(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:

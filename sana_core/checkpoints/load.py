@@ -283,18 +283,6 @@ def check_shapes(name: str, expected: Mapping[str, torch.Tensor], shapes: Mappin
             )
 
 
-def smallest_exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` in bfloat16 if it is float32 and bfloat16 has the same numbers, else `tensor` itself.
-
-    Gemma 2 was released in bfloat16, so its float32 files take twice the memory for the same numbers.
-    """
-    if tensor.dtype != torch.float32:
-        return tensor
-    half = tensor.bfloat16()
-    parts = zip(half.flatten().split(COMPARED), tensor.flatten().split(COMPARED), strict=True)
-    return half if all(torch.equal(one.float(), other) for one, other in parts) else tensor
-
-
 def fill(
     module: torch.nn.Module,
     tensors: MutableMapping[str, torch.Tensor],

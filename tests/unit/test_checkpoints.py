@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from transformers import Gemma2Model
 
 import sana_core
+from sana_core.checkpoints import headers
 from sana_core.checkpoints.headers import read_file
-from sana_core.checkpoints.load import fill, smallest_exact
+from sana_core.checkpoints.load import fill
 
 LOADERS = {
     "transformer": (sana_core.load_transformer, SanaTransformer2DModel),
@@ -325,16 +326,22 @@ def test_a_library_that_cannot_be_imported_is_not_the_file_s_fault(checkpoint, m
         sana_core.load_autoencoder(checkpoint)
 
 
-def test_a_file_and_its_converted_tensors_are_never_in_memory_at_the_same_time(tmp_path):
+def test_a_file_and_its_converted_tensors_are_never_in_memory_at_the_same_time(tmp_path, monkeypatch):
     """Gemma 2 in float32 takes 10.5 GB, and 5.2 GB in bfloat16."""
+    monkeypatch.setattr(headers, "PART", 2**16)
     weights = {f"{index}": torch.randn(256, 1024).bfloat16().float() for index in range(20)}
     file = layouts.save(weights, tmp_path / "model.safetensors")
     with LiveBytes() as memory:
-        tensors = read_file(file, convert=smallest_exact)
+        tensors = read_file(file, half=True)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert all(torch.equal(tensors[name].float(), weights[name]) for name in weights)
-    # One tensor as it was read, converted, and compared.
-    assert memory.peak <= 10 * 2**20 + 3 * 2**20
+    # The result in bfloat16, two buffers of float32, and blocks of the allocator.
+    assert memory.peak <= 20 * 256 * 1024 * 2 + 2 * 2**16 * 4 + 2**16
+    # A tensor that bfloat16 cannot hold keeps its numbers.
+    exact = {**weights, "7": weights["7"] + 1e-6}
+    tensors = read_file(layouts.save(exact, tmp_path / "exact.safetensors"), half=True)
+    assert [name for name in tensors if tensors[name].dtype == torch.float32] == ["7"]
+    assert all(torch.equal(tensors[name].float(), exact[name]) for name in exact)
 
 
 def test_fill_drops_each_tensor_once_it_is_converted():
