@@ -243,6 +243,9 @@ def fake_accelerators(counter: Counter | None = None, triton: bool = True, trial
     active = SimpleNamespace(counter=None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(FAKE)
+        if not torch.cuda.is_available():
+            properties = SimpleNamespace(major=9, minor=0, name="fake", total_memory=80 * 10**9)
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties))
         stack.callback(trial.refused_kernels.cache_clear)
         trial.refused_kernels.cache_clear()
         if triton:

@@ -258,7 +258,9 @@ class DeviceGeneration:
         # While several threads decode on the device of a VAE that they share, nobody else uses that device. ComfyUI
         # would unload its MODEL for the VAE, and each decode plans with all of the free memory.
         shared = [worker.vae for worker in self.workers if worker.vae is batch.vae is not None]
-        self.device_locks = {vae.device: threading.Lock() for vae in shared if len(shared) > 1}
+        self.device_locks = {
+            vae.device: threading.Lock() for vae in shared if len(shared) > 1 and vae.device.type != "cpu"
+        }
         # The most images that each device generated at once.
         self.together: Counter[torch.device] = Counter()
         # ComfyUI's list of loaded models is not thread-safe.

@@ -67,6 +67,10 @@ class SanaControlNet(comfy.controlnet.ControlNet):
         timesteps = sampling.timestep(t) * timestep_scale(sampling)
         whole = transformer_options.get(WHOLE_TIMESTEPS, False)
         self.extra_args = {"sampled_timesteps": model_timestep(self.control_model, timesteps, whole)}
+        if self.cond_hint is None:
+            # ComfyUI fails on models in its list whose patcher is gone. The garbage collector removes them.
+            comfy.model_management.cleanup_models_gc()
+            comfy.model_management.cleanup_models()
         if self.cond_hint is None and self.hint_latent is not None:
             dtype = self.manual_cast_dtype or self.control_model.dtype
             self.cond_hint = self.hint_latent.to(device=x_noisy.device, dtype=dtype)

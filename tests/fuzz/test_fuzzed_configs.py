@@ -86,7 +86,8 @@ def held(tmp_path_factory):
     with hold(tmp_path_factory.mktemp("batch")) as held:
         folder = OutputFolder(held, PROMPTS, DRAWN)
         folder.find_done(PICTURES)
-        folder.save(PICTURES[0], encode_png(torch.zeros(3, 32, 32), PROMPTS[0], 0, DRAWN))
+        png = encode_png(torch.zeros(3, 32, 32), PROMPTS[0], 0, DRAWN)
+        folder.note(PICTURES[0], folder.write(PICTURES[0], png))
         folder.write_manifest()
         yield held
 

@@ -126,8 +126,6 @@ def test_cancel_stops_both_workers_and_the_next_run_is_whole(host, batch_graph, 
 @pytest.mark.parametrize("place", ["load", "step", "decode", "layer"])
 def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, place):
     """Work of many small calls, any of which may be the last."""
-    import comfy.model_patcher
-
     expected = host.run(batch_graph())["image"]
     heard = []
 
@@ -146,7 +144,7 @@ def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, pl
 
     with monkeypatch.context() as patch:
         if place == "load":
-            patch.setattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu", work_for_long)
+            patch.setattr(pack("nodes.host.weights"), "component_tensors", work_for_long)
         elif place == "step":
             patch.setattr(pack("nodes.host.model").SanaDiffusionModel, "forward", work_for_long)
         elif place == "layer":
@@ -179,7 +177,7 @@ def test_interrupt_while_a_lora_is_added_leaves_nothing_of_it(host, batch_graph,
         patch.setattr(comfy.lora, "calculate_weight", calculate_weight)
         with pytest.raises(InterruptedError):
             host.run(with_lora(devices=devices), keep_cache=True)
-    assert len(added) == 3
+    assert len(added) >= 3
     host.nodes.interrupt_processing(False)
     assert torch.equal(host.run(batch_graph(), keep_cache=True)["image"], expected)
 
@@ -214,7 +212,7 @@ def test_a_device_that_fails_keeps_the_finished_images(host, batch_graph, caplog
     expected = host.run(batch_graph(chunk=1))
     monkeypatch.setattr(devices, "sample", fail_first)
     caught = host.run(batch_graph(devices=TWO, chunk=1))
-    assert len(re.findall(r"batch: cpu( #2)? is left out: CUDA error", caplog.text)) == 1
+    assert len(re.findall(r"batch: cpu( #2)? is left out: \w+: CUDA error", caplog.text)) == 1
     assert torch.equal(caught["image"], expected["image"])
     assert torch.equal(caught["latent"]["samples"], expected["latent"]["samples"])
 

@@ -41,6 +41,7 @@ OPTIONS = {
     "guidance_interval": ([NAN, -0.5, 1.5], ["generate", "batch", "GuidanceInterval.start"]),
     "lora": ([NAN, INF, -100.5, 100.5], ["generate", "batch", "LoraLoader.strength_model", "LoraLoader.strength_clip"]),
     "max_gb": ([NAN, INF, -1.0, 1024.5], ["decode", "Decode.budget_gb"]),
+    "prompts": ([-1, 0], ["plan"]),
     "seconds": ([NAN, INF, -1.0], ["doctor"]),
 }
 # options and inputs with one form, and where they are tested

@@ -10,7 +10,7 @@ from setup import ROOT
 import sana_core
 
 MOST_PARAMETERS = 8
-MOST_OPEN_TYPES = 120  # lines with Any
+MOST_OPEN_TYPES = 130  # lines with Any
 PATHS = [path for name in ("sana_core", "nodes", "scripts") for path in sorted(ROOT.glob(f"{name}/**/*.py"))]
 MODULES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in PATHS}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef

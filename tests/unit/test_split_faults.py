@@ -75,7 +75,9 @@ def calls_of_a_step(machine):
 def test_any_error_of_a_gpu_leaves_the_image_to_the_others(machine, kind):
     machine.cards.fail(machine.cards.devices[-1], kind, at=calls_of_a_step(machine) // 2)
     machine.check(machine.run())
-    assert machine.split.living == list(range(len(machine.cards.devices) - 1))
+    # An error that is not the driver's may come in a copy between two GPUs, in the thread of the other one.
+    assert len(machine.split.living) == len(machine.cards.devices) - 1
+    assert kind != "driver" or machine.split.living == list(range(len(machine.cards.devices) - 1))
     machine.check_memory()
 
 
