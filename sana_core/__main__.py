@@ -61,12 +61,12 @@ def main(argv: list[str] | None = None) -> int:
         from .runtime.accelerator import is_driver_error, is_out_of_memory
 
         if is_out_of_memory(error):
-            what, remedy = "memory ran out", "choose smaller images, dtype bfloat16, or devices with more memory"
+            failure, remedy = "memory ran out", "choose smaller images, dtype bfloat16, or devices with more memory"
         elif is_driver_error(error):
-            what, remedy = "the device has failed", "see the log of its driver, or choose other devices"
+            failure, remedy = "the device has failed", "see the log of its driver, or choose other devices"
         else:
             raise
-        sys.stderr.write(f"devices: {what} ({on_one_line(first_line(error))}); {remedy}\n")
+        sys.stderr.write(f"devices: {failure} ({on_one_line(first_line(error))}); {remedy}\n")
         return 1
 
 

@@ -86,3 +86,12 @@ def frozen_heap():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def no_collector():
+    """Python's collector of cycles is off, so only reference counting frees objects."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -255,12 +255,12 @@ class DeviceGeneration:
                 release_memory_of(failure, device)
         if not self.workers:
             raise failure
-        # While several threads decode on the device of a VAE that they share, nobody else uses that device. ComfyUI
-        # would unload its MODEL for the VAE, and each decode plans with all of the free memory.
-        shared = [worker.vae for worker in self.workers if worker.vae is batch.vae is not None]
-        self.device_locks = {
-            vae.device: threading.Lock() for vae in shared if len(shared) > 1 and vae.device.type != "cpu"
-        }
+        # While threads of other devices decode on the device of a VAE that they share, nobody else uses that device.
+        # ComfyUI would unload its MODEL for the VAE, and each decode plans with all of the free memory.
+        self.device_locks: dict[torch.device, threading.Lock] = {}
+        sharing = [worker for worker in self.workers if worker.vae is batch.vae is not None]
+        if len(sharing) > 1 and any(worker.device != batch.vae.device for worker in sharing):
+            self.device_locks[batch.vae.device] = threading.Lock()
         # The most images that each device generated at once.
         self.together: Counter[torch.device] = Counter()
         # ComfyUI's list of loaded models is not thread-safe.

@@ -125,7 +125,7 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
         groups.clear()
         for cond in conds["positive"]:
             if "additional_models" in cond:
-                cond["additional_models"] = [each for each in cond["additional_models"] if each not in free]
+                cond["additional_models"] = [added for added in cond["additional_models"] if added not in free]
         return executor(model, shape, conds, *args, **kwargs)
 
     add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, SPLIT, prepare_sampling, guider.model_options, True)

@@ -530,10 +530,10 @@ class LocalGeneration:
             # the results.
             late = FailedImage("another device has finished it")
             results: dict[int, torch.Tensor | FailedImage] = {}
-            wanted = [(image, text) for image, text in zip(chunk, texts, strict=True) if text is not None]
-            if wanted:
-                images = tuple(image for image, _ in wanted)
-                generated = self.generate_images(device, images, [text for _, text in wanted], poll)
+            encoded = [(image, text) for image, text in zip(chunk, texts, strict=True) if text is not None]
+            if encoded:
+                images = tuple(image for image, _ in encoded)
+                generated = self.generate_images(device, images, [text for _, text in encoded], poll)
                 results = {image.number: result for image, result in zip(images, generated, strict=True)}
             return [results.get(image.number, late) for image in chunk]
 

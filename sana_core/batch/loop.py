@@ -20,7 +20,7 @@ GRACE = 60.0
 # If more seconds than this pass between two looks at the workers, this time does not count as their time. The consumer
 # of the images may take long, for example because its terminal is paused.
 LONGEST_LOOK = 5.0
-# If so many images failed and none was ever finished, the reason is not the images.
+# If this number of images failed and none was ever finished, the reason is not the images.
 FAILURES_AT_START = 32
 
 
@@ -119,7 +119,7 @@ def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tup
 def stop_if_all_fail(
     generated: Iterator[tuple[ImageSpec, R | FailedImage]], workload: Workload
 ) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
-    """Yield what `generated` yields. Raises InputError if it begins with FAILURES_AT_START images that failed.
+    """Pass on the images of `generated`. Raises InputError if its first FAILURES_AT_START images all failed.
 
     A run that resumes has images of these settings and does not end early. One prompt out of several may fail with
     every seed, so the failures must be of different prompts.

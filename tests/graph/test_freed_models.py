@@ -1,21 +1,11 @@
 """Models are freed as soon as nothing uses them, by reference counting. With --cache-none, ComfyUI relies on it."""
 
-import gc
 import weakref
 
 import pytest
 import torch
 from fake_cuda import pack
 from loaded_models import misplaced
-
-
-@pytest.fixture
-def no_collector():
-    """Python's collector of cycles is off, so only reference counting frees objects."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def load_model(path):

@@ -1,6 +1,5 @@
 """An error that a thread passes on keeps no model alive: its frames are freed by reference counting."""
 
-import gc
 import weakref
 from contextlib import closing
 
@@ -18,14 +17,6 @@ CPU = torch.device("cpu")
 
 class Model:
     """Something that the frames of the failed call refer to."""
-
-
-@pytest.fixture
-def no_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def split_fails(error):
