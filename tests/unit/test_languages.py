@@ -52,34 +52,3 @@ def test_titles_of_templates_in_the_chinese_readme_are_those_of_the_template_bro
     titles = json.loads((ROOT / "locales/zh/main.json").read_text())["templateWorkflows"]["template"]["sana-nodes"]
     named = set(re.findall(r"\*(SANA [^*]+)\*", CHINESE))
     assert named and named <= set(titles.values())
-
-
-LANGUAGES = sorted(folder.name for folder in (ROOT / "locales").iterdir())
-# those that the canvas has besides English
-CANVAS = ["ar", "es", "fa", "fr", "he", "ja", "ko", "pt-BR", "ru", "tr", "zh", "zh-TW"]
-
-
-def texts(language):
-    """What is said of each node, by the path to it."""
-
-    def walk(value, path):
-        if isinstance(value, str):
-            return {path: value}
-        return {key: text for name, inner in value.items() for key, text in walk(inner, (*path, name)).items()}
-
-    return walk(json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8")), ())
-
-
-def test_the_canvas_s_languages_are_there():
-    assert LANGUAGES == CANVAS
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_every_language_says_all_of_every_node(language):
-    own, chinese = texts(language), texts("zh")
-    assert own.keys() == chinese.keys() and all(text.strip() for text in own.values())
-    names = [text for path, text in own.items() if path[1] == "display_name"]
-    assert len(set(names)) == len(names) and all(name.startswith("SANA") for name in names)
-    # folders have no translation
-    for path, text in own.items():
-        assert sorted(re.findall(r"models/[a-z_]+", text)) == sorted(re.findall(r"models/[a-z_]+", chinese[path]))
