@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from fake_accelerator import FAKE
+from loaded_models import empty_model_list
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -94,13 +95,12 @@ def fake_card(monkeypatch, free=80 * GB, total=None, state="NORMAL_VRAM", dynami
         return (left, 0) if torch_free_too else left
 
     card = SimpleNamespace(major=major, minor=0, name="fake", total_memory=total or free)
-    with monkeypatch.context() as patch:
+    with empty_model_list(), monkeypatch.context() as patch:
         patch.setattr(management, "cpu_state", management.CPUState.GPU)
         patch.setattr(management, "vram_state", management.VRAMState[state])
         patch.setattr(management, "lowvram_available", True)
         patch.setattr(management, "get_free_memory", free_memory)
         patch.setattr(management, "get_total_memory", lambda device=None, torch_total_too=False: total or free)
-        patch.setattr(management, "current_loaded_models", [])
         patch.setattr(management, "LORA_COMPUTE_DTYPES", {})
         patch.setattr(torch.cuda, "current_device", lambda: CARD.index)
         patch.setattr(torch.cuda, "set_device", lambda device: None)

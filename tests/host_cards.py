@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from loaded_models import empty_model_list
 from pretend_card import Cards, pretend_cards
 
 
@@ -33,14 +34,13 @@ def host_cards(
     import comfy.cli_args
     import comfy.model_management as management
 
-    with pretend_cards(count, **cards) as pretended, pytest.MonkeyPatch.context() as patch:
+    with pretend_cards(count, **cards) as pretended, empty_model_list(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(management, "cpu_state", management.CPUState.GPU)
         patch.setattr(management, "vram_state", management.VRAMState[state])
         patch.setattr(management, "lowvram_available", True)
         # A torch without CUDA would list one device.
         patch.setattr(management, "is_nvidia", lambda: True)
         patch.setattr(management, "FORCE_FP32", exact)
-        patch.setattr(management, "current_loaded_models", [])
         patch.setattr(management, "LORA_COMPUTE_DTYPES", {})
         patch.setattr(comfy.cli_args.args, "gpu_only", gpu_only)
         patch.setattr(comfy.cli_args.args, "cpu_vae", cpu_vae)

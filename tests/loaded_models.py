@@ -1,8 +1,29 @@
-"""Compares ComfyUI's list of loaded models with where their tensors are."""
+"""ComfyUI's list of loaded models: an empty one for a time, and a comparison with where the tensors are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+
+@contextmanager
+def empty_model_list() -> Iterator[None]:
+    """Give ComfyUI an empty list of loaded models in the block.
+
+    A model that dies removes itself from the list in place. The earlier list may have dead models after the block,
+    and ComfyUI fails on those.
+    """
+    import comfy.model_management as management
+
+    earlier = management.current_loaded_models
+    management.current_loaded_models = []
+    try:
+        yield
+    finally:
+        management.current_loaded_models = earlier
+        management.cleanup_models()
 
 
 def misplaced() -> list[str]:

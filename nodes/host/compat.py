@@ -67,12 +67,6 @@ def free_memory(device: torch.device) -> int:
     return comfy.model_patcher.ModelPatcher.get_free_memory(None, device)
 
 
-def forget_dead_models() -> None:
-    """Remove models from ComfyUI's list whose patcher or weights are gone. ComfyUI fails on such entries."""
-    comfy.model_management.cleanup_models_gc()
-    comfy.model_management.cleanup_models()
-
-
 def remember_loader(patcher: ModelPatcher, load: Callable[..., ModelPatcher], path: Path, *arguments: object) -> None:
     """Let ComfyUI make another copy of the weights of `patcher` by `load(path, *arguments)`."""
     patcher.cached_patcher_init = (load, (path, *arguments))

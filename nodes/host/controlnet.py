@@ -17,7 +17,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.model.controlnet import control_residuals
 from ...sana_core.model.forward import prepare
 from ...sana_core.model.reference import AUTO, model_timestep
-from .compat import forget_dead_models, remember_loader
+from .compat import remember_loader
 from .file_stats import reloader
 from .latents import latent_format
 from .layers import keep_on_device
@@ -67,8 +67,6 @@ class SanaControlNet(comfy.controlnet.ControlNet):
         timesteps = sampling.timestep(t) * timestep_scale(sampling)
         whole = transformer_options.get(WHOLE_TIMESTEPS, False)
         self.extra_args = {"sampled_timesteps": model_timestep(self.control_model, timesteps, whole)}
-        if self.cond_hint is None:
-            forget_dead_models()
         if self.cond_hint is None and self.hint_latent is not None:
             dtype = self.manual_cast_dtype or self.control_model.dtype
             self.cond_hint = self.hint_latent.to(device=x_noisy.device, dtype=dtype)

@@ -30,7 +30,7 @@ from ...sana_core.training.settings import (
 )
 from ...sana_core.training.train import train
 from .clip import SanaTokenizer
-from .compat import forget_dead_models, loaded_from, path_of
+from .compat import loaded_from, path_of
 from .controlnet import load_controlnet
 from .folders import RUNS
 from .guidance import require_images
@@ -220,7 +220,6 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
     base = read_base(settings)
     plan = plan_training(settings, base, accelerator=device.type != "cpu")
     # other models may stay where there is room beside the run
-    forget_dead_models()
     management.free_memory(memory_to_free(plan), device)
     management.soft_empty_cache()
     fit = ""

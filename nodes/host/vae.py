@@ -24,7 +24,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.model.latents import CHANNELS, DOWNSCALE
 from ...sana_core.model.layers import arrange_convolutions
 from ...sana_core.runtime.cancellation import Poll, Polled
-from .compat import empty_vae, forget_dead_models, free_memory, path_of, remember_loader
+from .compat import empty_vae, free_memory, path_of, remember_loader
 from .file_stats import reloader
 from .layers import keep_on_device
 from .video_vae import load_video_vae
@@ -188,7 +188,6 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
         options["devices"] = every
         # the others get a copy of the decoder for as long as it decodes
         memory = vae.patcher.model_size() + vae.memory_used_decode(samples.shape, vae.vae_dtype)
-        forget_dead_models()
         for device in every:
             if device != vae.device:
                 comfy.model_management.free_memory(memory, device)

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from fake_cuda import pack
-from loaded_models import misplaced
+from loaded_models import empty_model_list, misplaced
 
 
 def load_model(path):
@@ -52,3 +52,11 @@ def test_reference_counting_frees_a_model(host, checkpoint, load):
     del model, patcher
     assert not [reference for reference in references if reference() is not None]
     assert len(management.current_loaded_models) == before
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_model_that_dies_beside_another_list_is_not_listed_afterwards(host, checkpoint):
+    model, patcher = load_model(checkpoint)
+    with empty_model_list():
+        del model, patcher
+    assert not misplaced()
