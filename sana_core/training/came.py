@@ -28,7 +28,7 @@ from ..checkpoints.files import Json
 # added to the squares of gradients, and of differences; the authors' values, as is the limit of an update's RMS
 EPS = (1e-30, 1e-16)
 CLIP = 1.0
-# elements below which the average stays in fp32: biases and norms, as in bitsandbytes and torchao
+# elements of a whole weight below which the average stays in fp32: biases and norms, as in bitsandbytes and torchao
 SMALLEST = 4096
 # elements that are updated side by side where ranks share the weights, so that their sums travel together
 BUCKET = 1 << 23
@@ -70,6 +70,7 @@ class CAME(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             learning = [parameter for parameter in group["params"] if parameter.grad is not None]
+            # The ranks add up the same parameters together, although their shards differ in size.
             for bucket in buckets(learning, 0 if self.total is None else BUCKET):
                 updates = [update_parameter(parameter, self.state[parameter], group) for parameter in bucket]
                 update_together(updates, self.total or (lambda sums: sums))
@@ -77,17 +78,29 @@ class CAME(torch.optim.Optimizer):
 
 
 def buckets(parameters: Sequence[torch.Tensor], largest: int) -> Iterator[list[torch.Tensor]]:
-    """Give `parameters` in their order, as many at a time as have `largest` elements together, or one."""
+    """Yield `parameters` in their order, in lists whose largest shards have at most `largest` elements together.
+
+    A list has at least one parameter. All ranks yield the same lists.
+    """
     bucket: list[torch.Tensor] = []
     size = 0
     for parameter in parameters:
-        size += parameter.numel()
+        size += max(shard_sizes(parameter))
         if bucket and size > largest:
             yield bucket
-            bucket, size = [], parameter.numel()
+            bucket, size = [], max(shard_sizes(parameter))
         bucket.append(parameter)
     if bucket:
         yield bucket
+
+
+def shard_sizes(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the number of elements of each shard of the weight of `parameter`, on all ranks.
+
+    Decisions from these sizes are the same on all ranks. The size of the shard on this rank differs where rows do not
+    divide evenly.
+    """
+    return getattr(parameter, "shard_sizes", (parameter.numel(),))
 
 
 def update_together(updates: Sequence[Update], total: Total) -> None:
@@ -139,7 +152,7 @@ def is_matrix(weight: torch.Tensor) -> bool:
 def new_state(parameter: torch.Tensor, eight_bit: bool) -> State:
     """Return the state of a parameter before its first step, zeros."""
     state: State = {}
-    if eight_bit and parameter.numel() >= SMALLEST:
+    if eight_bit and sum(shard_sizes(parameter)) >= SMALLEST:
         state["exp_avg_codes"], state["exp_avg_scales"] = empty_codes(parameter)
     else:
         state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
@@ -211,5 +224,6 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def split(values: torch.Tensor) -> torch.Tensor:
     """Return `values` in blocks [n, BLOCK], the last one filled up with zeros."""
     missing = -values.numel() % BLOCK
-    # padded by nothing it would be a copy
-    return (functional.pad(values.flatten(), (0, missing)) if missing else values).reshape(-1, BLOCK)
+    # Padding with nothing would copy the values.
+    padded = functional.pad(values.flatten(), (0, missing)) if missing else values
+    return padded.reshape(-(-values.numel() // BLOCK), BLOCK)

@@ -14,7 +14,7 @@ import torch
 
 from ..checkpoints.files import Json
 from ..errors import InputError, VersionError
-from .came import CAME
+from .came import CAME, SMALLEST, shard_sizes
 
 # the rates of the averages, the authors' own
 BETAS = {
@@ -74,7 +74,16 @@ def build(name: str, groups: list[dict], settings: dict) -> torch.optim.Optimize
         if name == "adamw8bit":
             from torchao.optim import AdamW8bit
 
-            return AdamW8bit(groups, **settings)
+            class ShardedAdamW8bit(AdamW8bit):
+                """AdamW8bit that stores the moments of a weight in 8 bits on all ranks or on none."""
+
+                def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
+                    # torchao stores a tensor in 8 bits from 4096 elements, in whole blocks.
+                    if all(size >= SMALLEST and size % self.block_size == 0 for size in shard_sizes(parameter)):
+                        return super()._new_buffer(parameter, signed)
+                    return torch.zeros_like(parameter)
+
+            return ShardedAdamW8bit(groups, **settings)
         from pytorch_optimizer import Prodigy, ScheduleFreeAdamW
     except (ImportError, AttributeError) as error:
         # the latter from a torchao that is too new for torch
@@ -182,6 +191,8 @@ def step_rounded(
     assert parameter.grad is not None
     master = torch.nn.Parameter(parameter.detach().float())
     master.grad = parameter.grad.float()
+    # The optimizer reads the sizes of all shards from it.
+    vars(master).update(vars(parameter))
     groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [master]}]
     optimizer.state[master] = optimizer.state.pop(parameter, {})
     try:

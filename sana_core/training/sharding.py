@@ -153,6 +153,29 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
     return Shards(trained, models, whole)
 
 
+def row_slices(rows: int, parts: int) -> list[slice]:
+    """Return the rows of each part, divided as by FSDP and torch.chunk. The last parts may have fewer rows, or none."""
+    size = -(-rows // parts)
+    starts = [min(rows, part * size) for part in range(parts)]
+    return [slice(start, min(rows, start + size)) for start in starts]
+
+
+def local_parameters(layout: Layout) -> dict[str, nn.Parameter]:
+    """Return the rows of the trained weights on this rank, as parameters that share the memory of the model.
+
+    Their attribute `shard_sizes` has the number of elements on each rank. Optimizers decide by these numbers.
+    """
+    assert layout.shards is not None
+    parameters = {}
+    for name, weight in layout.shards.trained.items():
+        parameter = nn.Parameter(weight.to_local().detach())
+        slices = row_slices(len(weight), layout.parts)
+        row_size = weight.numel() // len(weight)
+        parameter.shard_sizes = tuple((rows.stop - rows.start) * row_size for rows in slices)  # type: ignore[attr-defined]
+        parameters[name] = parameter
+    return parameters
+
+
 def materialize_params(module: nn.Module, given: dict[nn.Parameter, nn.Parameter]) -> None:
     """Give all ranks the first one's parameters of `module` that are in no rows yet, on the CPU where they have no
     numbers; `given` is what they have become, for those that several modules share."""

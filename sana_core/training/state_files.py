@@ -27,6 +27,7 @@ from ..errors import CheckpointError, InputError, OutputError
 from ..runtime.atomic_files import digest_file, sync
 from .optimizers import fill
 from .runs import SHARDS, TENSORS, broken, save_whole
+from .sharding import row_slices
 from .train_state import TrainState
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ STEP = "step"
 OWN = "@"
 # of CAME, the means of rows, which lie where the rows do
 ROWS = "_row"
+# CAME's means of columns, which are the same on all ranks.
+COLUMNS = "_col"
 
 
 def tensors_of(state: TrainState) -> tuple[dict[str, torch.Tensor], Json]:
@@ -167,6 +170,12 @@ def is_own(key: str) -> bool:
     return key.endswith(("_scales", "_codes")) or "." in key
 
 
+def is_shared(key: str) -> bool:
+    """Whether an optimizer's tensor of a weight is the same on all ranks. The shape does not say it: the step count has
+    the shape of a shard of one element."""
+    return key == STEP or key.endswith(COLUMNS)
+
+
 def chosen_save(state: TrainState) -> Callable[[Mapping[str, torch.Tensor], Path], dict[str, str]]:
     """Return what writes the tensors of a state: all ranks together, or where one has everything, and torch has no
     files for that yet (2.9 has), the first alone."""
@@ -213,7 +222,7 @@ def as_part(state: TrainState, name: str, tensor: torch.Tensor) -> tuple[str, to
         return name, tensor
     if is_own(key):
         return f"{name}{OWN}{state.layout.part}", tensor
-    if not key.endswith(ROWS) and tensor.shape != owner.to_local().shape:
+    if is_shared(key):
         return name, tensor
     return name, in_rows(tensor, owner, whole_shape(owner, key))
 
@@ -259,12 +268,9 @@ def own_rows(state: TrainState, name: str, shape: Sequence[int]) -> slice | None
         return None
     if is_own(key):
         raise of_others(1, state.layout.parts)
-    if tuple(shape) != whole_shape(owner, key):
+    if is_shared(key):
         return None
-    # torch.chunk's division, which is FSDP's
-    each = -(-shape[0] // state.layout.parts)
-    start = min(shape[0], state.layout.part * each)
-    return slice(start, min(shape[0], start + each))
+    return row_slices(shape[0], state.layout.parts)[state.layout.part]
 
 
 def read_shards(state: TrainState, folder: Path, count: int) -> dict[str, torch.Tensor]:

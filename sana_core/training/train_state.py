@@ -50,7 +50,7 @@ from .quantised_base import quantise_base
 from .ranks import ALONE, Ranks
 from .schedule import Data, TrainProgress
 from .settings import CONSISTENCY, DDP, TrainingSettings
-from .sharding import Layout, gather, lay_out
+from .sharding import Layout, gather, lay_out, local_parameters
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
@@ -125,9 +125,7 @@ def make_train_state(
     layout = lay_out(models, settings, ranks)
     parameters = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
     if layout.shards is not None:
-        # the rows of this rank, in the memory of the model's
-        trained = layout.shards.trained.items()
-        parameters = {name: torch.nn.Parameter(each.to_local().detach()) for name, each in trained}
+        parameters = local_parameters(layout)
     own = settings.optimizer
     optimizer = make_optimizer(own.name, list(parameters.values()), 0.0, own.weight_decay, d0=own.d0, d_coef=own.d_coef)
     if layout.shards is not None and isinstance(optimizer, CAME):
