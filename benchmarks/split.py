@@ -1,8 +1,8 @@
-"""One picture over several devices: what they tell each other, how exact it is, and how fast on two cores.
+"""One image over several devices: what they tell each other, how exact it is, and how fast on two cores.
 
 Counts and differences are those of SANA 0.6B's and 1.6B's widths with random weights; times are of a guided step of 6
-blocks of 0.6B, and of the decode by f32c32, at 1024 px, in fp32 with one thread a device: two threads of a process, and
-two processes by gloo, which share the step alone, against one. Writes benchmarks/split.json.
+blocks of 0.6B, and of the decode by f32c32, at 1024 px, in fp32: two devices with one thread each, against one. Writes
+benchmarks/split.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from decoders import f32c32
 
 from benchmarks.machine import write
@@ -25,12 +24,10 @@ from sana_core.decode import decode_latents
 from sana_core.doctor.arithmetic import transformer
 from sana_core.model.forward import prepare, shard_velocity, velocity
 from sana_core.split.devices import Split
-from sana_core.split.processes import ProcessSplit
 
 RUNS = 2
 BLOCKS = 6
 SMALL, LARGE = 1152, 2240  # the widths of 0.6B and 1.6B
-PORT = 29517
 
 
 def step(model, rows: int, columns: int):
@@ -43,14 +40,10 @@ def step(model, rows: int, columns: int):
 def shared_step(model, arguments, devices: int):
     """The velocity by so many shards, and the exchanges they had."""
     split = Split([torch.device("cpu")] * devices)
-    return run_split(split, model, arguments), split.exchanges
-
-
-def run_split(split, model, arguments):
-    """The velocity by the members of `split`."""
     x, timestep, constants = arguments
     forward = partial(velocity, model)
-    return split.run(x, lambda shard: shard_velocity(forward, shard, timestep, constants, None, None, ()))
+    result = split.run(x, lambda shard: shard_velocity(forward, shard, timestep, constants, None, None, ()))
+    return result, split.exchanges
 
 
 def count() -> dict:
@@ -83,16 +76,14 @@ def differences() -> dict:
     return found
 
 
-def timed(mode: str, rank: int) -> dict[str, float]:
-    """Seconds of a step and of a decode in this process: by one thread, by two, or by one of two processes."""
+def timed(mode: str) -> dict[str, float]:
+    """Seconds of a step and of a decode in this process, by one thread or by two."""
     torch.set_num_threads(2 if mode == "threads" else 1)
-    os.sched_setaffinity(0, {rank} if mode == "processes" else {0} if mode == "one" else {0, 1})
+    os.sched_setaffinity(0, {0} if mode == "one" else {0, 1})
     model, decoder = transformer(SMALL, BLOCKS), f32c32(1)
     x, timestep, constants = arguments = step(model, 32, 32)
 
     def sample():
-        if mode == "processes":
-            return run_split(members, model, arguments)
         if mode == "threads":
             return shared_step(model, arguments, 2)[0]
         return velocity(model, x, timestep, constants)
@@ -114,39 +105,27 @@ def timed(mode: str, rank: int) -> dict[str, float]:
                 times.append(time.perf_counter() - began)
         return min(times)
 
-    if mode == "processes":
-        store = dist.TCPStore("127.0.0.1", PORT, 2, is_master=rank == 0)
-        members = ProcessSplit(store, rank, [1.0, 1.0], torch.device("cpu"))
-        # processes share no decode
-        return {"step": clock(sample)}
     return {"step": clock(sample), "decode": clock(decode)}
 
 
-def start(mode: str, rank: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", "benchmarks.split", "--mode", mode, "--rank", str(rank)]
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
-
-
 def times() -> dict:
-    """Seconds of the slowest, and how many times as fast two are."""
-    found: dict[str, dict[str, float]] = {"step": {}, "decode": {}}
-    for name, modes in (("one_thread", ["one"]), ("two_threads", ["threads"]), ("two_processes", ["processes"] * 2)):
-        started = [start(mode, rank) for rank, mode in enumerate(modes)]
-        outputs = [json.loads(each.communicate()[0].splitlines()[-1]) for each in started]
-        for part in outputs[0]:
-            slowest = max(each[part] for each in outputs)
-            found[part][f"{name}_s"] = round(slowest, 2)
-            found[part][f"{name}_gain"] = round(found[part]["one_thread_s"] / slowest, 2)
-    return {**found, "load_of_the_machine": round(statistics.mean(os.getloadavg()[:2]), 1)}
+    """Seconds, and how many times as fast two are."""
+    figures: dict[str, dict[str, float]] = {"step": {}, "decode": {}}
+    for name, mode in (("one_thread", "one"), ("two_threads", "threads")):
+        command = [sys.executable, "-m", "benchmarks.split", "--mode", mode]
+        output = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, check=True)
+        for part, seconds in json.loads(output.stdout.splitlines()[-1]).items():
+            figures[part][f"{name}_s"] = round(seconds, 2)
+            figures[part][f"{name}_gain"] = round(figures[part]["one_thread_s"] / seconds, 2)
+    return {**figures, "load_of_the_machine": round(statistics.mean(os.getloadavg()[:2]), 1)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=("one", "threads", "processes"))
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--mode", choices=("one", "threads"))
     arguments = parser.parse_args()
     if arguments.mode is not None:
-        sys.stdout.write(json.dumps(timed(arguments.mode, arguments.rank)))
+        sys.stdout.write(json.dumps(timed(arguments.mode)))
         return
     write(__file__, {"counted": count(), "differences": differences(), "times": times()})
 

@@ -29,7 +29,7 @@ class SanaNodesSplitPicture(io.ComfyNode):
                     "devices",
                     options=list_splits(),
                     tooltip="all: every GPU of this computer. gpu x 2: the model's own and one more. cpu x 2: the CPU "
-                    "in two halves, to try it out. cluster: every GPU of the Ray cluster, if the server has one.",
+                    "in two halves, to try it out.",
                 ),
             ],
             outputs=[io.Model.Output()],

@@ -83,8 +83,8 @@ def generate(
 
     A single string is one prompt. Image i of each prompt uses seed + i, so it is the same alone and in a batch. All of
     `devices` work; None stands for every accelerator of this machine, or its CPU. `cluster` is the address of a Ray
-    cluster, "auto", or a `sana_core.cluster.connection.ClusterSettings`: its GPUs work instead. With `split` all of
-    them share each image.
+    cluster, "auto", or a `sana_core.cluster.connection.ClusterSettings`: its GPUs work instead. With `split` all
+    `devices` share each image.
 
     `options` are the fields of `sana_core.batch.pipeline.SamplingSettings`, like width, steps and guidance; `chunk`,
     how many images a device generates at once, None and 0 for as many as fit; `say`, which is told what a cluster waits
@@ -102,8 +102,12 @@ def generate(
     of NaN. Its attribute `images` has all other images.
     """
     settings, best = find_settings(options), find_best_of(options, count)
-    find = find_split_backend if split else find_backend
-    backend = find(checkpoint, devices, cluster, options.get("say", no_status))
+    if not split:
+        backend = find_backend(checkpoint, devices, cluster, options.get("say", no_status))
+    elif cluster is None:
+        backend = split_backend(checkpoint, devices)
+    else:
+        raise InputError("split: got a cluster, expected devices of this machine; leave one of them out")
     if best is not None:
         picks = pick_images(prompts, checkpoint, seed, options, best, backend, devices)
         options.get("report", {})["picked"] = [pick.describe(named=True) for pick in picks]
@@ -267,21 +271,11 @@ def find_backend(
     )
 
 
-def find_split_backend(
-    checkpoint: str | Path,
-    devices: Sequence[str | torch.device] | None,
-    cluster: str | ClusterSettings | None,
-    on_status: OnStatus,
-) -> Backend:
-    """Return what generates a workload with all of the cluster's GPUs, or of `devices`, at each image."""
-    if cluster is None:
-        from .split.generate import generate_split
+def split_backend(checkpoint: str | Path, devices: Sequence[str | torch.device] | None) -> Backend:
+    """Return a function that generates a workload with all `devices` at each image."""
+    from .split.generate import generate_split
 
-        return lambda workload, how: generate_split(workload, checkpoint, how, devices)
-    from .cluster.split import generate_split_on_cluster
-
-    where = cluster_settings(cluster)
-    return lambda workload, how: generate_split_on_cluster(workload, checkpoint, how, where, on_status=on_status)
+    return lambda workload, how: generate_split(workload, checkpoint, how, devices)
 
 
 def cluster_settings(cluster: str | ClusterSettings) -> ClusterSettings:

@@ -65,9 +65,7 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
     report = WorkerReport()
     workload = Workload(prompts, images, batch.chunk or None)
     status = status_under_running_node()
-    generation = run_for(
-        batch.model, session, job, lambda run: generate_with(run, job, workload, report), "batch", status
-    )
+    generation = run_for(batch.model, session, job, lambda run: generate_with(run, job, workload, report), status)
     with closing(generation) as generated:
         for image, result in generated:
             if isinstance(result, FailedImage):

@@ -81,15 +81,15 @@ def run_for(
     session: Session,
     job: Job,
     work: Work[T],
-    kind: str,
     on_status: OnStatus,
 ) -> Generator[T, None, None]:
-    """Yield what `Session.run` does of `work`, by workers of that `kind` that have loaded what `job` says and the LoRAs
-    of MODEL; they go with it. Cancel is polled.
+    """Yield the results of `work` from workers that have loaded the models of `job`, with the LoRAs of MODEL.
+
+    The workers end when MODEL is freed. Cancel is polled.
     """
     settings = job.settings
     files = (job.transformer, job.autoencoder, repr(job.weights))
-    key = (kind, *files, job.resolution, settings.dtype, settings.reference, model.patches_uuid)
+    key = (*files, job.resolution, settings.dtype, settings.reference, model.patches_uuid)
 
     def changed() -> dict[str, torch.Tensor]:
         weakref.finalize(model.model, session.forget, key)

@@ -264,8 +264,7 @@ def cluster_in(document: object) -> ClusterSettings:
 
 
 def list_splits() -> list[str]:
-    """Return what SANA Split Image offers: all, so many of the accelerators, or the CPU's cores in two halves, and
-    the cluster."""
+    """Return the choices of SANA Split Image: all, a number of the accelerators, or the CPU's cores in two halves."""
     devices = comfy.model_management.get_all_torch_devices()
     own = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu x {count}" for count in range(2, len(devices))]
-    return ["all", *own, *list_cluster()]
+    return ["all", *own]

@@ -1,42 +1,35 @@
-"""SANA Split Image: devices of this machine or a cluster compute each call of a MODEL together, whatever samples it.
+"""SANA Split Image: several devices of this machine compute each call of a MODEL together, with any sampler.
 
-The node puts a replica of the MODEL for each further device beside it. When a sampling begins they get the patches that
-the MODEL has by then, and ComfyUI loads them with it; the model's own call then finds who shares it in its options. To
-the GPUs of the cluster go latents in each step and prompts once, and the rows of the velocity come back.
+The node notes the other devices at the MODEL. When sampling begins, each of them gets a replica of the MODEL with its
+present patches, and ComfyUI loads the replicas together with the MODEL. The call of the model finds the devices in its
+options.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from contextlib import closing
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
-from ...sana_core.batch.pipeline import SamplingSettings
-from ...sana_core.cluster.split import Call, answer_calls
-from ...sana_core.cluster.worker import Job
 from ...sana_core.errors import InputError, first_line
 from ...sana_core.model.forward import shard_velocity, velocity
 from ...sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ...sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ...sana_core.split.devices import Split
 from ...sana_core.split.speed import relative_speeds
-from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
-from .folders import CLUSTER, TWO_WORKERS
+from .folders import TWO_WORKERS
 from .guidance import require_images
 from .model import image_pixels
 from .patches import SPLIT, unshared
 from .replicas import clone_patcher
-from .report import status_under_running_node
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
     from comfy.model_patcher import ModelPatcher
 
@@ -66,16 +59,12 @@ def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
 def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
     """Return a copy of `model` that the devices of that name compute together, and what to say of it.
 
-    Raises InputError for a MODEL that is not SANA's, and for no cluster.
+    Raises InputError for a MODEL that is not SANA's.
     """
     check_splittable("model", require_images(model.model).diffusion_model)
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
     patched.remove_attachments(SPLIT)
-    if choice == CLUSTER:
-        require_cluster()
-        patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SPLIT, share_on_cluster)
-        return patched, "the GPUs of the cluster share each image"
     devices = find_devices(patched, choice)
     if len(devices) < 2:
         return patched, f"one device, {devices[0]}, computes the image: this machine has no other to share it with"
@@ -177,56 +166,3 @@ class Group:
 
         poll = comfy.model_management.throw_exception_if_processing_interrupted
         return self.split.run(x, work, len(prompt.prompts), poll)
-
-
-def share_on_cluster(executor, noise: torch.Tensor, *args, **kwargs):
-    """What ComfyUI calls around a sampling: let workers of the cluster load the MODEL, and answer its calls.
-
-    Raises InputError, before anything is loaded, for what other machines cannot compute; ClusterError where no cluster
-    or no two GPUs of it can be reached, and what a machine said where none is left.
-    """
-    guider = executor.class_obj
-    model = guider.model_patcher
-    check_patches(model, guider.conds)
-    path, resolution, reference = plain_file(model)
-    dtype = str(model.model.get_dtype_inference()).removeprefix("torch.")
-    settings = SamplingSettings(*image_pixels(noise), dtype=dtype, reference=reference)
-    job = Job(settings, fingerprints([path]), path, resolution=resolution)
-    session, status = session_on(require_cluster()), status_under_running_node()
-    calls: SimpleQueue[Call] = SimpleQueue()
-    answering = run_for(model, session, job, lambda run: answer_calls(run, job, calls), "split", status)
-    with closing(answering) as answers:
-        status(f"{int(next(answers))} GPUs of the cluster share the image")
-        guider.model_options["transformer_options"][SPLIT] = {model.load_device: ClusterGroup(calls, answers)}
-        return executor(noise, *args, **kwargs)
-
-
-class ClusterGroup:
-    """Who computes the calls that this machine's device gets: the cluster's workers."""
-
-    def __init__(self, calls: SimpleQueue[Call], answers: Generator[torch.Tensor, None, None]) -> None:
-        self.calls, self.answers = calls, answers
-        # of prompts, which live as long as the sampling
-        self.numbers: dict[tuple[int, ...], int] = {}
-
-    def velocity(
-        self,
-        transformer: torch.nn.Module,
-        x: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt: PromptBatch,
-        guidance: torch.Tensor | None,
-        control: Sequence[torch.Tensor | None],
-    ) -> torch.Tensor:
-        """Return the velocity at `x` as `forward.velocity` does; cancel is polled."""
-        key = (*map(id, prompt.prompts), len(x))
-        prompts = None
-        if key not in self.numbers:
-            embeds, mask, perturbation = prompt.inputs(x)
-            images, blocks = perturbation or (None, frozenset())
-            flags = None if images is None else images.cpu()
-            prompts = embeds.cpu(), mask.cpu(), flags, blocks, len(prompt.prompts)
-        number = self.numbers.setdefault(key, len(self.numbers))
-        inputs = tuple(None if one is None else one.cpu() for one in (x, timesteps, guidance, *control))
-        self.calls.put(Call(inputs, number, prompts))
-        return next(self.answers).to(x.device)

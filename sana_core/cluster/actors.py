@@ -24,8 +24,6 @@ class ActorHandle:
 
     # Ray's handle.
     handle: Any
-    # Ray's scheduling strategy.
-    strategy: object
     # When it was requested. After that: when it began to load.
     since: float
     # Id of its machine. Before Ray has placed it: the requested machine, or "" for any.
@@ -51,10 +49,6 @@ class ActorCache:
     # Name of a weight of the transformer that differs from the file: Ray's reference to its value.
     changed: Mapping[str, object] = field(default_factory=dict)
     actors: list[ActorHandle] = field(default_factory=list)
-    # Ray's placement groups of these actors.
-    groups: list[object] = field(default_factory=list)
-    # Lost actors whose GPU is still reserved.
-    lost: list[ActorHandle] = field(default_factory=list)
     # Name of each actor that was ever placed: its machine, as text.
     machines: dict[str, str] = field(default_factory=dict)
 
@@ -62,9 +56,7 @@ class ActorCache:
         """Kill the actors."""
         for actor in self.actors:
             ray.kill(actor.handle)
-        for group in self.groups:
-            ray.util.remove_placement_group(group)
-        self.actors, self.groups, self.lost = [], [], []
+        self.actors = []
 
 
 class ClusterRun(NamedTuple):

@@ -37,18 +37,14 @@ FAILURES = {"memory": MemoryError, "driver": DriverError, "machine": MachineErro
 
 
 class Pool:
-    """The actors of a `run` that have loaded `job`, at most `max_actors`, those of its cache first.
+    """The actors of a `run` that have loaded `job`, at most `max_actors`, those of its cache first."""
 
-    `together` are those of a split: their GPUs are reserved at once, on as few machines as can be, and none is asked
-    for ahead.
-    """
-
-    def __init__(self, run: ClusterRun, job: Job, max_actors: int, together: bool = False) -> None:
+    def __init__(self, run: ClusterRun, job: Job, max_actors: int) -> None:
         self.ray, self.cluster, self.cache, self.poll, self.on_status = run
         self.cluster.check()
         from .actor import actor_class, describe_code
 
-        self.job, self.max_actors, self.together, self.status = job.pack(), self.cluster.limit(max_actors), together, ""
+        self.job, self.max_actors, self.status = job.pack(), self.cluster.limit(max_actors), ""
         self.actor_class, self.code = actor_class(), describe_code(Path(__file__).parents[1])
         self.asked: dict[Hashable, ActorHandle] = {}  # by the call of locate; Ray has not placed them yet
         self.starting: dict[Hashable, ActorHandle] = {}  # by the call of prepare
@@ -63,7 +59,6 @@ class Pool:
         self.closed: Counter[tuple[str, str]] = Counter()  # actors that a place no longer has room for
         self.parked: list[ActorHandle] = []  # idle actors that occupy closed places, so that Ray fills others
         self.clock = WatchClock()
-        self.min_actors = 2 if together else 1  # actors that the work can begin with, or go on
         self.warned: set[str] = set()
         self.placed: set[str] = set()  # nodes that ever had an actor
         self.last_check = self.last_member = self.clock()
@@ -71,8 +66,6 @@ class Pool:
         for actor in self.cache.actors:
             if actor.node_id in self.nodes:
                 self.prepare(actor)
-            elif together:
-                self.cache.lost.append(actor)
         self.cache.actors = []
         self.check_health()
 
@@ -119,13 +112,6 @@ class Pool:
         # A lost actor moves the next check forward, but this check already looks for a replacement.
         self.last_check = now = self.clock()
         able = {node: count for node in self.nodes if node not in self.refused and (count := self.capacity(node)) > 0}
-        if self.together:
-            lost, self.cache.lost = self.cache.lost, []
-            for actor in lost:
-                self.ask(actor.strategy, actor.node_id)
-            if len(self.held) + len(self.asked) < 2:
-                self.ask_together()
-            return
         for node, room in able.items():
             room = min(room - sum(actor.node_id == node for actor in self.held), self.max_actors - len(self.held))
             waiting = {call: actor for call, actor in self.asked.items() if actor.node_id == node}
@@ -151,7 +137,7 @@ class Pool:
         needs = dict(self.cluster.needs)
         options = {"num_gpus": needs.pop("GPU"), "num_cpus": 0, "resources": needs, "scheduling_strategy": strategy}
         handle = self.actor_class.options(**options).remote()
-        self.asked[handle.locate.remote()] = ActorHandle(handle, strategy, self.clock(), node_id)
+        self.asked[handle.locate.remote()] = ActorHandle(handle, self.clock(), node_id)
 
     def anywhere(self) -> object:
         """Return where Ray may place an actor: on any machine that has not refused."""
@@ -161,32 +147,6 @@ class Pool:
         found = (self.nodes.get(node, {}).get("Labels", {}).items() for node in self.refused)
         labels = {name for items in found for name, value in items if value in self.refused}
         return NodeLabelSchedulingStrategy(hard={name: NotIn(*self.refused) for name in labels}) if labels else "SPREAD"
-
-    def ask_together(self) -> None:
-        """Reserve GPUs that are free now, two at least, and ask for an actor on each."""
-        from ray.util import placement_group, placement_group_table, remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        free, needs = self.ray.available_resources(), self.cluster.needs
-        room = min(int(free.get(name, 0) / amount) for name, amount in needs.items())
-        count = min(self.max_actors - len(self.held), room)
-        if count + len(self.held) < 2:
-            return
-        group, deadline = placement_group([needs] * count, strategy="PACK"), time.monotonic() + PLACEMENT_TIMEOUT
-        while True:
-            self.poll()
-            table = placement_group_table(group)
-            if table["state"] == "CREATED":
-                break
-            if time.monotonic() > deadline:
-                # somebody else was faster
-                remove_placement_group(group)
-                return
-            time.sleep(POLL_INTERVAL)
-        self.cache.groups.append(group)
-        for index, node_id in table["bundles_to_node_id"].items():
-            if node_id not in self.refused:
-                self.ask(PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index), node_id)
 
     def wait(self, calls: list[Hashable]) -> list[Hashable]:
         """Return which of `calls` have ended, after a short time also none, and replace lost actors meanwhile.
@@ -199,7 +159,7 @@ class Pool:
         if self.clock() - self.last_check > HEALTH_CHECK_INTERVAL:
             self.check_health()
         now, finished = self.clock(), [call for call in calls if call in ready]
-        if len(self.held) >= self.min_actors:
+        if self.held:
             self.last_member = now
         elif finished:
             # Images of the last actors, which are delivered before the run ends.
@@ -233,10 +193,6 @@ class Pool:
             elif call in self.pings:
                 self.on_ping(call)
         return set(ready)
-
-    def may_place(self) -> bool:
-        """Whether Ray may be about to place an actor; it takes long only where no machine has a GPU for it."""
-        return any(self.clock() - actor.since < ACTOR_TIMEOUT for actor in self.asked.values())
 
     def all_refuse(self) -> bool:
         """Whether there are machines with GPUs, and all of them have refused; one that has died might come back."""
@@ -317,10 +273,6 @@ class Pool:
         """Let an actor do something, as `Actor.call` has it, and return Ray's reference of what it makes."""
         return actor.handle.call.remote(method, self.ray.cloudpickle.dumps(arguments), *weights)
 
-    def put(self, value: object) -> object:
-        """Return Ray's reference of an argument that several actors get."""
-        return self.ray.put(self.ray.cloudpickle.dumps(value))
-
     def on_started(self, call: Hashable) -> None:
         """Add an actor that has loaded the model to the ready ones, or count its failure."""
         actor = self.starting[call]
@@ -332,10 +284,7 @@ class Pool:
         except (MemoryError, ActorError) as error:
             if isinstance(error, MemoryError):
                 error = ActorError(f"memory runs out while the model loads ({brief(error)}); {REMEDY}")
-            if self.together:
-                self.refuse(actor, error)
-            else:
-                self.fail(actor, error)
+            self.fail(actor, error)
         else:
             self.starting.pop(call)
             # The actor assumes that it has a whole GPU.
@@ -402,7 +351,7 @@ class Pool:
         count[actor.place] += 1
         if isinstance(error, MachineError):
             self.refuse(actor, error)
-        elif count[actor.place] >= limit and not self.together:
+        elif count[actor.place] >= limit:
             self.close_place(actor, error)
         else:
             self.drop(actor, error)
@@ -439,8 +388,6 @@ class Pool:
         if actor in self.held:
             logger.warning("cluster: lost %s: %s", actor.name, last_line(reason))
             self.end(actor)
-            if self.together:
-                self.cache.lost.append(actor)
 
     def end(self, actor: ActorHandle) -> None:
         """Kill an actor. The next check looks for another one."""
@@ -455,5 +402,3 @@ class Pool:
         self.cache.actors += self.held
         for actor in (*self.asked.values(), *self.parked):
             self.ray.kill(actor.handle)
-        if self.together:
-            self.cache.lost += self.asked.values()

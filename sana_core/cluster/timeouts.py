@@ -17,7 +17,5 @@ GPU_TIMEOUT = 2 * ACTOR_IDLE_TIMEOUT
 PLACEMENT_TIMEOUT = 10.0
 # for an actor's answer before it counts as hung; while it loads, a slow disk may keep it
 ACTOR_TIMEOUT, LOADING_TIMEOUT = 30.0, 300.0
-# after a member's error, for the others to notice that they have lost a partner
-PEER_LOSS_TIMEOUT = 20.0
 # between two calls of a poll, and two looks at the machines and whether actors answer
 POLL_INTERVAL, HEALTH_CHECK_INTERVAL = 0.5, 3.0

@@ -1,4 +1,4 @@
-"""What an actor of a cluster does: load the parts of a checkpoint once, generate chunks, or compute rows of an image.
+"""What an actor of a cluster does: load the parts of a checkpoint once, and generate chunks.
 
 What goes to an actor and comes back is plain: numbers, text, bytes, arrays, tensors. Inside ComfyUI this package has
 another name, and the machines would not find its classes under it.
@@ -6,15 +6,12 @@ another name, and the machines would not find its classes under it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from socket import AF_INET, AF_INET6, create_server
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ..batch.batch_size import has_room_for_encoder, largest_chunk
 from ..batch.pipeline import (
@@ -22,12 +19,9 @@ from ..batch.pipeline import (
     Embedding,
     ImageInputs,
     SamplingSettings,
-    decode,
     decode_each,
     encode_negative,
     encode_text,
-    encode_texts,
-    load_decoder,
     load_encoder,
     load_models,
     sample,
@@ -37,15 +31,10 @@ from ..batch.png import encode_png, file_name, write_image
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
-from ..model.forward import Constants, Perturbation, prepare, shard_velocity, velocity
 from ..model.fp8 import check_fp8
-from ..model.row_shards import Shard
 from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
-from ..sampling.guidance import ShardedModel
 from ..sampling.masked import InitImage
-from ..split.processes import ProcessSplit
-from ..split.speed import device_name, measure
 
 NOT_FINITE = "samples: got NaN or infinity; sample again in bf16 or fp32"
 
@@ -90,11 +79,6 @@ class Worker:
 
     def __init__(self, payload: Json) -> None:
         self.job = unpack(payload)
-        self.store: dist.Store | None = None
-        # the members of a split, and the address of their store, which is another one each time
-        self.split: ProcessSplit | None = None
-        self.joined: tuple[str, int] | None = None
-        self.constants: dict[tuple, Constants] = {}
 
     def load(self, threads: int, changed: Mapping[str, torch.Tensor]) -> None:
         """Load everything. What a CPU computes here is computed by so many `threads`.
@@ -131,7 +115,6 @@ class Worker:
         if job.shared is not None:
             check_run(Path(job.shared[0]), job.shared[1])
         self.job = job
-        self.constants.clear()
         if job.encoder is not None:
             # the last ones: the queue hands the images of a prompt out one after another
             self.encode = lru_cache(LARGEST_CHUNK)(partial(encode_text, self.encoder, instruction=True))
@@ -182,116 +165,3 @@ class Worker:
             raise OutputError(
                 f"out: cannot write into {folder} ({error.strerror or error}); see its rights and its disk"
             ) from error
-
-    def encode_once(self, encoder: str, prompts: Sequence[str]) -> tuple[dict[str, Embedding], Embedding]:
-        """Return the prompts and the negative one encoded, for all who share their images; the encoder goes then."""
-        settings, device = self.job.settings, self.models.transformer.device
-        if not has_room_for_encoder(encoder, settings, device):
-            device = torch.device("cpu")
-        loaded = load_encoder(encoder, device, settings.dtype, settings.reference)
-        return encode_texts(loaded, prompts, settings.negative_prompt)
-
-    def decode_one(self, checkpoint: str, latents: torch.Tensor) -> torch.Tensor:
-        """Return the pixels [3, H, W] in [-1, 1] of the latents [1, 32, h, w]; the decoder stays for the next."""
-        transformer, decoder = self.models.transformer, self.models.autoencoder
-        if decoder is None:
-            decoder = load_decoder(checkpoint, transformer.device, self.job.settings.dtype)
-            self.models = self.models._replace(autoencoder=decoder)
-        return decode(decoder, latents)[0]
-
-    def speed(self) -> tuple[str, float]:
-        """Return what devices that are equally fast have in common, and how fast this one is."""
-        transformer = self.models.transformer
-        return device_name(transformer.device), measure(transformer.device, transformer)
-
-    def open_store(self, world: int) -> tuple[str, int]:
-        """Open the store in which `world` processes find each other. Returns this machine's address and the port."""
-        from ray.util import get_node_ip_address
-
-        self.leave()
-        host = get_node_ip_address()
-        # The store has no password, and torch would bind it to all interfaces. The members need only this address.
-        listener = create_server((host, 0), family=AF_INET6 if ":" in host else AF_INET)
-        port = listener.getsockname()[1]
-        # libuv's store accepts a bound socket only in newer versions of torch.
-        self.store = dist.TCPStore(
-            host,
-            port,
-            world,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=False,
-        )
-        return host, port
-
-    @contextmanager
-    def joined_to(self, rank: int, speeds: Sequence[float], address: tuple[str, int]) -> Iterator[ProcessSplit]:
-        """Connected to the others. An error ends the connection, so that they get one at once, and wait for nobody."""
-        if self.split is None or self.joined != address:
-            self.leave()
-            store = self.store if rank == 0 else dist.TCPStore(*address, len(speeds), is_master=False)
-            assert store is not None
-            self.split = ProcessSplit(store, rank, speeds, self.models.transformer.device)
-            self.joined = address
-        try:
-            yield self.split
-        except BaseException:
-            self.leave()
-            raise
-
-    def leave(self) -> None:
-        if self.split is not None:
-            self.split = None
-            dist.destroy_process_group()
-
-    def generate_sharded(
-        self,
-        rank: int,
-        speeds: Sequence[float],
-        address: tuple[str, int],
-        image: Sequence[int],
-        text: Embedding,
-        negative: Embedding,
-    ) -> torch.Tensor | None:
-        """Return, as the first of all ranks, of those `speeds`, the latents [1, 32, h, w] that they make together."""
-        with self.joined_to(rank, speeds, address) as split:
-            sharded = ShardedModel(split.run, [self.models.transformer])
-            chunk, prompts = (ImageSpec(*image),), Conditioning([text], negative)
-            latents = sample(self.models, self.job.settings, chunk, prompts, sharded=sharded)
-        return latents.cpu() if rank == 0 else None
-
-    @torch.no_grad()
-    def velocity(
-        self,
-        rank: int,
-        speeds: Sequence[float],
-        address: tuple[str, int],
-        inputs: Sequence[Any],
-        number: int,
-        prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, frozenset[int], int],
-    ) -> torch.Tensor | None:
-        """Return, as the first of all ranks, the velocity [B, 32, h, w] as `forward.velocity` does.
-
-        `inputs` are latents [B, 32, h, w], timesteps [B], guidance [B] or None, and the residuals [B, N, C] of
-        ControlNets for each block, or None; `prompts` are embeddings [P, T, C], their mask, which images have
-        perturbed attention [B, 1, 1], or None, in which blocks, and of how many equal parts the batch is. What depends
-        on them alone is computed once for a `number`, until the next job.
-        """
-        transformer = self.models.transformer
-        (x, timestep, guidance), control = inputs[:3], inputs[3:]
-        x = x.to(transformer.device)
-        embeds, mask, flags, blocks, parts = prompts
-        perturbation = None if flags is None else Perturbation(flags, blocks)
-        key = (number, *x.shape)
-        if key not in self.constants:
-            self.constants[key] = prepare(transformer, embeds.to(x), mask.to(x), *x.shape[-2:])
-
-        def work(shard: Shard) -> torch.Tensor:
-            constants = self.constants[key]
-            forward = partial(velocity, transformer)
-            return shard_velocity(forward, shard, timestep, constants, guidance, perturbation, control)
-
-        with self.joined_to(rank, speeds, address) as split:
-            made = split.run(x, work, parts)
-        return made.cpu() if rank == 0 else None

@@ -101,13 +101,8 @@ def describe(cost: Cost) -> list[str]:
         f"and {cost.row_bytes / 1e6:.2f} MB for a neighbour",
         "each device holds all the weights",
     ]
-    if cost.computing > cost.computing_in_processes:
-        lines.append(
-            "Python launches for one device after another, which is the limit here: with a process for each device, as "
-            f"on a cluster, they are {cost.gain_in_processes:.2f} times as fast"
-        )
     if cost.gain < LEAST_GAIN:
-        lines.append(f"it does not pay {'at this size' if cost.gain_in_processes < LEAST_GAIN else 'in one process'}")
+        lines.append("it does not pay: use fewer devices, or a larger image")
     return lines
 
 

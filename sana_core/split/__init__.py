@@ -6,7 +6,7 @@
 
 shard     the rows that one device has, from the top of the image to its bottom in the order of the devices
 sums      of a linear attention over all positions [B, heads, d, d + 1]: keys times values, and the keys themselves
-exchange  how shards exchange tensors: threads of one process, or torch.distributed
+exchange  how shards exchange tensors: threads of one process
 ops       a shard's operations in a block that need the others: the all-reduce and the halo
 member    a device with weights of its own; one that fails is left out, and its rows go to the others
 

@@ -83,17 +83,12 @@ class Cost(NamedTuple):
     moved: float
     alone: float  # seconds of a step on one device
     computing: float  # seconds on each of several, in threads of one process, with the rows that two compute
-    computing_in_processes: float  # the same with a process for each device, as on a cluster
     exchanging: float  # seconds
 
     @property
     def gain(self) -> float:
         """How many times as fast as one device they are."""
         return self.alone / (self.computing + self.exchanging)
-
-    @property
-    def gain_in_processes(self) -> float:
-        return self.alone / (self.computing_in_processes + self.exchanging)
 
 
 def split_cost(
@@ -123,7 +118,7 @@ def split_cost(
     whole = work_of(model, columns, rows, passes, 1, element)
     each = work_of(model, columns, -(-rows // members), own, members, element)
     counts = whole.launches, each.launches, whole.moved, each.moved
-    seconds = whole.seconds(gpu, 1), each.seconds(gpu, devices), each.seconds(gpu, 1)
+    seconds = whole.seconds(gpu, 1), each.seconds(gpu, devices)
     return Cost(devices, groups, exchanges + 1, sums, row, *counts, *seconds, exchanging)
 
 

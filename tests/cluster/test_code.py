@@ -56,15 +56,14 @@ def test_a_checkout_in_the_drivers_folder_draws_nothing(cluster, checkpoint, oth
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_machine_that_runs_other_code_all_the_same_is_refused_by_name(cluster, checkpoint, other_checkout, split):
+def test_a_machine_that_runs_other_code_all_the_same_is_refused_by_name(cluster, checkpoint, other_checkout):
     """As where an editable install puts another checkout first."""
     (other_checkout / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(other_checkout)!r})\n")
     nodes = [cluster.add_node(num_cpus=1, num_gpus=1, env_vars={"PYTHONPATH": str(other_checkout)}) for _ in range(2)]
     names = "|".join(node.node_id[:6] for node in nodes)
     run = ClusterSettings(cluster.address, wait=60)
     with pytest.raises(ClusterError, match=rf"\(({names}), actor \d+\): it runs code of sana_core \w+, not \w+ "):
-        sana_core.generate(PROMPTS, checkpoint, cluster=run, split=split, **{**OPTIONS, "chunk": None})
+        sana_core.generate(PROMPTS, checkpoint, cluster=run, **{**OPTIONS, "chunk": None})
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actors import ActorCache, ClusterRun
 from sana_core.cluster.connection import ClusterSettings, connected
 from sana_core.cluster.pool import Pool
-from sana_core.cluster.split import Group
 from sana_core.cluster.timeouts import ACTOR_IDLE_TIMEOUT
 from sana_core.cluster.worker import Job
 
@@ -33,11 +32,11 @@ def pool_of(cluster, checkpoint):
     """A function of how many actors a run can use, and of what it takes of the cluster: its pool."""
 
     @contextmanager
-    def build(most, together=False, **share):
+    def build(most, **share):
         path, cache = str(checkpoint), ActorCache()
         job = Job(resolve_settings(SamplingSettings(64, 64), path), {path: fingerprint(path)}, path, path)
         with connected(cluster.address) as ray:
-            pool = Pool(ClusterRun(ray, ClusterSettings(cluster.address, **share), cache), job, most, together)
+            pool = Pool(ClusterRun(ray, ClusterSettings(cluster.address, **share), cache), job, most)
             yield pool
             pool.close()
             cache.end(ray)
@@ -89,28 +88,6 @@ def test_only_machines_with_a_custom_resource_are_asked(cluster, pool_of):
     with pool_of(8, resources=(("big", 0.001),)) as pool:
         settle(pool, 1)
         assert machines_of(pool) == [big.node_id]
-
-
-@pytest.mark.slow
-def test_members_of_a_split_are_on_one_machine_where_it_has_enough(cluster, pool_of):
-    for gpus in (1, 2, 1):
-        node = cluster.add_node(num_cpus=1, num_gpus=gpus)
-        if gpus == 2:
-            large = node
-    with pool_of(2, together=True) as pool:
-        settle(pool, 2)
-        assert machines_of(pool) == [large.node_id] * 2
-        # one reservation for both, which ends with them
-        assert len(pool.cache.groups) == 1
-
-
-@pytest.mark.slow
-def test_neighbours_of_a_split_are_on_one_machine(cluster, pool_of):
-    for _ in range(2):
-        cluster.add_node(num_cpus=1, num_gpus=2)
-    with pool_of(4, together=True) as pool:
-        found = [actor.node_id for actor in Group(pool).members()]
-        assert len(found) == 4 and sum(one != other for one, other in zip(found, found[1:], strict=False)) == 1
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def failing_images(monkeypatch, operators_file):
     canvas, plan = pack("nodes.host.batch_cluster"), pack("sana_core.batch.plan")
 
     def build(*seeds):
-        def results(model, session, job, work, kind, on_status):
+        def results(model, session, job, work, on_status):
             for image in plan.batch_images(1, 3, 7):
                 good = np.ones((32, 4, 4), np.float32), np.zeros((3, 128, 128), np.float32)
                 yield image, plan.FailedImage("samples: NaN") if image.seed in seeds else good

@@ -1,9 +1,9 @@
-"""Break a cluster of four machines at random moments while it draws, and see that it costs time alone.
+"""Break a cluster of four machines at random moments while it generates. Faults may cost time, but no image.
 
-`OMP_NUM_THREADS=1 python tests/soak/cluster_faults.py --faults 200` starts real Ray nodes on this machine, and draws
-batches, shared images, and batches by the command. Every image is compared with the one that this machine draws alone,
-each must come once, and 60 s after a run there may be no actor left. What happened, and the longest time without an
-image, goes to benchmarks/cluster_faults.json; a run that is started again adds to it.
+`OMP_NUM_THREADS=1 python tests/soak/cluster_faults.py --faults 200` starts real Ray nodes on this machine, and runs
+batches by the function and by the command. Every image must come once and be the image of this machine alone. 60 s
+after a run, no actor may be left. The faults and the longest time without an image are added to
+benchmarks/cluster_faults.json.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from sana_core.batch.pipeline import SamplingSettings  # noqa: E402
 from sana_core.batch.plan import Workload, batch_images  # noqa: E402
 from sana_core.cluster.batch import generate_on_cluster  # noqa: E402
 from sana_core.cluster.connection import ClusterSettings  # noqa: E402
-from sana_core.cluster.split import generate_split_on_cluster  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "cluster_faults.json"
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 MACHINES = 4
-# images of a batch, of each prompt; shared images; faults in a run, and in one of the command
-BATCH, SHARED, FAULTS, ENDS = 40, 14, 12, 3
-BATCH_SETTINGS, SHARED_SETTINGS = SamplingSettings(64, 64, 2), SamplingSettings(64, 128, 30)
+# Images of each prompt, faults in a run, and ends of the command in a run of the command.
+BATCH, FAULTS, ENDS = 40, 12, 3
+BATCH_SETTINGS = SamplingSettings(64, 64, 2)
 # seconds that an actor is slow for, and after a run until none may be left
 SLOW, LEFT = 4.0, 60.0
 
@@ -168,24 +167,12 @@ class Silence:
             last = time.monotonic()
 
 
-def run_here(faults: Faults, silence: Silence, expected: torch.Tensor, split: bool) -> int:
-    """Draw a batch, or shared images, while things fail; return how many images."""
+def run_here(faults: Faults, silence: Silence, expected: torch.Tensor) -> int:
+    """Generate a batch while things fail. Returns the number of images."""
     run = ClusterSettings(faults.cluster.address, grace=20.0)
     happened: list[str] = []
-    due = [float("inf")]
-
-    def poll() -> None:
-        faults.wake()
-        if time.monotonic() > due[0]:
-            due[0] = float("inf")
-            happened.append(faults.strike())
-
-    if split:
-        workload = Workload(PROMPTS[:1], batch_images(1, SHARED, 5))
-        drawn = generate_split_on_cluster(workload, CHECKPOINT, SHARED_SETTINGS, run, poll)
-    else:
-        workload = Workload(PROMPTS, batch_images(2, BATCH, 5), 1)
-        drawn = generate_on_cluster(workload, CHECKPOINT, BATCH_SETTINGS, run)
+    workload = Workload(PROMPTS, batch_images(2, BATCH, 5), 1)
+    drawn = generate_on_cluster(workload, CHECKPOINT, BATCH_SETTINGS, run)
     total = len(workload.images)
     moments = set(faults.chance.sample(range(1, total - 1), FAULTS))
     arrived: dict[int, torch.Tensor] = {}
@@ -194,13 +181,9 @@ def run_here(faults: Faults, silence: Silence, expected: torch.Tensor, split: bo
         arrived[picture.number] = pixels
         faults.wake()
         if len(arrived) in moments:
-            due[0] = time.monotonic() + (faults.chance.random() if split else 0.0)
-            if not split:
-                poll()
+            happened.append(faults.strike())
     assert sorted(arrived) == list(range(total)), "images were lost"
-    torch.testing.assert_close(
-        torch.stack([arrived[number] for number in range(total)]), expected, atol=1e-4 if split else 0, rtol=0
-    )
+    assert torch.stack([arrived[number] for number in range(total)]).equal(expected)
     return total
 
 
@@ -246,17 +229,14 @@ def words_of(folder: Path, out: Path) -> list[str]:
     return [str(word) for word in words]
 
 
-def draw_expected(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, bytes]]:
-    """Return what this machine draws alone: the batch, the shared images, the files of the command."""
+def generate_expected(folder: Path) -> tuple[torch.Tensor, dict[str, bytes]]:
+    """Return the images of this machine alone: of the function, and the files of the command."""
     from sana_core.__main__ import main
 
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
-    batch, shared = (
-        sana_core.generate(prompts, CHECKPOINT, seed=5, count=count, chunk=1, **settings._asdict())
-        for prompts, count, settings in ((PROMPTS, BATCH, BATCH_SETTINGS), (PROMPTS[:1], SHARED, SHARED_SETTINGS))
-    )
+    batch = sana_core.generate(PROMPTS, CHECKPOINT, seed=5, count=BATCH, chunk=1, **BATCH_SETTINGS._asdict())
     assert main(words_of(folder, folder / "expected")) == 0
-    return batch, shared, {path.name: path.read_bytes() for path in (folder / "expected").glob("*.png")}
+    return batch, {path.name: path.read_bytes() for path in (folder / "expected").glob("*.png")}
 
 
 def main() -> int:
@@ -272,14 +252,11 @@ def main() -> int:
     faults, silence = Faults(Random(arguments.seed), folder), Silence()
     silence.longest = known.get("longest silence, s", {})
     try:
-        batch, shared, files = draw_expected(folder)
+        batch, files = generate_expected(folder)
         while faults.counts.total() < arguments.faults and time.monotonic() - began < arguments.seconds:
             # a head that is lost takes as long as a batch
-            way = faults.chance.choice([*["batch", "split"] * 4, "command"])
-            if way == "command":
-                images = run_command(faults, files, folder)
-            else:
-                images = run_here(faults, silence, shared if way == "split" else batch, way == "split")
+            way = faults.chance.choice([*["batch"] * 8, "command"])
+            images = run_command(faults, files, folder) if way == "command" else run_here(faults, silence, batch)
             wait_for_no_actors(LEFT)
             faults.tidy()
             known["images"] += images

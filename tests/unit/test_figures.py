@@ -151,7 +151,7 @@ def split_figures():
     assert counted["exchanges_in_a_block"] == 2 and largest <= 3e-7 < 2 * largest
     yield f"two exchanges a block, {counted['MB_of_sums_from_a_shard']:.2f} MB of sums from each device"
     yield "at most 3e-7 from the undivided forward"
-    yield f"two threads, two processes | x{step['two_threads_gain']}, x{step['two_processes_gain']} |"
+    yield f"two threads | x{step['two_threads_gain']} |"
     yield f"| the decode of 1024 px by f32c32: two threads | x{decode['two_threads_gain']} |"
 
 

@@ -15,9 +15,7 @@ BANNED_CALLS = {"print", "eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"pickle", "subprocess", "socket", "os", "ctypes", "urllib", "requests", "aiohttp"}
 # nothing else makes a file safe from a power cut, names a rank of a training, or ends one that waits in vain
 DESCRIPTORS = {"O_RDONLY", "O_WRONLY", "close", "devnull", "dup2", "fstat", "fsync", "open"}
-# torch binds a store to all interfaces unless it receives a socket that is already bound to one address
-BOUND_STORE = {"AF_INET", "AF_INET6", "create_server"}
-ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "cpu_count", "getpid"}, "socket": BOUND_STORE}
+ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "cpu_count", "getpid"}}
 BANNED_ATTRIBUTES = {("sys", "path"), ("os", "environ"), ("os", "system")}
 # These methods of diffusers and transformers look up classes, code, weights or kernels by names in a folder's JSON.
 LOOKUPS = {"from_pretrained", "from_config", "from_single_file", "load_config", "get_class_from_dynamic_module"}
