@@ -1,9 +1,9 @@
 """The losses: SANA's flow matching, and SANA-Sprint's continuous-time consistency.
 
-Flow matching is at logit-normal times unless others are set, with the model's shift. For consistency, in TrigFlow, x =
-cos(t) x0 + sin(t) noise at the angle t from 0 to pi / 2, and a model F gives x0 as cos(t) x - sin(t) F. That x0 is to
-stay the same along the trajectory, whose velocity dx/dt is cos(t) noise - sin(t) x0, or what a teacher says it is. So
-the loss needs how F changes along the trajectory: a derivative in one direction (JVP), found in one forward.
+Flow matching uses logit-normal times unless others are set, with the model's shift. For consistency, in TrigFlow,
+x = cos(t) x0 + sin(t) noise at the angle t from 0 to pi / 2, and a model F gives x0 as cos(t) x - sin(t) F. This x0
+should stay the same along the trajectory, whose velocity dx/dt is cos(t) noise - sin(t) x0. So the loss needs the
+derivative of F along the trajectory (JVP), which one forward computes.
 
 Sources: SANA-Sprint (arXiv 2503.09641), section 3; sCM (arXiv 2410.11081), sections 3 and 4; the arithmetic and its
 constants as in train_scripts/train_scm_ladd.py and configs/sana_sprint_config of NVlabs/Sana, and in diffusers'
@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model.controlnet import Control
 from ..model.known_models import GUIDANCE
-from ..model.reference import model_timestep, reference_of
+from ..model.reference import model_timestep
 from ..sampling.schedules import shift_sigmas
 from .controlnet import steered, steering_residuals
 from .settings import MODE, UNIFORM, Loss
@@ -37,7 +37,7 @@ TRAINING, VALIDATION, DROPOUT, CHOICE = range(4)
 DATA_STD = 0.5
 # of the logarithm of DATA_STD tan(t)
 ANGLE_MEAN, ANGLE_STD = 0.2, 1.6
-# the teacher guides with one of these, and the model is told which
+# The guidance that the model receives during training.
 GUIDANCES = (4.0, 4.5, 5.0)
 # what is added to the tangent's norm before it divides the tangent
 SMALLEST_NORM = 0.1
@@ -228,20 +228,6 @@ def trigflow_velocity(
         return_dict=False,
     )[0]
     return ((cos - sin) * x + flow.to(x.dtype)) / total
-
-
-@torch.no_grad()
-def taught(point: Point, teacher: SanaTransformer2DModel, prompt: Prompt, empty: Mapping[str, torch.Tensor]) -> Point:
-    """Return `point` with the velocity that `teacher` predicts there with the guidance of `prompt`.
-
-    `empty` is the prompt to guide away from, as in `drop_captions`, masked as the teacher draws.
-    """
-    every = torch.ones_like(prompt.mask[:, 0], dtype=torch.bool)
-    embeds, mask = drop_captions(prompt.embeds, prompt.mask, every, empty, reference_of(teacher).shared_mask)
-    both = Prompt(torch.cat([embeds, prompt.embeds]), torch.cat([mask, prompt.mask]), prompt.guidance.repeat(2))
-    found = trigflow_velocity(teacher, point.x.repeat(2, 1, 1, 1), point.angle.repeat(2), both)
-    unguided, guided = found.chunk(2)
-    return point._replace(velocity=unguided + prompt.guidance.view(-1, 1, 1, 1) * (guided - unguided))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.files import Json, brief
-from ..checkpoints.load import build_module, config_of, shift_of
+from ..checkpoints.load import build_module, shift_of
 from ..errors import InputError
 from ..model.known_models import TransformerConfig
 from .adapters import add_adapter, begin_at, check_layers, needs_start
@@ -20,8 +20,6 @@ from .controlnet import check_steerable
 from .ranks import Ranks
 from .settings import DDP, FLOW, Loss, Place, TrainingSettings
 
-# of a configuration, what a teacher has to have as its pupil has it
-SHARED_WITH_TEACHER = ("in_channels", "caption_channels")
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 
 
@@ -38,9 +36,8 @@ def check_launch(settings: TrainingSettings, ranks: Ranks) -> None:
 def check_base(settings: TrainingSettings) -> float:
     """Return the shift of the model that is trained; only headers are read.
 
-    Raises InputError for a model that the loss or a ControlNet does not fit, for a teacher that does not fit it, and
-    for an adapter to start from that does not fit the settings, and CheckpointError or MissingFileError for what is no
-    SANA or not all of one.
+    Raises InputError for a model that does not fit the loss or the ControlNet, and for an adapter to start from that
+    does not fit the settings. Raises CheckpointError or MissingFileError for files that are not a whole SANA.
     """
     for kind in ("text_encoder", "autoencoder"):
         find_part(inspect_checkpoint(settings.source(kind)), kind)
@@ -58,10 +55,7 @@ def check_base(settings: TrainingSettings) -> float:
 
 
 def check_loss_fits(config: TransformerConfig, loss: Loss) -> None:
-    """Raise InputError unless `loss` is for the transformer with `config`, and its teacher too; only headers are read.
-
-    Raises CheckpointError or MissingFileError for a teacher that is no SANA.
-    """
+    """Raise InputError unless `loss` is for the transformer with `config`."""
     if loss.kind == FLOW:
         if config.guidance_embeds:
             raise InputError(
@@ -73,15 +67,6 @@ def check_loss_fits(config: TransformerConfig, loss: Loss) -> None:
         raise InputError(
             "model: got one that is not SANA-Sprint with loss consistency, expected SANA-Sprint; set loss.kind to flow"
         )
-    if not loss.teacher:
-        return
-    own = config_of(find_part(inspect_checkpoint(loss.teacher), "transformer"))
-    if own.guidance_embeds:
-        raise InputError("teacher: got a SANA-Sprint model, expected the SANA that it came from; name that")
-    for name in SHARED_WITH_TEACHER:
-        got, expected = getattr(own, name), getattr(config, name)
-        if got != expected:
-            raise InputError(f"teacher: got {name} {got}, expected the model's {expected}; name the SANA it came from")
 
 
 def check_shares(settings: TrainingSettings, count: int) -> None:

@@ -40,8 +40,6 @@ OnProgress = Callable[[str, int, int], None]
 # of `fingerprint`, what embeddings and latents depend on
 TEXT_DIGESTS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instruction")
 IMAGE_DIGESTS = ("autoencoder_weights", "autoencoder_config")
-# and beside them the digest of all that the teacher's has
-TEACHER = "teacher"
 # in the cache, the digests of models' files
 MODELS = "models"
 
@@ -106,8 +104,6 @@ def digest_models(settings: TrainingSettings, progress: OnProgress) -> Json:
         if path:
             found = digests_of(path)
             digests |= {name: found[name] for name in names}
-    if settings.loss.teacher:
-        digests[TEACHER] = digest_json(digests_of(settings.loss.teacher))
     return digests
 
 

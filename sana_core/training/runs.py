@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 RUN, STEPS, LOG, PICTURES = "run.json", "steps", "log.jsonl", "pictures"
 TENSORS, SHARDS = "state.safetensors", "shards"
-# of the config, the digests of models
-MODELS = ("model", "teacher")
+# The digest of the model in the config.
+MODEL = "model"
 NAME = re.compile(r"step-(\d{7,})")
 # Seconds to wait on Windows until no other program has a file of a new state open.
 SCAN_PATIENCE = 120.0
@@ -144,7 +144,7 @@ def check_folder(out: Path, names: Iterable[str], phases: int, own: Json) -> Non
     """
     config, published = read_run(out)
     if config is not None:
-        check_config(own, {name: value for name, value in config.items() if name not in MODELS}, out)
+        check_config(own, {name: value for name, value in config.items() if name != MODEL}, out)
     check_places(out)
     folders, states = (out / STEPS, out / PICTURES), find_states(out)
     taken = [folder for folder in folders if folder.exists() and not folder.is_dir()]

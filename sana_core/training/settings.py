@@ -81,15 +81,13 @@ class Loss:
     """What is learned: "flow" matching, or with "consistency" to generate in few steps, which SANA-Sprint models are
     for.
 
-    Then `teacher` is the checkpoint of a SANA model that says what to generate, or without one the images do; the part
-    of the loss that is unstable at first grows from 0 over `tangent_warmup` steps.
+    With "consistency", the part of the loss that is unstable at first grows from 0 over `tangent_warmup` steps.
 
     `times` are those of flow matching, before the model's shift: "logit_normal" with NVIDIA's `logit_mean` (positive:
     more noise; diffusers' scripts count the other way) and `logit_std`, SD3's "mode" with `mode_scale`, or "uniform".
     """
 
     kind: Annotated[str, among((FLOW, CONSISTENCY))] = FLOW
-    teacher: Place = ""
     tangent_warmup: Annotated[int, within(0, 10**9)] = 4000
     times: Annotated[str, among(TIMES)] = LOGIT_NORMAL
     logit_mean: Annotated[float, within(-10, 10)] = 0.0
@@ -282,14 +280,12 @@ def check_loss(loss: Loss, method: Method) -> None:
     """Raise InputError unless `method` can be trained by `loss`."""
     for field_name, times in (("logit_mean", LOGIT_NORMAL), ("logit_std", LOGIT_NORMAL), ("mode_scale", MODE)):
         check_used("loss", loss, field_name, loss.times == times, f"times {times}")
-    if loss.kind == CONSISTENCY and loss != Loss(loss.kind, loss.teacher, loss.tangent_warmup):
+    if loss.kind == CONSISTENCY and loss != Loss(loss.kind, loss.tangent_warmup):
         raise InputError("times: got a distribution with loss consistency, which has its own; remove it")
     if loss.kind == CONSISTENCY and method.whole:
         raise InputError(
             f"loss: got consistency with method {method.kind}, expected flow; or choose {', '.join(ADAPTERS)}"
         )
-    if loss.kind == FLOW and loss.teacher:
-        raise InputError("teacher: got one with loss flow, expected none; remove it, or set loss.kind to consistency")
 
 
 def check_control(method: Method, validation: Validation) -> None:

@@ -15,7 +15,6 @@ from ..checkpoints import load_transformer
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json
 from ..errors import ExistingFileError
-from ..model.forward import allow_no_float64
 from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import make_folder, reason_of
 from ..runtime.cancellation import Poll, no_poll
@@ -23,7 +22,7 @@ from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from .adapters import adapter_tensors, add_adapter, merged, start_digest, write_adapter
 from .loop import Callbacks, Report, Run, RunDir, run
 from .preflight import check_base, check_launch, check_ranks, check_same
-from .prepare import TEACHER, OnProgress, digest_models, no_progress, prepare, read_samples
+from .prepare import OnProgress, digest_models, no_progress, prepare, read_samples
 from .previews import SHEET, generate_validation, write_sheet
 from .previews import check_own as check_sheet
 from .ranks import ALONE, Ranks, log_line
@@ -97,7 +96,7 @@ def train(
                 cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
                 logger.warning("%s is not written now (%s)", SHEET, reason_of(cause))
 
-        folder = RunDir(out, parts, settings_config(settings) | model_config(digests))
+        folder = RunDir(out, parts, settings_config(settings) | {"model": digest_json(digests)})
         ended = run(state, data, folder, Callbacks(report, watched, export, preview))
         return finish(ended, report)
 
@@ -132,11 +131,6 @@ def load_state(settings: TrainingSettings, shift: float, ranks: Ranks) -> TrainS
     state = make_train_state(load_base(settings, device, ranks), shift, settings, device, ranks)
     if ranks.launched and ranks.first:
         log_line(describe_layout(state.layout, state.parameters, state.device))
-    if settings.loss.teacher:
-        dtype = getattr(torch, settings.dtype)
-        teacher = load_transformer(settings.loss.teacher, device, dtype, reference=settings.reference)
-        allow_no_float64(teacher, device)
-        state = state._replace(teacher=teacher.requires_grad_(False))
     return state
 
 
@@ -150,13 +144,6 @@ def put_result(settings: TrainingSettings, parts: Path, last: int, best: Best | 
     if best is not None:
         publish(out, parts, last_file(settings), step_folder(out, last))
     return publish(out, parts, lora_file(settings), chosen)
-
-
-def model_config(digests: Json) -> Json:
-    """Return which models a run's states depend on."""
-    model = {name: digest for name, digest in digests.items() if name != TEACHER}
-    teacher = {TEACHER: digests[TEACHER]} if TEACHER in digests else {}
-    return {"model": digest_json(model), **teacher}
 
 
 def settings_config(settings: TrainingSettings) -> Json:

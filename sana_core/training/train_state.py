@@ -29,7 +29,6 @@ from .loss import (
     drop_captions,
     flow_loss,
     generator,
-    taught,
     training_angles,
     training_guidance,
     training_sigmas,
@@ -76,7 +75,6 @@ class TrainState(NamedTuple):
     optimizer: torch.optim.Optimizer
     average: dict[str, torch.Tensor] | None  # of the parameters, by name, in float32
     controlnet: SanaControlNetModel | None = None
-    teacher: SanaTransformer2DModel | None = None  # of the consistency loss
     layout: Layout = Layout()
 
     @property
@@ -131,7 +129,7 @@ def make_train_state(
     if layout.shards is not None and isinstance(optimizer, CAME):
         optimizer.total = ranks.all_reduce
     average = start_average(parameters) if own.ema else None
-    return TrainState(transformer, shift, settings, parameters, optimizer, average, controlnet, None, layout)
+    return TrainState(transformer, shift, settings, parameters, optimizer, average, controlnet, layout)
 
 
 @contextmanager
@@ -248,14 +246,12 @@ def on_trajectory(
     state: TrainState, data: Data, batch: Batch, noise: torch.Tensor, times: torch.Tensor, guidance: torch.Tensor
 ) -> tuple[Point, Prompt, torch.Tensor | None]:
     """Return what the consistency loss takes besides the model, on its device: where `batch` is on its trajectories at
-    the uniform `times` [B], with the teacher's velocity where there is one, its prompts, and the weight of its masks.
+    the uniform `times` [B], its prompts, and the weight of its masks.
     """
     device, compute = state.device, getattr(torch, state.settings.dtype)
     prompt = Prompt(batch.embeds.to(device, compute), batch.mask.to(device), guidance.to(device))
     angle = training_angles(times).float().to(device)
     point = data_point(batch.latents.to(device), noise.to(device), angle)
-    if state.teacher is not None:
-        point = taught(point, state.teacher, prompt, data.cache.empty)
     return point, prompt, None if batch.weight is None else batch.weight.to(device)
 
 

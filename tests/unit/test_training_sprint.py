@@ -13,14 +13,12 @@ import torch
 from diffusers import SanaSprintPipeline, SanaTransformer2DModel, SCMScheduler
 from pictures import write_pictures
 from PIL import Image
-from tiny import CAPTION, random_prompt, tiny_transformer
+from tiny import random_prompt, tiny_transformer
 from trained import Stopped, last_state, lines_of, same, stopping_after
 
 import sana_core
 from sana_core.commands.train import plan_lines
 from sana_core.errors import InputError
-from sana_core.model.reference import set_reference
-from sana_core.sampling.guidance import denoiser
 from sana_core.training import train
 from sana_core.training.adapters import add_adapter
 from sana_core.training.loss import (
@@ -30,7 +28,6 @@ from sana_core.training.loss import (
     data_point,
     draw_training,
     tangent,
-    taught,
     training_angles,
     training_guidance,
     trigflow_velocity,
@@ -88,26 +85,6 @@ def test_the_model_s_output_becomes_what_diffusers_gives_its_scheduler():
             x0 = math.cos(float(angle[0])) * x - math.sin(float(angle[0])) * found
             torch.testing.assert_close(x0, denoised / 0.5, atol=2e-5, rtol=1e-5)
         seen.clear()
-
-
-@pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
-def test_a_teacher_guides_as_it_samples(reference):
-    """Beside the sampler's own guidance, in flow's variables."""
-    teacher, prompt = tiny_transformer("sana"), prompt_of()
-    set_reference(teacher, reference)
-    embeds = torch.randn(300, CAPTION, generator=torch.Generator().manual_seed(5))
-    empty = {"embeds": embeds, "mask": torch.tensor([1] + [0] * 299, dtype=torch.uint8)}
-    uncond = embeds[None, :7], empty["mask"][None, :7].to(prompt.mask)
-    point = data_point(*latents(), ANGLE)
-    found = taught(point, teacher, prompt, empty).velocity
-    for k in range(2):
-        cond = prompt.embeds[k : k + 1], prompt.mask[k : k + 1]
-        model = denoiser(teacher, cond, uncond, float(GUIDANCE[k]))
-        cos, sin = math.cos(ANGLE[k]), math.sin(ANGLE[k])
-        x = point.x[k : k + 1]
-        x0 = model(x / (cos + sin), torch.tensor(sin / (cos + sin)))
-        torch.testing.assert_close(cos * x - sin * found[k : k + 1], x0, atol=1e-4, rtol=1e-4)
-    assert (found - point.velocity).abs().max() > 0.1
 
 
 def test_the_data_s_own_velocity_is_the_derivative_of_its_trajectory():
@@ -272,11 +249,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def settings(folder, tmp_path, sprint):
-    def make(out="out", steps=4, teacher="", warmup=8, batch=2, rate=2e-3, **others):
+    def make(out="out", steps=4, warmup=8, batch=2, rate=2e-3, **others):
         phase = Phase((str(folder / "pictures"),), 128, batch=batch, steps=steps, learning_rate=rate)
         values = {"dtype": "float32", "method": Method(rank=2), "caption_dropout": 0.2, "save_every": steps, **others}
         values.setdefault("validation", Validation(every=2, share=0.3))
-        loss = Loss("consistency", str(teacher), warmup)
+        loss = Loss("consistency", warmup)
         cache = str(folder / "cache")
         return check_settings(
             TrainingSettings(str(sprint), str(tmp_path / out), (phase,), cache=cache, loss=loss, **values)
@@ -287,17 +264,14 @@ def settings(folder, tmp_path, sprint):
 
 WAYS = {
     "data": {},
-    "teacher": {"taught": True},
-    "dora": {"taught": True, "method": Method("dora", rank=2, targets="both")},
+    "dora": {"method": Method("dora", rank=2, targets="both")},
     "lokr, int8, average": {"method": Method("lokr", rank=2, base="int8"), "optimizer": Optimizer(ema=0.9)},
 }
 
 
 @pytest.mark.parametrize("way", ["data", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "data")])
-def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, checkpoint, way, one_thread):
-    own = dict(WAYS[way])
-    teacher = checkpoint if own.pop("taught", False) else ""
-    whole, broken = (settings(out, teacher=teacher, **own) for out in ("whole", "broken"))
+def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way, one_thread):
+    whole, broken = (settings(out, **WAYS[way]) for out in ("whole", "broken"))
     train.train(whole)
 
     report, poll = stopping_after(3)
@@ -308,10 +282,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, checkpoint,
 
 
 @pytest.mark.slow
-def test_gradients_kept_or_computed_again_are_the_same(settings, checkpoint, one_thread):
-    kept, again = (
-        settings(out, teacher=checkpoint, steps=3, checkpoint_gradients=out == "again") for out in ("kept", "again")
-    )
+def test_gradients_kept_or_computed_again_are_the_same(settings, one_thread):
+    kept, again = (settings(out, steps=3, checkpoint_gradients=out == "again") for out in ("kept", "again"))
     train.train(kept)
     train.train(again)
     assert lines_of(kept.out) == lines_of(again.out) and same(last_state(kept.out), last_state(again.out))
@@ -321,9 +293,7 @@ def test_gradients_kept_or_computed_again_are_the_same(settings, checkpoint, one
 def test_the_held_out_error_falls_and_the_pictures_are_those_of_the_file(settings, checkpoint, tmp_path):
     look = Validation(every=40, share=0.2, prompts=("a red circle on a blue background",))
     method = Method(rank=8, targets="both")
-    own = settings(
-        "own", 40, checkpoint, 10, batch=4, method=method, optimizer=Optimizer(clip=1.0), caption_dropout=0.0
-    )
+    own = settings("own", 40, 10, batch=4, method=method, optimizer=Optimizer(clip=1.0), caption_dropout=0.0)
     own = replace(own, validation=look)
     file = train.train(own)
     first, last = (line["validation_loss"] for line in lines_of(own.out) if "validation_loss" in line)
@@ -383,22 +353,6 @@ def test_what_is_learnt_from_normal_numbers_is_known():
         assert float((found - exact).square().mean().sqrt()) < most
 
 
-def test_another_teacher_or_loss_is_another_run(settings, checkpoint, sprint, tmp_path):
-    own = settings(steps=1, teacher=checkpoint, validation=Validation())
-    train.train(own)
-    other = tmp_path / "other"
-    shutil.copytree(checkpoint, other)
-    model = sana_core.load_transformer(checkpoint)
-    with torch.no_grad():
-        model.proj_out.bias.add_(0.1)
-    shutil.rmtree(other / "transformer")
-    model.save_pretrained(other / "transformer")
-    with pytest.raises(InputError, match="^teacher: got .*, but the run in .* has .*; name another folder"):
-        train.train(replace(own, loss=replace(own.loss, teacher=str(other))))
-    with pytest.raises(InputError, match="^teacher: got none, but the run in"):
-        train.train(replace(own, loss=Loss("consistency")))
-
-
 def test_a_model_that_the_loss_is_not_for_is_refused(settings, checkpoint, sprint):
     own = settings()
     with pytest.raises(InputError, match="^model: got one that is not SANA-Sprint with loss consistency, expected"):
@@ -408,30 +362,8 @@ def test_a_model_that_the_loss_is_not_for_is_refused(settings, checkpoint, sprin
     assert not Path(own.out).exists()
 
 
-def test_a_teacher_that_does_not_fit_is_refused(settings, sprint, tmp_path):
-    own = settings()
-    with pytest.raises(InputError, match="^teacher: got a SANA-Sprint model, expected the SANA that it came from"):
-        train.train(replace(own, loss=replace(own.loss, teacher=str(sprint))))
-    for name, width in (("caption_channels", 24), ("in_channels", 16)):
-        config = {"caption_channels": 64, "in_channels": 32, "out_channels": 32, name: width}
-        other = SanaTransformer2DModel(
-            num_attention_heads=5,
-            attention_head_dim=32,
-            num_layers=1,
-            num_cross_attention_heads=5,
-            cross_attention_head_dim=32,
-            cross_attention_dim=160,
-            **config,
-        )
-        other.save_pretrained(tmp_path / name)
-        with pytest.raises(InputError, match=rf"^teacher: got {name} {width}, expected the model's"):
-            train.train(replace(own, loss=replace(own.loss, teacher=str(tmp_path / name))))
-    assert not Path(own.out).exists()
-
-
 WRONG = {
     "[loss]\nkind = 'consistent'": "loss.kind: got 'consistent', expected one of flow, consistency; the nearest",
-    "[loss]\nteacher = 'sana'": "teacher: got one with loss flow, expected none; remove it, or set loss.kind",
     "[loss]\nkind = 'consistency'\ntangent_warmup = -1": "loss.tangent_warmup: got -1, expected a number from 0",
     "[loss]\nkind = 'consistency'\n[method]\nkind = 'full'": "loss: got consistency with method full, expected flow",
     "[loss]\nkind = 'consistency'\n[method]\nkind = 'controlnet'": "loss: got consistency with method controlnet",
@@ -444,14 +376,6 @@ def test_settings_that_contradict_each_other_are_named(tmp_path, text):
     file.write_text(f"model = 'm'\nout = 'o'\n{text}\n[[phase]]\ndata = 'pictures'\nsteps = 3\n", encoding="utf-8")
     with pytest.raises(InputError, match=f"^run.toml: {WRONG[text]}"):
         read_settings(file)
-
-
-def test_a_teacher_s_path_is_relative_to_the_file(tmp_path):
-    file = tmp_path / "run.toml"
-    text = "model = 'm'\nout = 'o'\n[loss]\nkind = 'consistency'\nteacher = 'sana'\n[[phase]]\ndata = 'p'\nsteps = 3\n"
-    file.write_text(text, encoding="utf-8")
-    own = read_settings(file).loss
-    assert own == Loss("consistency", str(tmp_path / "sana")) and own.tangent_warmup == 4000
 
 
 def test_a_plan_refuses_what_it_does_not_know(settings):
