@@ -98,13 +98,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How gradients become steps. `clip` bounds the norm of all gradients together; `ema` is the decay of a moving
+    """How gradients become steps. `clip` bounds the norm of all gradients together, 0 does not; `ema` is the decay of a moving
     average of the weights, which is then what is saved and previewed, or 0 for none. Prodigy begins with `d0` as its
     estimate of the distance that the weights have to go, and makes its rate `d_coef` times what it has found."""
 
     name: Annotated[str, among(NAMES)] = "adamw"
     weight_decay: Annotated[float, within(0, 1)] = 0.01
-    clip: Annotated[float, within(1e-6, 1e6)] = 0.1
+    clip: Annotated[float, within(0, 1e6)] = 0.1
     ema: Annotated[float, within(0, 0.999999)] = 0.0
     d0: Annotated[float, within(1e-12, 1)] = 1e-6
     d_coef: Annotated[float, within(1e-3, 1e3)] = 1.0

@@ -7,6 +7,7 @@ over whole weights (norms of gradients, CAME's columns) and what others load has
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from inspect import signature
@@ -69,7 +70,12 @@ class Layout(NamedTuple):
             yield replica
 
     def clip(self, parameters: Mapping[str, nn.Parameter], limit: float) -> float:
-        """Bound the norm of all gradients together, and return what it was; those of shards are moved to their rows."""
+        """Limit the norm of all gradients together, and return the norm before. 0: no limit.
+
+        Gradients of shards move to the parameters of this rank's rows.
+        """
+        # torch has no value for "no clipping". Gradients stay the same bit by bit under an infinite limit.
+        limit = limit or math.inf
         if self.shards is None:
             return float(nn.utils.clip_grad_norm_(list(parameters.values()), limit))
         for name, parameter in parameters.items():

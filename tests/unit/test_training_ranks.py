@@ -85,6 +85,19 @@ def test_a_step_of_several_ranks_is_that_of_one_process_on_the_joined_batch(kind
             assert own_steps[0] == pytest.approx(steps[0], abs=2e-6) and own_held_out == pytest.approx(held_out, 1e-6)
 
 
+@pytest.mark.parametrize("clip", [0.0, 1e-3])
+def test_a_clip_of_0_takes_the_whole_gradient_and_logs_its_norm(clip):
+    """Plain descent at the rate 1 changes the weights by the gradient."""
+    started = learn(settings(method="full"), groups=())[2]
+    ((_, unclipped),), *_ = learn(settings(method="full", clip=1e6))
+    for kind, count in (("ddp", 1), ("fsdp", 2)):
+        found = results_of(count, lambda ranks, kind=kind: learn(settings(kind, "full", clip=clip), ranks))
+        ((_, norm),), _, weights = found[0]
+        change = torch.cat([(weights[name] - started[name]).flatten() for name in started]).norm()
+        assert norm == pytest.approx(unclipped, rel=1e-5) and norm > 10e-3
+        assert float(change) == pytest.approx(clip or norm, rel=1e-3)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_go_on_together_after_the_first_has_saved_in_another_precision(method):
     own = replace(settings(method=method), dtype="bfloat16")

@@ -34,6 +34,12 @@ def test_paths_are_relative_to_the_file(tmp_path):
     assert settings.cache == "" and settings.method.scale == 1.0
 
 
+def test_a_file_can_turn_clipping_off(tmp_path):
+    assert read_settings(write(tmp_path, WHOLE + "[optimizer]\nclip = 0")).optimizer.clip == 0.0
+    with pytest.raises(InputError, match="optimizer.clip: got -0.1, expected a number from 0 to"):
+        read_settings(write(tmp_path, WHOLE + "[optimizer]\nclip = -0.1"))
+
+
 def test_each_machine_may_have_its_folders_elsewhere():
     phases = [Phase((f"{own}/pictures",), steps=1, regularisation=(f"{own}/others",)) for own in ("here", "there")]
     one, other = (all_values(TrainingSettings("model", "out", (phase,))) for phase in phases)
