@@ -22,6 +22,7 @@ from ...sana_core.runtime.checks import check_text
 from ...sana_core.runtime.image_files import levels
 from .bars import PAPER, TEXT, as_image
 from .sampling import SEED
+from .vae import SanaAutoencoder
 
 if TYPE_CHECKING:
     import comfy.sd
@@ -71,9 +72,11 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
     places = list(latent.get("batch_index") or range(len(samples)))
     seeds = [(latent.get(SEED, 0) + place) % 2**64 for place in places]
     bar, ranked, cells = comfy.utils.ProgressBar(len(samples)), [], []
+    # The bar counts images. A decode would move it too, from image to image back to the start.
+    options = {"progress": None} if isinstance(vae.first_stage_model, SanaAutoencoder) else {}
     for number, row in enumerate(samples):
         comfy.model_management.throw_exception_if_processing_interrupted()
-        image = vae.decode(row[None])[0]
+        image = vae.decode(row[None], options)[0]
         pixels = image.movedim(-1, 0) * 2 - 1
         score = loaded.score(pixels, prompt)
         if not math.isfinite(score):

@@ -43,6 +43,17 @@ def test_the_best_have_the_highest_scores_and_each_can_be_generated_again(host, 
     torch.testing.assert_close(found["best image"][:1], alone, atol=1e-4, rtol=0)
 
 
+def test_the_bar_counts_images_alone(picking, watched):
+    import comfy.utils
+    from comfy_execution.utils import get_executing_context
+
+    values = []
+    watched(lambda value, total, preview: values.append((get_executing_context().node_id, value, total)))
+    assert comfy.utils.PROGRESS_BAR_HOOK is not None
+    picking()
+    assert [each[1:] for each in values if each[0] == "pick"] == [(number, 6) for number in range(1, 7)]
+
+
 def test_a_lone_surrogate_in_the_prompt_is_named(picking):
     with pytest.raises(Exception, match="^prompt: holds half a character .* at position 2; write the text again$"):
         picking(prompt="a \ud83d circle")
