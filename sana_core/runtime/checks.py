@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 
@@ -14,13 +15,13 @@ RENAME = "rename that file or folder"
 
 def check_number(field: str, value: float, low: float, high: float) -> None:
     """Raise InputError unless low <= `value` <= high; NaN is neither."""
-    if not low <= value <= high:
+    if not (isinstance(value, Real) and low <= value <= high):
         raise InputError(f"{field}: got {value!r:.40}, expected a number from {low} to {high}")
 
 
 def check_whole(field: str, value: float, low: int, high: int) -> None:
     """Raise InputError unless `value` is a whole number from `low` to `high`; 20.0 is one."""
-    if not (low <= value <= high and value == int(value)):
+    if not (isinstance(value, Real) and low <= value <= high and value == int(value)):
         raise InputError(f"{field}: got {value!r:.40}, expected a whole number from {low} to {high}")
 
 

@@ -1,6 +1,6 @@
 """A run's folder: its states, each whole or not there, from the newest of which a run resumes.
 
-out/run.json              what may not change in the run, and the digests of the LoRAs that it has put into `out`
+out/run.json              what may not change in the run, and the digests of the LoRAs and weights that it has published
 out/steps/step-0000500/   state.safetensors  what is trained, the optimizer's state, the moving average
                           state.json         where in the data it stands, what it was made with, digests of all files
                           shards/            of several processes: in its place, what each of them has written
@@ -105,7 +105,7 @@ def stranger(path: Path) -> ExistingFileError:
 
 
 def read_run(out: Path) -> tuple[Json | None, list[str]]:
-    """Return the config of the run in `out`, None where there is none, and the digests of the LoRAs it has put there.
+    """Return the config of the run in `out`, None where there is none, and the digests of what it has published.
 
     Raises ExistingFileError for a run.json that no run has written, and CheckpointError for a broken state.
     """
@@ -115,7 +115,7 @@ def read_run(out: Path) -> tuple[Json | None, list[str]]:
     except FileNotFoundError:
         # somebody has removed it, and the states know as much
         states = [read_document(folder) for _, folder in find_states(out)]
-        published = [digest for state in states for digest in adapters_in(state).values()]
+        published = [digest for state in states for digest in results_in(state).values()]
         return (states[-1]["facts"] if states else None), published
     except (ValueError, KeyError, TypeError, RecursionError):
         raise stranger(out / RUN) from None
@@ -178,7 +178,7 @@ def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
     Raises ExistingFileError for a file of others, CheckpointError for a LoRA that is broken, and OSError.
     """
     file = out / name
-    ((own, digest),) = adapters_in(read_document(state)).items()
+    ((own, digest),) = results_in(read_document(state)).items()
     config, published = read_run(out)
     there = digest_file(file) if file.exists() else None
     if there == digest:
@@ -201,10 +201,20 @@ def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
     return file
 
 
-def adapters_in(document: Json) -> dict[str, str]:
-    """Return the digest of each LoRA of a state by its name: one, or none where weights themselves are trained."""
-    names = [name for name in document["files"] if name.endswith(".safetensors") and "/" not in name]
-    return {name: document["files"][name] for name in names if name != TENSORS}
+def results_in(document: Json) -> dict[str, str]:
+    """Return {name: digest} of the files of a state that other programs load: a LoRA, or a folder of weights."""
+    files = document["files"].items()
+    return {name: digest for name, digest in files if name != TENSORS and not name.startswith(f"{SHARDS}/")}
+
+
+def note_result(out: Path, parts: Path, state: Path) -> None:
+    """Add the files of the folder of weights in `state` to those that the run in `out` has published.
+
+    Copies of them elsewhere are recognised by that.
+    """
+    config, published = read_run(out)
+    if missing := set(results_in(read_document(state)).values()) - set(published):
+        write_run(out, parts, config or {}, [*published, *missing])
 
 
 def save_whole(tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:

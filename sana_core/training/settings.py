@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
@@ -26,6 +26,8 @@ LOGIT_NORMAL, MODE, UNIFORM = TIMES = ("logit_normal", "mode", "uniform")
 DTYPES = ("float32", "bfloat16")
 FLOW, CONSISTENCY = "flow", "consistency"
 DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
+# Names of Windows that are no files, with any ending.
+DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10))}
 # bytes in UTF-8; disks take 255 with the ending
 LONGEST_NAME = 240
 # a file or folder, in a settings file relative to that, and on each machine where it likes
@@ -47,23 +49,57 @@ def sides_from(low: int) -> Check:
 
 
 @dataclass(frozen=True)
-class Method:
-    """What is trained: an adapter of `kind` with `rank` and `alpha` on the layers of `targets`, a "controlnet" that
-    begins as a copy of the model's first `blocks`, or with "full" all weights. An adapter's output is scaled by
-    alpha / rank, without an alpha by 1. `weights` is the precision of the weights that "controlnet" and "full" train;
-    steps in bfloat16 are rounded stochastically. With `layers`, patterns as of file names, only those layers of
-    `targets` get an adapter whose name in the transformer fits one; `dropout` is peft's lora_dropout. `start` is the
-    file of an adapter that a new run begins with; `base` "int8" keeps the frozen model under an adapter in 8 bits."""
+class Help:
+    """Explains a field to a person who trains for the first time. The canvas shows it as the tooltip."""
 
-    kind: Annotated[str, among(METHODS)] = "lora"
-    rank: Annotated[int, within(1, 1024)] = 16
-    alpha: Annotated[float | None, within(1e-3, 1e5)] = None
-    targets: Annotated[str, among(TARGETS)] = "attention"
+    text: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is trained: an adapter, a ControlNet, or with "full" all weights."""
+
+    kind: Annotated[
+        str,
+        among(METHODS),
+        Help(
+            "Take lora for a first training: every program reads it. dora is slower and learns a little more per step. "
+            "lokr makes the smallest file."
+        ),
+    ] = "lora"
+    rank: Annotated[
+        int,
+        within(1, 1024),
+        Help("The size of the LoRA. 8 to 32 is usual. A higher rank can learn more and makes a larger file."),
+    ] = 16
+    alpha: Annotated[
+        float | None, within(0, 1e5), Help("The effect of the LoRA is scaled by alpha / rank. 0: not scaled.")
+    ] = None
+    targets: Annotated[
+        str,
+        among(TARGETS),
+        Help("The layers that learn. attention is enough to start with. both learns more and needs more images."),
+    ] = "attention"
+    # "controlnet" and "full" only: precision of the trained weights. Steps in bfloat16 are rounded stochastically.
     weights: Annotated[str, among(DTYPES)] = "float32"
-    blocks: Annotated[int, within(1, 255)] = 7
+    blocks: Annotated[
+        int,
+        within(1, 255),
+        Help(
+            "How many of the model's first blocks the ControlNet begins as a copy of. NVIDIA uses 7. Use 3 for the "
+            "demo model."
+        ),
+    ] = 7
+    # Adapters only: the file of an adapter that a new run begins with.
     start: Place = ""
-    base: Annotated[str, among(BASES)] = "full"
+    base: Annotated[
+        str,
+        among(BASES),
+        Help("int8 stores the model in 8 bits while a lora or lokr is trained. This takes about half the memory."),
+    ] = "full"
+    # Patterns as of file names. Only the layers of `targets` whose name fits one get an adapter.
     layers: tuple[str, ...] = ()
+    # peft's lora_dropout
     dropout: Annotated[float, within(0, 0.99)] = 0.0
 
     @property
@@ -73,7 +109,7 @@ class Method:
 
     @property
     def scale(self) -> float:
-        return 1.0 if self.alpha is None else self.alpha / self.rank
+        return self.alpha / self.rank if self.alpha else 1.0
 
 
 @dataclass(frozen=True)
@@ -98,16 +134,38 @@ class Loss:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How gradients become steps. `clip` bounds the norm of all gradients together, 0 does not; `ema` is the decay of a moving
-    average of the weights, which is then what is saved and previewed, or 0 for none. Prodigy begins with `d0` as its
-    estimate of the distance that the weights have to go, and makes its rate `d_coef` times what it has found."""
+    """How gradients become steps."""
 
-    name: Annotated[str, among(NAMES)] = "adamw"
-    weight_decay: Annotated[float, within(0, 1)] = 0.01
-    clip: Annotated[float, within(0, 1e6)] = 0.1
-    ema: Annotated[float, within(0, 0.999999)] = 0.0
-    d0: Annotated[float, within(1e-12, 1)] = 1e-6
-    d_coef: Annotated[float, within(1e-3, 1e3)] = 1.0
+    name: Annotated[
+        str,
+        among(NAMES),
+        Help(
+            "Take adamw to start with. came needs half of its memory and came8bit an eighth. Both need a warmup of "
+            "some hundred steps."
+        ),
+    ] = "adamw"
+    weight_decay: Annotated[
+        float, within(0, 1), Help("How strongly each step pulls the weights towards 0, against overfitting.")
+    ] = 0.01
+    clip: Annotated[
+        float,
+        within(0, 1e6),
+        Help("The largest norm of all gradients of a step. Larger gradients are scaled down to it. 0: no clipping."),
+    ] = 0.1
+    ema: Annotated[
+        float,
+        within(0, 0.999999),
+        Help(
+            "Decay of a moving average of the weights, which is then saved and previewed. 0.99 averages about 100 "
+            "steps. 0: no average."
+        ),
+    ] = 0.0
+    d0: Annotated[
+        float, within(1e-12, 1), Help("prodigy only: the first estimate of how far the weights have to move.")
+    ] = 1e-6
+    d_coef: Annotated[
+        float, within(1e-3, 1e3), Help("prodigy only: a factor of the learning rate that prodigy finds.")
+    ] = 1.0
 
 
 @dataclass(frozen=True)
@@ -138,19 +196,40 @@ class Phase:
 
     data: tuple[Place, ...]
     resolution: Annotated[int, sides_from(DOWNSCALE)] = 1024
-    batch: Annotated[int, within(1, 4096)] = 1
-    accumulate: Annotated[int, within(1, 4096)] = 1
+    batch: Annotated[
+        int,
+        within(1, 4096),
+        Help("Images that are learned together. A larger batch learns more steadily and takes more memory."),
+    ] = 1
+    accumulate: Annotated[
+        int, within(1, 4096), Help("Batches in a step. This has the effect of a larger batch without its memory.")
+    ] = 1
     epochs: Annotated[int | None, within(1, 10**6)] = None
-    steps: Annotated[int | None, within(1, 10**9)] = None
-    learning_rate: Annotated[float, within(0, 10)] = 1e-4
-    schedule: Annotated[str, among(SCHEDULES + SHAPED)] = "constant"
-    warmup: Annotated[int, within(0, 10**9)] = 0
+    steps: Annotated[
+        int | None,
+        within(1, 10**9),
+        Help("Steps in total, also when the training resumes. To train a finished one further, raise this."),
+    ] = None
+    learning_rate: Annotated[
+        float,
+        within(0, 10),
+        Help(
+            "How fast the model learns: 0.0001 for most models, 0.001 for the demo model, 1 with prodigy. If the "
+            "images fall apart, lower it."
+        ),
+    ] = 1e-4
+    schedule: Annotated[
+        str,
+        among(SCHEDULES + SHAPED),
+        Help("The learning rate after the warmup: it stays, or it falls to 0 along a cosine or a line."),
+    ] = "constant"
+    warmup: Annotated[int, within(0, 10**9), Help("Steps in which the learning rate rises from 0.")] = 0
     cycles: Annotated[int, within(1, 10**6)] = 1
     power: Annotated[float, within(1e-3, 1e3)] = 1.0
     repeats: Annotated[tuple[int, ...], within(1, 10**4)] = ()
     weights: Annotated[tuple[float, ...], within(0, 10**3)] = ()
     regularisation: tuple[Place, ...] = ()
-    prior_loss_weight: Annotated[float, within(0, 10**3)] = 1.0
+    prior_loss_weight: Annotated[float, within(0, 10**3), Help("How much the regularisation images count.")] = 1.0
     resolutions: Annotated[tuple[int, ...], sides_from(DOWNSCALE)] = ()
     flip: bool = False
     crops: Annotated[int, within(1, 64)] = 1
@@ -169,8 +248,22 @@ class Validation:
     images of `prompts`, each with the seed of its place, at `width` x `height` pixels (0: the phase's resolution).
     `control` are the images that steer a ControlNet there, one, or one for each prompt."""
 
-    every: Annotated[int, within(0, 10**9)] = 0
-    share: Annotated[float, within(0, 0.5)] = 0.0
+    every: Annotated[
+        int,
+        within(0, 10**9),
+        Help(
+            "Steps between two validations, which generate the validation prompts and measure the held-out images. "
+            "0: no validation."
+        ),
+    ] = 0
+    share: Annotated[
+        float,
+        within(0, 0.5),
+        Help(
+            "The share of images that are never learned and only measure the loss. The result is then the state with "
+            "the lowest loss. 0: all images are learned."
+        ),
+    ] = 0.0
     prompts: tuple[str, ...] = ()
     negative_prompt: str = ""
     width: Annotated[int, sides_from(0)] = 0
@@ -192,17 +285,31 @@ class TrainingSettings:
     name: str = "sana"
     text_encoder: Place = ""  # that of `model`
     autoencoder: Place = ""  # that of `model`
-    trigger: str = ""
-    seed: Annotated[int, within(0, 2**63 - 1)] = 0
+    trigger: Annotated[
+        str, Help("Words to note in the file of the LoRA, so that others know them. They are not added to captions.")
+    ] = ""
+    seed: Annotated[
+        int,
+        within(0, 2**63 - 1),
+        Help("Decides the noise and the order of the images. Another seed needs a new name."),
+    ] = 0
     dtype: Annotated[str, among(DTYPES)] = "bfloat16"
     reference: str = "auto"
     device: str = ""  # the accelerator of this machine, or its CPU
     cache: Place = ""  # folder of latents and embeddings; "cache" in `out`
     stream: bool = False  # encode each image when it is learned, and keep nothing of it on disk
-    caption_dropout: Annotated[float, within(0, 1)] = 0.1
-    checkpoint_gradients: bool = True
-    save_every: Annotated[int, within(1, 10**9)] = 500
-    keep: Annotated[int, within(1, 10**6)] = 3
+    caption_dropout: Annotated[
+        float, within(0, 1), Help("The share of images that are learned without their caption, which guidance needs.")
+    ] = 0.1
+    checkpoint_gradients: Annotated[
+        bool, Help("On: each step computes some values twice. This takes far less memory and a third more time.")
+    ] = True
+    save_every: Annotated[
+        int, within(1, 10**9), Help("Steps between saved states, from which a training resumes. Cancel saves too.")
+    ] = 500
+    keep: Annotated[
+        int, within(1, 10**6), Help("How many of the newest states stay on the disk. The best one stays too.")
+    ] = 3
     method: Method = field(default_factory=Method)
     loss: Loss = field(default_factory=Loss)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -213,6 +320,38 @@ class TrainingSettings:
         """Return the checkpoint that has the component: "transformer", "text_encoder" or "autoencoder"."""
         own = {"text_encoder": self.text_encoder, "autoencoder": self.autoencoder}
         return own.get(kind) or self.model
+
+
+class FieldInfo(NamedTuple):
+    """A field of the settings as a form shows it."""
+
+    kind: type  # int, float, str or bool
+    default: Any
+    low: float | None
+    high: float | None
+    names: tuple[str, ...]  # the options of a choice
+    help: str
+
+
+def describe_field(path: str) -> FieldInfo:
+    """Return the type, limits and help of a field such as "seed", "optimizer.clip" or "phase.steps"."""
+    table, _, name = path.rpartition(".")
+    owner: Any = TrainingSettings
+    if table:
+        hint = get_type_hints(TrainingSettings)[table]
+        owner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+    kind, *metadata = get_args(get_type_hints(owner, include_extras=True)[name])
+    # `float | None`: None is the default of the settings file only.
+    kind = next(each for each in get_args(kind) or (kind,) if each is not type(None))
+    limits: dict[str, Any] = {}
+    text = ""
+    for fact in metadata:
+        if isinstance(fact, partial):
+            limits |= fact.keywords
+        elif isinstance(fact, Help):
+            text = fact.text
+    default = getattr(owner, name)
+    return FieldInfo(kind, default, limits.get("low"), limits.get("high"), limits.get("names", ()), text)
 
 
 def check_settings(settings: TrainingSettings) -> TrainingSettings:
@@ -268,8 +407,12 @@ def check_method(method: Method, dtype: str) -> None:
 
 def check_name(name: str) -> None:
     """Raise InputError unless a LoRA's file can have that name."""
-    if not name or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
+    # Windows drops spaces and dots at the end.
+    plain = name == name.strip() and not name.endswith(".")
+    if not name or not plain or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
         raise InputError(f"name: got {name!r:.40}, expected the name of a file; use letters and digits")
+    if name.partition(".")[0].rstrip().casefold() in DEVICES:
+        raise InputError(f"name: got {name!r:.40}, which Windows reserves for a device; choose another")
     if name.casefold() == "state":
         raise InputError(f"name: got {name!r}, which is that of a state's own file; choose another")
     if len(name.encode()) > LONGEST_NAME:

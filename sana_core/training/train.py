@@ -26,7 +26,7 @@ from .prepare import OnProgress, digest_models, no_progress, prepare, read_sampl
 from .previews import SHEET, generate_validation, write_sheet
 from .previews import check_own as check_sheet
 from .ranks import ALONE, Ranks, log_line
-from .runs import PICTURES, adopt_states, check_folder, check_places, publish, step_folder, writing
+from .runs import PICTURES, adopt_states, check_folder, check_places, note_result, publish, step_folder, writing
 from .schedule import Best
 from .settings import DDP, FLOW, TrainingSettings
 from .sharding import describe_layout
@@ -140,6 +140,7 @@ def put_result(settings: TrainingSettings, parts: Path, last: int, best: Best | 
     out = Path(settings.out)
     chosen = step_folder(out, last if best is None else best.step)
     if settings.method.whole:
+        note_result(out, parts, chosen)
         return chosen / whole_part(settings)
     if best is not None:
         publish(out, parts, last_file(settings), step_folder(out, last))

@@ -78,6 +78,11 @@ WRONG = {
         r"phase: got \[phase\], expected a list of tables; write \[\[phase\]\]$",
     ),
     "a name with a folder": ("name = '../x'" + WHOLE, "name: got '../x', expected the name of a file"),
+    "an empty name": ("name = ''" + WHOLE, "name: got '', expected the name of a file; use letters and digits"),
+    "a name of spaces": ("name = '  '" + WHOLE, "name: got '  ', expected the name of a file"),
+    "a space at its end": ("name = 'a '" + WHOLE, "name: got 'a ', expected the name of a file"),
+    "a dot at its end": ("name = 'a.'" + WHOLE, "name: got 'a.', expected the name of a file"),
+    "a device of Windows": ("name = 'Nul.b'" + WHOLE, "name: got 'Nul.b', which Windows reserves for a device; choose"),
     "a state's own name": ("name = 'STATE'" + WHOLE, "name: got 'STATE', .* a state's own file; choose another"),
     "a name that no disk takes": (f"name = '{'x' * 241}'" + WHOLE, "name: got .*, expected at most 240 bytes; choose"),
     "a longer one in bytes": (
