@@ -240,7 +240,7 @@ def check_kind(parts: Collection[str], kind: str, file: str) -> None:
     if got not in ADAPTERS:
         raise InputError(f"{file}: got a {got}, expected {', '.join(ADAPTERS)}; remove method.start")
     if got != kind:
-        raise InputError(f"{file}: got a {got}, but method.kind is {kind}; set kind to {got}")
+        raise InputError(f"{file}: got a {got}, but method.kind is {kind}; set it to {got}")
 
 
 def check_targets(

@@ -128,7 +128,7 @@ def with_magnitudes(shape):
 
 WRONG = {
     "rank": ({"rank": 8}, None, "got rank 4, but method.rank is 8; set rank to 4"),
-    "kind": ({"kind": "dora"}, None, "got a lora, but method.kind is dora; set kind to lora"),
+    "kind": ({"kind": "dora"}, None, "got a lora, but method.kind is dora; set it to lora"),
     "targets": ({"targets": "both"}, None, "are of targets attention, but method.targets is both; set it so"),
     "fewer layers": ({}, lambda tensors: [tensors.pop(key) for key in sorted(tensors)[:2]], "to_k is missing"),
     "other layers": (
@@ -149,7 +149,7 @@ WRONG = {
     "half a layer": ({}, lambda tensors: tensors.pop(sorted(tensors)[0]), r"got lora_B \[160, 4\], expected"),
     "another width": ({}, changed("lora_A.weight", lambda each: each[:, :96]), r"got lora_A \[4, 96\], lora_B"),
     "a DoRA of columns": ({}, with_magnitudes((1, 160)), "got a dora of columns, expected lora, dora, lokr"),
-    "a DoRA of rows": ({}, with_magnitudes((160, 1)), "got a dora, but method.kind is lora; set kind to dora"),
+    "a DoRA of rows": ({}, with_magnitudes((160, 1)), "got a dora, but method.kind is lora; set it to dora"),
 }
 
 
