@@ -40,4 +40,8 @@ async def comfy_entrypoint() -> SanaExtension:
     from .host.compat import check_host
 
     check_host()
+    # After the check, because it needs a ComfyUI of today.
+    from .host.folders import add_result_folders
+
+    add_result_folders()
     return SanaExtension()

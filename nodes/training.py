@@ -1,15 +1,15 @@
-"""Images to a data set, and a data set to a LoRA."""
+"""Images to a data set, and a data set to a LoRA or a ControlNet."""
 
 from inspect import cleandoc
 
 from comfy_api.latest import io, ui
 
+from ..sana_core.errors import InputError
 from ..sana_core.model.known_models import DEFAULT_RESOLUTION
 from ..sana_core.model.latents import DOWNSCALE
-from ..sana_core.runtime.checks import check_whole
+from ..sana_core.runtime.checks import check_number, check_text, check_whole
 from ..sana_core.training.images import LARGEST_SIDE
-from ..sana_core.training.optimizers import NAMES
-from ..sana_core.training.settings import ADAPTERS, BASES, SCHEDULES, TARGETS, Method
+from ..sana_core.training.settings import one_of
 from .host.folders import (
     dataset_path,
     dataset_paths,
@@ -20,15 +20,13 @@ from .host.folders import (
     run_path,
     without_places,
 )
+from .host.training_fields import FIELDS, OPTIONAL, RunSettings, default_values, naming_widgets
 
-DATASET = io.Custom("SANA_DATASET")
-# core's, of its own nodes for training
+DATASET, SETTINGS = io.Custom("SANA_DATASET"), io.Custom("SANA_TRAIN_SETTINGS")
+# Types of ComfyUI's own training nodes.
 LORA_MODEL, LOSS_MAP = io.Custom("LORA_MODEL"), io.Custom("LOSS_MAP")
-LARGEST_STEPS = 1_000_000
-# as ComfyUI's own Train LoRA calls it
+# The name that ComfyUI's own Train LoRA has for it.
 NO_LORA = "[None]"
-# an input that is left at its default as a rule
-ADVANCED = {"optional": True, "advanced": True}
 
 
 class SanaNodesDataset(io.ComfyNode):
@@ -86,143 +84,80 @@ class SanaNodesDataset(io.ComfyNode):
         return io.NodeOutput(dataset, sheet)
 
 
-def main_inputs(trained: str = "LoRA", name: str = "my-lora") -> list:
-    """What people change, and what a MODEL of one file lacks; `trained` is what comes of it."""
+def widget(name: str, optional: bool = False) -> io.Input:
+    """Return the widget of a training setting. It has the range, default and help of the setting."""
+    field = FIELDS[name]
+    info = field.info()
+    options = {"default": info.default, "tooltip": info.help}
+    if optional:
+        options |= {"optional": True, "advanced": field.advanced}
+    if info.names:
+        return io.Combo.Input(name, options=list(info.names), **options)
+    if info.kind is bool:
+        return io.Boolean.Input(name, **options)
+    if info.kind is str:
+        return io.String.Input(name, **options)
+    kind = io.Int if info.kind is int else io.Float
+    return kind.Input(name, min=info.low, max=info.high, step=field.step, **options)
+
+
+def train_inputs(trained: str, name: str, *middle: io.Input) -> list[io.Input]:
+    """Return the inputs of a training node. `trained` is what it trains, `middle` its inputs before batch_size."""
+    single_file = "Connect it only if the MODEL comes from SANA Load Diffusion Model."
     return [
-        io.Model.Input("model", tooltip="The MODEL of SANA Loader, with no LoRA or other patch on it."),
+        io.Model.Input("model", tooltip="The MODEL of SANA Loader, without a LoRA or another patch."),
         DATASET.Input("dataset", tooltip="The images of SANA Dataset."),
         io.String.Input(
             "name",
             default=name,
-            tooltip=f"Name of the {trained} and of its folder in output/sana_training. The same name resumes a run; a "
-            "new name starts one.",
+            tooltip=f"The name of the {trained} in the lists of loaders, and of its folder in output/sana_training. A "
+            "new name starts a new training, the same name resumes it.",
         ),
-        io.Combo.Input(
-            "method",
-            options=list(ADAPTERS),
-            tooltip="Take lora, which every program reads. dora learns a little more per step and is slower, lokr is "
-            "small.",
-        ),
-        io.Int.Input("rank", default=16, min=1, max=1024, tooltip="The size of the LoRA; 8 to 32 is usual."),
-        io.Int.Input(
-            "steps",
-            default=500,
-            min=1,
-            max=LARGEST_STEPS,
-            tooltip=f"In all, also when a run is resumed: raise it to train a finished {trained} further.",
-        ),
-        io.Float.Input(
-            "learning_rate",
-            default=1e-4,
-            min=0.0,
-            max=10.0,
-            step=1e-6,
-            tooltip="Not scaled by batch or rank. 1 for prodigy, 0.001 for the demo model.",
-        ),
-        io.Int.Input(
-            "batch_size", default=1, min=1, max=4096, tooltip="Images per step; more is steadier and takes more memory."
-        ),
-        io.String.Input(
-            "validation_prompts",
-            default="",
-            multiline=True,
-            optional=True,
-            tooltip="One per line, generated during training as SANA Sampler would with the LoRA; prompt i uses seed "
-            "i.",
-        ),
-        io.Clip.Input("clip", optional=True, tooltip="Only for a MODEL of SANA Load Diffusion Model."),
-        io.Vae.Input("vae", optional=True, tooltip="Only for a MODEL of SANA Load Diffusion Model."),
+        widget("steps"),
+        widget("learning_rate"),
+        *middle,
+        widget("batch_size"),
+        io.Clip.Input("clip", optional=True, tooltip=single_file),
+        io.Vae.Input("vae", optional=True, tooltip=single_file),
+        SETTINGS.Input("settings", optional=True, tooltip="SANA Train Settings. A first training does not need them."),
     ]
 
 
-def whole(name: str, default: int, least: int, tooltip: str, most: int = LARGEST_STEPS) -> io.Int.Input:
-    return io.Int.Input(name, default=default, min=least, max=most, tooltip=tooltip, **ADVANCED)
-
-
-def number(name: str, default: float, most: float, step: float, tooltip: str, least: float = 0.0) -> io.Float.Input:
-    return io.Float.Input(name, default=default, min=least, max=most, step=step, tooltip=tooltip, **ADVANCED)
-
-
-def choice(name: str, options: tuple[str, ...], tooltip: str) -> io.Combo.Input:
-    return io.Combo.Input(name, options=list(options), default=options[0], tooltip=tooltip, **ADVANCED)
-
-
-def advanced_inputs() -> list:
-    """What is left at its default as a rule."""
-    return [
-        choice("targets", TARGETS, "The layers that are trained. both learns more and needs more images."),
-        number("alpha", 0.0, 1e5, 0.5, "The LoRA is scaled by alpha / rank; 0 means the rank, a scale of 1."),
-        choice("optimizer", NAMES, "came needs half of adamw's memory, came8bit an eighth; both need a warmup."),
-        choice("schedule", SCHEDULES, "How the learning rate changes after the warmup."),
-        whole("warmup", 0, 0, "Steps in which the learning rate rises from 0."),
-        whole("accumulate", 1, 1, "Batches per step: the effect of a larger batch without its memory.", 4096),
-        whole("validate_every", 100, 0, "Steps between validations, with images of the prompts; 0 for none."),
-        number("held_out", 0.0, 0.5, 0.01, "The share of images kept out of training to measure the loss."),
-        number("caption_dropout", 0.1, 1.0, 0.01, "The share of images trained without caption, which guidance needs."),
-        number("gradient_clip", 0.1, 1e6, 0.01, "The largest norm of a step's gradients."),
-        number("weight_decay", 0.01, 1.0, 0.001, "How strongly the weights are pulled towards 0."),
-        number(
-            "ema", 0.0, 0.999999, 0.0001, "Decay of a moving average of the weights, which is then saved; 0 for none."
-        ),
-        io.Boolean.Input(
-            "checkpoint_gradients", default=True, tooltip="On: needs far less memory, takes a third longer.", **ADVANCED
-        ),
-        whole("save_every", 500, 1, "Steps between saved states. Cancel saves too."),
-        whole("keep", 3, 1, "How many states are kept, besides the best."),
-        # not "seed", which the canvas would change with every run: another seed is another run
-        whole("training_seed", 0, 0, "Seed of the noise and of the order of the images.", 2**63 - 1),
-        io.String.Input("trigger", default="", tooltip="Words to note in the LoRA's file.", **ADVANCED),
-        number("d0", 1e-6, 1.0, 1e-7, "Of prodigy: its first estimate of how far the weights have to go.", 1e-7),
-        number("d_coef", 1.0, 1e3, 1e-3, "Of prodigy: a factor of the rate that it finds.", 1e-3),
-        choice(
-            "existing_lora",
-            (NO_LORA, *list_files("loras")),
-            "A LoRA to begin with. Set method, rank and targets to those of the file.",
-        ),
-        number("prior_loss_weight", 1.0, 1e3, 0.05, "How much the regularisation images count."),
-        choice("base", BASES, "int8 keeps the model in 8 bits while a lora or lokr is trained: about half the memory."),
-    ]
-
-
-class SanaNodesTrain(io.ComfyNode):
+class SanaNodesTrainSettings(io.ComfyNode):
     """
-    Trains a LoRA on a SANA model, with previews while it trains.
+    Settings for SANA Train and SANA Train ControlNet that a first training does not need.
 
-    The node shows the loss and the validation images, and at the end all of them over time, the best marked. Cancel
-    saves; queue again to resume. To train a finished LoRA further, raise steps. The LoRA is saved in
-    output/sana_training.
+    Each widget starts at the value that the training has without this node.
     """
 
     @classmethod
     def define_schema(cls):
+        lora = io.Combo.Input(
+            "existing_lora",
+            options=[NO_LORA, *list_files("loras")],
+            default=NO_LORA,
+            optional=True,
+            tooltip="A LoRA to begin with. Set method, targets and the rank of SANA Train as in that LoRA.",
+        )
+        regularisation = DATASET.Input(
+            "regularisation",
+            optional=True,
+            tooltip="A second SANA Dataset with other images of the same kind, such as other people. They are learned "
+            "as often as yours, so that the model does not forget them.",
+        )
         return io.Schema(
-            node_id="SanaNodesTrain",
-            display_name="SANA Train",
+            node_id="SanaNodesTrainSettings",
+            display_name="SANA Train Settings",
             category="SANA/training",
             description=cleandoc(cls.__doc__),
-            search_aliases=["train lora", "sana lora training", "fine-tune", "dora", "lokr", "dreambooth"],
-            is_output_node=True,
-            inputs=[
-                *main_inputs(),
-                *advanced_inputs(),
-                DATASET.Input(
-                    "regularisation",
-                    optional=True,
-                    tooltip="Other images of the same kind, such as other people, trained as often as yours so that "
-                    "the model keeps them.",
-                ),
-            ],
-            outputs=[
-                LORA_MODEL.Output(display_name="lora", tooltip="For Save LoRA Weights and Load LoRA Model."),
-                LOSS_MAP.Output(display_name="loss_map", tooltip="The loss of each step, for Plot Loss Graph."),
-                io.Model.Output(tooltip="The model with the LoRA, for SANA Sampler."),
-            ],
-            hidden=[io.Hidden.unique_id],
+            search_aliases=["training settings", "optimizer", "gradient clip", "regularisation"],
+            inputs=[regularisation, *(widget(name, optional=True) for name in OPTIONAL), lora],
+            outputs=[SETTINGS.Output(display_name="settings", tooltip="For SANA Train and SANA Train ControlNet.")],
         )
 
     @classmethod
     def validate_inputs(cls, existing_lora: str = NO_LORA):
-        # a missing file is answered when it is read, as in SANA Load LoRA
+        # A missing file is an error when the file is read, as in SANA Load LoRA.
         return True
 
     @classmethod
@@ -235,16 +170,63 @@ class SanaNodesTrain(io.ComfyNode):
         return "" if existing_lora == NO_LORA else file_stat(lambda: find_file("loras", existing_lora))
 
     @classmethod
-    def execute(cls, model, dataset, name: str, existing_lora: str = NO_LORA, **own) -> io.NodeOutput:
-        from .host.report import show_under_node
-        from .host.training import adapter_method, make_settings, train_lora
+    def execute(cls, existing_lora: str = NO_LORA, regularisation=None, **own) -> io.NodeOutput:
+        from .host.links import check_links
 
-        check_sockets(model=model, dataset=dataset, **own)
-        own = complete(cls, own)
-        own["start"] = "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora))
-        with without_places():
-            settings = make_settings(model, dataset, run_path(name), adapter_method(own), own)
-            trained = train_lora(model, settings, cls.hidden.unique_id)
+        if regularisation is not None:
+            check_links(regularisation=regularisation)
+        values = checked(cls, default_values() | own)
+        with naming_widgets():
+            start = "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora))
+        return io.NodeOutput(RunSettings(values, start, regularisation))
+
+
+class SanaNodesTrain(io.ComfyNode):
+    """
+    Trains a LoRA on a SANA model, with previews while it trains.
+
+    Afterwards the LoRA is in the list of SANA Load LoRA and of ComfyUI's LoRA loaders; press R first. Cancel saves;
+    queue again to resume. The node shows the loss and images of the validation prompts.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        prompts = io.String.Input(
+            "validation_prompts",
+            default="",
+            optional=True,
+            tooltip="A prompt whose image shows on the node what the LoRA has learned so far. For several, connect a "
+            "text with one prompt per line. Prompt i uses seed i.",
+        )
+        return io.Schema(
+            node_id="SanaNodesTrain",
+            display_name="SANA Train",
+            category="SANA/training",
+            description=cleandoc(cls.__doc__),
+            search_aliases=["train lora", "sana lora training", "fine-tune", "dora", "lokr", "dreambooth"],
+            is_output_node=True,
+            inputs=insert_before("clip", train_inputs("LoRA", "my-lora", widget("rank")), prompts),
+            outputs=[
+                LORA_MODEL.Output(display_name="lora", tooltip="For Save LoRA Weights and Load LoRA Model."),
+                LOSS_MAP.Output(display_name="loss_map", tooltip="The loss of each step, for Plot Loss Graph."),
+                io.Model.Output(tooltip="The model with the LoRA, for SANA Sampler."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls, model, dataset, name: str, settings=None, clip=None, vae=None, validation_prompts: str = "", **own
+    ) -> io.NodeOutput:
+        from .host.report import show_under_node
+        from .host.training import make_settings, train_lora
+
+        check_sockets(model=model, dataset=dataset, clip=clip, vae=vae, settings=settings)
+        own = checked(cls, {**own, "validation_prompts": validation_prompts})
+        chosen = settings or RunSettings(default_values())
+        with naming_widgets(chosen.existing_lora), without_places():
+            run = make_settings(model, dataset, run_path(name), chosen, own, clip, vae)
+            trained = train_lora(model, run, cls.hidden.unique_id)
         show_under_node(trained.report, cls.hidden.unique_id)
         shown = None if trained.sheet is None else ui.PreviewImage(trained.sheet)
         return io.NodeOutput(trained.lora, {"loss": trained.losses}, trained.model, ui=shown)
@@ -254,24 +236,12 @@ class SanaNodesTrainControlNet(io.ComfyNode):
     """
     Trains a ControlNet for a SANA model, on images that each have a control image beside them.
 
-    For cat.png put cat-control.png, with its edges, depth or pose, beside it. Cancel saves; queue again to resume. The
-    ControlNet is saved in output/sana_training.
+    For cat.png put cat-control.png, with its edges, depth or pose, beside it. Afterwards the ControlNet is in the list
+    of SANA Load ControlNet; press R first. Cancel saves; queue again to resume.
     """
 
     @classmethod
     def define_schema(cls):
-        blocks = io.Int.Input(
-            "blocks",
-            default=7,
-            min=1,
-            max=255,
-            tooltip="How many of the model's first blocks are copied and trained: 7 in NVIDIA's own; 3 for the demo "
-            "model.",
-        )
-        lora_alone = ("method", "rank", "validation_prompts", "targets", "alpha", "trigger")
-        lora_alone += ("existing_lora", "prior_loss_weight", "base")
-        model, dataset, name, *others = main_inputs("ControlNet", "my-controlnet")
-        inputs = [model, dataset, name, blocks, *others, *advanced_inputs()]
         return io.Schema(
             node_id="SanaNodesTrainControlNet",
             display_name="SANA Train ControlNet",
@@ -279,7 +249,7 @@ class SanaNodesTrainControlNet(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["train control net", "sana controlnet training"],
             is_output_node=True,
-            inputs=[each for each in inputs if each.id not in lora_alone],
+            inputs=train_inputs("ControlNet", "my-controlnet", widget("blocks")),
             outputs=[
                 io.ControlNet.Output(tooltip="For Apply ControlNet, with SANA's VAE."),
                 LOSS_MAP.Output(display_name="loss_map", tooltip="The loss of each step, for Plot Loss Graph."),
@@ -288,40 +258,58 @@ class SanaNodesTrainControlNet(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, dataset, name: str, **own) -> io.NodeOutput:
+    def execute(cls, model, dataset, name: str, settings=None, clip=None, vae=None, **own) -> io.NodeOutput:
         from .host.report import show_under_node
         from .host.training import make_settings, train_controlnet
 
-        check_sockets(model=model, dataset=dataset, **own)
-        own = complete(cls, own)
-        with without_places():
-            method = Method("controlnet", blocks=own["blocks"])
-            settings = make_settings(model, dataset, run_path(name), method, own)
-            control, losses, report = train_controlnet(model, settings, cls.hidden.unique_id)
+        check_sockets(model=model, dataset=dataset, clip=clip, vae=vae, settings=settings)
+        own = checked(cls, own)
+        chosen = settings or RunSettings(default_values())
+        with naming_widgets(), without_places():
+            run = make_settings(model, dataset, run_path(name), chosen, own, clip, vae)
+            control, losses, report = train_controlnet(model, run, cls.hidden.unique_id)
         show_under_node(report, cls.hidden.unique_id)
         return io.NodeOutput(control, {"loss": losses})
 
 
-def complete(node: type[io.ComfyNode], own: dict) -> dict:
-    """Return the values `own` of the inputs of `node`, with those that the API leaves out.
+def insert_before(name: str, inputs: list[io.Input], new: io.Input) -> list[io.Input]:
+    """Return `inputs` with `new` before the input `name`."""
+    index = [each.id for each in inputs].index(name)
+    return [*inputs[:index], new, *inputs[index:]]
 
-    Raises InputError for whole numbers out of range, which widgets check, and links do not.
+
+def checked(node: type[io.ComfyNode], values: dict) -> dict:
+    """Return `values` of widgets of `node`, whole numbers as int. Raises InputError for the first wrong one.
+
+    ComfyUI checks what a user enters. It does not check a value that comes over a link.
     """
-    values = {"validation_prompts": "", **{each.id: each.default for each in advanced_inputs()}, **own}
+    values = dict(values)
     for each in node.define_schema().inputs:
+        if each.id not in values:
+            continue
+        value = values[each.id]
         if isinstance(each, io.Int.Input):
-            check_whole(each.id, values[each.id], each.min, each.max)
-            values[each.id] = int(values[each.id])
+            check_whole(each.id, value, each.min, each.max)
+            values[each.id] = int(value)
+        elif isinstance(each, io.Float.Input):
+            check_number(each.id, value, each.min, each.max)
+        elif isinstance(each, io.Combo.Input):
+            one_of(each.id, value, tuple(each.options))
+        elif isinstance(each, io.Boolean.Input) and not isinstance(value, bool):
+            raise InputError(f"{each.id}: got {value!r:.40}, expected true or false; connect a BOOLEAN")
+        elif isinstance(each, io.String.Input):
+            if not isinstance(value, str):
+                raise InputError(f"{each.id}: got {value!r:.40}, expected a text; connect a STRING")
+            check_text(each.id, value)
     return values
 
 
 def check_sockets(**inputs) -> None:
-    """Raise InputError for the first link that is not of its socket's type."""
+    """Raise InputError for the first link that is not of its socket's type; None where nothing is connected."""
     from .host.links import check_links
 
-    optional = ("clip", "vae", "regularisation")
-    sockets = {name: inputs[name] for name in ("model", "dataset")}
-    check_links(**sockets, **{name: inputs[name] for name in optional if inputs.get(name) is not None})
+    optional = ("clip", "vae", "settings")
+    check_links(**{name: value for name, value in inputs.items() if name not in optional or value is not None})
 
 
-NODES = [SanaNodesDataset, SanaNodesTrain, SanaNodesTrainControlNet]
+NODES = [SanaNodesDataset, SanaNodesTrain, SanaNodesTrainControlNet, SanaNodesTrainSettings]

@@ -161,9 +161,6 @@ def train(name: str) -> Template:
         "learning_rate": 0.0015,
         "batch_size": 4,
         "validation_prompts": drawn,
-        "checkpoint_gradients": False,
-        "validate_every": 50,
-        "held_out": 0.1,
     }
     links = {"model": ("model", 0), "model with LoRA": ("train", 2), "clip": ("model", 1), "vae": ("model", 2)}
     nodes = {

@@ -34,8 +34,10 @@ DATASETS = {
     # with control images
     "silhouettes (bundled)": HERE / "recipes" / "silhouettes.tar",
 }
-# in ComfyUI's output folder, where SANA Train writes
+# The folder of training runs in ComfyUI's output folder.
 RUNS = "sana_training"
+# The folders in ComfyUI's output folder where loaders find results of training.
+RESULTS = ("loras", "controlnet")
 # one name of a folder: no separators, nothing that means another folder, and short enough for a file's name in UTF-8
 RUN_NAME = re.compile(r"\w([\w .-]{0,48}\w)?")
 # by ComfyUI's folder that it would be in
@@ -205,6 +207,12 @@ def run_path(name: str) -> Path:
             f"name: got {name!r:.60}, expected a folder's name of at most 50 characters; use letters, digits, - and _"
         )
     return Path(folder_paths.get_output_directory()) / RUNS / name
+
+
+def add_result_folders() -> None:
+    """Let ComfyUI list results of training on the canvas. It lists output/loras itself, but no output/controlnet."""
+    for kind in RESULTS:
+        folder_paths.add_model_folder_path(kind, str(Path(folder_paths.get_output_directory()) / kind))
 
 
 def list_devices() -> list[str]:

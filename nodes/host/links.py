@@ -9,6 +9,7 @@ import torch
 from ...sana_core.errors import InputError
 from .datasets import Dataset
 from .scorer import HostScorer
+from .training_fields import RunSettings
 
 SOCKETS: dict[str, tuple[str, type]] = {
     "model": ("MODEL", comfy.model_patcher.ModelPatcher),
@@ -21,6 +22,7 @@ SOCKETS: dict[str, tuple[str, type]] = {
     "first_image": ("IMAGE", torch.Tensor),
     "dataset": ("SANA_DATASET", Dataset),
     "regularisation": ("SANA_DATASET", Dataset),
+    "settings": ("SANA_TRAIN_SETTINGS", RunSettings),
     "scorer": ("SANA_SCORER", HostScorer),
 }
 

@@ -18,24 +18,16 @@ from ...sana_core.training.plan import REACHED, Base, Plan, measured_seconds, pl
 from ...sana_core.training.preflight import check_base
 from ...sana_core.training.run_log import clock, read_losses
 from ...sana_core.training.runs import find_states
-from ...sana_core.training.settings import (
-    ADAPTERS,
-    Method,
-    Optimizer,
-    Phase,
-    TrainingSettings,
-    Validation,
-    check_settings,
-    one_of,
-)
+from ...sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from ...sana_core.training.train import train
 from .clip import SanaTokenizer
 from .compat import loaded_from, path_of
 from .controlnet import load_controlnet
-from .folders import RUNS
 from .guidance import require_images
 from .lora import apply_lora
 from .patches import untrained
+from .results import list_result
+from .training_fields import LORA_ALONE, RunSettings, default_values, proposal_with_widgets, tables_of
 from .training_view import View, read_sheet
 from .vae import vae_path
 
@@ -47,8 +39,6 @@ if TYPE_CHECKING:
     from .datasets import Dataset
 
 logger = logging.getLogger(__name__)
-
-Inputs = Mapping[str, Any]  # of a node, by name
 
 # of a run's memory that allocators lose between blocks
 FRAGMENTS = 1.1
@@ -81,12 +71,12 @@ def check_model(model: ModelPatcher) -> None:
         raise InputError(f"model: got resolution {resolution} of its loader, which training does not see; choose auto")
 
 
-def check_parts(model: ModelPatcher, own: Inputs) -> None:
+def check_parts(model: ModelPatcher, clip: comfy.sd.CLIP | None, vae: comfy.sd.VAE | None) -> None:
     """Raise InputError where neither the file of MODEL nor an input has text encoder or autoencoder."""
     checkpoint = inspect_checkpoint(path_of(model))
     kinds = {part.kind for part in checkpoint.parts or (checkpoint,)}
-    for field, kind in (("clip", "text_encoder"), ("vae", "autoencoder")):
-        if own.get(field) is None and kind not in kinds:
+    for field, value, kind in (("clip", clip, "text_encoder"), ("vae", vae, "autoencoder")):
+        if value is None and kind not in kinds:
             raise InputError(f"{field}: got none, expected one for a MODEL of a single file; connect its loader's")
 
 
@@ -99,69 +89,73 @@ def clip_path(clip: comfy.sd.CLIP | None) -> str:
     return path_of(clip.patcher)
 
 
-def adapter_method(own: Inputs) -> Method:
-    """Return the method of SANA Train's inputs. Raises InputError for what is none."""
-    one_of("method", own["method"], ADAPTERS)
-    alpha = own["alpha"] or None
-    return Method(own["method"], own["rank"], alpha, own["targets"], start=own["start"], base=own["base"])
+def make_method(chosen: RunSettings, tables: Mapping[str, Mapping[str, Any]]) -> Method:
+    """Return the method: a ControlNet if there are blocks, else an adapter.
+
+    Raises InputError for settings of a ControlNet that only a LoRA has.
+    """
+    if "blocks" not in tables["method"]:
+        return Method(**tables["method"], start=chosen.existing_lora)
+    defaults = default_values()
+    given = {**chosen.values, "existing_lora": chosen.existing_lora, "regularisation": chosen.regularisation}
+    for name in LORA_ALONE:
+        if given[name] not in (defaults.get(name), None, ""):
+            got = "some" if name in ("existing_lora", "regularisation") else repr(given[name])
+            raise InputError(
+                f"{name}: got {got:.40} for a ControlNet, which has no use for it; reset it in SANA Train Settings"
+            )
+    return Method("controlnet", blocks=tables["method"]["blocks"])
 
 
-def make_phase(dataset: Dataset, own: Inputs) -> Phase:
-    """Return the only phase of the run. Raises InputError for another resolution of the regularisation images."""
-    prior = own.get("regularisation")
-    if prior is not None and prior.resolution != dataset.resolution:
+def make_phase(dataset: Dataset, prior: Dataset | None, values: Mapping[str, Any]) -> Phase:
+    """Return the only phase of the run. `prior` are the regularisation images, which have the same resolution."""
+    if prior is None:
+        # Without images, the weight has no effect, and the settings refuse it.
+        return Phase((dataset.folder,), dataset.resolution, **{**values, "prior_loss_weight": 1.0})
+    if prior.resolution != dataset.resolution:
         raise InputError(
             f"regularisation: got resolution {prior.resolution}, expected dataset's {dataset.resolution}; set it so"
         )
-    return Phase(
-        (dataset.folder,),
-        dataset.resolution,
-        batch=own["batch_size"],
-        accumulate=own["accumulate"],
-        steps=own["steps"],
-        learning_rate=own["learning_rate"],
-        schedule=own["schedule"],
-        warmup=own["warmup"],
-        regularisation=() if prior is None else (prior.folder,),
-        # without images the widget waits for some
-        prior_loss_weight=1.0 if prior is None else own["prior_loss_weight"],
-    )
+    return Phase((dataset.folder,), dataset.resolution, **values, regularisation=(prior.folder,))
 
 
-def make_settings(model: ModelPatcher, dataset: Dataset, out: Path, method: Method, own: Inputs) -> TrainingSettings:
-    """Return the settings of the run in `out`; `own` are the node's other inputs by their names.
+def make_settings(
+    model: ModelPatcher,
+    dataset: Dataset,
+    out: Path,
+    chosen: RunSettings,
+    values: Mapping[str, Any],
+    clip: comfy.sd.CLIP | None,
+    vae: comfy.sd.VAE | None,
+) -> TrainingSettings:
+    """Return the settings of the run in `out`. `values` are the training node's values by widget.
 
-    Raises InputError for a MODEL that cannot be trained, and for numbers and names out of range.
+    Raises InputError for a MODEL that cannot be trained, and for values that do not fit each other.
     """
     check_model(model)
-    check_parts(model, own)
+    check_parts(model, clip, vae)
     _, _, _, reference, _ = loaded_from(model)
-    vae = own.get("vae")
-    prompts = tuple(line.strip() for line in own["validation_prompts"].splitlines() if line.strip())
-    prompts = prompts if own["validate_every"] else ()
+    tables = tables_of({**chosen.values, **values})
+    lines = values.get("validation_prompts", "").splitlines()
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not tables["validation"]["every"]:
+        prompts = ()
     return check_settings(
         TrainingSettings(
             model=path_of(model),
             out=str(out),
-            phase=(make_phase(dataset, own),),
             name=out.name,
-            text_encoder=clip_path(own.get("clip")),
+            text_encoder=clip_path(clip),
             autoencoder="" if vae is None else vae_path(vae, "training"),
-            trigger=own["trigger"],
-            seed=own["training_seed"],
-            # nothing trains in fp16
+            # No model trains in fp16.
             dtype="float32" if model.model.get_dtype_inference() == torch.float32 else "bfloat16",
             reference=reference,
             device=str(model.load_device),
-            caption_dropout=own["caption_dropout"],
-            checkpoint_gradients=own["checkpoint_gradients"],
-            save_every=own["save_every"],
-            keep=own["keep"],
-            method=method,
-            optimizer=Optimizer(
-                own["optimizer"], own["weight_decay"], own["gradient_clip"], own["ema"], own["d0"], own["d_coef"]
-            ),
-            validation=Validation(own["validate_every"], own["held_out"], prompts),
+            phase=(make_phase(dataset, chosen.regularisation, tables["phase"]),),
+            method=make_method(chosen, tables),
+            optimizer=Optimizer(**tables["optimizer"]),
+            validation=Validation(**tables["validation"], prompts=prompts),
+            **tables[""],
         )
     )
 
@@ -180,32 +174,30 @@ def describe_fit(settings: TrainingSettings, base: Base, plan: Plan, memory: int
     """Return what a run takes of a GPU of `memory` bytes, and with which settings it fits where it does not."""
     if plan.card <= memory:
         return f"needs {plan.card / 1e9:.1f} of {memory / 1e9:.1f} GB"
-    return "; ".join(fit_lines(settings, base, plan, memory))
+    return proposal_with_widgets("; ".join(fit_lines(settings, base, plan, memory)))
 
 
 def train_lora(model: ModelPatcher, settings: TrainingSettings, node_id: str) -> Trained:
-    """Train a LoRA as `settings` say, from where the run in their folder stands, and return what came of it.
-
-    Raises as `run_training` does.
-    """
+    """Train a LoRA from the newest state in the run's folder. Raises as `run_training` does."""
     file, losses, said = run_training(model, settings, node_id)
     # Copied to memory, because the run replaces the file when it resumes. Windows replaces no file that is mapped.
     lora = read_file(file)
-    trained, _, fits = apply_lora(model, None, file, tensors=lora)
-    return Trained(lora, losses, trained, f"{fits}; {said}", read_sheet(Path(settings.out)))
+    trained, _, _ = apply_lora(model, None, file, tensors=lora)
+    listed = list_result({".safetensors": file}, settings, "loras")
+    return Trained(lora, losses, trained, f"{listed}; {said}", read_sheet(Path(settings.out)))
 
 
 def train_controlnet(
     model: ModelPatcher, settings: TrainingSettings, node_id: str
 ) -> tuple[ControlBase, list[float], str]:
-    """Train a ControlNet as `settings` say, and return it, the loss of each step, and what there is to say.
-
-    Raises as `run_training` does.
-    """
+    """Train a ControlNet. Returns it, the loss of each step, and a report. Raises as `run_training` does."""
     folder, losses, said = run_training(model, settings, node_id)
-    control, what = load_controlnet(folder)
-    place = folder.relative_to(settings.out).as_posix()
-    return control, losses, f"{what}; {said}; to keep it, copy {place} to models/controlnet"
+    control, _ = load_controlnet(folder)
+    # The weights come before their config.json.
+    files = {
+        f"/{file.name}": file for file in sorted(folder.iterdir(), key=lambda file: (file.suffix == ".json", file))
+    }
+    return control, losses, f"{list_result(files, settings, 'controlnet')}; {said}"
 
 
 def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) -> tuple[Path, list[float], str]:
@@ -230,7 +222,7 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
         (logger.info if plan.card <= memory else logger.warning)(fit)
         seconds = measured_seconds(settings, base, device, newest_step(settings))
         fit += f"; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
-    view = View(node_id, read_losses(Path(settings.out)), fit)
+    view = View(node_id, read_losses(Path(settings.out)), sum(phase.steps or 0 for phase in settings.phase), fit)
     # ComfyUI runs nodes in inference mode, whose tensors know no gradients; the run makes all of its own
     with torch.inference_mode(False), torch.enable_grad():
         poll = management.throw_exception_if_processing_interrupted
@@ -241,5 +233,5 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
             raise
     losses = read_losses(Path(settings.out))
     management.soft_empty_cache()
-    said = f"{len(losses)} steps, {view.validation + ', ' if view.validation else ''}"
-    return file, losses, f"{said}in {RUNS}/{settings.name} of the output folder"
+    said = f"{len(losses)} steps{', ' + view.validation if view.validation else ''}"
+    return file, losses, said

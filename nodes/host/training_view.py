@@ -17,6 +17,10 @@ from ...sana_core.training.previews import SHEET
 from ...sana_core.training.run_log import Eta, Line, describe_validation
 from .bars import PAPER, TEXT, as_image
 
+# As ComfyUI's progress takes it: format, image, and the largest side or None for the image's size.
+Preview = tuple[str, Image.Image, None]
+# The stage of the bar that counts steps.
+STEPS = "steps"
 # seconds between two lines of text, and between two curves
 WORDS, CURVES = 0.5, 2.0
 # pixels: the preview's width, the curve's height, and the largest side of an image
@@ -27,39 +31,46 @@ DECAY = 0.95
 
 
 class View:
-    """The node `node_id` on the canvas, while its run goes on."""
+    """The node `node_id` on the canvas while its training runs."""
 
-    def __init__(self, node_id: str, losses: Sequence[float], fit: str = "") -> None:
-        """`losses` are those of the steps that the run has behind it, `fit` is what it takes of the GPU, as text."""
+    def __init__(self, node_id: str, losses: Sequence[float], steps: int, fit: str = "") -> None:
+        """`losses` are the losses of the steps before a resume, `steps` is the total, `fit` the GPU memory as text."""
         self.node_id = node_id
         self.fit = f"; {fit}" if fit else ""
-        self.bar = comfy.utils.ProgressBar(1)
+        self.stage, self.bar = "", comfy.utils.ProgressBar(1)
         self.eta = Eta()
         self.losses = list(losses)
+        self.steps = steps
         self.images: Image.Image | None = None
         self.validation = ""
         self.said, self.drawn = 0.0, 0.0
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Tell how much of the preparation is done."""
+        """Show how much of the preparation is done."""
         self.eta.restart()
         self.status(f"{what}: {done} of {total}{self.fit}", done == total)
-        self.bar.update_absolute(done, total)
+        self.advance(what, done, total)
 
     def report(self, line: Line) -> None:
-        """Tell of a step or a validation, given as the line of the log."""
+        """Show a step or a validation, given as a line of the log."""
         if "validation_loss" in line:
             self.validation = describe_validation(line)
             self.status(self.validation, True)
             return
-        # a run that was killed goes on some steps before the end of its log
+        # A run that was killed resumes at its last state, so some steps are in the log already.
         self.losses[line["step"] - 1 :] = [line["loss"]]
         last = line["step"] == line["steps"]
         self.status(self.eta.describe(line), last)
         now = time.monotonic()
         due = last or now - self.drawn >= CURVES
         self.drawn = now if due else self.drawn
-        self.bar.update_absolute(line["step"], line["steps"], self.preview() if due else None)
+        self.advance(STEPS, line["step"], line["steps"], self.preview() if due else None)
+
+    def advance(self, stage: str, done: int, total: int, preview: Preview | None = None) -> None:
+        """Move the bar. Each stage has a new one, because ComfyUI's bar drops values below its last one."""
+        if stage != self.stage or total != self.bar.total or done < self.bar.current:
+            self.stage, self.bar = stage, comfy.utils.ProgressBar(total)
+        self.bar.update_absolute(done, total, preview)
 
     def stop(self, step: int) -> None:
         """Tell that the run was cancelled and where it stands, which the host's own message of a cancel does not."""
@@ -71,15 +82,15 @@ class View:
         row = Image.fromarray(np.concatenate([levels(image) for image in images], axis=1))
         scale = min(WIDTH / row.width, LARGEST / row.height)
         self.images = row.resize((round(row.width * scale), round(row.height * scale)), Image.Resampling.BOX)
-        self.bar.update_absolute(self.bar.current, None, self.preview())
+        self.advance(STEPS, step, self.steps, self.preview())
 
     def status(self, text: str, now: bool) -> None:
-        """Write `text` under the node, unless the last one is only just there."""
+        """Write `text` under the node, but not sooner than WORDS after the last text, unless it must be seen `now`."""
         if now or time.monotonic() - self.said >= WORDS:
             self.said = time.monotonic()
             PromptServer.instance.send_progress_text(text, self.node_id)
 
-    def preview(self) -> tuple[str, Image.Image, None]:
+    def preview(self) -> Preview:
         """Return the latest images above the curve, as ComfyUI's progress takes a preview: at its own size."""
         top = self.images.height if self.images is not None else 0
         canvas = Image.new("RGB", (WIDTH, top + CURVE), PAPER)

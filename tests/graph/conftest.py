@@ -146,3 +146,19 @@ def single_files(put, checkpoint, tokenizer):
         "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma.safetensors"}),
         "vae": ("SanaNodesVAELoader", {"vae_name": "dc-ae.safetensors"}),
     }
+
+
+@pytest.fixture
+def train_node(host):
+    """A function that adds a training node to a graph; SANA Train Settings gets the inputs that the node has not."""
+
+    def add(graph, kind="SanaNodesTrain", **inputs):
+        own = {each.id for each in host.nodes.NODE_CLASS_MAPPINGS[kind].define_schema().inputs}
+        settings = {name: value for name, value in inputs.items() if name not in own}
+        graph["train"] = (kind, {name: value for name, value in inputs.items() if name in own})
+        if settings:
+            graph["settings"] = ("SanaNodesTrainSettings", settings)
+            graph["train"][1]["settings"] = ["settings", 0]
+        return graph
+
+    return add

@@ -9,7 +9,24 @@ import torch
 from in_process import NodeError
 from PIL import Image
 
-NAMES = ("..", ".", "", "a/b", "a\\b", "/tmp/a", "../../a", ".hidden", "a.", "a\0b", "x" * 51, 7)
+NAMES = (
+    "..",
+    ".",
+    "",
+    "a/b",
+    "a\\b",
+    "/tmp/a",
+    "../../a",
+    ".hidden",
+    "a.",
+    "a\0b",
+    "x" * 51,
+    " a",
+    "a ",
+    "  ",
+    "a\n",
+    7,
+)
 
 
 @pytest.fixture
@@ -40,18 +57,16 @@ PAIR = {"a.png": (128, 128), "a.txt": "a grey picture"}
 
 
 @pytest.fixture
-def refused(host, pictures):
-    """A function of SANA Train's inputs and a pattern: the graph fails with an error like that, and leaves nothing."""
+def refused(host, train_node, pictures):
+    """A function of SANA Train's and its settings' inputs and a pattern: the graph fails so, and leaves nothing."""
 
     def run(pattern, before=None, load=None, **own):
         graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny", **(load or {})}), **(before or {})}
         graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": 128})
-        inputs = {"name": "refused", "method": "lora", "rank": 4, "steps": 2, "learning_rate": 1e-3, "batch_size": 1}
+        inputs = {"name": "refused", "rank": 4, "steps": 2, "learning_rate": 1e-3, "batch_size": 1}
         links = {"model": [list(graph)[-2], 0], "dataset": ["data", 0]}
-        graph["train"] = ("SanaNodesTrain", {**links, **inputs})
-        for number, (field, value) in enumerate(own.items()):
-            graph[f"own {number}"] = ("AnyValue", {"value": value})
-            graph["train"][1][field] = [f"own {number}", 0]
+        graph |= {f"{field} value": ("AnyValue", {"value": value}) for field, value in own.items()}
+        train_node(graph, **{**links, **inputs, **{field: [f"{field} value", 0] for field in own}})
         with pytest.raises(NodeError) as caught:
             host.run(graph)
         message = str(caught.value)
@@ -70,20 +85,134 @@ def test_names_that_are_no_name_of_a_folder(refused, host, name):
     assert not (host.models.parent / "a").exists()
 
 
+def test_names_that_windows_reserves(refused):
+    refused("^name: got 'com1', which Windows reserves for a device; choose another$", name="com1")
+
+
 NUMBERS = [
     ("rank", 0, "^rank: got 0, expected a whole number from 1 to 1024$"),
     ("rank", 2.5, "^rank: got 2.5, expected a whole number"),
     ("steps", 0, "^steps: got 0, expected a whole number"),
     ("batch_size", 0, "^batch_size: got 0, expected a whole number"),
-    ("learning_rate", float("nan"), "^phase 1: learning_rate: got nan, expected a number from 0 to 10$"),
+    ("learning_rate", float("nan"), "^learning_rate: got nan, expected a number from 0 to 10$"),
     ("method", "full", "^method: got 'full', expected one of lora, dora, lokr"),
-    ("optimizer", "adam", "^optimizer.name: got 'adam', expected one of .*; the nearest is adamw$"),
+    ("optimizer", "adam", "^optimizer: got 'adam', expected one of .*; the nearest is adamw$"),
 ]
 
 
 @pytest.mark.parametrize("field, value, pattern", NUMBERS)
 def test_numbers_and_choices_through_links(refused, field, value, pattern):
     refused(pattern, **{field: value})
+
+
+TRAINING = ("SanaNodesDataset", "SanaNodesTrainSettings", "SanaNodesTrain", "SanaNodesTrainControlNet")
+
+
+def wrong_values(widget):
+    """Values that the widget does not allow, some of another type."""
+    match widget.io_type:
+        case "INT" | "FLOAT":
+            beyond = 2 * widget.max + 1
+            return widget.min - 1, beyond, -beyond, float("nan"), float("inf"), "many", None, [1]
+        case "COMBO":
+            return "no such choice", 3, None, ["lora"]
+        case "BOOLEAN":
+            return "yes", 2, None
+    return 7, None, "a \ud83d"
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+def test_errors_begin_with_the_widget_that_the_user_sees(host, kind):
+    graph = {
+        "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
+        "data": ("SanaNodesDataset", {"folder": "red stars (bundled)", "resolution": 128}),
+    }
+    catches = {name: ("Catch", {"value": [name, 0], "name": name}) for name in graph}
+    objects = host.run({**graph, **{f"catch {name}": catch for name, catch in catches.items()}})
+    node = host.nodes.NODE_CLASS_MAPPINGS[kind]
+    inputs = node.GET_SCHEMA().inputs
+    links = {"model": "load", "dataset": "data"}
+    sockets = {each.id: links[each.id] for each in inputs if each.id in links}
+    widgets = {each.id: each for each in inputs if hasattr(each, "default")}
+    good = {name: widget.default for name, widget in widgets.items()}
+    if kind == "SanaNodesDataset":
+        good["folder"] = "red stars (bundled)"
+    for name, widget in widgets.items():
+        for value in wrong_values(widget):
+            # Over a link, which ComfyUI does not check.
+            with pytest.raises(ValueError) as caught:
+                node.execute(**{socket: objects[source] for socket, source in sockets.items()}, **{**good, name: value})
+            message = str(caught.value)
+            assert message.startswith((f"{name}: got ", f"{name}: holds half")) and len(message) < 300, message
+            assert "\n" not in message
+            # Entered by the user: ComfyUI refuses it with the name, or makes it a text or a BOOLEAN.
+            if widget.io_type in ("STRING", "BOOLEAN") or name == "existing_lora" or isinstance(value, list):
+                continue
+            values = {**{socket: [source, 0] for socket, source in sockets.items()}, **good, name: value}
+            refused = {**graph, "node": (kind, values), "catch": ("Catch", {"value": ["node", 0], "name": "caught"})}
+            with pytest.raises(NodeError, match=f"'input_name': '{name}'|^{name}: got "):
+                host.run(refused)
+    assert not (host.output / "sana_training").exists()
+
+
+TOGETHER = {
+    "base": ({"base": "int8", "method": "dora"}, "^base: got int8 with method dora, expected full; or choose lora or"),
+    "existing_lora": ({"existing_lora": "gone.safetensors"}, "^existing_lora: no file 'gone.safetensors'"),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_widgets_that_do_not_fit_each_other(refused, case):
+    values, pattern = TOGETHER[case]
+    refused(pattern, **values)
+
+
+CONTROLNET = {
+    "method": "dora",
+    "targets": "both",
+    "alpha": 4.0,
+    "base": "int8",
+    "trigger": "x",
+    "prior_loss_weight": 2.0,
+}
+
+
+@pytest.mark.parametrize("name", [*CONTROLNET, "existing_lora", "regularisation"])
+def test_a_controlnet_refuses_settings_that_only_a_lora_has(host, train_node, put, name):
+    graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
+    graph["data"] = ("SanaNodesDataset", {"folder": "silhouettes (bundled)", "resolution": 128})
+    own = CONTROLNET.get(name, ["data", 0])
+    if name == "existing_lora":
+        own = put("loras", "some.safetensors", {"a": torch.zeros(1)})
+    train_node(
+        graph,
+        "SanaNodesTrainControlNet",
+        **{"model": ["load", 0], "dataset": ["data", 0], "name": "refused", "blocks": 3, "steps": 1},
+        **{"learning_rate": 1e-3, "batch_size": 1, name: own},
+    )
+    with pytest.raises(NodeError, match=f"^{name}: got .* for a ControlNet, which has no use for it; reset it in SANA"):
+        host.run(graph)
+
+
+def test_a_resumed_run_names_the_widget_that_has_changed(host, train_node):
+    graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
+    graph["data"] = ("SanaNodesDataset", {"folder": "red stars (bundled)", "resolution": 64})
+    inputs = {"name": "resumed", "rank": 2, "steps": 1, "learning_rate": 1e-3, "batch_size": 1}
+    links = {"model": ["load", 0], "dataset": ["data", 0]}
+    host.run(train_node(graph, **links, **inputs))
+    try:
+        for name, value in {
+            "training_seed": 1,
+            "optimizer": "came",
+            "targets": "both",
+            "alpha": 4.0,
+            "rank": 3,
+        }.items():
+            with pytest.raises(NodeError, match=f"^{name}: got .*{value}.*, but the run in sana_training.resumed has "):
+                host.run(train_node(dict(graph), **links, **{**inputs, name: value}))
+    finally:
+        shutil.rmtree(host.output / "sana_training")
+        shutil.rmtree(host.output / "loras")
 
 
 def patched(node, **inputs):
@@ -140,8 +269,7 @@ def test_a_clip_with_a_lora(refused, host):
 
 @pytest.mark.parametrize("field", ["trigger", "validation_prompts"])
 def test_a_lone_surrogate_in_a_text_is_refused_before_the_first_step(refused, field):
-    name = "validation.prompts" if field == "validation_prompts" else field
-    refused(f"^{name}: holds half a character .* at position 2; write the text again$", **{field: "a \ud83d"})
+    refused(f"^{field}: holds half a character .* at position 2; write the text again$", **{field: "a \ud83d"})
 
 
 def test_a_clip_that_is_none(refused):
@@ -157,7 +285,7 @@ def test_errors_name_no_place_outside_of_comfyuis_folders_and_no_process(host, p
 
     graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
     graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": 128})
-    inputs = {"name": "held", "method": "lora", "rank": 2, "steps": 1, "learning_rate": 1e-3, "batch_size": 1}
+    inputs = {"name": "held", "rank": 2, "steps": 1, "learning_rate": 1e-3, "batch_size": 1}
     graph["train"] = ("SanaNodesTrain", {"model": ["load", 0], "dataset": ["data", 0], **inputs})
     run = host.output / "sana_training" / "held"
     with hold(run), pytest.raises(NodeError) as caught:

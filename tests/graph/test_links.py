@@ -18,6 +18,8 @@ def linked(host):
     }
     links = {"MODEL": ["load", 0], "CLIP": ["load", 1], "VAE": ["load", 2], "CONDITIONING": ["text", 0]}
     links |= {"LATENT": ["empty", 0], "SANA_DATASET": ["data", 0]}
+    graph["settings"] = ("SanaNodesTrainSettings", {})
+    links |= {"SANA_TRAIN_SETTINGS": ["settings", 0]}
     catches = {f"catch {kind}": ("Catch", {"value": link, "name": kind}) for kind, link in links.items()}
     return host.run(graph | catches)
 
@@ -47,7 +49,7 @@ def test_every_socket_refuses_what_is_not_of_its_type(host, linked):
                 node.execute(**inputs)
             seen.add((schema.node_id, socket.id))
     assert len(seen) > 15
-    assert {("SanaNodesLoraLoader", "clip"), ("SanaNodesTrain", "dataset"), ("SanaNodesTrain", "vae")} <= seen
+    assert {("SanaNodesLoraLoader", "clip"), ("SanaNodesTrain", "dataset"), ("SanaNodesTrain", "settings")} <= seen
 
 
 def test_the_error_reaches_whoever_queued_the_graph(host, base_graph):

@@ -34,7 +34,8 @@ def runs(host):
         (root / f"{index}.txt").write_text(prompt(*combos[9 * index]))
     yield host.output / "sana_training"
     shutil.rmtree(root)
-    shutil.rmtree(host.output / "sana_training", ignore_errors=True)
+    for name in ("sana_training", "loras"):
+        shutil.rmtree(host.output / name, ignore_errors=True)
 
 
 @pytest.fixture
@@ -65,20 +66,19 @@ def refuse(monkeypatch):
 
 
 @pytest.fixture
-def graph(base_graph, runs):
+def graph(base_graph, train_node, runs):
     def graph(name, steps, **options):
         nodes = base_graph(seed=0, steps=1)
         nodes["data"] = ("SanaNodesDataset", {"folder": "pair", "resolution": 128})
         inputs = {
             "name": name,
-            "method": "lora",
             "rank": 4,
             "learning_rate": 3e-3,
             "batch_size": 2,
             "validate_every": 0,
         }
         links = {"model": ["load", 0], "dataset": ["data", 0]}
-        nodes["train"] = ("SanaNodesTrain", {**links, **inputs, "steps": steps, "keep": 1, **options})
+        train_node(nodes, **links, **{**inputs, "steps": steps, "keep": 1, **options})
         nodes["sample"][1]["model"] = ["train", 2]
         for index, output in enumerate(("lora", "loss", "model")):
             nodes[f"catch {output}"] = ("Catch", {"value": ["train", index], "name": output})

@@ -57,7 +57,7 @@ def test_a_fingerprint_of_a_missing_file_raises_nothing(host, loader, name):
 
 def test_every_node_that_reads_a_file_has_a_fingerprint(host):
     """Every list of files in a node ends with bundled ones, so the schemas say which nodes read files."""
-    readers = {"SanaNodesTrain"}
+    readers = {"SanaNodesTrainSettings"}
     for name, node in host.nodes.NODE_CLASS_MAPPINGS.items():
         if name.startswith("SanaNodes"):
             lists = [getattr(entry, "options", None) or [] for entry in node.define_schema().inputs]
@@ -116,7 +116,7 @@ def test_a_data_sets_fingerprint_changes_with_its_images(host, is_linked):
 
 
 def test_a_linked_lora_to_train_further_is_fingerprinted(host, put):  # noqa: F811
-    node = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesTrain"]
+    node = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesTrainSettings"]
     before = node.fingerprint_inputs(existing_lora=None)
     put("loras", "one.safetensors", {"a": torch.zeros(2)})
     assert node.fingerprint_inputs(existing_lora=None) != before

@@ -3,6 +3,7 @@
 import random
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,18 +40,19 @@ def captions(host):
 def runs(host):
     """The folder that SANA Train writes into."""
     yield host.output / "sana_training"
-    shutil.rmtree(host.output / "sana_training", ignore_errors=True)
+    for name in ("sana_training", "loras", "controlnet"):
+        shutil.rmtree(host.output / name, ignore_errors=True)
 
 
 @pytest.fixture
-def training_graph(base_graph, captions, runs):
+def training_graph(base_graph, train_node, captions, runs):
     """A function of SANA Train's inputs: the base graph with two pictures learnt between loader and sampler."""
 
     def build(text=captions[0], seed=0, draw=20, **own):
         graph = base_graph(text=text, seed=seed, steps=draw)
         graph["data"] = ("SanaNodesDataset", {"folder": "two", "resolution": 128})
-        inputs = {"name": "run", "method": "lora", "rank": 4, "steps": 6, "learning_rate": 3e-3, "batch_size": 2}
-        graph["train"] = ("SanaNodesTrain", {"model": ["load", 0], "dataset": ["data", 0], **inputs, **own})
+        inputs = {"name": "run", "rank": 4, "steps": 6, "learning_rate": 3e-3, "batch_size": 2}
+        train_node(graph, model=["load", 0], dataset=["data", 0], **{**inputs, **own})
         graph["sample"][1]["model"] = ["train", 2]
         graph["catch lora"] = ("Catch", {"value": ["train", 0], "name": "lora"})
         graph["catch loss"] = ("Catch", {"value": ["train", 1], "name": "loss"})
@@ -66,6 +68,11 @@ def pixels(image):
 
 def picture_of(runs, name, step):
     return np.asarray(Image.open(runs / name / "pictures" / f"step-{step:07d}-00.png"))
+
+
+def said_by(told, node):
+    """The last text under the node."""
+    return [text for own, text in told if own == node][-1]
 
 
 def same_tensors(one, other):
@@ -92,10 +99,8 @@ def test_two_pictures_are_learnt_and_drawn_by_the_next_nodes(host, base_graph, t
     learnt = np.asarray(Image.open(host.models.parent / "input" / "two" / "0.png")).astype(int)
     assert np.abs(after - learnt).mean() < 0.5 * np.abs(before - learnt).mean()
 
-    # and the LoRA that core has saved draws it too
-    (saved,) = (host.output / "loras").glob("learnt*.safetensors")
-    (host.models / "loras").mkdir(exist_ok=True)
-    shutil.copy(saved, host.models / "loras" / "learnt.safetensors")
+    # The LoRA in the loaders' lists generates the same image, and core saves the same LoRA.
+    (saved,) = (host.output / "loras").glob("learnt_*.safetensors")
     assert same_tensors(load_file(saved), load_file(runs / "learnt" / "learnt.safetensors"))
     both = {"lora_name": "learnt.safetensors", "strength_model": 1.0}
     pair = {"clip": ["load", 1], "strength_clip": 1.0}
@@ -161,14 +166,60 @@ def test_a_finished_run_is_not_trained_again_and_with_more_steps_goes_on(host, t
     assert log.read_text().startswith(stamp)
 
 
+def test_a_trained_lora_is_in_the_lists_and_replaces_no_file_of_the_user(host, training_graph, runs, told, put):
+    import folder_paths
+
+    own = {"validate_every": 0, "draw": 1}
+    for steps in (1, 2):
+        host.run(training_graph(name="listed", steps=steps, **own))
+        assert "listed.safetensors" in folder_paths.get_filename_list("loras")
+        assert said_by(told, "train").startswith("press R, then choose listed.safetensors; ")
+        listed = folder_paths.get_full_path("loras", "listed.safetensors")
+        assert Path(listed).read_bytes() == (runs / "listed" / "listed.safetensors").read_bytes()
+
+    mine = torch.zeros(3)
+    put("loras", "hidden.safetensors", {"mine": mine})
+    (host.output / "loras" / "taken.safetensors").write_text("mine")
+    for name in ("hidden", "taken"):
+        for steps in (1, 2):
+            host.run(training_graph(name=name, steps=steps, **own))
+            listed = host.output / "loras" / f"{name}-2.safetensors"
+            assert listed.read_bytes() == (runs / name / f"{name}.safetensors").read_bytes()
+        assert said_by(told, "train").startswith(
+            f"press R, then choose {name}-2.safetensors; {name}.safetensors is another file, which"
+        )
+        assert not (host.output / "loras" / f"{name}-3.safetensors").exists()
+    assert (host.output / "loras" / "taken.safetensors").read_text() == "mine"
+    assert torch.equal(load_file(host.models / "loras" / "hidden.safetensors")["mine"], mine)
+
+
+def test_a_list_that_cannot_be_written_is_completed_by_the_next_run(host, training_graph, runs):
+    shutil.rmtree(host.output / "loras", ignore_errors=True)
+    (host.output / "loras").write_text("in the way")
+    graph = training_graph(name="blocked", steps=1, validate_every=0, draw=1)
+    try:
+        with pytest.raises(
+            NodeError, match="^name: loras cannot be made .*; see its rights .* the result is sana_training"
+        ):
+            host.run(graph)
+    finally:
+        (host.output / "loras").unlink()
+    log = (runs / "blocked" / "log.jsonl").read_text()
+    host.run(graph)
+    assert (host.output / "loras" / "blocked.safetensors").exists()
+    assert (runs / "blocked" / "log.jsonl").read_text() == log
+
+
 def test_a_run_begins_with_an_existing_lora(host, training_graph, runs, put):
     own = {"validate_every": 0, "draw": 1, "steps": 2}
     lora = host.run(training_graph(name="before", **own))["lora"]
     again = {"existing_lora": put("loras", "before.safetensors", lora), "learning_rate": 0.0, **own}
     assert same_tensors(host.run(training_graph(name="after", **again))["lora"], lora)
-    with pytest.raises(NodeError, match="before.safetensors: .*got rank 4, but method.rank is 8; set rank to 4"):
+    with pytest.raises(
+        NodeError, match="^existing_lora: loras/before.safetensors: .*got rank 4, but rank is 8; set rank to 4"
+    ):
         host.run(training_graph(name="wider", **{**again, "rank": 8}))
-    with pytest.raises(NodeError, match="^loras: no file 'none.safetensors' in models/loras"):
+    with pytest.raises(NodeError, match="^existing_lora: no file 'none.safetensors' in models/loras"):
         host.run(training_graph(name="none", **{**again, "existing_lora": "none.safetensors"}))
 
 
@@ -179,7 +230,7 @@ def test_regularisation_images_are_learnt_as_often_as_the_others(host, training_
         for weight in (0.0, 1.0):
             graph = training_graph(name=f"beside {weight:.0f}", prior_loss_weight=weight, **own)
             graph["others"] = ("SanaNodesDataset", {"folder": "others", "resolution": 128})
-            graph["train"][1]["regularisation"] = ["others", 0]
+            graph["settings"][1]["regularisation"] = ["others", 0]
             losses[weight] = host.run(graph)["loss"]["loss"]
             graph["others"][1]["resolution"] = 64
             with pytest.raises(NodeError, match="^regularisation: got resolution 64, expected dataset's 128"):
@@ -190,12 +241,12 @@ def test_regularisation_images_are_learnt_as_often_as_the_others(host, training_
     assert [loss == 0.0 for loss in losses[0.0]].count(True) == 2 and all(losses[1.0])
 
 
-def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, runs):
-    inputs = {"name": "edges", "blocks": 3, "steps": 6, "learning_rate": 3e-3, "batch_size": 2, "gradient_clip": 1.0}
+def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, train_node, runs, told):
+    inputs = {"name": "edges", "blocks": 3, "steps": 6, "learning_rate": 3e-3, "batch_size": 2, "gradient_clip": 0.0}
     graph = base_graph(steps=2)
     graph["load"][1]["model"] = "sana-posters (bundled)"
     graph["data"] = ("SanaNodesDataset", {"folder": "silhouettes (bundled)", "resolution": 128})
-    graph["train"] = ("SanaNodesTrainControlNet", {"model": ["load", 0], "dataset": ["data", 0], **inputs})
+    train_node(graph, "SanaNodesTrainControlNet", model=["load", 0], dataset=["data", 0], **inputs)
     graph["hint"] = ("AnyValue", {"value": torch.rand(1, 128, 128, 3, generator=torch.Generator().manual_seed(3))})
     texts = {"positive": ["positive", 0], "negative": ["negative", 0]}
     steps = {"control_net": ["train", 0], "image": ["hint", 0], "vae": ["load", 2], "strength": 1.0}
@@ -208,8 +259,17 @@ def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, run
     assert len(made["loss"]["loss"]) == 6
     assert (made["steered"]["samples"] - made["latent"]["samples"]).abs().mean() > 1e-3
     folder = find_states(runs / "edges")[-1][1] / "controlnet"
+    listed = "edges/diffusion_pytorch_model.safetensors"
+    assert said_by(told, "train").startswith(f"press R, then choose {listed}; 6 steps")
+    loaded = host.output_of("SanaNodesControlNetLoader", control_net_name=listed).control_model.state_dict()
+    assert same_tensors(loaded, made["control"].control_model.state_dict())
     saved, held = load_file(folder / "diffusion_pytorch_model.safetensors"), made["control"].control_model.state_dict()
     assert saved.keys() == held.keys() and all(torch.equal(saved[name], held[name].cpu()) for name in saved)
+
+    graph["train"][1]["steps"] = 7
+    control = host.run(graph)["control"].control_model.state_dict()
+    assert sorted(each.name for each in (host.output / "controlnet").iterdir()) == ["edges"]
+    assert same_tensors(load_file(host.output / "controlnet" / listed), {n: each.cpu() for n, each in control.items()})
 
     graph["data"][1]["folder"] = "cyanotypes (bundled)"
     graph["train"][1]["name"] = "none"
@@ -230,6 +290,8 @@ def test_before_it_begins_it_says_what_fits(host, checkpoint):
     assert re.fullmatch(r"needs 1\.\d of 24\.0 GB", training.describe_fit(settings, base, plan, 24 * 10**9))
     short = training.describe_fit(settings, base, plan, plan.card - 1)
     assert "does not fit a GPU of" in short and "fits with checkpoint_gradients = true" in short
+    least = training.describe_fit(settings, base, plan, 10**6)
+    assert "batch_size = 16 and accumulate = 4" in least and " in [" not in least and " in phase" not in least
 
 
 def test_prodigy_has_its_first_estimate_and_its_factor_from_the_node(host, training_graph, runs):
@@ -256,9 +318,7 @@ def test_the_node_shows_step_and_pictures(host, training_graph, watched, told):
     own = [text for node, text in told if node == "train"]
     assert any(text.startswith("latents and captions: ") for text in own)
     assert any(text.startswith("step 6 of 6, loss 0.") for text in own)
-    assert (
-        own[-1] == "shown/shown.safetensors: 40 of 40 layers fit; 6 steps, in sana_training/shown of the output folder"
-    )
+    assert own[-1] == "press R, then choose shown.safetensors; 6 steps"
 
 
 def test_a_model_of_single_files_learns_the_same_with_their_clip_and_vae(host, training_graph, single_files, runs):

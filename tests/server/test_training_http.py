@@ -12,12 +12,13 @@ STEPS = 30
 
 
 def training(name):
-    inputs = {"name": name, "method": "lora", "rank": 4, "steps": STEPS, "learning_rate": 1e-3, "batch_size": 2}
-    watched = {"validation_prompts": "a red star on a green background", "validate_every": 15}
+    inputs = {"name": name, "rank": 4, "steps": STEPS, "learning_rate": 1e-3, "batch_size": 2}
+    inputs |= {"validation_prompts": "a red star on a green background", "settings": ["4", 0]}
     return {
         "1": {"class_type": "SanaNodesLoader", "inputs": {"model": "sana-tiny"}},
         "2": {"class_type": "SanaNodesDataset", "inputs": {"folder": "red stars (bundled)", "resolution": 128}},
-        "3": {"class_type": "SanaNodesTrain", "inputs": {"model": ["1", 0], "dataset": ["2", 0], **inputs, **watched}},
+        "3": {"class_type": "SanaNodesTrain", "inputs": {"model": ["1", 0], "dataset": ["2", 0], **inputs}},
+        "4": {"class_type": "SanaNodesTrainSettings", "inputs": {"validate_every": 15}},
     }
 
 
@@ -30,10 +31,21 @@ def test_a_run_is_seen_interrupted_and_goes_on(server):
     events = list(run_graph(server, training("whole")))
     steps = [event["data"] for event in events if isinstance(event, dict) and event["type"] == "progress"]
     assert {"node": "3", "value": STEPS, "max": STEPS}.items() <= steps[-1].items()
+    # Each stage has its bar, which starts below a full one.
+    bars = [(step["value"], step["max"]) for step in steps if step["node"] == "3"]
+    entries = 2 * 12 + 1  # the latents and captions of twelve images, and the empty caption
+    stages = [most for index, (_, most) in enumerate(bars) if not index or most != bars[index - 1][1]]
+    assert stages[-2:] == [entries, STEPS] and stages[:-2]
+    for most in (entries, STEPS):
+        values = [value for value, total in bars if total == most]
+        assert values == sorted(values) and values[0] < most == values[-1]
     own = [event for event in events if isinstance(event, bytes)]
     texts = [event for event in own if event[3] == TEXT]
     assert any(f"step {STEPS} of {STEPS}, loss 0.".encode() in text for text in texts)
-    assert texts[-1].endswith(b"30 steps, in sana_training/whole of the output folder")
+    assert texts[-1].endswith(b"press R, then choose whole.safetensors; 30 steps")
+    # ComfyUI's own loader lists the LoRA without a restart, and loads it.
+    info = json.loads(get(server, "/object_info/LoraLoaderModelOnly"))["LoraLoaderModelOnly"]
+    assert "whole.safetensors" in info["input"]["required"]["lora_name"][0]
     preview = Image.open(io.BytesIO([event for event in own if event[3] != TEXT][-1][8:]))
     assert preview.format == "JPEG" and preview.size == (512, 512 + 128)
     executed = [event["data"] for event in events if isinstance(event, dict) and event["type"] == "executed"]
@@ -43,7 +55,8 @@ def test_a_run_is_seen_interrupted_and_goes_on(server):
     assert Image.open(io.BytesIO(fetched)).tobytes() == sheet.tobytes()
 
     for event in run_graph(server, training("broken")):
-        if isinstance(event, dict) and event["type"] == "progress" and event["data"]["max"] == STEPS:
+        own = event["data"] if isinstance(event, dict) and event["type"] == "progress" else {}
+        if own.get("max") == STEPS and own["value"] > 0:
             post(server, "/interrupt")
     assert event["type"] == "execution_interrupted" and event["data"]["node_id"] == "3"
     assert 0 < len(losses(server, "broken")) < STEPS

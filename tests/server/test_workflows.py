@@ -43,7 +43,10 @@ def test_model_links_say_where_the_widgets_files_are(path):
 def test_every_node_of_the_pack_is_in_a_template(object_info):
     used = {node["type"] for path in WORKFLOWS for node in nodes_of(path)}
     # in minutes the demo model, which knows scenes, learns no ControlNet that is worth seeing
-    assert {name for name in object_info if name.startswith("Sana")} - used == {"SanaNodesTrainControlNet"}
+    assert {name for name in object_info if name.startswith("Sana")} - used == {
+        "SanaNodesTrainControlNet",
+        "SanaNodesTrainSettings",
+    }
 
 
 @FILES

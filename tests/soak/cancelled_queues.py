@@ -91,7 +91,7 @@ def with_scorer(graph: dict) -> dict:
 
 def training_graph(name: str) -> dict:
     """Return the graph of a training of two steps."""
-    inputs = {"method": "lora", "rank": 4, "steps": 2, "learning_rate": 1e-3, "batch_size": 1}
+    inputs = {"rank": 4, "steps": 2, "learning_rate": 1e-3, "batch_size": 1}
     return {
         "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
         "data": ("SanaNodesDataset", {"folder": "red stars (bundled)", "resolution": 64}),

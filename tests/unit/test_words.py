@@ -16,7 +16,7 @@ LISTED = [
 AVOIDED = re.compile(rf"\b(?:{'|'.join(LISTED)})s?\b", re.I)
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("web/docs/*.md"))}
 INTERFACE = json.loads((ROOT / "tests/graphs/interface.json").read_text())
-SOCKETS = {"MODEL", "CLIP", "VAE", "CONDITIONING", "LATENT", "SANA_DATASET", "SANA_SCORER"}
+SOCKETS = {"MODEL", "CLIP", "VAE", "CONDITIONING", "LATENT", "SANA_DATASET", "SANA_TRAIN_SETTINGS", "SANA_SCORER"}
 
 
 def shown(path):
