@@ -40,8 +40,12 @@ def captions(host):
 def runs(host):
     """The folder that SANA Train writes into."""
     yield host.output / "sana_training"
+    import folder_paths
+
     for name in ("sana_training", "loras", "controlnet"):
         shutil.rmtree(host.output / name, ignore_errors=True)
+    # ComfyUI's lists of files fail on a folder that has gone.
+    folder_paths.filename_list_cache.clear()
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_the_picture_under_control_is_that_of_the_canvas(host, base_graph, run, 
 
 
 def test_the_picture_of_a_sprint_run_is_that_of_the_canvas(host, base_graph, variants, run, check, checkpoint):
-    loss = Loss("consistency", str(checkpoint), tangent_warmup=3)
+    loss = Loss("consistency", tangent_warmup=3)
     method = Method("lora", rank=4, targets="both")
     lora = put_lora(host, run(variants / "sprint", 3e-2, name="trained-sprint", method=method, loss=loss))
     for number, text in enumerate(PROMPTS):
