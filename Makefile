@@ -10,7 +10,7 @@ WORKERS ?= 2
 PYTEST = $(VENV) -m pytest -c tests/pytest.ini -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # what failed beside other tests is tried once more by itself: its machine may have been busy. Both runs print their failures
 ALONE = echo "once more, one at a time, what failed:"; \
-	OMP_NUM_THREADS=1 $(VENV) -m pytest -c tests/pytest.ini --last-failed --last-failed-no-failures none -x tests
+	OMP_NUM_THREADS=1 $(VENV) -m pytest -c tests/pytest.ini --last-failed --last-failed-no-failures none -x
 GPU_PYTHON ?= python3
 GPU_MINUTES ?= 8
 EACH ?= 10
@@ -23,7 +23,8 @@ help:
 	@echo "make gallery      open every template in Chromium, run it, and write its screenshot into docs/gallery.md"
 	@echo "make test [WORKERS=2]   unit, graph, server and browser tests, so many at once, without the slow ones"
 	@echo "make test HOST=0.27   graph and server tests in another ComfyUI: 0.27, 0.30, 0.26, which is refused, or a folder"
-	@echo "make test-all     all tests, then other ComfyUIs, and the lowest and newest versions of all that the pack needs"
+	@echo "make test FRONTEND=newest   browser tests with the newest frontend instead of the pinned one"
+	@echo "make test-all     all tests, then the newest frontend, other ComfyUIs, and the lowest and newest versions of all that the pack needs"
 	@echo "make fuzz [EXAMPLES=100000] [MINUTES=60]   broken files and inputs, for hours, resuming"
 	@echo "make coverage     the tests once more, and which lines and branches of sana_core and nodes they reach"
 	@echo "make mutants [EACH=10]   change the code in small ways, and count which changes the unit tests notice, for hours"
@@ -51,15 +52,21 @@ gallery:
 ifdef HOST
 test: lint
 	OMP_NUM_THREADS=1 $(VENV) scripts/hosts.py $(HOST)
+else ifdef FRONTEND
+# make exports FRONTEND to the tests, which serve that frontend
+test: lint
+	@$(PYTHON) scripts/setup.py --browser
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" tests/browser || { $(ALONE) tests/browser; }
 else
 test: lint
 	@$(PYTHON) scripts/setup.py --browser
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" tests || { $(ALONE); }
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" tests || { $(ALONE) tests; }
 endif
 
 test-all: lint
 	@$(PYTHON) scripts/setup.py --browser
-	OMP_NUM_THREADS=1 $(PYTEST) tests || { $(ALONE); }
+	OMP_NUM_THREADS=1 $(PYTEST) tests || { $(ALONE) tests; }
+	$(MAKE) test FRONTEND=newest
 	OMP_NUM_THREADS=1 $(VENV) scripts/hosts.py
 	$(VENV) scripts/versions.py
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from setup import CACHE, ROOT, comfyui_path
+from setup import CACHE, ROOT, comfyui_path, frontend_path
 from websockets.sync.client import connect
 
 START_SECONDS = 180
@@ -49,6 +49,8 @@ def server_command(base: Path, output: Path, port: int) -> list[str]:
     # its own place for the database is in ComfyUI's folder, and two servers cannot share one
     command += ["--database-url", "sqlite:///:memory:"]
     command += ["--preview-method", "auto", "--disable-auto-launch", "--disable-api-nodes"]
+    if frontend := frontend_path():
+        command += ["--front-end-root", str(frontend)]
     has_accelerator = torch.cuda.is_available() or torch.backends.mps.is_available()
     return command if has_accelerator else [*command, "--cpu"]
 

@@ -1,6 +1,7 @@
 """Set up .venv and a ComfyUI under .cache, once: `python3 scripts/setup.py [--browser]`. Quick when nothing changed.
 
 Runs on a bare Python 3.10 or newer. COMFYUI_PATH in the environment names a ComfyUI to use instead of the pinned one.
+FRONTEND=newest serves requirements/frontend-newest.txt instead of the pinned frontend, FRONTEND=/path a folder.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV, CACHE, REQUIREMENTS = ROOT / ".venv", ROOT / ".cache", ROOT / "requirements"
+NEWEST_FRONTEND = CACHE / "frontend-newest"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -26,6 +28,17 @@ def comfyui_path() -> Path:
     if given and (Path(given) / "main.py").is_file():
         return Path(given).resolve()
     return CACHE / "ComfyUI"
+
+
+def frontend_path() -> Path | None:
+    """Return the folder of the frontend that FRONTEND names, "newest" or a folder. None: the one installed in .venv."""
+    name = os.environ.get("FRONTEND")
+    if not name:
+        return None
+    folder = NEWEST_FRONTEND / "comfyui_frontend_package" / "static" if name == "newest" else Path(name).resolve()
+    if name != "newest" and not (folder / "index.html").is_file():
+        sys.exit(f"FRONTEND: got {name}, expected newest or a folder with an index.html")
+    return folder
 
 
 def chromium_path() -> str | None:
@@ -90,6 +103,18 @@ def unpack_host(pin: Path, target: Path) -> None:
         unpacked.rename(target)
 
 
+def install_newest_frontend() -> None:
+    """Install the package of requirements/frontend-newest.txt into the cache."""
+    pin, stamp = REQUIREMENTS / "frontend-newest.txt", NEWEST_FRONTEND / "pin.sha256"
+    digest = hashlib.sha256(pin.read_bytes()).hexdigest()
+    if is_current(stamp, digest):
+        return
+    shutil.rmtree(NEWEST_FRONTEND, ignore_errors=True)
+    options = ("--quiet", "--no-deps", "--require-hashes", "--target", NEWEST_FRONTEND)
+    run(PYTHON, "-m", "pip", "install", *options, "-r", pin)
+    stamp.write_text(digest)
+
+
 def install_chromium() -> None:
     """Install Debian's Chromium where there is none. Exits with a remedy where that cannot be done."""
     if chromium_path():
@@ -109,6 +134,8 @@ def main() -> None:
         unpack_host(REQUIREMENTS / "host.txt", pinned)
     if "--browser" in sys.argv[1:]:
         install_chromium()
+    if os.environ.get("FRONTEND") == "newest":
+        install_newest_frontend()
 
 
 if __name__ == "__main__":

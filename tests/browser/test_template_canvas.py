@@ -72,26 +72,11 @@ def server(tmp_path_factory):
         yield running
 
 
-def watched(page):
-    """Keep what the page complains of in `page.errors`, but for links that it does not find, and of an empty canvas."""
-    page.errors = []
-    page.on("pageerror", lambda error: page.errors.append(str(error)))
-    page.on(
-        "console",
-        lambda message: (
-            message.type in ("error", "warning")
-            and not any(each in message.text for each in ("Content Security Policy", "404", "[subgraphNavigation]"))
-            and page.errors.append(message.text)
-        ),
-    )
-    set_setting(page, "Comfy.RightSidePanel.IsOpen", False)
-    return page
-
-
 @pytest.fixture(scope="module")
 def page(server):
     with open_canvas(server.address, 1400, 900) as page:
-        yield watched(page)
+        set_setting(page, "Comfy.RightSidePanel.IsOpen", False)
+        yield page
 
 
 def overlaps(found):
