@@ -97,6 +97,13 @@ def test_every_node_is_described(server):
         assert help_page.startswith(f"# {node['display_name']}\n")
 
 
+def test_the_script_of_the_canvas_is_served_once_whatever_the_folder_is_called(server):
+    # The folder of these servers is called "sana", not like the project "sana-nodes".
+    scripts = [path for path in json.loads(get(server, "/extensions")) if path.endswith("/replaced_nodes.js")]
+    assert scripts == ["/extensions/sana/replaced_nodes.js"]
+    assert get(server, scripts[0]) == (ROOT / "web" / "replaced_nodes.js").read_bytes()
+
+
 def test_the_demo_is_a_template_with_a_thumbnail(server):
     templates = json.loads(get(server, "/workflow_templates"))
     assert sorted(templates["sana"]) == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
