@@ -1,9 +1,10 @@
-// "Replace All" puts our nodes in the place of those of an absent pack (nodes/replacements.py). The canvas (frontend
-// 1.47) does not tell these nodes that they were added, without which the classic renderer shows no text box of theirs,
-// and leaves them on top of others where they are taller.
+// "Replace All" replaces the nodes of an absent pack with ours (nodes/replacements.py). The frontend leaves three things
+// out, and this script does them. It does not call onAdded on the new nodes (1.47), so the classic renderer would show no
+// text box. It does not move the nodes around a taller node (1.47). It does not count a new version of the graph (1.53
+// and 1.58), so the canvas would draw the removed nodes, fail, and stop drawing.
 import { app } from "../../scripts/app.js"
 
-// pixels: of a title, which lies above its node's place, and between two nodes
+// Pixels: the height of a title, which is above its node's position, and the gap between two nodes.
 const TITLE = 30
 const GAP = 20
 
@@ -22,6 +23,9 @@ function makeRoomBelow(node) {
 app.registerExtension({
     name: "SANA.ReplacedNodes",
     nodeCreated(node) {
+        // All nodes are replaced in one task, so this runs after it and before the next frame. The new node may be
+        // of another pack, such as ComfyUI's Conditioning (Set Timestep Range).
+        queueMicrotask(() => node.graph?.incrementVersion?.())
         if (!node.comfyClass?.startsWith("SanaNodes")) return
         const onAdded = node.onAdded
         let wasAdded = false
@@ -32,7 +36,7 @@ app.registerExtension({
         setTimeout(() => {
             if (wasAdded || !node.graph) return
             node.onAdded(node.graph)
-            // Nodes 2.0 has measured it by then
+            // Nodes 2.0 has measured the node after two frames.
             requestAnimationFrame(() => requestAnimationFrame(() => makeRoomBelow(node)))
         })
     },
