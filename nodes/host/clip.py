@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY = "gemma2_2b"
+# Inputs that Gemma 2 cannot read. Newer versions of Generate Text have several images.
+MEDIA = ("image", "images", "image_embeds", "video", "audio")
+# Options that change nothing for any text: Generate Text pads to at least one token, and other nodes forbid no tokens.
+HARMLESS = ("min_length", "prevent_empty_text")
 
 
 class SanaTokenizer:
@@ -52,15 +56,20 @@ class SanaTokenizer:
         return_word_ids: bool = False,
         instruction: bool | None = None,
         skip_template: bool | None = None,
-        **kwargs,
+        system_prompt: str | None = None,
+        **options,
     ) -> dict[str, list[list[tuple]]]:
-        """Without `instruction` from the caller, a prompt has it, and the empty text, which stands for none, does not.
+        """Return the tokens of `text`: a prompt for SANA, or a request that Gemma 2 answers if `skip_template` is set.
 
-        `skip_template` is what only nodes that let the model write say. Raises InputError if they bring an image.
+        `instruction` None: a prompt gets SANA's instruction, and an empty text, which means no prompt, does not.
+        `options` are inputs for other text encoders. Raises InputError if one is an image, a video or a sound.
         """
+        check_options(options)
         if skip_template is not None:
-            check_text_alone(kwargs)
-            return {KEY: [[(token, 1.0) for token in read_request(self.tokenizer, text, not skip_template)]]}
+            ids = read_request(self.tokenizer, text, not skip_template, system_prompt or "")
+            return {KEY: [[(token, 1.0) for token in ids]]}
+        if system_prompt:
+            show_under_running_node(no_effect("system_prompt"))
         instruction = bool(text.strip()) if instruction is None else instruction
         reading = read_prompt(self.tokenizer.encode, text, instruction, MAX_TOKENS, self.reference)
         if reading.note:
@@ -84,12 +93,18 @@ def token_pairs(reading: TokenizedPrompt, pad_token: int, tail: tuple = ()) -> d
     return {KEY: [[(token, 1.0, *tail) for token in ids]]}
 
 
-def check_text_alone(inputs: dict) -> None:
-    """Raise InputError if there is an image, a video or a sound in the inputs of a node that lets Gemma 2 write."""
-    # images of a ComfyUI whose node takes several, none of which may be connected
-    for field in ("image", "images", "video", "audio"):
-        if inputs.get(field) is not None and len(inputs[field]):
-            raise InputError(f"{field}: Gemma 2 reads text alone; disconnect it")
+def check_options(options: dict) -> None:
+    """Say under the running node which of `options`, inputs for other text encoders, have no effect on Gemma 2.
+
+    Raises InputError if one of them is an image, a video or a sound, which Gemma 2 cannot read.
+    """
+    for name, value in options.items():
+        is_unset = value is None or (isinstance(value, (bool, str, list, tuple, dict)) and not value)
+        if is_unset or name in HARMLESS:
+            continue
+        if name in MEDIA:
+            raise InputError(f"{name}: Gemma 2 reads text alone; disconnect it")
+        show_under_running_node(no_effect(name))
 
 
 class SanaTextModel(torch.nn.Module):

@@ -5,6 +5,7 @@ That layer shares its weight with the embedding of the tokens (Gemma 2 technical
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,15 +23,24 @@ if TYPE_CHECKING:
 START, END = "<start_of_turn>", "<end_of_turn>"
 
 
-def read_request(tokenizer: Tokenizer, text: str, template: bool = True) -> list[int]:
-    """Return the token ids, BOS first, behind which Gemma 2 writes its answer to `text`.
+def read_request(tokenizer: Tokenizer, text: str, template: bool = True, system: str = "") -> list[int]:
+    """Return the token ids, BOS first, of a request. Gemma 2 writes its answer behind them.
 
-    With `template`, the text stands where the user speaks, unless it has turn tokens already. Raises InputError for
-    characters that cannot be encoded.
+    With `template`, `text` becomes the user's turn of a conversation, unless it has turn tokens already. `system` is an
+    instruction. Gemma 2 has no system turn, so `system` begins the user's turn. Raises InputError for characters that
+    cannot be encoded, and for `system` without the template.
     """
     check_text("text", text)
-    if template and not text.startswith(START):
-        text = f"{START}user\n{text.strip()}{END}\n{START}model\n"
+    check_text("system_prompt", system)
+    use_template = template and not text.startswith(START)
+    if system and not use_template:
+        raise InputError(
+            "system_prompt: got a text for a prompt without Gemma 2's template, expected none; disconnect it, "
+            f"or turn on use_default_template and remove {START} from the prompt"
+        )
+    if use_template:
+        parts = [part.strip() for part in (system, text) if part.strip()]
+        text = f"{START}user\n" + "\n\n".join(parts) + f"{END}\n{START}model\n"
     bos = tokenizer.encode("")
     marks = {mark: tokenizer.find(mark) for mark in (START, END)}
     ids = list(bos)
@@ -92,10 +102,12 @@ def write_tokens(
         raise VersionError(
             f"transformers: got {__version__}, expected 4.56 or newer for Generate Text; update it"
         ) from None
+    # transformers 5.40 removes past_key_values, which older versions read.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     written: list[int] = []
     tokens = torch.tensor([list(ids)], device=placed.device or weight.device)
     for _ in range(min(length, room)):
-        states = model(tokens, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        states = model(tokens, use_cache=True, **{name: cache}).last_hidden_state[:, -1]
         logits = placed.head(states) if placed.head else torch.nn.functional.linear(states, weight)
         cap = model.config.final_logit_softcapping
         logits = torch.tanh(logits / cap) * cap

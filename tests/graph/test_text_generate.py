@@ -164,6 +164,28 @@ def test_what_is_not_for_a_language_model_is_refused(write):
         write("red " * 10_000)
 
 
+def test_a_system_prompt_of_newer_hosts_begins_the_request(write, library):
+    clip = write()["clip"]
+    tokens = clip.tokenize(PROMPT, skip_template=False, min_length=1, system_prompt="a large")
+    turn = f"<start_of_turn>user\na large\n\n{PROMPT}<end_of_turn>\n<start_of_turn>model\n"
+    assert clip.decode(clip.generate(tokens, do_sample=False, max_length=60)) == library(turn, 60)
+
+
+def test_inputs_for_other_text_encoders_are_named(write, caplog):
+    clip = write()["clip"]
+    caplog.clear()
+    clip.tokenize(PROMPT, skip_template=True, min_length=1, thinking=False, images=[], system_prompt="")
+    assert not caplog.messages
+    clip.tokenize(PROMPT, skip_template=True, min_length=1, thinking=True, new_option=torch.zeros(2))
+    clip.tokenize(PROMPT, llama_template="{}", prevent_empty_text=True, system_prompt="a large")
+    names = ("thinking", "new_option", "llama_template", "system_prompt")
+    assert caplog.messages == [f"{name} has no effect on SANA" for name in names]
+    # such as core's nodes for Qwen's and HunyuanVideo's text encoders have
+    for name, value in {"images": [torch.zeros(1, 64, 64, 3)], "image_embeds": torch.zeros(1, 2, 4)}.items():
+        with pytest.raises(pack("sana_core.errors").InputError, match=f"^{name}: Gemma 2 reads text alone; disconnect"):
+            clip.tokenize(PROMPT, **{name: value})
+
+
 def test_core_s_text_encode_still_gets_embeddings(write, host):
     encode = ("CLIPTextEncode", {"clip": ["load", 1], "text": ["write", 0]})
     got = write(nodes={"encode": encode, "catch encode": ("Catch", {"value": ["encode", 0], "name": "conditioning"})})

@@ -73,6 +73,18 @@ def test_it_writes_up_to_the_last_position_and_refuses_a_request_without_room(re
         write_tokens(reference.model, [2] * 128, 10, ())
 
 
+@pytest.mark.filterwarnings("error:.*past_key_values.*")
+def test_the_cache_has_the_name_that_this_transformers_reads(reference):
+    """transformers 5.24 warns of the old name, and older versions silently ignore the new one."""
+    lengths = []
+    hook = reference.model.embed_tokens.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    expected = theirs(reference, LONG, 4, ())
+    lengths.clear()
+    assert write_tokens(reference.model, LONG, 4, ()) == expected
+    hook.remove()
+    assert lengths == [len(LONG), 1, 1, 1]
+
+
 def test_a_report_that_raises_ends_it(reference):
     calls = []
 
@@ -140,6 +152,21 @@ def test_a_request_is_the_turn_of_a_conversation(gemma_tokenizer, text, template
     theirs = gemma_tokenizer(expected, add_special_tokens=False).input_ids
     assert read_request(ours, text, template) == theirs
     assert ours.decode(theirs[1:]) == gemma_tokenizer.decode(theirs, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("system", ["Answer in one word.", " Answer in one word.\n"])
+def test_a_system_prompt_begins_the_user_s_turn(gemma_tokenizer, system):
+    ours = json_tokenizer(gemma_tokenizer.backend_tokenizer.to_str().encode(), "tokenizer", 10**6)
+    expected = CHAT.replace("A cat", "Answer in one word.\n\nA cat")
+    theirs = gemma_tokenizer(expected, add_special_tokens=False).input_ids
+    assert read_request(ours, " A cat, please\n", system=system) == theirs
+
+
+@pytest.mark.parametrize("text, template", [("A cat, please", False), ("<start_of_turn>user\nhi<end_of_turn>\n", True)])
+def test_a_system_prompt_without_the_template_is_refused(gemma_tokenizer, text, template):
+    ours = json_tokenizer(gemma_tokenizer.backend_tokenizer.to_str().encode(), "tokenizer", 10**6)
+    with pytest.raises(ValueError, match="^system_prompt: got a text for a prompt without Gemma 2's template, "):
+        read_request(ours, text, template, "Answer in one word.")
 
 
 def test_a_text_ends_at_the_end_of_a_turn_and_at_every_eos_of_the_model(gemma_tokenizer, checkpoint):
