@@ -15,7 +15,7 @@ from .bars import BLUE, Bar, draw_bars
 from .batch_cluster import generate_on_cluster
 from .batch_devices import DeviceStats, find_devices, generate_on_devices
 from .batch_inputs import BatchInputs, check_batch
-from .folders import CLUSTER
+from .folders import CLUSTER, one_gpu_note
 from .model import image_pixels
 from .report import show_on_running_node
 from .sampling import SEED, resolution_of
@@ -51,11 +51,12 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     out = {**other_entries, "samples": torch.stack(latents).to(device), "batch_index": indices, SEED: batch.seed}
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images).to(device) if batch.vae is not None else blocked
-    note = size_note(*image_pixels(batch.latent["samples"]), resolution_of(batch.model))
+    notes = [one_gpu_note()] if choice == "all" else []
+    notes.append(size_note(*image_pixels(batch.latent["samples"]), resolution_of(batch.model)))
     text = describe(stats, time.monotonic() - started)
     if len(stats) > 1:
         show_on_running_node(draw_stats(text.partition(": ")[0], stats), bar_total)
-    return out, image, "\n".join([text, note] if note else [text])
+    return out, image, "\n".join(filter(None, [text, *notes]))
 
 
 def describe(stats: Mapping[str, DeviceStats], seconds: float) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import comfy.cli_args
 import comfy.model_management
+import comfyui_version
 import folder_paths
 
 from ...sana_core.checkpoints.downloads import DOWNLOADS, file_names, where_to_get
@@ -22,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 TWO_WORKERS = "cpu x 2"
 CLUSTER = "cluster"
+# From this version on, ComfyUI on Windows hides all GPUs but the first unless it is started with --cuda-device. Earlier
+# versions do not know its value "all".
+HIDES_GPUS = (0, 34)
 LARGEST_CLUSTER_FILE = 10_000
 CLUSTER_ADDRESS = re.compile(r"ray://\S+:\d{1,5}")
 HERE = Path(__file__).parents[2]
@@ -224,6 +230,20 @@ def list_devices() -> list[str]:
     devices = comfy.model_management.get_all_torch_devices()
     own = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu:{i}" for i in range(len(devices))]
     return ["all", "default", *own, *list_cluster()]
+
+
+def one_gpu_note() -> str:
+    """Return a line for a node that is set to all GPUs, if ComfyUI sees a single GPU. Otherwise the text is empty."""
+    devices = comfy.model_management.get_all_torch_devices()
+    if len(devices) > 1 or devices[0].type == "cpu":
+        return ""
+    version = tuple(map(int, comfyui_version.__version__.split(".")[:2]))
+    hides_gpus = sys.platform == "win32" and comfy.model_management.is_nvidia() and version >= HIDES_GPUS
+    if hides_gpus and comfy.cli_args.args.cuda_device is None:
+        return (
+            "1 GPU is visible; if this computer has more, start ComfyUI with --cuda-device all --disable-pinned-memory"
+        )
+    return "1 GPU is visible"
 
 
 def list_cluster() -> list[str]:

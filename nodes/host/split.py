@@ -22,7 +22,7 @@ from ...sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ...sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ...sana_core.split.devices import Split
 from ...sana_core.split.speed import relative_speeds
-from .folders import TWO_WORKERS
+from .folders import TWO_WORKERS, one_gpu_note
 from .guidance import require_images
 from .model import image_pixels
 from .patches import SPLIT, unshared
@@ -67,7 +67,8 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
     patched.remove_attachments(SPLIT)
     devices = find_devices(patched, choice)
     if len(devices) < 2:
-        return patched, f"one device, {devices[0]}, computes the image: this machine has no other to share it with"
+        note = one_gpu_note() or "this machine has no other to share it with"
+        return patched, f"one device, {devices[0]}, computes the image: {note}"
     patched.set_attachments(SPLIT, devices[1:])
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SPLIT, share_sampling)
     return patched, f"{len(devices)} devices share each image: {', '.join(map(str, devices))}"

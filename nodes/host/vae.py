@@ -26,6 +26,7 @@ from ...sana_core.model.layers import arrange_convolutions
 from ...sana_core.runtime.cancellation import Poll, Polled
 from .compat import empty_vae, free_memory, path_of, remember_loader
 from .file_stats import reloader
+from .folders import one_gpu_note
 from .layers import keep_on_device
 from .video_vae import load_video_vae
 from .weights import config_tensor, read, wide_dtype
@@ -191,7 +192,9 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
         for device in every:
             if device != vae.device:
                 comfy.model_management.free_memory(memory, device)
-    return vae.decode(samples, options), report_text(report)
+    image = vae.decode(samples, options)
+    note = one_gpu_note() if devices == "all" else ""
+    return image, "\n".join(filter(None, [report_text(report), note]))
 
 
 def vae_path(vae: comfy.sd.VAE, reader: str) -> str:

@@ -4,6 +4,7 @@ import gc
 import logging
 import random
 import shutil
+from types import SimpleNamespace
 
 import layouts
 import pytest
@@ -145,6 +146,43 @@ def test_images_are_the_cpus(host, on_cpu, edges, monkeypatch, count):
         assert not strays, cards.elsewhere
     # Each GPU runs its own weights.
     assert len(compiled) == len({id(module._orig_mod) for module in compiled}) == count
+
+
+SHORT = "1 GPU is visible"
+REMEDY = "; if this computer has more, start ComfyUI with --cuda-device all --disable-pinned-memory"
+
+
+@pytest.mark.parametrize(
+    "platform, version, cuda_device, note",
+    [
+        ("win32", "0.34.0", None, SHORT + REMEDY),
+        ("win32", "0.34.0", "0", SHORT),
+        # ComfyUI 0.33.0 shows all GPUs, and would take "all" as the name of a GPU.
+        ("win32", "0.33.0", None, SHORT),
+        ("linux", "0.34.0", None, SHORT),
+    ],
+)
+def test_nodes_set_to_all_gpus_say_that_one_is_visible(host, monkeypatch, caplog, platform, version, cuda_device, note):
+    import comfy.cli_args
+    import comfyui_version
+
+    monkeypatch.setattr(pack("nodes.host.folders"), "sys", SimpleNamespace(platform=platform))
+    monkeypatch.setattr(comfyui_version, "__version__", version)
+    monkeypatch.setattr(comfy.cli_args.args, "cuda_device", cuda_device)
+    caplog.set_level(logging.INFO)
+    graph = batch_graph(steps=1, count=1, text="a red circle")
+    graph["split"] = ("SanaNodesSplitPicture", {"model": ["load", 0], "devices": "all"})
+    graph["catch split"] = ("Catch", {"value": ["split", 0], "name": "split"})
+    graph["decode"] = ("SanaNodesDecode", {"samples": ["batch", 0], "vae": ["load", 2], "devices": "all"})
+    graph["catch decoded"] = ("Catch", {"value": ["decode", 0], "name": "decoded"})
+    with host_cards(host, 1):
+        host.run(graph)
+    lines = [line for message in caplog.messages for line in message.splitlines() if SHORT in line]
+    assert sorted(lines) == sorted([note, note, f"one device, cuda:0, computes the image: {note}"])
+    caplog.clear()
+    with host_cards(host, 2):
+        host.run(graph)
+    assert SHORT not in caplog.text
 
 
 @pytest.mark.parametrize(
