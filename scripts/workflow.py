@@ -103,6 +103,8 @@ class Field(NamedTuple):
     widget: bool
 
     def default(self) -> Any:
+        if self.type == DYNAMIC:
+            return self.options["options"][0]["key"]
         return self.options["options"][0] if self.type == "COMBO" else self.options.get("default")
 
 
@@ -143,7 +145,8 @@ def read_fields(given: Json, values: Mapping[str, Any]) -> dict[str, Field]:
             continue
         out[name] = Field(type_, options, type_ in WIDGETS and not options.get("forceInput"))
         if type_ == DYNAMIC:
-            own = next(each["inputs"] for each in options["options"] if each["key"] == values[name])
+            choice = values.get(name, out[name].default())
+            own = next(each["inputs"] for each in options["options"] if each["key"] == choice)
             more = {**own["required"], **own.get("optional", {})}
             out |= read_fields({f"{name}.{key}": value for key, value in more.items()}, values)
     return out
