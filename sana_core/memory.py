@@ -73,7 +73,7 @@ class ImagePlan(MemoryPlan):
 # Name of a weight: its shape.
 Shapes = Mapping[str, tuple[int, ...]]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Memory of usual GPUs in GiB.
+# Memory of usual GPUs: what is sold as 8 GB has 8 GiB, or 8.6 GB of 10^9 bytes.
 CARDS = (4, 6, 8, 12, 16, 24)
 # Bytes of a GPU that the driver and the kernels use.
 CONTEXT = 600 * 10**6
@@ -133,6 +133,20 @@ def transformer_parameters(model: Architecture) -> int:
     captions = (TEXT_WIDTH + 1) * width + square + width
     ends = (CHANNELS + 1) * width + 2 * width + (width + 1) * CHANNELS
     return model.layers * block + embedders + captions + ends
+
+
+def quantised_parameters(model: Architecture) -> int:
+    """Return the number of weights that *quantise* of SANA Loader stores in one byte.
+
+    They are the products of the attentions and of the feed-forward in every block, without biases.
+    """
+    return model.layers * (8 * model.width**2 + 3 * (5 * model.width // 2) * model.width)
+
+
+def quantised_bytes(model: Architecture, dtype: str) -> int:
+    """Return the bytes of a transformer that is quantised to int8 or fp8 and otherwise has `dtype`."""
+    quantised = quantised_parameters(model)
+    return quantised + (transformer_parameters(model) - quantised) * DTYPES[dtype].itemsize
 
 
 def stages_of(decoder: Decoder) -> Stages:
@@ -256,4 +270,4 @@ def plan_decode(planner: Planner, decoder: Decoder, item: int) -> DecodePlan:
 def fitting_cards(plan: MemoryPlan) -> str:
     """Return the smallest GPU that `plan` fits, as text."""
     cards = [card for card, fits in plan["fits"].items() if fits]
-    return f"fits a GPU of {cards[0]} GB" if cards else f"needs more than {CARDS[-1]} GB"
+    return f"fits a GPU of {cards[0]} GB" if cards else f"needs a GPU of more than {CARDS[-1]} GB"

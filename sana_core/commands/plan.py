@@ -1,4 +1,4 @@
-"""Predict the memory that generating an image takes, stage by stage."""
+"""Say which model and settings fit a GPU, and predict the memory of each stage before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,74 +6,101 @@ import argparse
 import json
 import sys
 
+import torch
+
+from ..advice import PREDICTED, Gpu, answer, model_table, sold_gpu, this_gpu
 from ..batch.local import local_devices
 from ..errors import InputError
-from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
+from ..memory import CARDS, DTYPES, MemoryPlan, fitting_cards, plan_memory
 from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES, VIDEOS
 from ..split.cost import GPU_SPEEDS, LEAST_GAIN, LINKS, Cost, split_cost
 from ..split.speed import probe
 from ..video.memory import VIDEO_VARIANTS, plan_video
 
 EXAMPLE = """example:
+  python -m sana_core plan
+  python -m sana_core plan --gpu 8
   python -m sana_core plan 1.6B --width 4096 --height 4096
   python -m sana_core plan 1.6B --width 4096 --height 4096 --split 4 --link pcie"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("variant", choices=[*VARIANTS, *VIDEO_VARIANTS])
-    parser.add_argument("--width", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or a video model's own")
-    parser.add_argument("--height", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or a video model's own")
+    models = [*VARIANTS, *VIDEO_VARIANTS]
+    parser.add_argument("variant", nargs="?", choices=models, help="without it, a recommendation and all models")
+    sizes = [str(card) for card in CARDS]
+    parser.add_argument("--gpu", choices=sizes, help="plan for a GPU of this memory in GB; default: this computer's")
+    parser.add_argument("--width", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or the video model's")
+    parser.add_argument("--height", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or the video model's")
     parser.add_argument("--frames", type=int, default=VIDEO_FRAMES, help="of a video")
     parser.add_argument("--batch", type=int, default=1, help="images generated together")
     parser.add_argument("--prompts", type=int, default=1, help="different prompts of these images")
     parser.add_argument("--pag", action="store_true", help="with perturbed attention, a third pass in each step")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a GPU without bfloat16")
     parser.add_argument("--vae", choices=DECODERS, default="dc-ae-f32c32")
-    parser.add_argument("--split", type=int, metavar="N", help="what N devices take and gain that share an image")
+    parser.add_argument("--split", type=int, metavar="N", help="predict what N GPUs gain that share an image")
     parser.add_argument("--link", choices=LINKS, help="for --split, as published; default: this machine's, measured")
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes")
 
 
 def run(arguments: argparse.Namespace) -> None:
+    gpu = this_gpu() if arguments.gpu is None else sold_gpu(int(arguments.gpu))
+    if arguments.dtype is not None:
+        gpu = gpu._replace(dtype=arguments.dtype, reason="")
     is_video = arguments.variant in VIDEO_VARIANTS
-    own = VIDEOS[VIDEO_VARIANTS[arguments.variant]].size if is_video else (DEFAULT_RESOLUTION, DEFAULT_RESOLUTION)
-    arguments.width = own[0] if arguments.width is None else arguments.width
-    arguments.height = own[1] if arguments.height is None else arguments.height
-    if is_video and arguments.split is not None:
-        raise InputError("split: got SANA-Video, which devices cannot share, expected a model of images; leave it out")
+    side = (DEFAULT_RESOLUTION, DEFAULT_RESOLUTION)
+    width, height = VIDEOS[VIDEO_VARIANTS[arguments.variant]].size if is_video else side
+    arguments.width = width if arguments.width is None else arguments.width
+    arguments.height = height if arguments.height is None else arguments.height
     image = arguments.width, arguments.height
+    if arguments.split is not None and (is_video or arguments.variant is None):
+        got = "no model" if arguments.variant is None else "SANA-Video, whose videos GPUs cannot share"
+        raise InputError(f"split: got {got}, expected a model of images such as 1.6B; give one, or leave --split out")
     plan: MemoryPlan
     if is_video:
-        plan = plan_video(arguments.variant, *image, arguments.frames, arguments.batch, arguments.dtype)
+        plan = plan_video(arguments.variant, *image, arguments.frames, arguments.batch, gpu.dtype)
+        sentence = video_answer(gpu, plan, arguments.frames)
     else:
-        plan = plan_memory(
-            arguments.variant,
-            *image,
-            arguments.batch,
-            arguments.dtype,
-            vae=arguments.vae,
-            prompts=arguments.prompts,
-            pag=arguments.pag,
-        )
-    cost = None if arguments.split is None else find_cost(arguments)
+        sentence, found = answer(gpu, arguments.variant, *image, arguments.batch, arguments.vae)
+        options = {"vae": arguments.vae, "prompts": arguments.prompts, "pag": arguments.pag}
+        plan = plan_memory(found.variant, *image, arguments.batch, gpu.dtype, **options)
+    cost = None if arguments.split is None else find_cost(arguments, DTYPES[gpu.dtype])
     if arguments.json:
         shared = {} if cost is None else {"split": {**cost._asdict(), "gain": cost.gain}}
-        sys.stdout.write(json.dumps({**plan, **shared}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({**plan, **shared, "answer": sentence}, indent=2) + "\n")
         return
-    lines = [f"{'GB':18}{'weights':>9}{'beyond':>9}{'together':>10}"]
+    lines = [sentence, "", f"{'GB (10^9 bytes)':18}{'weights':>9}{'beyond':>9}{'together':>10}"]
     for name, stage in (("text", plan["text"]), ("transformer", plan["transformer"])):
         lines.append(row(name, stage["weights"], stage["activations"]))
     for method, size in plan["decode"]["methods"].items():
         lines.append(row(f"decode, {method}", plan["decode"]["weights"], size))
-    lines.append(fitting_cards(plan) + ", one stage at a time")
+    lines.append(f"The stages run one after another, so it {fitting_cards(plan)}. {gpu.describe()}")
+    if arguments.variant is None:
+        lines += ["", *columns(model_table()), PREDICTED]
     if cost is not None:
         lines += describe(cost)
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def find_cost(arguments: argparse.Namespace) -> Cost:
+def video_answer(gpu: Gpu, plan: MemoryPlan, frames: int) -> str:
+    """Return one sentence: whether a video fits `gpu`."""
+    video = f"{plan['variant']} at {plan['width']} x {plan['height']} px, {frames} frames, in {plan['dtype']}"
+    if plan["peak"] <= gpu.usable:
+        return f"{gpu.name}: {video} fits."
+    if plan["smallest"] <= gpu.usable:
+        return f"{gpu.name}: {video} fits with one of the two prompts at a time, as ComfyUI does by itself."
+    return f"{gpu.name}: {video} does not fit; it {fitting_cards(plan).replace('fits', 'needs')}."
+
+
+def columns(rows: list[list[str]]) -> list[str]:
+    """Return the table `rows` as lines of plain text."""
+    rows = [[cell.strip("`") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [line.rstrip() for line in lines]
+
+
+def find_cost(arguments: argparse.Namespace, dtype: torch.dtype) -> Cost:
     """Return what sharing takes and gains. Raises InputError without a link where this machine has no two devices."""
-    dtype = DTYPES[arguments.dtype]
     if arguments.link is not None:
         gpu, link = GPU_SPEEDS[arguments.link], LINKS[arguments.link]
     else:

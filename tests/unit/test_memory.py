@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2Model
 
 from sana_core import plan_memory
 from sana_core.__main__ import main
+from sana_core.advice import MODELS, answer, sold_gpu
 from sana_core.decode.plan import Planner, whole_demand
 from sana_core.decode.stages import decoder_stages
 from sana_core.memory import stages_of
@@ -112,3 +113,32 @@ def test_plan_prints_a_table_and_json(capsys):
     assert "decode, strips" in table and "fits a GPU of 6 GB" in table
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["width"] == 2048
+
+
+def test_plan_answers_first_for_a_chosen_gpu(capsys):
+    for words, expected in (
+        (["1.5-4.8B", "--gpu", "8"], "A GPU of 8 GB: 1.5-4.8B at 1024 px in bf16 fits with quantise int8."),
+        (["1.6B", "--gpu", "8", "--dtype", "float32"], "A GPU of 8 GB: 1.6B at 1024 px in fp32 fits"),
+        (
+            ["video-2B-480p", "--gpu", "12"],
+            "A GPU of 12 GB: video-2B-480p at 832 x 480 px, 81 frames, in bfloat16 fits.",
+        ),
+        (
+            ["video-2B-480p", "--gpu", "8"],
+            "A GPU of 8 GB: video-2B-480p at 832 x 480 px, 81 frames, in bfloat16 fits with",
+        ),
+        (["video-2B-720p", "--gpu", "4"], "A GPU of 4 GB: video-2B-720p at 1280 x 704 px, 81 frames, in bfloat16 does"),
+    ):
+        assert main(["plan", *words]) == 0
+        assert capsys.readouterr().out.startswith(expected)
+
+
+def test_plan_without_a_model_recommends_one_and_lists_all(capsys):
+    assert main(["plan", "--gpu", "12"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == answer(sold_gpu(12))[0]
+    for model in MODELS:
+        (row,) = [line for line in lines if model.file in line]
+        assert model.name in row and f"{model.download:.1f} GB" in row
+    assert main(["plan", "--split", "2"]) == 1
+    assert "split: got no model" in capsys.readouterr().err

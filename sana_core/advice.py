@@ -1,0 +1,327 @@
+"""Says which model and which settings fit a GPU, and predicts how long an image takes.
+
+README, docs, SANA Plan, `plan` and the notes and cards of the templates take their numbers from here. `gpu_table` and
+`model_table` are the tables of the documents; scripts/tables.py writes them.
+
+No number here is measured, except the share of the published speed that an H100 reaches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .checkpoints.downloads import DOWNLOADS, GEMMA
+from .memory import CARDS, CONTEXT, ImagePlan, plan_memory, quantised_bytes
+from .model.known_models import DEFAULT_RESOLUTION, DEFAULTS, SPRINT_DEFAULTS, VARIANTS
+from .model.latents import DOWNSCALE
+from .runtime.accelerator import current_accelerator, has_bf16, memory_info
+from .split.cost import GpuSpeed, Work, work_of
+
+PREDICTED = (
+    "Seconds are predicted, not measured: 20 steps (Sprint: 2) and the decode, with the models loaded. Downloads "
+    "include the text encoder and the VAE. VRAM includes 0.6 GB for the driver. GB are 10^9 bytes, so a GPU that is "
+    "sold as 8 GB has 8.6."
+)
+DC_AE = "dc-ae-f32c32-sana-1.1.safetensors"
+# An H100 reaches 735 of its 989 published TFLOP/s in a large product of bf16
+# (benchmarks/gpu/nvidia-h100-80gb-hbm3.json). The prediction assumes the same share of both published rates.
+REACHED = 0.74
+# Seconds of Python for a kernel launch, measured on the H100's machine.
+LAUNCH = 42e-6
+# The decode by DC-AE f32c32. Operations per pixel, counted by torch's FlopCounterMode.
+DECODE_FLOPS = 7_980_930
+# Bytes per pixel that its products and its other kernels move in strips, counted at 1024 to 8192 px
+# (benchmarks/accelerator_counts.json).
+DECODE_PRODUCT_BYTES, DECODE_OTHER_BYTES = 13_300, 17_500
+# Kernel launches of a decode in strips: these, and so many per row of pixels.
+DECODE_LAUNCHES, ROW_LAUNCHES = 177, 1.425
+# The only model that few GPUs hold in bf16.
+LARGEST_MODEL = "1.5-4.8B"
+# Without a GPU the plan is for this GPU.
+USUAL_GPU = 8
+
+
+class ExampleGpu(NamedTuple):
+    """A GPU that is sold with a memory size of CARDS."""
+
+    name: str
+    tflops: float  # published, dense in bf16 with fp32 sums
+    bandwidth: float  # published, bytes a second
+
+    @property
+    def speed(self) -> GpuSpeed:
+        return GpuSpeed(REACHED * self.tflops, REACHED * self.bandwidth, LAUNCH)
+
+
+# GeForce GPUs since Ampere: 512 operations per clock and multiprocessor. SMs and boost clocks are NVIDIA's.
+EXAMPLES = {
+    6: ExampleGpu("RTX 3050 6 GB", 18 * 1.47 * 0.512, 168e9),
+    8: ExampleGpu("RTX 4060", 24 * 2.46 * 0.512, 272e9),
+    12: ExampleGpu("RTX 3060", 28 * 1.78 * 0.512, 360e9),
+    16: ExampleGpu("RTX 4060 Ti 16 GB", 34 * 2.54 * 0.512, 288e9),
+    24: ExampleGpu("RTX 4090", 165.0, 1008e9),
+}
+
+
+class Released(NamedTuple):
+    """A released model: what to download, and the size of its images."""
+
+    name: str
+    variant: str
+    pixels: int
+    # A name in DOWNLOADS, or a whole folder for models/diffusers.
+    file: str
+    # Size of the file or folder in GB (10^9 bytes).
+    gigabytes: float
+
+    @property
+    def download(self) -> float:
+        """GB of everything that the model needs."""
+        if self.file not in DOWNLOADS:
+            return self.gigabytes
+        return self.gigabytes + sum(DOWNLOADS[name].gigabytes or 0 for name in (GEMMA, DC_AE))
+
+
+def released(name: str, variant: str, pixels: int, file: str) -> Released:
+    return Released(name, variant, pixels, file, DOWNLOADS[file].gigabytes or 0)
+
+
+MODELS = (
+    released("SANA 0.6B", "0.6B", 1024, "Sana_600M_1024px.safetensors"),
+    released("SANA 1.6B", "1.6B", 1024, "Sana_1600M_1024px_BF16.safetensors"),
+    released("SANA 1.6B 2K", "1.6B", 2048, "Sana_1600M_2Kpx_BF16.safetensors"),
+    released("SANA 1.6B 4K", "1.6B", 4096, "Sana_1600M_4Kpx_BF16.safetensors"),
+    released("SANA-Sprint 1.6B", "sprint-1.6B", 1024, "Sana_Sprint_1.6B_1024px.safetensors"),
+    # Its transformer has 9.4 GB. The folder also contains the text encoder and the VAE.
+    Released("SANA-1.5 4.8B", LARGEST_MODEL, 1024, "SANA1.5_4.8B_1024px_diffusers", 9.4 + 5.2 + 1.25),
+)
+STANDARD, FOUR_K = MODELS[1], MODELS[3]
+
+
+class Gpu(NamedTuple):
+    """The GPU of a plan. Its memory is in bytes, its name in an answer such as "This GPU (8 GB)"."""
+
+    name: str
+    memory: int
+    dtype: str = "bfloat16"
+    # Why it does not compute in bfloat16, for the answer.
+    reason: str = ""
+
+    @property
+    def gigabytes(self) -> int:
+        """The size that it is sold with: an "8 GB" GPU has 8 GiB, which are 8.6 GB of 10^9 bytes."""
+        return round(self.memory / 2**30)
+
+    @property
+    def usable(self) -> int:
+        """Bytes that remain beside the driver."""
+        return self.memory - CONTEXT
+
+    def describe(self) -> str:
+        """Return a sentence about the memory, in the unit of all other figures."""
+        return (
+            f"A GPU sold as {self.gigabytes} GB has {self.memory / 1e9:.1f} GB of 10^9 bytes, "
+            f"of which the driver takes about {CONTEXT / 1e9:.1f} GB."
+        )
+
+    @property
+    def example(self) -> ExampleGpu | None:
+        return EXAMPLES.get(self.gigabytes)
+
+
+def sold_gpu(gigabytes: int) -> Gpu:
+    """Return a GPU that is sold with that memory."""
+    return Gpu(f"A GPU of {gigabytes} GB", gigabytes * 2**30)
+
+
+def this_gpu() -> Gpu:
+    """Return the GPU of this computer. Without one it is a usual GPU, and its name says so."""
+    device = current_accelerator()
+    if device is None:
+        return usual_gpu()
+    return gpu_of(memory_info(device)[1], has_bf16(device))
+
+
+def gpu_of(memory: int, bf16: bool) -> Gpu:
+    """Return this computer's GPU, which has `memory` bytes."""
+    gigabytes = round(memory / 2**30)
+    gpu = Gpu(f"This GPU ({gigabytes} GB)", memory)
+    return gpu if bf16 else gpu._replace(dtype="float32", reason=" (it has no bf16)")
+
+
+def usual_gpu() -> Gpu:
+    """Return the GPU that a plan is for on a computer without a GPU."""
+    return sold_gpu(USUAL_GPU)._replace(name=f"No GPU here; with one of {USUAL_GPU} GB")
+
+
+class Fit(NamedTuple):
+    """How images fit a GPU."""
+
+    variant: str
+    plan: ImagePlan
+    # Setting that it needs, "" if it needs none. None: it does not fit.
+    setting: str | None
+    # Whether the text encoder is on the GPU as a whole.
+    text_fits: bool
+
+
+INT8 = "quantise int8"
+
+
+def fit(gpu: Gpu, variant: str, width: int, height: int, batch: int = 1, vae: str = "dc-ae-f32c32") -> Fit:
+    """Return how `batch` images of `width` x `height` pixels, each with its own prompt, fit `gpu`.
+
+    The stages run one after another. If the text encoder does not fit, ComfyUI keeps part of it in RAM, so only the
+    sampling and the decode decide.
+    """
+    plan = plan_memory(variant, width, height, batch, gpu.dtype, vae=vae, prompts=batch)
+    text, step = plan["text"], plan["transformer"]
+    decode = plan["decode"]["weights"] + (plan["decode"]["methods"]["smallest"] or 0)
+    setting: str | None = None
+    if max(quantised_bytes(VARIANTS[variant], gpu.dtype) + step["activations"], decode) <= gpu.usable:
+        setting = INT8
+    if max(step["weights"] + step["activations"], decode) <= gpu.usable:
+        setting = ""
+    return Fit(variant, plan, setting, text["weights"] + text["activations"] <= gpu.usable)
+
+
+def answer(
+    gpu: Gpu,
+    variant: str | None = None,
+    width: int = DEFAULT_RESOLUTION,
+    height: int = DEFAULT_RESOLUTION,
+    batch: int = 1,
+    vae: str = "dc-ae-f32c32",
+) -> tuple[str, Fit]:
+    """Return one sentence for the user, and how the image fits. With `variant` None the sentence recommends a model.
+
+    Raises InputError for an unknown variant or VAE, and for numbers out of range.
+    """
+    image = (width, height, batch, vae)
+    found = fit(gpu, variant or STANDARD.variant, *image)
+    if variant is None and found.setting is None:
+        # If no model fits, the sentence names the GPU that the usual model needs.
+        smaller = fit(gpu, "0.6B", *image)
+        found = found if smaller.setting is None else smaller
+    size = f"{width} px" if width == height else f"{width} x {height} px"
+    kind = "bf16" if gpu.dtype == "bfloat16" else f"fp32{gpu.reason}"
+    words = f"at {size} in {kind}" + (f", {batch} images at once," if batch > 1 else "")
+    setting = f" with {found.setting}" if found.setting else ""
+    if found.setting is None:
+        parts = [f"{found.variant} {words} does not fit", f"it needs {needed_gpu(found.variant, *image)}"]
+    elif variant is None:
+        parts = [f"use {file_for(found.variant, width, height)} {words.removesuffix(',')}{setting}"]
+    else:
+        parts = [f"{variant} {words} fits{setting}"]
+    if found.setting is not None and not found.text_fits:
+        parts.append("part of the text encoder stays in RAM, which is slower")
+    if variant is None and found.setting is not None:
+        if max(width, height) < FOUR_K.pixels:
+            large = fit(gpu, FOUR_K.variant, FOUR_K.pixels, FOUR_K.pixels)
+            parts.append(f"for {FOUR_K.pixels} px {remedy(large, file_for(FOUR_K.variant, *[FOUR_K.pixels] * 2))}")
+        if max(width, height) <= DEFAULT_RESOLUTION:
+            largest = fit(gpu, LARGEST_MODEL, width, height, batch, vae)
+            parts.append({None: "4.8B does not fit", "": "4.8B fits too"}.get(largest.setting, f"4.8B needs {INT8}"))
+    return f"{gpu.name}: {'; '.join(parts)}.", found
+
+
+def remedy(found: Fit, name: str) -> str:
+    """Return what to do for an image of another size, as a clause."""
+    if found.setting is None:
+        return f"you need {needed_gpu(found.variant, found.plan['width'], found.plan['height'])}"
+    return f"use {name}" + (f" with {found.setting}" if found.setting else "")
+
+
+def needed_gpu(variant: str, width: int, height: int, batch: int = 1, vae: str = "dc-ae-f32c32") -> str:
+    """Return the smallest GPU that an image fits, with the setting that it needs."""
+    for gigabytes in CARDS:
+        setting = fit(sold_gpu(gigabytes), variant, width, height, batch, vae).setting
+        if setting is not None:
+            return f"a GPU of {gigabytes} GB" + (f" with {setting}" if setting else "")
+    return f"a GPU of more than {CARDS[-1]} GB"
+
+
+def file_for(variant: str, width: int, height: int) -> str:
+    """Return the name of the model that was trained nearest to an image's size, such as "1.6B 4K"."""
+    pixels = math.sqrt(width * height)
+    models = [model for model in MODELS if model.variant == variant]
+    nearest = min(models, key=lambda model: abs(math.log(pixels / model.pixels)))
+    return nearest.name.removeprefix("SANA ")
+
+
+def image_seconds(gpu: ExampleGpu, variant: str, width: int, height: int) -> float:
+    """Return the predicted seconds of sampling and decoding an image, with loaded models and an encoded prompt.
+
+    Steps and guidance are the model's defaults.
+    """
+    model = VARIANTS[variant]
+    steps, passes = (SPRINT_DEFAULTS.steps, 1) if model.guidance_embeds else (DEFAULTS.steps, 2)
+    step = work_of(model, width // DOWNSCALE, height // DOWNSCALE, passes, 1, torch.bfloat16.itemsize)
+    return steps * step.seconds(gpu.speed, 1) + decode_work(width, height).seconds(gpu.speed, 1)
+
+
+def decode_work(width: int, height: int) -> Work:
+    """Return what a GPU computes and moves to decode an image with DC-AE f32c32 in strips."""
+    pixels = width * height
+    launches = DECODE_LAUNCHES + int(ROW_LAUNCHES * height)
+    return Work(launches, DECODE_FLOPS * pixels, DECODE_PRODUCT_BYTES * pixels, DECODE_OTHER_BYTES * pixels)
+
+
+def as_seconds(seconds: float) -> str:
+    """Return `seconds` with two digits: a prediction is not more precise."""
+    return f"{float(f'{seconds:.2g}'):g} s"
+
+
+def smallest_gpu(model: Released) -> int | None:
+    """Return the GB of the smallest GPU that holds each stage of the model in bf16 as a whole."""
+    plan = plan_memory(model.variant, model.pixels, model.pixels)
+    return next((gigabytes for gigabytes, fits in plan["fits"].items() if fits), None)
+
+
+def needed_bytes(model: Released) -> int:
+    """Return the bytes of the largest stage and the driver."""
+    return plan_memory(model.variant, model.pixels, model.pixels)["smallest"] + CONTEXT
+
+
+def gpu_table() -> list[list[str]]:
+    """Return the table "your GPU": a header, and a row for each GPU of EXAMPLES."""
+    rows = [["VRAM", "for example", "file", "download", "1024 px", "4096 px", "SANA-1.5 4.8B"]]
+    for gigabytes, example in EXAMPLES.items():
+        gpu = sold_gpu(gigabytes)
+        seconds = [
+            as_seconds(image_seconds(example, model.variant, model.pixels, model.pixels))
+            for model in (STANDARD, FOUR_K)
+        ]
+        large = fit(gpu, LARGEST_MODEL, DEFAULT_RESOLUTION, DEFAULT_RESOLUTION).setting
+        words = {None: "no", "": "yes", INT8: "with *quantise* int8"}[large]
+        file, download = f"`{STANDARD.file}`", f"{STANDARD.download:.1f} GB"
+        rows.append([f"{gigabytes} GB", example.name, file, download, *seconds, words])
+    return rows
+
+
+def model_table() -> list[list[str]]:
+    """Return the table of the models: a header, and a row for each of MODELS."""
+    shown = (USUAL_GPU, 24)
+    rows = [["model", "image", "VRAM", "smallest GPU", "file", "download", *(EXAMPLES[gb].name for gb in shown)]]
+    for model in MODELS:
+        size = (model.variant, model.pixels, model.pixels)
+        seconds = [
+            as_seconds(image_seconds(EXAMPLES[gb], *size)) if fit(sold_gpu(gb), *size).setting == "" else "too large"
+            for gb in shown
+        ]
+        memory = f"{needed_bytes(model) / 1e9:.1f} GB"
+        card = f"{smallest_gpu(model)} GB"
+        rows.append(
+            [model.name, f"{model.pixels} px", memory, card, f"`{model.file}`", f"{model.download:.1f} GB", *seconds]
+        )
+    return rows
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """Return `rows`, the header first, as a table in Markdown."""
+    header, *body = rows
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace(" --- ", "---")
