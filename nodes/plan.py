@@ -1,17 +1,19 @@
-"""Sizes to a chart of the memory they take."""
+"""An answer to "what fits my GPU?", with a chart of the memory of each stage."""
 
 from inspect import cleandoc
 
 from comfy_api.latest import io, ui
 
-from ..sana_core.model.known_models import DECODERS, DEFAULT_RESOLUTION, VARIANTS
+from ..sana_core.model.known_models import CARDS, DECODERS, DEFAULT_RESOLUTION, VARIANTS
 from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
+
+RECOMMENDED, THIS_COMPUTER = "recommended", "this computer"
 
 
 class SanaNodesPlan(io.ComfyNode):
     """
-    Predicts how much memory an image needs, before any model is loaded: a bar for each stage and each way to decode,
-    beside the memory of this computer's GPU.
+    Says which model and which settings fit your GPU, or another one that you choose, before anything is loaded. The
+    chart shows the predicted memory of each stage beside the memory of the GPU.
     """
 
     @classmethod
@@ -25,13 +27,23 @@ class SanaNodesPlan(io.ComfyNode):
             search_aliases=["sana memory", "vram", "does it fit"],
             inputs=[
                 io.Combo.Input(
-                    "variant", options=list(VARIANTS), default="1.6B", tooltip="The model; 2K and 4K are 1.6B."
+                    "variant",
+                    options=[RECOMMENDED, *VARIANTS],
+                    default=RECOMMENDED,
+                    tooltip="The model. recommended chooses it. The 2K and 4K models are 1.6B.",
                 ),
                 io.Int.Input("width", **side, tooltip="Pixels, a multiple of 32."),
                 io.Int.Input("height", **side, tooltip="Pixels, a multiple of 32."),
                 io.Int.Input("batch_size", default=1, min=1, max=LARGEST_BATCH, tooltip="Images generated together."),
                 io.Combo.Input(
                     "vae", options=list(DECODERS), optional=True, advanced=True, tooltip="The VAE that decodes."
+                ),
+                io.Combo.Input(
+                    "gpu",
+                    options=[THIS_COMPUTER, *(f"{gigabytes} GB" for gigabytes in CARDS)],
+                    default=THIS_COMPUTER,
+                    optional=True,
+                    tooltip="The GPU to plan for. Without a GPU, this computer is planned as one of 8 GB.",
                 ),
             ],
             outputs=[io.Image.Output(display_name="chart"), io.String.Output(display_name="figures")],
@@ -40,11 +52,19 @@ class SanaNodesPlan(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, variant: str, width: int, height: int, batch_size: int, vae: str = "dc-ae-f32c32"
+        cls,
+        variant: str,
+        width: int,
+        height: int,
+        batch_size: int,
+        vae: str = "dc-ae-f32c32",
+        gpu: str = THIS_COMPUTER,
     ) -> io.NodeOutput:
         from .host.plan import draw_plan
 
-        chart, figures = draw_plan(variant, width, height, batch_size, vae)
+        gigabytes = None if gpu == THIS_COMPUTER else int(gpu.split()[0])
+        model = None if variant == RECOMMENDED else variant
+        chart, figures = draw_plan(model, width, height, batch_size, vae, gigabytes)
         return io.NodeOutput(chart, figures, ui=ui.PreviewImage(chart))
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from .checkpoints.downloads import DOWNLOADS, GEMMA
-from .memory import CARDS, CONTEXT, ImagePlan, plan_memory, quantised_bytes
-from .model.known_models import DEFAULT_RESOLUTION, DEFAULTS, SPRINT_DEFAULTS, VARIANTS
+from .memory import CONTEXT, ImagePlan, plan_memory, quantised_bytes
+from .model.known_models import CARDS, DEFAULT_RESOLUTION, DEFAULTS, SPRINT_DEFAULTS, VARIANTS
 from .model.latents import DOWNSCALE
 from .runtime.accelerator import current_accelerator, has_bf16, memory_info
 from .split.cost import GpuSpeed, Work, work_of
@@ -36,7 +36,7 @@ DECODE_FLOPS = 7_980_930
 # Bytes per pixel that its products and its other kernels move in strips, counted at 1024 to 8192 px
 # (benchmarks/accelerator_counts.json).
 DECODE_PRODUCT_BYTES, DECODE_OTHER_BYTES = 13_300, 17_500
-# Kernel launches of a decode in strips: these, and so many per row of pixels.
+# Kernel launches of a decode in strips: a fixed number, and a number per row of pixels.
 DECODE_LAUNCHES, ROW_LAUNCHES = 177, 1.425
 # The only model that few GPUs hold in bf16.
 LARGEST_MODEL = "1.5-4.8B"
@@ -107,7 +107,7 @@ class Gpu(NamedTuple):
     name: str
     memory: int
     dtype: str = "bfloat16"
-    # Why it does not compute in bfloat16, for the answer.
+    # The reason for another dtype than bfloat16, as words of the answer.
     reason: str = ""
 
     @property
@@ -138,7 +138,7 @@ def sold_gpu(gigabytes: int) -> Gpu:
 
 
 def this_gpu() -> Gpu:
-    """Return the GPU of this computer. Without one it is a usual GPU, and its name says so."""
+    """Return the GPU of this computer, or a usual GPU if it has none."""
     device = current_accelerator()
     if device is None:
         return usual_gpu()
@@ -201,38 +201,38 @@ def answer(
     Raises InputError for an unknown variant or VAE, and for numbers out of range.
     """
     image = (width, height, batch, vae)
-    found = fit(gpu, variant or STANDARD.variant, *image)
-    if variant is None and found.setting is None:
+    fitting = fit(gpu, variant or STANDARD.variant, *image)
+    if variant is None and fitting.setting is None:
         # If no model fits, the sentence names the GPU that the usual model needs.
         smaller = fit(gpu, "0.6B", *image)
-        found = found if smaller.setting is None else smaller
+        fitting = fitting if smaller.setting is None else smaller
     size = f"{width} px" if width == height else f"{width} x {height} px"
     kind = "bf16" if gpu.dtype == "bfloat16" else f"fp32{gpu.reason}"
     words = f"at {size} in {kind}" + (f", {batch} images at once," if batch > 1 else "")
-    setting = f" with {found.setting}" if found.setting else ""
-    if found.setting is None:
-        parts = [f"{found.variant} {words} does not fit", f"it needs {needed_gpu(found.variant, *image)}"]
+    setting = f" with {fitting.setting}" if fitting.setting else ""
+    if fitting.setting is None:
+        parts = [f"{fitting.variant} {words} does not fit", f"it needs {needed_gpu(fitting.variant, *image)}"]
     elif variant is None:
-        parts = [f"use {file_for(found.variant, width, height)} {words.removesuffix(',')}{setting}"]
+        parts = [f"use {file_for(fitting.variant, width, height)} {words.removesuffix(',')}{setting}"]
     else:
         parts = [f"{variant} {words} fits{setting}"]
-    if found.setting is not None and not found.text_fits:
+    if fitting.setting is not None and not fitting.text_fits:
         parts.append("part of the text encoder stays in RAM, which is slower")
-    if variant is None and found.setting is not None:
+    if variant is None and fitting.setting is not None:
         if max(width, height) < FOUR_K.pixels:
             large = fit(gpu, FOUR_K.variant, FOUR_K.pixels, FOUR_K.pixels)
             parts.append(f"for {FOUR_K.pixels} px {remedy(large, file_for(FOUR_K.variant, *[FOUR_K.pixels] * 2))}")
-        if max(width, height) <= DEFAULT_RESOLUTION:
+        if file_for(STANDARD.variant, width, height) == STANDARD.name.removeprefix("SANA "):
             largest = fit(gpu, LARGEST_MODEL, width, height, batch, vae)
             parts.append({None: "4.8B does not fit", "": "4.8B fits too"}.get(largest.setting, f"4.8B needs {INT8}"))
-    return f"{gpu.name}: {'; '.join(parts)}.", found
+    return f"{gpu.name}: {'; '.join(parts)}.", fitting
 
 
-def remedy(found: Fit, name: str) -> str:
-    """Return what to do for an image of another size, as a clause."""
-    if found.setting is None:
-        return f"you need {needed_gpu(found.variant, found.plan['width'], found.plan['height'])}"
-    return f"use {name}" + (f" with {found.setting}" if found.setting else "")
+def remedy(fitting: Fit, name: str) -> str:
+    """Return the clause about another image: the model and the setting, or the GPU that it needs."""
+    if fitting.setting is None:
+        return f"you need {needed_gpu(fitting.variant, fitting.plan['width'], fitting.plan['height'])}"
+    return f"use {name}" + (f" with {fitting.setting}" if fitting.setting else "")
 
 
 def needed_gpu(variant: str, width: int, height: int, batch: int = 1, vae: str = "dc-ae-f32c32") -> str:
@@ -264,7 +264,7 @@ def image_seconds(gpu: ExampleGpu, variant: str, width: int, height: int) -> flo
 
 
 def decode_work(width: int, height: int) -> Work:
-    """Return what a GPU computes and moves to decode an image with DC-AE f32c32 in strips."""
+    """Return the work of decoding an image with DC-AE f32c32 in strips."""
     pixels = width * height
     launches = DECODE_LAUNCHES + int(ROW_LAUNCHES * height)
     return Work(launches, DECODE_FLOPS * pixels, DECODE_PRODUCT_BYTES * pixels, DECODE_OTHER_BYTES * pixels)

@@ -19,6 +19,7 @@ from .decode.run import TILES
 from .decode.stages import Stages
 from .errors import InputError
 from .model.known_models import (
+    CARDS,
     DECODERS,
     ENCODER_PARAMETERS,
     MAX_TOKENS,
@@ -73,8 +74,6 @@ class ImagePlan(MemoryPlan):
 # Name of a weight: its shape.
 Shapes = Mapping[str, tuple[int, ...]]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Memory of usual GPUs: what is sold as 8 GB has 8 GiB, or 8.6 GB of 10^9 bytes.
-CARDS = (4, 6, 8, 12, 16, 24)
 # Bytes of a GPU that the driver and the kernels use.
 CONTEXT = 600 * 10**6
 INSTRUCTION_TOKENS = 280

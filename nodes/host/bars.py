@@ -14,10 +14,12 @@ Colour = tuple[int, int, int]
 # pixels; LEFT is for the names, RIGHT for the words behind the longest bar. The letters can be read on a node, which is
 # a third as wide
 WIDTH, LEFT, RIGHT, TOP, STEP, BAR, BOTTOM, LETTERS = 900, 205, 190, 100, 50, 34, 50, 22
+# pixels from one line of the title to the next
+TITLE_STEP = 28
 TEXT, LINE, PAPER = (40, 40, 40), (190, 50, 50), (250, 250, 248)
 BLUE, ORANGE = (91, 122, 166), (226, 150, 74)
 # a line much farther than the longest bar is off the chart
-FARTHEST = 1.5
+FARTHEST = 2.5
 
 
 class Bar(NamedTuple):
@@ -35,31 +37,51 @@ def draw_bars(
     line: tuple[float, str] | None = None,
     right: int = RIGHT,
 ) -> Image.Image:
-    """Return the chart of `bars` on one scale; `title` has up to two lines, `line` is a length and its name."""
-    image = Image.new("RGB", (WIDTH, TOP + len(bars) * STEP + BOTTOM), PAPER)
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(LETTERS)
+    """Return the chart of `bars` on one scale. A long `title` is wrapped. `line` is a length and its name."""
+    font = ImageFont.load_default(LETTERS)
+    title = wrap(title, font)
+    # Up to two lines of the title fit above the bars.
+    top = TOP + max(0, len(title.splitlines()) - 2) * TITLE_STEP
+    image = Image.new("RGB", (WIDTH, top + len(bars) * STEP + BOTTOM), PAPER)
+    draw = ImageDraw.Draw(image)
     longest = max(sum(length for length, _ in bar.parts) for bar in bars) or 1.0
     if line is not None and line[0] > FARTHEST * longest:
         line = None
     scale = (WIDTH - LEFT - right) / max(longest, line[0] if line else 0.0)
     draw.multiline_text((20, 16), title, TEXT, font)
     for index, bar in enumerate(bars):
-        x, y = float(LEFT), TOP + index * STEP
+        x, y = float(LEFT), top + index * STEP
         draw.text((20, y + 4), bar.name, TEXT, font)
         for length, colour in bar.parts:
             draw.rectangle((x, y, x + length * scale, y + BAR), colour)
             x += length * scale
         draw.text((x + 8, y + 4), bar.words, TEXT, font)
-    bottom = TOP + len(bars) * STEP
+    bottom = top + len(bars) * STEP
     if line is not None:
         x = LEFT + line[0] * scale
-        draw.line((x, TOP - 12, x, bottom), LINE, 2)
-        draw.text((x - 90, bottom), line[1], LINE, font)
+        draw.line((x, top - 12, x, bottom), LINE, 2)
+        # The name of the line ends inside of the image.
+        draw.text((min(x - 90, WIDTH - 20 - draw.textlength(line[1], font)), bottom), line[1], LINE, font)
     x = 20.0
     for name, colour in legend:
         draw.text((x, bottom), name, colour, font)
         x += draw.textlength(name, font) + 20
     return image
+
+
+def wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    """Return `text` with line breaks, so that no line is wider than the chart."""
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        line = ""
+        for word in paragraph.split():
+            longer = f"{line} {word}".strip()
+            if line and font.getlength(longer) > WIDTH - 40:
+                lines.append(line)
+                longer = word
+            line = longer
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def as_image(image: Image.Image) -> torch.Tensor:

@@ -1,56 +1,91 @@
-"""The memory plan as an image: bars for each stage beside the GPU's memory."""
+"""The answer to "what fits my GPU?", and its chart: the memory of each stage beside the GPU's."""
 
 from __future__ import annotations
 
 import comfy.model_management
 import torch
 
-from ...sana_core.memory import CONTEXT, fitting_cards, plan_memory
+from ...sana_core.advice import Gpu, answer, as_seconds, gpu_of, image_seconds, sold_gpu, usual_gpu
+from ...sana_core.memory import ImagePlan, StagePlan, plan_memory
 from ...sana_core.model.known_models import VARIANTS
 from .bars import BLUE, ORANGE, Bar, as_image, draw_bars
 
-LEGEND = (("weights", BLUE), ("beyond them", ORANGE))
+LEGEND = (("weights", BLUE), ("everything else", ORANGE))
 
 
-def draw_plan(variant: str, width: int, height: int, batch_size: int, vae: str) -> tuple[torch.Tensor, str]:
-    """Return an IMAGE [1, H, W, 3] of the plan, and its figures as text."""
+def draw_plan(
+    variant: str | None, width: int, height: int, batch_size: int, vae: str, gigabytes: int | None
+) -> tuple[torch.Tensor, str]:
+    """Return the answer above its chart as an IMAGE [1, H, W, 3], and the answer with all figures as text.
+
+    `variant` None recommends a model. `gigabytes` None is the GPU of this computer.
+    """
     device = comfy.model_management.get_torch_device()
-    accelerator = device.type != "cpu"
-    dtype = "bfloat16" if comfy.model_management.should_use_bf16(device) else "float32"
-    plan = plan_memory(variant, width, height, batch_size, dtype, accelerator, vae)
-
-    def with_settings(prompts: int, pag: bool) -> tuple[int, int]:
-        sized = plan_memory(variant, width, height, batch_size, dtype, accelerator, vae, prompts, pag)["transformer"]
-        return sized["weights"], sized["activations"]
-
-    card = comfy.model_management.get_total_memory(device)
+    if gigabytes is not None:
+        gpu = sold_gpu(gigabytes)
+    elif device.type == "cpu":
+        gpu = usual_gpu()
+    else:
+        memory = comfy.model_management.get_total_memory(device)
+        gpu = gpu_of(memory, comfy.model_management.should_use_bf16(device))
+    sentence, fitting = answer(gpu, variant, width, height, batch_size, vae)
+    plan = fitting.plan
+    # SANA Decode takes the strips of usual size where they fit, and smaller ones elsewhere.
     decode = plan["decode"]
-    rows: list[tuple[str, int, int | None]] = [
-        (name, stage["weights"], stage["activations"])
-        for name, stage in (("text", plan["text"]), ("transformer", plan["transformer"]))
+    if decode["weights"] + decode["activations"] > gpu.usable:
+        decode = {**decode, "activations": decode["methods"]["smallest"] or 0}
+    stages: list[tuple[str, StagePlan]] = [
+        ("text encoder", plan["text"]),
+        ("sampling step", plan["transformer"]),
+        ("decode", decode),
     ]
-    if batch_size > 1:
-        rows.append((f"{batch_size} prompts", *with_settings(batch_size, False)))
-    if not VARIANTS[variant].guidance_embeds:
-        rows.append(("with PAG", *with_settings(1, True)))
-        if batch_size > 1:
-            rows.append((f"PAG, {batch_size} prompts", *with_settings(batch_size, True)))
-    rows += [(f"decode, {name}", decode["weights"], size) for name, size in decode["methods"].items()]
-    title = f"SANA {variant}, {width} x {height}, {batch_size} at once, {dtype}: {fitting_cards(plan)}"
     bars = [
-        Bar(name, ((weights, BLUE), (size or 0, ORANGE)), amount(weights, size).split(",")[0])
-        for name, weights, size in rows
+        Bar(name, ((stage["weights"], BLUE), (stage["activations"], ORANGE)), f"{total(stage):.1f} GB")
+        for name, stage in stages
     ]
-    image = as_image(draw_bars(title.replace(": ", "\n"), bars, LEGEND, (card, f"{card / 1e9:.1f} GB here")))
-    lines = [
-        title,
-        f"this computer's memory: {card / 1e9:.1f} GB, of which the driver takes about {CONTEXT / 1e9:.1f} GB",
-    ]
-    lines += [f"{name}: {amount(weights, size)}" for name, weights, size in rows]
+    image = as_image(draw_bars(sentence, bars, LEGEND, (gpu.usable, f"GPU: {gpu.usable / 1e9:.1f} GB usable")))
+    lines = [sentence, "", *figures(gpu, plan, vae)]
+    if gigabytes is None and device.type == "cpu":
+        lines.append(on_this_cpu(plan, vae))
     return image, "\n".join(lines)
 
 
-def amount(weights: int, size: int | None) -> str:
-    if size is None:
-        return "not possible, a tensor of 2^31 elements"
-    return f"{weights / 1e9:.2f} + {size / 1e9:.2f} GB"
+def total(stage: StagePlan) -> float:
+    """Return GB (10^9 bytes)."""
+    return (stage["weights"] + stage["activations"]) / 1e9
+
+
+def figures(gpu: Gpu, plan: ImagePlan, vae: str) -> list[str]:
+    """Return a line for each stage of `plan`, and for each way to decode."""
+    variant, width, height, batch = plan["variant"], plan["width"], plan["height"], plan["batch"]
+    lines = [
+        "Predicted GB (10^9 bytes): weights + everything else. The stages run one after another.",
+        f"text encoder: {amount(plan['text'])}",
+        f"sampling step of {variant}, {batch} prompt{'s' * (batch > 1)}: {amount(plan['transformer'])}",
+    ]
+    if not VARIANTS[variant].guidance_embeds:
+        perturbed = plan_memory(variant, width, height, batch, gpu.dtype, vae=vae, prompts=batch, pag=True)
+        lines.append(f"the same with SANA PAG: {amount(perturbed['transformer'])}")
+    for name, size in plan["decode"]["methods"].items():
+        stage: StagePlan = {"weights": plan["decode"]["weights"], "activations": size or 0}
+        lines.append(f"decode, {name}: " + (amount(stage) if size is not None else "not possible, too many numbers"))
+    lines.append(gpu.describe())
+    if gpu.example is not None:
+        seconds = as_seconds(image_seconds(gpu.example, variant, width, height))
+        lines.append(f"Predicted time of an image on a GPU such as {gpu.example.name}: {seconds}, with loaded models.")
+    return lines
+
+
+def amount(stage: StagePlan) -> str:
+    return f"{stage['weights'] / 1e9:.2f} + {stage['activations'] / 1e9:.2f} GB"
+
+
+def on_this_cpu(plan: ImagePlan, vae: str) -> str:
+    """Return a line about the same image on this computer's CPU."""
+    size = plan["variant"], plan["width"], plan["height"], plan["batch"]
+    needed = plan_memory(*size, "float32", accelerator=False, vae=vae)["smallest"]
+    memory = comfy.model_management.get_total_memory(torch.device("cpu"))
+    return (
+        f"This computer has no GPU. Its CPU computes in fp32, where the largest stage takes {needed / 1e9:.1f} GB "
+        f"of its {memory / 1e9:.1f} GB of RAM."
+    )

@@ -11,8 +11,8 @@ import torch
 from ..advice import PREDICTED, Gpu, answer, model_table, sold_gpu, this_gpu
 from ..batch.local import local_devices
 from ..errors import InputError
-from ..memory import CARDS, DTYPES, MemoryPlan, fitting_cards, plan_memory
-from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES, VIDEOS
+from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
+from ..model.known_models import CARDS, DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES, VIDEOS
 from ..split.cost import GPU_SPEEDS, LEAST_GAIN, LINKS, Cost, split_cost
 from ..split.speed import probe
 from ..video.memory import VIDEO_VARIANTS, plan_video
@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> None:
         plan = plan_video(arguments.variant, *image, arguments.frames, arguments.batch, gpu.dtype)
         sentence = video_answer(gpu, plan, arguments.frames)
     else:
-        sentence, found = answer(gpu, arguments.variant, *image, arguments.batch, arguments.vae)
+        sentence, fitting = answer(gpu, arguments.variant, *image, arguments.batch, arguments.vae)
         options = {"vae": arguments.vae, "prompts": arguments.prompts, "pag": arguments.pag}
-        plan = plan_memory(found.variant, *image, arguments.batch, gpu.dtype, **options)
+        plan = plan_memory(fitting.variant, *image, arguments.batch, gpu.dtype, **options)
     cost = None if arguments.split is None else find_cost(arguments, DTYPES[gpu.dtype])
     if arguments.json:
         shared = {} if cost is None else {"split": {**cost._asdict(), "gain": cost.gain}}

@@ -108,6 +108,9 @@ LARGEST_FRAMES = 1025
 VIDEO_SHIFT = 8.0
 VIDEO_WIDTH, VIDEO_HIDDEN, VIDEO_LAYERS = 2240, 6720, 20
 
+# memory of usual GPUs in GiB: a GPU that is sold as 8 GB has 8 GiB, which are 8.6 GB of 10^9 bytes
+CARDS = (4, 6, 8, 12, 16, 24)
+
 # the demo model: its folder in demo/, and its name in ComfyUI's lists
 DEMO_MODEL = "sana-posters"
 DEMO_MODEL_LISTED = f"{DEMO_MODEL} (bundled)"

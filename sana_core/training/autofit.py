@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import InputError
-from ..memory import CARDS, CONTEXT, count
+from ..memory import CONTEXT, count
+from ..model.known_models import CARDS
 from .memory_model import FP32, backward_bytes, step_bytes, trained_shapes, weights_dtype
 from .plan import Base, Plan, largest_shape, plan_training, resident, streaming
 from .settings import DDP, FSDP, KINDS, OFFLOADED, QUANTISED, Parallel, Phase, TrainingSettings, check_parallel

@@ -5,8 +5,9 @@ The decode is ComfyUI's, in chunks of frames; its bytes were counted on a GPU th
 
 from __future__ import annotations
 
-from ..memory import CARDS, CONTEXT, DTYPES, DecodePlan, MemoryPlan, StagePlan, text_bytes
+from ..memory import CONTEXT, DTYPES, DecodePlan, MemoryPlan, StagePlan, text_bytes
 from ..model.known_models import (
+    CARDS,
     MAX_TOKENS,
     TEXT_PARAMETERS,
     VIDEO_FRAMES,

@@ -34,16 +34,18 @@ def lengths(pixels, colour):
     return [int(row) for row in rows[TOP + BAR // 2 : len(rows) - BOTTOM : STEP]]
 
 
-def test_the_plan_shows_its_bars_without_another_node_and_they_are_to_scale(host):
-    host.run({"plan": ("SanaNodesPlan", {"variant": "1.6B", "width": 2048, "height": 2048, "batch_size": 1})})
-    plan = plan_memory("1.6B", 2048, 2048, 1, "float32", False)
-    perturbed = plan_memory("1.6B", 2048, 2048, 1, "float32", False, pag=True)
-    rows = [plan["text"], plan["transformer"], perturbed["transformer"]]
-    rows += [{**plan["decode"], "activations": size} for size in plan["decode"]["methods"].values()]
+@pytest.mark.parametrize("gpu", ["12 GB", "this computer"])
+def test_the_plan_shows_its_bars_without_another_node_and_they_are_to_scale(host, gpu):
+    size = {"variant": "1.6B", "width": 4096, "height": 4096, "batch_size": 1}
+    host.run({"plan": ("SanaNodesPlan", {**size, "gpu": gpu})})
+    # Without a GPU the plan is for one of 8 GB in bfloat16, never for this CPU's float32.
+    plan = plan_memory("1.6B", 4096, 4096, 1, "bfloat16")
+    rows = [plan["text"], plan["transformer"], plan["decode"]]
     pixels = picture_on(host, "plan")
     for colour, name in ((BLUE, "weights"), (ORANGE, "activations")):
         sizes, found = np.array([row[name] for row in rows]), np.array(lengths(pixels, colour))
-        assert np.allclose(found / found.max(), sizes / sizes.max(), atol=0.02), name  # pixels are whole
+        # A pixel more or less at each end.
+        assert np.allclose(found, found.max() * sizes / sizes.max(), atol=2), name
 
 
 def batch_graph(base_graph, devices):

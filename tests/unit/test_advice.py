@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from sana_core import advice
 from sana_core.checkpoints.downloads import DOWNLOADS
 from sana_core.errors import InputError
-from sana_core.memory import CARDS, CONTEXT, quantised_parameters, transformer_parameters
-from sana_core.model.known_models import DECODERS, VARIANTS
+from sana_core.memory import CONTEXT, quantised_parameters, transformer_parameters
+from sana_core.model.known_models import CARDS, DECODERS, VARIANTS
 from sana_core.split.cost import GPU_SPEEDS, work_of
 
 
