@@ -129,6 +129,14 @@ def read_config(folder: Path) -> Json:
     return arguments
 
 
+def check_folder(folder: Path) -> None:
+    """Raise MissingFileError unless `folder` exists."""
+    if not folder.is_dir():
+        raise MissingFileError(
+            f"scorer: no folder {brief(folder.name)}, expected the folder of a CLIP model; check its spelling"
+        )
+
+
 def read_weights(folder: Path) -> Weights:
     """Return the headers of the folder's weights, one file or shards of this folder. Raises as `read_header` does."""
     if (folder / WEIGHTS).exists():
@@ -140,6 +148,7 @@ def read_weights(folder: Path) -> Weights:
 
 def clip_files(folder: Path) -> set[Path]:
     """Return the files that decide the scores of the CLIP in `folder`. Raises as `read_weights` does."""
+    check_folder(folder)
     names = ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
     weights = {header.file for header in read_weights(folder).headers.values()}
     # `load_scorer` names a file that is missing, or a pipe in its place.
@@ -150,6 +159,7 @@ def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> 
     """Return the CLIP in `folder` in evaluation mode. Raises CheckpointError, MissingFileError or ReadError."""
     from transformers import CLIPConfig, CLIPModel
 
+    check_folder(folder)
     arguments, weights = read_config(folder), read_weights(folder)
     for section, prefix in (("text_config", "text_model"), ("vision_config", "vision_model")):
         # Building layers takes time and memory, so the weights must have the last layer of config.json.

@@ -125,9 +125,13 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
     if originals:
         return inspect_file(originals[0])
+    if path.is_dir():
+        raise MissingFileError(
+            f"{brief(path.name)}: got a folder without model_index.json, config.json or checkpoints/, expected the "
+            "folder of a model; choose that folder, or download the model again, whole"
+        )
     raise MissingFileError(
-        f"{brief(path.name)}: no such file, and no folder with model_index.json, config.json or checkpoints/; "
-        "download the model again, whole"
+        f"{brief(path.name)}: no such file or folder, expected a model; check its spelling, or refresh the list"
     )
 
 

@@ -26,11 +26,12 @@ from ..batch.progress import Progress, WorkerReport
 from ..batch.writers import Writers, default_threads
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import KEPT
-from ..errors import InputError, OutputError, ReadError, SanaError
+from ..errors import InputError, OutputError, SanaError
 from ..generate import find_backend
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
+from ..runtime.user_files import read_user_file
 from .options import add_sampling_options, cluster_of, progress_line, settings_of, show_status
 
 EXAMPLE = """example:
@@ -50,17 +51,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the lines of `file` that are not empty. Raises InputError for none, and for a file not in UTF-8,
-    ReadError if it cannot be read.
+    """Return the lines of `file` that are not empty.
+
+    Raises InputError if there are none and if the file is not UTF-8, MissingFileError, and ReadError.
     """
+    content = read_user_file("prompts", file, "a text file with one prompt a line")
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"prompts: {file} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    except OSError as error:
-        raise ReadError(
-            f"prompts: {str(file):.240} cannot be read ({error.strerror}); see its name and its rights"
-        ) from None
     prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
         raise InputError(f"prompts: {file} holds no prompt; write one a line")

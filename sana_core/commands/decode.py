@@ -15,12 +15,13 @@ from safetensors.torch import load
 from ..checkpoints import load_autoencoder
 from ..decode import DecodeOptions, decode_rows
 from ..decode.plan import LARGEST_BUDGET, METHODS
-from ..errors import InputError, ReadError
+from ..errors import InputError
 from ..model.latents import DOWNSCALE, check_channels
 from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.checks import check_number
 from ..runtime.image_files import WRITERS, levels
+from ..runtime.user_files import read_user_file
 from .options import progress_line
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ Latent writes it."""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("latents", type=Path, help="a .safetensors or .latent file")
-    parser.add_argument("--checkpoint", required=True, help="a folder in the diffusers layout")
+    parser.add_argument("--checkpoint", required=True, help="a VAE file, or a folder or file that contains the VAE")
     parser.add_argument("--out", type=Path, default=Path("output"), help="folder for PNG files, or one .png or .tif")
     parser.add_argument("--overwrite", action="store_true", help="replace images that are there")
     parser.add_argument("--method", choices=METHODS, default="auto")
@@ -77,15 +78,16 @@ def decode_to_file(
 
 
 def read_latents(path: Path) -> torch.Tensor:
-    """Return the tensor of `path`. Raises InputError if it holds none of latents, ReadError if it cannot be read."""
+    """Return the latents in `path`.
+
+    Raises InputError for a file without latents, MissingFileError, and ReadError.
+    """
+    # The reader of safetensors says that a file is missing if it may not open it.
+    content = read_user_file("latents", path, "a .safetensors or .latent file")
     try:
-        # its own reader calls every file missing that it may not open
-        tensors = load(path.read_bytes())
+        tensors = load(content)
     except SafetensorError as error:
         raise InputError(f"latents: {path} is not a safetensors file ({error}); save them with SaveLatent") from None
-    except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-        raise ReadError(f"latents: {str(path):.240} {reason}; see its name and its rights") from None
     found = tensors.get("latents", tensors.get("latent_tensor"))
     if found is None:
         names = ", ".join(list(tensors)[:3]) or "nothing"

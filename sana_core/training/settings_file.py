@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from ..checkpoints.files import Json
-from ..errors import InputError, MissingFileError, ReadError
+from ..errors import InputError
+from ..runtime.user_files import read_user_file
 from .settings import Place, TrainingSettings, check_settings
 
 LARGEST_FILE = 1_000_000
@@ -22,13 +23,7 @@ def read_settings(file: Path) -> TrainingSettings:
     Raises MissingFileError, ReadError, and InputError for what is no TOML, an unknown or missing key, and values that
     are out of range.
     """
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(LARGEST_FILE + 1)
-    except FileNotFoundError:
-        raise MissingFileError(f"{file}: no such file; write one, or copy one of recipes/") from None
-    except OSError as error:
-        raise ReadError(f"{file}: cannot be read ({error.strerror}); see its name and its rights") from None
+    data = read_user_file("settings", file, "a TOML file as in recipes/", LARGEST_FILE + 1)
     settings = parse(TrainingSettings, parse_toml(data, file.name), file.name, file.parent)
     try:
         return check_settings(settings)

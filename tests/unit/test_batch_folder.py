@@ -572,7 +572,7 @@ def test_a_folder_of_a_checkpoint_that_has_changed_is_refused(made, batch, check
         (b"", "prompts.txt holds no prompt; write one a line"),
         (b" \n\n", "prompts.txt holds no prompt; write one a line"),
         ("Gr\xfcn".encode("latin-1"), "prompts.txt is not UTF-8 at byte 2; save it as UTF-8"),
-        (None, "prompts: prompts.txt cannot be read (No such file or directory); see its name and its rights"),
+        (None, "prompts: no such file prompts.txt, expected a text file with one prompt a line; check its spelling"),
         (b"\xed\xa0\x80", "prompts.txt is not UTF-8 at byte 0; save it as UTF-8"),
     ],
 )

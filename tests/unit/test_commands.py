@@ -214,7 +214,7 @@ def test_convert_gives_diffusers_names_from_nvidias(command, tmp_path, dtype):
             ["sana.pth", "out.safetensors", "--resolution", 999],
             "resolution: got 999, expected one of 512, 1024, 2048, 4096",
         ),
-        (["gone", "out.safetensors"], "gone: no such file, and no folder with model_index.json, config.json or"),
+        (["gone", "out.safetensors"], "gone: no such file or folder, expected a model; check its spelling"),
         (["other.safetensors", "out.safetensors"], "other.safetensors: got tensors named a, expected a SANA model"),
     ],
 )
@@ -359,7 +359,62 @@ def test_a_file_that_may_not_be_read_is_not_called_missing(command, closed, tmp_
 def test_latents_that_may_not_be_read_are_not_called_missing(command, closed, checkpoint):
     closed("x.safetensors")
     done = command("decode", "x.safetensors", "--checkpoint", checkpoint)
-    assert done.stderr == "latents: x.safetensors cannot be read (Permission denied); see its name and its rights\n"
+    assert done.stderr == "latents: x.safetensors cannot be read (Permission denied); check its permissions\n"
+
+
+# Each argument that is the path of something to read, as PATH, and the word for it in the error.
+PATHS = {
+    "inspect": (["inspect", "PATH"], "PATH"),
+    "convert": (["convert", "PATH", "out.safetensors"], "PATH"),
+    "generate --checkpoint": (["generate", "x", "--checkpoint", "PATH", "--out", "out"], "PATH"),
+    "generate --lora": (["generate", "x", "--checkpoint", "MODEL", "--out", "out", "--lora", "PATH"], "PATH"),
+    "generate --scorer": (
+        ["generate", "x", "--checkpoint", "MODEL", "--out", "out", "--best", 1, "--of", 2, "--scorer", "PATH"],
+        "PATH",
+    ),
+    "batch": (["batch", "PATH", "--checkpoint", "MODEL", "--out", "out"], "prompts"),
+    "batch --checkpoint": (["batch", "p.txt", "--checkpoint", "PATH", "--out", "out"], "PATH"),
+    "batch --lora": (["batch", "p.txt", "--checkpoint", "MODEL", "--out", "out", "--lora", "PATH"], "PATH"),
+    "decode": (["decode", "PATH", "--checkpoint", "MODEL"], "latents"),
+    "decode --checkpoint": (["decode", "latents.safetensors", "--checkpoint", "PATH"], "PATH"),
+    "train": (["train", "PATH"], "settings"),
+}
+
+
+@pytest.mark.parametrize("wrong", ["missing", "a folder"])
+@pytest.mark.parametrize("name", PATHS)
+def test_a_mistyped_path_is_named_and_nothing_is_to_be_downloaded(command, checkpoint, tmp_path, name, wrong):
+    (tmp_path / "p.txt").write_text("x\n")
+    save_file({"latents": torch.zeros(1, 32, 2, 2)}, tmp_path / "latents.safetensors")
+    if wrong == "a folder":
+        (tmp_path / "mistyped").mkdir()
+    words, field = PATHS[name]
+    done = command(*({"PATH": "mistyped", "MODEL": checkpoint}.get(word, word) for word in words))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "mistyped" in done.stderr and (field == "PATH" or done.stderr.startswith(f"{field}: "))
+    if wrong == "missing":
+        assert done.stderr.endswith(("check its spelling\n", "check its spelling, or refresh the list\n"))
+    elif name != "generate --scorer":
+        assert "got a folder" in done.stderr or "got the folder" in done.stderr
+    assert wrong != "missing" or "download" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("batch", "--checkpoint", "MODEL"), ("train",)])
+def test_a_file_that_may_not_be_read_asks_for_its_permissions(command, closed, checkpoint, tmp_path, words):
+    (tmp_path / "x.txt").write_text("x")
+    closed("x.txt")
+    done = command(words[0], "x.txt", *(checkpoint if word == "MODEL" else word for word in words[1:]))
+    assert done.returncode == 1
+    assert done.stderr.endswith(": x.txt cannot be read (Permission denied); check its permissions\n"), done.stderr
+
+
+def test_decode_takes_the_vae_alone_and_its_file(command, checkpoint, tmp_path):
+    """What its help promises: a file or a folder, of the VAE or with it."""
+    save_file({"latents": torch.zeros(1, 32, 2, 2)}, tmp_path / "latents.safetensors")
+    vae = checkpoint / "vae"
+    for number, path in enumerate((checkpoint, vae, next(vae.glob("*.safetensors")))):
+        done = command("decode", "latents.safetensors", "--checkpoint", path, "--out", f"out{number}")
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["generate", "batch", "decode"])

@@ -191,7 +191,9 @@ def test_of_a_file_that_is_no_settings_no_more_is_read_than_tells_so(tmp_path):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(MissingFileError, match="no such file; write one, or copy one of recipes"):
+    with pytest.raises(
+        MissingFileError, match="^settings: no such file .*, expected a TOML file as in recipes/; check its spelling"
+    ):
         read_settings(tmp_path / "run.toml")
 
 

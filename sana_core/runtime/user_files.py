@@ -1,0 +1,26 @@
+"""Reads files that a user names on the command line, other than model files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import MissingFileError, ReadError
+
+
+def read_user_file(field: str, file: Path, expected: str, most: int = -1) -> bytes:
+    """Return the content of `file`, or its first `most` bytes.
+
+    Errors begin with `field` and name what is `expected`. Raises MissingFileError, or ReadError for a folder and for a
+    file that cannot be read.
+    """
+    shown = f"{str(file):.240}"
+    if file.is_dir():
+        raise ReadError(f"{field}: got the folder {shown}, expected {expected}; name a file")
+    try:
+        with file.open("rb") as stream:
+            return stream.read(most)
+    except FileNotFoundError:
+        raise MissingFileError(f"{field}: no such file {shown}, expected {expected}; check its spelling") from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ReadError(f"{field}: {shown} cannot be read ({reason}); check its permissions") from None
