@@ -35,7 +35,7 @@ from ..runtime.user_files import read_user_file
 from .options import add_sampling_options, cluster_of, progress_line, settings_of, show_status
 
 EXAMPLE = """example:
-  python -m sana_core batch prompts.txt --count 4 --out output \\
+  python -m sana_core batch demo/prompts.txt --count 4 --out output \\
       --checkpoint demo/sana-posters --width 512 --height 512"""
 
 

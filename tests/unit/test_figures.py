@@ -215,6 +215,13 @@ def test_the_table_of_launches_and_bytes_quotes_the_counts():
 
 def other_figures():
     yield "docs/memory.md", f"the difference was at most {strip_difference()} of the norm"
+    lost = {name: f"{100 * form['forward']:.1f} %" for name, form in read("quantised")["errors"]["1.6B wide"].items()}
+    yield (
+        "docs/memory.md",
+        f"which changes images least (an error of {lost['int8']}), then *quantise* fp8 ({lost['fp8']})",
+    )
+    yield "docs/memory.md", f"Avoid *weight_dtype* fp8 ({lost['weight_dtype fp8_e4m3fn']})"
+    yield "web/docs/SanaNodesLoader.md", f"({lost['weight_dtype fp8_e4m3fn']} against {lost['int8']})"
     levels = f"{read('pipeline')['largest_levels'] / 255:.1e}".replace("e-0", "e-")
     yield "docs/reference.md", f"Equals diffusers' `SanaPipeline` to {levels} in images from 0 to 1"
     assert max(read("reference")["largest_relative_difference"].values()) <= 1e-6
