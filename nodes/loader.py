@@ -16,7 +16,7 @@ def weight_dtype_input() -> io.Combo.Input:
         options=["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
         optional=True,
         advanced=True,
-        tooltip="Leave at default, the precision of the file. To save VRAM, use int8 in quantise: it loses less than fp8.",
+        tooltip="Leave at default, the precision of the file. To save VRAM, use quantise int8: it loses less than fp8.",
     )
 
 
@@ -28,8 +28,8 @@ def quantise_input() -> io.Combo.Input:
         options=choices(),
         optional=True,
         advanced=True,
-        tooltip="Quantise while loading: half the model's memory or less. int8 loses least, then fp8. Only formats that "
-        "work on this computer are listed.",
+        tooltip="Quantise while loading: half the model's memory or less. int8 loses least, then fp8. Only formats "
+        "that work on this computer are listed.",
     )
 
 

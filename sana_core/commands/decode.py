@@ -82,7 +82,7 @@ def read_latents(path: Path) -> torch.Tensor:
 
     Raises InputError for a file without latents, MissingFileError, and ReadError.
     """
-    # The reader of safetensors says that a file is missing if it may not open it.
+    # safetensors reports a file that it may not open as missing, so the file is read here.
     content = read_user_file("latents", path, "a .safetensors or .latent file")
     try:
         tensors = load(content)

@@ -10,7 +10,7 @@ from ..errors import MissingFileError, ReadError
 def read_user_file(field: str, file: Path, expected: str, most: int = -1) -> bytes:
     """Return the content of `file`, or its first `most` bytes.
 
-    Errors begin with `field` and name what is `expected`. Raises MissingFileError, or ReadError for a folder and for a
+    Errors begin with `field` and contain `expected`, a description of a right file. Raises MissingFileError, or ReadError for a folder and for a
     file that cannot be read.
     """
     shown = f"{str(file):.240}"

@@ -389,23 +389,25 @@ def test_a_mistyped_path_is_named_and_nothing_is_to_be_downloaded(command, check
     if wrong == "a folder":
         (tmp_path / "mistyped").mkdir()
     words, field = PATHS[name]
-    done = command(*({"PATH": "mistyped", "MODEL": checkpoint}.get(word, word) for word in words))
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "mistyped" in done.stderr and (field == "PATH" or done.stderr.startswith(f"{field}: "))
+    finished = command(*({"PATH": "mistyped", "MODEL": checkpoint}.get(word, word) for word in words))
+    assert finished.returncode == 1 and len(finished.stderr.splitlines()) == 1, finished.stderr
+    assert "mistyped" in finished.stderr and (field == "PATH" or finished.stderr.startswith(f"{field}: "))
     if wrong == "missing":
-        assert done.stderr.endswith(("check its spelling\n", "check its spelling, or refresh the list\n"))
+        assert finished.stderr.endswith(("check its spelling\n", "check its spelling, or refresh the list\n"))
     elif name != "generate --scorer":
-        assert "got a folder" in done.stderr or "got the folder" in done.stderr
-    assert wrong != "missing" or "download" not in done.stderr
+        assert "got a folder" in finished.stderr or "got the folder" in finished.stderr
+    assert wrong != "missing" or "download" not in finished.stderr
 
 
 @pytest.mark.parametrize("words", [("batch", "--checkpoint", "MODEL"), ("train",)])
 def test_a_file_that_may_not_be_read_asks_for_its_permissions(command, closed, checkpoint, tmp_path, words):
     (tmp_path / "x.txt").write_text("x")
     closed("x.txt")
-    done = command(words[0], "x.txt", *(checkpoint if word == "MODEL" else word for word in words[1:]))
-    assert done.returncode == 1
-    assert done.stderr.endswith(": x.txt cannot be read (Permission denied); check its permissions\n"), done.stderr
+    finished = command(words[0], "x.txt", *(checkpoint if word == "MODEL" else word for word in words[1:]))
+    assert finished.returncode == 1
+    assert finished.stderr.endswith(": x.txt cannot be read (Permission denied); check its permissions\n"), (
+        finished.stderr
+    )
 
 
 def test_decode_takes_the_vae_alone_and_its_file(command, checkpoint, tmp_path):
@@ -413,8 +415,8 @@ def test_decode_takes_the_vae_alone_and_its_file(command, checkpoint, tmp_path):
     save_file({"latents": torch.zeros(1, 32, 2, 2)}, tmp_path / "latents.safetensors")
     vae = checkpoint / "vae"
     for number, path in enumerate((checkpoint, vae, next(vae.glob("*.safetensors")))):
-        done = command("decode", "latents.safetensors", "--checkpoint", path, "--out", f"out{number}")
-        assert done.returncode == 0, done.stderr
+        finished = command("decode", "latents.safetensors", "--checkpoint", path, "--out", f"out{number}")
+        assert finished.returncode == 0, finished.stderr
 
 
 @pytest.mark.parametrize("name", ["generate", "batch", "decode"])
