@@ -10,8 +10,8 @@ from ..errors import MissingFileError, ReadError
 def read_user_file(field: str, file: Path, expected: str, most: int = -1) -> bytes:
     """Return the content of `file`, or its first `most` bytes.
 
-    Errors begin with `field` and contain `expected`, a description of a right file. Raises MissingFileError, or ReadError for a folder and for a
-    file that cannot be read.
+    Errors begin with `field` and contain `expected`, a description of a right file. Raises MissingFileError, or
+    ReadError for a folder and for a file that cannot be read.
     """
     shown = f"{str(file):.240}"
     if file.is_dir():
