@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path, PureWindowsPath
 
@@ -537,3 +539,20 @@ def test_a_full_disk_behind_what_it_says_on_its_way_spoils_no_check():
         done = command(*words, before=lambda: os.dup2(full.fileno(), 2))
         said, _ = done.communicate()
     assert done.returncode == 0 and "OSError" not in said and " 0 with a fault" in said
+
+
+@pytest.mark.slow
+def test_an_installed_pack_finds_its_requirements(tmp_path):
+    """`pip install .` copies no requirements.txt: its lines are in the metadata, with those of the extras."""
+    source, target = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "sana_core", source / "sana_core", ignore=shutil.ignore_patterns("__pycache__"))
+    install = ["pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--target", target, source]
+    subprocess.run([sys.executable, "-m", *install], check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    words = [sys.executable, "-m", "sana_core", "doctor", "--device", "cpu", "--seconds", "0"]
+    report = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert report.returncode == 0 and "FAILED" not in report.stdout, report.stdout
+    assert "| diffusers | >=" in report.stdout and "| torchao | >=" not in report.stdout
