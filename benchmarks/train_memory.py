@@ -8,7 +8,6 @@ take for themselves, fragmentation and the driver are not in it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,24 +21,18 @@ from live_bytes import LiveBytes
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.machine import write
-from sana_core.decode.stages import Stages
-from sana_core.memory import Shapes, stages_of
 from sana_core.model.known_models import (
-    CROSS_HEADS,
-    DECODERS,
-    ENCODER_PARAMETERS,
     MAX_TOKENS,
-    TEXT_PARAMETERS,
     TEXT_WIDTH,
     VARIANTS,
-    WIDTHS,
     Architecture,
 )
 from sana_core.training.cache import Batch
 from sana_core.training.dataset import Sample
 from sana_core.training.images import FileRange
-from sana_core.training.plan import Base, training_stage
+from sana_core.training.plan import training_stage
 from sana_core.training.ranks import ALONE, Ranks
+from sana_core.training.released import build_transformer, released_base
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
 from sana_core.training.train_state import make_train_state, take_step
@@ -135,30 +128,8 @@ def make_settings(
 
 def transformer(model: Architecture, dtype: torch.dtype, pixels: int) -> Any:
     """Return a transformer of that architecture with weights as torch makes them."""
-    from diffusers import SanaTransformer2DModel
-
-    heads = CROSS_HEADS.get(model.width, model.width // 32)
-    # the released model of 4096 px has a position embedding
-    large: Any = {"interpolation_scale": 2.0, "sample_size": 128} if pixels > 2048 else {}
     with default_dtype(dtype):
-        return SanaTransformer2DModel(
-            num_attention_heads=model.width // 32,
-            num_layers=model.layers,
-            num_cross_attention_heads=heads,
-            cross_attention_head_dim=model.width // heads,
-            cross_attention_dim=model.width,
-            qk_norm="rms_norm_across_heads" if model.qk_norm else None,
-            guidance_embeds=model.guidance_embeds,
-            **large,
-        )
-
-
-@functools.cache
-def released_shapes(model: Architecture) -> Shapes:
-    """Return the shapes of that transformer's weights, by diffusers' names."""
-    with torch.device("meta"):
-        made = transformer(model, torch.float32, 1024)
-    return {name: tuple(each.shape) for name, each in made.named_parameters()}
+        return build_transformer(model, pixels)
 
 
 def empty_prompt(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -237,14 +208,6 @@ def describe(settings: TrainingSettings) -> str:
     words += ["moving average"] if optimizer.ema else []
     words += [] if settings.checkpoint_gradients else ["no checkpointing"]
     return ", ".join(words)
-
-
-def released_base(variant: str) -> Base:
-    """Return what a plan has to know of the released model `variant`, a name in VARIANTS, and DC-AE."""
-    decoder, model = DECODERS["dc-ae-f32c32"], VARIANTS[variant]
-    parameters = decoder.parameters + ENCODER_PARAMETERS
-    encoder = Stages(WIDTHS, (2, 2, 2, 3, 3, 3), 3, 2, False, True)
-    return Base(model, released_shapes(model), None, TEXT_PARAMETERS, parameters, encoder, stages_of(decoder))
 
 
 def predict(variant: str, settings: TrainingSettings) -> int:

@@ -35,7 +35,6 @@ from benchmarks.train_memory import (
     empty_prompt,
     fake_batch,
     make_settings,
-    released_base,
 )
 from sana_core.doctor.arithmetic import transformer
 from sana_core.memory import CONTEXT
@@ -43,6 +42,7 @@ from sana_core.model.known_models import VARIANTS, Architecture
 from sana_core.training.autofit import rank_memory, ring
 from sana_core.training.cache import Batch
 from sana_core.training.ranks import ALONE, Ranks
+from sana_core.training.released import released_base
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Parallel, TrainingSettings
 from sana_core.training.train_state import make_train_state, take_step

@@ -92,26 +92,33 @@ def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -
     """Return the table of a run's stages, how long its steps take, and whether they fit a GPU of `card` GiB or this
     machine's; of several `cards`, or of one with a sharded or offloaded model, what each takes in every arrangement.
 
-    Raises as `read_base` and `check_base` do, and InputError for a GPU that is none and too many of them.
+    If the model's files do not exist and its name is the name of a released model, the plan is for that model. Raises
+    as `read_base` and `check_base` do, and InputError for a GPU that is none and too many of them.
     """
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
     from ..training.autofit import arrangement_lines, fit_lines, table_lines
     from ..training.plan import duration_lines, plan_training, read_base
     from ..training.preflight import check_base, check_shares
+    from ..training.released import released_base, released_variant
     from ..training.settings import DDP
 
     if card is not None:
         check_number("card", card, 1, 10_000)
-    check_base(settings)
-    base = read_base(settings)
+    variant, lines = released_variant(settings.model), []
+    if variant is None or Path(settings.model).exists():
+        check_base(settings)
+        base = read_base(settings)
+    else:
+        base = released_base(variant)
+        lines = [f"{Path(settings.model).name} is not downloaded: planned as the released {variant}", ""]
     room = None if card is None else card * 2**30
     # a plan may be made where there is no GPU
     if room is None and current_accelerator() is not None and settings.device != "cpu":
         room = memory_info(chosen_device(settings.device))[1]
     plan = plan_training(settings, base)
     check_whole("cards", cards, 1, 4096)
-    lines = [*table_lines(plan), *duration_lines(settings, base, cards), ""]
+    lines += [*table_lines(plan), *duration_lines(settings, base, cards), ""]
     if cards > 1 or settings.parallel.kind != DDP:
         check_shares(settings, cards)
         return [*lines, *arrangement_lines(settings, base, cards, room)]

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from setup import ROOT
 
-from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings, released_base
+from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings
 from sana_core.commands import train as command
 from sana_core.training.autofit import arrangement_lines, cheapest, pieces_of, rank_memory
+from sana_core.training.released import released_base
 from sana_core.training.settings import Parallel
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train_state import microbatches

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from benchmarks.train_memory import (
     ROUNDED,
     count_step,
     make_settings,
-    released_base,
-    released_shapes,
 )
 from sana_core.__main__ import main
 from sana_core.commands import train as command
@@ -34,6 +33,7 @@ from sana_core.training.memory_model import frozen_bytes, state_bytes, trained_s
 from sana_core.training.optimizers import make_optimizer
 from sana_core.training.plan import plan_training, read_base, training_stage
 from sana_core.training.quantised_base import quantise_base
+from sana_core.training.released import released_base, released_shapes, released_variant
 from sana_core.training.settings import Method, Validation
 from sana_core.training.settings_file import read_settings
 
@@ -381,3 +381,35 @@ def test_a_card_that_is_too_small_is_warned_of(monkeypatch, capsys):
         text.startswith("warning: captions may take 0.7 GB, and cuda:0 has 0.1 GB; see --plan")
         and len(text.splitlines()) == 1
     )
+
+
+@pytest.mark.parametrize("recipe", sorted(file.stem for file in (ROOT / "recipes").glob("*.toml")))
+def test_each_recipe_is_planned_before_the_download(recipe, capsys):
+    """The example of `train --help`. Recipes of the bundled model have their files, all others name a released one."""
+    file = ROOT / "recipes" / f"{recipe}.toml"
+    assert main(["train", str(file), "--plan", "--card", "24"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    model = Path(read_settings(file).model)
+    assert model.exists() != first.endswith("planned as the released 1.6B") and "captions" in "".join(lines[:4])
+
+
+@pytest.mark.parametrize(
+    "name, variant",
+    [
+        ("Sana_600M_512px_diffusers", "0.6B"),
+        ("Sana_1600M_4Kpx_BF16.safetensors", "1.6B"),
+        ("SANA1.5_4.8B_1024px_diffusers", "1.5-4.8B"),
+        ("Sana_Sprint_0.6B_1024px_diffusers", "sprint-0.6B"),
+        ("my-sana", None),
+        ("Sana_1600N_1024px", None),
+    ],
+)
+def test_a_released_model_is_known_by_its_name(name, variant):
+    assert released_variant(f"/models/{name}") == variant
+
+
+def test_a_mistyped_model_of_a_recipe_is_not_taken_for_a_released_one(tmp_path, capsys):
+    text = (ROOT / "recipes" / "full_1024.toml").read_text()
+    (tmp_path / "run.toml").write_text(text.replace("Sana_1600M_1024px_BF16_diffusers", "Sana_1600"))
+    assert main(["train", str(tmp_path / "run.toml"), "--plan"]) == 1
+    assert "Sana_1600: no such file or folder, expected a model; check its spelling" in capsys.readouterr().err
