@@ -273,9 +273,9 @@ def duration_lines(settings: TrainingSettings, base: Base, cards: int = 1) -> li
         found = []
         for name, tflops in GPUS.items():
             seconds = operations / (tflops * 1e12 * REACHED * cards)
-            whole = "" if phase.steps is None else f", {clock(max(1.0, seconds * phase.steps))} in all"
+            total = "" if phase.steps is None else f", {clock(max(1.0, seconds * phase.steps))} in all"
             duration = f"{seconds:.2g} s" if seconds >= 0.01 else "less than 0.01 s"
-            found.append(f"{duration} on {f'{cards} {name}s' if cards > 1 else f'one {name}'}{whole}")
+            found.append(f"{duration} on {f'{cards} {name}s' if cards > 1 else f'one {name}'}{total}")
         speed = f"at {REACHED * 100:.0f} % of the speed"
         lines.append(f"phase {number}: a step of {operations / 1e12:.3g} TFLOP takes {'; '.join(found)} ({speed})")
     return lines

@@ -543,7 +543,7 @@ def test_a_full_disk_behind_what_it_says_on_its_way_spoils_no_check():
 
 @pytest.mark.slow
 def test_an_installed_pack_finds_its_requirements(tmp_path):
-    """`pip install .` copies no requirements.txt: its lines are in the metadata, with those of the extras."""
+    """`pip install .` copies no requirements.txt. Its lines are in the metadata, where the extras are too."""
     source, target = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
