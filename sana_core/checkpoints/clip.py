@@ -131,7 +131,7 @@ def read_config(folder: Path) -> Json:
 
 def check_folder(folder: Path) -> None:
     """Raise MissingFileError unless `folder` exists."""
-    if not folder.is_dir():
+    if not folder.exists():
         raise MissingFileError(
             f"scorer: no folder {brief(folder.name)}, expected the folder of a CLIP model; check its spelling"
         )
