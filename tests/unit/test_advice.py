@@ -149,3 +149,20 @@ def test_the_tables_agree_with_the_answers():
         assert not [gb for gb in CARDS if gb < smallest and advice.needed_bytes(model) <= gb * 2**30]
         assert row[2] == f"{advice.needed_bytes(model) / 1e9:.1f} GB" and CONTEXT == 600_000_000
     assert advice.markdown([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_the_numbers_in_the_text_of_a_readme_are_predicted(readme):
+    text = " ".join((ROOT / readme).read_text(encoding="utf-8").split())
+    fp32 = advice.fit(advice.gpu_of(8 * 2**30, bf16=False), "1.6B", 1024, 1024).plan["text"]
+    strips = advice.fit(advice.sold_gpu(8), "1.6B", 4096, 4096).plan["decode"]
+    encoder, decode = ((stage["weights"] + stage["activations"]) / 1e9 for stage in (fp32, strips))
+    slower = advice.image_seconds(advice.EXAMPLES[24], "1.5-4.8B", 1024, 1024)
+    slower /= advice.image_seconds(advice.EXAMPLES[24], "1.6B", 1024, 1024)
+    numbers = (
+        f"{advice.MODELS[-1].download:.1f} GB",
+        f"{encoder:.1f} GB",
+        f"{decode:.1f} GB",
+        f"{8 * 2**30 / 1e9:.1f}",
+    )
+    assert [number for number in (*numbers, f" {slower:.0f} ") if number not in text] == []
