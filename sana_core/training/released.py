@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -49,7 +49,7 @@ def build_transformer(model: Architecture, pixels: int) -> SanaTransformer2DMode
 
     heads = CROSS_HEADS.get(model.width, model.width // HEAD_DIM)
     # The released model of 4096 px has a position embedding.
-    large: Any = {"interpolation_scale": 2.0, "sample_size": 128} if pixels > 2048 else {}
+    large = {"interpolation_scale": 2.0, "sample_size": 128} if pixels > 2048 else {}
     return SanaTransformer2DModel(
         num_attention_heads=model.width // HEAD_DIM,
         num_layers=model.layers,
