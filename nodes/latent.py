@@ -4,22 +4,27 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.model.known_models import DEFAULT_RESOLUTION, SHAPES, SIZES, image_size, own_size
-from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH, check_side
-from .host.latents import empty_latent
+from ..sana_core.errors import InputError
+from ..sana_core.model.known_models import RATIOS, SIZES, image_size, read_size
+from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
+from .host.latents import empty_latent, image_or_model_size, show_size
+
+# the size of the connected model
+AUTO = "auto"
 
 
 class SanaNodesEmptyLatent(io.ComfyNode):
     """
     Sets the size of the image, as an empty latent.
 
-    Connect the MODEL to get its training size; width and height then set only the aspect ratio. Without it stay near
-    the training size: 512 (the demo model too), 1024, 2048 or 4096.
+    At width and height 0 the image gets the size that the connected MODEL was trained for. Other numbers are used as
+    they are. A line under the node says if the MODEL was not trained for them.
     """
 
     @classmethod
     def define_schema(cls):
-        side = {"default": DEFAULT_RESOLUTION, "min": DOWNSCALE, "max": LARGEST, "step": DOWNSCALE}
+        side = {"default": 0, "min": 0, "max": LARGEST, "step": DOWNSCALE}
+        tooltip = "Pixels, a multiple of 32. 0: the size that the connected model was trained for."
         return io.Schema(
             node_id="SanaNodesEmptyLatent",
             display_name="SANA Empty Latent",
@@ -27,8 +32,8 @@ class SanaNodesEmptyLatent(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["sana size", "empty dc-ae latent", "resolution"],
             inputs=[
-                io.Int.Input("width", **side, tooltip="Pixels, a multiple of 32."),
-                io.Int.Input("height", **side, tooltip="Pixels, a multiple of 32."),
+                io.Int.Input("width", **side, tooltip=tooltip),
+                io.Int.Input("height", **side, tooltip=tooltip),
                 io.Int.Input(
                     "batch_size",
                     default=1,
@@ -39,8 +44,8 @@ class SanaNodesEmptyLatent(io.ComfyNode):
                 io.Model.Input(
                     "model",
                     optional=True,
-                    tooltip="Optional. When connected, the model's own size is used; width and height set only the "
-                    "aspect ratio.",
+                    tooltip="Gives its size where width and height are 0. Otherwise the node says if the model was not "
+                    "trained for your size.",
                 ),
             ],
             outputs=[io.Latent.Output()],
@@ -48,22 +53,24 @@ class SanaNodesEmptyLatent(io.ComfyNode):
 
     @classmethod
     def execute(cls, width: int, height: int, batch_size: int, model=None) -> io.NodeOutput:
-        check_side("width", width)
-        check_side("height", height)
-        if model is not None:
-            from .host.links import check_links
-            from .host.report import show_under_running_node
-            from .host.sampling import resolution_of
+        from .host.guidance import require_images
+        from .host.links import check_links
 
+        base = None
+        if model is not None:
             check_links(model=model)
-            width, height = own_size(width, height, resolution_of(model))
-            show_under_running_node(f"{width} x {height}")
-        return io.NodeOutput(empty_latent(width, height, batch_size))
+            base = require_images(model.model)
+        size = image_or_model_size(width, height, base)
+        latent = empty_latent(*size, batch_size)
+        if base is not None:
+            show_size(*size, base)
+        return io.NodeOutput(latent)
 
 
 class SanaNodesResolution(io.ComfyNode):
     """
-    Width and height of a shape that SANA was trained at, for SANA Empty Latent.
+    Gives width and height of an aspect ratio, such as 16:9, as SANA was trained for it. Connect them to SANA Empty
+    Latent.
     """
 
     @classmethod
@@ -77,28 +84,41 @@ class SanaNodesResolution(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "size",
-                    options=list(SIZES),
-                    default=str(DEFAULT_RESOLUTION),
-                    tooltip="The size of the model: each has the area of a square with this side, in pixels.",
+                    options=[AUTO, *SIZES],
+                    default=AUTO,
+                    tooltip="auto: the size of the connected model. Others: the side in pixels of a square with the "
+                    "image's area.",
                 ),
                 io.Combo.Input(
                     "ratio",
-                    options=list(SHAPES),
-                    default="1.0",
-                    tooltip="Height / width: below 1 is wide, 1.0 is square, above 1 is tall.",
+                    options=list(RATIOS),
+                    default="1:1",
+                    tooltip="Width : height. The result is the nearest of the 40 shapes that SANA was trained for.",
                 ),
+                io.Model.Input("model", optional=True, tooltip="Gives its size where size is auto."),
             ],
             outputs=[io.Int.Output("width", tooltip="Pixels."), io.Int.Output("height", tooltip="Pixels.")],
         )
 
     @classmethod
     def validate_inputs(cls, size: str | None = None, ratio: str | None = None):
-        # workflows of ComfyUI_ExtraModels write 1024px and 1.00; what is neither is refused when it runs
+        # Workflows of ComfyUI_ExtraModels contain 1024px and 1.00. Wrong values are refused when the node runs.
         return True
 
     @classmethod
-    def execute(cls, size: str, ratio: str) -> io.NodeOutput:
-        return io.NodeOutput(*image_size(size, ratio))
+    def execute(cls, size: str, ratio: str, model=None) -> io.NodeOutput:
+        from .host.guidance import require_images
+        from .host.links import check_links
+
+        base = None
+        if model is not None:
+            check_links(model=model)
+            base = require_images(model.model)
+        if size != AUTO:
+            return io.NodeOutput(*image_size(read_size(size), ratio))
+        if base is None:
+            raise InputError(f"size: got {AUTO} without a model; connect model, or choose one of {', '.join(SIZES)}")
+        return io.NodeOutput(*image_size(base.resolution, ratio))
 
 
 NODES = [SanaNodesEmptyLatent, SanaNodesResolution]

@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.model.known_models import LARGEST_FRAMES, VIDEO_FRAMES, VIDEOS
+from ..sana_core.model.known_models import LARGEST_FRAMES, VIDEO_FRAMES
 from ..sana_core.model.latents import LARGEST, LARGEST_BATCH
 
 
@@ -12,14 +12,15 @@ class SanaNodesVideoLatent(io.ComfyNode):
     """
     Sets the size and the length of a SANA-Video video, and the image it begins with, if any.
 
-    The 480p model was trained at 832 x 480 and shapes of that area, the 720p model at 1280 x 704; both at 81 frames,
-    which are 5 seconds at 16 frames a second.
+    At width and height 0 the video gets the size of the model: 832 x 480 for 480p, 1280 x 704 for 720p. A line under
+    the node says if the model was not trained for other numbers. Both models were trained at 81 frames, which are 5
+    seconds at 16 frames a second.
     """
 
     @classmethod
     def define_schema(cls):
-        width, height = VIDEOS[16].size
-        side = {"min": 32, "max": LARGEST, "step": 16}
+        side = {"default": 0, "min": 0, "max": LARGEST, "step": 16}
+        tooltip = "Pixels, a multiple of 16; of 32 for 720p. 0: the size that the model was trained for."
         return io.Schema(
             node_id="SanaNodesVideoLatent",
             display_name="SANA Video Latent",
@@ -28,8 +29,8 @@ class SanaNodesVideoLatent(io.ComfyNode):
             search_aliases=["sana video size", "image to video", "empty latent video", "i2v", "t2v"],
             inputs=[
                 io.Model.Input("model", tooltip="A SANA-Video model from SANA Loader."),
-                io.Int.Input("width", default=width, **side, tooltip="Pixels, a multiple of 16; of 32 for 720p."),
-                io.Int.Input("height", default=height, **side, tooltip="Pixels, a multiple of 16; of 32 for 720p."),
+                io.Int.Input("width", **side, tooltip=tooltip),
+                io.Int.Input("height", **side, tooltip=tooltip),
                 io.Int.Input(
                     "frames",
                     default=VIDEO_FRAMES,
@@ -59,12 +60,17 @@ class SanaNodesVideoLatent(io.ComfyNode):
     def execute(
         cls, model, width: int, height: int, frames: int, batch_size: int, vae=None, first_image=None
     ) -> io.NodeOutput:
+        from .host.latents import image_or_model_size, show_size
         from .host.links import check_links
-        from .host.video_model import video_latent
+        from .host.video_model import require_video, video_latent
 
         optional = {"vae": vae, "first_image": first_image}
         check_links(model=model, **{name: value for name, value in optional.items() if value is not None})
-        return io.NodeOutput(video_latent(model, (width, height), frames, batch_size, vae, first_image))
+        base = require_video(model.model)
+        size = image_or_model_size(width, height, base)
+        latent = video_latent(base, size, frames, batch_size, vae, first_image)
+        show_size(*size, base)
+        return io.NodeOutput(latent)
 
 
 NODES = [SanaNodesVideoLatent]

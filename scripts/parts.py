@@ -77,8 +77,8 @@ def texts(prompt: str, clip: Link) -> dict[str, Node]:
 
 
 def empty(side: int, model: Link) -> dict[str, Node]:
-    """The empty latent, in the size of `model` and the shape of its own."""
-    return {"empty": Node("SanaNodesEmptyLatent", {"width": side, "height": side, "batch_size": 1, "model": model})}
+    """The empty latent, in the size that `model` was trained for: the templates run with the demo model too."""
+    return {"empty": Node("SanaNodesEmptyLatent", {"width": 0, "height": 0, "batch_size": 1, "model": model})}
 
 
 def sampler(latent: Link, model: Link, title: str | None = None, **own: Any) -> Node:
@@ -283,7 +283,7 @@ def sprint() -> Subgraph:
     del nodes["model"]
     nodes |= {
         "prompt": texts("a lighthouse on a cliff at dusk, oil painting", ("gemma", 0))["prompt"],
-        "size": Node("SanaNodesResolution", {"size": "1024", "ratio": "1.0"}),
+        "size": Node("SanaNodesResolution", {"size": "1024", "ratio": "1:1"}),
         "empty": Node("SanaNodesEmptyLatent", {"width": ("size", 0), "height": ("size", 1), "batch_size": 1}),
         "sampler": Node("SanaNodesSprint", {**links, "seed": 0, "steps": 2, "guidance": 4.5, "strength": 1.0}),
         "decode": decode("sampler", ("dc-ae", 0)),

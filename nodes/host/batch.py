@@ -10,15 +10,13 @@ import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
 
-from ...sana_core.model.known_models import size_note
 from .bars import BLUE, Bar, draw_bars
 from .batch_cluster import generate_on_cluster
 from .batch_devices import DeviceStats, find_devices, generate_on_devices
 from .batch_inputs import BatchInputs, check_batch
 from .folders import CLUSTER, one_gpu_note
-from .model import image_pixels
 from .report import show_on_running_node
-from .sampling import SEED, resolution_of
+from .sampling import SEED
 
 # Pixels for the text behind the longest bar.
 TEXT_WIDTH = 360
@@ -52,7 +50,7 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images).to(device) if batch.vae is not None else blocked
     notes = [one_gpu_note()] if choice == "all" else []
-    notes.append(size_note(*image_pixels(batch.latent["samples"]), resolution_of(batch.model)))
+    notes.append(batch.model.model.size_note(batch.latent["samples"].shape))
     text = describe(stats, time.monotonic() - started)
     if len(stats) > 1:
         show_on_running_node(draw_stats(text.partition(": ")[0], stats), bar_total)

@@ -43,7 +43,10 @@ def require_sana(model: torch.nn.Module) -> SanaModel:
 def require_images(model: torch.nn.Module) -> SanaModel:
     """Return `model`. Raises InputError unless it is a SANA model that generates images."""
     if is_video(require_sana(model).diffusion_model.config):
-        raise InputError("model: got SANA-Video, expected a SANA model of images; generate videos with SANA Sampler")
+        raise InputError(
+            "model: got SANA-Video, expected a SANA model of images; generate videos with SANA Video Latent and SANA "
+            "Sampler"
+        )
     return require_sana(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import comfy.latent_formats
 import comfy.model_management
@@ -11,8 +12,14 @@ import torch
 from ...sana_core.checkpoints import CheckpointInfo
 from ...sana_core.checkpoints.load import latent_scale, recorded
 from ...sana_core.checkpoints.schemas import read_preview
+from ...sana_core.errors import InputError
+from ...sana_core.model.known_models import size_note
 from ...sana_core.model.latents import CHANNELS, DOWNSCALE, latent_shape
 from .preview import find_taesana, taesana_previewer
+from .report import show_under_running_node
+
+if TYPE_CHECKING:
+    from .model import SanaModel
 
 # DC-AE f32c32 sana-1.0, from the scaled latent to RGB in [0, 1], fitted by the authors of
 # https://github.com/city96/ComfyUI_ExtraModels/pull/92
@@ -109,3 +116,29 @@ def empty_latent(width: int, height: int, batch_size: int) -> dict:
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     samples = torch.zeros(latent_shape(width, height, batch_size), device=device, dtype=dtype)
     return {"samples": samples, "downscale_ratio_spacial": DOWNSCALE}
+
+
+def image_or_model_size(width: int, height: int, model: SanaModel | None) -> tuple[int, int]:
+    """Return (width, height) in pixels, which is the model's default size if both are 0.
+
+    Raises InputError if one side alone is 0, and if both are 0 without a model.
+    """
+    if width != 0 and height != 0:
+        return width, height
+    if width != 0 or height != 0:
+        zero, other = ("width", height) if width == 0 else ("height", width)
+        raise InputError(f"{zero}: got 0 beside {other}; set both sides, or both to 0 for the model's size")
+    if model is None:
+        raise InputError("width: got 0 without a model; connect model to use its size, or enter pixels, such as 1024")
+    return model.default_size
+
+
+def show_size(width: int, height: int, model: SanaModel) -> None:
+    """Write the size under the running node, and the size that the model was trained for if that is another."""
+    # A link may give floats.
+    width, height = int(width), int(height)
+    trained = model.trained_size(width, height)
+    note = size_note(width, height, trained)
+    if not note and (width, height) != trained:
+        note = f"{width} x {height}; the nearest training size of this model is {trained[0]} x {trained[1]}"
+    show_under_running_node(note or f"{width} x {height}")

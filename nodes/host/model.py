@@ -15,7 +15,7 @@ from diffusers import SanaControlNetModel, SanaTransformer2DModel
 from ...sana_core.errors import InputError
 from ...sana_core.model.controlnet import check_width as check_control_width
 from ...sana_core.model.forward import velocity
-from ...sana_core.model.known_models import GUIDANCE, size_note
+from ...sana_core.model.known_models import GUIDANCE, size_note, trained_size
 from ...sana_core.model.latents import DOWNSCALE, check_channels
 from ...sana_core.model.reference import model_timestep
 from .patches import SPLIT
@@ -104,9 +104,19 @@ class SanaModel(comfy.model_base.BaseModel):
         """Raise InputError unless `control`, None or a chain of ControlNets, steers the model."""
         check_controlnets(control, self.diffusion_model)
 
+    @property
+    def default_size(self) -> tuple[int, int]:
+        """Width and height in pixels of the images that the model was trained for above all."""
+        return self.resolution, self.resolution
+
+    def trained_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size in pixels, with the aspect ratio of `width` x `height`, that the model was trained for."""
+        return trained_size(width, height, self.resolution)
+
     def size_note(self, shape: torch.Size) -> str:
-        """Return a line for the user where latents of `shape` are far from what the model learned."""
-        return size_note(shape[3] * DOWNSCALE, shape[2] * DOWNSCALE, self.resolution)
+        """Return a warning if latents of `shape` are far from the sizes in training, else ""."""
+        height, width = (cells * self.latent_format.spacial_downscale_ratio for cells in shape[-2:])
+        return size_note(width, height, self.trained_size(width, height))
 
     def process_timestep(self, timestep, **kwargs):
         return timestep * timestep_scale(self.model_sampling)

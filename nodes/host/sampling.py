@@ -87,11 +87,6 @@ def defaults_of(model: ModelPatcher) -> Defaults:
     return model_defaults(require_sana(model.model).diffusion_model.config)
 
 
-def resolution_of(model: ModelPatcher) -> int:
-    """Return the size in pixels that the model was trained at. Raises InputError for a MODEL that is not SANA's."""
-    return require_sana(model.model).resolution
-
-
 def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:
     """Return the sigmas of the sampler `name` with the model's shift, none for `denoise` 0.
 

@@ -13,7 +13,7 @@ import torch
 from diffusers import SanaVideoTransformer3DModel
 
 from ...sana_core.errors import InputError
-from ...sana_core.model.known_models import FAR, VIDEOS, VideoModel, own_shape
+from ...sana_core.model.known_models import VIDEOS, VideoModel, nearest_shape
 from ...sana_core.model.latents import LARGEST_BATCH
 from ...sana_core.model.reference import model_timestep
 from ...sana_core.runtime.checks import check_whole
@@ -27,7 +27,6 @@ from .weights import config_tensor
 
 if TYPE_CHECKING:
     import comfy.sd
-    from comfy.model_patcher import ModelPatcher
 
     from ...sana_core.checkpoints.headers import Header
 
@@ -101,12 +100,12 @@ class SanaVideoModel(SanaModel):
         if control is not None:
             raise InputError("control_net: got a ControlNet for SANA-Video, which has none; disconnect it")
 
-    def size_note(self, shape):
-        height, width = (side * self.facts.downscale for side in shape[3:])
-        if 1 / FAR < height * width / math.prod(self.facts.size) < FAR:
-            return ""
-        right = " x ".join(map(str, own_shape(width, height, self.facts.shapes)))
-        return f"{width} x {height} is far from this model's training size; use {right} for better videos"
+    @property
+    def default_size(self):
+        return self.facts.size
+
+    def trained_size(self, width, height):
+        return nearest_shape(width, height, self.facts.shapes)
 
     def process_timestep(self, timestep, denoise_mask=None, **kwargs):
         timestep = super().process_timestep(timestep)
@@ -129,22 +128,26 @@ class SanaVideoModel(SanaModel):
         return super(SanaModel, self).state_dict_for_saving({**unet_state_dict, **config}, *others, **parts)
 
 
+def require_video(model: torch.nn.Module) -> SanaVideoModel:
+    """Return `model`. Raises InputError unless it is a SANA-Video model."""
+    if not isinstance(require_sana(model), SanaVideoModel):
+        raise InputError("model: got one of images, expected SANA-Video; use SANA Empty Latent for an image")
+    return model
+
+
 def video_latent(
-    model: ModelPatcher,
+    base: SanaVideoModel,
     size: tuple[int, int],
     frames: int,
     batch_size: int,
     vae: comfy.sd.VAE | None = None,
     first_image: torch.Tensor | None = None,
 ) -> dict:
-    """Return a LATENT for `batch_size` videos of `size`, (width, height) in pixels, and so many `frames`.
+    """Return a LATENT for `batch_size` videos of `size`, (width, height) in pixels, with that many `frames`.
 
-    With `first_image`, an IMAGE, and `vae`, it holds that as its first frame, which its noise mask keeps. Raises
-    InputError for a model that is not SANA-Video, for sizes that it does not have, and for an image without its VAE.
+    With `first_image`, an IMAGE, and `vae`, the first frame is that image, and the noise mask keeps it. Raises
+    InputError for sizes that the model does not have, and for an image without its VAE.
     """
-    base = require_sana(model.model)
-    if not isinstance(base, SanaVideoModel):
-        raise InputError("model: got one of images, expected SANA-Video; use SANA Empty Latent for an image")
     check_whole("batch_size", batch_size, 1, LARGEST_BATCH)
     shape = video_shape(*size, frames, base.latent_format.latent_channels)
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()

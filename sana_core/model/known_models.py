@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from math import log
 from typing import NamedTuple, Protocol
 
@@ -36,7 +36,7 @@ CROSS_HEADS = {1152: 16, 2240: 20}
 # its default in diffusion/utils/config.py for SANA-1.5 4.8B)
 PERTURBED_BLOCKS = {20: 8, 28: 14, 60: 8}
 
-# times as many or as few pixels as a model learned, from which on its images fall apart
+# From this many times more or fewer pixels than in training, images fall apart.
 FAR = 2.5
 # pixels of the square images that models were trained at; where nothing tells it, it is DEFAULT_RESOLUTION
 RESOLUTIONS = (512, 1024, 2048, 4096)
@@ -204,7 +204,26 @@ SHAPES = {
     "3.88": (512, 1984),
     "4.0": (512, 2048),
 }
+# Names that people know, width : height, and the nearest key of SHAPES.
+RATIOS = {
+    "1:1": "1.0",
+    "4:3": "0.78",
+    "3:2": "0.68",
+    "16:9": "0.57",
+    "2:1": "0.5",
+    "21:9": "0.42",
+    "3:1": "0.33",
+    "4:1": "0.25",
+    "3:4": "1.29",
+    "2:3": "1.46",
+    "9:16": "1.75",
+    "1:2": "2.0",
+    "9:21": "2.4",
+    "1:3": "3.0",
+    "1:4": "4.0",
+}
 SIZES = tuple(map(str, RESOLUTIONS))
+# Workflows of ComfyUI_ExtraModels contain these names.
 OTHER_SIZES = {f"{size}px": size for size in SIZES} | {"2K": "2048", "4K": "4096", "2Kpx": "2048", "4Kpx": "4096"}
 OTHER_RATIOS = {f"{float(ratio):.2f}": ratio for ratio in SHAPES}
 
@@ -258,43 +277,46 @@ def model_defaults(config: TransformerConfig) -> Defaults:
     return SPRINT_DEFAULTS if config.guidance_embeds else DEFAULTS
 
 
-def image_size(size: str, ratio: str) -> tuple[int, int]:
-    """Return (width, height) of the shape `ratio`, height / width, at `size` pixels.
+def read_size(size: object) -> int:
+    """Return the resolution that `size` names. Raises InputError for a size that is not in SIZES."""
+    name = OTHER_SIZES.get(size, size) if isinstance(size, str) else None
+    if name not in SIZES:
+        raise InputError(f"size: got {size!r:.40}, expected one of {', '.join(SIZES)}")
+    return int(name)
 
-    Raises InputError for a size or a ratio that is not in SIZES or SHAPES.
+
+def image_size(resolution: int, ratio: object) -> tuple[int, int]:
+    """Return (width, height) of the trained shape `ratio`, a key of RATIOS or of SHAPES, at `resolution` pixels.
+
+    Raises InputError for another ratio.
     """
-    # as ComfyUI_ExtraModels writes them: 1024px, 2K and 1.00
-    size = known_word("size", size, SIZES, OTHER_SIZES)
-    width, height = SHAPES[known_word("ratio", ratio, SHAPES, OTHER_RATIOS)]
-    return width * int(size) // DEFAULT_RESOLUTION, height * int(size) // DEFAULT_RESOLUTION
+    key = RATIOS.get(ratio) or OTHER_RATIOS.get(ratio, ratio) if isinstance(ratio, str) else None
+    if key not in SHAPES:
+        raise InputError(f"ratio: got {ratio!r:.40}, expected one of {', '.join(RATIOS)}")
+    return scale_shape(SHAPES[key], resolution)
 
 
-def known_word(field: str, word: object, known: Collection[str], others: Mapping[str, str]) -> str:
-    """Return `word`, or what it means in `others`. Raises InputError that names `field` for what is in neither."""
-    if isinstance(word, str):
-        word = others.get(word, word)
-        if word in known:
-            return word
-    raise InputError(f"{field}: got {word!r:.40}, expected one of {', '.join(known)}")
-
-
-def own_size(width: int, height: int, resolution: int) -> tuple[int, int]:
-    """Return (width, height) of the shape nearest to `width` x `height` that a model of `resolution` pixels learned."""
-    shape = own_shape(width, height, SHAPES.values())
-    # other resolutions are multiples; a model of 128 px is smaller than any released one
+def scale_shape(shape: tuple[int, int], resolution: int) -> tuple[int, int]:
+    """Return `shape`, (width, height) at 1024 pixels, at `resolution` pixels, in whole latent cells."""
+    # A model of 128 pixels has shapes that are no multiples of a cell.
     cells = [max(1, round(side * resolution / DEFAULT_RESOLUTION / DOWNSCALE)) for side in shape]
     return cells[0] * DOWNSCALE, cells[1] * DOWNSCALE
 
 
-def own_shape(width: int, height: int, shapes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the one of `shapes`, each (width, height), whose sides are most nearly as `width` to `height`."""
+def trained_size(width: int, height: int, resolution: int) -> tuple[int, int]:
+    """Return the (width, height) with the aspect ratio of `width` x `height` that a model of `resolution` pixels was
+    trained for."""
+    return scale_shape(nearest_shape(width, height, SHAPES.values()), resolution)
+
+
+def nearest_shape(width: int, height: int, shapes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return the (width, height) in `shapes` whose aspect ratio is nearest to `width` / `height`."""
     ratio = log(width / height)
     return min(shapes, key=lambda shape: abs(log(shape[0] / shape[1]) - ratio))
 
 
-def size_note(width: int, height: int, resolution: int) -> str:
-    """Return a line for the user where an image's size is far from what a model of `resolution` pixels learned."""
-    if 1 / FAR < width * height / resolution**2 < FAR:
+def size_note(width: int, height: int, trained: tuple[int, int]) -> str:
+    """Return a warning if an image has far more or fewer pixels than the `trained` (width, height), else ""."""
+    if 1 / FAR < width * height / (trained[0] * trained[1]) < FAR:
         return ""
-    right = " x ".join(map(str, own_size(width, height, resolution)))
-    return f"{width} x {height} is far from this model's training size ({resolution} px); use {right} for better images"
+    return f"{width} x {height} is far from this model's training size; use {trained[0]} x {trained[1]}"

@@ -15,7 +15,7 @@ from sana_core.__main__ import COMMANDS, main
 
 NAN, INF = math.nan, math.inf
 SEEDS, STEPS, GUIDANCE = [-1, 2**64], [-1, 0, 1001], [NAN, INF, -INF, -1.0, 100.5, 1e30]
-SIDES, VIDEO_SIDES, FRAMES, COUNTS = [-32, 0, 33, 16416], [-32, 0, 40, 16416], [-7, 0, 8, 1026], [-1, 0, 4097]
+SIDES, VIDEO_SIDES, FRAMES, COUNTS = [-32, 33, 16416], [-32, 40, 16416], [-7, 0, 8, 1026], [-1, 0, 4097]
 # The option: values that all its forms refuse, and the forms. A form is a command, or a node and its input.
 OPTIONS = {
     "seed": (SEEDS, ["generate", "video", "batch", "Sampler.seed", "Sprint.seed", "BatchSampler.seed"]),
@@ -31,6 +31,11 @@ OPTIONS = {
     "height": (SIDES, ["generate", "batch", "plan", "EmptyLatent.height", "Plan.height"]),
     "width of a video": (VIDEO_SIDES, ["video", "plan video", "VideoLatent.width"]),
     "height of a video": (VIDEO_SIDES, ["video", "plan video", "VideoLatent.height"]),
+    # The latent nodes use the model's size at 0.
+    "width 0": ([0], ["generate", "batch", "plan", "Plan.width"]),
+    "height 0": ([0], ["generate", "batch", "plan", "Plan.height"]),
+    "width 0 of a video": ([0], ["video", "plan video"]),
+    "height 0 of a video": ([0], ["video", "plan video"]),
     "frames": (FRAMES, ["video", "plan video", "VideoLatent.frames"]),
     "batch": (COUNTS, ["plan", "EmptyLatent.batch_size", "Plan.batch_size", "VideoLatent.batch_size"]),
     "count": ([-1, 0, 100_001], ["generate", "batch"]),

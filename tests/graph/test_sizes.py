@@ -1,39 +1,109 @@
-"""The empty latent follows its model, and a size that the model has not learnt is said under the node that samples."""
+"""Width and height of the widgets are used, 0 means the model's size, and a note names the nearest training size."""
+
+from math import log
 
 import pytest
+from in_process import NodeError
 from loading import ksampler
 
-from sana_core.model.known_models import RESOLUTIONS, SHAPES, own_size, size_note
+from sana_core.model.known_models import RATIOS, RESOLUTIONS, SHAPES, image_size, nearest_shape, size_note, trained_size
 
 
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
-def test_the_released_shapes_are_their_own(resolution):
-    for width, height in SHAPES.values():
+def test_a_released_shape_is_its_trained_size(resolution):
+    for ratio, (width, height) in SHAPES.items():
         size = width * resolution // 1024, height * resolution // 1024
-        assert own_size(*size, resolution) == size and size_note(*size, resolution) == ""
-        assert own_size(2 * size[0], 2 * size[1], resolution) == size
+        assert image_size(resolution, ratio) == size
+        assert trained_size(*size, resolution) == trained_size(2 * size[0], 2 * size[1], resolution) == size
+        assert size_note(*size, size) == ""
 
 
-def test_a_latent_with_the_model_has_its_size_in_the_shape_of_the_widgets(host, base_graph, told):
+def test_the_named_ratios_are_the_nearest_shapes():
+    for name, ratio in RATIOS.items():
+        width, height = map(int, name.split(":"))
+        assert nearest_shape(width, height, SHAPES.values()) == SHAPES[ratio]
+        assert abs(log(SHAPES[ratio][0] / SHAPES[ratio][1] * height / width)) < 0.05
+
+
+NEAR = "; the nearest training size of this model is "
+
+
+def test_an_empty_latent_has_the_size_of_its_widgets_and_names_the_trained_size(host, base_graph, told):
     graph = base_graph(steps=1)
-    for (width, height), expected in {
-        (1024, 1024): (4, 4),
-        (1920, 1080 // 32 * 32): (3, 5),
-        (64, 1024): (8, 2),
+    graph["empty"][1]["model"] = ["load", 0]
+    for (width, height), text in {
+        (128, 128): "128 x 128",
+        (160, 96): "160 x 96",
+        (160, 128): f"160 x 128{NEAR}128 x 128",
+        (1024, 64): "1024 x 64 is far from this model's training size; use 256 x 64",
     }.items():
-        graph["empty"][1].update(width=width, height=height, model=["load", 0])
-        assert host.run(graph)["latent"]["samples"].shape == (1, 32, *expected)
-        assert ("empty", f"{32 * expected[1]} x {32 * expected[0]}") in told
-    assert not [node for node, _ in told if node == "sample"]
+        graph["empty"][1].update(width=width, height=height)
+        latents = host.run(graph)["latent"]["samples"]
+        assert latents.shape == (1, 32, height // 32, width // 32)
+        assert [said for node, said in told if node == "empty"] == [text]
+        told.clear()
+
+
+def test_an_empty_latent_of_size_0_has_the_size_of_the_model(host, base_graph, told):
+    graph = base_graph(steps=1)
+    graph["empty"][1].update(width=0, height=0, model=["load", 0])
+    assert host.run(graph)["latent"]["samples"].shape == (1, 32, 4, 4)
+    assert ("empty", "128 x 128") in told
+    graph["load"][1]["resolution"] = "512"
+    assert host.run(graph)["latent"]["samples"].shape == (1, 32, 16, 16)
+
+
+@pytest.mark.parametrize(
+    "sides, with_model, message",
+    [
+        ((0, 0), False, "width: got 0 without a model; connect model to use its size, or enter pixels, such as 1024"),
+        ((0, 64), True, "width: got 0 beside 64; set both sides, or both to 0 for the model's size"),
+        ((64, 0), False, "height: got 0 beside 64; set both sides, or both to 0 for the model's size"),
+        ((0, 33), True, "width: got 0 beside 33; set both sides, or both to 0 for the model's size"),
+    ],
+)
+def test_a_size_of_0_needs_a_model_and_both_sides(host, base_graph, sides, with_model, message):
+    graph = base_graph()
+    graph["empty"][1].update(width=sides[0], height=sides[1], **({"model": ["load", 0]} if with_model else {}))
+    with pytest.raises(NodeError) as caught:
+        host.run(graph)
+    assert str(caught.value) == message
+
+
+def test_a_new_latent_node_starts_at_the_size_of_the_model(host):
+    for name in ("SanaNodesEmptyLatent", "SanaNodesVideoLatent"):
+        inputs = {field.id: field for field in host.nodes.NODE_CLASS_MAPPINGS[name].GET_SCHEMA().inputs}
+        assert inputs["width"].default == inputs["height"].default == 0
+
+
+@pytest.mark.parametrize(
+    "inputs, expected",
+    [
+        ({"size": "auto", "ratio": "1:1"}, (128, 128)),
+        ({"size": "auto", "ratio": "16:9"}, (160, 96)),
+        ({"size": "auto", "ratio": "0.57"}, (160, 96)),
+        ({"size": "1024", "ratio": "16:9"}, (1344, 768)),
+        ({"size": "1024", "ratio": "9:16"}, (768, 1344)),
+        ({"size": "2K", "ratio": "1.00"}, (2048, 2048)),
+    ],
+)
+def test_a_ratio_gives_the_trained_shape_at_the_size_of_the_model(host, base_graph, inputs, expected):
+    graph = {"load": base_graph()["load"], "size": ("SanaNodesResolution", {**inputs, "model": ["load", 0]})}
+    graph |= {f"catch {output}": ("Catch", {"value": ["size", output], "name": str(output)}) for output in (0, 1)}
+    got = host.run(graph)
+    assert (got["0"], got["1"]) == expected
+    del graph["size"][1]["model"]
+    if inputs["size"] == "auto":
+        with pytest.raises(NodeError, match="^size: got auto without a model; connect model, or choose one of 512, "):
+            host.run(graph)
 
 
 @pytest.mark.parametrize("node", ["SanaNodesSampler", "KSampler"])
-def test_a_size_that_the_model_did_not_learn_is_said_under_any_sampler(host, base_graph, told, node):
+def test_a_size_far_from_the_trained_size_is_said_under_any_sampler(host, base_graph, told, node):
     graph = base_graph(steps=1)
     graph = ksampler(graph) if node == "KSampler" else graph
     host.run(graph)
     assert not [text for where, text in told if where == "sample"]
     graph["empty"][1].update(width=256, height=256)
     host.run(graph)
-    note = "256 x 256 is far from this model's training size (128 px); use 128 x 128 for better images"
-    assert ("sample", note) in told
+    assert ("sample", "256 x 256 is far from this model's training size; use 128 x 128") in told

@@ -291,7 +291,7 @@ REFUSED = [
     (
         "SanaNodesPAG",
         {"scale": 2.0},
-        "^model: got SANA-Video, expected a SANA model of images; generate videos with SANA ",
+        "^model: got SANA-Video, expected a SANA model of images; generate videos with SANA V",
     ),
     ("SanaNodesSplitPicture", {"devices": "2 workers on the CPU (to try)"}, "^model: got SANA-Video, expected a SANA "),
 ]
@@ -318,6 +318,25 @@ def test_samplers_for_images_refuse_a_video(host, build, image, name):
     graph["positive area"] = ("ConditioningSetArea", {"conditioning": ["positive", 0], **AREA})
     graph["sample"][1]["positive"] = ["positive area", 0]
     with pytest.raises(NodeError, match="^positive: got an area, which SANA-Video does not have; remove Cond"):
+        host.run(graph)
+
+
+def test_a_video_latent_has_the_size_of_its_widgets_or_of_its_model(host, build, name, told):
+    graph = {key: node for key, node in build(**OURS).items() if key in ("load", "empty")}
+    graph["catch"] = ("Catch", {"value": ["empty", 0], "name": "latent"})
+    default, cell = ("832 x 480", 8) if name == "480p" else ("1280 x 704", 32)
+    height, width = [int(side) // cell for side in reversed(default.split(" x "))]
+    near = "; the nearest training size of this model is "
+    for sides, cells, text in (
+        ((0, 0), (height, width), default),
+        ((640, 640), (640 // cell, 640 // cell), f"640 x 640{near}" + ("624 x 624" if name == "480p" else "960 x 960")),
+        ((256, 128), (128 // cell, 256 // cell), "256 x 128 is far from this model's training size; use "),
+    ):
+        graph["empty"][1].update(width=sides[0], height=sides[1])
+        assert host.run(graph)["latent"]["samples"].shape[-2:] == cells
+        assert told[-1][0] == "empty" and told[-1][1].startswith(text)
+    graph["empty"][1].update(width=0)
+    with pytest.raises(NodeError, match="^width: got 0 beside 128; set both sides, or both to 0 for the model's size$"):
         host.run(graph)
 
 

@@ -55,7 +55,7 @@ def test_the_loader_writes_under_itself_what_it_found(server, demo):
     told = b"SANA 2.3M, 512 px (chosen), diffusers layout, bfloat16"
     assert [text.endswith(told) for text in texts] == [True, False, False, False, False]
     assert all(b"of 300 tokens" in text for text in texts[1:3])
-    assert b"128 x 128 is far from this model's training size (512 px)" in texts[3]
+    assert b"128 x 128 is far from this model's training size; use 512 x 512" in texts[3]
     assert b"strips" in texts[4] and b"MB predicted" in texts[4]
 
 

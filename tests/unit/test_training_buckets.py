@@ -30,7 +30,7 @@ def noise(width, height, low=0, high=256):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_picture_of_one_of_the_shapes_keeps_it(size):
     for ratio in SHAPES:
-        shape = image_size(size, ratio)
+        shape = image_size(int(size), ratio)
         assert choose_bucket(shape, int(size)) == shape
         assert choose_bucket((3 * shape[0], 3 * shape[1]), int(size)) == shape
 
