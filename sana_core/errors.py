@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 class SanaError(Exception):
     """Anything that went wrong for a reason that its message names."""
 
+    def __init_subclass__(cls) -> None:
+        # ComfyUI names the modules of a pack by the path of its folder, and shows an error's class with its module.
+        if "/" in cls.__module__ or "\\" in cls.__module__:
+            cls.__module__ = "builtins"
+
 
 class InputError(SanaError, ValueError):
     """A setting, a prompt, or an input that cannot be used."""

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -165,3 +166,20 @@ def test_names_that_are_not_on_the_list(host, fails, name):
             each,
             r"^model: got .*, expected one of .*sana-posters \(bundled\); put diffusers folders into models/diffusers",
         )
+
+
+def test_the_host_shows_the_class_of_an_error_without_a_path(host, base_graph):
+    graph = base_graph()
+    graph["empty"][1]["width"] = 0
+    with pytest.raises(NodeError):
+        host.run(graph)
+    (failed,) = [data for event, data in host.executor.status_messages if event == "execution_error"]
+    assert failed["exception_type"] == "InputError"
+
+    package = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesSampler"].__module__.removesuffix(".nodes.sampler")
+    family = [sys.modules[f"{package}.sana_core.errors"].SanaError]
+    for kind in family:
+        family += kind.__subclasses__()
+    names = {host.execution.full_type_name(kind) for kind in family[1:]}
+    assert {"CheckpointError", "ChunkLostError", "EncoderError"} <= names
+    assert all(name.isidentifier() for name in names), names
