@@ -5,8 +5,6 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.decode.plan import LARGEST_BUDGET, METHODS
-from ..sana_core.errors import InputError
-from ..sana_core.model.latents import CHANNELS, check_channels
 from ..sana_core.runtime.checks import check_name, check_number
 
 DEVICES = ["one", "all"]
@@ -66,12 +64,10 @@ class SanaNodesDecode(io.ComfyNode):
     ) -> io.NodeOutput:
         from .host.links import check_links
         from .host.report import show_under_running_node
-        from .host.vae import decode
+        from .host.vae import check_decodable, decode
 
         check_links(samples=samples, vae=vae)
-        if vae.latent_channels != CHANNELS:
-            raise InputError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
-        check_channels("samples", samples["samples"].shape)
+        check_decodable(samples["samples"], vae)
         # widgets check their values, links do not
         check_number("budget_gb", budget_gb, 0, LARGEST_BUDGET)
         check_name("devices", devices, DEVICES)

@@ -8,8 +8,9 @@ import torch
 
 from ...sana_core.batch.plan import ImageSpec, batch_images
 from ...sana_core.errors import InputError
-from ...sana_core.model.latents import CHANNELS, LARGEST_BATCH, check_channels
+from ...sana_core.model.latents import LARGEST_BATCH, check_channels
 from .guidance import require_images
+from .vae import check_image_vae
 
 if TYPE_CHECKING:
     import comfy.sd
@@ -55,8 +56,8 @@ def check_batch(batch: BatchInputs) -> None:
     batch_size = len(batch.latent["samples"])
     if batch_size != 1:
         raise InputError(f"latent_image: got a batch of {batch_size}, expected 1; set count instead of batch_size")
-    vae, count, prompts = batch.vae, batch.count, batch.prompts
-    if vae is not None and vae.latent_channels != CHANNELS:
-        raise InputError(f"vae: got one of {vae.latent_channels} channels, expected {CHANNELS}; use SANA Loader's")
+    if batch.vae is not None:
+        check_image_vae(batch.vae)
+    count, prompts = batch.count, batch.prompts
     if prompts * count > LARGEST_BATCH:
         raise InputError(f"count: got {count} of {prompts} prompts, expected at most {LARGEST_BATCH} images in all")

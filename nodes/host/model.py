@@ -189,8 +189,7 @@ def check_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2D
     width = transformer.config.caption_channels
     if embeds.shape[-1] != width:
         raise InputError(
-            f"{field}: got embeddings of width {embeds.shape[-1]}, expected {width}; "
-            "encode the text with the CLIP of SANA Loader"
+            f"{field}: got embeddings of width {embeds.shape[-1]}, expected {width}; use the text encoder of this model"
         )
 
 

@@ -16,13 +16,12 @@ from PIL import Image, ImageDraw, ImageFont
 from ...sana_core.batch.best import best_first
 from ...sana_core.batch.scorer import Scorer, load_scorer
 from ...sana_core.errors import CheckpointError, InputError
-from ...sana_core.model.latents import check_channels
 from ...sana_core.runtime.cancellation import Polled
 from ...sana_core.runtime.checks import check_text
 from ...sana_core.runtime.image_files import levels
 from .bars import PAPER, TEXT, as_image
 from .sampling import SEED
-from .vae import SanaAutoencoder
+from .vae import SanaAutoencoder, check_decodable
 
 if TYPE_CHECKING:
     import comfy.sd
@@ -66,7 +65,7 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
     """
     check_text("prompt", prompt)
     samples = latent["samples"]
-    check_channels("samples", samples.shape)
+    check_decodable(samples, vae)
     if best > len(samples):
         raise InputError(f"best: got {best}, expected at most the {len(samples)} images; raise count in the sampler")
     places = list(latent.get("batch_index") or range(len(samples)))

@@ -21,7 +21,7 @@ from ...sana_core.decode import DecodeOptions, decode_into, encode_images
 from ...sana_core.decode.plan import Planner
 from ...sana_core.decode.stages import decoder_stages, encoder_stages
 from ...sana_core.errors import InputError
-from ...sana_core.model.latents import CHANNELS, DOWNSCALE
+from ...sana_core.model.latents import CHANNELS, DOWNSCALE, check_channels
 from ...sana_core.model.layers import arrange_convolutions
 from ...sana_core.runtime.cancellation import Poll, Polled
 from .compat import empty_vae, free_memory, path_of, remember_loader
@@ -195,6 +195,21 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
     image = vae.decode(samples, options)
     note = one_gpu_note() if devices == "all" else ""
     return image, "\n".join(filter(None, [report_text(report), note]))
+
+
+def check_image_vae(vae: comfy.sd.VAE) -> None:
+    """Raise InputError unless `vae` has latents with the channels of SANA's images."""
+    if vae.latent_channels != CHANNELS:
+        got = vae.latent_channels
+        raise InputError(f"vae: got one of {got} channels, expected {CHANNELS}; use the VAE of a SANA model of images")
+
+
+def check_decodable(samples: torch.Tensor, vae: comfy.sd.VAE) -> None:
+    """Raise InputError unless `samples` are SANA's latents of images, and `vae` has latents of that kind."""
+    if samples.ndim == 5:
+        raise InputError("samples: got the latent of a video, expected one of images; use VAE Decode for videos")
+    check_channels("samples", samples.shape)
+    check_image_vae(vae)
 
 
 def vae_path(vae: comfy.sd.VAE, reader: str) -> str:

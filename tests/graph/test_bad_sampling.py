@@ -116,6 +116,13 @@ def test_a_list_without_prompts(host, base_graph):
     assert error(host, graph) == "prompts: got 0 prompts, expected 1 to 4096; write one a line"
 
 
+def test_embeddings_of_another_text_encoder(host, base_graph):
+    graph = base_graph()
+    graph["positive"] = ("AnyValue", {"value": {"__value__": [[torch.zeros(1, 300, 7), {}]]}})
+    expected = "^positive: got embeddings of width 7, expected [0-9]+; use the text encoder of this model$"
+    assert re.search(expected, error(host, graph))
+
+
 def test_joined_prompts(host, base_graph):
     graph = base_graph()
     graph["joined"] = ("ConditioningConcat", {"conditioning_to": ["positive", 0], "conditioning_from": ["positive", 0]})

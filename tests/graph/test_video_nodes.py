@@ -321,6 +321,36 @@ def test_samplers_for_images_refuse_a_video(host, build, image, name):
         host.run(graph)
 
 
+def test_a_decoder_of_images_says_how_to_decode_a_video_and_which_vae_an_image_needs(host, build, image, name, clip):
+    graph = build(**OURS)
+    folder = host.models / "clip_vision" / "judge"
+    folder.parent.mkdir(exist_ok=True)
+    shutil.copytree(clip, folder, dirs_exist_ok=True)
+    graph["image model"] = ("SanaNodesLoader", {"model": "sana-tiny"})
+    graph["image latent"] = ("SanaNodesEmptyLatent", {"width": 64, "height": 64, "batch_size": 1})
+    graph["scorer"] = ("SanaNodesScorerLoader", {"scorer_name": "judge"})
+    channels = 16 if name == "480p" else 128
+    video = "^samples: got the latent of a video, expected one of images; use VAE Decode for videos$"
+    vae = f"^vae: got one of {channels} channels, expected 32; use the VAE of a SANA model of images$"
+    pick = {"scorer": ["scorer", 0], "prompt": PROMPT, "best": 1}
+    for node, inputs in (("SanaNodesDecode", {}), ("SanaNodesPickBest", pick)):
+        for latent, loader, message in (
+            ("empty", "load", video),
+            ("empty", "image model", video),
+            ("image latent", "load", vae),
+        ):
+            decoder = (node, {"samples": [latent, 0], "vae": [loader, 2], **inputs})
+            with pytest.raises(NodeError, match=message):
+                host.run({**graph, "decoder": decoder, "catch": ("Catch", {"value": ["decoder", 0], "name": "out"})})
+    # Here a video model gives only the VAE.
+    links = {"positive": ["text", 0], "negative": ["text", 0], "latent_image": ["image latent", 0], "seed": 0}
+    graph["text"] = ("SanaNodesTextEncode", {"clip": ["image model", 1], "text": "", "instruction": False})
+    batch = {"model": ["image model", 0], **links, "count": 1, "devices": "default", "chunk": 0, "vae": ["load", 2]}
+    graph["sample"] = ("SanaNodesBatchSampler", {**batch, "steps": 1, **OURS})
+    with pytest.raises(NodeError, match=vae):
+        host.run(graph)
+
+
 def test_a_video_latent_has_the_size_of_its_widgets_or_of_its_model(host, build, name, told):
     graph = {key: node for key, node in build(**OURS).items() if key in ("load", "empty")}
     graph["catch"] = ("Catch", {"value": ["empty", 0], "name": "latent"})
