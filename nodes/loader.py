@@ -90,7 +90,7 @@ class FileNode:
 
     @classmethod
     def find(cls, name: str):
-        return find_file(cls.kind, name)
+        return find_file(cls.kind, name, cls.field)
 
     @classmethod
     def paths(cls):

@@ -4,6 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
+from ..sana_core.runtime.checks import check_name
 from .host.folders import MODELS, model_path, present_name
 from .loader import load_whole
 
@@ -44,9 +45,11 @@ class SanaNodesModelSwitch(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, use: str = CONNECTED):
+    def validate_inputs(cls, use: str | None = CONNECTED):
         known = [CONNECTED, *MODELS]
-        return present_name(use) in known or f"use: got {use!r:.40}, expected one of {', '.join(known)}"
+        # ComfyUI passes None for a link, whose value is checked when the node runs.
+        is_known = use is None or present_name(use) in known
+        return is_known or f"use: got {use!r:.40}, expected one of {', '.join(known)}"
 
     @classmethod
     def fingerprint_inputs(cls, use: str | None = CONNECTED, **inputs) -> str:
@@ -59,11 +62,13 @@ class SanaNodesModelSwitch(io.ComfyNode):
 
     @classmethod
     def check_lazy_status(cls, use: str, model=None, clip=None, vae=None) -> list[str]:
+        check_name("use", present_name(use), (CONNECTED, *MODELS))
         links = {"model": model, "clip": clip, "vae": vae}
         return [] if present_name(use) in MODELS else [name for name, value in links.items() if value is None]
 
     @classmethod
     def execute(cls, use: str, model=None, clip=None, vae=None) -> io.NodeOutput:
+        check_name("use", present_name(use), (CONNECTED, *MODELS))
         if present_name(use) not in MODELS:
             from .host.links import check_links
 

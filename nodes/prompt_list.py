@@ -6,6 +6,7 @@ from comfy_api.latest import io
 
 from ..sana_core.errors import InputError
 from ..sana_core.model.latents import LARGEST_BATCH
+from ..sana_core.runtime.checks import check_text
 
 
 class SanaNodesPromptList(io.ComfyNode):
@@ -55,6 +56,8 @@ class SanaNodesPromptList(io.ComfyNode):
         lines = [line.strip() for text in prompts for line in text.splitlines() if line.strip()]
         if not 1 <= len(lines) <= LARGEST_BATCH:
             raise InputError(f"prompts: got {len(lines)} prompts, expected 1 to {LARGEST_BATCH}; write one a line")
+        for line in lines:
+            check_text("prompts", line)
         conditioning, notes = encode_list(clip[0], lines, instruction[0])
         more = [f"{len(notes) - 1} more were cut"] if len(notes) > 1 else []
         show_under_node("; ".join([f"{len(lines)} prompts", *notes[:1], *more]), cls.hidden.unique_id)

@@ -167,7 +167,7 @@ class SanaNodesTrainSettings(io.ComfyNode):
         if existing_lora is None:
             # ComfyUI passes None for a link.
             return linked_file_stat(lambda: file_paths("loras"))
-        return "" if existing_lora == NO_LORA else file_stat(lambda: find_file("loras", existing_lora))
+        return "" if existing_lora == NO_LORA else file_stat(lambda: find_file("loras", existing_lora, "existing_lora"))
 
     @classmethod
     def execute(cls, existing_lora: str = NO_LORA, regularisation=None, **own) -> io.NodeOutput:
@@ -177,7 +177,7 @@ class SanaNodesTrainSettings(io.ComfyNode):
             check_links(regularisation=regularisation)
         values = checked(cls, default_values() | own)
         with naming_widgets():
-            start = "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora))
+            start = "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora, "existing_lora"))
         return io.NodeOutput(RunSettings(values, start, regularisation))
 
 

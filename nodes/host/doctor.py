@@ -80,5 +80,5 @@ def model_files() -> list[Path]:
     """Return what SANA's loaders offer, without what comes with the pack."""
     own = {name for bundled in BUNDLED.values() for name in bundled}
     paths = [model_path(name) for name in list_models() if name not in own]
-    paths += [find_file(kind, name) for kind in KINDS for name in list_files(kind) if name not in own]
+    paths += [find_file(kind, name, kind) for kind in KINDS for name in list_files(kind) if name not in own]
     return list(dict.fromkeys(paths))

@@ -99,21 +99,24 @@ def list_files(kind: str) -> list[str]:
     return [*files, *BUNDLED.get(kind, ())]
 
 
-def find_file(kind: str, name: str) -> Path:
-    """Return the file that `name` of `list_files` means. Raises InputError or MissingFileError for any other name."""
+def find_file(kind: str, name: str, field: str) -> Path:
+    """Return the file that `name` of `list_files` means.
+
+    Raises InputError or MissingFileError for any other name. The error begins with `field`, the input of the node.
+    """
     name = present_name(name)
     if isinstance(name, str) and name in BUNDLED.get(kind, ()):
         return BUNDLED[kind][name]
     names = file_names(name) if isinstance(name, str) else []
     if not names or not names[0].lower().endswith(SUFFIXES):
-        raise InputError(f"{kind}: got {name!r:.40}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
+        raise InputError(f"{field}: got {name!r:.40}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
     # ComfyUI_ExtraModels kept transformers in checkpoints
     folders = [kind, "checkpoints"] if kind == "diffusion_models" else [kind]
     paths = [folder_paths.get_full_path(folder, each) for folder in folders for each in names]
     path = next(filter(None, paths), None)
     if path is None:
         raise MissingFileError(
-            f"{kind}: no file {names[0]!r} in models/{kind}; {where_to_get(names[0])}, or choose another"
+            f"{field}: no file {names[0]!r} in models/{kind}; {where_to_get(names[0])}, or choose another"
         )
     return Path(path)
 
@@ -155,7 +158,7 @@ def model_path(name: str) -> Path:
             f"model: got {name!r:.40}, expected one of {', '.join(names)}; "
             "put diffusers folders into models/diffusers and all-in-one files into models/checkpoints"
         )
-    return (find_folders("diffusers") | MODELS).get(name) or find_file("checkpoints", name)
+    return (find_folders("diffusers") | MODELS).get(name) or find_file("checkpoints", name, "model")
 
 
 def model_paths() -> list[Path]:
