@@ -9,14 +9,13 @@ import torch
 
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.fingerprint import weight_files
-from ..checkpoints.headers import PICKLED, SUFFIXES, read_file
-from ..checkpoints.load import check_finite
+from ..checkpoints.headers import PICKLED, SUFFIXES
 from ..checkpoints.lora import whole_adapters, without_values, written_names
 from ..checkpoints.parts import describe
 from ..errors import CheckpointError, SanaError
 from ..runtime.atomic_files import digest_file
 from .arithmetic import BUNDLED
-from .report import RIGHT, WRONG, Report
+from .report import RIGHT, Report
 
 SECTION = "Model files"
 # SHA-256 of published files. DC-AE's from three repositories each; the others from one
@@ -36,23 +35,23 @@ def check_files(report: Report, paths: Sequence[Path]) -> None:
     """Add lines on the files at `paths`."""
     found, others = [], 0
     visited: set[Path] = set()
-    for path, candidate in ((named, model) for named in paths for model in candidates(report, named, visited)):
+    for candidate in (model for path in paths for model in candidates(report, path, visited)):
         with report.checking(SECTION, candidate.name):
             try:
                 info = inspect_checkpoint(candidate)
             except CheckpointError as error:
-                if candidate == path or candidate.suffix not in PICKLED:
+                if candidate.suffix not in PICKLED:
                     raise
-                # pickles of other programs hold more than weights
+                # Pickles of other programs contain more than weights.
                 report.note(SECTION, candidate.name, f"not read: {error}")
                 continue
-            if info.kind == "other" and candidate != path:
+            if info.kind == "other":
                 others += 1
                 continue
             found.append(info)
             if info.kind != "lora":
                 report.note(SECTION, candidate.name, f"{describe(info)}, {info.size / 1e9:.3f} GB")
-    check_loras(report, found, named=set(paths))
+    describe_loras(report, found)
     if others:
         report.note(SECTION, "files of other models", str(others))
     sana = [info for info in found if info.kind not in ("lora", "other")]
@@ -116,9 +115,11 @@ def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
         report.note(SECTION, what, f"{digest}, {size} bytes: not among those that we know{known}")
 
 
-def check_loras(report: Report, found: Sequence[CheckpointInfo], named: set[Path]) -> None:
-    """Add a line for each LoRA: which of the transformers here, the bundled one among them, it fits. Those of other
-    models are not SANA's, and no fault unless they were named."""
+def describe_loras(report: Report, found: Sequence[CheckpointInfo]) -> None:
+    """Add a line for each LoRA of SANA: which of the transformers here, the bundled one among them, it fits.
+
+    Only headers are read. A LoRA of another model is no fault, so those LoRAs are counted.
+    """
     here = list(found)
     if BUNDLED.is_dir():
         with report.checking(SECTION, "the bundled model"):
@@ -128,23 +129,20 @@ def check_loras(report: Report, found: Sequence[CheckpointInfo], named: set[Path
     for info in found:
         if info.kind != "lora":
             continue
-        if info.path not in named and not has_layers_of_sana(info):
+        if not has_layers_of_sana(info):
             others += 1
             continue
-        if info.path not in named and report.late(SECTION, f"{info.path.name} and the LoRAs after it"):
+        if report.late(SECTION, f"{info.path.name} and the LoRAs after it"):
             break
         with report.checking(SECTION, info.path.name):
-            check_lora(report, info, transformers)
+            report.note(SECTION, info.path.name, f"a LoRA of SANA, {fit_of(info, transformers)}")
     if others:
         report.note(SECTION, "LoRAs of other models", str(others))
 
 
-def check_lora(report: Report, info: CheckpointInfo, transformers: Sequence[CheckpointInfo]) -> None:
-    """Add a line on which of `transformers` a LoRA fits.
-
-    Shapes are compared without reading the file. Raises CheckpointError for values that are not finite.
-    """
-    fits, why, largest = list[str](), "", 0
+def fit_of(info: CheckpointInfo, transformers: Sequence[CheckpointInfo]) -> str:
+    """Return the variants of `transformers` that a LoRA fits, or why it fits none of them. Compares shapes only."""
+    variants, reason = list[str](), "no model is here"
     for part in transformers:
         shapes = {
             name.removesuffix(".weight"): torch.Size(header.shape)
@@ -153,21 +151,10 @@ def check_lora(report: Report, info: CheckpointInfo, transformers: Sequence[Chec
         }
         try:
             whole_adapters(info, without_values(info), shapes)
-            fits.append(part.variant)
-            largest = max(largest, part.size)
+            variants.append(part.variant)
         except SanaError as error:
-            why = str(error)
-    is_read = bool(fits) and info.size <= largest
-    for key, tensor in read_file(info.path).items() if is_read else ():
-        check_finite(info.name, key, tensor)
-    if not transformers:
-        report.note(SECTION, info.path.name, "a LoRA; no transformer here to compare it with")
-    else:
-        variants = ", ".join(dict.fromkeys(part.variant for part in transformers))
-        got = f"fits {', '.join(dict.fromkeys(fits))}" if fits else why
-        if fits and not is_read:
-            got += "; its values were not read, because it is larger than the model"
-        report.add(SECTION, info.path.name, f"a LoRA of {variants}", got, RIGHT if fits else WRONG)
+            reason = str(error)
+    return f"fits {', '.join(dict.fromkeys(variants))}" if variants else f"fits no model here: {reason}"
 
 
 def has_layers_of_sana(info: CheckpointInfo) -> bool:

@@ -37,22 +37,26 @@ def describe_machine(report: Report) -> None:
 
 
 def check_versions(report: Report) -> None:
-    """Compare the installed versions with the required ones."""
+    """Compare the installed packages with the requirements of this one."""
     from packaging.requirements import Requirement
 
-    file = HERE / "requirements.txt"
-    # After `pip install .` the pack has no requirements.txt. pip stores the same lines as its metadata.
-    lines = file.read_text().split() if file.exists() else requires("sana-nodes") or []
-    for line in [f"torch>={OLDEST_TORCH}", *lines]:
+    for line in (f"torch>={OLDEST_TORCH}", *requirements()):
         wanted = Requirement(line)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-            continue
         found = torch.__version__ if wanted.name == "torch" else installed(wanted.name)
         right = bool(found) and wanted.specifier.contains(found, prereleases=True)
         report.judge(SECTION, wanted.name, str(wanted.specifier), found or "not installed", right)
     for name in OTHERS:
         if found := installed(name):
             report.note(SECTION, name, found)
+
+
+def requirements() -> list[str]:
+    """Return the requirements of this package, of its checkout or of its installation."""
+    file = HERE / "requirements.txt"
+    if file.is_file():
+        return file.read_text().split()
+    # pip does not install the file, but records its lines. Those of extras have a marker.
+    return [line for line in requires("sana-nodes") or () if ";" not in line]
 
 
 def installed(name: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path, PureWindowsPath
 import pytest
 import torch
 import torch.nn.functional as F
+import video_models
 from bounded import bounded
 from forked import command
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from sana_core.__main__ import main
 from sana_core.checkpoints.headers import read_header
 from sana_core.doctor import Report, arithmetic, examine, files, machine
 from sana_core.doctor.arithmetic import check_arithmetic, check_attention, check_bundled
-from sana_core.doctor.files import check_files, check_loras
+from sana_core.doctor.files import check_files, describe_loras
 from sana_core.doctor.machine import check_kernels, check_versions
 from sana_core.doctor.privacy import without_places
 from sana_core.kernels import trial
@@ -50,7 +51,7 @@ def test_a_machine_and_files_that_are_right_have_no_fault(capsys, tmp_path, monk
     checked = {line["what"] for line in document["lines"] if line["verdict"] == "right"}
     assert {"torch", "attention, float32", "image of the bundled model"} <= checked
     assert {f"step of two blocks, width {width}, float32" for width in (1152, 2240)} <= checked
-    assert CYANOTYPE.name in checked
+    assert CYANOTYPE.name in {line["what"] for line in document["lines"]}
     assert document["summary"] in written
     # nothing of where it is
     assert not any(part in written + file.read_text() for part in (str(ROOT), str(tmp_path), str(ROOT.parent)))
@@ -188,22 +189,51 @@ def test_a_published_file_is_named_and_one_that_was_changed_is_not(tmp_path, mon
     assert "of the size of a published file" in line.got and line.verdict == "noted"
 
 
-def test_a_lora_of_another_model_is_named_if_it_was_asked_for(tmp_path):
-    (tmp_path / "loras").mkdir()
-    file = tmp_path / "loras" / "other.safetensors"
-    save_file(
-        {f"unet.down.0.lora_{end}.weight": torch.ones(4, 4) for end in ("A", "B")}, file, metadata={"format": "pt"}
-    )
-    asked, among_others = Report(), Report()
-    transformer, wider = TINY / "transformer", tmp_path / "wider.safetensors"
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_loras_of_other_models_are_counted_and_no_fault(tmp_path, as_folder):
+    folder = tmp_path / "loras"
+    folder.mkdir()
+    # kohya's name of a layer of SDXL
+    name = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q"
+    tensors = {f"{name}.lora_{end}.weight": torch.ones(4, 4) for end in ("down", "up")}
+    for number in range(20):
+        save_file(tensors, folder / f"sdxl-{number}.safetensors")
     tensors = load_file(CYANOTYPE)
-    save_file({name: torch.cat([each, each], int("lora_A" in name)) for name, each in tensors.items()}, wider)
-    check_files(asked, [transformer, CYANOTYPE, wider, file])
-    assert faults(asked).keys() == {wider.name, file.name}
-    assert re.search(r"none of its \d+ layers fit|\d+ of \d+ layers fit", faults(asked)[wider.name])
-    check_files(among_others, [transformer, tmp_path / "loras"])
-    assert not among_others.faults
-    assert ("LoRAs of other models", "1") in {(line.what, line.got) for line in among_others.lines}
+    save_file(
+        {name: torch.cat([each, each], int("lora_A" in name)) for name, each in tensors.items()},
+        folder / "wider.safetensors",
+    )
+    shutil.copy(CYANOTYPE, folder)
+    report = Report()
+    check_files(report, [TINY / "transformer", *([folder] if as_folder else sorted(folder.iterdir()))])
+    assert not report.faults
+    lines = {line.what: line.got for line in report.lines}
+    assert lines["LoRAs of other models"] == "20" and not any(name.startswith("sdxl") for name in lines)
+    assert lines[CYANOTYPE.name].startswith("a LoRA of SANA, fits custom-")
+    assert re.search(r"fits no model here: .* layers fit", lines["wider.safetensors"])
+
+
+@pytest.mark.parametrize("name", video_models.MODELS)
+def test_a_folder_of_sana_video_is_described(tmp_path, name):
+    report = Report()
+    check_files(report, [video_models.save_folder(name, tmp_path / "video"), CYANOTYPE])
+    assert not report.faults
+    assert f"a SANA pipeline (video-2B-{name})" in " ".join(line.got for line in report.lines)
+
+
+def test_without_requirements_txt_the_installed_requirements_are_checked(tmp_path, monkeypatch):
+    # `pip install .` leaves this record and no requirements.txt.
+    record = tmp_path / "sana_nodes-0.1.0.dist-info"
+    record.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: sana-nodes", "Version: 0.1.0", "Requires-Dist: diffusers>=0.30"]
+    lines += ["Requires-Dist: numpy>=99.0", 'Requires-Dist: none-such>=1; extra == "cluster"']
+    (record / "METADATA").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(machine, "HERE", tmp_path)
+    report = Report()
+    check_versions(report)
+    assert faults(report).keys() == {"numpy"}
+    assert ("diffusers", "right") in {(line.what, line.verdict) for line in report.lines}
 
 
 def test_a_file_that_is_broken_is_a_line_and_the_rest_is_checked(tmp_path):
@@ -254,7 +284,8 @@ def test_a_broken_bundled_model_hides_no_other_file(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BUNDLED", tmp_path / "bundled")
     report = Report()
     check_files(report, [TINY / "transformer", CYANOTYPE])
-    assert faults(report).keys() == {"the bundled model", CYANOTYPE.name}
+    assert faults(report).keys() == {"the bundled model"}
+    assert CYANOTYPE.name in {line.what for line in report.lines}
     assert any(line.what.startswith("SHA-256") for line in report.lines)
 
 
@@ -361,14 +392,14 @@ def test_walking_folders_stops_when_the_time_is_over(tmp_path):
 
 
 @pytest.mark.parametrize("fits", [False, True])
-def test_a_lora_of_gigabytes_is_compared_before_it_is_read(tmp_path, fits):
+def test_a_lora_of_gigabytes_is_compared_without_reading_it(tmp_path, fits):
     rank, names = 2_000_000, ("lora_A", "lora_B")
-    rows, columns = read_header(TINY / "transformer" / WEIGHTS).headers["proj_out.weight"].shape
+    rows, columns = read_header(TINY / "transformer" / WEIGHTS).headers["transformer_blocks.0.attn1.to_q.weight"].shape
     shapes = [(rank, columns), (rows, rank)] if fits else [(rank, 7), (7, rank)]
     entries, end = {}, 0
     for name, shape in zip(names, shapes, strict=True):
         size = 4 * shape[0] * shape[1]
-        key = f"transformer.proj_out.{name}.weight"
+        key = f"transformer.transformer_blocks.0.attn1.to_q.{name}.weight"
         entries[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(entries).encode()
@@ -378,21 +409,11 @@ def test_a_lora_of_gigabytes_is_compared_before_it_is_read(tmp_path, fits):
         stream.truncate(8 + len(text) + end)
     report = Report(seconds=1000)
     with bounded(size=5 * 10**7):
-        check_loras(report, [inspect_checkpoint(file), inspect_checkpoint(TINY / "transformer")], {file})
+        describe_loras(report, [inspect_checkpoint(file), inspect_checkpoint(TINY / "transformer")])
     (line,) = (line for line in report.lines if line.what == file.name)
-    if fits:
-        assert line.verdict == "right" and line.got.endswith("larger than the model")
-    else:
-        assert line.verdict == "WRONG" and f"lora_A [{rank}, 7]" in line.got
-
-
-def test_a_lora_with_nan_is_named(tmp_path):
-    tensors = load_file(CYANOTYPE)
-    first = sorted(tensors)[0]
-    save_file({**tensors, first: tensors[first] * float("nan")}, tmp_path / "nan.safetensors")
-    report = Report(seconds=1000)
-    check_files(report, [tmp_path / "nan.safetensors"])
-    assert "are NaN or infinite" in faults(report)["nan.safetensors"]
+    assert line.verdict == "noted"
+    expected = "fits " if fits else rf"fits no model here: .*lora_A \[{rank}, 7\]"
+    assert re.match(f"a LoRA of SANA, {expected}", line.got)
 
 
 def test_a_file_in_the_home_folder_does_not_name_its_user(tmp_path, monkeypatch):
@@ -421,7 +442,7 @@ def test_a_gpu_that_is_gone_is_a_line_and_the_rest_is_checked(monkeypatch):
     report = Report(seconds=0)
     examine(report, [CYANOTYPE], "cpu")
     assert faults(report) == dict.fromkeys(("devices", "arithmetic"), "RuntimeError: CUDA error: device unavailable")
-    assert {"torch", CYANOTYPE.name} <= {line.what for line in report.lines}
+    assert {"torch", f"{CYANOTYPE.name} and the LoRAs after it"} <= {line.what for line in report.lines}
 
 
 class Cancelled(Exception):
