@@ -28,7 +28,7 @@ def show_under_running_node(text: str) -> None:
 
 
 class Notes:
-    """What a sampling says under its node: a line for each thing, once, and into the log."""
+    """Warnings of one sampling. Each is written once: under the running node, on the canvas, and into the log."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -40,7 +40,9 @@ class Notes:
         logger.warning(line)
         context = get_executing_context()
         if context is not None:
-            PromptServer.instance.send_progress_text("\n".join(self.lines), context.node_id)
+            server = PromptServer.instance
+            server.send_progress_text("\n".join(self.lines), context.node_id)
+            server.send_sync("sana_note", {"text": line}, server.client_id)
 
 
 def show_on_running_node(image: Image.Image, bar_total: int) -> None:

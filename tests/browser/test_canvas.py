@@ -65,3 +65,18 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
     wanted = Scene("dusk", "sea", "clear", "watercolour", (Group("lighthouse", "red"),), 0)
     found = score(load(), np.array(picture)[None], [wanted])
     assert found["all"] == 1, found
+
+
+FAR = """async graph => {
+    await app.loadGraphData(graph, true, true, "far");
+    const host = app.graph.nodes.find(node => node.isSubgraphNode());
+    for (const [name, value] of [["width", 1024], ["height", 1024], ["steps", 1]]) {
+        host.widgets.find(widget => widget.name === name).value = value;
+    }
+    await app.queuePrompt(0);
+}"""
+
+
+def test_a_size_inside_a_subgraph_that_the_model_was_not_trained_for_is_said_on_the_canvas(page):
+    page.evaluate(FAR, json.loads((ROOT / "workflows" / "SANA first image.json").read_text(encoding="utf-8")))
+    page.get_by_text("1024 x 1024 is far from this model's training size; use 512 x 512").wait_for()

@@ -99,11 +99,19 @@ def test_a_ratio_gives_the_trained_shape_at_the_size_of_the_model(host, base_gra
 
 
 @pytest.mark.parametrize("node", ["SanaNodesSampler", "KSampler"])
-def test_a_size_far_from_the_trained_size_is_said_under_any_sampler(host, base_graph, told, node):
+def test_a_size_far_from_the_trained_size_is_said_under_any_sampler(host, base_graph, told, node, monkeypatch):
+    send, messages = host.server.send_sync, []
+
+    def send_and_keep(event, data, sid=None):
+        messages.extend([data] if event == "sana_note" else [])
+        send(event, data, sid)
+
+    monkeypatch.setattr(host.server, "send_sync", send_and_keep)
     graph = base_graph(steps=1)
     graph = ksampler(graph) if node == "KSampler" else graph
     host.run(graph)
-    assert not [text for where, text in told if where == "sample"]
+    assert not [text for where, text in told if where == "sample"] and not messages
     graph["empty"][1].update(width=256, height=256)
     host.run(graph)
-    assert ("sample", "256 x 256 is far from this model's training size; use 128 x 128") in told
+    note = "256 x 256 is far from this model's training size; use 128 x 128"
+    assert ("sample", note) in told and messages == [{"text": note}]
