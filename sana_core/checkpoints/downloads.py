@@ -77,9 +77,17 @@ def file_names(name: str) -> list[str]:
 
 
 def where_to_get(name: str) -> str:
-    """Return the remedy for a file of that name that is missing: its size and link where it is a released one."""
+    """Return the remedy for a missing file or folder: for a released one its size and link, or the download command."""
     if name not in DOWNLOADS:
         return "put it there and refresh"
-    found = DOWNLOADS[name]
-    size = "" if found.gigabytes is None else f" ({found.gigabytes} GB)"
-    return f"get it{size} from {found.url}, save it there under this name and refresh"
+    released = DOWNLOADS[name]
+    if released.folder == "diffusers":
+        return f"run {download_command(name)} in ComfyUI's folder and refresh"
+    size = "" if released.gigabytes is None else f" ({released.gigabytes} GB)"
+    return f"get it{size} from {released.url}, save it there under this name and refresh"
+
+
+def download_command(folder: str) -> str:
+    """Return the command line that downloads a released folder, to be run in ComfyUI's folder."""
+    repository = DOWNLOADS[folder].url.removeprefix(f"{HOST}/")
+    return f"hf download {repository} --local-dir models/diffusers/{folder}"
