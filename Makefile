@@ -20,7 +20,7 @@ EACH ?= 10
 help:
 	@echo "make demo [PROMPT=\"a flat drawing of a blue house in the snow at night\"]   generate an image into output/"
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188, or a free port"
-	@echo "make gallery      open every template in Chromium, run it, and write its screenshot into docs/gallery.md"
+	@echo "make gallery      open every template in Chromium, run it, and write its card and docs/gallery.md"
 	@echo "make test [WORKERS=2]   unit, graph, server and browser tests, so many at once, without the slow ones"
 	@echo "make test HOST=0.27   graph and server tests in another ComfyUI: 0.27, 0.30, 0.26, which is refused, or a folder"
 	@echo "make test FRONTEND=newest   browser tests with the newest frontend instead of the pinned one"

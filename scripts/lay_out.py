@@ -7,7 +7,7 @@ import sys
 
 from host import ROOT, get, start_server
 from parts import blueprints
-from templates import SHOWING, Template, templates
+from templates import Template, showing, templates
 from workflow import Graph, Json, Node, Subgraph, start_file, write_file
 
 ALIASES = ["sana", "text to image", "nvidia"]
@@ -17,13 +17,12 @@ def template_json(name: str, template: Template, info: Json) -> Json:
     """Return the workflow of `template`, for a server whose /object_info is `info`."""
     whole, nodes = write_file(start_file(name, info), template.graph)
     shown = [[nodes[node]["id"], widget] for node, widget in template.app]
-    outputs = [node["id"] for node in nodes.values() if node["type"] in SHOWING]
-    return whole | {"extra": {"linearData": {"inputs": shown, "outputs": outputs}}}
+    return whole | {"extra": {"linearData": {"inputs": shown, "outputs": showing(whole)}}}
 
 
 def blueprint_json(subgraph: Subgraph, info: Json) -> Json:
     """Return the blueprint as the node library reads it: a workflow of one node, and the subgraph that it is."""
-    graph = Graph({"node": Node(subgraph, {})}, (("", "node"),))
+    graph = Graph({"node": Node(subgraph, {})}, "node")
     whole, _ = write_file(start_file(f"blueprint {subgraph.name}", info), graph)
     return whole | {"extra": {"BlueprintSearchAliases": ALIASES}}
 

@@ -1,8 +1,8 @@
-"""Workflows as the canvas saves them, made of nodes in columns: the form of workflows/*.json and subgraphs/*.json.
+"""Write workflows/*.json and subgraphs/*.json in the format in which the canvas saves a graph.
 
-The canvas fits what it opens to 0.75 of the window, and its classic renderer draws no text below a scale of 8/14. So a
-workflow is one row of columns, at most 1730 x 1105 px with the titles, which a window of 1400 x 900 shows at 0.6. A
-node has the room that it needs in both renderers after it has run; tests/browser/test_template_canvas.py measures that.
+The canvas fits a graph to 0.75 of the window when it opens it. The classic renderer writes no text below a scale of
+8/14. A workflow is therefore at most 1730 x 1105 px with its titles, which a window of 1400 x 900 shows at 0.6.
+tests/browser/test_template_canvas.py checks in both renderers that nothing overlaps and no text is cut after a run.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ sys.path.append(str(ROOT))
 from sana_core.checkpoints.downloads import DOWNLOADS  # noqa: E402
 
 Json = dict[str, Any]
-# (title of the group or nothing, names of the nodes from above), from left to right
-Columns = tuple[tuple[str, str], ...]
 NOTE, DYNAMIC = "MarkdownNote", "COMFY_DYNAMICCOMBO_V3"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC}
-# pixels of the canvas; the position of a node is below its title
+# Modes of a node: a run leaves a muted node out, and passes the inputs of a bypassed node through.
+MUTED, BYPASSED = 2, 4
+# What the canvas does with a seed after a run: "fixed" or "randomize". A key of Node.inputs.
+CONTROL = "control after generate"
+# Pixels. The position of a node is the corner below its title.
 TITLE, BETWEEN, COLUMN, FRAME, GROUP_TITLE = 30, 20, 40, 15, 40
-WIDTH, SOCKET, WIDGET, LOW_WIDGET, TEXT, EDGE = 270, 22, 32, 24, 80, 32
-COLOURS = {"Files": "#3f789e", "Model": "#3f789e", "Prompt": "#88aa88"} | dict.fromkeys(
-    ("Result", "Before and after", "Compare"), "#b58b2a"
-)
+WIDTH, SOCKET, WIDGET, LOW_WIDGET, TEXT, EDGE = 270, 22, 32, 24, 60, 32
+COLOURS = {"Files": "#3f789e", "Model": "#3f789e", "Prompt": "#88aa88"} | dict.fromkeys(("Result", "Before"), "#b58b2a")
 COLOUR, NOTE_COLOURS = "#a1309b", {"color": "#432", "bgcolor": "#653"}
-# of a node that is a subgraph: width, and the room for the preview while it runs
-HOST, ENTER = (WIDTH, 215), 40
-# sockets that come first, in the order of a loader
+# Height below the widgets of a subgraph's node, with and without a preview.
+PREVIEW_ROOM, NO_PREVIEW_ROOM = 215, 40
+# Sockets of a subgraph that come first, in the order of a loader's outputs.
 PORTS = ("model", "clip", "vae")
 PREVIEW = "$$canvas-image-preview"
-SAMPLERS = ("SanaNodesSampler", "SanaNodesSprint", "SanaNodesBatchSampler", "SamplerCustomAdvanced")
-# nodes that show an image as wide as they are
-IMAGES = ("SaveImage", "PreviewImage", "ImageCompare", "LossGraphNode")
-# of nodes that say in lines below their widgets what they have found
-SAYING = (
+SAMPLERS = ("SanaNodesSampler", "SanaNodesSprint", "SanaNodesBatchSampler")
+# These nodes show an image that is as wide as the node.
+IMAGES = ("SaveImage", "PreviewImage", "LossGraphNode", "LoadImage")
+# These nodes write lines below their widgets when they run.
+REPORTING = (
     "SanaNodesLoader",
     "SanaNodesModelLoader",
+    "SanaNodesControlNetLoader",
+    "SanaNodesLoraLoader",
     "SanaNodesModelSwitch",
     "SanaNodesTextEncode",
     "SanaNodesEmptyLatent",
@@ -51,52 +53,52 @@ SAYING = (
     "SanaNodesDataset",
     "SanaNodesDoctor",
 )
-# width, and the room for the image or the lines that a node shows below its widgets after it has run
+# Height below the widgets that a preview or lines of text need.
 ROOM = {
-    **dict.fromkeys(SAMPLERS, (WIDTH, 240)),
-    **dict.fromkeys(SAYING, (WIDTH, 60)),
-    "SanaNodesLoader": (310, 60),
-    **dict.fromkeys(("SanaNodesControlNetLoader", "SanaNodesLoraLoader"), (380, 60)),
-    "SanaNodesPromptList": (WIDTH, 170),
-    "SanaNodesTrain": (300, 180),
-    "SanaNodesPlan": (440, 260),
-    "PreviewAny": (WIDTH, 100),
+    **dict.fromkeys(SAMPLERS, 240),
+    **dict.fromkeys(REPORTING, 45),
+    "SanaNodesPromptList": 210,
+    "SanaNodesTrain": 180,
+    "SanaNodesPlan": 260,
 }
 
 
 class Node(NamedTuple):
-    """A node: its class or the subgraph that it is, and its inputs, where (name of a node, output) is a link."""
+    """A node of a graph."""
 
+    # The class of the node, or the subgraph that it shows.
     kind: str | Subgraph
+    # {input: value}. A tuple (name of a node, number of its output) is a link.
     inputs: dict[str, Any]
     title: str | None = None
-    width: int | None = None
-    # pixels below the widgets
+    width: int = WIDTH
+    # Pixels below the widgets. None: the value of ROOM.
     room: int | None = None
+    mode: int = 0
 
 
 class Graph(NamedTuple):
-    """Nodes by their names, and the columns that they stand in."""
-
     nodes: dict[str, Node]
-    columns: Columns
+    # Columns from left to right, with groups of nodes from top to bottom: "note / Files: file vae | Prompt: prompt".
+    columns: str
 
 
 class Subgraph(NamedTuple):
-    """A graph in one node. What its nodes link to and is none of them is a socket of that name.
-
-    `widgets` are {name: "node.input node.input"}, with the value of the last one; `outputs` are {name: (node, output)}.
-    """
+    """A graph that is shown as one node. A link to a name that is not in the graph becomes a socket of that name."""
 
     name: str
     graph: Graph
+    # {name: "node.input node.input"}. The widget shows the value of the last input.
     widgets: dict[str, str]
+    # {name: (name of a node, number of its output)}
     outputs: dict[str, tuple[str, int]]
     description: str = ""
+    # Whether the node shows the preview of the last sampler inside it. Only Nodes 2.0 does.
+    preview: bool = True
 
 
 class Field(NamedTuple):
-    """An input of a class of nodes: the type of its socket, its options, and whether it has a widget."""
+    """An input of a class of nodes."""
 
     type: str
     options: Json
@@ -109,78 +111,85 @@ class Field(NamedTuple):
 
 
 class File(NamedTuple):
-    """What the nodes of a file share: the server's /object_info, ids of nodes and links, and their subgraphs."""
+    """State that all graphs of one file share. Ids are unique in the whole file, also across subgraphs."""
 
     name: str
+    # the server's /object_info
     info: Json
-    ids: Iterator[int]
-    links: Iterator[int]
+    node_ids: Iterator[int]
+    link_ids: Iterator[int]
+    group_ids: Iterator[int]
     subgraphs: list[Json]
 
 
 def start_file(name: str, info: Json) -> File:
-    return File(name, info, count(1), count(1), [])
+    return File(name, info, count(1), count(1), count(1), [])
 
 
 def fixed_id(*parts: str) -> str:
-    """Return an id that is the same each time."""
+    """Return a UUID that depends on `parts` only, so that files do not change without a reason."""
     return str(uuid.uuid5(uuid.NAMESPACE_URL, "/".join(parts)))
 
 
 def fields_of(info: Json, kind: str, values: Mapping[str, Any]) -> dict[str, Field]:
-    """Return the inputs of a class of nodes as the canvas orders them: sockets, then widgets."""
-    given = info[kind]["input"]
-    found = read_fields({**given.get("required", {}), **given.get("optional", {})}, values)
-    return dict(sorted(found.items(), key=lambda each: each[1].widget))
+    """Return the inputs of a class of nodes in the order of the canvas: sockets first, then widgets."""
+    inputs = info[kind]["input"]
+    fields = read_fields({**inputs.get("required", {}), **inputs.get("optional", {})}, values)
+    return dict(sorted(fields.items(), key=lambda item: item[1].widget))
 
 
-def read_fields(given: Json, values: Mapping[str, Any]) -> dict[str, Field]:
-    """Return the inputs that /object_info tells of, and behind a dynamic combo those that its choice brings."""
-    out = {}
-    for name, (type_, *rest) in given.items():
-        options = rest[0] if rest else {}
+def read_fields(inputs: Json, values: Mapping[str, Any]) -> dict[str, Field]:
+    """Return the fields of `inputs`, a part of /object_info. The choice in a dynamic combo adds its own inputs.
+
+    A dynamic combo without a value in `values` has its first choice, as on the canvas.
+    """
+    fields = {}
+    for name, (type_, *more) in inputs.items():
+        options = more[0] if more else {}
         if isinstance(type_, list):
             type_, options = "COMBO", {**options, "options": type_}
         if options.get("socketless"):
             continue
-        out[name] = Field(type_, options, type_ in WIDGETS and not options.get("forceInput"))
         if type_ == DYNAMIC:
-            choice = values.get(name, out[name].default())
-            own = next(each["inputs"] for each in options["options"] if each["key"] == choice)
-            more = {**own["required"], **own.get("optional", {})}
-            out |= read_fields({f"{name}.{key}": value for key, value in more.items()}, values)
-    return out
+            choices = {choice["key"]: choice["inputs"] for choice in options["options"]}
+            value = values.get(name, next(iter(choices)))
+            fields[name] = Field(type_, {**options, "default": value}, True)
+            inner = {**choices[value].get("required", {}), **choices[value].get("optional", {})}
+            fields |= read_fields({f"{name}.{key}": field for key, field in inner.items()}, values)
+        else:
+            fields[name] = Field(type_, options, type_ in WIDGETS and not options.get("forceInput"))
+    return fields
 
 
 def field_of(info: Json, node: Node, name: str) -> tuple[Field, Any]:
-    """Return an input of a node, and its value: those of a subgraph are of the nodes in it."""
+    """Return an input of a node and its value. A subgraph shows the input of a node inside it."""
     if isinstance(node.kind, Subgraph):
         inner, field = ends_of(node.kind)[name][-1]
         return field_of(info, node.kind.graph.nodes[inner], field)
-    found = fields_of(info, node.kind, node.inputs)[name]
-    return found, node.inputs.get(name, found.default())
+    field = fields_of(info, node.kind, node.inputs)[name]
+    return field, node.inputs.get(name, field.default())
 
 
 def write_graph(file: File, graph: Graph) -> tuple[Json, dict[str, Json]]:
-    """Return nodes, links and groups of a graph, and the nodes by their names."""
-    ids = {name: next(file.ids) for name in graph.nodes}
+    """Return nodes, links and groups of a graph, and its nodes by name."""
+    ids = {name: next(file.node_ids) for name in graph.nodes}
     written = {name: write_node(file, node, ids[name]) for name, node in graph.nodes.items()}
     links: list[Json] = []
     for name, node in graph.nodes.items():
         for field, value in node.inputs.items():
             if isinstance(value, tuple) and value[0] in written:
                 source, output = written[value[0]], value[1]
-                made = add_link(file, links, (source["id"], output), written[name], field)
-                source["outputs"][output]["links"].append(made)
-    groups = place(written, graph.columns)
+                link = add_link(file, links, (source["id"], output), written[name], field)
+                source["outputs"][output]["links"].append(link)
+    groups = place(file, written, graph.columns)
     return {"nodes": list(written.values()), "links": links, "groups": groups}, written
 
 
 def add_link(file: File, links: list[Json], origin: tuple[int, int], target: Json, field: str) -> int:
-    """Link the input `field` of `target` to `origin`, (id of a node, output); return the link's id."""
-    slot = [each["name"] for each in target["inputs"]].index(field)
+    """Link the input `field` of `target` to `origin`, (id of a node, output), and return the id of the link."""
+    slot = [entry["name"] for entry in target["inputs"]].index(field)
     entry = target["inputs"][slot]
-    entry["link"] = next(file.links)
+    entry["link"] = next(file.link_ids)
     ends = {"origin_id": origin[0], "origin_slot": origin[1], "target_id": target["id"], "target_slot": slot}
     links.append({"id": entry["link"], **ends, "type": entry["type"]})
     return entry["link"]
@@ -188,115 +197,99 @@ def add_link(file: File, links: list[Json], origin: tuple[int, int], target: Jso
 
 def write_node(file: File, node: Node, id_: int) -> Json:
     if isinstance(node.kind, Subgraph):
-        return write_host(file, node.kind, node, id_)
+        return write_subgraph_node(file, node.kind, node, id_)
     if node.kind == NOTE:
-        text, width = node.inputs["text"], node.width or WIDTH
-        note = frame(id_, NOTE, "Read me", {}, [], (width, note_height(text, width)))
+        text = node.inputs["text"]
+        note = frame(node, id_, NOTE, {}, [], note_height(text, node.width))
         return {**note, **NOTE_COLOURS, "properties": {}, "widgets_values": [text]}
     fields = fields_of(file.info, node.kind, node.inputs)
-    about = file.info[node.kind]
-    outputs = list(zip(about["output_name"], about["output"], strict=True))
+    schema = file.info[node.kind]
     values = []
     for name, field in fields.items():
         if field.widget:
-            given = node.inputs.get(name)
-            values.append(field.default() if given is None or isinstance(given, tuple) else given)
-            values += ["fixed"] if field.options.get("control_after_generate") else []
-    usual, usual_room = ROOM.get(node.kind, (WIDTH, 0))
-    width, room = node.width or usual, node.room or usual_room
-    room = width + 20 if node.kind in IMAGES else room
-    properties: Json = {"Node name for S&R": node.kind}
-    files = [
-        value for value in values if isinstance(value, str) and value in DOWNLOADS and value.endswith(".safetensors")
+            value = node.inputs.get(name)
+            values.append(field.default() if value is None or isinstance(value, tuple) else value)
+            if field.options.get("control_after_generate"):
+                values.append(node.inputs.get(CONTROL, "fixed"))
+    room = node.width + 20 if node.kind in IMAGES else ROOM.get(node.kind, 0)
+    outputs = list(zip(schema["output_name"], schema["output"], strict=True))
+    # The canvas offers to download these files.
+    models = [
+        {"name": value, "url": DOWNLOADS[value].url, "directory": DOWNLOADS[value].folder}
+        for value in values
+        if isinstance(value, str) and value in DOWNLOADS and value.endswith(".safetensors")
     ]
-    if files:
-        properties["models"] = [
-            {"name": name, "url": DOWNLOADS[name].url, "directory": DOWNLOADS[name].folder} for name in files
-        ]
-    out = frame(id_, node.kind, node.title, fields, outputs, (width, room))
-    return {**out, "properties": properties, "widgets_values": values}
+    properties = {"Node name for S&R": node.kind} | ({"models": models} if models else {})
+    written = frame(node, id_, node.kind, fields, outputs, room)
+    return {**written, "properties": properties, "widgets_values": values}
 
 
 def note_height(text: str, width: int) -> int:
-    """Return the room that the lines of a note need, and its paragraphs, of which a link shows its name alone."""
-    shown = [re.sub(r"\]\([^)]*\)", "", line) for line in text.splitlines()]
-    return sum(8 if not line else 19 * math.ceil(7 * len(line) / (width - 40)) for line in shown) + 30
+    """Return the height of a note. A link shows only its name, and an empty line is a small gap."""
+    lines = [re.sub(r"\]\([^)]*\)", "", line) for line in text.splitlines()]
+    return sum(8 if not line else 19 * math.ceil(6.5 * len(line) / (width - 40)) for line in lines) + 30
 
 
 def frame(
-    id_: int,
-    kind: str,
-    title: str | None,
-    fields: Mapping[str, Field],
-    outputs: list[tuple[str, str]],
-    size: tuple[int, int],
+    node: Node, id_: int, kind: str, fields: Mapping[str, Field], outputs: list[tuple[str, str]], room: int
 ) -> Json:
-    """Return a node without its values, as wide as `size` says, and so high that its widgets and that room fit."""
-    sockets = sum(not field.widget for field in fields.values())
-    height = EDGE + SOCKET * max(sockets, len(outputs)) + size[1]
+    """Return a node without its values, high enough for its widgets and for `room` below them."""
     widgets = [field for field in fields.values() if field.widget]
     lines = [field for field in widgets if not field.options.get("multiline")]
-    # the classic renderer shows all of them, lower, and Nodes 2.0 a button in the place of those for experts
+    # The classic renderer has lower rows, and shows the inputs for experts, which are behind a button in Nodes 2.0.
     classic = LOW_WIDGET * (len(lines) + sum("control_after_generate" in field.options for field in lines))
     usual = [field for field in lines if not field.options.get("advanced")]
-    height += TEXT * (len(widgets) - len(lines)) + max(classic, WIDGET * (len(usual) + (len(usual) < len(lines))))
+    modern = WIDGET * (len(usual) + (len(usual) < len(lines)))
+    height = EDGE + SOCKET * max(len(fields) - len(widgets), len(outputs))
+    height += TEXT * (len(widgets) - len(lines)) + max(classic, modern)
     return {
         "id": id_,
         "type": kind,
         "pos": [0, 0],
-        "size": [size[0], height],
+        "size": [node.width, height + (room if node.room is None else node.room)],
         "flags": {},
         "order": 0,
-        "mode": 0,
+        "mode": node.mode,
         "inputs": [
             {"name": name, "type": field.type, **({"widget": {"name": name}} if field.widget else {}), "link": None}
             for name, field in fields.items()
         ],
         "outputs": [{"name": name, "type": type_, "links": []} for name, type_ in outputs],
-        **({"title": title} if title else {}),
+        **({"title": node.title} if node.title else {}),
     }
 
 
-def write_host(file: File, subgraph: Subgraph, node: Node, id_: int) -> Json:
-    """Return the node that is `subgraph`, its widgets with the values of the nodes in it, and keep the subgraph."""
+def write_subgraph_node(file: File, subgraph: Subgraph, node: Node, id_: int) -> Json:
+    """Return the node that shows `subgraph`, and add the subgraph to the file."""
     graph, written = write_graph(file, subgraph.graph)
-    own = fixed_id(file.name, subgraph.name)
+    subgraph_id = fixed_id(file.name, subgraph.name)
     fields, values, inputs, outputs = {}, [], [], []
     for position, (name, ends) in enumerate(ends_of(subgraph).items()):
         links = [add_link(file, graph["links"], (-10, position), written[inner], field) for inner, field in ends]
         fields[name], value = field_of(file.info, node, name)
-        inputs.append({"id": fixed_id(own, name), "name": name, "type": fields[name].type, "linkIds": links})
+        inputs.append({"id": fixed_id(subgraph_id, name), "name": name, "type": fields[name].type, "linkIds": links})
         if fields[name].widget:
             values.append(value)
     for position, (name, (inner, output)) in enumerate(subgraph.outputs.items()):
-        made = next(file.links)
+        link = next(file.link_ids)
         source = written[inner]["outputs"][output]
-        source["links"].append(made)
+        source["links"].append(link)
         ends = {"origin_id": written[inner]["id"], "origin_slot": output, "target_id": -20, "target_slot": position}
-        graph["links"].append({"id": made, **ends, "type": source["type"]})
-        outputs.append({"id": fixed_id(own, name, "out"), "name": name, "type": source["type"], "linkIds": [made]})
-    exposed = [
-        {"name": PREVIEW, "sourceNodeId": str(each["id"]), "sourcePreviewName": PREVIEW}
-        for each in written.values()
-        if each["type"] in SAMPLERS
-    ]
-    file.subgraphs.append(definition(file, subgraph, graph, list(written.values()), inputs, outputs))
-    ends = [(each["name"], each["type"]) for each in outputs]
-    width, room = HOST
-    out = frame(id_, own, node.title or subgraph.name, fields, ends, (node.width or width, room if exposed else ENTER))
-    return {**out, "properties": {"previewExposures": exposed[-1:]}, "widgets_values": values}
-
-
-def definition(
-    file: File, subgraph: Subgraph, graph: Json, nodes: list[Json], inputs: list[Json], outputs: list[Json]
-) -> Json:
-    """Return `subgraph` as a file lists it: its `graph` of `nodes`, between its inputs and its outputs."""
-    right = max(each["pos"][0] + each["size"][0] for each in nodes)
-    last = {"lastGroupId": len(graph["groups"]), "lastNodeId": next(file.ids), "lastLinkId": next(file.links)}
-    return {
-        "id": fixed_id(file.name, subgraph.name),
+        graph["links"].append({"id": link, **ends, "type": source["type"]})
+        socket = {"id": fixed_id(subgraph_id, name, "out"), "name": name, "type": source["type"], "linkIds": [link]}
+        outputs.append(socket)
+    samplers = [inner["id"] for inner in written.values() if subgraph.preview and inner["type"] in SAMPLERS]
+    previews = [{"name": PREVIEW, "sourceNodeId": str(inner), "sourcePreviewName": PREVIEW} for inner in samplers[-1:]]
+    right = max(inner["pos"][0] + inner["size"][0] for inner in written.values())
+    last_ids = {
+        "lastGroupId": next(file.group_ids),
+        "lastNodeId": next(file.node_ids),
+        "lastLinkId": next(file.link_ids),
+    }
+    definition = {
+        "id": subgraph_id,
         "version": 1,
-        "state": {**last, "lastRerouteId": 0},
+        "state": {**last_ids, "lastRerouteId": 0},
         "revision": 0,
         "config": {},
         "name": subgraph.name,
@@ -310,55 +303,74 @@ def definition(
         **graph,
         "extra": {},
     }
+    file.subgraphs.append(definition)
+    sockets = [(socket["name"], socket["type"]) for socket in outputs]
+    room = PREVIEW_ROOM if previews else NO_PREVIEW_ROOM
+    shown = frame(node._replace(title=node.title or subgraph.name), id_, subgraph_id, fields, sockets, room)
+    return {**shown, "properties": {"previewExposures": previews}, "widgets_values": values}
 
 
 def ends_of(subgraph: Subgraph) -> dict[str, list[tuple[str, str]]]:
-    """Return {input of the node that is `subgraph`: (name of a node in it, input)}."""
+    """Return {input of the subgraph's node: [(name of a node inside it, input)]}."""
     nodes = subgraph.graph.nodes
-    out: dict[str, list[tuple[str, str]]] = {}
+    sockets: dict[str, list[tuple[str, str]]] = {}
     for name, node in nodes.items():
         for field, value in node.inputs.items():
             if isinstance(value, tuple) and value[0] not in nodes:
-                out.setdefault(value[0], []).append((name, field))
-    out = dict(sorted(out.items(), key=lambda each: [*PORTS, each[0]].index(each[0])))
-    shown = {
-        name: [(end.partition(".")[0], end.partition(".")[2]) for end in ends.split()]
-        for name, ends in subgraph.widgets.items()
-    }
-    return out | shown
+                sockets.setdefault(value[0], []).append((name, field))
+    ordered = {name: sockets[name] for name in (*PORTS, *sockets) if name in sockets}
+    widgets = {}
+    for name, ends in subgraph.widgets.items():
+        pairs = [end.partition(".") for end in ends.split()]
+        widgets[name] = [(inner, field) for inner, _, field in pairs]
+    return ordered | widgets
 
 
-def place(written: dict[str, Json], columns: Columns) -> list[Json]:
-    """Put the nodes into their columns; return a box around each column with a title."""
-    found = [[written[name] for name in names.split()] for _, names in columns]
-    heights = [sum(TITLE + node["size"][1] + BETWEEN for node in nodes) for nodes in found]
-    x, groups = 0, []
-    for (title, _), nodes in zip(columns, found, strict=True):
-        y, width = TITLE, max(node["size"][0] for node in nodes)
-        for node in nodes:
-            node["pos"], node["size"][0] = [x, y], width
-            y += node["size"][1] + BETWEEN + TITLE
-        if title:
-            box = [x - FRAME, -GROUP_TITLE, width + 2 * FRAME, max(heights) - BETWEEN + GROUP_TITLE + FRAME]
-            colour = COLOURS.get(title, COLOUR)
-            group = {"title": title, "bounding": box, "color": colour, "font_size": 24, "flags": {}}
-            groups.append({"id": len(groups) + 1, **group})
-        x += width + COLUMN
+def place(file: File, written: dict[str, Json], columns: str) -> list[Json]:
+    """Set the positions of the nodes, and return a group around the nodes of each title.
+
+    The last group of a column ends where the longest column ends.
+    """
+    groups: list[Json] = []
+    last_groups = []
+    bottom = left = 0
+    for column in columns.split("|"):
+        stack = [group.rpartition(":") for group in column.split("/")]
+        width = max(written[name]["size"][0] for _, _, names in stack for name in names.split())
+        y = 0
+        for number, (title, _, names) in enumerate(stack):
+            y += number * (GROUP_TITLE + FRAME)
+            top = y
+            for name in names.split():
+                node = written[name]
+                node["pos"], node["size"][0] = [left, y + TITLE], width
+                y += TITLE + node["size"][1] + BETWEEN
+            y -= BETWEEN
+            if title:
+                box = [left - FRAME, top - GROUP_TITLE, width + 2 * FRAME, y - top + GROUP_TITLE + FRAME]
+                colour = COLOURS.get(title.strip(), COLOUR)
+                group = {"title": title.strip(), "bounding": box, "color": colour, "font_size": 24, "flags": {}}
+                groups.append({"id": next(file.group_ids), **group})
+        last_groups += groups[-1:] if title else []
+        bottom = max(bottom, y)
+        left += width + COLUMN
+    for group in last_groups:
+        group["bounding"][3] = bottom + FRAME - group["bounding"][1]
     return groups
 
 
 def write_file(file: File, graph: Graph) -> tuple[Json, dict[str, Json]]:
-    """Return the file of a graph and of the subgraphs in it, and the nodes by their names."""
+    """Return the content of the file of `graph`, and the nodes of `graph` by name."""
     root, written = write_graph(file, graph)
-    whole = {
+    content = {
         "id": fixed_id(file.name),
         "revision": 0,
-        "last_node_id": next(file.ids) - 1,
-        "last_link_id": next(file.links) - 1,
+        "last_node_id": next(file.node_ids) - 1,
+        "last_link_id": next(file.link_ids) - 1,
         **root,
         "links": [list(link.values()) for link in root["links"]],
         "config": {},
         "extra": {},
         "version": 0.4,
     }
-    return whole | ({"definitions": {"subgraphs": file.subgraphs}} if file.subgraphs else {}), written
+    return content | ({"definitions": {"subgraphs": file.subgraphs}} if file.subgraphs else {}), written
