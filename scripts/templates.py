@@ -287,7 +287,7 @@ def check(name: str) -> Template:
     nodes = {
         "note": note(name),
         "doctor": Node("SanaNodesDoctor", {}),
-        "plan": Node("SanaNodesPlan", {"variant": "1.6B", "width": 1024, "height": 1024}, width=440),
+        "plan": Node("SanaNodesPlan", {"variant": "recommended"}, width=440),
         "report": Node("PreviewAny", {"source": ("doctor", 0)}, "Report", 670, 700),
     }
     columns = "note doctor | Plan: plan | Report: report"
