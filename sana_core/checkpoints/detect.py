@@ -105,7 +105,8 @@ class CheckpointInfo:
 def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     """Return what the file or folder at `path` is: kind, variant, layout, dtype, size, resolution.
 
-    A folder is one of diffusers' or transformers', whole or a single component, or NVIDIA's with checkpoints/ in it.
+    A folder is one of diffusers' or transformers', whole or a single component, or NVIDIA's with checkpoints/ in it,
+    which may have a config.json too.
     A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError for a path that is
     not there, ReadError where the disk refuses, CheckpointError for a file that is broken or no weights file.
     """
@@ -120,11 +121,12 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
                 f"{path.name}: no component beside model_index.json; download the folder again, whole"
             )
         return bundle(path, "diffusers", found)
+    originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
+    # NVIDIA's repositories may have a config.json of their training code beside checkpoints/.
+    if originals and not weight_files(path):
+        return inspect_file(originals[0])
     if any((path / name).exists() for name in ("config.json", "adapter_config.json")):
         return inspect_folder(path)
-    originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
-    if originals:
-        return inspect_file(originals[0])
     if path.is_dir():
         raise MissingFileError(
             f"{brief(path.name)}: got a folder without model_index.json, config.json or checkpoints/, expected the "
@@ -172,13 +174,18 @@ def components(names: Iterable[str]) -> list[dict[str, str]]:
 
 def inspect_folder(folder: Path) -> CheckpointInfo:
     """As `inspect_checkpoint`, for a component's folder, or PEFT's; of several precisions, the one without a suffix."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in SAFETENSORS]
+    files = weight_files(folder)
     if not files:
         raise MissingFileError(
             f"{folder.name}: no .safetensors file beside its configuration; download the folder again, whole"
         )
     plain = [file for file in files if "." not in SHARD.sub(r"\1", file.stem)]
     return inspect_file((plain or files)[0])
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files in `folder` itself."""
+    return [file for file in sorted(folder.glob("*")) if file.suffix.lower() in SAFETENSORS]
 
 
 def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointInfo:

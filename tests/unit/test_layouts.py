@@ -341,3 +341,34 @@ def test_any_stored_precision_loads_in_any(tmp_path, dtype):
     assert sana_core.inspect_checkpoint(file).dtype == dtype
     loaded = sana_core.load_transformer(file, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(loaded[key], value.bfloat16()) for key, value in stored.items())
+
+
+NVIDIAS_CONFIGS = ["{}", '{"_class_name": "SanaMS"}', '{"model_type": "sana"}', "[]", ""]
+
+
+@pytest.mark.parametrize("config", NVIDIAS_CONFIGS)
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_a_repository_of_nvidia_s_may_have_a_configuration_at_its_root(tmp_path, config, suffix):
+    """Sana_600M_512px and the teacher of Sprint have one beside checkpoints/; it is not read."""
+    model, folder = layouts.transformer(resolution=512), tmp_path / "Sana_600M_512px"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text(config)
+    (folder / "README.md").write_text("SANA")
+    file = folder / "checkpoints" / f"Sana_600M_512px_MultiLing.{suffix}"
+    if suffix == "pth":
+        torch.save({"state_dict": layouts.nvidia(model)}, file)
+    else:
+        layouts.save(layouts.nvidia(model), file)
+    info = sana_core.inspect_checkpoint(folder)
+    assert (info.kind, info.layout, info.resolution, info.path) == ("transformer", "original", 512, file)
+    loaded = sana_core.load_transformer(folder, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
+def test_weights_beside_the_configuration_come_before_a_folder_of_checkpoints(tmp_path):
+    """A folder in which somebody trains has checkpoints/ below the model itself."""
+    model = layouts.transformer(resolution=512)
+    model.save_pretrained(tmp_path / "mine")
+    (tmp_path / "mine" / "checkpoints").mkdir()
+    torch.save({"state_dict": layouts.nvidia(model)}, tmp_path / "mine" / "checkpoints" / "step_100.pth")
+    assert sana_core.inspect_checkpoint(tmp_path / "mine").layout == "diffusers"
