@@ -115,8 +115,10 @@ def find_file(kind: str, name: str, field: str) -> Path:
     paths = [folder_paths.get_full_path(folder, each) for folder in folders for each in names]
     path = next(filter(None, paths), None)
     if path is None:
+        # The error names a released file if there is one, because it has a link.
+        missing = next((candidate for candidate in names if candidate in DOWNLOADS), names[0])
         raise MissingFileError(
-            f"{field}: no file {names[0]!r} in models/{kind}; {where_to_get(names[0])}, or choose another"
+            f"{field}: no file {missing!r} in models/{kind}; {where_to_get(missing)}, or choose another"
         )
     return Path(path)
 

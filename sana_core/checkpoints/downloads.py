@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .headers import SUFFIXES
+
 HOST = "https://huggingface.co"
 
 
@@ -54,7 +56,7 @@ DOWNLOADS = {
 
 
 GEMMA = "gemma_2_2b_it_elm_bf16.safetensors"
-# how ComfyUI_ExtraModels and its fork name files that they download themselves, where it is not the file's own name
+# Names in the lists of ComfyUI_ExtraModels and its fork: a repository, and the file that takes its place.
 REPOSITORIES = {
     "Efficient-Large-Model/gemma-2-2b-it": GEMMA,
     "google/gemma-2-2b-it": GEMMA,
@@ -63,17 +65,23 @@ REPOSITORIES = {
     "mit-han-lab/dc-ae-f32c32-sana-1.0-diffusers": "dc-ae-f32c32-sana-1.0.safetensors",
     "Efficient-Large-Model/Sana_1600M_1024px": "Sana_1600M_1024px_BF16.safetensors",
 }
+# The .pth in a repository has the repository's name, with these exceptions.
+ORIGINALS = {f"Sana_600M_{pixels}px": f"Sana_600M_{pixels}px_MultiLing" for pixels in (512, 1024)}
 
 
 def file_names(name: str) -> list[str]:
-    """Return the names that the file may have which a workflow calls `name`: a file's own, or those of a repository's.
+    """Return the names under which the file that a workflow calls `name` may be stored, the best first.
 
-    The repositories are those that ComfyUI_ExtraModels downloads from; each has one .pth of its own name.
+    `name` is a file's, or a repository's from which ComfyUI_ExtraModels downloads. The repository's own file comes
+    before a file that takes its place.
     """
     owner, _, repository = name.partition("/")
-    if name not in REPOSITORIES and owner != "Efficient-Large-Model":
+    is_file = name.lower().endswith(SUFFIXES)
+    if is_file or (name not in REPOSITORIES and owner != "Efficient-Large-Model"):
         return [name]
-    return [REPOSITORIES.get(name, f"{repository}.safetensors"), f"{repository}.pth", f"{repository}.safetensors"]
+    stems = dict.fromkeys((ORIGINALS.get(repository, repository), repository))
+    names = [f"{stem}{suffix}" for stem in stems for suffix in (".pth", ".safetensors")]
+    return [*names, *([REPOSITORIES[name]] if name in REPOSITORIES else [])]
 
 
 def where_to_get(name: str) -> str:

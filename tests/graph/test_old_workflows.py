@@ -44,6 +44,41 @@ def test_their_transformer_in_checkpoints_and_names_of_repositories_are_found(ho
         run(host, old_graph(gemma="unsloth/gemma-2-2b-it-bnb-4bit"))
 
 
+@pytest.mark.parametrize(
+    "repository, stem",
+    [
+        ("Sana_600M_512px", "Sana_600M_512px_MultiLing"),
+        ("Sana_600M_1024px", "Sana_600M_1024px_MultiLing"),
+        ("Sana_1600M_512px", "Sana_1600M_512px"),
+        ("Sana_1600M_1024px", "Sana_1600M_1024px"),
+        ("Sana_1600M_1024px_BF16", "Sana_1600M_1024px_BF16"),
+        ("Sana_1600M_512px_MultiLing", "Sana_1600M_512px_MultiLing"),
+        ("Sana_1600M_1024px_MultiLing", "Sana_1600M_1024px_MultiLing"),
+        ("Sana_1600M_2Kpx_BF16", "Sana_1600M_2Kpx_BF16"),
+        ("Sana_1600M_4Kpx_BF16", "Sana_1600M_4Kpx_BF16"),
+        ("Sana_Sprint_0.6B_1024px", "Sana_Sprint_0.6B_1024px"),
+        ("Sana_Sprint_1.6B_1024px", "Sana_Sprint_1.6B_1024px"),
+        ("SANA1.5_1.6B_1024px", "SANA1.5_1.6B_1024px"),
+        ("SANA1.5_4.8B_1024px", "SANA1.5_4.8B_1024px"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_the_exact_file_of_a_repository_comes_before_its_replacement(host, put, repository, stem, suffix):
+    """The .pth in the repositories of SANA 0.6B are named otherwise than the repositories."""
+    find = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].find
+    for name in ("Sana_1600M_1024px_BF16.safetensors", f"{stem}.{suffix}"):
+        put("diffusion_models", name, {"x": torch.zeros(1)})
+    assert find(f"Efficient-Large-Model/{repository}").name == f"{stem}.{suffix}"
+
+
+def test_the_replacement_is_taken_where_the_exact_file_is_missing(host, put):
+    put("diffusion_models", "Sana_1600M_1024px_BF16.safetensors", {"x": torch.zeros(1)})
+    find = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].find
+    assert find("Efficient-Large-Model/Sana_1600M_1024px").name == "Sana_1600M_1024px_BF16.safetensors"
+    with pytest.raises(FileNotFoundError, match="no file 'Sana_600M_512px_MultiLing.pth' in models/diffusion_models"):
+        find("Efficient-Large-Model/Sana_600M_512px")
+
+
 @pytest.mark.parametrize("size, ratio, expected", [("1024px", "1.00", (1024, 1024)), ("2K", "0.50", (2816, 1408))])
 def test_their_sizes_are_read(host, size, ratio, expected):
     graph = {
