@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,8 +56,8 @@ BUNDLED = {
     "clip_vision": {"sana-posters-scorer (bundled)": HERE / "demo" / "sana-posters-scorer"},
     "loras": {"sana-posters-cyanotype (bundled)": HERE / "demo" / "sana-posters-cyanotype.safetensors"},
 }
-# by which ComfyUI's folders of models hold some that are folders themselves
-MARKS = {"diffusers": ("*/model_index.json", "*/*/model_index.json"), "clip_vision": ("*/config.json",)}
+# The file by which a folder in ComfyUI's folder of that kind is recognised as a whole model.
+MARKS = {"diffusers": "model_index.json", "clip_vision": "config.json"}
 # of a sharded model, the first file stands for all
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
 
@@ -89,6 +90,20 @@ def present_name(name: str) -> str:
     return name.replace(FORMER_MODEL, DEMO_MODEL) if isinstance(name, str) and name.endswith(REMARK) else name
 
 
+def listed_name(name: object, names: Iterable[str]) -> str | None:
+    """Return the one of `names` that `name` means, None if there is none.
+
+    A workflow saved on Windows has a backslash where the list on Linux has a slash, and the other way round. On Linux a
+    name may contain a backslash, so an exact match comes first.
+    """
+    if not isinstance(name, str):
+        return None
+    choices = list(names)
+    if name in choices:
+        return name
+    return next((one for one in choices if one.replace("\\", "/") == name.replace("\\", "/")), None)
+
+
 def list_files(kind: str) -> list[str]:
     """Return the names of the weights files in ComfyUI's folders of that kind, and last what comes with the pack."""
     files = [
@@ -108,6 +123,8 @@ def find_file(kind: str, name: str, field: str) -> Path:
     if isinstance(name, str) and name in BUNDLED.get(kind, ()):
         return BUNDLED[kind][name]
     names = file_names(name) if isinstance(name, str) else []
+    # A workflow saved on Windows separates folders by backslashes.
+    names += [candidate.replace("\\", "/") for candidate in names if "\\" in candidate]
     if not names or not names[0].lower().endswith(SUFFIXES):
         raise InputError(f"{field}: got {name!r:.40}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
     # ComfyUI_ExtraModels kept transformers in checkpoints
@@ -131,12 +148,22 @@ def file_paths(kind: str) -> list[Path]:
 
 
 def find_folders(kind: str) -> dict[str, Path]:
-    """Return {name: path} of the models in ComfyUI's folders of that kind which are whole folders."""
+    """Return {name: path} of the whole models in ComfyUI's folders of that kind, at any depth.
+
+    Links are followed, as in ComfyUI's own DiffusersLoader, because a cache of the Hugging Face Hub consists of links.
+    The search stops at a model and at a link to a folder above.
+    """
     found: dict[str, Path] = {}
     for root in map(Path, folder_paths.get_folder_paths(kind)):
-        for pattern in MARKS[kind]:
-            for file in root.glob(pattern):
-                found.setdefault(file.parent.relative_to(root).as_posix(), file.parent)
+        for place, folders, files in os.walk(root, followlinks=True):
+            folder = Path(place)
+            above = {os.path.realpath(root / parent) for parent in folder.relative_to(root).parents}
+            is_model = folder != root and MARKS[kind] in files
+            if is_model:
+                found.setdefault(folder.relative_to(root).as_posix(), folder)
+            if is_model or os.path.realpath(folder) in above:
+                folders.clear()
+            folders[:] = [name for name in folders if not name.startswith(".")]
     return dict(sorted(found.items()))
 
 
@@ -151,7 +178,8 @@ def model_path(name: str) -> Path:
     Raises MissingFileError for a released folder that is not there, InputError for any other name.
     """
     name, names = present_name(name), list_models()
-    if name not in names:
+    listed = listed_name(name, names)
+    if listed is None:
         if isinstance(name, str) and name in DOWNLOADS:
             raise MissingFileError(
                 f"model: no folder {name!r} in models/diffusers; {where_to_get(name)}, or choose another"
@@ -160,7 +188,7 @@ def model_path(name: str) -> Path:
             f"model: got {name!r:.40}, expected one of {', '.join(names)}; "
             "put diffusers folders into models/diffusers and all-in-one files into models/checkpoints"
         )
-    return (find_folders("diffusers") | MODELS).get(name) or find_file("checkpoints", name, "model")
+    return (find_folders("diffusers") | MODELS).get(listed) or find_file("checkpoints", listed, "model")
 
 
 def model_paths() -> list[Path]:
@@ -181,12 +209,13 @@ def scorer_paths() -> list[Path]:
 def scorer_path(name: str) -> Path:
     """Return the folder that `name` of `list_scorers` means. Raises InputError for any other name."""
     name = present_name(name)
-    if name not in list_scorers():
+    listed = listed_name(name, list_scorers())
+    if listed is None:
         raise InputError(
             f"scorer_name: got {name!r:.40}, expected one of {', '.join(list_scorers())}; put the whole folder of a "
             "CLIP into models/clip_vision"
         )
-    return (find_folders("clip_vision") | BUNDLED["clip_vision"])[name]
+    return (find_folders("clip_vision") | BUNDLED["clip_vision"])[listed]
 
 
 def list_datasets() -> list[str]:

@@ -1,6 +1,7 @@
 """Files in ComfyUI's own folders, loaded by our nodes, draw what the bundled folder draws."""
 
 import json
+import shutil
 
 import layouts
 import pytest
@@ -226,8 +227,6 @@ def test_a_fp16_text_encoder_and_vae_run_wider(host, put, tokenizer):
 
 def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
     """As main.py reads the file at its start."""
-    import shutil
-
     import folder_paths
     from utils.extra_config import load_extra_path_config
 
@@ -247,6 +246,100 @@ def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
         folder_paths.folder_names_and_paths.update(kept)
         # the lists that core keeps name the folder, which pytest deletes
         folder_paths.filename_list_cache.clear()
+
+
+def options_of(host, node, field):
+    return host.nodes.NODE_CLASS_MAPPINGS[node].INPUT_TYPES()["required"][field][1]["options"]
+
+
+@pytest.mark.parametrize("place", ["sub", "author/model", "a b/c-d/e.f", "Efficient-Large-Model/Sana_600M_512px"])
+def test_a_file_is_found_by_the_name_that_a_workflow_from_windows_has(host, put, single_files, place):
+    """Of each kind, in folders of one, two and three levels, with separators of one system or of both."""
+    files = {"model": "diffusion_models", "clip": "text_encoders", "vae": "vae"}
+    for part, kind in files.items():
+        node, inputs = single_files[part]
+        ((field, name),) = inputs.items()
+        listed = put(kind, f"{place}/{name}", read_file(host.models / kind / name))
+        assert listed in options_of(host, node, field)
+        find = host.nodes.NODE_CLASS_MAPPINGS[node].find
+        expected = host.models / kind / listed
+        names = [listed, listed.replace("/", "\\"), listed.replace("/", "\\", 1)]
+        assert [find(name) for name in names] == [expected] * 3
+        with pytest.raises(FileNotFoundError, match="no file .*other"):
+            find(names[1].replace(name, f"other{name}"))
+
+
+def test_a_backslash_in_a_name_on_linux_is_part_of_the_name(host, put):
+    tensors = layouts.transformer().state_dict()
+    for name in ("a\\sana.safetensors", "a/sana.safetensors"):
+        put("diffusion_models", name, tensors)
+    find = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].find
+    assert find("a\\sana.safetensors").name == "a\\sana.safetensors"
+    assert find("a/sana.safetensors").name == "sana.safetensors"
+
+
+def test_a_backslash_leads_to_no_file_outside_the_folder(host, put):
+    put("vae", "secret.safetensors", layouts.autoencoder().state_dict())
+    find = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].find
+    for name in ("..\\vae\\secret.safetensors", "sub\\..\\..\\vae/secret.safetensors", "\\vae\\secret.safetensors"):
+        with pytest.raises(FileNotFoundError, match="no file"):
+            find(name)
+
+
+HUB = "models--Efficient-Large-Model--Sana_600M_512px_diffusers/snapshots/0123456789abcdef"
+
+
+@pytest.fixture
+def model_folder(host, checkpoint):
+    """A function that puts the bundled checkpoint at a place in models/diffusers, its files as links like the hub's."""
+    roots = []
+
+    def make(place):
+        roots.append(host.models / "diffusers" / place.split("/")[0])
+        blobs = roots[-1] / "blobs"
+        blobs.mkdir(parents=True)
+        for number, file in enumerate(file for file in sorted(checkpoint.rglob("*")) if file.is_file()):
+            shutil.copy(file, blobs / str(number))
+            link = host.models / "diffusers" / place / file.relative_to(checkpoint)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blobs / str(number))
+        return place
+
+    yield make
+    for root in roots:
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("place", ["one", "author/model", "a/b/c", "a/b/c/d/e", HUB, f"hub/{HUB}"])
+def test_a_model_folder_at_any_depth_is_listed_and_loads(host, model_folder, place):
+    model_folder(place)
+    assert place in options_of(host, "SanaNodesLoader", "model")
+    patcher = host.output_of("SanaNodesLoader", linked={"model": place.replace("/", "\\")})
+    assert patcher.model.model_config.text.startswith("SANA 2.3M, 128 px")
+    # ComfyUI's own loader lists the same name.
+    assert place in host.nodes.NODE_CLASS_MAPPINGS["DiffusersLoader"].INPUT_TYPES()["required"]["model_path"][0]
+
+
+def test_inside_of_a_model_and_around_a_circle_of_links_there_is_no_other_model(host, model_folder):
+    root = host.models / "diffusers"
+    model_folder("whole/model")
+    (root / "whole" / "model" / "transformer" / "model_index.json").write_text("{}")
+    (root / "whole" / "up").symlink_to(root / "whole", target_is_directory=True)
+    (root / "whole" / ".hidden").mkdir()
+    (root / "whole" / ".hidden" / "model_index.json").write_text("{}")
+    (root / "whole" / "gone").symlink_to(root / "nowhere", target_is_directory=True)
+    models = [name for name in options_of(host, "SanaNodesLoader", "model") if name.startswith("whole")]
+    assert models == ["whole/model"]
+
+
+def test_a_scorer_in_a_cache_of_the_hub_is_listed(host, clip):
+    place = "models--yuvalkirstain--PickScore_v1/snapshots/0123"
+    folder = host.models / "clip_vision" / place
+    shutil.copytree(clip, folder)
+    assert place in options_of(host, "SanaNodesScorerLoader", "scorer_name")
+    find = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesScorerLoader"].find
+    assert find(place) == find(place.replace("/", "\\")) == folder
+    shutil.rmtree(host.models / "clip_vision" / "models--yuvalkirstain--PickScore_v1")
 
 
 @pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
