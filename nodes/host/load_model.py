@@ -14,6 +14,7 @@ import torch
 from diffusers import SanaVideoTransformer3DModel
 
 from ...sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
+from ...sana_core.checkpoints.configs import hidden_width
 from ...sana_core.checkpoints.load import shift_of
 from ...sana_core.checkpoints.parts import find_transformer
 from ...sana_core.model.reference import AUTO, DIFFUSERS
@@ -56,7 +57,7 @@ class SanaConfig(comfy.supported_models_base.BASE):
         self.quant_config = {"mixed_ops": True} if info.quantised or form != OFF else None
         self.text = describe(info, resolution, form)
         # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
-        hidden = 2 * info.headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
+        hidden = 2 * hidden_width(info.headers)
         cell = cell_bytes(embedding, hidden) if is_video else 3 * hidden + 10 * inner
         self.memory_usage_factor = cell / (0.01 * 1024 * 1024)
 

@@ -83,17 +83,24 @@ def load_quantised(
 ) -> dict[str, torch.Tensor]:
     """Put quantised layers of `operations` into `module` and return the tensors that are left.
 
-    Raises CheckpointError for a format that ComfyUI does not know.
+    An embedding is dequantised, because ComfyUI computes with products of matrices alone in quantised formats. Raises
+    CheckpointError for a format that ComfyUI does not know, and for other quantised layers.
     """
     tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(info))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
         own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
         try:
             plain = module.get_submodule(name)
+            own = {key.removeprefix(f"{name}."): value for key, value in own.items()}
+            if isinstance(plain, torch.nn.Embedding):
+                table = operations.Linear(plain.embedding_dim, plain.num_embeddings, bias=False, device="cpu")
+                # Formats with blocks of scales pad the rows and the columns.
+                weight = fill_quantised(table, own).weight.dequantize()
+                tensors[f"{name}.weight"] = weight[: plain.num_embeddings, : plain.embedding_dim]
+                continue
             if not is_product(plain):
                 raise ValueError(f"a {type(plain).__name__}")
-            layer = linear_like(plain, operations)
-            fill_quantised(layer, {key.removeprefix(f"{name}."): value for key, value in own.items()})
+            layer = fill_quantised(linear_like(plain, operations), own)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{info.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "

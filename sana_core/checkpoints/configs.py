@@ -46,6 +46,14 @@ def architecture(headers: Headers) -> Architecture:
     )
 
 
+def hidden_width(headers: Headers) -> int:
+    """Return the channels between the convolutions of a feed-forward, which conv_depth has twice.
+
+    Formats of 4 bits pack two input channels of conv_point into a byte, but leave the 3x3 convolution as it is.
+    """
+    return headers["transformer_blocks.0.ff.conv_depth.weight"].shape[0] // 2
+
+
 def transformer_config(headers: Headers, resolution: int) -> Json:
     """Return SanaTransformer2DModel's configuration for a transformer or ControlNet with diffusers' names.
 
@@ -53,7 +61,6 @@ def transformer_config(headers: Headers, resolution: int) -> Json:
     """
     found = architecture(headers)
     caption = headers["caption_projection.linear_1.weight"]
-    hidden = headers["transformer_blocks.0.ff.conv_point.weight"].shape[1]
     return {
         "in_channels": headers["patch_embed.proj.weight"].shape[1],
         "out_channels": headers["patch_embed.proj.weight"].shape[1],
@@ -65,7 +72,7 @@ def transformer_config(headers: Headers, resolution: int) -> Json:
         "cross_attention_dim": found.width,
         # 4-bit formats pack two values into a byte
         "caption_channels": caption.shape[1] * (2 if caption.dtype == torch.uint8 else 1),
-        "mlp_ratio": hidden / found.width,
+        "mlp_ratio": hidden_width(headers) / found.width,
         "guidance_embeds": found.guidance_embeds,
         "qk_norm": "rms_norm_across_heads" if found.qk_norm else None,
         **resolution_config(resolution),
@@ -86,7 +93,7 @@ def video_config(headers: Headers) -> Json:
         "cross_attention_head_dim": VIDEO_HEAD_DIM,
         "cross_attention_dim": width,
         "caption_channels": headers["caption_projection.linear_1.weight"].shape[1],
-        "mlp_ratio": headers["transformer_blocks.0.ff.conv_point.weight"].shape[1] / width,
+        "mlp_ratio": hidden_width(headers) / width,
         "patch_size": tuple(patch),
     }
 
@@ -163,12 +170,17 @@ def stage_config(headers: Headers, stage: str, last: bool) -> tuple[str, int, in
     )
 
 
+def gemma_width(headers: Headers) -> int:
+    """Return the width of Gemma 2's hidden states, from a norm: 4-bit formats pack two columns of a matrix."""
+    return headers["layers.0.pre_feedforward_layernorm.weight"].shape[0]
+
+
 def gemma_config(headers: Headers) -> Json:
     """Return Gemma2Config's arguments for tensors with transformers' names; heads are 256 wide, as in 2B and 9B."""
     layer = "layers.0."
     return {
         "vocab_size": headers["embed_tokens.weight"].shape[0],
-        "hidden_size": headers["embed_tokens.weight"].shape[1],
+        "hidden_size": gemma_width(headers),
         "intermediate_size": headers[f"{layer}mlp.gate_proj.weight"].shape[0],
         "num_hidden_layers": count(headers, r"layers\.(\d+)\."),
         "num_attention_heads": headers[f"{layer}self_attn.q_proj.weight"].shape[0] // GEMMA_HEAD_DIM,

@@ -16,7 +16,7 @@ from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, 
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
-from .configs import Headers, architecture, autoencoder_name, resolution_config
+from .configs import Headers, architecture, autoencoder_name, gemma_width, resolution_config
 from .files import Json, brief, parse_json, read_json, shown
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
@@ -66,8 +66,8 @@ VIDEO_VAES = (
     ("diffusers", {"latents_mean", "decoder.conv_in.conv.weight", "decoder.mid_block.resnets.0.conv1.conv.weight"}),
     ("original", {"per_channel_statistics.mean-of-means", "decoder.conv_in.conv.weight"}),
 )
-# of the language model, and of ComfyUI's wrapper around it
-UNUSED_TEXT = ("lm_head.weight", "logit_scale")
+# The language model's head, with its scales if it is quantised, and a number of ComfyUI's wrapper.
+UNUSED_TEXT = ("lm_head.", "logit_scale")
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Hea
     if kind == "video_autoencoder":
         return "ltx-2" if "decoder.conv_in.conv.weight" in headers else "wan-2.1"
     if kind == "text_encoder":
-        width = headers["embed_tokens.weight"].shape[1]
+        width = gemma_width(headers)
         return GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")
     return foreign_model(stored) if kind == "other" else ""
 
@@ -329,7 +329,7 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
     for layout, known in VIDEO_VAES:
         if known <= names:
             return "video_autoencoder", layout, same
-    bare = {name.removeprefix("model."): Origin(name) for name in names.difference(UNUSED_TEXT)}
+    bare = {name.removeprefix("model."): Origin(name) for name in names if not name.startswith(UNUSED_TEXT)}
     # Gemma 3 has the same norms, and q_norm besides
     if "layers.0.pre_feedforward_layernorm.weight" in bare and "layers.0.self_attn.q_norm.weight" not in bare:
         return "text_encoder", "transformers", bare

@@ -33,6 +33,9 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# The scales of mxfp8. torch 2.6 does not have this dtype.
+if hasattr(torch, "float8_e8m0fnu"):
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 SAFETENSORS = (".safetensors", ".sft")
 PICKLED = (".pth",)
 SUFFIXES = SAFETENSORS + PICKLED

@@ -242,17 +242,20 @@ TELLING = {
     "transformer": {
         "patch_embed.proj.weight": 4,
         "caption_projection.linear_1.weight": 2,
+        "transformer_blocks.0.ff.conv_depth.weight": 4,
         "transformer_blocks.0.ff.conv_point.weight": 4,
     },
     "video_transformer": {
         "patch_embedding.weight": 5,
         "caption_projection.linear_1.weight": 2,
+        "transformer_blocks.0.ff.conv_depth.weight": 4,
         "transformer_blocks.0.ff.conv_point.weight": 4,
     },
     "autoencoder": {"decoder.conv_in.weight": 4},
     "video_autoencoder": {},
     "text_encoder": {
         "embed_tokens.weight": 2,
+        "layers.0.pre_feedforward_layernorm.weight": 1,
         "layers.0.mlp.gate_proj.weight": 2,
         "layers.0.self_attn.q_proj.weight": 2,
         "layers.0.self_attn.k_proj.weight": 2,

@@ -101,15 +101,49 @@ def test_a_picture_in_8_bits_is_nearly_the_picture(host, base_graph):
     assert 0 < (got - plain).abs().mean() < 0.01
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 def test_a_quantised_model_is_saved_and_read_again(load, form, tmp_path):
     patcher = load(form)
     tensors = patcher.model.diffusion_model.state_dict()
-    assert tensors[f"{FORWARD}.weight"].shape == (160, 400, 1, 1)
+    # mxfp8 pads to blocks of 32, nvfp4 packs two numbers into a byte
+    assert tensors[f"{FORWARD}.weight"].shape == (160, {"mxfp8": 416, "nvfp4": 200}.get(form, 400), 1, 1)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "saved.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(dict(patcher.model.diffusion_model.config)))
     again = load(path=tmp_path / "saved.safetensors")
     assert torch.equal(velocity(again), velocity(patcher))
+
+
+@pytest.mark.parametrize("form", ALL)
+@pytest.mark.parametrize("node", ["ModelSave", "CheckpointSave"])
+def test_what_core_saves_of_a_quantised_model_loads_again_with_the_same_estimate(host, load, put, form, node):
+    load(form)  # offers the formats of cards on this CPU
+    whole = {"clip": ["load", 1], "vae": ["load", 2]} if node == "CheckpointSave" else {}
+    graph = {
+        "load": ("SanaNodesLoader", {"model": "sana-tiny", "quantise": ["form", 0]}),
+        "form": ("AnyValue", {"value": form}),
+        "save": (node, {"model": ["load", 0], **whole, "filename_prefix": f"checkpoints/{form}"}),
+        "catch": ("Catch", {"value": ["load", 0], "name": "model"}),
+    }
+    patcher = host.run(graph)["model"]
+    (file,) = host.output.glob(f"checkpoints/{form}*.safetensors")
+    name = put("checkpoints" if whole else "diffusion_models", f"{form}.safetensors", read_file(file))
+    file.unlink()
+    loader = ("SanaNodesLoader", "model") if whole else ("SanaNodesModelLoader", "model_name")
+    again = host.output_of(loader[0], **{loader[1]: name})
+    assert torch.equal(velocity(again), velocity(patcher))
+    assert again.model.memory_usage_factor == patcher.model.memory_usage_factor
+    assert dict(again.model.diffusion_model.config) == dict(patcher.model.diffusion_model.config)
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_a_quantised_file_without_its_configuration_has_the_same_widths(load, host, put, form, tmp_path):
+    """A tool that quantised a released model writes no configuration."""
+    file = layouts.save(layouts.transformer().state_dict(), tmp_path / "plain.safetensors")
+    patcher = load(form, file)
+    put("diffusion_models", "bare.safetensors", patcher.model.diffusion_model.state_dict())
+    again = host.output_of("SanaNodesModelLoader", model_name="bare.safetensors")
+    assert again.model.diffusion_model.config.mlp_ratio == 2.5
+    assert again.model.memory_usage_factor == patcher.model.memory_usage_factor
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8"])

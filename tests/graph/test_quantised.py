@@ -6,6 +6,7 @@ import re
 import layouts
 import pytest
 import torch
+from fake_cuda import pack
 from in_process import NodeError
 from loading import check_forward
 
@@ -45,13 +46,16 @@ def test_products_of_the_command_line_are_no_farther_off_than_comfyui_s(host, sc
     assert error < 0.05 and error < allowed * (1 if scale == 1 else 0.5)
 
 
-def in_fp8(model, form, prefix=""):
-    """Bring a model's matrices to fp8; return the tensors of a file that says so in that form, and its metadata."""
+def in_fp8(model, form, prefix="", plain="embed|norm|caption|time|proj_out"):
+    """Bring a model's matrices to fp8; return the tensors of a file that says so in that form, and its metadata.
+
+    Layers whose name matches `plain` stay as they are.
+    """
     tensors, layers = {}, {}
     for name, value in model.state_dict().items():
         layer, _, leaf = name.rpartition(".")
         tensors[prefix + name] = value
-        if leaf == "weight" and value.ndim == 2 and not re.search("embed|norm|caption|time|proj_out", name):
+        if leaf == "weight" and value.ndim == 2 and not re.search(plain, name):
             scale = value.float().abs().max() / 448
             tensors[prefix + name] = (value.float() / scale).to(torch.float8_e4m3fn)
             model.get_parameter(name).data = tensors[prefix + name].float() * scale
@@ -85,11 +89,12 @@ def test_a_quantised_format_that_core_does_not_know_is_named(host, put):
         host.output_of("SanaNodesModelLoader", model_name="sana_int4.safetensors")
 
 
-@pytest.mark.parametrize("form", ["scaled_fp8", "metadata"])
-def test_a_quantised_text_encoder_is_read(host, put, tokenizer, form):
-    """Comfy-Org's fp8 files of Gemma 2, whose names begin with model."""
+@pytest.mark.parametrize("plain", ["norm", "norm|embed", "norm|mlp"])
+@pytest.mark.parametrize("form", ["comfy_quant", "scaled_fp8", "metadata"])
+def test_a_quantised_text_encoder_is_read(host, put, tokenizer, form, plain):
+    """Comfy-Org's fp8 files of Gemma 2, whose names begin with model. and whose embedding is quantised, too."""
     model = layouts.gemma(vocabulary=750)
-    tensors, metadata = in_fp8(model, form, "model.")
+    tensors, metadata = in_fp8(model, form, "model.", plain)
     put("text_encoders", "gemma_fp8.safetensors", {**tensors, **tokenizer}, **metadata)
     graph = {
         "load": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma_fp8.safetensors"}),
@@ -98,13 +103,56 @@ def test_a_quantised_text_encoder_is_read(host, put, tokenizer, form):
         "catch text": ("Catch", {"value": ["text", 0], "name": "text"}),
     }
     got = host.run(graph)
-    assert got["clip"].cond_stage_model.gemma.layers[1].mlp.up_proj.quant_format == "float8_e4m3fn"
+    gemma = got["clip"].cond_stage_model.gemma
+    assert gemma.layers[1].self_attn.q_proj.quant_format == "float8_e4m3fn"
+    assert torch.equal(gemma.embed_tokens.weight.float(), model.embed_tokens.weight.float())
     ids = [pair[0] for pair in got["clip"].tokenize("a red circle", instruction=False)["gemma2_2b"][0]]
     with torch.no_grad():
         mask = torch.tensor([ids]).ne(0).long()
         expected = model.float()(torch.tensor([ids]), attention_mask=mask).last_hidden_state
     kept = mask.bool()
     torch.testing.assert_close(got["text"][0][0][kept], expected[kept], atol=1e-2, rtol=0)
+
+
+def in_format(weight, name):
+    """The tensors of a layer with `weight` as ComfyUI stores it in a format of `quantise`, and the dequantised weight."""
+    import comfy.quant_ops
+
+    algorithm, options = pack("nodes.host.quantise").FORMATS[name]
+    form = {"format": algorithm}
+    if options.get("convrot"):
+        form |= {"convrot": True, "convrot_groupsize": 64}
+    if name in ("mxfp8", "nvfp4"):
+        # A CPU rounds these formats at random only.
+        options = {**options, "stochastic_rounding": 1}
+    layout = comfy.quant_ops.QUANT_ALGOS[algorithm]["comfy_tensor_layout"]
+    options = options | {key: value for key, value in form.items() if key != "format"}
+    quantised = comfy.quant_ops.QuantizedTensor.from_float(weight, layout, **options)
+    comfy_quant = torch.tensor(list(json.dumps(form).encode()), dtype=torch.uint8)
+    return {**quantised.state_dict("weight"), "comfy_quant": comfy_quant}, quantised.dequantize()
+
+
+FORMATS = ("fp8", "int8", "int8_convrot", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("inner", ["", "model."])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_embedding_and_a_head_in_any_format_are_read(host, put, tokenizer, name, inner):
+    """A language model's file has its head, too, which nothing here uses."""
+    model = layouts.gemma(vocabulary=750)
+    tensors = {f"{inner}{key}": value for key, value in model.state_dict().items()}
+    own, expected = in_format(tensors.pop(f"{inner}embed_tokens.weight"), name)
+    tensors |= {
+        f"{layer}.{key}": value.clone() for layer in (f"{inner}embed_tokens", "lm_head") for key, value in own.items()
+    }
+    put("text_encoders", "gemma_quantised.safetensors", {**tensors, **tokenizer, "logit_scale": torch.ones(())})
+    clip = host.output_of("SanaNodesTextEncoderLoader", text_encoder_name="gemma_quantised.safetensors")
+    embedding = clip.cond_stage_model.gemma.embed_tokens
+    assert clip.cond_stage_model.gemma.config.hidden_size == layouts.CAPTION
+    torch.testing.assert_close(embedding.weight[:750].float(), expected.float(), atol=0, rtol=2**-7)
+    assert not embedding.weight[750:].any()
+    with torch.inference_mode():
+        assert pack("nodes.host.clip").encode(clip, "a red circle", True)[0][0][0].isfinite().all()
 
 
 def test_int8_layers_are_read(host, put):
