@@ -191,7 +191,11 @@ def read_file(file: Path, names: Collection[str] | None = None, half: bool = Fal
     """
     if file.suffix.lower() in PICKLED:
         tensors = read_pickled(file, mapped=False)
-        return {name: exact_half(tensor) for name, tensor in tensors.items()} if half else tensors
+        if half:
+            # One at a time, so that a float32 tensor is freed before the next one is converted.
+            for name in tensors:
+                tensors[name] = exact_half(tensors[name])
+        return tensors
     headers = read_header(file).headers
     tensors = {}
     with opened(file) as (stream, size):

@@ -115,7 +115,7 @@ def test_a_quantised_text_encoder_is_read(host, put, tokenizer, form, plain):
 
 
 def in_format(weight, name):
-    """The tensors of a layer with `weight` as ComfyUI stores it in a format of `quantise`, and the dequantised weight."""
+    """The tensors of a layer with `weight` in a format of `quantise`, and the dequantised weight."""
     import comfy.quant_ops
 
     algorithm, options = pack("nodes.host.quantise").FORMATS[name]

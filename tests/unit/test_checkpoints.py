@@ -346,6 +346,24 @@ def test_a_file_and_its_converted_tensors_are_never_in_memory_at_the_same_time(t
     assert all(torch.equal(tensors[name].float(), exact[name]) for name in exact)
 
 
+def test_a_pth_in_float32_is_converted_one_tensor_after_the_other(tmp_path, monkeypatch):
+    """Otherwise the whole file and its half are in memory at the same time."""
+    weights = {f"{index}": torch.randn(256, 1024).bfloat16().float() for index in range(20)}
+    torch.save({"state_dict": weights}, tmp_path / "model.pth")
+    convert, references, alive = headers.exact_half, [], []
+
+    def exact_half(tensor):
+        alive.append(sum(reference() is not None for reference in references))
+        references.append(weakref.ref(tensor))
+        return convert(tensor)
+
+    monkeypatch.setattr(headers, "exact_half", exact_half)
+    tensors = read_file(tmp_path / "model.pth", half=True)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert all(torch.equal(tensors[name].float(), weights[name]) for name in weights)
+    assert len(alive) == 20 and max(alive) <= 1
+
+
 def test_fill_drops_each_tensor_once_it_is_converted():
     tensors = {f"{index}.weight": torch.randn(512, 512) for index in range(16)}
     with torch.device("meta"):
