@@ -1,6 +1,7 @@
 """Model files to MODEL, CLIP and VAE."""
 
 from inspect import cleandoc
+from pathlib import Path
 
 from comfy_api.latest import io
 
@@ -78,8 +79,16 @@ def load_whole(
 
     path = model_path(name)
     patcher = load_model(path, weight_dtype, resolution, reference, quantise)
-    show_under_node(model_text(patcher), node_id)
+    show_under_node("\n".join([model_text(patcher), *notes_on(path, reference)]), node_id)
     return io.NodeOutput(patcher, load_clip(path, reference), load_vae(path))
+
+
+def notes_on(path: Path, reference: str = AUTO) -> list[str]:
+    """Return lines for the user on the checkpoint at `path`; `reference` is whose reading of prompts is followed."""
+    from ..sana_core.checkpoints import inspect_checkpoint
+    from ..sana_core.checkpoints.notes import checkpoint_notes
+
+    return checkpoint_notes(inspect_checkpoint(path), reference)
 
 
 class FileNode:
@@ -222,8 +231,9 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
         from .host.load_model import load_model, model_text
         from .host.report import show_under_node
 
-        model = load_model(cls.find(model_name), weight_dtype, pixels(resolution), reference, quantise)
-        show_under_node(model_text(model), cls.hidden.unique_id)
+        path = cls.find(model_name)
+        model = load_model(path, weight_dtype, pixels(resolution), reference, quantise)
+        show_under_node("\n".join([model_text(model), *notes_on(path)]), cls.hidden.unique_id)
         return io.NodeOutput(model)
 
 
@@ -231,7 +241,8 @@ class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
     """
     Loads SANA's text encoder, Gemma-2-2b-it, from one file with its tokenizer inside or from a downloaded folder.
 
-    The gemma_2_2b file that other models use works. ComfyUI's CLIPLoader with type pixeldit gives nearly the same.
+    Take gemma_2_2b_it_elm_bf16: gemma_2_2b_fp16 of Lumina 2 is another Gemma. ComfyUI's CLIPLoader with type pixeldit
+    gives nearly the same.
     """
 
     field, kind = "text_encoder_name", "text_encoders"
@@ -255,13 +266,19 @@ class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
                 ),
             ],
             outputs=[io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, text_encoder_name: str, reference: str = AUTO) -> io.NodeOutput:
         from .host.clip import load_clip
+        from .host.report import show_under_node
 
-        return io.NodeOutput(load_clip(cls.find(text_encoder_name), reference))
+        path = cls.find(text_encoder_name)
+        clip = load_clip(path, reference)
+        if notes := notes_on(path, reference):
+            show_under_node("\n".join(notes), cls.hidden.unique_id)
+        return io.NodeOutput(clip)
 
 
 class SanaNodesVAELoader(FileNode, io.ComfyNode):
@@ -283,13 +300,19 @@ class SanaNodesVAELoader(FileNode, io.ComfyNode):
             search_aliases=["dc-ae", "sana vae", "load dc-ae", "dc-ae-lite"],
             inputs=[cls.file_input()],
             outputs=[io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
+        from .host.report import show_under_node
         from .host.vae import load_vae
 
-        return io.NodeOutput(load_vae(cls.find(vae_name)))
+        path = cls.find(vae_name)
+        vae = load_vae(path)
+        if notes := notes_on(path):
+            show_under_node("\n".join(notes), cls.hidden.unique_id)
+        return io.NodeOutput(vae)
 
 
 NODES = [SanaNodesLoader, SanaNodesModelLoader, SanaNodesTextEncoderLoader, SanaNodesVAELoader]

@@ -10,14 +10,17 @@ import torch
 from ..model.known_models import (
     CROSS_HEADS,
     DC_AE_SCALE,
+    DEFAULT_RESOLUTION,
     GEMMA_HEAD_DIM,
+    GEMMA_WIDTHS,
     HEAD_DIM,
     POSITIONED,
     VIDEO_HEAD_DIM,
+    WIDTHS,
     Architecture,
 )
 from ..model.latents import DOWNSCALE
-from .files import Json
+from .files import Json, brief
 from .headers import Header
 
 Headers = Mapping[str, Header]
@@ -77,6 +80,35 @@ def transformer_config(headers: Headers, resolution: int) -> Json:
         "qk_norm": "rms_norm_across_heads" if found.qk_norm else None,
         **resolution_config(resolution),
     }
+
+
+def contradiction(kind: str, headers: Headers, config: Json) -> str:
+    """Return where the tensors of a released model contradict `config`, "" if they agree.
+
+    Only known widths are compared, because weights of other widths do not determine the number of attention heads.
+    """
+    pairs: dict[str, tuple[object, object]] = {}
+    if kind in ("transformer", "controlnet") and architecture(headers).width in CROSS_HEADS:
+        shapes = transformer_config(headers, DEFAULT_RESOLUTION)
+        fields = ["num_layers", "num_attention_heads", "attention_head_dim", "caption_channels"]
+        pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
+        if kind == "transformer":
+            flags = ("qk_norm", "guidance_embeds")
+            pairs |= {field: (config.get(field) or None, shapes[field] or None) for field in flags}
+    elif kind == "text_encoder" and gemma_width(headers) in GEMMA_WIDTHS:
+        shapes = gemma_config(headers)
+        fields = ["hidden_size", "num_hidden_layers", "intermediate_size"]
+        pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
+    elif kind == "autoencoder":
+        shapes = autoencoder_config(headers)
+        if tuple(shapes.get("encoder_block_out_channels", ())) == WIDTHS:
+            fields = ["latent_channels", "encoder_layers_per_block", "decoder_layers_per_block"]
+            pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
+    for field, (stated, actual) in pairs.items():
+        # JSON has lists where shapes give tuples.
+        if stated != (list(actual) if isinstance(actual, tuple) else actual):
+            return f"{field} {brief(stated)}, the file has {brief(actual)}"
+    return ""
 
 
 def video_config(headers: Headers) -> Json:

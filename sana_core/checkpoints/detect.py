@@ -16,7 +16,7 @@ from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, 
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
-from .configs import Headers, architecture, autoencoder_name, gemma_width, resolution_config
+from .configs import Headers, architecture, autoencoder_name, contradiction, gemma_width, resolution_config
 from .files import Json, brief, parse_json, read_json, shown
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
@@ -51,6 +51,7 @@ LORA = re.compile(r"[._](lora_[AB]|lora_(down|up)|lokr_w[12].*|hada_w[12]_[ab]|d
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}$")
 NAMED = {str(pixels): pixels for pixels in RESOLUTIONS} | {f"{pixels // 1024}k": pixels for pixels in RESOLUTIONS[1:]}
 NAMED_RESOLUTION = re.compile(rf"(?<![0-9a-z])({'|'.join(NAMED)})(?=px|[^0-9a-z]|$)", re.IGNORECASE)
+RESOLUTION_WITH_UNIT = re.compile(r"(?<![0-9a-z])(?:(512|1024|2048|4096)px|[124]k(px)?)(?![0-9a-z])", re.IGNORECASE)
 CLASSES = {
     "transformer": ("SanaTransformer2DModel",),
     "video_transformer": ("SanaVideoTransformer3DModel",),
@@ -90,6 +91,7 @@ class CheckpointInfo:
     weights: Weights = field(default=Weights({}, {}), repr=False)
     parts: tuple[CheckpointInfo, ...] = ()
     reference: str = ""  # a name in RULES: whose arithmetic it follows, or reading of prompts it was saved with
+    notes: tuple[str, ...] = ()  # lines for the user: where a config.json was not followed
 
     @property
     def name(self) -> str:
@@ -142,8 +144,8 @@ def inspect_file(file: Path) -> CheckpointInfo:
     index = find_index(file)
     weights = read_sharded(index) if index else read_header(file)
     groups = components(weights.headers)
-    config = own_config(file, weights)
-    parts = [recognise(file, names, weights, config) for names in groups]
+    config, is_beside = own_config(file, weights)
+    parts = [recognise(file, names, weights, config, is_beside) for names in groups]
     known = [part for part in parts if part.kind != "other"]
     if len(known) == 1 or not known:
         return (known or parts)[0]
@@ -205,20 +207,26 @@ def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointIn
     )
 
 
-def own_config(file: Path, weights: Weights) -> Json | None:
-    """Return the configuration in the file's metadata or beside it, None if there is none.
+def own_config(file: Path, weights: Weights) -> tuple[Json | None, bool]:
+    """Return the configuration in the file's metadata or beside it, None if there is none, and whether it is beside.
 
     Raises CheckpointError for one that is no JSON object, MissingFileError for a link to nowhere, and ReadError.
     """
     if "config" in weights.metadata:
-        return parse_json(weights.metadata["config"], f"{shown(file)}: its config")
+        return parse_json(weights.metadata["config"], f"{shown(file)}: its config"), False
     beside = file.with_name("config.json")
     # a link to nowhere is not "none"
-    return read_json(beside) if beside.exists() or beside.is_symlink() else None
+    return (read_json(beside) if beside.exists() or beside.is_symlink() else None), True
 
 
-def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json | None) -> CheckpointInfo:
-    """Return what the tensors are that `names` {name without prefix: name in the file} holds."""
+def recognise(
+    file: Path, names: dict[str, str], weights: Weights, config: Json | None, is_beside: bool
+) -> CheckpointInfo:
+    """Return what the tensors are that `names` {name without prefix: name in the file} holds.
+
+    `config` is the configuration in the file, or beside it. A config.json in a folder of several models may be of
+    another one, so the file's own evidence comes before it.
+    """
     stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
     kind, layout, origins = classify(set(stored))
     origins = {target: Origin(names[o.name], o.part, o.parts) for target, o in origins.items()}
@@ -234,8 +242,14 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         content = tensor_bytes(weights, names[SAVED_CONFIG], LARGEST_CONFIG, "a configuration")
         saved = parse_json(content, f"{shown(file)}: {brief(names[SAVED_CONFIG])}")
     config = next((each for each in (saved, (config or {}).get(kind), config) if is_config_of(each, kind)), None)
+    notes = []
+    is_beside = is_beside and saved is None
     if config is not None:
         config = check_config(shown(file), kind, config)
+        difference = contradiction(kind, headers, config) if is_beside else ""
+        if difference:
+            notes.append(f"{shown(file)}: config.json beside it is of another model ({difference}) and is ignored")
+            config = None
     variant, resolution, source, reference = variant_of(file, kind, headers, stored), None, "", ""
     if config is not None and config.get("reference") in tuple(RULES):
         # written by convert, and by ComfyUI's nodes that save
@@ -243,13 +257,22 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     elif kind in (*TRANSFORMERS, "controlnet"):
         reference = NVIDIA if layout == "original" else DIFFUSERS
     if kind in ("transformer", "controlnet"):
-        resolution, source = find_resolution(file, config, stored.get("pos_embed"))
+        positions = stored.get("pos_embed")
+        resolution, source = find_resolution(file, config, positions)
+        evidence = own_resolution(file, positions) if is_beside and source == "config" else None
+        if config is not None and evidence is not None and evidence[0] != resolution:
+            notes.append(
+                f"{shown(file)}: {evidence[0]} px by its {evidence[1]}; config.json beside it has {resolution} px and "
+                "is not followed in this"
+            )
+            resolution, source = evidence
+            config = {**config, **resolution_config(resolution)}
         if config is not None and "sample_size" in config and "interpolation_scale" not in config:
             # configurations older than the argument
             config = {**config, **resolution_config(resolution)}
     dtype, size = sizes.most_common(1)[0][0] if sizes else torch.float32, sum(sizes.values())
     found = (file, kind, variant, layout, dtype, size, resolution, source, config, headers, origins, weights)
-    return CheckpointInfo(*found, reference=reference)
+    return CheckpointInfo(*found, reference=reference, notes=tuple(notes))
 
 
 def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Header]) -> str:
@@ -365,13 +388,12 @@ def part_header(name: str, header: Header, origin: Origin) -> Header:
     return header._replace(shape=(first // origin.parts, *rest))
 
 
-def find_resolution(file: Path, config: Json | None, positions: Header | None) -> tuple[int, str]:
-    """Return the size in pixels that the model was trained at, and what told it. Raises CheckpointError.
+def own_resolution(file: Path, positions: Header | None) -> tuple[int, str] | None:
+    """Return the resolution in pixels that the position embedding or the file's name states, and which of them did.
 
-    NVIDIA's files carry a position embedding of that many latent cells, read or not; diffusers' carry none.
+    A number in a name counts with its unit alone, as in 512px or 4Kpx: others are steps or dates. Raises
+    CheckpointError for a position embedding of another shape.
     """
-    if config is not None and "sample_size" in config:
-        return DOWNSCALE * config["sample_size"], "config"
     if positions is not None:
         side = isqrt(positions.shape[1]) if len(positions.shape) == 3 else 0
         if not 0 < side <= MOST_CELLS:
@@ -380,6 +402,21 @@ def find_resolution(file: Path, config: Json | None, positions: Header | None) -
                 "use another file"
             )
         return DOWNSCALE * side, "position embedding"
+    matches = [match[0].lower() for match in RESOLUTION_WITH_UNIT.finditer(file.stem)]
+    stated = {NAMED[match.removesuffix("px")] for match in matches}
+    return (stated.pop(), "file name") if len(stated) == 1 else None
+
+
+def find_resolution(file: Path, config: Json | None, positions: Header | None) -> tuple[int, str]:
+    """Return the size in pixels that the model was trained at, and what told it. Raises CheckpointError.
+
+    NVIDIA's files carry a position embedding of that many latent cells, read or not; diffusers' carry none.
+    """
+    if config is not None and "sample_size" in config:
+        return DOWNSCALE * config["sample_size"], "config"
+    evidence = own_resolution(file, positions)
+    if evidence is not None:
+        return evidence
     for name in (file.stem, file.parent.name, file.parent.parent.name):
         found = NAMED_RESOLUTION.search(name)
         if found:

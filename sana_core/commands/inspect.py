@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
+from ..checkpoints.notes import checkpoint_notes
 from ..checkpoints.parts import describe
 
 EXAMPLE = """example:
@@ -23,6 +24,8 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"{path}: {sentence(info)}\n")
         for part in info.parts:
             sys.stdout.write(f"  {sentence(part)}\n")
+        for note in checkpoint_notes(info):
+            sys.stdout.write(f"  {note}\n")
 
 
 def sentence(info: CheckpointInfo) -> str:

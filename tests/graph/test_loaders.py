@@ -379,3 +379,20 @@ def test_names_of_the_model_that_was_bundled_before_draw_with_that_of_today(host
         return host.run(graph)["image"]
 
     assert torch.equal(drawn("sana-scenes"), drawn("sana-posters"))
+
+
+def test_what_a_checkpoint_s_notes_say_is_under_each_loader(host, put, told, tokenizer):
+    """A whole diffusers folder reads prompts otherwise, and a 4K file lies beside the config.json of a 1K model."""
+    host.output_of("SanaNodesLoader", model="sana-tiny")
+    assert "prompts: read in lower case" in told[-1][1] and told[-1][1].startswith("SANA 2.3M")
+    put("diffusion_models", "shared/Sana_4Kpx.safetensors", layouts.transformer(resolution=4096).state_dict())
+    config = host.models / "diffusion_models" / "shared" / "config.json"
+    config.write_text(layouts.with_config(layouts.transformer()))
+    patcher = host.output_of("SanaNodesModelLoader", model_name="shared/Sana_4Kpx.safetensors")
+    config.unlink()
+    assert patcher.model.model_sampling.shift == 6.0
+    assert "config.json beside it has 1024 px" in told[-1][1]
+    gemma = {**layouts.gemma(vocabulary=750).state_dict(), **tokenizer}
+    put("text_encoders", "gemma.safetensors", gemma)
+    host.output_of("SanaNodesTextEncoderLoader", text_encoder_name="gemma.safetensors", reference="diffusers")
+    assert "prompts: read in lower case" in told[-1][1]

@@ -18,10 +18,10 @@ def as_tensor(content):
 
 @pytest.fixture
 def single_file(tmp_path, spiece):
-    """What users of other models have: Gemma 2 in one file, fp16, its tokenizer inside."""
+    """Gemma 2 in one file, its tokenizer inside, as ComfyUI's own encoders are."""
     model = layouts.gemma(vocabulary=600)
     tensors = {f"model.{key}": value.half() for key, value in model.state_dict().items()}
-    return layouts.save({**tensors, "spiece_model": as_tensor(spiece)}, tmp_path / "gemma_2_2b_fp16.safetensors")
+    return layouts.save({**tensors, "spiece_model": as_tensor(spiece)}, tmp_path / "gemma_2_2b_it_elm_fp16.safetensors")
 
 
 def test_a_single_file_carries_its_tokenizer(single_file, spiece):
