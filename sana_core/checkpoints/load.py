@@ -17,6 +17,7 @@ from ..model.known_models import (
     CROSS_HEADS,
     DC_AE_SCALE,
     DEFAULT_RESOLUTION,
+    DEFAULTS,
     VIDEO_HEAD_DIM,
     VIDEO_LAYERS,
     TransformerConfig,
@@ -38,7 +39,8 @@ from .configs import (
 from .detect import CLASSES, SCALES, TOKENIZERS, CheckpointInfo, follow, inspect_checkpoint
 from .files import INCOMPLETE, Json, brief
 from .headers import Reader, read_file, read_tensors
-from .parts import FOLDERS, TRANSFORMERS, find_part, find_transformer
+from .parts import TRANSFORMERS, find_part, find_transformer
+from .schedulers import scheduler_file, scheduler_of
 from .schemas import read_shift
 from .tokenizer import load_tokenizer
 
@@ -51,7 +53,7 @@ COMPARED = 2**20
 MOST_VIDEO_LAYERS = 64
 VIDEO_KINDS = ("video_transformer", "video_autoencoder")
 # in a configuration, what is not the library's
-OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview")
+OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview", "sampler")
 
 # Held by the thread that constructs a module with empty parameters.
 CONSTRUCTION = threading.Lock()
@@ -179,6 +181,8 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
             module.base_block = copy.deepcopy(module.transformer_blocks[0])
     if info.kind != "autoencoder":
         set_reference(module, info.reference)
+    if info.kind == "transformer" and (sampler := scheduler_of(info).sampler) != DEFAULTS.sampler:
+        module.register_to_config(sampler=sampler)
     return module
 
 
@@ -220,10 +224,8 @@ def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str
     released = own if reference == AUTO else released_shift(part.variant, pixels, reference)
     if resolution is not None or released != own:
         return released
-    folder = part.path.absolute().parent
-    file = folder.parent / "scheduler" / "scheduler_config.json"
-    beside = folder.name == FOLDERS["transformer"] and file.exists()
-    stated = read_shift(file) if beside else recorded(part, "flow_shift")
+    file = scheduler_file(part)
+    stated = recorded(part, "flow_shift") if file is None else read_shift(file)
     return released if stated is None else float(stated)
 
 

@@ -11,6 +11,7 @@ from .detect import CheckpointInfo
 from .downloads import GEMMA
 from .headers import PICKLED, map_file, read_file, read_tensors
 from .load import text_reference
+from .schedulers import scheduler_notes
 
 BASE_NAME = re.compile(r"gemma[-_. ]?2[-_. ]2b", re.IGNORECASE)
 TUNED_NAME = re.compile(r"(?<![a-z])(it|instruct|elm)(?![a-z])", re.IGNORECASE)
@@ -24,6 +25,8 @@ def checkpoint_notes(info: CheckpointInfo, reference: str = AUTO) -> list[str]:
     lines: list[str] = []
     for part in info.parts or (info,):
         lines += part.notes
+        if part.kind == "transformer":
+            lines += scheduler_notes(part)
         if part.kind == "text_encoder":
             lines += base_gemma_notes(part)
             if RULES[text_reference(info, reference)].lower_case:

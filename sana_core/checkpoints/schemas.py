@@ -110,6 +110,7 @@ TRANSFORMER = {
     # what a saved MODEL adds to the library's
     "flow_shift": number(*SHIFTS),
     "latent_scale": FACTOR,
+    "sampler": lambda value: value in ("flow_euler", "flow_dpmpp_1", "flow_dpmpp_2m", "flow_dpmpp_3m"),
     "preview": lambda value: type(value) is dict and are_colours(value.get("rgb_factors"), value.get("rgb_bias")),
 }
 VIDEO = TRANSFORMER | {

@@ -274,7 +274,10 @@ def model_defaults(config: TransformerConfig) -> Defaults:
     """Return the defaults of the transformer with `config`: SANA-Video's, SANA-Sprint's or SANA's."""
     if is_video(config):
         return VIDEO_DEFAULTS
-    return SPRINT_DEFAULTS if config.guidance_embeds else DEFAULTS
+    if config.guidance_embeds:
+        return SPRINT_DEFAULTS
+    # Set where a folder's scheduler is another one than SANA's usual one.
+    return DEFAULTS._replace(sampler=getattr(config, "sampler", DEFAULTS.sampler))
 
 
 def read_size(size: object) -> int:

@@ -1,0 +1,90 @@
+"""The scheduler that a diffusers folder was saved with: the sampler of this package that it is, and what differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..model.known_models import DEFAULTS
+from .files import Json, brief, read_json
+from .parts import FOLDERS
+
+if TYPE_CHECKING:
+    from .detect import CheckpointInfo
+
+EULER, DPM_SOLVER = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"
+ORDERS = {1: "flow_dpmpp_1", 2: "flow_dpmpp_2m", 3: "flow_dpmpp_3m"}
+# For each class, the settings that this package computes with. Without a setting, diffusers has the same value.
+SIGMAS: Json = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
+SIGMAS |= {"use_dynamic_shifting": False, "num_train_timesteps": 1000}
+FOLLOWED: dict[str, Json] = {
+    EULER: SIGMAS | {"shift_terminal": None, "invert_sigmas": False, "stochastic_sampling": False},
+    DPM_SOLVER: SIGMAS
+    | {
+        "algorithm_type": "dpmsolver++",
+        "solver_type": "midpoint",
+        "final_sigmas_type": "zero",
+        "lower_order_final": True,
+        "euler_at_final": False,
+        "thresholding": False,
+        "use_lu_lambdas": False,
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+    },
+}
+
+
+class Scheduler(NamedTuple):
+    """What was found in a folder's scheduler."""
+
+    sampler: str  # a name in SAMPLERS
+    unknown: tuple[str, ...] = ()  # settings that this package does not have, as "name value"
+
+
+def scheduler_file(info: CheckpointInfo) -> Path | None:
+    """Return the scheduler's configuration in the diffusers folder of the transformer `info`, None if there is none."""
+    folder = info.path.absolute().parent
+    file = folder.parent / "scheduler" / "scheduler_config.json"
+    return file if folder.name == FOLDERS["transformer"] and file.exists() else None
+
+
+def scheduler_of(info: CheckpointInfo) -> Scheduler:
+    """Return the scheduler of the image transformer `info`: of its folder, or of the MODEL that was saved.
+
+    Raises CheckpointError for a configuration that is no JSON object, ReadError where the disk refuses.
+    """
+    file = scheduler_file(info)
+    if file is None:
+        saved = info.config.get("sampler") if info.config else None
+        return Scheduler(saved or DEFAULTS.sampler)
+    config = read_json(file)
+    name = config.get("_class_name", DPM_SOLVER)
+    if name == "SCMScheduler":  # SANA-Sprint is sampled with it in any case
+        return Scheduler(DEFAULTS.sampler)
+    if not isinstance(name, str) or name not in FOLLOWED:
+        return Scheduler(DEFAULTS.sampler, (brief(name),))
+    order = config.get("solver_order", 2)
+    known_order = type(order) is int and order in ORDERS
+    sampler = "flow_euler" if name == EULER else ORDERS[order] if known_order else DEFAULTS.sampler
+    unknown = [
+        f"{field} {brief(config[field])}"
+        for field, value in FOLLOWED[name].items()
+        if config.get(field, value) != value
+    ]
+    if name == DPM_SOLVER and not known_order:
+        unknown.append(f"solver_order {brief(order)}")
+    # Only steps of order 2 come in two types.
+    if sampler != "flow_dpmpp_2m":
+        unknown = [setting for setting in unknown if not setting.startswith("solver_type ")]
+    return Scheduler(sampler, tuple(unknown))
+
+
+def scheduler_notes(info: CheckpointInfo) -> list[str]:
+    """Return lines for the user where the scheduler of the image transformer `info` is not SANA's usual one."""
+    sampler, unknown = scheduler_of(info)
+    lines = []
+    if sampler != DEFAULTS.sampler:
+        lines.append(f"scheduler: saved with {sampler}; choose that sampler, or switch model_defaults on")
+    if unknown:
+        lines.append(f"scheduler: {', '.join(unknown)} not available; images differ from diffusers' images")
+    return lines
