@@ -106,7 +106,7 @@ class SanaNodesSampler(io.ComfyNode):
 
         check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
         if model_defaults:
-            sampler, steps, guidance = defaults_of(model)
+            sampler, steps, guidance = defaults_of(model, latent_image)
         # widgets check their range, links do not
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)

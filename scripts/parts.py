@@ -202,7 +202,8 @@ def video_nodes(first_image: Link) -> dict[str, Node]:
         "empty": Node(
             "SanaNodesVideoLatent", {"model": INSIDE[0], "vae": INSIDE[2], "first_image": first_image, **size}
         ),
-        "sampler": sampler(("empty", 0), steps=50, guidance=6.0),
+        # The model's defaults sample by Euler if the video begins with an image.
+        "sampler": sampler(("empty", 0), steps=50, guidance=6.0, model_defaults=True),
         "decode": Node("VAEDecode", {"samples": ("sampler", 0), "vae": INSIDE[2]}),
         "video": Node("CreateVideo", {"images": ("decode", 0), "fps": 16.0}),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from diffusers import FlowMatchEulerDiscreteScheduler
 from nvidia import Tensors, cross_attention, embed_scalar, project, random_file, rms
 
 
@@ -110,3 +111,37 @@ def forward(
     # NVIDIA's unpatchify: the channels of an output token stand row, column, channel
     out = out.view(batch, *size, patch, patch, channels)
     return torch.einsum("nthwpqc->ncthpwq", out).reshape(x.shape)
+
+
+@torch.no_grad()
+def image_to_video(
+    tensors: Tensors,
+    noise: torch.Tensor,
+    first: torch.Tensor,
+    prompts: tuple[torch.Tensor, torch.Tensor],
+    steps: int,
+    guidance: float,
+    heads: int,
+    patch: int,
+    shift: float = 8.0,
+) -> torch.Tensor:
+    """The latents [1, C, T, H, W] of LTXFlowEuler.sample (diffusion/scheduler/flow_euler_sampler.py) without the noise
+    on the first frame, which `first` [1, C, 1, H, W] is; `prompts` are embeddings and mask of the negative and the
+    positive prompt."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(steps)
+    condition = torch.zeros_like(noise)
+    condition[:, :, 0] = 1
+    latents = torch.cat([first, noise[:, :, 1:]], 2)
+    for t in scheduler.timesteps:
+        timestep = torch.min(t.expand(condition.shape), (1 - condition) * 1000.0)
+        times = timestep[:, 0, :, 0, 0].repeat(2, 1)
+        both = forward(tensors, latents.repeat(2, 1, 1, 1, 1), times, *prompts, heads, patch)
+        negative, positive = both.chunk(2)
+        velocity = negative + guidance * (positive - negative)
+        change, tokens = (x.flatten(2).transpose(1, 2) for x in (-velocity, latents))
+        times = timestep.flatten(2)[:, 0]
+        (stepped,) = scheduler.step(change, t, tokens, per_token_timesteps=times, return_dict=False)
+        stepped = stepped.transpose(1, 2).reshape(latents.shape)
+        latents = torch.where(t / 1000 - 1e-6 < 1.0 - condition, stepped, latents)
+    return latents

@@ -82,9 +82,11 @@ class FlowSampler(comfy.samplers.KSAMPLER):
             return self.flow.sample(denoise, x, sigmas, report, **more)
 
 
-def defaults_of(model: ModelPatcher) -> Defaults:
-    """Return how the authors sample the model. Raises InputError for a MODEL that is not SANA's."""
-    return model_defaults(require_sana(model.model).diffusion_model.config)
+def defaults_of(model: ModelPatcher, latent: dict) -> Defaults:
+    """Return how the authors sample the model from a LATENT. Raises InputError for a MODEL that is not SANA's."""
+    # SANA Video Latent keeps the first image by a mask.
+    begins_with_image = latent.get("noise_mask") is not None
+    return model_defaults(require_sana(model.model).diffusion_model.config, begins_with_image)
 
 
 def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:

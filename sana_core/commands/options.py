@@ -41,7 +41,10 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--height", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
     add("--steps", type=int, help="default: the model's own, 20, or 2 for SANA-Sprint")
     add("--guidance", type=float, help="default: the model's own, 4.5")
-    add("--sampler", help="default: the model's own, flow_dpmpp_2m, or scm for SANA-Sprint")
+    add(
+        "--sampler",
+        help="default: the model's own: flow_dpmpp_2m, scm for SANA-Sprint, or flow_euler for a video with --first",
+    )
     add("--negative-prompt", default="")
     add("--pag-scale", type=float, default=0.0, help="perturbed-attention guidance, 1 to 3; 0 is off")
     add("--pag-blocks", default="", help="blocks to perturb, like 8 or 7,8")

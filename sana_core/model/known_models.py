@@ -129,6 +129,9 @@ GUIDANCE = 4.5
 # the sampler of SANA-Sprint, which was distilled for it
 SPRINT = "scm"
 VIDEO_DEFAULTS = Defaults("flow_dpmpp_2m", 50, 6.0)
+# NVIDIA's script samples videos that begin with an image by LTXFlowEuler. The SanaImageToVideoPipeline of diffusers
+# expects FlowMatchEulerDiscreteScheduler.
+IMAGE_TO_VIDEO_DEFAULTS = VIDEO_DEFAULTS._replace(sampler="flow_euler")
 DEFAULTS, SPRINT_DEFAULTS = Defaults("flow_dpmpp_2m", 20, GUIDANCE), Defaults(SPRINT, 2, GUIDANCE)
 
 
@@ -270,10 +273,13 @@ def perturbed_block(layers: int) -> int:
     return PERTURBED_BLOCKS.get(layers, round(0.4 * layers))
 
 
-def model_defaults(config: TransformerConfig) -> Defaults:
-    """Return the defaults of the transformer with `config`: SANA-Video's, SANA-Sprint's or SANA's."""
+def model_defaults(config: TransformerConfig, begins_with_image: bool = False) -> Defaults:
+    """Return the defaults of the transformer with `config`: SANA-Video's, SANA-Sprint's or SANA's.
+
+    Only videos can begin with an image.
+    """
     if is_video(config):
-        return VIDEO_DEFAULTS
+        return IMAGE_TO_VIDEO_DEFAULTS if begins_with_image else VIDEO_DEFAULTS
     if config.guidance_embeds:
         return SPRINT_DEFAULTS
     # Set where a folder's scheduler is another one than SANA's usual one.

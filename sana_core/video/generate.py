@@ -13,7 +13,7 @@ from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encod
 from ..checkpoints.load import config_of, shift_of
 from ..errors import InputError
 from ..model.forward import Constants
-from ..model.known_models import VIDEO_DEFAULTS, VIDEO_FRAMES, VIDEOS, Defaults
+from ..model.known_models import VIDEO_FRAMES, VIDEOS, Defaults, model_defaults
 from ..model.latents import noise_stream
 from ..model.reference import AUTO, model_timestep, reference_of
 from ..model.text import encode_prompts
@@ -49,20 +49,22 @@ def generate_video(
 
     `checkpoint` is a diffusers folder, `size` (width, height), by default the model's own. `first` [3, height, width]
     in [-1, 1] is the image that it begins with. Without `sampler`, `steps` and `guidance` they are those of the model's
-    authors. Raises InputError for sizes and frames that the model does not have, and as the loaders do.
+    authors: flow_dpmpp_2m, and flow_euler with `first`. Raises InputError for sizes and frames that the model does not
+    have, and as the loaders do.
     """
-    default = VIDEO_DEFAULTS
-    how = Defaults(
-        sampler or default.sampler,
-        default.steps if steps is None else steps,
-        default.guidance if guidance is None else guidance,
-    )
     check_name("dtype", dtype, DTYPES)
     check_whole("seed", seed, 0, LARGEST_SEED)
     check_prompts([prompt])
     info = inspect_checkpoint(checkpoint)
     part = follow(find_part(info, "video_transformer"), reference)
-    check_sampling(config_of(part), how)
+    config = config_of(part)
+    default = model_defaults(config, begins_with_image=first is not None)
+    how = Defaults(
+        sampler or default.sampler,
+        default.steps if steps is None else steps,
+        default.guidance if guidance is None else guidance,
+    )
+    check_sampling(config, how)
     channels = part.headers["patch_embedding.weight"].shape[1]
     check_parts(info, part)
     width, height = size or VIDEOS[channels].size

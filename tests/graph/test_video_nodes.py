@@ -102,6 +102,15 @@ def test_sana_sampler_draws_what_the_pipeline_does(host, build, expect, image, n
 
 
 @pytest.mark.parametrize("kind", ["text", "image"])
+def test_model_defaults_are_the_pipelines_with_and_without_a_first_image(host, build, image, kind):
+    first = image if kind == "image" else None
+    authors, other = ("flow_euler", "flow_dpmpp_2m") if kind == "image" else ("flow_dpmpp_2m", "flow_euler")
+    expected = host.run(build(first, guidance=6.0, sampler=authors, steps=50))["latent"]["samples"]
+    got = host.run(build(first, guidance=1.0, sampler=other, steps=1, model_defaults=True))["latent"]["samples"]
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
 def test_ksampler_draws_what_the_pipeline_does_with_euler(host, build, expect, image, name, kind):
     first = image if kind == "image" else None
     got = host.run(build(first, "KSampler", **CORE))

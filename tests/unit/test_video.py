@@ -27,6 +27,7 @@ from sana_core.model.reference import DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, RULES
 from sana_core.model.text import instruction_text
 from sana_core.sampling.samplers import SAMPLERS, own_sigmas, sampler_kwargs
 from sana_core.video import forward as video
+from sana_core.video.generate import sample
 
 BOUND = 1e-5
 CAPTION = 32
@@ -82,6 +83,20 @@ def test_the_forward_is_nvidias(name, nvidia_file):
         expected = nvidia_video.forward(tensors, x, times, embeds, mask, heads=2, patch=MODELS[name][1])
         got = sana_core.predict_velocity(model, x, times, embeds, mask)
         assert (got - expected).abs().max() / expected.abs().max() < BOUND
+
+
+@pytest.mark.parametrize("steps, guidance", [(1, 6.0), (3, 6.0), (4, 2.5), (8, 4.5), (20, 6.0)])
+def test_image_to_video_is_sampled_as_by_nvidias_script(name, nvidia_file, steps, guidance):
+    tensors, path = nvidia_file
+    model = sana_core.load_video_transformer(path)
+    x, _, embeds, mask = inputs(name)
+    noise, first = x[:1], x[1:, :, :1]
+    expected = nvidia_video.image_to_video(tensors, noise, first, (embeds, mask), steps, guidance, 2, MODELS[name][1])
+    defaults = model_defaults(model.config, begins_with_image=True)
+    constants = video.prepare(model, embeds, mask, *x.shape[2:])
+    how = defaults._replace(steps=steps, guidance=guidance)
+    got = sample(model, constants, noise, 8.0, first, how)
+    assert (got - expected).abs().max() / expected.abs().max() < BOUND
 
 
 def test_each_layout_may_be_computed_as_the_other(name, nvidia_file, tmp_path):
