@@ -68,7 +68,9 @@ def scheduler():
     return DPMSolverMultistepScheduler(flow_shift=8.0, use_flow_sigmas=True, prediction_type="flow_prediction")
 
 
-def by_pipeline(name: str, folder: Path, prompts: tuple[str, str], size, image=None, output="pt", solver=None):
+def by_pipeline(
+    name: str, folder: Path, prompts: tuple[str, str], size, image=None, output="pt", solver=None, guidance=6.0
+):
     """What diffusers' pipeline makes in 4 steps from the noise of seed 3; `size` is [frames, height, width]."""
     channels, _, cell, stride = MODELS[name]
     frames, height, width = size
@@ -81,7 +83,7 @@ def by_pipeline(name: str, folder: Path, prompts: tuple[str, str], size, image=N
         prompt=prompts[0],
         negative_prompt=prompts[1],
         num_inference_steps=4,
-        guidance_scale=6.0,
+        guidance_scale=guidance,
         latents=noise_like(torch.empty(1, channels, 1 + (frames - 1) // stride, height // cell, width // cell), 3),
         frames=frames,
         height=height,

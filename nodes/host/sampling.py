@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ...sana_core.model.known_models import SPRINT, Defaults, model_defaults
 from ...sana_core.model.latents import noise_stream
 from ...sana_core.model.reference import reference_of
-from ...sana_core.sampling.samplers import check_sampler, find_sampler, own_sigmas, sampler_kwargs
+from ...sana_core.sampling.samplers import check_sampler, effective_guidance, find_sampler, own_sigmas, sampler_kwargs
 from ...sana_core.sampling.schedules import trim_schedule
 from .guidance import SIGMA, require_sana
 from .model import WHOLE_TIMESTEPS, check_flow
@@ -130,8 +130,9 @@ def sample(
     With scm, `negative` is not read. `callback` takes the place of the node's progress and preview. Raises InputError
     for a MODEL, a LATENT or embeddings that are not SANA's, and for a MODEL that the sampler is not for.
     """
-    check_sampler(require_sana(model.model).diffusion_model.config, sampling.sampler)
-    guidance = sampling.guidance
+    transformer = require_sana(model.model).diffusion_model
+    check_sampler(transformer.config, sampling.sampler)
+    guidance = effective_guidance(find_sampler(sampling.sampler), reference_of(transformer), sampling.guidance)
     if sampling.sampler == SPRINT:
         # a SANA-Sprint model gets its guidance as an embedding
         positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})

@@ -25,7 +25,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_finite, check_name, check_number, check_text
 from ..sampling.guidance import ControlledModel, ShardedModel, check_sampling, denoiser, perturbed_attention
 from ..sampling.masked import start_from_image
-from ..sampling.samplers import Denoiser, StepState, find_sampler, own_sigmas, sampler_kwargs
+from ..sampling.samplers import Denoiser, StepState, effective_guidance, find_sampler, own_sigmas, sampler_kwargs
 from ..sampling.schedules import shift_sigmas
 from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, samples_one_by_one
 
@@ -249,7 +249,7 @@ def guided(
 ) -> Denoiser:
     """Return the denoiser of `sample`, with its guidance."""
     assert settings.sampler is not None and settings.guidance is not None
-    transformer = models.transformer
+    transformer, flow = models.transformer, find_sampler(settings.sampler)
     ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), models.shift).tolist()
     perturbed = None
     if settings.pag_scale:
@@ -258,8 +258,8 @@ def guided(
         sharded or ControlledModel(transformer, images.control, settings.compiled),
         stack_texts(prompts.texts),
         stack_texts([prompts.negative]),
-        settings.guidance,
-        find_sampler(settings.sampler).whole_timesteps,
+        effective_guidance(flow, reference_of(transformer), settings.guidance),
+        flow.whole_timesteps,
         perturbed,
         (ends[0], ends[1]),
     )

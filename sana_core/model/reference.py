@@ -33,13 +33,14 @@ class Reference(NamedTuple):
     shared_mask: bool  # the negative prompt is masked like the positive one, as in SANA's training
     always_lowers_order: bool  # DPM-Solver++ ends with lower orders whatever the number of steps
     float32_schedule: bool  # of DPM-Solver++; the other has it in float64
+    guides_below_one: bool  # with DPM-Solver++: guidance is off at exactly 1. False: it is off at 1 and below.
     quote: str  # around "Enhanced prompt" in the instruction
     lower_case: bool  # prompts are read stripped and in lower case, and no mark like --ar 16:9 ends them
 
 
 RULES = {
-    NVIDIA: Reference(1e-8, 1e-6, True, True, True, True, '"', False),
-    DIFFUSERS: Reference(1e-15, 1e-5, False, False, False, False, "'", True),
+    NVIDIA: Reference(1e-8, 1e-6, True, True, True, True, True, '"', False),
+    DIFFUSERS: Reference(1e-15, 1e-5, False, False, False, False, False, "'", True),
 }
 RULES[DIFFUSERS_VIDEO] = RULES[DIFFUSERS]
 READINGS = (*REFERENCES, DIFFUSERS_VIDEO)

@@ -179,6 +179,16 @@ def own_sigmas(flow: FlowSampler, reference: Reference, steps: int, shift: float
     return flow.sigmas(steps, shift)
 
 
+def effective_guidance(flow: FlowSampler, reference: Reference, guidance: float) -> float:
+    """Return `guidance`, or 1, which is no guidance, where `reference` does not guide a sampling at that value.
+
+    diffusers' pipelines and NVIDIA's FlowEuler guide above 1 only. NVIDIA's DPM-Solver guides at all values but 1. scm
+    passes the value to the model.
+    """
+    guides_below_one = flow.sigmas is flow_dpm_sigmas and reference.guides_below_one
+    return guidance if guidance > 1 or guides_below_one or flow.sample is sample_scm else 1.0
+
+
 def check_sampler(config: TransformerConfig, name: str) -> None:
     """Raise InputError if the model with `config` and the sampler `name` are not made for each other."""
     if config.guidance_embeds and name != SPRINT:

@@ -19,7 +19,7 @@ from ..model.reference import AUTO, model_timestep, reference_of
 from ..model.text import encode_prompts
 from ..runtime.checks import check_finite, check_name, check_whole
 from ..sampling.guidance import check_sampling
-from ..sampling.samplers import find_sampler, own_sigmas, sampler_kwargs
+from ..sampling.samplers import effective_guidance, find_sampler, own_sigmas, sampler_kwargs
 from . import forward as video
 from .latents import video_shape
 from .load import check_parts, load_video_autoencoder
@@ -80,6 +80,10 @@ def generate_video(
         given = (vae.encode(image).latent_dist.mode().float() - mean) / std
         del vae
     transformer = load_video_transformer(checkpoint, device, precision, reference)
+    rules = reference_of(transformer)
+    how = how._replace(guidance=effective_guidance(find_sampler(how.sampler), rules, how.guidance))
+    if how.guidance == 1:
+        prompts = prompts[0][1:], prompts[1][1:]
     constants = video.prepare(transformer, *prompts, *shape[1:])
     noise = next(noise_stream(torch.empty(1, *shape), seed)).to(device)
     latents = sample(transformer, constants, noise, shift_of(info, None, reference), given, how)
@@ -106,10 +110,14 @@ def sample(
     given: torch.Tensor | None,
     how: Defaults,
 ) -> torch.Tensor:
-    """Return latents [1, C, T, h, w] sampled from `noise`, their first frame `given` if there is one."""
+    """Return latents [1, C, T, h, w] sampled from `noise`, their first frame `given` if there is one.
+
+    `constants` describe the negative and the positive prompt, or at guidance 1 the positive prompt alone.
+    """
     flow, rules = find_sampler(how.sampler), reference_of(transformer)
     keep = torch.ones(noise.shape[2], device=noise.device)
     keep[:1] = given is None
+    passes = 1 if how.guidance == 1 else 2
     held = 0.0 if given is None else given * (1 - keep)[:, None, None]
 
     def hold(latents: torch.Tensor) -> torch.Tensor:
@@ -117,10 +125,13 @@ def sample(
 
     def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         x = hold(x)
-        timestep = model_timestep(transformer, keep * (1000 * sigma).to(keep), flow.whole_timesteps).expand(2, -1)
-        both = video.velocity(transformer, x.repeat(2, 1, 1, 1, 1).to(transformer.dtype), timestep, constants).float()
-        without, positive = (x - sigma * both).chunk(2)
-        return hold(without + how.guidance * (positive - without))
+        timestep = model_timestep(transformer, keep * (1000 * sigma).to(keep), flow.whole_timesteps)
+        inputs = x.repeat(passes, 1, 1, 1, 1).to(transformer.dtype), timestep.expand(passes, -1)
+        x0 = x - sigma * video.velocity(transformer, *inputs, constants).float()
+        if passes == 2:
+            negative, positive = x0.chunk(2)
+            x0 = negative + how.guidance * (positive - negative)
+        return hold(x0)
 
     sigmas = own_sigmas(flow, rules, how.steps, shift)
     return hold(flow.sample(denoise, noise, sigmas, **sampler_kwargs(flow, rules, iter(()))))

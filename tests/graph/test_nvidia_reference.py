@@ -72,7 +72,7 @@ def expected(checkpoint, tensors):
     assert mask.sum() != own.sum()
 
     @torch.no_grad()
-    def run(sampler, control=None, seed=3, scale=DC_AE_SCALE):
+    def run(sampler, control=None, seed=3, scale=DC_AE_SCALE, guidance=GUIDANCE):
         scheduler = SCHEDULERS[sampler]
         scheduler.set_timesteps(STEPS)
         x = noise_like(torch.empty(1, 32, 4, 4), seed)
@@ -88,7 +88,11 @@ def expected(checkpoint, tensors):
                 heads=HEADS,
             )
             without, with_prompt = out.chunk(2)
-            x = scheduler.step(without + GUIDANCE * (with_prompt - without), t, x, return_dict=False)[0]
+            velocity = without + guidance * (with_prompt - without)
+            # FlowEuler guides if cfg_scale > 1, model_wrapper of DPM_Solver unless guidance_scale == 1.0
+            if guidance == 1 or (guidance < 1 and sampler == "flow_euler"):
+                velocity = with_prompt
+            x = scheduler.step(velocity, t, x, return_dict=False)[0]
         return x / scale
 
     return run
@@ -98,6 +102,13 @@ def expected(checkpoint, tensors):
 def test_sana_sampler(host, graph, expected, sampler):
     got = host.run(graph(sampler=sampler))["latent"]["samples"]
     torch.testing.assert_close(got, expected(sampler), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("guidance", [0.0, 0.5, 0.9, 1.0, 1.1])
+@pytest.mark.parametrize("sampler", SCHEDULERS)
+def test_guidance_of_1_and_below_is_nvidias(host, graph, expected, sampler, guidance):
+    got = host.run(graph(sampler=sampler, guidance=guidance))["latent"]["samples"]
+    torch.testing.assert_close(got, expected(sampler, guidance=guidance), atol=2e-4, rtol=0)
 
 
 def test_an_advanced_input_chooses_the_other(host, graph, base_graph, expected, checkpoint):

@@ -12,10 +12,10 @@ from sana_core.model.text import instruction_text
 PROMPT = "a red circle on a blue background"
 
 
-def pipeline_picture(checkpoint, scheduler=None, steps=8, output_type="pt"):
+def pipeline_picture(checkpoint, scheduler=None, steps=8, output_type="pt", **options):
     pipeline = SanaPipeline.from_pretrained(checkpoint, dtype=torch.float32)
-    made = drawn_by(pipeline, PROMPT, scheduler, num_inference_steps=steps, output_type=output_type)
-    return made if output_type == "latent" else made.movedim(1, -1)
+    image = drawn_by(pipeline, PROMPT, scheduler, num_inference_steps=steps, output_type=output_type, **options)
+    return image if output_type == "latent" else image.movedim(1, -1)
 
 
 @pytest.mark.parametrize("steps", [8, 20])
@@ -30,6 +30,16 @@ def test_sana_sampler_euler_equals_the_pipeline_with_euler(host, base_graph, che
     got = host.run(base_graph(sampler="flow_euler"))
     expected = pipeline_picture(checkpoint, FlowMatchEulerDiscreteScheduler(shift=3.0))
     torch.testing.assert_close(got["image"], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("guidance", [0.0, 0.5, 1.0, 1.2])
+@pytest.mark.parametrize("node", ["SanaNodesSampler", "SanaNodesBatchSampler"])
+def test_guidance_of_1_and_below_is_the_pipelines(host, base_graph, checkpoint, node, guidance):
+    graph = base_graph(guidance=guidance)
+    if node == "SanaNodesBatchSampler":
+        graph["sample"] = (node, {**graph["sample"][1], "count": 1, "devices": "default", "chunk": 0})
+    expected = pipeline_picture(checkpoint, output_type="latent", guidance_scale=guidance)
+    torch.testing.assert_close(host.run(graph)["latent"]["samples"], expected, atol=1e-4, rtol=0)
 
 
 def test_ksampler_euler_normal_equals_diffusers_euler(host, base_graph, checkpoint):

@@ -37,6 +37,16 @@ def test_euler_equals_the_pipeline_with_euler(checkpoint):
     torch.testing.assert_close(ours, theirs.clamp(-1, 1), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("guidance", [0.0, 0.5, 0.99, 1.0, 1.01, 1.5])
+@pytest.mark.parametrize("sampler", ["flow_dpmpp_2m", "flow_euler"])
+def test_guidance_of_1_and_below_is_the_pipelines(checkpoint, sampler, guidance):
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0) if sampler == "flow_euler" else None
+    theirs = reference(checkpoint, scheduler, guidance_scale=guidance, negative_prompt="a green square")
+    settings = {"sampler": sampler, "guidance": guidance, "negative_prompt": "a green square"}
+    ours = sana_core.generate([PROMPT], checkpoint, seed=3, **settings, **SIZE)
+    torch.testing.assert_close(ours, theirs.clamp(-1, 1), atol=1e-4, rtol=0)
+
+
 def test_the_same_seed_gives_the_same_picture_and_another_seed_another(checkpoint):
     first, again, other = (sana_core.generate([PROMPT], checkpoint, seed=s, **SIZE) for s in (5, 5, 6))
     assert torch.equal(first, again)

@@ -56,6 +56,15 @@ def test_the_other_sampler_can_be_chosen_with_a_first_image(folder, first):
     torch.testing.assert_close(got.movedim(1, 0) / 2 + 0.5, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("guidance", [0.0, 0.5, 1.0, 1.5])
+def test_guidance_of_1_and_below_is_the_pipelines(folder, guidance):
+    name, path = folder
+    size = FRAMES, SIDE, SIDE
+    (expected,) = video_models.by_pipeline(name, path, (PROMPT, NEGATIVE), size, guidance=guidance)
+    got = generate_video(PROMPT, path, 3, FRAMES, (SIDE, SIDE), None, NEGATIVE, steps=4, guidance=guidance)
+    torch.testing.assert_close(got.movedim(1, 0) / 2 + 0.5, expected, atol=1e-4, rtol=0)
+
+
 def test_the_command_writes_a_clip(folder, first, tmp_path):
     import av
 
