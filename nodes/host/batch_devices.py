@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import logging
+import math
 import threading
 from collections import Counter
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -387,7 +388,11 @@ class DeviceGeneration:
                 load_on(vae.device, partial(load_for_decode, vae, latent[None].shape))
             # Without the loading lock, so that devices decode at the same time.
             with comfy.model_management.cuda_device_context(vae.device):
-                return decode_loaded(vae, latent[None], poll)[0]
+                try:
+                    return decode_loaded(vae, latent[None], poll)[0]
+                except InputError:
+                    # The decoder has overflowed. `warn_of_nan` reports the image, and the other images continue.
+                    return torch.full([side * DOWNSCALE for side in latent.shape[1:]] + [3], math.nan)
 
 
 def generate_on_devices(

@@ -52,6 +52,7 @@ def begin(executor, noise, *args, **kwargs):
     guider = executor.class_obj
     options, model = guider.model_options, guider.model_patcher.model
     check_guidance(options)
+    model.check_latent("latent_image", noise.shape)
     notes = options["transformer_options"][NOTES] = Notes()
     if note := model.size_note(noise.shape):
         notes.add(note)

@@ -134,8 +134,8 @@ class SanaModel(comfy.model_base.BaseModel):
         field, context = kwargs["prompt_type"], kwargs["cross_attn"]
         self.check_latent("latent_image", kwargs["noise"].shape)
         check_flow(self.model_sampling)
-        check_count(field, context, kwargs["noise"])
         check_width(field, context, self.diffusion_model)
+        check_count(field, context, kwargs["noise"])
         self.check_control(kwargs.get("control"))
         mask = kwargs.get("attention_mask")
         out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
@@ -187,6 +187,11 @@ def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
 def check_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:
     """Raise InputError unless `embeds` [P, T, C] are as wide as those of the transformer's text encoder."""
     width = transformer.config.caption_channels
+    if embeds.ndim != 3 or 0 in embeds.shape:
+        raise InputError(
+            f"{field}: got embeddings of shape {list(embeds.shape)}, expected [prompts, tokens, {width}]; "
+            "encode the text with the CLIP of SANA Loader"
+        )
     if embeds.shape[-1] != width:
         raise InputError(
             f"{field}: got embeddings of width {embeds.shape[-1]}, expected {width}; use the text encoder of this model"

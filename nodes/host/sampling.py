@@ -17,13 +17,14 @@ import torch
 from comfy.model_sampling import ModelSamplingFlux
 from tqdm.auto import tqdm
 
+from ...sana_core.errors import InputError
 from ...sana_core.model.known_models import SPRINT, Defaults, model_defaults
 from ...sana_core.model.latents import noise_stream
 from ...sana_core.model.reference import reference_of
 from ...sana_core.sampling.samplers import check_sampler, effective_guidance, find_sampler, own_sigmas, sampler_kwargs
 from ...sana_core.sampling.schedules import trim_schedule
 from .guidance import SIGMA, require_sana
-from .model import WHOLE_TIMESTEPS, check_flow
+from .model import WHOLE_TIMESTEPS, SanaModel, check_flow
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -137,6 +138,7 @@ def sample(
         # a SANA-Sprint model gets its guidance as an embedding
         positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
         guidance = 1.0
+    check_samples(model.model, latent["samples"])
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"))
     model.model.check_latent("latent_image", samples.shape)
     noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
@@ -156,6 +158,16 @@ def sample(
         seed=sampling.seed,
     )
     return out
+
+
+def check_samples(model: SanaModel, samples: torch.Tensor) -> None:
+    """Raise InputError for a LATENT that ComfyUI cannot bring into the model's shape. It repeats the channels of empty
+    latents, and adds frames."""
+    if samples.is_nested or samples.ndim not in (4, 5) or 0 in samples.shape:
+        model.check_latent("latent_image", samples.shape)
+    if not samples.is_floating_point():
+        got = str(samples.dtype).removeprefix("torch.")
+        raise InputError(f"latent_image: got latents of {got}, expected floating-point numbers; use SANA Empty Latent")
 
 
 def preview_callback(model: ModelPatcher, latents: torch.Tensor, steps: int) -> Callable:

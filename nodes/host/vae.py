@@ -62,7 +62,9 @@ class SanaAutoencoder(AutoencoderDC):
         report = options.pop("report", None)
         # a layer's strip takes a CPU seconds
         with Polled(poll) if weights.device.type == "cpu" else nullcontext():
-            return decode_into(output_buffer, self, z, DecodeOptions(**options), report)
+            decode_into(output_buffer, self, z, DecodeOptions(**options), report)
+        check_decoded(output_buffer, z)
+        return output_buffer
 
     def decode_tiled(
         self, z: torch.Tensor, tile_x: int = 16, tile_y: int = 16, overlap: int = 0, **ignored
@@ -78,6 +80,48 @@ class SanaAutoencoder(AutoencoderDC):
         max_bytes = budget(encoder_planner_of(self, x.shape, weights.dtype, weights.device), weights.device)
         poll = comfy.model_management.throw_exception_if_processing_interrupted
         return encode_images(self, x, max_bytes=max_bytes, poll=poll)
+
+
+def check_decoded(images: torch.Tensor, latents: torch.Tensor) -> None:
+    """Raise InputError if the decoder has overflowed. ComfyUI would show such images as black."""
+    for number, image in enumerate(images):
+        # A sum needs no memory, unlike isfinite().
+        if not math.isfinite(float(image.sum(dtype=torch.float32))):
+            largest = float(latents[number].abs().max())
+            raise InputError(
+                f"samples: image {number} has NaN or infinity after the decode, because its latents reach "
+                f"{largest:.3g}, expected about 10; sample again in bf16 or fp32"
+            )
+
+
+def check_latents(samples: torch.Tensor) -> None:
+    """Raise InputError unless `samples` can be decoded. ComfyUI takes the first frame of latents with frames."""
+    if not isinstance(samples, torch.Tensor) or samples.is_nested:
+        raise InputError(
+            f"samples: got {type(samples).__name__}, expected one tensor of latents; use SANA Empty Latent"
+        )
+    shape = samples.shape
+    check_channels("samples", shape[:2] + shape[3:] if len(shape) == 5 and shape[2] else shape)
+    if not samples.is_floating_point():
+        got = str(samples.dtype).removeprefix("torch.")
+        raise InputError(f"samples: got latents of {got}, expected floating-point numbers; encode with SANA's VAE")
+
+
+def check_pixels(pixels: torch.Tensor) -> None:
+    """Raise InputError unless `pixels` is an IMAGE that ComfyUI can crop to whole cells of latents."""
+    if not isinstance(pixels, torch.Tensor):
+        raise InputError(f"pixels: got {type(pixels).__name__}, expected an IMAGE; connect an output of that type")
+    shape = pixels.shape
+    if len(shape) != 4 or not shape[0] or shape[3] < 3 or not pixels.is_floating_point():
+        got = str(pixels.dtype).removeprefix("torch.")
+        raise InputError(
+            f"pixels: got {got} of shape {list(shape)}, expected one or more images [batch, height, width, 3] of "
+            "floating-point numbers; use Load Image"
+        )
+    if min(shape[1:3]) < DOWNSCALE:
+        raise InputError(
+            f"pixels: got images of {shape[2]} x {shape[1]}, expected at least {DOWNSCALE} x {DOWNSCALE}; scale them"
+        )
 
 
 def budget(planner: Planner, device: torch.device) -> int:
@@ -112,6 +156,24 @@ class SanaVAE(comfy.sd.VAE):
 
     def memory_used_encode(self, shape: torch.Size, dtype: torch.dtype) -> int:
         return self.reserved_bytes(encoder_planner_of(self.first_stage_model, shape, dtype, self.device))
+
+    def decode(self, samples_in: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        # ComfyUI plans the memory before the decoder sees the latents.
+        check_latents(samples_in)
+        return super().decode(samples_in, *args, **kwargs)
+
+    def decode_tiled(self, samples: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        check_latents(samples)
+        return super().decode_tiled(samples, *args, **kwargs)
+
+    def encode(self, pixel_samples: torch.Tensor) -> torch.Tensor:
+        # ComfyUI crops the images and plans the memory before the encoder sees them.
+        check_pixels(pixel_samples)
+        return super().encode(pixel_samples)
+
+    def encode_tiled(self, pixel_samples: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        check_pixels(pixel_samples)
+        return super().encode_tiled(pixel_samples, *args, **kwargs)
 
     def reserved_bytes(self, planner: Planner) -> int:
         """Return the bytes that ComfyUI should clear: enough for an efficient plan, but not more than SHARE."""

@@ -37,8 +37,8 @@ def latent_shape(width: int, height: int, count: int) -> tuple[int, int, int, in
 
 
 def check_channels(field: str, shape: torch.Size) -> None:
-    """Raise InputError unless `shape` is [B, 32, h, w], with h and w above 0."""
-    if len(shape) != 4 or shape[1] != CHANNELS or 0 in shape[2:]:
+    """Raise InputError unless `shape` is [B, 32, h, w], with B, h and w above 0."""
+    if len(shape) != 4 or shape[1] != CHANNELS or 0 in shape:
         raise InputError(
             f"{field}: got a latent of shape {list(shape)}, expected [batch, {CHANNELS}, height / {DOWNSCALE}, "
             f"width / {DOWNSCALE}]; use SANA Empty Latent, or encode with SANA's VAE"
