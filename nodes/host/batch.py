@@ -10,10 +10,12 @@ import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
 
+from ...sana_core.model.known_models import SPRINT
 from .bars import BLUE, Bar, draw_bars
 from .batch_cluster import generate_on_cluster
 from .batch_devices import DeviceStats, find_devices, generate_on_devices
 from .batch_inputs import BatchInputs, check_batch
+from .core_nodes import unfit
 from .folders import CLUSTER, one_gpu_note
 from .report import show_on_running_node
 from .sampling import SEED
@@ -37,8 +39,9 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
         results = dict(zip(batch.images, rows, strict=True))
         stats = {worker: DeviceStats(number) for worker, number in generated.items()}
         bar_total = len(batch.images)
+        notes = cluster_notes(batch)
     else:
-        results, stats = generate_on_devices(batch, find_devices(batch.model, choice))
+        results, stats, notes = generate_on_devices(batch, find_devices(batch.model, choice))
         bar_total = len(batch.images) * (len(batch.sigmas) - 1)
     replaced = ("samples", "downscale_ratio_spacial", "batch_index")
     other_entries = {name: value for name, value in batch.latent.items() if name not in replaced}
@@ -49,12 +52,21 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     out = {**other_entries, "samples": torch.stack(latents).to(device), "batch_index": indices, SEED: batch.seed}
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images).to(device) if batch.vae is not None else blocked
-    notes = [one_gpu_note()] if choice == "all" else []
-    notes.append(batch.model.model.size_note(batch.latent["samples"].shape))
+    if choice == "all":
+        notes = [one_gpu_note(), *notes]
     text = describe(stats, time.monotonic() - started)
     if len(stats) > 1:
         show_on_running_node(draw_stats(text.partition(": ")[0], stats), bar_total)
     return out, image, "\n".join(filter(None, [text, *notes]))
+
+
+def cluster_notes(batch: BatchInputs) -> list[str]:
+    """Return lines for the user about the size, and about inputs that have no effect. The machines do not send any."""
+    notes = [batch.model.model.size_note(batch.latent["samples"].shape)]
+    for field, conditioning in (("positive", batch.positive), ("negative", batch.negative)):
+        for embeds, options in conditioning:
+            notes += unfit(field, {**options, "cross_attn": embeds}, batch.sampler == SPRINT)
+    return list(dict.fromkeys(notes))
 
 
 def describe(stats: Mapping[str, DeviceStats], seconds: float) -> str:

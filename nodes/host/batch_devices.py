@@ -37,9 +37,11 @@ from ...sana_core.runtime.checks import check_finite
 from .batch_inputs import BatchInputs
 from .compat import compile_again, loaded_from
 from .controlnet import SanaControlNet, control_on, encode_hints
+from .core_nodes import BATCH_NOTES
 from .folders import TWO_WORKERS
 from .patches import SPLIT, unshared
 from .replicas import clone_patcher
+from .report import Notes
 from .sampling import Sampling, sample
 from .vae import SanaAutoencoder, decode_loaded, load_for_decode
 
@@ -247,6 +249,8 @@ class DeviceGeneration:
         self.latent = {
             name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.latent.items()
         }
+        # One for all images, because `begin` would create one for each sampling.
+        self.shared_notes = Notes()
         # The workers that no thread has taken yet.
         self.workers: list[Worker] = []
         for device in devices:
@@ -281,6 +285,11 @@ class DeviceGeneration:
             poll()
             yield
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the user about inputs that have no effect, and about the size."""
+        return self.shared_notes.lines
+
     def add_worker(
         self, device: torch.device, conditionings: list[list], controls: list, hints: dict[int, torch.Tensor]
     ) -> Exception | None:
@@ -288,6 +297,7 @@ class DeviceGeneration:
         batch = self.batch
         try:
             model = clone_model(batch.model, device, [worker.model for worker in self.workers])
+            model.model_options["transformer_options"][BATCH_NOTES] = self.shared_notes
             copies = {id(control): control_on(control, device, hints) for control in controls}
             positive, negative = (with_controls(conditioning, copies) for conditioning in conditionings)
             vae = None if batch.vae is None else vae_for(batch.vae, device)
@@ -397,8 +407,8 @@ class DeviceGeneration:
 
 def generate_on_devices(
     batch: BatchInputs, devices: list[torch.device]
-) -> tuple[dict[ImageSpec, Generated], dict[str, DeviceStats]]:
-    """Return the results by image, and the statistics by worker."""
+) -> tuple[dict[ImageSpec, Generated], dict[str, DeviceStats], list[str]]:
+    """Return the results by image, the statistics by worker, and lines for the user."""
     height, width = (side * DOWNSCALE for side in batch.latent["samples"].shape[2:])
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
     # This loads and unloads models, so it is not polled as a whole. Reading a file polls.
@@ -426,7 +436,7 @@ def generate_on_devices(
         worker: DeviceStats(queue.finished[worker], queue.pace.get(worker), generation.together[device])
         for worker, device in device_of_worker.items()
     }
-    return results, stats
+    return results, stats, generation.notes
 
 
 def warn_of_nan(results: Mapping[ImageSpec, Generated]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,8 +30,6 @@ from .weights import config_tensor, load_component, wide_dtype
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model
-
-logger = logging.getLogger(__name__)
 
 KEY = "gemma2_2b"
 # Inputs that Gemma 2 cannot read. Newer versions of Generate Text have several images.
@@ -73,7 +70,7 @@ class SanaTokenizer:
         instruction = bool(text.strip()) if instruction is None else instruction
         reading = read_prompt(self.tokenizer.encode, text, instruction, MAX_TOKENS, self.reference)
         if reading.note:
-            logger.warning(reading.note)
+            show_under_running_node(reading.note)
         return token_pairs(reading, self.tokenizer.pad_token, (0,) if return_word_ids else ())
 
     def decode(self, token_ids: list[int], **kwargs) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...sana_core.checkpoints.lora import reference_note
@@ -19,11 +20,12 @@ from .report import Notes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from comfy.model_patcher import ModelPatcher
 
 # in a sampling's transformer_options
 NOTES = "sana_notes"
+# the Notes of SANA Batch Sampler for all of its samplings, in the transformer_options of its MODELs
+BATCH_NOTES = "sana_batch_notes"
 # the embeddings as they were encoded, in a conditioning beside what other nodes made of them
 ENCODED = "sana_encoded"
 # pixels of what Conditioning (Set Area) takes for a latent's cell
@@ -39,9 +41,8 @@ UNREAD = {
 
 
 def fit_core_nodes(patcher: ModelPatcher) -> None:
-    """Let samplings with `patcher`, in whatever node, begin with `begin`, and their steps with `watch`."""
+    """Let samplings with `patcher`, in whatever node, begin with `begin`."""
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, CORE_NODES, begin)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, CORE_NODES, watch)
 
 
 def begin(executor, noise, *args, **kwargs):
@@ -53,7 +54,8 @@ def begin(executor, noise, *args, **kwargs):
     options, model = guider.model_options, guider.model_patcher.model
     check_guidance(options)
     model.check_latent("latent_image", noise.shape)
-    notes = options["transformer_options"][NOTES] = Notes()
+    notes = options["transformer_options"].get(BATCH_NOTES) or Notes()
+    options["transformer_options"][NOTES] = notes
     if note := model.size_note(noise.shape):
         notes.add(note)
     # what ComfyUI's own loaders leave there of the last LoRA
@@ -70,13 +72,15 @@ def begin(executor, noise, *args, **kwargs):
     return executor(noise, *args, **kwargs)
 
 
-def watch(executor, base, conds, x, timestep, options):
-    """What ComfyUI calls for each step; some guidance patches the model for a call of its own."""
-    notes = options["transformer_options"].get(NOTES)
+def note_unused(options: dict) -> None:
+    """Note the patches in a call's transformer options that SANA's forward does not run.
+
+    The options of a call include what hooks on prompts and guidance nodes have added.
+    """
+    notes = options.get(NOTES)
     if notes is not None:
-        for name in unused(options["transformer_options"]):
+        for name in unused(options):
             notes.add(no_effect(name))
-    return executor(base, conds, x, timestep, options)
 
 
 def no_effect(name: str) -> str:
@@ -127,6 +131,19 @@ def in_cells(field: str, cond: dict, size: torch.Size) -> dict:
     return {**cond, "area": (*(max(1, length) for length in cells[:2]), *starts)}
 
 
+def are_same(encoded: torch.Tensor, embeds: torch.Tensor) -> bool:
+    """Whether `embeds` are the embeddings `encoded`, perhaps copied, repeated for a batch, without padding at the end,
+    or rounded to bf16."""
+    if embeds is encoded:
+        return True
+    if embeds.ndim != encoded.ndim or embeds.shape[1] > encoded.shape[1] or embeds.shape[2:] != encoded.shape[2:]:
+        return False
+    encoded = encoded[:, : embeds.shape[1]].to(embeds.device, torch.float32)
+    if len(encoded) not in (1, len(embeds)):
+        return False
+    return torch.allclose(embeds.float(), encoded, rtol=2**-8, atol=1e-5)
+
+
 def unfit(field: str, cond: dict, has_guidance: bool) -> list[str]:
     """Return a line for each thing in `cond` that SANA does not read as it is meant."""
     names = [name for key, name in UNREAD.items() if key in cond]
@@ -136,7 +153,7 @@ def unfit(field: str, cond: dict, has_guidance: bool) -> list[str]:
     if "concat_mask" in cond:
         names.remove(UNREAD["concat_latent_image"])
     lines = [no_effect(name) for name in names]
-    if cond.get(ENCODED) is not None and cond[ENCODED] is not cond["cross_attn"]:
+    if cond.get(ENCODED) is not None and not are_same(cond[ENCODED], cond["cross_attn"]):
         lines.append(
             f"{field}: its embeddings were averaged or scaled, which SANA has not learned; write one text, or use "
             "Conditioning (Combine)"

@@ -18,6 +18,7 @@ from ...sana_core.model.forward import velocity
 from ...sana_core.model.known_models import GUIDANCE, size_note, trained_size
 from ...sana_core.model.latents import DOWNSCALE, check_channels
 from ...sana_core.model.reference import model_timestep
+from .core_nodes import note_unused
 from .patches import SPLIT
 from .prompts import Prompt, PromptBatch, PromptCondition
 from .weights import config_tensor
@@ -85,6 +86,10 @@ class SanaModel(comfy.model_base.BaseModel):
     def resolution(self) -> int:
         """Pixels of the square images that it was trained with."""
         return self.diffusion_model.config.sample_size * DOWNSCALE
+
+    def apply_model(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):
+        note_unused(transformer_options)
+        return super().apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
 
     def memory_required(self, input_shape, cond_shapes={}):
         """Return the bytes of a forward beyond the weights, also where ComfyUI has no flash attention.

@@ -1,6 +1,7 @@
 """Words under a node, and a chart on it: what it found out that its widgets do not show."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -28,20 +29,27 @@ def show_under_running_node(text: str) -> None:
 
 
 class Notes:
-    """Warnings of one sampling. Each is written once: under the running node, on the canvas, and into the log."""
+    """Warnings of a sampling, or of a batch of samplings. Any thread may add one.
+
+    Each is written once: under the node that was running when the object was created, on the canvas, and into the log.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.lock = threading.Lock()
+        context = get_executing_context()
+        self.node_id = None if context is None else context.node_id
 
     def add(self, line: str) -> None:
-        if line in self.lines:
-            return
-        self.lines.append(line)
+        with self.lock:
+            if line in self.lines:
+                return
+            self.lines.append(line)
+            text = "\n".join(self.lines)
         logger.warning(line)
-        context = get_executing_context()
-        if context is not None:
+        if self.node_id is not None:
             server = PromptServer.instance
-            server.send_progress_text("\n".join(self.lines), context.node_id)
+            server.send_progress_text(text, self.node_id)
             server.send_sync("sana_note", {"text": line}, server.client_id)
 
 
