@@ -289,3 +289,24 @@ def test_the_compile_node_of_core_draws_the_same(host, base_graph, checkpoint, r
     torch.testing.assert_close(
         latent(host, through(graph, "TorchCompileModel", backend="inductor")), plain, atol=1e-3, rtol=0
     )
+
+
+@pytest.mark.parametrize("width, height", [(64, 64), (64, 128), (128, 64), (512, 512), (256, 128)])
+def test_latent_upscale_assumes_cells_of_8_pixels(host, base_graph, width, height):
+    """docs/core-nodes.md tells to enter a quarter of the pixels."""
+    graph = base_graph(steps=1)
+    size = {"upscale_method": "nearest-exact", "width": width, "height": height, "crop": "disabled"}
+    graph["larger"] = ("LatentUpscale", {"samples": ["sample", 0], **size})
+    graph["catch latent"][1]["value"] = ["larger", 0]
+    assert host.run(graph)["latent"]["samples"].shape[2:] == (height // 8, width // 8)
+
+
+@pytest.mark.parametrize("width, height", [(64, 64), (128, 64), (64, 96), (120, 128), (128, 128)])
+def test_latent_crop_assumes_cells_of_8_pixels(host, width, height):
+    part = {"width": width, "height": height, "x": 0, "y": 0}
+    graph = {
+        "empty": ("SanaNodesEmptyLatent", {"width": 512, "height": 512, "batch_size": 1}),
+        "part": ("LatentCrop", {"samples": ["empty", 0], **part}),
+        "catch": ("Catch", {"value": ["part", 0], "name": "part"}),
+    }
+    assert host.run(graph)["part"]["samples"].shape[2:] == (height // 8, width // 8)
