@@ -18,7 +18,7 @@ from ...sana_core.checkpoints import find_part, inspect_checkpoint
 from ...sana_core.checkpoints.files import Json
 from ...sana_core.checkpoints.load import load_part
 from ...sana_core.decode import DecodeOptions, decode_into, encode_images
-from ...sana_core.decode.plan import Planner
+from ...sana_core.decode.plan import UNBOUNDED, Planner
 from ...sana_core.decode.stages import decoder_stages, encoder_stages
 from ...sana_core.errors import InputError
 from ...sana_core.model.latents import CHANNELS, DOWNSCALE, check_channels
@@ -240,6 +240,8 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
     if vae.device not in every:
         # With --cpu-vae the VAE stays on the CPU.
         every = []
+    if budget_gb and method in UNBOUNDED:
+        raise InputError(f"budget_gb: got {budget_gb} with method {method}, which has no budget; set it to 0")
     if budget_gb:
         planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype, vae.device)
         floor = math.ceil(planner.floor().peak_bytes / 1e6) / 1e3

@@ -94,6 +94,14 @@ def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> Samp
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
     if settings.pag_scale:
         perturbed_attention(config, settings.pag_scale, settings.pag_blocks)
+    elif settings.pag_blocks:
+        raise InputError("pag_blocks: got blocks without a pag_scale, expected 1 to 3; set it, or leave both out")
+    if config.guidance_embeds:
+        # SANA-Sprint has no pass of a negative prompt.
+        if settings.negative_prompt:
+            raise InputError("negative_prompt: got a text for SANA-Sprint, which has no negative prompt; leave it out")
+        if tuple(settings.guidance_interval) != (0.0, 1.0):
+            raise InputError("guidance_interval: got one for SANA-Sprint, whose guidance is built in; leave it out")
     for _, strength in settings.loras:
         check_number("lora", strength, -LARGEST_STRENGTH, LARGEST_STRENGTH)
     merge_loras(module, settings.loras)

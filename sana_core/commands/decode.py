@@ -14,7 +14,7 @@ from safetensors.torch import load
 
 from ..checkpoints import load_autoencoder
 from ..decode import DecodeOptions, decode_rows
-from ..decode.plan import LARGEST_BUDGET, METHODS
+from ..decode.plan import LARGEST_BUDGET, METHODS, UNBOUNDED
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, check_channels
 from ..runtime.accelerator import chosen_device
@@ -49,6 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.max_gb is not None:
         check_number("max-gb", arguments.max_gb, 0, LARGEST_BUDGET)
+        if arguments.method in UNBOUNDED:
+            raise InputError(f"max-gb: got it with method {arguments.method}, which has no budget; leave it out")
     device = chosen_device(arguments.device)
     latents = read_latents(arguments.latents)
     names = paths(arguments.out, arguments.latents.stem, len(latents))

@@ -17,6 +17,9 @@ from ..split.cost import GPU_SPEEDS, LEAST_GAIN, LINKS, Cost, split_cost
 from ..split.speed import probe
 from ..video.memory import VIDEO_VARIANTS, plan_video
 
+# the decoder of most models
+VAE = "dc-ae-f32c32"
+
 EXAMPLE = """example:
   python -m sana_core plan
   python -m sana_core plan --gpu 8
@@ -31,12 +34,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sizes, help="plan for a GPU of this memory in GB; default: this computer's")
     parser.add_argument("--width", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or the video model's")
     parser.add_argument("--height", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or the video model's")
-    parser.add_argument("--frames", type=int, default=VIDEO_FRAMES, help="of a video")
+    parser.add_argument("--frames", type=int, help=f"of a video; default: {VIDEO_FRAMES}")
     parser.add_argument("--batch", type=int, default=1, help="images generated together")
     parser.add_argument("--prompts", type=int, default=1, help="different prompts of these images")
     parser.add_argument("--pag", action="store_true", help="with perturbed attention, a third pass in each step")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a GPU without bfloat16")
-    parser.add_argument("--vae", choices=DECODERS, default="dc-ae-f32c32")
+    parser.add_argument("--vae", choices=DECODERS, default=VAE)
     parser.add_argument("--split", type=int, metavar="N", help="predict what N GPUs gain that share an image")
     parser.add_argument("--link", choices=LINKS, help="for --split, as published; default: this machine's, measured")
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes")
@@ -51,14 +54,25 @@ def run(arguments: argparse.Namespace) -> None:
     width, height = VIDEOS[VIDEO_VARIANTS[arguments.variant]].size if is_video else side
     arguments.width = width if arguments.width is None else arguments.width
     arguments.height = height if arguments.height is None else arguments.height
+    if is_video:
+        others = {"prompts": 1, "pag": False, "vae": VAE}
+        wrong = [name for name, default in others.items() if getattr(arguments, name) != default]
+        if wrong:
+            raise InputError(f"{wrong[0]}: got SANA-Video, expected a model of images; leave it out")
+    elif arguments.frames is not None:
+        got = arguments.variant or "no model"
+        raise InputError(f"frames: got {got}, expected SANA-Video, such as {next(iter(VIDEO_VARIANTS))}; leave it out")
+    if arguments.link is not None and arguments.split is None:
+        raise InputError("link: it is for split; add --split, or leave it out")
+    frames = VIDEO_FRAMES if arguments.frames is None else arguments.frames
     image = arguments.width, arguments.height
     if arguments.split is not None and (is_video or arguments.variant is None):
         got = "no model" if arguments.variant is None else "SANA-Video, whose videos GPUs cannot share"
         raise InputError(f"split: got {got}, expected a model of images such as 1.6B; give one, or leave --split out")
     plan: MemoryPlan
     if is_video:
-        plan = plan_video(arguments.variant, *image, arguments.frames, arguments.batch, gpu.dtype)
-        sentence = video_answer(gpu, plan, arguments.frames)
+        plan = plan_video(arguments.variant, *image, frames, arguments.batch, gpu.dtype)
+        sentence = video_answer(gpu, plan, frames)
     else:
         sentence, fitting = answer(gpu, arguments.variant, *image, arguments.batch, arguments.vae)
         options = {"vae": arguments.vae, "prompts": arguments.prompts, "pag": arguments.pag}

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError
 from .options import progress_line
 
 if TYPE_CHECKING:
@@ -47,8 +48,14 @@ def run(arguments: argparse.Namespace) -> None:
     from ..training.ranks import joined
     from ..training.settings_file import read_settings
 
+    planned = arguments.plan or arguments.card is not None
+    for name in ("wandb", "tensorboard"):
+        if planned and getattr(arguments, name):
+            raise InputError(f"{name}: got it with plan, which trains nothing; leave one of them out")
+    if not planned and arguments.cards != 1:
+        raise InputError("cards: it is for a plan; add --plan, or leave it out")
     settings = read_settings(arguments.settings)
-    if arguments.plan or arguments.card is not None:
+    if planned:
         sys.stdout.write("\n".join(plan_lines(settings, arguments.card, arguments.cards)) + "\n")
         return
     with joined(settings.device) as ranks:

@@ -20,6 +20,7 @@ from .stages import Stages
 from .strips import FEW_POSITIONS, PIECE, StripSize
 from .workspace import COPIES, CPU_PIECE, LayerShape, WorkspaceSize, buffer_elements, piece_elements
 
+UNBOUNDED = ("whole", "tiles")  # methods without a budget
 METHODS = ("auto", "strips", "tiles", "whole")
 LARGEST_BUDGET = 1024.0  # GB
 # rows of pixels in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator kernels

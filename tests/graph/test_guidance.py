@@ -7,6 +7,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SanaPAGPipeline, SanaSpri
 from loading import ksampler, through
 from noise import noise_like
 
+import sana_core
 from sana_core import encode_prompts, load_text_encoder, load_transformer
 from sana_core.checkpoints import inspect_checkpoint
 from sana_core.checkpoints.load import latent_scale
@@ -153,3 +154,9 @@ def test_sprint_draws_a_picture_anew(host, base_graph, variants):
     graph["sample"][1]["strength"] = 0.0
     none = host.run(graph)
     assert torch.equal(none["latent"]["samples"], none["source"]["samples"])
+
+
+@pytest.mark.parametrize("option", [{"negative_prompt": "red"}, {"guidance_interval": (0.1, 0.9)}, {"pag_scale": 1.0}])
+def test_sprint_without_a_host_refuses_options_that_it_does_not_read(host, variants, option):
+    with pytest.raises(ValueError, match="SANA-Sprint"):
+        sana_core.generate(["a red circle"], variants / "sprint", width=64, height=64, **option)
