@@ -135,8 +135,11 @@ class SanaModel(comfy.model_base.BaseModel):
         return super().state_dict_for_saving({**unet_state_dict, **config}, *others, **parts)
 
     def extra_conds(self, **kwargs):
+        field, context = kwargs["prompt_type"], kwargs.get("cross_attn")
+        if not isinstance(context, torch.Tensor):
+            got = "no embeddings" if context is None else f"embeddings of type {type(context).__name__}"
+            raise InputError(f"{field}: got {got}, expected a tensor; encode the text with the CLIP of SANA Loader")
         out = super().extra_conds(**kwargs)
-        field, context = kwargs["prompt_type"], kwargs["cross_attn"]
         self.check_latent("latent_image", kwargs["noise"].shape)
         check_flow(self.model_sampling)
         check_width(field, context, self.diffusion_model)

@@ -139,6 +139,9 @@ def sample(
         positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
         guidance = 1.0
     check_samples(model.model, latent["samples"])
+    mask = latent.get("noise_mask")
+    if mask is not None:
+        check_mask(mask)
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"))
     model.model.check_latent("latent_image", samples.shape)
     noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
@@ -168,6 +171,16 @@ def check_samples(model: SanaModel, samples: torch.Tensor) -> None:
     if not samples.is_floating_point():
         got = str(samples.dtype).removeprefix("torch.")
         raise InputError(f"latent_image: got latents of {got}, expected floating-point numbers; use SANA Empty Latent")
+
+
+def check_mask(mask: torch.Tensor) -> None:
+    """Raise InputError for a noise mask that ComfyUI cannot scale to the latents."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or 0 in mask.shape or not mask.is_floating_point():
+        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise InputError(
+            f"latent_image: got a noise mask of {got.removeprefix('torch.')}, expected floating-point numbers [masks, "
+            "height, width]; use Set Latent Noise Mask"
+        )
 
 
 def preview_callback(model: ModelPatcher, latents: torch.Tensor, steps: int) -> Callable:
