@@ -32,7 +32,7 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     Raises InputError for a latent that is not of SANA or has several images, another VAE, too many images, and inputs
     that a cluster does not support. Raises ClusterError if the cluster cannot be reached.
     """
-    check_batch(batch)
+    batch = check_batch(batch)
     started = time.monotonic()
     if choice == CLUSTER:
         rows, generated = generate_on_cluster(batch)
@@ -43,7 +43,7 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     else:
         results, stats, notes = generate_on_devices(batch, find_devices(batch.model, choice))
         bar_total = len(batch.images) * (len(batch.sigmas) - 1)
-    replaced = ("samples", "downscale_ratio_spacial", "batch_index")
+    replaced = ("samples", "batch_index")
     other_entries = {name: value for name, value in batch.latent.items() if name not in replaced}
     latents, images = zip(*results.values(), strict=True)
     indices = [image.number % batch.count for image in results]

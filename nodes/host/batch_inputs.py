@@ -8,8 +8,9 @@ import torch
 
 from ...sana_core.batch.plan import ImageSpec, batch_images
 from ...sana_core.errors import InputError
-from ...sana_core.model.latents import LARGEST_BATCH, check_channels
+from ...sana_core.model.latents import LARGEST_BATCH
 from .guidance import require_images
+from .sampling import sana_latents
 from .vae import check_image_vae
 
 if TYPE_CHECKING:
@@ -48,12 +49,12 @@ class BatchInputs(NamedTuple):
         return batch_images(self.prompts, self.count, self.seed)
 
 
-def check_batch(batch: BatchInputs) -> None:
-    """Raise InputError for SANA-Video, a latent that is not of SANA or has several images, another VAE, and too many
-    images."""
+def check_batch(batch: BatchInputs) -> BatchInputs:
+    """Return `batch` with latents of the model's shape. Raises InputError for SANA-Video, a latent that is not of SANA
+    or has several images, another VAE, and too many images."""
     require_images(batch.model.model)
-    check_channels("latent_image", batch.latent["samples"].shape)
-    batch_size = len(batch.latent["samples"])
+    samples = sana_latents(batch.model, batch.latent)
+    batch_size = len(samples)
     if batch_size != 1:
         raise InputError(f"latent_image: got a batch of {batch_size}, expected 1; set count instead of batch_size")
     if batch.vae is not None:
@@ -61,3 +62,6 @@ def check_batch(batch: BatchInputs) -> None:
     count, prompts = batch.count, batch.prompts
     if prompts * count > LARGEST_BATCH:
         raise InputError(f"count: got {count} of {prompts} prompts, expected at most {LARGEST_BATCH} images in all")
+    # The latents have SANA's cells now.
+    entries = {name: value for name, value in batch.latent.items() if name != "downscale_ratio_spacial"}
+    return batch._replace(latent={**entries, "samples": samples})

@@ -138,12 +138,10 @@ def sample(
         # a SANA-Sprint model gets its guidance as an embedding
         positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
         guidance = 1.0
-    check_samples(model.model, latent["samples"])
     mask = latent.get("noise_mask")
     if mask is not None:
         check_mask(mask)
-    samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"))
-    model.model.check_latent("latent_image", samples.shape)
+    samples = sana_latents(model, latent)
     noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
     out = {k: v for k, v in latent.items() if k != "downscale_ratio_spacial"} | {SEED: sampling.seed}
     out["samples"] = comfy.sample.sample_custom(
@@ -161,6 +159,24 @@ def sample(
         seed=sampling.seed,
     )
     return out
+
+
+def sana_latents(model: ModelPatcher, latent: dict) -> torch.Tensor:
+    """Return the latents of a LATENT. Empty latents of other models get the channels and cells of `model`.
+
+    Raises InputError for other latents, and for empty ones whose cells have an unknown size.
+    """
+    samples, ratio = latent["samples"], latent.get("downscale_ratio_spacial")
+    check_samples(model.model, samples)
+    channels = model.model.latent_format.latent_channels
+    if ratio is None and samples.shape[1] != channels and not samples.count_nonzero():
+        raise InputError(
+            f"latent_image: got an empty latent of {samples.shape[1]} channels without the size of its cells, expected "
+            f"{channels} channels; use SANA Empty Latent"
+        )
+    samples = comfy.sample.fix_empty_latent_channels(model, samples, ratio)
+    model.model.check_latent("latent_image", samples.shape)
+    return samples
 
 
 def check_samples(model: SanaModel, samples: torch.Tensor) -> None:

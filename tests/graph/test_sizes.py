@@ -3,6 +3,7 @@
 from math import log
 
 import pytest
+import torch
 from in_process import NodeError
 from loading import ksampler
 
@@ -115,3 +116,39 @@ def test_a_size_far_from_the_trained_size_is_said_under_any_sampler(host, base_g
     host.run(graph)
     note = "256 x 256 is far from this model's training size; use 128 x 128"
     assert ("sample", note) in told and messages == [{"text": note}]
+
+
+@pytest.mark.parametrize("node", ["SanaNodesSampler", "SanaNodesBatchSampler"])
+@pytest.mark.parametrize("empty", ["EmptyLatentImage", "EmptySD3LatentImage"])
+def test_an_empty_latent_of_another_model_has_its_size(host, base_graph, node, empty):
+    graph = with_sampler(base_graph(), node)
+    graph["empty"] = (empty, {"width": 128, "height": 192, "batch_size": 1})
+    assert host.run(graph)["latent"]["samples"].shape == (1, 32, 6, 4)
+
+
+@pytest.mark.parametrize("node", ["SanaNodesSampler", "SanaNodesBatchSampler"])
+@pytest.mark.parametrize("channels", [4, 16, 128])
+def test_an_empty_latent_with_cells_of_unknown_size_is_refused(host, base_graph, node, channels):
+    """As EmptyFlux2LatentImage, whose 256 x 320 px became 512 x 640 px."""
+    graph = with_sampler(base_graph(), node)
+    graph["empty"] = ("AnyValue", {"value": {"samples": torch.zeros(1, channels, 20, 16)}})
+    message = f"latent_image: got an empty latent of {channels} channels without the size of its cells, expected 32"
+    with pytest.raises(NodeError, match=message):
+        host.run(graph)
+
+
+def test_an_empty_flux_2_latent_is_refused(host, base_graph):
+    graph = base_graph()
+    graph["empty"] = ("EmptyFlux2LatentImage", {"width": 256, "height": 320, "batch_size": 1})
+    with pytest.raises(NodeError, match="latent_image: got an empty latent of 128 channels"):
+        host.run(graph)
+
+
+def with_sampler(graph, node):
+    """Return the graph up to the LATENT of `node`."""
+    if node == "SanaNodesBatchSampler":
+        inputs = {key: value for key, value in graph["sample"][1].items()}
+        graph["sample"] = (node, {**inputs, "count": 1, "devices": "default", "chunk": 0})
+    graph["catch latent"] = ("Catch", {"value": ["sample", 0], "name": "latent"})
+    del graph["decode"], graph["catch image"]
+    return graph
