@@ -1,7 +1,6 @@
 """Model files to MODEL, CLIP and VAE."""
 
 from inspect import cleandoc
-from pathlib import Path
 
 from comfy_api.latest import io
 
@@ -83,7 +82,7 @@ def load_whole(
     return io.NodeOutput(patcher, load_clip(path, reference), load_vae(path))
 
 
-def notes_on(path: Path, reference: str = AUTO) -> list[str]:
+def notes_on(path, reference: str = AUTO) -> list[str]:
     """Return lines for the user on the checkpoint at `path`; `reference` is whose reading of prompts is followed."""
     from ..sana_core.checkpoints import inspect_checkpoint
     from ..sana_core.checkpoints.notes import checkpoint_notes

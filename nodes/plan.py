@@ -6,8 +6,10 @@ from comfy_api.latest import io, ui
 
 from ..sana_core.model.known_models import CARDS, DECODERS, DEFAULT_RESOLUTION, VARIANTS
 from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
+from ..sana_core.runtime.checks import check_name
 
 RECOMMENDED, THIS_COMPUTER = "recommended", "this computer"
+GPUS = tuple(f"{gigabytes} GB" for gigabytes in CARDS)
 
 
 class SanaNodesPlan(io.ComfyNode):
@@ -40,7 +42,7 @@ class SanaNodesPlan(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "gpu",
-                    options=[THIS_COMPUTER, *(f"{gigabytes} GB" for gigabytes in CARDS)],
+                    options=[THIS_COMPUTER, *GPUS],
                     default=THIS_COMPUTER,
                     optional=True,
                     tooltip="The GPU to plan for. Without a GPU, this computer is planned as one of 8 GB.",
@@ -62,6 +64,7 @@ class SanaNodesPlan(io.ComfyNode):
     ) -> io.NodeOutput:
         from .host.plan import draw_plan
 
+        check_name("gpu", gpu, (THIS_COMPUTER, *GPUS))
         gigabytes = None if gpu == THIS_COMPUTER else int(gpu.split()[0])
         model = None if variant == RECOMMENDED else variant
         chart, figures = draw_plan(model, width, height, batch_size, vae, gigabytes)

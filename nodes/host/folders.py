@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -155,16 +154,23 @@ def find_folders(kind: str) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for root in map(Path, folder_paths.get_folder_paths(kind)):
-        for place, folders, files in os.walk(root, followlinks=True):
-            folder = Path(place)
-            above = {os.path.realpath(root / parent) for parent in folder.relative_to(root).parents}
-            is_model = folder != root and MARKS[kind] in files
-            if is_model:
+        pending = [root]
+        while pending:
+            folder = pending.pop()
+            above = {(root / parent).resolve() for parent in folder.relative_to(root).parents}
+            if folder != root and (folder / MARKS[kind]).is_file():
                 found.setdefault(folder.relative_to(root).as_posix(), folder)
-            if is_model or os.path.realpath(folder) in above:
-                folders.clear()
-            folders[:] = [name for name in folders if not name.startswith(".")]
+            elif folder.resolve() not in above:
+                pending += subfolders(folder)
     return dict(sorted(found.items()))
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """Return the visible folders in `folder`. It may have gone, and it may not be readable."""
+    try:
+        return [path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir()]
+    except OSError:
+        return []
 
 
 def list_models() -> list[str]:

@@ -100,7 +100,11 @@ def contradiction(kind: str, headers: Headers, config: Json) -> str:
         fields = ["hidden_size", "num_hidden_layers", "intermediate_size"]
         pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
     elif kind == "autoencoder":
-        shapes = autoencoder_config(headers)
+        try:
+            shapes = autoencoder_config(headers)
+        except LookupError:
+            # A tensor is missing. The load names it.
+            return ""
         if tuple(shapes.get("encoder_block_out_channels", ())) == WIDTHS:
             fields = ["latent_channels", "encoder_layers_per_block", "decoder_layers_per_block"]
             pairs = {field: (config[field], shapes[field]) for field in fields if field in config}

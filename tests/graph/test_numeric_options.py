@@ -61,7 +61,7 @@ ALONE = {
     + ["Sprint.intermediate_timestep", "GuidanceInterval.end"],
 }
 # Nodes whose ranges are tested in tests/unit/test_training_settings.py.
-TRAINING = ("Dataset", "Train", "TrainControlNet")
+TRAINING = ("Dataset", "Train", "TrainSettings", "TrainControlNet")
 CASES = [(option, value) for option, (values, _) in OPTIONS.items() for value in values]
 
 

@@ -176,6 +176,7 @@ def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
         f"  a SANA transformer (custom-160x5), {told}, 0.005 GB",
         "  a DC-AE (dc-ae-f32c32), diffusers layout, bfloat16, 0.003 GB",
         "  a Gemma 2 text encoder (gemma-2-custom-64), transformers layout, bfloat16, 0.000 GB",
+        "  prompts: read in lower case, and marks like --ar 16:9 are read as text, as in diffusers",
         f"{flux}: a Flux transformer, float32, 0.000 GB",
     ]
 
