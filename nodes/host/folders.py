@@ -158,19 +158,15 @@ def find_folders(kind: str) -> dict[str, Path]:
         while pending:
             folder = pending.pop()
             above = {(root / parent).resolve() for parent in folder.relative_to(root).parents}
-            if folder != root and (folder / MARKS[kind]).is_file():
-                found.setdefault(folder.relative_to(root).as_posix(), folder)
-            elif folder.resolve() not in above:
-                pending += subfolders(folder)
+            try:
+                if folder != root and (folder / MARKS[kind]).is_file():
+                    found.setdefault(folder.relative_to(root).as_posix(), folder)
+                elif folder.is_dir() and folder.resolve() not in above:
+                    pending += [path for path in folder.iterdir() if not path.name.startswith(".")]
+            except OSError:
+                # The folder has gone, or it may not be read. The others are listed.
+                continue
     return dict(sorted(found.items()))
-
-
-def subfolders(folder: Path) -> list[Path]:
-    """Return the visible folders in `folder`. It may have gone, and it may not be readable."""
-    try:
-        return [path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir()]
-    except OSError:
-        return []
 
 
 def list_models() -> list[str]:
@@ -183,18 +179,18 @@ def model_path(name: str) -> Path:
 
     Raises MissingFileError for a released folder that is not there, InputError for any other name.
     """
-    name, names = present_name(name), list_models()
-    listed = listed_name(name, names)
+    name, folders = present_name(name), find_folders("diffusers") | MODELS
+    listed = listed_name(name, [*folders, *list_files("checkpoints")])
     if listed is None:
         if isinstance(name, str) and name in DOWNLOADS:
             raise MissingFileError(
                 f"model: no folder {name!r} in models/diffusers; {where_to_get(name)}, or choose another"
             )
         raise InputError(
-            f"model: got {name!r:.40}, expected one of {', '.join(names)}; "
+            f"model: got {name!r:.40}, expected one of {', '.join(list_models())}; "
             "put diffusers folders into models/diffusers and all-in-one files into models/checkpoints"
         )
-    return (find_folders("diffusers") | MODELS).get(listed) or find_file("checkpoints", listed, "model")
+    return folders.get(listed) or find_file("checkpoints", listed, "model")
 
 
 def model_paths() -> list[Path]:
@@ -214,14 +210,14 @@ def scorer_paths() -> list[Path]:
 
 def scorer_path(name: str) -> Path:
     """Return the folder that `name` of `list_scorers` means. Raises InputError for any other name."""
-    name = present_name(name)
-    listed = listed_name(name, list_scorers())
+    name, folders = present_name(name), find_folders("clip_vision") | BUNDLED["clip_vision"]
+    listed = listed_name(name, folders)
     if listed is None:
         raise InputError(
             f"scorer_name: got {name!r:.40}, expected one of {', '.join(list_scorers())}; put the whole folder of a "
             "CLIP into models/clip_vision"
         )
-    return (find_folders("clip_vision") | BUNDLED["clip_vision"])[listed]
+    return folders[listed]
 
 
 def list_datasets() -> list[str]:
