@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from in_process import AnyValue
 from setup import ROOT
 
 Graph = dict[str, tuple[str, dict[str, Any]]]
@@ -73,19 +74,10 @@ MASKS = [
 EMBEDS = [(), (32,), (300, 32), (1, 300, 31), (1, 0, 32), (0, 300, 32), (1, 300, 32), (3, 300, 32), (1, 1, 300, 32)]
 
 
-class WrongPrompt:
+class WrongPrompt(AnyValue):
     """A CONDITIONING of the embeddings in a table. ComfyUI would take a list for a link."""
 
     RETURN_TYPES = ("CONDITIONING",)
-    FUNCTION = "give"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"value": ("*",)}}
-
-    @classmethod
-    def VALIDATE_INPUTS(cls, input_types):
-        return True
 
     def give(self, value):
         return ([[value["embeddings"], {"attention_mask": torch.ones(1, 300)}]],)

@@ -293,7 +293,7 @@ def test_the_compile_node_of_core_draws_the_same(host, base_graph, checkpoint, r
 
 @pytest.mark.parametrize("width, height", [(64, 64), (64, 128), (128, 64), (512, 512), (256, 128)])
 def test_latent_upscale_assumes_cells_of_8_pixels(host, base_graph, width, height):
-    """docs/core-nodes.md tells to enter a quarter of the pixels."""
+    """docs/core-nodes.md says: enter a quarter of the pixels."""
     graph = base_graph(steps=1)
     size = {"upscale_method": "nearest-exact", "width": width, "height": height, "crop": "disabled"}
     graph["larger"] = ("LatentUpscale", {"samples": ["sample", 0], **size})
