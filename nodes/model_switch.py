@@ -5,7 +5,7 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.runtime.checks import check_name
-from .host.folders import MODELS, model_path, present_name
+from .host.folders import MODELS, model_path
 from .loader import load_whole
 
 CONNECTED = "the loaders' files"
@@ -48,7 +48,7 @@ class SanaNodesModelSwitch(io.ComfyNode):
     def validate_inputs(cls, use: str | None = CONNECTED):
         known = [CONNECTED, *MODELS]
         # ComfyUI passes None for a link, whose value is checked when the node runs.
-        is_known = use is None or present_name(use) in known
+        is_known = use is None or use in known
         return is_known or f"use: got {use!r:.40}, expected one of {', '.join(known)}"
 
     @classmethod
@@ -58,18 +58,18 @@ class SanaNodesModelSwitch(io.ComfyNode):
         # ComfyUI passes None for a link.
         if use is None:
             return linked_file_stat(MODELS.values)
-        return file_stat(lambda: model_path(use)) if present_name(use) in MODELS else ""
+        return file_stat(lambda: model_path(use)) if use in MODELS else ""
 
     @classmethod
     def check_lazy_status(cls, use: str, model=None, clip=None, vae=None) -> list[str]:
-        check_name("use", present_name(use), (CONNECTED, *MODELS))
+        check_name("use", use, (CONNECTED, *MODELS))
         links = {"model": model, "clip": clip, "vae": vae}
-        return [] if present_name(use) in MODELS else [name for name, value in links.items() if value is None]
+        return [] if use in MODELS else [name for name, value in links.items() if value is None]
 
     @classmethod
     def execute(cls, use: str, model=None, clip=None, vae=None) -> io.NodeOutput:
-        check_name("use", present_name(use), (CONNECTED, *MODELS))
-        if present_name(use) not in MODELS:
+        check_name("use", use, (CONNECTED, *MODELS))
+        if use not in MODELS:
             from .host.links import check_links
 
             check_links(model=model, clip=clip, vae=vae)

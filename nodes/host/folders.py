@@ -31,8 +31,7 @@ HIDES_GPUS = (0, 34)
 LARGEST_CLUSTER_FILE = 10_000
 CLUSTER_ADDRESS = re.compile(r"ray://\S+:\d{1,5}")
 HERE = Path(__file__).parents[2]
-# what comes with the pack, and what came with it before, whose names older graphs have
-FORMER_MODEL, REMARK = "sana-scenes", " (bundled)"
+# The models that come with the pack.
 MODELS = {DEMO_MODEL_LISTED: HERE / "demo" / DEMO_MODEL}
 DATASETS = {
     "cyanotypes (bundled)": HERE / "recipes" / "cyanotypes",
@@ -84,11 +83,6 @@ def without_places() -> Iterator[None]:
         raise type(error)(text) from None
 
 
-def present_name(name: str) -> str:
-    """Return `name`, or of what was bundled before the name of what has taken its place."""
-    return name.replace(FORMER_MODEL, DEMO_MODEL) if isinstance(name, str) and name.endswith(REMARK) else name
-
-
 def listed_name(name: object, names: Iterable[str]) -> str | None:
     """Return the one of `names` that `name` means, None if there is none.
 
@@ -118,7 +112,6 @@ def find_file(kind: str, name: str, field: str) -> Path:
 
     Raises InputError or MissingFileError for any other name. The error begins with `field`, the input of the node.
     """
-    name = present_name(name)
     if isinstance(name, str) and name in BUNDLED.get(kind, ()):
         return BUNDLED[kind][name]
     names = file_names(name) if isinstance(name, str) else []
@@ -179,7 +172,7 @@ def model_path(name: str) -> Path:
 
     Raises MissingFileError for a released folder that is not there, InputError for any other name.
     """
-    name, folders = present_name(name), find_folders("diffusers") | MODELS
+    folders = find_folders("diffusers") | MODELS
     listed = listed_name(name, [*folders, *list_files("checkpoints")])
     if listed is None:
         if isinstance(name, str) and name in DOWNLOADS:
@@ -210,7 +203,7 @@ def scorer_paths() -> list[Path]:
 
 def scorer_path(name: str) -> Path:
     """Return the folder that `name` of `list_scorers` means. Raises InputError for any other name."""
-    name, folders = present_name(name), find_folders("clip_vision") | BUNDLED["clip_vision"]
+    folders = find_folders("clip_vision") | BUNDLED["clip_vision"]
     listed = listed_name(name, folders)
     if listed is None:
         raise InputError(

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from .files import brief
 from .headers import Header
 
-# of SANA's family, with all the names that tell SANA's own parts or a LoRA: what some tensor's name ends with, specific
-# before broad. The names are those of diffusers, of NVlabs/Sana (diffusion/model/nets), of ato-zen/VIBE
-# (vibe/transformer), of nunchaku (src/SanaModel.cpp, src/Linear.cpp), and of bitsandbytes.
+# Models of SANA's family that this pack does not run. Their files also have the names that identify SANA's parts, so they
+# are looked for first. A pattern matches the end of a tensor's name, the specific ones first. The names are from diffusers,
+# NVlabs/Sana (diffusion/model/nets), ato-zen/VIBE (vibe/transformer), nunchaku (src/SanaModel.cpp, src/Linear.cpp) and
+# bitsandbytes.
 RELATIVES = (
     (r"attn_res\.final_proj\.weight", "SANA-Video 2.0, which makes videos"),
     (r"raymap_embedder\.proj\.weight", "SANA-WM, which makes videos along a camera's path"),
@@ -21,32 +22,14 @@ RELATIVES = (
     (r"\.qweight", "a model in 4 bits for the kernels of another program"),
     (r"\.quant_state\.bitsandbytes__\w+", "a model in 4 bits of bitsandbytes"),
 )
-# specific before broad: a pattern that some tensor's name contains
-FAMILIES = (
-    (r"model\.diffusion_model\.input_blocks.*(conditioner|label_emb)|^label_emb\.", "a Stable Diffusion XL U-Net"),
-    (r"conditioner\.embedders\.1", "a Stable Diffusion XL checkpoint"),
-    (r"input_blocks\.0\.0\.weight|down_blocks\.0\.resnets\.0\.time_emb_proj", "a Stable Diffusion U-Net"),
-    (r"double_blocks\.0\.img_(attn|mod)|single_transformer_blocks\.0\.proj_mlp", "a Flux transformer"),
-    (r"joint_blocks\.0\.context_block", "a Stable Diffusion 3 transformer"),
-    (r"patch_embedding\.weight|audio_proj_in\.weight", "a video transformer"),
-    (r"decoder\.conv1\.weight|decoder\.conv_in\.conv\.weight", "a video VAE"),
-    (r"adaln_single\.linear\.weight", "a PixArt transformer"),
-    (r"pixel_blocks|pixel_embedder", "a PixelDiT transformer"),
-    (r"encoder\.block\.0\.layer\.0\.SelfAttention", "a T5 text encoder"),
-    (r"layers\.0\.self_attn\.q_norm\.weight", "a Gemma 3 or Qwen text encoder"),
-    (r"layers\.0\.self_attn\.q_proj\.weight", "a language model other than Gemma 2"),
-    (r"text_model\.encoder\.layers\.0", "a CLIP text encoder"),
-    (r"input_hint_block|controlnet_cond_embedding|zero_convs\.0", "another model's ControlNet"),
-    (r"body\.0\.rdb1|model\.1\.sub\.0|conv_body\.weight", "an upscaler"),
-)
-# SANA's own parts that lack one of the tensors by which they are known
-OWN = (
+# Damaged parts of SANA: a pattern for a tensor's name, the part, and the tensors by which the part is identified.
+DAMAGED = (
     (
         r"\.ff\.conv_(inverted|depth|point)\.",
         "a SANA transformer",
         ("caption_projection.linear_1.weight", "transformer_blocks.0.ff.conv_point.weight"),
     ),
-    # what nunchaku leaves unquantised lies in a file of its own
+    # Nunchaku keeps the layers that it does not quantise in a second file.
     (r"^caption_norm\.", "a SANA transformer", ("transformer_blocks.0.ff.conv_point.weight",)),
     (
         r"\.cross_attn\.q_linear\.|\.mlp\.point_conv\.conv\.",
@@ -57,19 +40,19 @@ OWN = (
     (r"\.op_list\.", "a DC-AE", ("encoder.project_in.conv.weight", "decoder.project_in.main.conv.weight")),
     (r"\.pre_feedforward_layernorm\.", "a Gemma 2 text encoder", ("layers.0.pre_feedforward_layernorm.weight",)),
 )
-# the decoder's stages and first layer in diffusers' names and in MIT's
+# The decoder's stages and first layer, as diffusers and as MIT name them.
 DC_AE_STAGE = re.compile(r"decoder\.(?:up_blocks|stages)\.(\d{1,2})\.(?:op_list\.)?\d+\.")
 DC_AE_FIRST = re.compile(r"decoder\.(conv_in|project_in(\.main)?\.conv)\.weight")
 
 
 def relative(names: Iterable[str]) -> str:
-    """Return which of SANA's family, which this pack does not run, has tensors with these names; "" for none."""
+    """Return the model of SANA's family that has tensors with these names, "" for none."""
     text = "\n".join(names)
     return next((label for pattern, label in RELATIVES if re.search(f"(?:{pattern})$", text, re.MULTILINE)), "")
 
 
 def foreign_model(headers: Mapping[str, Header]) -> str:
-    """Return what a file with these names is, by its first three names if that is not known."""
+    """Return a description of a file that is not SANA's. An unknown file is described by its first three names."""
     if known := relative(headers):
         return known
     stages = [int(match[1]) for name in headers if (match := DC_AE_STAGE.match(name))]
@@ -79,12 +62,9 @@ def foreign_model(headers: Mapping[str, Header]) -> str:
     decoder = [header for name, header in headers.items() if name.endswith("decoder.conv_in.weight")]
     if decoder and len(decoder[0].shape) > 1:
         return f"a {'video ' * (len(decoder[0].shape) == 5)}VAE with {decoder[0].shape[1]} channels"
-    for pattern, label, known_by in OWN:
+    for pattern, label, known_by in DAMAGED:
         missing = [name for name in known_by if name not in headers]
-        # Gemma 3 has Gemma 2's norms and its own
+        # Gemma 3 has these norms too, and a q_norm besides.
         if missing and any(re.search(pattern, name) for name in headers) and not any("q_norm" in n for n in headers):
             return f"{label} without {missing[0]}"
-    for pattern, label in FAMILIES:
-        if any(re.search(pattern, name) for name in headers):
-            return label
     return f"tensors named {', '.join(brief(name) for name in sorted(headers)[:3])}" if headers else "no tensors"

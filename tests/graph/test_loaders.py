@@ -364,23 +364,6 @@ def test_interrupt_is_heard_between_two_tensors(host, base_graph, monkeypatch, p
     assert torch.equal(host.run(base_graph())["image"], expected)
 
 
-def test_names_of_the_model_that_was_bundled_before_draw_with_that_of_today(host, base_graph):
-    def drawn(name):
-        graph = rewire(base_graph(), model=["lora", 0], clip=["lora", 1], vae=["switch", 2])
-        graph["switch"] = ("SanaNodesModelSwitch", {"use": f"{name} (bundled)"})
-        graph["switch"][1].update({kind: ["load", output] for output, kind in enumerate(("model", "clip", "vae"))})
-        graph["load"] = ("SanaNodesLoader", {"model": f"{name} (bundled)"})
-        lora = {"lora_name": f"{name}-cyanotype (bundled)", "strength_model": 1.0, "strength_clip": 1.0}
-        graph["lora"] = ("SanaNodesLoraLoader", {"model": ["switch", 0], "clip": ["switch", 1], **lora})
-        graph["scorer"] = ("SanaNodesScorerLoader", {"scorer_name": f"{name}-scorer (bundled)"})
-        graph["best"] = ("SanaNodesPickBest", {"samples": ["sample", 0], "vae": ["load", 2], "scorer": ["scorer", 0]})
-        graph["best"][1].update(prompt="a red boat", best=1)
-        graph["decode"] = ("SanaNodesDecode", {"samples": ["best", 0], "vae": ["load", 2], "method": "auto"})
-        return host.run(graph)["image"]
-
-    assert torch.equal(drawn("sana-scenes"), drawn("sana-posters"))
-
-
 def test_what_a_checkpoint_s_notes_say_is_under_each_loader(host, put, told, tokenizer):
     """A whole diffusers folder reads prompts otherwise, and a 4K file lies beside the config.json of a 1K model."""
     host.output_of("SanaNodesLoader", model="sana-tiny")

@@ -177,7 +177,7 @@ def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
         "  a DC-AE (dc-ae-f32c32), diffusers layout, bfloat16, 0.003 GB",
         "  a Gemma 2 text encoder (gemma-2-custom-64), transformers layout, bfloat16, 0.000 GB",
         "  prompts: read in lower case, and marks like --ar 16:9 are read as text, as in diffusers",
-        f"{flux}: a Flux transformer, float32, 0.000 GB",
+        f"{flux}: tensors named double_blocks.0.img_attn.qkv.weight, float32, 0.000 GB",
     ]
 
 

@@ -97,7 +97,6 @@ RELATIVES = {
         lambda: library("SanaWMTransformer3DModel"),
         "SANA-WM, which makes videos along a camera's path",
     ),
-    "SANA-WM's refiner": (lambda: library("SanaWMLTX2RefinerTransformer3DModel", **SANA), "a video transformer"),
     "sana_streaming_ar.pth": (lambda: nvidia(*GATED, channels=256), "SANA-Streaming, which edits videos"),
     "VIBE-Image-Edit": (
         lambda: {
@@ -136,7 +135,6 @@ RELATIVES = {
         },
         "a model in 4 bits of bitsandbytes",
     ),
-    "Wan2.1_VAE.pth": (lambda: {"decoder.conv1.weight": (384, 16, 3, 3, 3)}, "a video VAE"),
 }
 LOADERS = {
     "transformer": sana_core.load_transformer,
