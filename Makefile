@@ -130,8 +130,8 @@ gpu-bundle: setup
 	$(VENV) scripts/gpu_bundle.py $(FOR)
 
 checkpoint: setup
-	$(VENV) -m demo.posters.recipe demo/build/posters/recipe --first 512
-	$(VENV) -m demo.posters.beside
+	$(VENV) -m demo.recipe demo/build/recipe --first 512
+	$(VENV) -m demo.beside
 
 # asks PyPI about weaknesses, and fails where it gets no answer; tests/unit/test_archive.py holds what may be in the archive
 audit: setup

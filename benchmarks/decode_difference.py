@@ -14,8 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 import sana_core
 from benchmarks import ROOT
-from demo.posters.painting import paint
-from demo.posters.world import Group, Scene
+from demo.painting import paint
+from demo.world import Group, Scene
 from sana_core.runtime.image_files import levels
 
 SIDE, GAIN = 1024, 16

@@ -16,8 +16,8 @@ from diffusers import SanaPipeline
 import sana_core
 from benchmarks import ROOT
 from benchmarks.machine import write
-from demo.posters.captions import prompt, random_caption
-from demo.posters.world import combinations, training_scenes
+from demo.captions import prompt, random_caption
+from demo.world import combinations, training_scenes
 
 MODEL, SIDE, STEPS = ROOT / "demo" / "sana-posters", 512, 4
 # what the model never saw in training: capitals, marks, other writing, words that it does not know, none, too many

@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.machine import write
 from benchmarks.train_lora import CHECKPOINT
+from demo.beside import small
+from demo.captions import random_caption
 from demo.dataset import write_dataset
-from demo.posters.beside import small
-from demo.posters.captions import random_caption
-from demo.posters.world import training_scenes
+from demo.world import training_scenes
 from sana_core.doctor.arithmetic import transformer
 from sana_core.runtime.accelerator import current_accelerator
 from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cache

@@ -1,7 +1,7 @@
 """What a LoRA of the demo model learns, a subject and a colour that it has never seen, and what it forgets by that.
 
 `python -m benchmarks.train_lora FOLDER` writes benchmarks/train_lora.json: the shares of images of held-out
-combinations that the judge of demo/posters finds right, of new combinations (windmills, turquoise things) and of
+combinations that the judge in demo/ accepts, of new combinations (windmills, turquoise things) and of
 old ones, before and after, means of four seeds: "beside" regularisation images that show what the model knows, and
 "alone", without them, in the steps that show as many new paintings. It works in FOLDER, and resumes there.
 """
@@ -20,12 +20,12 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.machine import write
+from demo.beside import small
+from demo.captions import random_caption
 from demo.dataset import write_dataset
-from demo.posters.beside import small
-from demo.posters.captions import random_caption
-from demo.posters.evaluate import GUIDANCE, SEEDS, draw, mean_score, prompt_of
-from demo.posters.judge import load, score
-from demo.posters.world import (
+from demo.evaluate import GUIDANCE, SEEDS, draw, mean_score, prompt_of
+from demo.judge import load, score
+from demo.world import (
     ALL_COLOURS,
     ALL_KINDS,
     NEW_COLOUR,

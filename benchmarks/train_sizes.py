@@ -19,11 +19,11 @@ import numpy as np
 
 from benchmarks import ROOT
 from benchmarks.machine import write
+from demo.beside import in_blue
+from demo.captions import random_caption
 from demo.dataset import write_dataset
-from demo.posters.beside import in_blue
-from demo.posters.captions import random_caption
-from demo.posters.painting import paint
-from demo.posters.world import Scene, training_scenes
+from demo.painting import paint
+from demo.world import Scene, training_scenes
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation
 from sana_core.training.train import train
 

@@ -1,1 +1,11 @@
-"""The recipe of the bundled checkpoint: what it draws, how it is judged, how it is trained."""
+"""The recipe of the bundled model, which generates posters at 512 x 512.
+
+A program draws the training images. `world` defines what a scene may show, `captions` describes it, `layout` places the
+things, and `painting` draws them with `land`, `subjects`, `hours` and `brush`. These commands train the model:
+
+    python -m demo.judge
+    python -m demo.autoencoder FOLDER/autoencoder --minutes 600
+    python -m demo.recipe FOLDER --minutes 600
+
+Finished stages are in FOLDER/parts, where the next run of the recipe looks for them.
+"""

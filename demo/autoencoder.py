@@ -1,44 +1,55 @@
-"""Stage 1: a small AutoencoderDC with the proportions of SANA's, x32 and 32 channels, trained on drawn scenes."""
+"""An AutoencoderDC with the proportions of SANA's, x32 and 32 channels, trained with posters in all their sizes.
+
+`python -m demo.autoencoder FOLDER --minutes 60` trains on from where FOLDER was left, and stops when the time
+is spent; it begins with the autoencoder of demo/sana-posters, where that is. With `--decoder` only the decoder learns,
+so that latents, and what learnt to generate them, stay what they are. FOLDER holds state.pt, log.jsonl with what is
+measured every now and then, and vae/, the averaged weights.
+"""
 
 from __future__ import annotations
 
-import itertools
+import argparse
+import copy
+import json
 import random
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import AutoencoderDC
 
-from .pictures import PIXELS, combinations, draw_scene, random_scene
-from .step import take_step
+from .painting import paint
+from .steps import take_step
+from .world import SIZES, STYLES, training_scenes
 
-
-class Phase(NamedTuple):
-    """A stretch of training on `crop` x `crop` windows of scenes drawn at `pixels` x `pixels`."""
-
-    steps: int
-    pixels: int
-    crop: int
-    batch: int
-
-
-# Each tuple is one learning rate cycle. Scenes at twice the size have simpler edges, and crops of them cost no more
-# than small pictures; a few whole ones follow, since the attention's sums run over all positions. Last come pictures
-# of the size that the transformer learns.
-CYCLES = {
-    2e-3: (Phase(1900, 2 * PIXELS, PIXELS, 16), Phase(300, 2 * PIXELS, 2 * PIXELS, 5)),
-    1.5e-3: (Phase(700, PIXELS, PIXELS, 16),),
-}
-
-CHANNELS = (16, 32, 32, 64, 64, 128)
+START = Path(__file__).parent / "sana-posters" / "vae"
+CHANNELS = (16, 16, 32, 128, 128, 256)
+# The encoder does nothing at the size of the picture itself, as DC-AE's first. The decoder does: without a block there
+# its last upsampling is linear, and edges are 63 % as steep as a painting's.
+ENCODER_LAYERS = (0, 1, 1, 1, 1, 1)
+DECODER_LAYERS = (1,) * 6
 BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
 MULTISCALES = ((), (), (), (5,), (5,), (5,))
-LAYERS = (1,) * 6
+# one step in four sees whole posters, since the attention's sums run over all positions; the others as many pixels
+CROP, CROPS, WHOLE_EVERY = 256, 4, 4
+# Highest change in a step, as a share of a weight matrix' entries (root mean square), and of vectors at once.
+CHANGE, VECTOR_RATE = 0.01, 0.003
+# the rate falls with the root of the steps after so many, and to nothing over this share of the time
+WARM, STEADY, COOLING = 100, 3000, 0.25
+# the average covers about a tenth of the steps (Karras et al., 2024, "Analyzing and Improving the Training Dynamics of
+# Diffusion Models", section 3.1)
+EMA_POWER = 6.94
+SQUARED, EDGES = 20.0, 1.0
+SAVE_MINUTES, MEASURE_EVERY, MEASURED = 4.0, 500, 16
 
 
-def build(channels: tuple[int, ...] = CHANNELS, encoder_layers: tuple[int, ...] = LAYERS) -> AutoencoderDC:
+def build(channels: tuple[int, ...] = CHANNELS, encoder_layers: tuple[int, ...] = ENCODER_LAYERS) -> AutoencoderDC:
     return AutoencoderDC(
         in_channels=3,
         latent_channels=32,
@@ -48,7 +59,7 @@ def build(channels: tuple[int, ...] = CHANNELS, encoder_layers: tuple[int, ...] 
         encoder_block_out_channels=channels,
         decoder_block_out_channels=channels,
         encoder_layers_per_block=encoder_layers,
-        decoder_layers_per_block=LAYERS,
+        decoder_layers_per_block=DECODER_LAYERS,
         encoder_qkv_multiscales=MULTISCALES,
         decoder_qkv_multiscales=MULTISCALES,
         upsample_block_type="interpolate",
@@ -63,43 +74,175 @@ def to_pixels(images: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(images).movedim(-1, 1).float() / 127.5 - 1
 
 
-def draw_batch(rng: random.Random, phase: Phase) -> torch.Tensor:
-    """Random training scenes [batch, 3, crop, crop], each cut to a random window."""
-    train, _ = combinations()
-    images = []
-    for _ in range(phase.batch):
-        y, x = (rng.randint(0, phase.pixels - phase.crop) for _ in range(2))
-        image = draw_scene(random_scene(rng, rng.choice(train)), phase.pixels)
-        images.append(image[y : y + phase.crop, x : x + phase.crop])
-    return to_pixels(np.stack(images))
+def batch(step: int) -> torch.Tensor:
+    """Return what step `step` sees, [B, 3, H, W] in [-1, 1]."""
+    rng = random.Random(f"autoencoder {step}")
+    scenes = training_scenes(rng)
+    if step % WHOLE_EVERY == 0:
+        return to_pixels(paint(next(scenes), *rng.choice(SIZES))[None])
+    cut = []
+    for scene in islice(scenes, CROPS):
+        picture = paint(scene, *rng.choice(SIZES))
+        corners = [[rng.randint(0, side - CROP) for side in picture.shape[:2]] for _ in range(2)]
+        cut.append(max((picture[y : y + CROP, x : x + CROP] for y, x in corners), key=detail))
+    return to_pixels(np.stack(cut))
 
 
-def train(report: Callable[[int, float], None]) -> AutoencoderDC:
-    """Train with an absolute plus squared pixel error; `report(step, loss)` is called every 20 steps."""
-    torch.manual_seed(1)
-    model = build().to(memory_format=torch.channels_last)
-    step = 0
-    for seed, (learning_rate, phases) in enumerate(CYCLES.items(), start=1):
-        rng = random.Random(seed)
-        steps = sum(phase.steps for phase in phases)
-        optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
-        for phase in itertools.chain.from_iterable(itertools.repeat(phase, phase.steps) for phase in phases):
-            pixels = draw_batch(rng, phase).contiguous(memory_format=torch.channels_last)
-            with torch.autocast("cpu", torch.bfloat16):
-                error = model.decode(model.encode(pixels).latent).sample.float() - pixels
-            loss = error.abs().mean() + error.square().mean()
-            take_step(model, optimizer, schedule, loss)
-            if step % 20 == 0:
-                report(step, loss.item())
-            step += 1
-    return model.train(False)
+def detail(window: np.ndarray) -> float:
+    """Return how much is to be seen in `window`: of two the fuller one is learnt, for skies are soon known."""
+    return float(np.abs(np.diff(window.astype(np.int16), axis=1)).mean())
+
+
+def reconstruction_loss(shown: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+    """Absolute and squared error of pixels, and the absolute one of the differences between neighbours: edges."""
+    error = shown - pixels
+    loss = error.abs().mean() + SQUARED * error.square().mean()
+    return loss + EDGES * (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean())
+
+
+class Norms:
+    """Keeps weight matrices at the norms that they began with, and learns at shares of them (Karras et al., 2024,
+    section 2.3).
+
+    The decoder's last norm makes its output free of the scale of all maps before it; left alone they grow from stage to
+    stage, beyond float16 and until the blocks, whose own norms bound what they add, add nothing.
+    """
+
+    def __init__(self, model: AutoencoderDC) -> None:
+        learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.matrices = [parameter for parameter in learnt if parameter.ndim > 1]
+        self.vectors = [parameter for parameter in learnt if parameter.ndim == 1]
+        self.norms = [matrix.detach().norm() for matrix in self.matrices]
+
+    def groups(self) -> list[dict]:
+        """Return the groups of an optimizer whose rates are shares of those norms."""
+        pairs = zip(self.matrices, self.norms, strict=True)
+        groups = [{"params": [m], "lr": CHANGE * norm.item() / m.numel() ** 0.5} for m, norm in pairs]
+        return [*groups, {"params": self.vectors, "lr": VECTOR_RATE}]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        for matrix, norm in zip(self.matrices, self.norms, strict=True):
+            matrix.mul_(norm / matrix.norm())
 
 
 @torch.no_grad()
-def psnr(model: AutoencoderDC, pixels: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio in dB over the pictures `pixels` [N, 3, H, W] in [-1, 1]."""
-    squared = [
-        (model.decode(model.encode(p[None]).latent).sample.clamp(-1, 1) - p).square().mean().item() for p in pixels
+def measure(model: AutoencoderDC) -> dict[str, float]:
+    """Return what `model` gives back of posters that training does not show.
+
+    For each style: decibels, and `edges`, the steepness of the reconstruction as a share of the painting's where that
+    has edges. `largest`: the largest number in any map, which float16 holds up to 65504.
+    """
+    largest = [0.0]
+    hooks = [
+        module.register_forward_hook(lambda _, __, out: largest.append(out.abs().max().item()))
+        for module in model.modules()
+        if not list(module.children())
     ]
-    return -10 * float(np.log10(np.mean(squared) / 4))
+    scenes, result = training_scenes(random.Random("measure the autoencoder")), {}
+    for style in STYLES:
+        squared, steep = [], []
+        for index, scene in enumerate(islice(scenes, MEASURED)):
+            scene = scene._replace(style=style)
+            pixels = to_pixels(paint(scene, *SIZES[index % len(SIZES)])[None])
+            shown = model.decode(model.encode(pixels).latent).sample.clamp(-1, 1)
+            squared.append((shown - pixels).square().mean().item())
+            wanted, got = steepness(pixels), steepness(shown)
+            edge = wanted > 0.1
+            steep.append((got[edge].sum() / wanted[edge].sum()).item())
+        result[style] = round(-10 * float(np.log10(np.mean(squared) / 4)), 2)
+        result[f"{style} edges"] = round(float(np.mean(steep)), 3)
+    for hook in hooks:
+        hook.remove()
+    return result | {"largest": round(max(largest), 1)}
+
+
+def steepness(pixels: torch.Tensor) -> torch.Tensor:
+    """Return the magnitude of the gradient of the lightness, [B, H - 1, W - 1]."""
+    grey = pixels.mean(1)
+    return torch.hypot(grey.diff(dim=-1)[:, :-1], grey.diff(dim=-2)[:, :, :-1])
+
+
+def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = False) -> None:
+    """Train on from where `folder` was left, until none of the time is: `left` gives its share after so many steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(1)
+    model = AutoencoderDC.from_pretrained(START, torch_dtype=torch.float32) if START.is_dir() else build()
+    model = model.to(memory_format=torch.channels_last)
+    model.encoder.requires_grad_(not decoder_alone)
+    norms, first = Norms(model), 0
+    averaged = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(norms.groups(), betas=(0.9, 0.98), weight_decay=0.0)
+    if (folder / "state.pt").is_file():
+        state = torch.load(folder / "state.pt", weights_only=True)
+        first = state["step"]
+        model.load_state_dict(state["model"])
+        averaged.load_state_dict(state["averaged"])
+        optimizer.load_state_dict(state["optimizer"])
+        for group, fresh in zip(optimizer.param_groups, norms.groups(), strict=True):
+            group["lr"] = group["initial_lr"] = fresh["lr"]
+
+    def rate(index: int) -> float:
+        step = first + index
+        return min((step + 1) / WARM, 1.0, (STEADY / (step + 1)) ** 0.5) * min(1.0, left(step) / COOLING)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+    def note(line: dict) -> None:
+        with (folder / "log.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        sys.stderr.write(f"{line}\n")
+
+    def save(step: int) -> None:
+        state = {"step": step, "model": model.state_dict(), "averaged": averaged.state_dict()}
+        state["optimizer"] = optimizer.state_dict()
+        part = folder / "state.pt.part"
+        torch.save(state, part)
+        part.replace(folder / "state.pt")
+
+    step, saved, losses = first, time.monotonic(), []
+    while left(step) > 0:
+        if step % MEASURE_EVERY == 0:
+            note({"step": step, **measure(averaged)})
+        pixels = batch(step).to(memory_format=torch.channels_last)
+        loss = reconstruction_loss(model.decode(model.encode(pixels).latent).sample, pixels)
+        take_step(model, optimizer, schedule, loss)
+        norms.keep()
+        step += 1
+        with torch.no_grad():
+            share = 1 - (1 - 1 / step) ** (EMA_POWER + 1)
+            for mean, now in zip(averaged.parameters(), model.parameters(), strict=True):
+                mean.lerp_(now, share)
+        losses.append(loss.item())
+        if step % 50 == 0:
+            note({"step": step, "loss": round(float(np.mean(losses)), 5), "seconds": round(time.process_time())})
+            losses = []
+        if time.monotonic() > saved + 60 * SAVE_MINUTES:
+            save(step)
+            saved = time.monotonic()
+    save(step)
+    averaged.save_pretrained(folder / "vae")
+    note({"step": step, **measure(averaged), "stopped": True})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--decoder", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.set_flush_denormal(True)  # late in training so many gradients are denormal that a step takes a third longer
+    until, stopped = time.monotonic() + 60 * arguments.minutes, threading.Event()
+    # a kill ends it as the clock does: after the step, with everything saved
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+
+    def left(_: int) -> float:
+        return 0.0 if stopped.is_set() else (until - time.monotonic()) / (60 * arguments.minutes)
+
+    train(arguments.folder, left, arguments.decoder)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from diffusers import SanaPipeline
+from diffusers import AutoencoderDC, SanaPipeline
 
 
 def save_checkpoint(pipeline: SanaPipeline, colours: dict[str, list], folder: Path) -> float:
@@ -25,3 +25,17 @@ def forget_origin(config: Path) -> None:
     """Take the folder that a module was loaded from, which diffusers notes, out of its `config`."""
     kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "_name_or_path"}
     config.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
+
+
+@torch.no_grad()
+def fit_colours(autoencoder: AutoencoderDC, pixels: torch.Tensor) -> dict[str, list]:
+    """Return the linear map from scaled latents to the mean RGB in [0, 1] of their 32 x 32 pixels, least squares over
+    the pictures `pixels` [N, 3, H, W] in [-1, 1]."""
+    latents = torch.cat([autoencoder.encode(part).latent for part in pixels.split(16)])
+    latents = latents * autoencoder.config.scaling_factor
+    colours = torch.nn.functional.avg_pool2d(pixels, 32) / 2 + 0.5
+    cells, wanted = (t.movedim(1, -1).flatten(0, 2) for t in (latents, colours))
+    ones = torch.ones(len(cells), 1)
+    solution = torch.linalg.lstsq(torch.cat([cells, ones], dim=1), wanted).solution
+    *factors, bias = [[round(value, 4) for value in row] for row in solution.tolist()]
+    return {"rgb_factors": factors, "rgb_bias": bias}

@@ -1,37 +1,53 @@
-"""Stage 4: the score of the finished checkpoint on what training never saw, and the report beside it."""
+"""The score of the model of posters on what training never showed, by the judge, and contact sheets of it.
+
+`python -m demo.evaluate CHECKPOINT REPORT SEEDS` writes both into the folder REPORT.
+"""
 
 from __future__ import annotations
 
 import json
+import random
+import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 import sana_core
+from sana_core.model.latents import latent_shape, noise_stream
 from sana_core.runtime.image_files import levels
 
-from .judge import Verdict, judge
-from .pictures import COLOURS, PIXELS, combinations, prompt
+from .captions import prompt
+from .judge import Judge, distance, features, load, score
+from .painting import paint
+from .world import SIZES, Scene, combinations, combinations_of, scene_of
 
-GUIDANCES = (1.0, 2.0, 4.5, 7.0)
-GUIDANCE = 4.5
+GUIDANCE, STEPS, SEEDS = 4.5, 20, 4
+# on how many of the held-out combinations the sizes besides the native one are tried
+TRIED = 64
 
 
-def draw(checkpoint: Path, prompts: list[str], guidance: float, **options) -> np.ndarray:
-    """Draw the prompts, uint8 [N, H, W, 3]."""
-    images = sana_core.generate(prompts, checkpoint, guidance=guidance, width=PIXELS, height=PIXELS, **options)
+def held_out_scenes(seed: int) -> list[Scene]:
+    """Return a scene of each held-out combination, with one, two and three subjects in turns."""
+    rng = random.Random(f"held out {seed}")
+    return [scene_of(rng, each, (1 + index % 3,)) for index, each in enumerate(combinations()[1])]
+
+
+def prompt_of(scene: Scene) -> str:
+    (combination,), (group,) = combinations_of(scene), scene.groups
+    return prompt(combination, group.count)
+
+
+def draw(
+    checkpoint: Path, prompts: list[str], seed: int = 0, size: tuple[int, int] = SIZES[0], **options
+) -> np.ndarray:
+    """Draw the prompts, each from noise of its own, uint8 [N, H, W, 3]: prompt k has seed + k."""
+    width, height = size
+    # `generate` gives the same noise to each prompt, with which a few hundred images are one sample, not so many
+    noise = next(noise_stream(torch.empty(latent_shape(width, height, len(prompts))), seed))
+    images = sana_core.generate(prompts, checkpoint, latents=noise, steps=STEPS, width=width, height=height, **options)
     return np.stack([levels(image) for image in images])
-
-
-def score(pictures: np.ndarray, wanted: list[tuple[str, str, str]]) -> dict[str, float]:
-    """Return the share of `pictures` with the right colour, shape, background, and with all three."""
-    seen = [judge(picture) for picture in pictures]
-    right = [
-        [getattr(v, f) == w for f, w in zip(Verdict._fields, c, strict=True)] for v, c in zip(seen, wanted, strict=True)
-    ]
-    shares = np.mean(right, axis=0).tolist()
-    return dict(zip(Verdict._fields, shares, strict=True)) | {"all": float(np.mean([all(r) for r in right]))}
 
 
 def contact_sheet(pictures: np.ndarray, columns: int = 8, side: int = 128) -> Image.Image:
@@ -40,22 +56,45 @@ def contact_sheet(pictures: np.ndarray, columns: int = 8, side: int = 128) -> Im
     return Image.fromarray(np.concatenate(rows, 0))
 
 
-def evaluate(checkpoint: Path, report: Path, psnr: float) -> dict:
-    """Score `checkpoint` on the held-out combinations, draw the contact sheets, write score.json; return the score."""
-    _, held_out = combinations()
-    prompts = [prompt(*combination) for combination in held_out]
-    result: dict = {"prompts": len(prompts), "psnr_db": round(psnr, 2), "guidance": {}}
-    plain = None
-    for guidance in GUIDANCES:
-        pictures = draw(checkpoint, prompts, guidance)
-        plain = pictures if plain is None else plain
-        change = np.abs(pictures.astype(int) - plain.astype(int)).mean()
-        result["guidance"][str(guidance)] = score(pictures, held_out) | {"mean_change_from_1": round(change, 2)}
-        if guidance == GUIDANCE:
-            contact_sheet(pictures).save(report / "held_out.jpg", quality=88)
-    empty = draw(checkpoint, [""], 1.0, count=len(held_out))
-    contact_sheet(empty).save(report / "empty_prompt.jpg", quality=88)
-    result["empty_prompt"] = score(empty, held_out)
-    result["chance"] = {"colour": 1 / len(COLOURS), "shape": 1 / 4, "background": 1 / len(COLOURS), "all": 1 / 224}
-    (report / "score.json").write_text(json.dumps(result, indent=2) + "\n")
+def mean_score(scores: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(float(np.mean([each[name] for each in scores])), 4) for name in scores[0]}
+
+
+def evaluate(checkpoint: Path, report: Path, seeds: int = SEEDS) -> dict:
+    """Score `checkpoint` on the held-out combinations with several seeds, in the other sizes, and on the empty prompt;
+    write score.json and the contact sheets; return the score."""
+    report.mkdir(parents=True, exist_ok=True)
+    scenes, judge = held_out_scenes(0), load()
+    prompts = [prompt_of(scene) for scene in scenes]
+    scores, found = [], []
+    for seed in range(seeds):
+        pictures = draw(checkpoint, prompts, 1000 * seed, guidance=GUIDANCE)
+        scores.append(score(judge, pictures, scenes))
+        found.append(features(judge, pictures))
+        if seed == 0:
+            contact_sheet(pictures[:64], side=256).save(report / "held_out.jpg", quality=88)
+    result = {"prompts": len(prompts), "guidance": GUIDANCE, "steps": STEPS}
+    result |= {"mean": mean_score(scores), "seeds": scores}
+    empty = draw(checkpoint, [""] * TRIED, guidance=1.0)
+    contact_sheet(empty, side=256).save(report / "empty_prompt.jpg", quality=88)
+    result["empty_prompt"] = score(judge, empty, scenes[:TRIED])
+    for width, height in SIZES[1:]:
+        pictures = draw(checkpoint, prompts[:TRIED], size=(width, height), guidance=GUIDANCE)
+        result[f"{width}x{height}"] = score(judge, pictures, scenes[:TRIED])
+        contact_sheet(pictures[:16], columns=4, side=256).save(report / f"{width}x{height}.jpg", quality=88)
+    result["distance"] = distances(judge, np.concatenate(found), seeds)
+    (report / "score.json").write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def distances(judge: Judge, drawn: np.ndarray, seeds: int) -> dict[str, float]:
+    """Return how far features of pictures of the held-out scenes lie from paintings of them, and two sets of these."""
+    one, other = (
+        np.concatenate([features(judge, np.stack([paint(s) for s in held_out_scenes(seed)])) for seed in part])
+        for part in (range(seeds), range(seeds, 2 * seeds))
+    )
+    return {"pictures": round(distance(one, drawn), 5), "paintings": round(distance(one, other), 5)}
+
+
+if __name__ == "__main__":
+    evaluate(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""Stage 2: a tokenizer and a small Gemma 2, trained to continue a prompt with a description of its picture."""
+"""A small Gemma 2 that continues a caption with what it said: so its states carry every fact of the scene."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma2Model, GemmaToke
 from sana_core.model.reference import DIFFUSERS
 from sana_core.model.text import instruction_text
 
-from .pictures import article, combinations, position_word, random_caption, random_scene, size_word
-from .step import take_step
+from .captions import counted, random_caption
+from .steps import take_step
+from .world import training_scenes
 
 VOCABULARY = 1024
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
 BATCH, LEARNING_RATE = 16, 2e-3
-# prompts and what follows them, without end
-Documents = Callable[[random.Random], Iterator[tuple[str, str]]]
 
 
 class Size(NamedTuple):
@@ -33,28 +32,25 @@ class Size(NamedTuple):
     steps: int
 
 
-SMALL = Size(hidden=64, intermediate=160, layers=2, steps=900)
+SIZE = Size(hidden=128, intermediate=320, layers=3, steps=3000)
 
 
 def documents(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield (prompt, description) of training scenes for ever; the description says again what the prompt said.
+    """Yield (caption, description) of training scenes for ever; the description is in plain words, in changing order.
 
-    Saying it again is what makes the last hidden states carry colour, shape and background.
+    What a caption leaves out is described too, and nothing can be learnt of it but how often it is so.
     """
-    train, _ = combinations()
-    while True:
-        scene = random_scene(rng, rng.choice(train))
-        facts = [
-            f"the {scene.shape} is {scene.colour}.",
-            f"the background is {scene.background}.",
-            f"it is {article(size_word(scene) or 'middling')} {scene.shape}.",
-            f"it is in the {position_word(scene)}.",
-        ]
+    for scene in training_scenes(rng):
+        facts = [f"it is {scene.time}.", f"it is {scene.weather}.", f"the place is {scene.place}."]
+        facts += [f"it is a {scene.style}."]
+        for group in scene.groups:
+            where = ", ".join(filter(None, (group.colour, group.side, group.distance)))
+            facts.append(f"{counted(group.count, group.kind)}: {where}.")
         rng.shuffle(facts)
         yield random_caption(rng, scene), "\n" + " ".join(facts)
 
 
-def train_tokenizer(documents: Documents) -> GemmaTokenizer:
+def train_tokenizer() -> GemmaTokenizer:
     """Byte-pair merges over captions and the instruction, in Gemma's form: bytes for what it never saw."""
     stream = documents(random.Random(3))
     corpus = ["".join(next(stream)) for _ in range(4000)] + [instruction_text(DIFFUSERS)] * 40
@@ -94,12 +90,10 @@ def build(tokenizer: GemmaTokenizer, size: Size) -> Gemma2ForCausalLM:
     )
 
 
-def train(
-    report: Callable[[int, float], None], documents: Documents = documents, size: Size = SMALL
-) -> tuple[GemmaTokenizer, Gemma2Model]:
+def train(report: Callable[[int, float], None], size: Size) -> tuple[GemmaTokenizer, Gemma2Model]:
     """Train on prompt and description, half of them behind the instruction; return tokenizer and decoder stack."""
     torch.manual_seed(3)
-    tokenizer = train_tokenizer(documents)
+    tokenizer = train_tokenizer()
     model = build(tokenizer, size)
     stream = documents(random.Random(4))
     prefix = instruction_text(DIFFUSERS)

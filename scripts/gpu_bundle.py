@@ -25,7 +25,15 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x8
 # torchaudio 2.11 is the last version, and works with every later torch.
 LAST_TORCHAUDIO = 11
 # Paths of this repository that no part of `make gpu` reads.
-NOT_NEEDED = ("docs/gallery", "docs/*.jpg", "demo/posters", "workflows/*.jpg")
+NOT_NEEDED = (
+    "docs/gallery",
+    "docs/*.jpg",
+    "demo/*.py",
+    "demo/*.toml",
+    "demo/judge.*",
+    "demo/report",
+    "workflows/*.jpg",
+)
 # No image needs these files of packages and of ComfyUI. comfy-kitchen falls back to torch without its compiled code.
 UNUSED = re.compile(
     r"comfy_kitchen/backends/\w+/_C\.|(^|/)(tests|tests-unit|blueprints|script_examples|\.github|__pycache__)(/|$)"

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from .files import brief
 from .headers import Header
 
-# Models of SANA's family that this pack does not run. Their files also have the names that identify SANA's parts, so they
-# are looked for first. A pattern matches the end of a tensor's name, the specific ones first. The names are from diffusers,
-# NVlabs/Sana (diffusion/model/nets), ato-zen/VIBE (vibe/transformer), nunchaku (src/SanaModel.cpp, src/Linear.cpp) and
-# bitsandbytes.
+# Models of SANA's family that this pack does not run. Their files also have the names that identify SANA's parts, so
+# they are looked for first. A pattern matches the end of a tensor's name, the specific ones first. The names are from
+# diffusers, NVlabs/Sana (diffusion/model/nets), ato-zen/VIBE (vibe/transformer), nunchaku (src/SanaModel.cpp,
+# src/Linear.cpp) and bitsandbytes.
 RELATIVES = (
     (r"attn_res\.final_proj\.weight", "SANA-Video 2.0, which makes videos"),
     (r"raymap_embedder\.proj\.weight", "SANA-WM, which makes videos along a camera's path"),

@@ -12,8 +12,8 @@ from PIL import Image
 from playwright.sync_api import TimeoutError
 from setup import ROOT
 
-from demo.posters.judge import load, score
-from demo.posters.world import Group, Scene
+from demo.judge import load, score
+from demo.world import Group, Scene
 
 # an empty place of the canvas, on the screen
 PLACE = (700, 400)

@@ -10,8 +10,8 @@ from host import get, start_server
 from PIL import Image
 from setup import CACHE, ROOT
 
-from demo.posters.judge import load, score
-from demo.posters.world import Group, Scene
+from demo.judge import load, score
+from demo.world import Group, Scene
 
 ARTIFACTS = ROOT / "tests" / "artifacts"
 

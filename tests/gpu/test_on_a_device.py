@@ -7,8 +7,8 @@ import pytest
 import torch
 from decoders import f32c32, noise
 from setup import ROOT
+from shape_judge import judge
 
-from demo.judge import judge
 from sana_core import decode_latents, encode_images, encode_prompts, generate, load_text_encoder
 from sana_core.doctor.arithmetic import transformer
 from sana_core.kernels.trial import TRIALS, kernels_on

@@ -9,8 +9,8 @@ import torch
 from fake_cuda import pack
 from in_process import NodeError
 from PIL import Image
+from shapes import combinations, draw_scene, prompt, random_scene
 
-from demo.pictures import combinations, draw_scene, prompt, random_scene
 from sana_core.training.runs import find_states
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,8 +13,8 @@ from in_process import NodeError
 from loading import through
 from PIL import Image
 from safetensors.torch import load_file
+from shapes import combinations, draw_scene, prompt, random_scene
 
-from demo.pictures import combinations, draw_scene, prompt, random_scene
 from sana_core.training.plan import plan_training, read_base
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Phase, TrainingSettings

@@ -12,8 +12,7 @@ from expanded import expand, to_graph
 from host import GraphError, get, images_of, run_graph
 from PIL import Image
 from setup import ROOT
-
-from demo.judge import judge
+from shape_judge import judge
 
 TEXT = 3  # the kind of event, in its first four bytes
 

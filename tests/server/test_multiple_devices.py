@@ -10,8 +10,7 @@ import numpy as np
 from host import get, images_of, post, run_graph
 from PIL import Image
 from setup import ROOT
-
-from demo.judge import judge
+from shape_judge import judge
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 WANTED = [("red", "circle", "blue"), ("blue", "square", "white")]

@@ -3,8 +3,7 @@
 import random
 
 from PIL import Image
-
-from demo.pictures import combinations, draw_scene, random_caption, random_scene
+from shapes import combinations, draw_scene, random_caption, random_scene
 
 
 def write_pictures(folder, count, seed=1, controls=False):

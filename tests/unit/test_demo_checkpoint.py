@@ -1,13 +1,9 @@
-"""The bundled checkpoint keeps the promise of its report."""
-
-import json
+"""The tests' checkpoint sana-tiny follows prompts that it was not trained on."""
 
 import numpy as np
 import pytest
-from setup import ROOT
-
-from demo.evaluate import draw, score
-from demo.pictures import combinations, prompt
+from shape_judge import draw, score
+from shapes import combinations, prompt
 
 HELD_OUT = combinations()[1]
 PROMPTS = [prompt(*combination) for combination in HELD_OUT]
@@ -34,10 +30,3 @@ def test_an_empty_prompt_stays_near_chance(checkpoint):
 def test_guidance_matters(checkpoint, guided):
     plain = draw(checkpoint, PROMPTS[:16], 1.0)
     assert np.abs(plain.astype(int) - guided[:16].astype(int)).mean() > 2
-
-
-def test_the_report_is_of_this_checkpoint(checkpoint, guided):
-    report = json.loads((ROOT / "demo" / "report" / "score.json").read_text())
-    assert report["prompts"] == 64
-    # a picture on the edge of the rule may fall either way on another machine
-    assert abs(report["guidance"]["4.5"]["all"] - score(guided, HELD_OUT)["all"]) <= 2 / 64

@@ -5,9 +5,9 @@ import torch
 from decoders import noise
 from pretend_card import pretend_cards
 from setup import ROOT
+from shape_judge import judge
 from tiny import random_prompt, tiny_transformer
 
-from demo.judge import judge
 from sana_core import generate, load_transformer
 from sana_core.errors import InputError
 from sana_core.kernels import trial

@@ -4,9 +4,8 @@ import random
 
 import numpy as np
 import pytest
-
-from demo.judge import judge
-from demo.pictures import COLOURS, SHAPES, Scene, combinations, draw_scene, random_caption, random_scene
+from shape_judge import judge
+from shapes import COLOURS, SHAPES, Scene, combinations, draw_scene, random_caption, random_scene
 
 
 def test_held_out_combinations_are_64_and_apart_from_training():

@@ -17,12 +17,11 @@ from safetensors.torch import load_file
 from scipy.ndimage import label
 
 import sana_core
-from demo.autoencoder import build
+from demo import autoencoder, beside, evaluate, judge, recipe, scorer, world
+from demo.captions import NUMBERS, SAID, prompt, random_caption
 from demo.dataset import write_dataset
-from demo.posters import autoencoder, beside, evaluate, judge, recipe, scorer, world
-from demo.posters.captions import NUMBERS, SAID, prompt, random_caption
-from demo.posters.layout import apart, lay_out
-from demo.posters.painting import paint, paint_placed
+from demo.layout import apart, lay_out
+from demo.painting import paint, paint_placed
 from sana_core.batch.scorer import load_scorer
 from sana_core.checkpoints import find_part, inspect_checkpoint, load_text_encoder
 from sana_core.checkpoints.load import shift_of
@@ -95,7 +94,7 @@ def test_as_many_subjects_are_painted_as_are_counted(count):
 @pytest.mark.slow
 def test_the_autoencoder_trains_on_as_if_it_had_not_stopped(tmp_path, monkeypatch):
     torch.manual_seed(0)
-    build().save_pretrained(tmp_path / "start")
+    autoencoder.build((16, 32, 32, 64, 64, 128)).save_pretrained(tmp_path / "start")
     monkeypatch.setattr(autoencoder, "START", tmp_path / "start")
     monkeypatch.setattr(autoencoder, "MEASURED", 1)
     monkeypatch.setattr(autoencoder, "CROPS", 1)
@@ -152,7 +151,7 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     whole_settings = recipe.settings_in
     monkeypatch.setattr(recipe, "settings_in", small_settings)
     monkeypatch.setattr(recipe, "STAGES", {name: stage._replace(count=6) for name, stage in recipe.STAGES.items()})
-    monkeypatch.setattr(recipe, "SIZE", recipe.SIZE._replace(steps=2))
+    monkeypatch.setattr(recipe.text, "SIZE", recipe.text.SIZE._replace(steps=2))
     evaluated = []
     monkeypatch.setattr(recipe, "evaluate", lambda *paths: evaluated.append(paths))
     monkeypatch.setattr(recipe, "ENCODED", 2)

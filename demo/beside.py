@@ -1,6 +1,6 @@
 """Beside the model of posters: a ControlNet that follows edges, and a LoRA of a fourth style from 20 pictures.
 
-`python -m demo.posters.beside` trains both by this pack's trainer, after the model, with edges.toml and style.toml.
+`python -m demo.beside` trains both by this pack's trainer, after the model, with edges.toml and style.toml.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kornia.filters import canny
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train import train
 
-from ..checkpoint import forget_origin
-from ..dataset import write_dataset
 from .captions import SAID, counted, random_caption
+from .checkpoint import forget_origin
+from .dataset import write_dataset
 from .painting import paint
 from .world import Scene, training_scenes
 
 HERE = Path(__file__).parent
-BUILD = HERE.parent / "build" / "posters"
-CYANOTYPES = HERE.parents[1] / "recipes" / "cyanotypes"
-CONTROLNET, LORA = HERE.parent / "sana-posters-edges", HERE.parent / "sana-posters-cyanotype.safetensors"
+BUILD = HERE / "build"
+CYANOTYPES = HERE.parent / "recipes" / "cyanotypes"
+CONTROLNET, LORA = HERE / "sana-posters-edges", HERE / "sana-posters-cyanotype.safetensors"
 EDGED, STYLED = 500, 20
 # of the edges' pictures: the model learnt that size before its own, and it takes a quarter of the time
 SIDE = 256

@@ -1,4 +1,4 @@
-"""What the demo checkpoint knows: flat shapes on flat backgrounds, and the captions that describe them."""
+"""Scenes of the tests' checkpoint sana-tiny: flat shapes on flat backgrounds, and their captions."""
 
 from __future__ import annotations
 
@@ -48,19 +48,6 @@ def random_scene(rng: random.Random, combination: tuple[str, str, str]) -> Scene
     radius = rng.uniform(0.15, 0.34)
     low, high = radius + 0.03, 0.97 - radius
     return Scene(*combination, radius, rng.uniform(low, high), rng.uniform(low, high))
-
-
-def placed_scenes(rng: random.Random, combination: tuple[str, str, str], jitter: float) -> list[Scene]:
-    """Scenes of `combination` on a grid of three sizes and three by three positions, each moved by up to `jitter`."""
-
-    def near(value: float) -> float:
-        return value + rng.uniform(-jitter, jitter) if jitter else value
-
-    return [
-        Scene(*combination, near(radius), near(x), near(y))
-        for radius in (0.195, 0.27, 0.34)
-        for x, y in itertools.product((radius + 0.04, 0.5, 0.96 - radius), repeat=2)
-    ]
 
 
 def draw_shape(draw: ImageDraw.ImageDraw, shape: str, box: tuple[float, float, float, float], fill) -> None:

@@ -1,6 +1,6 @@
 """What says how well a picture fits a prompt: a small CLIP, in transformers' own form, that only saw paintings.
 
-`python -m demo.posters.scorer` trains it on paintings and their captions and writes sana-posters-scorer/ beside the
+`python -m demo.scorer` trains it on paintings and their captions and writes sana-posters-scorer/ beside the
 model that it is for. It ranks the images of a prompt. The judge, which never ranks, measures how much that helps.
 """
 
@@ -15,15 +15,14 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch.nn import functional
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, PreTrainedTokenizerFast
 
-from ..losses import log_losses
-from ..step import take_step
 from .captions import NUMBERS, SAID, counted, random_caption
 from .judge import scenes_to_judge, shrink, soften
 from .painting import paint
+from .steps import log_losses, take_step
 from .world import ALL_COLOURS, ALL_KINDS, PLACES, STYLES, TIMES, Scene, belongs
 
 HERE = Path(__file__).parent
-FOLDER, CURVE = HERE.parent / "sana-posters-scorer", HERE.parent / "build" / "posters" / "scorer.jsonl"
+FOLDER, CURVE = HERE / "sana-posters-scorer", HERE / "build" / "scorer.jsonl"
 SIDE, PATCH, WIDTH, JOINT, LENGTH = 96, 16, 128, 64, 48
 POOL, STEPS, BATCH, LEARNING_RATE = 4000, 900, 48, 2e-3
 # tokens, in the order of their numbers
