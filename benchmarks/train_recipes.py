@@ -1,8 +1,8 @@
-"""Whether each recipe that runs on a bundled model, and the canvas's template, ends better than it began.
+"""The validation losses of the recipes that run on the bundled model, and of the canvas's template.
 
-`python -m benchmarks.train_recipes [NAME ...]` writes benchmarks/train_recipes.json: for each of RECIPES the loss of
-its validation, over pictures that it never learns, before the first step, of the LoRA or ControlNet that it publishes,
-and after the last step, with the step of each. A recipe is run as it is, in a folder of its own, but draws no pictures.
+`python -m benchmarks.train_recipes [NAME ...]` writes benchmarks/train_recipes.json. It has the validation loss of each
+of RECIPES before the first step, of the LoRA that the run publishes, and after the last step. A recipe runs unchanged
+in a temporary folder, but without validation images.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from sana_core.training.train import train
 
 FILE = ROOT / "benchmarks" / "train_recipes.json"
 TEMPLATE = ROOT / "workflows" / "SANA train a LoRA.json"
-BUNDLED = ("lora_bundled", "controlnet_bundled", "style_bundled", "person_bundled", "concept_bundled")
 RECIPES = {
-    **{name: ROOT / "recipes" / f"{name}.toml" for name in BUNDLED},
-    "style": ROOT / "demo" / "posters" / "style.toml",
+    "lora_bundled": ROOT / "recipes" / "lora_bundled.toml",
+    "style": ROOT / "demo" / "style.toml",
     TEMPLATE.stem: TEMPLATE,
 }
 

@@ -33,12 +33,7 @@ CLUSTER_ADDRESS = re.compile(r"ray://\S+:\d{1,5}")
 HERE = Path(__file__).parents[2]
 # The models that come with the pack.
 MODELS = {DEMO_MODEL_LISTED: HERE / "demo" / DEMO_MODEL}
-DATASETS = {
-    "cyanotypes (bundled)": HERE / "recipes" / "cyanotypes",
-    "red stars (bundled)": HERE / "recipes" / "stars",
-    # with control images
-    "silhouettes (bundled)": HERE / "recipes" / "silhouettes.tar",
-}
+DATASETS = {"cyanotypes (bundled)": HERE / "recipes" / "cyanotypes"}
 # The folder of training runs in ComfyUI's output folder.
 RUNS = "sana_training"
 # The folders in ComfyUI's output folder where loaders find results of training.

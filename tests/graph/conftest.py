@@ -6,6 +6,7 @@ import layouts
 import pytest
 import torch
 from loading import component
+from pictures import write_pictures
 from variants import SANA_1_5, SPRINT, make_variant
 
 
@@ -83,6 +84,15 @@ def put(host):
     yield save
     for path in made:
         path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def controlled(host):
+    """The name of a folder in ComfyUI's input folder, with eight images that have control images."""
+    folder = host.models.parent / "input" / "controlled"
+    write_pictures(folder, 8, controls=True)
+    yield folder.name
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def wrong_values(widget):
 def test_errors_begin_with_the_widget_that_the_user_sees(host, kind):
     graph = {
         "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
-        "data": ("SanaNodesDataset", {"folder": "red stars (bundled)", "resolution": 128}),
+        "data": ("SanaNodesDataset", {"folder": "cyanotypes (bundled)", "resolution": 128}),
     }
     catches = {name: ("Catch", {"value": [name, 0], "name": name}) for name in graph}
     objects = host.run({**graph, **{f"catch {name}": catch for name, catch in catches.items()}})
@@ -136,7 +136,7 @@ def test_errors_begin_with_the_widget_that_the_user_sees(host, kind):
     widgets = {each.id: each for each in inputs if hasattr(each, "default")}
     good = {name: widget.default for name, widget in widgets.items()}
     if kind == "SanaNodesDataset":
-        good["folder"] = "red stars (bundled)"
+        good["folder"] = "cyanotypes (bundled)"
     for name, widget in widgets.items():
         for value in wrong_values(widget):
             # Over a link, which ComfyUI does not check.
@@ -178,9 +178,9 @@ CONTROLNET = {
 
 
 @pytest.mark.parametrize("name", [*CONTROLNET, "existing_lora", "regularisation"])
-def test_a_controlnet_refuses_settings_that_only_a_lora_has(host, train_node, put, name):
+def test_a_controlnet_refuses_settings_that_only_a_lora_has(host, train_node, put, controlled, name):
     graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
-    graph["data"] = ("SanaNodesDataset", {"folder": "silhouettes (bundled)", "resolution": 128})
+    graph["data"] = ("SanaNodesDataset", {"folder": controlled, "resolution": 128})
     own = CONTROLNET.get(name, ["data", 0])
     if name == "existing_lora":
         own = put("loras", "some.safetensors", {"a": torch.zeros(1)})
@@ -196,7 +196,7 @@ def test_a_controlnet_refuses_settings_that_only_a_lora_has(host, train_node, pu
 
 def test_a_resumed_run_names_the_widget_that_has_changed(host, train_node):
     graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
-    graph["data"] = ("SanaNodesDataset", {"folder": "red stars (bundled)", "resolution": 64})
+    graph["data"] = ("SanaNodesDataset", {"folder": "cyanotypes (bundled)", "resolution": 64})
     inputs = {"name": "resumed", "rank": 2, "steps": 1, "learning_rate": 1e-3, "batch_size": 1}
     links = {"model": ["load", 0], "dataset": ["data", 0]}
     host.run(train_node(graph, **links, **inputs))
@@ -355,5 +355,5 @@ def test_the_contact_sheet_has_each_shape_and_runs_again_when_a_file_changes(hos
     (host.models.parent / "input" / "sheet" / "wide.txt").write_text("another caption")
     look(host, name, keep_cache=True)
     assert len(told) == 2
-    seen = look(host, "red stars (bundled)")
-    assert told[-1][1] == "12 images: 12 of 128 x 128" and seen["sheet"].std() > 0.1
+    seen = look(host, "cyanotypes (bundled)")
+    assert told[-1][1] == "20 images: 20 of 128 x 128" and seen["sheet"].std() > 0.1

@@ -14,7 +14,7 @@ def linked(host):
         "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
         "text": ("SanaNodesTextEncode", {"clip": ["load", 1], "text": "a red circle", "instruction": False}),
         "empty": ("SanaNodesEmptyLatent", {"width": 64, "height": 64, "batch_size": 1}),
-        "data": ("SanaNodesDataset", {"folder": "red stars (bundled)", "resolution": 64}),
+        "data": ("SanaNodesDataset", {"folder": "cyanotypes (bundled)", "resolution": 64}),
     }
     links = {"MODEL": ["load", 0], "CLIP": ["load", 1], "VAE": ["load", 2], "CONDITIONING": ["text", 0]}
     links |= {"LATENT": ["empty", 0], "SANA_DATASET": ["data", 0]}

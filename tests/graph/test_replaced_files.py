@@ -103,7 +103,7 @@ def test_the_fingerprint_of_a_folder_changes_with_its_weights(host, checkpoint, 
 def test_a_data_sets_fingerprint_changes_with_its_images(host, is_linked):
     import folder_paths
 
-    folder = shutil.copytree(ROOT / "recipes" / "stars", f"{folder_paths.get_input_directory()}/stamped")
+    folder = shutil.copytree(ROOT / "recipes" / "cyanotypes", f"{folder_paths.get_input_directory()}/stamped")
     node = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesDataset"]
     try:
         name = None if is_linked else "stamped"

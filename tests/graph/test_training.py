@@ -245,11 +245,11 @@ def test_regularisation_images_are_learnt_as_often_as_the_others(host, training_
     assert [loss == 0.0 for loss in losses[0.0]].count(True) == 2 and all(losses[1.0])
 
 
-def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, train_node, runs, told):
+def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, train_node, controlled, runs, told):
     inputs = {"name": "edges", "blocks": 3, "steps": 6, "learning_rate": 3e-3, "batch_size": 2, "gradient_clip": 0.0}
     graph = base_graph(steps=2)
     graph["load"][1]["model"] = "sana-posters (bundled)"
-    graph["data"] = ("SanaNodesDataset", {"folder": "silhouettes (bundled)", "resolution": 128})
+    graph["data"] = ("SanaNodesDataset", {"folder": controlled, "resolution": 128})
     train_node(graph, "SanaNodesTrainControlNet", model=["load", 0], dataset=["data", 0], **inputs)
     graph["hint"] = ("AnyValue", {"value": torch.rand(1, 128, 128, 3, generator=torch.Generator().manual_seed(3))})
     texts = {"positive": ["positive", 0], "negative": ["negative", 0]}

@@ -16,7 +16,7 @@ def training(name):
     inputs |= {"validation_prompts": "a red star on a green background", "settings": ["4", 0]}
     return {
         "1": {"class_type": "SanaNodesLoader", "inputs": {"model": "sana-tiny"}},
-        "2": {"class_type": "SanaNodesDataset", "inputs": {"folder": "red stars (bundled)", "resolution": 128}},
+        "2": {"class_type": "SanaNodesDataset", "inputs": {"folder": "cyanotypes (bundled)", "resolution": 128}},
         "3": {"class_type": "SanaNodesTrain", "inputs": {"model": ["1", 0], "dataset": ["2", 0], **inputs}},
         "4": {"class_type": "SanaNodesTrainSettings", "inputs": {"validate_every": 15}},
     }
@@ -33,7 +33,7 @@ def test_a_run_is_seen_interrupted_and_goes_on(server):
     assert {"node": "3", "value": STEPS, "max": STEPS}.items() <= steps[-1].items()
     # Each stage has its bar, which starts below a full one.
     bars = [(step["value"], step["max"]) for step in steps if step["node"] == "3"]
-    entries = 2 * 12 + 1  # the latents and captions of twelve images, and the empty caption
+    entries = 2 * 20 + 1  # the latents and captions of twenty images, and the empty caption
     stages = [most for index, (_, most) in enumerate(bars) if not index or most != bars[index - 1][1]]
     assert stages[-2:] == [entries, STEPS] and stages[:-2]
     for most in (entries, STEPS):

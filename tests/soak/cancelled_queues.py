@@ -94,7 +94,7 @@ def training_graph(name: str) -> dict:
     inputs = {"rank": 4, "steps": 2, "learning_rate": 1e-3, "batch_size": 1}
     return {
         "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
-        "data": ("SanaNodesDataset", {"folder": "red stars (bundled)", "resolution": 64}),
+        "data": ("SanaNodesDataset", {"folder": "cyanotypes (bundled)", "resolution": 64}),
         "train": ("SanaNodesTrain", {"model": ["load", 0], "dataset": ["data", 0], "name": name, **inputs}),
     }
 

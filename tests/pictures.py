@@ -1,4 +1,4 @@
-"""A data set of the bundled model's kind: one shape of one colour on another, with its caption."""
+"""Training images for sana-tiny: one shape on a background of another colour, with a caption."""
 
 import random
 
@@ -7,7 +7,7 @@ from shapes import combinations, draw_scene, random_caption, random_scene
 
 
 def write_pictures(folder, count, seed=1, controls=False):
-    """`controls` are silhouettes beside the pictures, which tell what no caption says: the place and the size."""
+    """Write `count` images and captions. `controls` adds silhouettes, which show the shape's place and size."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, (combos, _) = random.Random(seed), combinations()
     for index in range(count):
