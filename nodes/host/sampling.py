@@ -21,7 +21,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.model.known_models import SPRINT, Defaults, model_defaults
 from ...sana_core.model.latents import noise_stream
 from ...sana_core.model.reference import reference_of
-from ...sana_core.sampling.samplers import check_sampler, effective_guidance, find_sampler, own_sigmas, sampler_kwargs
+from ...sana_core.sampling.samplers import check_sampler, find_sampler
 from ...sana_core.sampling.schedules import trim_schedule
 from .guidance import SIGMA, require_sana
 from .model import WHOLE_TIMESTEPS, SanaModel, check_flow
@@ -43,7 +43,7 @@ class FlowSampler(comfy.samplers.KSAMPLER):
     def __init__(self, name: str, noise: Iterator[torch.Tensor] | None = None) -> None:
         super().__init__(self.run)
         self.name = name
-        self.flow = find_sampler(name)
+        self.sampler = find_sampler(name)
         self.noise = noise
 
     def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *args):
@@ -62,25 +62,23 @@ class FlowSampler(comfy.samplers.KSAMPLER):
     def run(self, model, x, sigmas, extra_args, callback, disable, start=None):
         """What KSAMPLER calls, with `x` noised by the host, or `start` in its place; cancel is polled every step."""
         x = x if start is None else start
-        options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.flow.whole_timesteps}
-        line = iter(sigmas.tolist())
+        options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.sampler.whole_timesteps}
 
         def denoise(x, sigma):
             comfy.model_management.throw_exception_if_processing_interrupted()
-            step = {**extra_args["model_options"], "transformer_options": {**options, SIGMA: next(line)}}
-            return model(x, sigma.expand(len(x)), **{**extra_args, "model_options": step})
+            step = {**extra_args["model_options"], "transformer_options": {**options, SIGMA: sigma}}
+            return model(x, sigmas.new_full((len(x),), sigma), **{**extra_args, "model_options": step})
 
         reference = reference_of(require_sana(model.inner_model.inner_model).diffusion_model)
         # the first noise of the seed is what the image started from
         noise = self.noise or islice(noise_stream(x, extra_args["seed"] or 0), 1, None)
-        more = sampler_kwargs(self.flow, reference, noise)
         with tqdm(total=len(sigmas) - 1, disable=disable) as bar:
 
             def report(state):
                 callback(state)
                 bar.update()
 
-            return self.flow.sample(denoise, x, sigmas, report, **more)
+            return self.sampler.sample(denoise, x, sigmas, report, **self.sampler.options(reference, noise))
 
 
 def defaults_of(model: ModelPatcher, latent: dict) -> Defaults:
@@ -96,10 +94,10 @@ def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -
     Raises InputError for numbers out of range, for a sampler that is not in SAMPLERS or not for the model, and for a
     MODEL that is not SANA's or has a ModelSampling of another kind than flow matching.
     """
-    flow, transformer = find_sampler(name), require_sana(model.model).diffusion_model
+    sampler, transformer = find_sampler(name), require_sana(model.model).diffusion_model
     check_sampler(transformer.config, name)
     shift, reference = shift_of(model.get_model_object("model_sampling")), reference_of(transformer)
-    return trim_schedule(lambda count: own_sigmas(flow, reference, count, shift), steps, denoise)
+    return trim_schedule(lambda count: sampler.sigmas(count, shift, reference), steps, denoise)
 
 
 def shift_of(sampling) -> float:
@@ -133,7 +131,7 @@ def sample(
     """
     transformer = require_sana(model.model).diffusion_model
     check_sampler(transformer.config, sampling.sampler)
-    guidance = effective_guidance(find_sampler(sampling.sampler), reference_of(transformer), sampling.guidance)
+    guidance = find_sampler(sampling.sampler).effective_guidance(reference_of(transformer), sampling.guidance)
     if sampling.sampler == SPRINT:
         # a SANA-Sprint model gets its guidance as an embedding
         positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})

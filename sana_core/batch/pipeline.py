@@ -25,7 +25,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_finite, check_name, check_number, check_text
 from ..sampling.guidance import ControlledModel, ShardedModel, check_sampling, denoiser, perturbed_attention
 from ..sampling.masked import start_from_image
-from ..sampling.samplers import Denoiser, StepState, effective_guidance, find_sampler, own_sigmas, sampler_kwargs
+from ..sampling.samplers import Denoiser, StepState, find_sampler
 from ..sampling.schedules import shift_sigmas
 from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, samples_one_by_one
 
@@ -226,7 +226,7 @@ def sample(
     if len(parts) > 1:
         return torch.cat([sample(models, settings, part, texts, poll, inputs) for part, texts, inputs in parts])
     assert settings.sampler is not None and settings.steps is not None
-    flow, reference = find_sampler(settings.sampler), reference_of(transformer)
+    sampler, reference = find_sampler(settings.sampler), reference_of(transformer)
     model = guided(models, settings, prompts, images, sharded)
     shape = latent_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [image.seed for image in chunk])
@@ -235,9 +235,9 @@ def sample(
     if images.latents is not None:
         start = images.latents[numbers].to(start)
     start = start.to(transformer.device)
-    sigmas = own_sigmas(flow, reference, settings.steps, models.shift)
+    sigmas = sampler.sigmas(settings.steps, models.shift, reference)
     if images.init is not None:
-        model, start = start_from_image(images.init, model, start, sigmas[0])
+        model, start = start_from_image(images.init, model, start, sigmas[0].item())
 
     def show(steps: int, latents: torch.Tensor) -> None:
         if images.callback is not None and steps:
@@ -247,7 +247,7 @@ def sample(
         poll()
         show(state["i"], state["x"])
 
-    latents = flow.sample(model, start, sigmas, callback=before_step, **sampler_kwargs(flow, reference, noise))
+    latents = sampler.sample(model, start, sigmas, callback=before_step, **sampler.options(reference, noise))
     show(len(sigmas) - 1, latents)
     return latents
 
@@ -257,7 +257,7 @@ def guided(
 ) -> Denoiser:
     """Return the denoiser of `sample`, with its guidance."""
     assert settings.sampler is not None and settings.guidance is not None
-    transformer, flow = models.transformer, find_sampler(settings.sampler)
+    transformer, sampler = models.transformer, find_sampler(settings.sampler)
     ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), models.shift).tolist()
     perturbed = None
     if settings.pag_scale:
@@ -266,8 +266,8 @@ def guided(
         sharded or ControlledModel(transformer, images.control, settings.compiled),
         stack_texts(prompts.texts),
         stack_texts([prompts.negative]),
-        effective_guidance(flow, reference_of(transformer), settings.guidance),
-        flow.whole_timesteps,
+        sampler.effective_guidance(reference_of(transformer), settings.guidance),
+        sampler.whole_timesteps,
         perturbed,
         (ends[0], ends[1]),
     )

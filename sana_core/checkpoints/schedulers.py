@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..model.known_models import DEFAULTS
+from ..model.known_models import DEFAULTS, SPRINT
+from ..sampling.samplers import SAMPLERS
 from .files import Json, brief, read_json
 from .parts import FOLDERS
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from .detect import CheckpointInfo
 
 EULER, DPM_SOLVER = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"
-ORDERS = {1: "flow_dpmpp_1", 2: "flow_dpmpp_2m", 3: "flow_dpmpp_3m"}
 # For each class, the settings that this package computes with. Without a setting, diffusers has the same value.
 SIGMAS: Json = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
 SIGMAS |= {"use_dynamic_shifting": False, "num_train_timesteps": 1000}
@@ -59,19 +59,21 @@ def scheduler_of(info: CheckpointInfo) -> Scheduler:
         return Scheduler(saved or DEFAULTS.sampler)
     config = read_json(file)
     name = config.get("_class_name", DPM_SOLVER)
-    if name == "SCMScheduler":  # SANA-Sprint is sampled with it in any case
+    # SANA-Sprint is always sampled with scm.
+    if (name, None) == SAMPLERS[SPRINT].scheduler:
         return Scheduler(DEFAULTS.sampler)
-    if not isinstance(name, str) or name not in FOLLOWED:
+    if not isinstance(name, str) or name not in {row.scheduler[0] for row in SAMPLERS.values()}:
         return Scheduler(DEFAULTS.sampler, (brief(name),))
-    order = config.get("solver_order", 2)
-    known_order = type(order) is int and order in ORDERS
-    sampler = "flow_euler" if name == EULER else ORDERS[order] if known_order else DEFAULTS.sampler
+    order = config.get("solver_order", 2) if name == DPM_SOLVER else None
+    samplers = {row.scheduler: key for key, row in SAMPLERS.items()}
+    known_order = order is None or (type(order) is int and (name, order) in samplers)
+    sampler = samplers[name, order] if known_order else DEFAULTS.sampler
     unknown = [
         f"{field} {brief(config[field])}"
-        for field, value in FOLLOWED[name].items()
+        for field, value in FOLLOWED.get(name, SIGMAS).items()
         if config.get(field, value) != value
     ]
-    if name == DPM_SOLVER and not known_order:
+    if not known_order:
         unknown.append(f"solver_order {brief(order)}")
     # Only steps of order 2 come in two types.
     if sampler != "flow_dpmpp_2m":

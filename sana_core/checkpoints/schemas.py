@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..model.known_models import SPRINT
 from ..model.latents import CHANNELS
+from ..sampling.samplers import SAMPLERS
 from .files import INCOMPLETE, REDOWNLOAD, Json, brief, read_json, shown
 from .headers import Header
 
@@ -110,7 +112,7 @@ TRANSFORMER = {
     # what a saved MODEL adds to the library's
     "flow_shift": number(*SHIFTS),
     "latent_scale": FACTOR,
-    "sampler": lambda value: value in ("flow_euler", "flow_dpmpp_1", "flow_dpmpp_2m", "flow_dpmpp_3m"),
+    "sampler": lambda value: value in SAMPLERS and value != SPRINT,
     "preview": lambda value: type(value) is dict and are_colours(value.get("rgb_factors"), value.get("rgb_bias")),
 }
 VIDEO = TRANSFORMER | {

@@ -5,6 +5,7 @@ from .samplers import (
     sample_flow_dpmpp_2m,
     sample_flow_dpmpp_3m,
     sample_flow_euler,
+    sample_flow_heun,
     sample_scm,
 )
 from .schedules import flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas, shift_sigmas
@@ -16,6 +17,7 @@ __all__ = [
     "sample_flow_dpmpp_2m",
     "sample_flow_dpmpp_3m",
     "sample_flow_euler",
+    "sample_flow_heun",
     "sample_scm",
     "scm_sigmas",
     "shift_sigmas",

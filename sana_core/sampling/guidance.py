@@ -123,8 +123,8 @@ def denoiser(
         uncond = uncond[0], cond[1]
     prepared: dict[tuple, Prepared] = {}
 
-    def model(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        inside = interval == (1.0, 0.0) or interval[1] <= float(sigma) <= interval[0]
+    def model(x: torch.Tensor, sigma: float) -> torch.Tensor:
+        inside = interval[1] <= sigma <= interval[0]
         guided = guidance != 1 and not config.guidance_embeds and inside
         passes = [*[uncond] * guided, cond, *[cond] * (perturbed is not None)]
         count = len(passes)
@@ -195,7 +195,7 @@ def prepare_passes(
 
 
 def steer(
-    control: Control | None, x: torch.Tensor, sigma: torch.Tensor, whole: bool, prompts: Constants | None
+    control: Control | None, x: torch.Tensor, sigma: float, whole: bool, prompts: Constants | None
 ) -> list[torch.Tensor | None]:
     """Return the residuals of `control` for all passes in `x` at `sigma`, none without it."""
     if control is None or prompts is None:
@@ -207,9 +207,10 @@ def steer(
 
 
 def times_of(
-    model: SanaTransformer2DModel | SanaControlNetModel, sigma: torch.Tensor, whole: bool, x: torch.Tensor
+    model: SanaTransformer2DModel | SanaControlNetModel, sigma: float, whole: bool, x: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scalar that `model` is given for `sigma`, on the device of `x` by its value: that travels with the
-    launch, where a copy from the CPU would be waited for."""
-    time = model_timestep(model, sigma * 1000, whole)
-    return time if time.device == x.device else torch.full((), float(time), dtype=time.dtype, device=x.device)
+    """Return the model's timestep for `sigma`, a float32 scalar on the device of `x`."""
+    # The schedules are exact for this product in float32 (see flow_dpm_sigmas).
+    time = model_timestep(model, torch.tensor(sigma, dtype=torch.float32) * 1000, whole)
+    # A fill by value does not wait for the device. A copy from the CPU would.
+    return torch.full((), time.item(), dtype=torch.float32, device=x.device)

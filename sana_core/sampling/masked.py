@@ -19,7 +19,7 @@ class InitImage(NamedTuple):
 
 
 def start_from_image(
-    init: InitImage, model: Denoiser, noise: torch.Tensor, sigma: torch.Tensor
+    init: InitImage, model: Denoiser, noise: torch.Tensor, sigma: float
 ) -> tuple[Denoiser, torch.Tensor]:
     """Return `model` as it keeps what the mask keeps, and what it starts from at `sigma` with that `noise`.
 
@@ -27,7 +27,7 @@ def start_from_image(
     """
     latents = init.latents.to(noise)
 
-    def noised(sigma: torch.Tensor) -> torch.Tensor:
+    def noised(sigma: float) -> torch.Tensor:
         return sigma * noise + (1.0 - sigma) * latents
 
     if init.mask is None:
@@ -35,7 +35,7 @@ def start_from_image(
     mask = init.mask.to(noise)
     kept = 1.0 - mask
 
-    def masked(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    def masked(x: torch.Tensor, sigma: float) -> torch.Tensor:
         return model(x * mask + noised(sigma) * kept, sigma) * mask + latents * kept
 
     return masked, noised(sigma)

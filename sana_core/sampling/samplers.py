@@ -1,8 +1,8 @@
-"""SANA's samplers, one function each, in the manner of k-diffusion.
+"""SANA's samplers, one function each, as in k-diffusion, and SAMPLERS, the table of them.
 
-x_sigma = (1 - sigma) x0 + sigma noise, so alpha = 1 - sigma. A model is called as model(x, sigma) and returns x0.
-`callback` gets a StepState once per step, before x changes; what it raises ends the sampling.
-Sigmas are read into the host before the first step; after that nothing waits for the device.
+x_sigma = (1 - sigma) x0 + sigma noise, so alpha = 1 - sigma. A sampler calls model(x, sigma), which returns x0, once or
+more in a step. Sigmas are Python numbers, read once before the first step, so no step waits for the device.
+`callback` receives a StepState once per step, before x changes. If it raises, the sampling ends.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ import torch
 
 from ..errors import InputError
 from ..model.known_models import DEFAULTS, SPRINT, TransformerConfig
-from ..model.reference import Reference
+from ..model.reference import DIFFUSERS, RULES, Reference
 from ..runtime.checks import check_name
 from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas
 
-Denoiser = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# model(x, sigma) -> x0
+Denoiser = Callable[[torch.Tensor, float], torch.Tensor]
 
 
 class StepState(TypedDict):
-    """What a callback gets before each step: its number, the latents, their sigma and the model's x0."""
+    """The argument of a callback, with k-diffusion's names."""
 
-    i: int
-    x: torch.Tensor
-    sigma: torch.Tensor
-    denoised: torch.Tensor
+    i: int  # number of the step
+    x: torch.Tensor  # latents before the step
+    sigma: float
+    denoised: torch.Tensor  # the model's x0
 
 
 Callback = Callable[[StepState], object]
 
-# with fewer steps than this, DPM-Solver falls by one order a step at the end
+# In schedules of fewer steps, DPM-Solver++ lowers its order by one per step at the end.
 FEW_STEPS = 15
 
 
@@ -47,10 +48,33 @@ def sample_flow_euler(
     """
     sigma = descending(sigmas)
     for i in range(len(sigma) - 1):
-        denoised = model(x, sigmas[i])
+        denoised = model(x, sigma[i])
         if callback is not None:
-            callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
+            callback({"i": i, "x": x, "sigma": sigma[i], "denoised": denoised})
         x = torch.lerp(x, denoised, 1 - sigma[i + 1] / sigma[i])
+    return x
+
+
+def sample_flow_heun(
+    model: Denoiser, x: torch.Tensor, sigmas: torch.Tensor, callback: Callback | None = None
+) -> torch.Tensor:
+    """Heun's method: the mean of the velocities (x - x0) / sigma at both ends of a step.
+
+    It calls the model twice per step, and once in a step to sigma 0, as diffusers' FlowMatchHeunDiscreteScheduler.
+    Returns x at the last sigma. Raises InputError for sigmas that do not descend.
+    """
+    sigma = descending(sigmas)
+    for i in range(len(sigma) - 1):
+        denoised = model(x, sigma[i])
+        if callback is not None:
+            callback({"i": i, "x": x, "sigma": sigma[i], "denoised": denoised})
+        velocity, dt = (x - denoised) / sigma[i], sigma[i + 1] - sigma[i]
+        euler = x + velocity * dt
+        if sigma[i + 1] == 0:
+            x = euler
+        else:
+            next_velocity = (euler - model(euler, sigma[i + 1])) / sigma[i + 1]
+            x = x + 0.5 * (velocity + next_velocity) * dt
     return x
 
 
@@ -77,9 +101,9 @@ def sample_flow_dpmpp(
     lambdas = torch.log((1 - sigmas64) / sigmas64).tolist()
     x0s: list[torch.Tensor] = []
     for i in range(steps):
-        denoised = model(x, sigmas[i])
+        denoised = model(x, sigma[i])
         if callback is not None:
-            callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
+            callback({"i": i, "x": x, "sigma": sigma[i], "denoised": denoised})
         x0s = [denoised, *x0s[: order - 1]]
         left = steps - i
         lowers_order = sigma[-1] == 0 and (left == 1 or steps < FEW_STEPS or always_lower_order)
@@ -135,9 +159,9 @@ def sample_scm(
     """
     sigma = descending(sigmas)
     for i in range(len(sigma) - 1):
-        denoised = model(x, sigmas[i])
+        denoised = model(x, sigma[i])
         if callback is not None:
-            callback({"i": i, "x": x, "sigma": sigmas[i], "denoised": denoised})
+            callback({"i": i, "x": x, "sigma": sigma[i], "denoised": denoised})
         x = denoised
         if sigma[i + 1] > 0:
             fresh = torch.randn_like(x) if noise is None else next(noise).to(x)
@@ -145,48 +169,67 @@ def sample_scm(
     return x
 
 
-class FlowSampler(NamedTuple):
-    """A sampler, the schedule that belongs to it, and whether SANA gives the model whole timesteps with it."""
-
-    sample: Callable[..., torch.Tensor]
-    sigmas: Callable[[int, float], torch.Tensor]
-    whole_timesteps: bool
-
-
-SAMPLERS = {
-    "flow_dpmpp_2m": FlowSampler(sample_flow_dpmpp_2m, flow_dpm_sigmas, True),
-    "flow_euler": FlowSampler(sample_flow_euler, flow_euler_sigmas, False),
-    "flow_dpmpp_3m": FlowSampler(sample_flow_dpmpp_3m, flow_dpm_sigmas, True),
-    "flow_dpmpp_1": FlowSampler(sample_flow_dpmpp_1, flow_dpm_sigmas, True),
-    # SANA-Sprint was distilled at its own angles, which no shift moves
-    "scm": FlowSampler(sample_scm, lambda steps, shift: scm_sigmas(steps), False),
-}
-
-
-def sampler_kwargs(flow: FlowSampler, reference: Reference, noise: Iterator[torch.Tensor]) -> dict[str, object]:
-    """Return what a sampler takes besides model, latents, sigmas and callback; `noise` is what scm draws from."""
-    if flow.sample is sample_scm:
-        return {"noise": noise}
-    if flow.sample is sample_flow_dpmpp_3m:
-        return {"always_lower_order": reference.always_lowers_order}
+def no_options(reference: Reference, noise: Iterator[torch.Tensor]) -> dict[str, object]:
     return {}
 
 
-def own_sigmas(flow: FlowSampler, reference: Reference, steps: int, shift: float) -> torch.Tensor:
-    """Return the [steps + 1] sigmas of a sampler as `reference` computes them. Raises InputError as they do."""
-    if flow.sigmas is flow_dpm_sigmas:
-        return flow_dpm_sigmas(steps, shift, reference.float32_schedule)
-    return flow.sigmas(steps, shift)
+class Sampler(NamedTuple):
+    """A row of SAMPLERS: everything that distinguishes one sampler from another."""
+
+    # (model, x, sigmas, callback, **options) -> latents
+    sample: Callable[..., torch.Tensor]
+    # (steps, shift, reference) -> the [steps + 1] sigmas that `reference` computes
+    schedule: Callable[[int, float, Reference], torch.Tensor]
+    # The diffusers scheduler that samples in this way: its class, and its solver_order if the class has several.
+    scheduler: tuple[str, int | None]
+    # SANA rounds the timesteps down to whole numbers with this sampler.
+    whole_timesteps: bool = False
+    # Whether `reference` guides at values below 1, too. Otherwise, guidance is off at 1 and below.
+    guides_below_one: Callable[[Reference], bool] = lambda reference: False
+    # (reference, more noise of the same seed) -> keyword arguments of `sample`
+    options: Callable[[Reference, Iterator[torch.Tensor]], dict[str, object]] = no_options
+
+    def sigmas(self, steps: int, shift: float, reference: Reference = RULES[DIFFUSERS]) -> torch.Tensor:
+        """Return the [steps + 1] sigmas as `reference` computes them. Raises InputError for steps out of range."""
+        return self.schedule(steps, shift, reference)
+
+    def effective_guidance(self, reference: Reference, guidance: float) -> float:
+        """Return `guidance`, or 1, which is no guidance, where `reference` does not guide at that value."""
+        return guidance if guidance > 1 or self.guides_below_one(reference) else 1.0
 
 
-def effective_guidance(flow: FlowSampler, reference: Reference, guidance: float) -> float:
-    """Return `guidance`, or 1, which is no guidance, where `reference` does not guide a sampling at that value.
+def dpm_schedule(steps: int, shift: float, reference: Reference) -> torch.Tensor:
+    return flow_dpm_sigmas(steps, shift, reference.float32_schedule)
 
-    diffusers' pipelines and NVIDIA's FlowEuler guide above 1 only. NVIDIA's DPM-Solver guides at all values but 1. scm
-    passes the value to the model.
-    """
-    guides_below_one = flow.sigmas is flow_dpm_sigmas and reference.guides_below_one
-    return guidance if guidance > 1 or guides_below_one or flow.sample is sample_scm else 1.0
+
+def euler_schedule(steps: int, shift: float, reference: Reference) -> torch.Tensor:
+    return flow_euler_sigmas(steps, shift)
+
+
+# Only NVIDIA's DPM-Solver guides at all values but 1. Its FlowEuler and diffusers' pipelines guide above 1.
+dpm_solver = partial(
+    Sampler, schedule=dpm_schedule, whole_timesteps=True, guides_below_one=lambda reference: reference.guides_below_one
+)
+SAMPLERS = {
+    "flow_dpmpp_2m": dpm_solver(sample_flow_dpmpp_2m, scheduler=("DPMSolverMultistepScheduler", 2)),
+    "flow_euler": Sampler(sample_flow_euler, euler_schedule, ("FlowMatchEulerDiscreteScheduler", None)),
+    "flow_heun": Sampler(sample_flow_heun, euler_schedule, ("FlowMatchHeunDiscreteScheduler", None)),
+    "flow_dpmpp_3m": dpm_solver(
+        sample_flow_dpmpp_3m,
+        scheduler=("DPMSolverMultistepScheduler", 3),
+        options=lambda reference, noise: {"always_lower_order": reference.always_lowers_order},
+    ),
+    "flow_dpmpp_1": dpm_solver(sample_flow_dpmpp_1, scheduler=("DPMSolverMultistepScheduler", 1)),
+    SPRINT: Sampler(
+        sample_scm,
+        # SANA-Sprint was distilled at its own angles. No shift changes them.
+        lambda steps, shift, reference: scm_sigmas(steps),
+        ("SCMScheduler", None),
+        # The model receives the value as an embedding.
+        guides_below_one=lambda reference: True,
+        options=lambda reference, noise: {"noise": noise},
+    ),
+}
 
 
 def check_sampler(config: TransformerConfig, name: str) -> None:
@@ -199,7 +242,7 @@ def check_sampler(config: TransformerConfig, name: str) -> None:
         )
 
 
-def find_sampler(name: str) -> FlowSampler:
+def find_sampler(name: str) -> Sampler:
     """Return the sampler of that name. Raises InputError for a name that is not in SAMPLERS."""
     check_name("sampler", name, SAMPLERS)
     return SAMPLERS[name]

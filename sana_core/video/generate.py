@@ -19,7 +19,7 @@ from ..model.reference import AUTO, model_timestep, reference_of
 from ..model.text import encode_prompts
 from ..runtime.checks import check_finite, check_name, check_whole
 from ..sampling.guidance import check_sampling
-from ..sampling.samplers import effective_guidance, find_sampler, own_sigmas, sampler_kwargs
+from ..sampling.samplers import find_sampler
 from . import forward as video
 from .latents import video_shape
 from .load import check_parts, load_video_autoencoder
@@ -81,7 +81,7 @@ def generate_video(
         del vae
     transformer = load_video_transformer(checkpoint, device, precision, reference)
     rules = reference_of(transformer)
-    how = how._replace(guidance=effective_guidance(find_sampler(how.sampler), rules, how.guidance))
+    how = how._replace(guidance=find_sampler(how.sampler).effective_guidance(rules, how.guidance))
     if how.guidance == 1:
         prompts = prompts[0][1:], prompts[1][1:]
     constants = video.prepare(transformer, *prompts, *shape[1:])
@@ -114,7 +114,7 @@ def sample(
 
     `constants` describe the negative and the positive prompt, or at guidance 1 the positive prompt alone.
     """
-    flow, rules = find_sampler(how.sampler), reference_of(transformer)
+    sampler, rules = find_sampler(how.sampler), reference_of(transformer)
     keep = torch.ones(noise.shape[2], device=noise.device)
     keep[:1] = given is None
     passes = 1 if how.guidance == 1 else 2
@@ -123,9 +123,11 @@ def sample(
     def hold(latents: torch.Tensor) -> torch.Tensor:
         return latents * keep[:, None, None] + held
 
-    def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    def denoise(x: torch.Tensor, sigma: float) -> torch.Tensor:
         x = hold(x)
-        timestep = model_timestep(transformer, keep * (1000 * sigma).to(keep), flow.whole_timesteps)
+        # The schedules are exact for this product in float32 (see flow_dpm_sigmas).
+        time = (1000 * torch.tensor(sigma, dtype=torch.float32)).item()
+        timestep = model_timestep(transformer, keep * time, sampler.whole_timesteps)
         inputs = x.repeat(passes, 1, 1, 1, 1).to(transformer.dtype), timestep.expand(passes, -1)
         x0 = x - sigma * video.velocity(transformer, *inputs, constants).float()
         if passes == 2:
@@ -133,5 +135,5 @@ def sample(
             x0 = negative + how.guidance * (positive - negative)
         return hold(x0)
 
-    sigmas = own_sigmas(flow, rules, how.steps, shift)
-    return hold(flow.sample(denoise, noise, sigmas, **sampler_kwargs(flow, rules, iter(()))))
+    sigmas = sampler.sigmas(how.steps, shift, rules)
+    return hold(sampler.sample(denoise, noise, sigmas, **sampler.options(rules, iter(()))))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from by_diffusers import drawn_by
-from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler, SanaPipeline
 from loading import ksampler, through
 
 from sana_core.model.reference import NVIDIA
@@ -46,6 +46,15 @@ def test_ksampler_euler_normal_equals_diffusers_euler(host, base_graph, checkpoi
     got = host.run(ksampler(base_graph()))
     expected = pipeline_picture(checkpoint, FlowMatchEulerDiscreteScheduler(shift=3.0), output_type="latent")
     torch.testing.assert_close(got["latent"]["samples"], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("node", ["SanaNodesSampler", "SanaNodesBatchSampler"])
+def test_heun_equals_diffusers_heun(host, base_graph, checkpoint, node):
+    graph = base_graph(sampler="flow_heun")
+    if node == "SanaNodesBatchSampler":
+        graph["sample"] = (node, {**graph["sample"][1], "count": 1, "devices": "default", "chunk": 0})
+    expected = pipeline_picture(checkpoint, FlowMatchHeunDiscreteScheduler(shift=3.0), output_type="latent")
+    torch.testing.assert_close(host.run(graph)["latent"]["samples"], expected, atol=1e-4, rtol=0)
 
 
 def test_sampler_custom_advanced_equals_ksampler(host, base_graph, custom_graph):

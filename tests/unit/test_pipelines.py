@@ -7,6 +7,7 @@ import torch
 from diffusers import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
     SanaControlNetModel,
     SanaPAGPipeline,
     SanaPipeline,
@@ -69,7 +70,11 @@ def test_sana_pipeline(variant, size, seed, steps, guidance):
     transformer = tiny_transformer(variant)
     model = denoiser(transformer, COND, UNCOND, guidance, whole_timesteps=True)
     noise = next(start(seed, size))
-    for scheduler, name in ((dpm(), "flow_dpmpp_2m"), (FlowMatchEulerDiscreteScheduler(shift=3.0), "flow_euler")):
+    for scheduler, name in (
+        (dpm(), "flow_dpmpp_2m"),
+        (FlowMatchEulerDiscreteScheduler(shift=3.0), "flow_euler"),
+        (FlowMatchHeunDiscreteScheduler(shift=3.0), "flow_heun"),
+    ):
         flow = SAMPLERS[name]
         model = denoiser(transformer, COND, UNCOND, guidance, flow.whole_timesteps)
         ours = flow.sample(model, noise, flow.sigmas(steps, 3.0))
@@ -80,7 +85,7 @@ def test_sana_pipeline(variant, size, seed, steps, guidance):
 
 def test_guidance_below_1_is_guided_too():
     """ComfyUI leaves out the negative prompt at 1 alone (comfy/samplers.py, sampling_function)."""
-    transformer, x, sigma = tiny_transformer(), next(start(0, SIZES[0])), torch.tensor(0.7)
+    transformer, x, sigma = tiny_transformer(), next(start(0, SIZES[0])), 0.7
     positive, negative = (denoiser(transformer, prompt, UNCOND, 1.0, True)(x, sigma) for prompt in (COND, UNCOND))
     for guidance, expected in ((0.0, negative), (0.5, (positive + negative) / 2)):
         got = denoiser(transformer, COND, UNCOND, guidance, True)(x, sigma)
@@ -88,13 +93,13 @@ def test_guidance_below_1_is_guided_too():
 
 
 def test_a_steered_step_is_the_librarys():
-    transformer, x, sigma = tiny_transformer(), next(start(0, SIZES[0])), torch.tensor(0.7)
+    transformer, x, sigma = tiny_transformer(), next(start(0, SIZES[0])), 0.7
     torch.manual_seed(1)
     controlnet = SanaControlNetModel.from_config({**transformer.config, "num_layers": 2}).requires_grad_(False)
     for layer in (controlnet.input_block, *controlnet.controlnet_blocks):
         torch.nn.init.normal_(layer.weight, std=0.2)
     latents, (embeds, mask) = torch.randn_like(x), COND
-    inputs = {"encoder_hidden_states": embeds, "encoder_attention_mask": mask, "timestep": 1000 * sigma.expand(1)}
+    inputs = {"encoder_hidden_states": embeds, "encoder_attention_mask": mask, "timestep": torch.tensor([1000 * sigma])}
     residuals = controlnet(x, controlnet_cond=latents, **inputs).controlnet_block_samples
     velocity = transformer(x, controlnet_block_samples=residuals, **inputs).sample
     got = denoiser(ControlledModel(transformer, Control(controlnet, latents)), COND, UNCOND, 1.0)(x, sigma)
@@ -178,7 +183,7 @@ def test_guidance_outside_its_interval_is_off(interval, sigmas, guidance):
     transformer, x = tiny_transformer(), torch.randn(1, 32, 4, 4)
     limited = denoiser(transformer, COND, UNCOND, 4.5, interval=interval)
     same = denoiser(transformer, COND, UNCOND, guidance)
-    for sigma in map(torch.tensor, sigmas):
+    for sigma in sigmas:
         torch.testing.assert_close(limited(x, sigma), same(x, sigma), atol=1e-6, rtol=0)
 
 
@@ -190,7 +195,7 @@ def test_timesteps_are_whole_only_where_the_sampler_wants_them():
     for options, timestep in (({}, 500.9), ({"whole_timesteps": False}, 500.9), ({"whole_timesteps": True}, 500.0)):
         model = denoiser(transformer, COND, UNCOND, 1.0, **options)
         v = transformer(x, COND[0], torch.tensor([timestep]), encoder_attention_mask=COND[1]).sample
-        torch.testing.assert_close(model(x, torch.tensor(sigma)), x - sigma * v, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(x, sigma), x - sigma * v, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("scale, blocks", [(0, "0"), (100, "2"), (3.5, " 0, 2 ")])
@@ -227,7 +232,7 @@ def test_perturbed_attention_of_sprint_is_refused():
 def test_the_compiled_forward_draws_the_same():
     # two blocks: a compilation takes seconds a block
     transformer = tiny_transformer(layers=2)
-    x, sigma = torch.randn(1, 32, 4, 4), torch.tensor(0.7)
+    x, sigma = torch.randn(1, 32, 4, 4), 0.7
     eager, compiled = (
         denoiser(ControlledModel(transformer, compiled=choice), COND, UNCOND, 4.5) for choice in (False, True)
     )

@@ -14,7 +14,7 @@ import sana_core
 from sana_core.model.known_models import released_shift
 from sana_core.model.reference import DIFFUSERS, NVIDIA, reference_of
 from sana_core.sampling.guidance import denoiser
-from sana_core.sampling.samplers import SAMPLERS, own_sigmas, sampler_kwargs
+from sana_core.sampling.samplers import SAMPLERS
 
 CAPTION = 64
 BOUND = 1e-4
@@ -170,8 +170,8 @@ def test_guided_sampling_of_20_steps(sampler, reference, files):
         expected = solve(velocity, x, steps, shift, sampler, reference)
         flow = SAMPLERS[sampler]
         model = denoiser(transformer, (cond, mask), (uncond, own), guidance, flow.whole_timesteps)
-        more = sampler_kwargs(flow, reference_of(transformer), iter(()))
-        sigmas = own_sigmas(flow, reference_of(transformer), steps, shift)
+        more = flow.options(reference_of(transformer), iter(()))
+        sigmas = flow.sigmas(steps, shift, reference_of(transformer))
         got = flow.sample(model, x, sigmas, **more)
     show(f"guided sampling, {sampler} x {reference}: {difference(got, expected):.1e}")
     assert difference(got, expected) < BOUND

@@ -13,13 +13,14 @@ from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.checkpoints.notes import LOWER_CASE, checkpoint_notes
 
 EULER, DPM = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"
+HEUN = "FlowMatchHeunDiscreteScheduler"
 
 
 def set_scheduler(folder, name, **settings):
     file = folder / "scheduler" / "scheduler_config.json"
     config = json.loads(file.read_text())
     shift = config.get("flow_shift", config.get("shift"))
-    plain = {"shift": shift} if name == EULER else {**config, "flow_shift": shift}
+    plain = {"shift": shift} if name in (EULER, HEUN) else {**config, "flow_shift": shift}
     file.write_text(json.dumps({**plain, "_class_name": name, **settings}))
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "scheduler": ["diffusers", name]}))
@@ -33,6 +34,8 @@ def notes_of(folder):
 FOLLOWED = [
     (EULER, {}, "flow_euler"),
     (EULER, {"shift": 5.0}, "flow_euler"),
+    (HEUN, {}, "flow_heun"),
+    (HEUN, {"shift": 5.0}, "flow_heun"),
     (DPM, {"solver_order": 1}, "flow_dpmpp_1"),
     (DPM, {"solver_order": 1, "solver_type": "heun"}, "flow_dpmpp_1"),
     (DPM, {"solver_order": 2}, "flow_dpmpp_2m"),
@@ -74,6 +77,7 @@ def test_images_of_a_folder_are_those_of_diffusers_with_its_scheduler(copy, name
         (EULER, {"num_train_timesteps": 500}, "num_train_timesteps 500"),
         (EULER, {"use_dynamic_shifting": True}, "use_dynamic_shifting True"),
         (EULER, {"stochastic_sampling": True}, "stochastic_sampling True"),
+        (HEUN, {"num_train_timesteps": 500}, "num_train_timesteps 500"),
         ("UniPCMultistepScheduler", {}, "UniPCMultistepScheduler"),
         (["x"], {}, "['x']"),
     ],

@@ -25,7 +25,7 @@ from sana_core.checkpoints.load import shift_of, text_reference
 from sana_core.model.known_models import VIDEO_DEFAULTS, model_defaults
 from sana_core.model.reference import DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, RULES
 from sana_core.model.text import instruction_text
-from sana_core.sampling.samplers import SAMPLERS, own_sigmas, sampler_kwargs
+from sana_core.sampling.samplers import SAMPLERS
 from sana_core.video import forward as video
 from sana_core.video.generate import sample
 
@@ -197,12 +197,12 @@ def test_six_guided_steps_are_those_of_diffusers_scheduler(name, first):
 
     def denoise(state, sigma):
         state = state * keep + image * (1 - keep)
-        times = (keep.flatten() * (1000 * sigma).floor()).expand(2, -1)
+        times = (keep.flatten() * (1000 * torch.tensor(sigma)).floor()).expand(2, -1)
         out = state - sigma * guided(model, embeds, mask, times, state)
         return out * keep + image * (1 - keep)
 
-    sigmas = own_sigmas(flow, RULES[DIFFUSERS], 6, 8.0)
-    got = flow.sample(denoise, noise * sigmas[0] / sigmas[0], sigmas, **sampler_kwargs(flow, RULES[DIFFUSERS], None))
+    sigmas = flow.sigmas(6, 8.0)
+    got = flow.sample(denoise, noise * sigmas[0] / sigmas[0], sigmas, **flow.options(RULES[DIFFUSERS], None))
     got = got * keep + image * (1 - keep)
     assert (got - x).abs().max() / x.abs().max() < BOUND
 
