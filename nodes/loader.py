@@ -68,26 +68,21 @@ def load_whole(
     reference: str = AUTO,
     quantise: str = "off",
 ) -> io.NodeOutput:
-    """Return MODEL, CLIP and VAE of the whole model of that name, and write under the node what the first is; the
-    options are those of `load_model`."""
-    # these import diffusers and transformers
+    """Return MODEL, CLIP and VAE of the whole model of that name, and describe the MODEL under the node.
+
+    The options are those of `load_model`.
+    """
+    from ..sana_core.checkpoints import inspect_checkpoint
+    from ..sana_core.checkpoints.notes import checkpoint_notes
     from .host.clip import load_clip
     from .host.load_model import load_model, model_text
     from .host.report import show_under_node
     from .host.vae import load_vae
 
-    path = model_path(name)
-    patcher = load_model(path, weight_dtype, resolution, reference, quantise)
-    show_under_node("\n".join([model_text(patcher), *notes_on(path, reference)]), node_id)
-    return io.NodeOutput(patcher, load_clip(path, reference), load_vae(path))
-
-
-def notes_on(path, reference: str = AUTO) -> list[str]:
-    """Return lines for the user on the checkpoint at `path`; `reference` is whose reading of prompts is followed."""
-    from ..sana_core.checkpoints import inspect_checkpoint
-    from ..sana_core.checkpoints.notes import checkpoint_notes
-
-    return checkpoint_notes(inspect_checkpoint(path), reference)
+    checkpoint = inspect_checkpoint(model_path(name))
+    patcher = load_model(checkpoint, weight_dtype, resolution, reference, quantise)
+    show_under_node("\n".join([model_text(patcher), *checkpoint_notes(checkpoint, reference)]), node_id)
+    return io.NodeOutput(patcher, load_clip(checkpoint, reference), load_vae(checkpoint))
 
 
 class FileNode:
@@ -227,12 +222,14 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
         reference: str = AUTO,
         quantise: str = "off",
     ) -> io.NodeOutput:
+        from ..sana_core.checkpoints import inspect_checkpoint
+        from ..sana_core.checkpoints.notes import checkpoint_notes
         from .host.load_model import load_model, model_text
         from .host.report import show_under_node
 
-        path = cls.find(model_name)
-        model = load_model(path, weight_dtype, pixels(resolution), reference, quantise)
-        show_under_node("\n".join([model_text(model), *notes_on(path)]), cls.hidden.unique_id)
+        checkpoint = inspect_checkpoint(cls.find(model_name))
+        model = load_model(checkpoint, weight_dtype, pixels(resolution), reference, quantise)
+        show_under_node("\n".join([model_text(model), *checkpoint_notes(checkpoint)]), cls.hidden.unique_id)
         return io.NodeOutput(model)
 
 
@@ -270,12 +267,14 @@ class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
 
     @classmethod
     def execute(cls, text_encoder_name: str, reference: str = AUTO) -> io.NodeOutput:
+        from ..sana_core.checkpoints import inspect_checkpoint
+        from ..sana_core.checkpoints.notes import checkpoint_notes
         from .host.clip import load_clip
         from .host.report import show_under_node
 
-        path = cls.find(text_encoder_name)
-        clip = load_clip(path, reference)
-        if notes := notes_on(path, reference):
+        checkpoint = inspect_checkpoint(cls.find(text_encoder_name))
+        clip = load_clip(checkpoint, reference)
+        if notes := checkpoint_notes(checkpoint, reference):
             show_under_node("\n".join(notes), cls.hidden.unique_id)
         return io.NodeOutput(clip)
 
@@ -304,12 +303,14 @@ class SanaNodesVAELoader(FileNode, io.ComfyNode):
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
+        from ..sana_core.checkpoints import inspect_checkpoint
+        from ..sana_core.checkpoints.notes import checkpoint_notes
         from .host.report import show_under_node
         from .host.vae import load_vae
 
-        path = cls.find(vae_name)
-        vae = load_vae(path)
-        if notes := notes_on(path):
+        checkpoint = inspect_checkpoint(cls.find(vae_name))
+        vae = load_vae(checkpoint)
+        if notes := checkpoint_notes(checkpoint):
             show_under_node("\n".join(notes), cls.hidden.unique_id)
         return io.NodeOutput(vae)
 

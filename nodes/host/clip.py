@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import comfy.model_management
@@ -15,6 +14,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
+from ...sana_core.checkpoints.detect import Source
 from ...sana_core.checkpoints.load import text_reference
 from ...sana_core.checkpoints.tokenizer import load_tokenizer
 from ...sana_core.errors import InputError
@@ -174,13 +174,14 @@ def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor,
     return choose
 
 
-def load_clip(path: Path, reference: str = AUTO, disable_dynamic: bool = False) -> comfy.sd.CLIP:
-    """Return the CLIP of the checkpoint at `path`, which reads prompts as `text_reference` says.
+def load_clip(source: Source, reference: str = AUTO, disable_dynamic: bool = False) -> comfy.sd.CLIP:
+    """Return the CLIP of a checkpoint, which reads prompts as `text_reference` says.
 
     Raises CheckpointError or MissingFileError, with the file's name, for what is no Gemma 2 with its tokenizer.
     """
+    checkpoint = inspect_checkpoint(source)
+    path = checkpoint.path
     reload = reloader(lambda *args, **options: load_clip(*args, **options).patcher, path)
-    checkpoint = inspect_checkpoint(path)
     info = find_part(checkpoint, "text_encoder")
     tokenizer, reading = load_tokenizer(info), text_reference(checkpoint, reference)
     device = comfy.model_management.text_encoder_device()

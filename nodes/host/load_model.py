@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import comfy.model_base
 import comfy.model_management
@@ -15,6 +14,7 @@ from diffusers import SanaVideoTransformer3DModel
 
 from ...sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
 from ...sana_core.checkpoints.configs import hidden_width
+from ...sana_core.checkpoints.detect import Source
 from ...sana_core.checkpoints.load import shift_of
 from ...sana_core.checkpoints.parts import find_transformer
 from ...sana_core.model.reference import AUTO, DIFFUSERS
@@ -97,22 +97,23 @@ def model_text(patcher: comfy.model_patcher.ModelPatcher) -> str:
 
 
 def load_model(
-    path: Path,
+    source: Source,
     weight_dtype: str = "default",
     resolution: int | None = None,
     reference: str = AUTO,
     quantise: str = OFF,
     disable_dynamic: bool = False,
 ) -> comfy.model_patcher.ModelPatcher:
-    """Return the MODEL of the checkpoint at `path`.
+    """Return the MODEL of a checkpoint.
 
     `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader; `resolution` in pixels and `reference` override
     what the checkpoint says. `quantise` is one of quantise.choices(). Raises CheckpointError or MissingFileError, with
     the file's name, for what is no SANA transformer, InputError for another choice.
     """
     check_name("weight_dtype", weight_dtype, WEIGHT_DTYPES)
+    checkpoint = inspect_checkpoint(source)
+    path = checkpoint.path
     reload = reloader(load_model, path)
-    checkpoint = inspect_checkpoint(path)
     info = follow(find_transformer(checkpoint), reference)
     check_choice(quantise, weight_dtype, info.quantised)
     config = SanaConfig(checkpoint, info, resolution, quantise)

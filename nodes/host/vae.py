@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from pathlib import Path
 
 import comfy.model_management
 import comfy.model_patcher
@@ -15,6 +14,7 @@ from comfy.patcher_extension import CallbacksMP
 from diffusers import AutoencoderDC
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
+from ...sana_core.checkpoints.detect import Source
 from ...sana_core.checkpoints.files import Json
 from ...sana_core.checkpoints.load import load_part
 from ...sana_core.decode import DecodeOptions, decode_into, encode_images
@@ -190,14 +190,15 @@ class SanaVAE(comfy.sd.VAE):
         return {**autoencoder.state_dict(), **config_tensor("autoencoder", autoencoder.config)}
 
 
-def load_vae(path: Path) -> comfy.sd.VAE:
-    """Return the VAE of the checkpoint at `path`.
+def load_vae(source: Source) -> comfy.sd.VAE:
+    """Return the VAE of a checkpoint.
 
     Raises CheckpointError or MissingFileError, with the file's name, for what is no DC-AE and no VAE of SANA-Video.
     """
-    # whether under dynamic VRAM or not, which these weights never are
+    checkpoint = inspect_checkpoint(source)
+    path = checkpoint.path
+    # ComfyUI's option for dynamic VRAM is ignored, because these weights never use it.
     reload = reloader(lambda path, **ignored: load_vae(path).patcher, path)
-    checkpoint = inspect_checkpoint(path)
     for part in checkpoint.parts or (checkpoint,):
         if part.kind == "video_autoencoder":
             return load_video_vae(part)

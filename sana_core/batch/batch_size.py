@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from ..checkpoints import find_part, inspect_checkpoint
 from ..checkpoints.configs import architecture
+from ..checkpoints.detect import Source
 from ..memory import MOST_PASSES, Passes, count_passes, transformer_bytes
 from ..model.known_models import Architecture
 from ..model.latents import latent_shape
@@ -21,7 +21,7 @@ from .plan import LARGEST_CHUNK, samples_one_by_one
 SHARE = 0.8
 
 
-def find_architecture(checkpoint: str | Path) -> Architecture:
+def find_architecture(checkpoint: Source) -> Architecture:
     """Return the architecture of a checkpoint's transformer. Reads only the headers."""
     return architecture(find_part(inspect_checkpoint(checkpoint), "transformer").headers)
 
@@ -56,23 +56,21 @@ def images_that_fit(
     return count
 
 
-def weight_bytes(
-    checkpoint: str | Path, dtype: torch.dtype, kinds: Sequence[str] = ("transformer", "autoencoder")
-) -> int:
+def weight_bytes(checkpoint: Source, dtype: torch.dtype, kinds: Sequence[str] = ("transformer", "autoencoder")) -> int:
     """Return the bytes that these parts of a checkpoint have in `dtype`. Reads only the headers."""
     info = inspect_checkpoint(checkpoint)
     parts = [find_part(info, kind) for kind in kinds]
     return sum(math.prod(header.shape) for part in parts for header in part.headers.values()) * dtype.itemsize
 
 
-def has_room_for_encoder(checkpoint: str | Path, settings: SamplingSettings, device: torch.device) -> bool:
+def has_room_for_encoder(checkpoint: Source, settings: SamplingSettings, device: torch.device) -> bool:
     """Whether the text encoder fits into the free memory of `device`."""
     needed = weight_bytes(checkpoint, getattr(torch, settings.dtype), ["text_encoder"])
     return needed <= SHARE * free_bytes(device)
 
 
 def largest_chunk(
-    checkpoint: str | Path,
+    checkpoint: Source,
     settings: SamplingSettings,
     device: torch.device,
     loaded: bool = False,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..checkpoints import find_part, inspect_checkpoint
+from ..checkpoints.detect import Source
 from ..checkpoints.load import config_of
 from ..errors import InputError
 from ..model.forward import longest_prompt
@@ -26,7 +26,7 @@ class Embeds(NamedTuple):
     negative_prompt_embeds: torch.Tensor | None = None
     negative_prompt_attention_mask: torch.Tensor | None = None
 
-    def check(self, checkpoint: str | Path) -> None:
+    def check(self, checkpoint: Source) -> None:
         """Raise InputError for shapes that the model of `checkpoint` does not take, and for a missing mask."""
         width = config_of(find_part(inspect_checkpoint(checkpoint), "transformer")).caption_channels
         for name, mask_name in (self._fields[:2], self._fields[2:]):
@@ -49,7 +49,7 @@ class Embeds(NamedTuple):
 
 
 def encoded_prompts(
-    embeds: Embeds, settings: SamplingSettings, checkpoint: str | Path, devices: Sequence[str | torch.device] | None
+    embeds: Embeds, settings: SamplingSettings, checkpoint: Source, devices: Sequence[str | torch.device] | None
 ) -> tuple[Mapping[str, Embedding], Embedding]:
     """Return the prompts of `embeds` by a name for each, and the negative one, all on the CPU.
 

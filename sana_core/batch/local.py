@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
 
+from ..checkpoints.detect import Source, inspect_checkpoint
 from ..errors import CheckpointError, InputError, SanaError, first_line
 from ..model.fp8 import check_fp8
 from ..runtime.accelerator import (
@@ -365,7 +365,7 @@ class LocalGeneration:
     def __init__(
         self,
         workload: Workload,
-        checkpoint: str | Path,
+        checkpoint: Source,
         settings: SamplingSettings,
         chunks: Sequence[Chunk],
         devices: Sequence[torch.device],
@@ -583,7 +583,7 @@ class LocalGeneration:
 
 def generate_local(
     workload: Workload,
-    checkpoint: str | Path,
+    checkpoint: Source,
     settings: SamplingSettings,
     devices: Sequence[str | torch.device] | None = None,
     grace: float = GRACE,
@@ -604,6 +604,7 @@ def generate_local(
     if settings.fp8:
         for device in used_devices:
             check_fp8(device)
+    checkpoint = inspect_checkpoint(checkpoint)
     settings = resolve_settings(settings, checkpoint)
     limits = [None] * len(used_devices) if workload.chunk else find_limits(used_devices, checkpoint, settings, workload)
     used_devices = [device for device, limit in zip(used_devices, limits, strict=True) if limit != 0]
@@ -627,7 +628,7 @@ def generate_local(
 
 
 def find_limits(
-    devices: Sequence[torch.device], checkpoint: str | Path, settings: SamplingSettings, workload: Workload
+    devices: Sequence[torch.device], checkpoint: Source, settings: SamplingSettings, workload: Workload
 ) -> list[int]:
     """Return how many images each device can generate at once, and 0 for a device that fails already.
 

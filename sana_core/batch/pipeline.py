@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
-from ..checkpoints.load import build_module, shift_of
+from ..checkpoints.detect import Source
+from ..checkpoints.load import build_module, config_of, shift_of
 from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
 from ..errors import InputError
@@ -69,15 +70,14 @@ class SamplingSettings(NamedTuple):
     fp8: bool = False
 
 
-def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> SamplingSettings:
+def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> SamplingSettings:
     """Return the settings with the defaults of the checkpoint's model in place of None. Reads only the headers.
 
     Raises InputError for a size that is not a multiple of 32, numbers out of range, a sampler that is not for the
     model, an unknown reference, a LoRA that does not fit, and a checkpoint that is not SANA.
     """
     info = follow(find_part(inspect_checkpoint(checkpoint), "transformer"), settings.reference)
-    module = build_module(info)
-    config: Any = module.config
+    config = config_of(info)
     defaults = model_defaults(config)
     settings = settings._replace(
         sampler=settings.sampler or defaults.sampler,
@@ -104,7 +104,9 @@ def resolve_settings(settings: SamplingSettings, checkpoint: str | Path) -> Samp
             raise InputError("guidance_interval: got one for SANA-Sprint, whose guidance is built in; leave it out")
     for _, strength in settings.loras:
         check_number("lora", strength, -LARGEST_STRENGTH, LARGEST_STRENGTH)
-    merge_loras(module, settings.loras)
+    if settings.loras:
+        # Without weights, to check that the LoRAs fit.
+        merge_loras(build_module(info), settings.loras)
     for file, _ in settings.loras:
         lora = inspect_checkpoint(file)
         if note := reference_note(lora.name, lora.weights.metadata, info.reference):
@@ -138,12 +140,12 @@ def encode_negative(encoder: TextEncoder, prompt: str) -> Embedding:
     return embeds.cpu(), mask.cpu()
 
 
-def load_encoder(checkpoint: str | Path, device: torch.device, dtype: str, reference: str = AUTO) -> TextEncoder:
+def load_encoder(checkpoint: Source, device: torch.device, dtype: str, reference: str = AUTO) -> TextEncoder:
     """Return the text encoder. For float16 it is bfloat16, because Gemma 2 overflows in float16."""
     return load_text_encoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16, reference)
 
 
-def load_decoder(checkpoint: str | Path, device: torch.device, dtype: str) -> AutoencoderDC:
+def load_decoder(checkpoint: Source, device: torch.device, dtype: str) -> AutoencoderDC:
     """Return the autoencoder. For float16 it is bfloat16, because DC-AE overflows in float16."""
     return load_autoencoder(checkpoint, device, torch.float32 if dtype == "float32" else torch.bfloat16)
 
@@ -168,10 +170,10 @@ class Models(NamedTuple):
 
 
 def load_models(
-    checkpoint: str | Path,
+    checkpoint: Source,
     device: torch.device,
     settings: SamplingSettings,
-    autoencoder: str | Path | None = None,
+    autoencoder: Source | None = None,
     resolution: int | None = None,
 ) -> Models:
     """Load the transformer of `checkpoint` on `device`, with the dtype, reference, LoRAs and fp8 of `settings`, and the

@@ -104,14 +104,21 @@ class CheckpointInfo:
         return any(name.endswith(SCALES) for name in self.headers)
 
 
-def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
+# A checkpoint, or the path of one. `inspect_checkpoint` turns it into a checkpoint.
+Source = str | Path | CheckpointInfo
+
+
+def inspect_checkpoint(path: Source) -> CheckpointInfo:
     """Return what the file or folder at `path` is: kind, variant, layout, dtype, size, resolution.
 
-    A folder is one of diffusers' or transformers', whole or a single component, or NVIDIA's with checkpoints/ in it,
-    which may have a config.json too.
+    A checkpoint is returned as it is, so that one inspection serves all functions that take a Source. A folder is from
+    diffusers or transformers, whole or a single component, or NVIDIA's with checkpoints/ in it, which may have a
+    config.json too.
     A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError for a path that is
     not there, ReadError where the disk refuses, CheckpointError for a file that is broken or no weights file.
     """
+    if isinstance(path, CheckpointInfo):
+        return path
     path = Path(path)
     if path.exists() and not path.is_dir():
         return inspect_file(path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ from .configs import (
     transformer_config,
     video_config,
 )
-from .detect import CLASSES, SCALES, TOKENIZERS, CheckpointInfo, follow, inspect_checkpoint
+from .detect import CLASSES, SCALES, TOKENIZERS, CheckpointInfo, Source, follow, inspect_checkpoint
 from .files import INCOMPLETE, Json, brief
 from .headers import Reader, read_file, read_tensors
 from .parts import TRANSFORMERS, find_part, find_transformer
@@ -66,13 +67,28 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
 
     A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
     overrides the resolution of `info`. Raises CheckpointError if neither the configuration nor the shapes determine the
-    architecture, or if the library cannot build it. Raises VersionError under python -OO, and if a library cannot be
-    imported.
+    architecture, or if the library cannot build it. Raises VersionError as `check_libraries` does.
     """
+    check_libraries(info)
+    try:
+        return construct(info, resolution)
+    except (CheckpointError, OSError, MemoryError, torch.OutOfMemoryError):
+        # The cause is a disk or the memory, not the file.
+        raise
+    except Exception as error:  # the libraries raise many kinds for sizes that do not fit each other
+        reason = brief(str(error) or type(error).__name__, 100)
+        raise CheckpointError(
+            f"{info.name}: its config or its tensors' shapes build no {info.kind} ({reason}); use another file, or the "
+            "model's own config.json"
+        ) from error
+
+
+def check_libraries(info: CheckpointInfo) -> None:
+    """Raise VersionError under python -OO, and if diffusers or transformers cannot be imported or is too old."""
     if sys.flags.optimize > 1:
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
     try:
-        # before `construct`, for diffusers makes a RuntimeError of whatever fails in an import
+        # Before `construct`, because diffusers turns any failed import into a RuntimeError.
         import diffusers
         from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel  # noqa: F401
         from transformers import Gemma2Model  # noqa: F401
@@ -87,17 +103,6 @@ def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.n
             f"diffusers: got {diffusers.__version__}, expected {oldest} or newer for SANA-Video; "
             "pip install -U diffusers"
         )
-    try:
-        return construct(info, resolution)
-    except (CheckpointError, OSError, MemoryError, torch.OutOfMemoryError):
-        # a disk, or memory: not the file's fault
-        raise
-    except Exception as error:  # the libraries raise many kinds for sizes that do not fit each other
-        reason = brief(str(error) or type(error).__name__, 100)
-        raise CheckpointError(
-            f"{info.name}: its config or its tensors' shapes build no {info.kind} ({reason}); use another file, or the "
-            "model's own config.json"
-        ) from error
 
 
 def library_class(info: CheckpointInfo) -> str:
@@ -144,13 +149,11 @@ def empty_parameters() -> Iterator[None]:
 
 
 def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
-    """Return what `build_module` does. Raises CheckpointError for an unknown width, and the libraries' own errors."""
+    """Build a module. Raises CheckpointError for an unknown width, and the errors of the libraries."""
     import diffusers
     from transformers import Gemma2Config, Gemma2Model
 
-    config = shapes_config(info) if info.config is None else info.config
-    # diffusers looks up the class that _class_name names, so it never gets the file's value.
-    config = {key: value for key, value in config.items() if key not in OWN_FIELDS and not key.startswith("_")}
+    config = library_config(info)
     if info.kind != "text_encoder":
         config["_class_name"] = library_class(info)
     if resolution is not None and info.kind in ("transformer", "controlnet"):
@@ -184,6 +187,16 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     if info.kind == "transformer" and (sampler := scheduler_of(info).sampler) != DEFAULTS.sampler:
         module.register_to_config(sampler=sampler)
     return module
+
+
+def library_config(info: CheckpointInfo) -> Json:
+    """Return the arguments of the library's class, from the configuration or from the tensors' shapes.
+
+    Raises CheckpointError for an unknown width.
+    """
+    config = shapes_config(info) if info.config is None else info.config
+    # diffusers looks up the class that _class_name names, so it never gets the file's value.
+    return {key: value for key, value in config.items() if key not in OWN_FIELDS and not key.startswith("_")}
 
 
 def shapes_config(info: CheckpointInfo) -> Json:
@@ -251,9 +264,19 @@ def latent_scale(info: CheckpointInfo) -> float:
 
 
 def config_of(info: CheckpointInfo) -> TransformerConfig:
-    """Return the configuration of the transformer in `info`. Raises as `build_module` does."""
-    module: Any = build_module(info)
-    return module.config
+    """Return the configuration of the transformer `info` with the library's defaults, without building the module.
+
+    Raises CheckpointError for an unknown width, and VersionError as `check_libraries` does.
+    """
+    check_libraries(info)
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, library_class(info)).__init__).parameters.values()
+    defaults: Json = {parameter.name: parameter.default for parameter in parameters}
+    if info.kind == "transformer":
+        defaults["sampler"] = scheduler_of(info).sampler
+    config: Any = SimpleNamespace(**defaults | library_config(info))
+    return config
 
 
 def recorded(info: CheckpointInfo, field: str) -> Any:
@@ -354,7 +377,7 @@ def load_part(
 
 
 def load_transformer(
-    path: str | Path,
+    path: Source,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     resolution: int | None = None,
@@ -377,7 +400,7 @@ def load_transformer(
 
 
 def load_video_transformer(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, reference: str = AUTO
+    path: Source, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, reference: str = AUTO
 ) -> SanaVideoTransformer3DModel:
     """Return SANA-Video's transformer in evaluation mode, from diffusers' or NVIDIA's layout.
 
@@ -389,7 +412,7 @@ def load_video_transformer(
 
 
 def load_controlnet(
-    path: str | Path,
+    path: Source,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     reference: str = AUTO,
@@ -405,7 +428,7 @@ def load_controlnet(
 
 
 def load_autoencoder(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: Source, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> AutoencoderDC:
     """Return SANA's DC-AE from any layout that `inspect_checkpoint` recognises, in evaluation mode.
 
@@ -417,7 +440,7 @@ def load_autoencoder(
 
 
 def load_text_encoder(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, reference: str = AUTO
+    path: Source, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, reference: str = AUTO
 ) -> TextEncoder:
     """Return tokenizer and Gemma 2 from any layout that `inspect_checkpoint` recognises, in evaluation mode.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +24,7 @@ from ..batch.pipeline import (
     sample,
 )
 from ..batch.plan import ImageSpec, Workload
+from ..checkpoints.detect import Source, inspect_checkpoint
 from ..errors import InputError, first_line
 from ..model.fp8 import check_fp8
 from ..model.latents import DOWNSCALE
@@ -61,7 +61,7 @@ def check_devices(devices: Sequence[torch.device]) -> None:
 
 def generate_split(
     workload: Workload,
-    checkpoint: str | Path,
+    checkpoint: Source,
     settings: SamplingSettings,
     devices: Sequence[str | torch.device] | None = None,
     poll: Poll = no_poll,
@@ -81,6 +81,7 @@ def generate_split(
     if settings.fp8:
         for device in found:
             check_fp8(device)
+    checkpoint = inspect_checkpoint(checkpoint)
     settings = resolve_settings(settings, checkpoint)
     check_rows(settings.height // DOWNSCALE, len(found))
     images = workload.remaining
@@ -108,7 +109,7 @@ def decode_split(
     autoencoder: AutoencoderDC,
     latents: torch.Tensor,
     devices: Sequence[torch.device],
-    checkpoint: str | Path,
+    checkpoint: Source,
     settings: SamplingSettings,
     poll: Poll,
 ) -> torch.Tensor:
@@ -124,7 +125,7 @@ def decode_split(
     return decode(load_decoder(checkpoint, torch.device("cpu"), settings.dtype), latents, poll)[0]
 
 
-def load_on(devices: Sequence[torch.device], checkpoint: str | Path, settings: SamplingSettings) -> list[Models]:
+def load_on(devices: Sequence[torch.device], checkpoint: Source, settings: SamplingSettings) -> list[Models]:
     """Return the models on each of `devices`, those of one device once; the decoder on the first alone."""
     loaded: dict[torch.device, Models] = {}
     for device in devices:

@@ -10,6 +10,7 @@ import torch
 from ..batch.pipeline import DTYPES, check_prompts
 from ..batch.plan import LARGEST_SEED
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encoder, load_video_transformer
+from ..checkpoints.detect import Source
 from ..checkpoints.load import config_of, shift_of
 from ..errors import InputError
 from ..model.forward import Constants
@@ -72,14 +73,14 @@ def generate_video(
     if first is not None and first.shape != (3, height, width):
         raise InputError(f"first: got {list(first.shape)}, expected {[3, height, width]}; scale and cut the image")
     precision = getattr(torch, dtype)
-    prompts = encode(checkpoint, [negative_prompt, prompt], device, precision, reference)
+    prompts = encode(info, [negative_prompt, prompt], device, precision, reference)
     given = None
     if first is not None:
         vae, mean, std = load_video_autoencoder(info, device, precision)
         image = first[None, :, None].to(device, precision)
         given = (vae.encode(image).latent_dist.mode().float() - mean) / std
         del vae
-    transformer = load_video_transformer(checkpoint, device, precision, reference)
+    transformer = load_video_transformer(info, device, precision, reference)
     rules = reference_of(transformer)
     how = how._replace(guidance=find_sampler(how.sampler).effective_guidance(rules, how.guidance))
     if how.guidance == 1:
@@ -94,7 +95,7 @@ def generate_video(
 
 
 def encode(
-    checkpoint: str | Path, prompts: list[str], device: str | torch.device, dtype: torch.dtype, reference: str
+    checkpoint: Source, prompts: list[str], device: str | torch.device, dtype: torch.dtype, reference: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return embeddings [2, T, C] and mask [2, T] of a negative and a positive prompt, the latter instructed."""
     encoder = load_text_encoder(checkpoint, device, dtype, reference)
