@@ -13,8 +13,8 @@ import torch
 from diffusers import SanaVideoTransformer3DModel
 
 from ...sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
+from ...sana_core.checkpoints.checkpoint import Source
 from ...sana_core.checkpoints.configs import hidden_width
-from ...sana_core.checkpoints.detect import Source
 from ...sana_core.checkpoints.load import shift_of
 from ...sana_core.checkpoints.parts import find_transformer
 from ...sana_core.model.reference import AUTO, DIFFUSERS

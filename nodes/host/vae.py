@@ -14,7 +14,7 @@ from comfy.patcher_extension import CallbacksMP
 from diffusers import AutoencoderDC
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
-from ...sana_core.checkpoints.detect import Source
+from ...sana_core.checkpoints.checkpoint import Source
 from ...sana_core.checkpoints.files import Json
 from ...sana_core.checkpoints.load import load_part
 from ...sana_core.decode import DecodeOptions, decode_into, encode_images

@@ -14,9 +14,10 @@ import comfy.ops
 import comfy.utils
 import torch
 
-from ...sana_core.checkpoints.detect import CLASSES, SAVED_CONFIG
+from ...sana_core.checkpoints.detect import SAVED_CONFIG
 from ...sana_core.checkpoints.files import brief, parse_json
 from ...sana_core.checkpoints.headers import SAFETENSORS, exact_half, read_file
+from ...sana_core.checkpoints.kinds import KINDS
 from ...sana_core.checkpoints.load import build_module, component_tensors, fill
 from ...sana_core.errors import CheckpointError
 from ...sana_core.runtime.cancellation import Polled
@@ -131,13 +132,14 @@ def renamed_layers(info: CheckpointInfo) -> dict[str, str]:
 
 
 def config_tensor(kind: str, config: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return {name: bytes} of a component's configuration, for its state dict; `kind` is one of CLASSES.
+    """Return {name: bytes} of a component's configuration, for its state dict; `kind` is a key of KINDS.
 
     ComfyUI's nodes for saving take tensors and write no metadata of a pack. So the configuration goes beside the
     weights as a tensor of bytes, as the tokenizers of ComfyUI's own text encoders do.
     """
     known = {key: value for key, value in config.items() if key != "_name_or_path"}
-    named = {"architectures": [CLASSES[kind][0]]} if kind == "text_encoder" else {"_class_name": CLASSES[kind][0]}
+    class_name = KINDS[kind].classes[0]
+    named = {"architectures": [class_name]} if kind == "text_encoder" else {"_class_name": class_name}
     content = json.dumps({**known, **named}).encode()
     return {SAVED_CONFIG: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ..checkpoints import find_part, inspect_checkpoint
+from ..checkpoints.checkpoint import Source
 from ..checkpoints.configs import architecture
-from ..checkpoints.detect import Source
 from ..memory import MOST_PASSES, Passes, count_passes, transformer_bytes
 from ..model.known_models import Architecture
 from ..model.latents import latent_shape

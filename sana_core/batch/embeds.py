@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.detect import Source
+from ..checkpoints.checkpoint import Source
 from ..checkpoints.load import config_of
 from ..errors import InputError
 from ..model.forward import longest_prompt

@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ..checkpoints.detect import Source, inspect_checkpoint
+from ..checkpoints import inspect_checkpoint
+from ..checkpoints.checkpoint import Source
 from ..errors import CheckpointError, InputError, SanaError, first_line
 from ..model.fp8 import check_fp8
 from ..runtime.accelerator import (

@@ -1,6 +1,7 @@
 """From files to modules."""
 
-from .detect import CheckpointInfo, follow, inspect_checkpoint
+from .checkpoint import CheckpointInfo
+from .detect import follow, inspect_checkpoint
 from .load import load_autoencoder, load_controlnet, load_text_encoder, load_transformer, load_video_transformer
 from .parts import find_part
 

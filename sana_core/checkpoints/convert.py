@@ -10,7 +10,8 @@ import torch
 from ..errors import CheckpointError, ExistingFileError, InputError
 from ..model.known_models import RESOLUTIONS
 from ..runtime.atomic_files import output_file
-from .detect import TOKENIZERS, CheckpointInfo, inspect_checkpoint
+from .checkpoint import CheckpointInfo
+from .detect import TOKENIZERS, inspect_checkpoint
 from .files import brief
 from .headers import SAFETENSORS, map_file
 from .load import load_part

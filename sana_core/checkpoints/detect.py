@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 
@@ -16,13 +16,14 @@ from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, 
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
+from .checkpoint import SCALES, CheckpointInfo, Source
 from .configs import Headers, architecture, autoencoder_name, contradiction, gemma_width, resolution_config
 from .files import Json, brief, parse_json, read_json, shown
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
-from .parts import FOLDERS, KINDS, TRANSFORMERS
-from .schemas import MOST_CELLS, check_config, check_tensors
+from .kinds import FOLDERS, KINDS, TRANSFORMERS, check_config, check_tensors
+from .schemas import MOST_CELLS
 
 # in an all-in-one file: what stands before the names of each component
 PREFIXES = (
@@ -36,30 +37,11 @@ TOKENIZERS = ("spiece_model", "tokenizer_json")
 # nodes write no metadata of a pack
 SAVED_CONFIG = "sana_config"
 LARGEST_CONFIG = 1_000_000
-# beside quantised weights, as ComfyUI's operations read them
-SCALES = (
-    ".comfy_quant",
-    ".weight_scale",
-    ".weight_scale_2",
-    ".input_scale",
-    ".pre_quant_scale",
-    ".scale_weight",
-    ".scale_input",
-    "scaled_fp8",
-)
 LORA = re.compile(r"[._](lora_[AB]|lora_(down|up)|lokr_w[12].*|hada_w[12]_[ab]|dora_scale|diff|diff_b)(\.|$)")
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}$")
 NAMED = {str(pixels): pixels for pixels in RESOLUTIONS} | {f"{pixels // 1024}k": pixels for pixels in RESOLUTIONS[1:]}
 NAMED_RESOLUTION = re.compile(rf"(?<![0-9a-z])({'|'.join(NAMED)})(?=px|[^0-9a-z]|$)", re.IGNORECASE)
 RESOLUTION_WITH_UNIT = re.compile(r"(?<![0-9a-z])(?:(512|1024|2048|4096)px|[124]k(px)?)(?![0-9a-z])", re.IGNORECASE)
-CLASSES = {
-    "transformer": ("SanaTransformer2DModel",),
-    "video_transformer": ("SanaVideoTransformer3DModel",),
-    "controlnet": ("SanaControlNetModel",),
-    "autoencoder": ("AutoencoderDC",),
-    "video_autoencoder": ("AutoencoderKLWan", "AutoencoderKLLTX2Video"),
-    "text_encoder": ("Gemma2Model", "Gemma2ForCausalLM"),
-}
 # what tells the VAEs of SANA-Video, Wan 2.1's and LTX-2's, in each layout
 VIDEO_VAES = (
     ("diffusers", {"post_quant_conv.weight", "decoder.mid_block.attentions.0.to_qkv.weight"}),
@@ -69,43 +51,6 @@ VIDEO_VAES = (
 )
 # The language model's head, with its scales if it is quantised, and a number of ComfyUI's wrapper.
 UNUSED_TEXT = ("lm_head.", "logit_scale")
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """What a checkpoint is. `headers` and `origins` go by the names that the library's module has."""
-
-    path: Path
-    # transformer, controlnet, autoencoder, text_encoder, lora, video_transformer, video_autoencoder, pipeline (see
-    # `parts`), or other
-    kind: str
-    variant: str  # a name in released.VARIANTS or VIDEOS, the text encoder's, or what the file is if it is not SANA's
-    layout: str  # diffusers, original, transformers, or comfy for a file with several components
-    dtype: torch.dtype  # of most bytes
-    size: int  # bytes of tensors
-    resolution: int | None = None  # pixels of the images that it was trained with
-    resolution_from: str = ""  # config, position embedding, file name, or assumed
-    config: Json | None = None  # the library's, where one lies beside the weights or in them
-    headers: Headers = field(default_factory=dict, repr=False)
-    origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)
-    weights: Weights = field(default=Weights({}, {}), repr=False)
-    parts: tuple[CheckpointInfo, ...] = ()
-    reference: str = ""  # a name in RULES: whose arithmetic it follows, or reading of prompts it was saved with
-    notes: tuple[str, ...] = ()  # lines for the user: where a config.json was not followed
-
-    @property
-    def name(self) -> str:
-        """How errors name it."""
-        return shown(self.path) if self.path.is_file() else self.path.name
-
-    @property
-    def quantised(self) -> bool:
-        """Whether weights have scales beside them."""
-        return any(name.endswith(SCALES) for name in self.headers)
-
-
-# A checkpoint, or the path of one. `inspect_checkpoint` turns it into a checkpoint.
-Source = str | Path | CheckpointInfo
 
 
 def inspect_checkpoint(path: Source) -> CheckpointInfo:
@@ -123,7 +68,7 @@ def inspect_checkpoint(path: Source) -> CheckpointInfo:
     if path.exists() and not path.is_dir():
         return inspect_file(path)
     if (path / "model_index.json").is_file():
-        folders = [path / name for name in dict.fromkeys(FOLDERS.values())]
+        folders = [path / name for name in FOLDERS]
         found = [inspect_folder(folder) for folder in folders if (folder / "config.json").exists()]
         if not found:
             raise MissingFileError(
@@ -329,7 +274,7 @@ def is_config_of(config: object, kind: str) -> bool:
         return False
     architectures = config.get("architectures")
     listed = architectures[:1] if isinstance(architectures, list) else []
-    return any(name in CLASSES.get(kind, ()) for name in [config.get("_class_name"), *listed])
+    return kind in KINDS and any(name in KINDS[kind].classes for name in [config.get("_class_name"), *listed])
 
 
 def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:

@@ -28,6 +28,7 @@ from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, set_reference
 from ..model.text import TextEncoder
 from ..runtime.checks import check_name
+from .checkpoint import SCALES, CheckpointInfo, Source
 from .configs import (
     architecture,
     autoencoder_config,
@@ -37,10 +38,11 @@ from .configs import (
     transformer_config,
     video_config,
 )
-from .detect import CLASSES, SCALES, TOKENIZERS, CheckpointInfo, Source, follow, inspect_checkpoint
+from .detect import TOKENIZERS, follow, inspect_checkpoint
 from .files import INCOMPLETE, Json, brief
 from .headers import Reader, read_file, read_tensors
-from .parts import TRANSFORMERS, find_part, find_transformer
+from .kinds import KINDS, TRANSFORMERS
+from .parts import find_part, find_transformer
 from .schedulers import scheduler_file, scheduler_of
 from .schemas import read_shift
 from .tokenizer import load_tokenizer
@@ -107,7 +109,7 @@ def check_libraries(info: CheckpointInfo) -> None:
 
 def library_class(info: CheckpointInfo) -> str:
     """Return the name of diffusers' class for `info`."""
-    names = CLASSES[info.kind]
+    names = KINDS[info.kind].classes
     return names[info.kind == "video_autoencoder" and info.variant == "ltx-2"]
 
 

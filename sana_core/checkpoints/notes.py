@@ -7,7 +7,7 @@ import re
 import torch
 
 from ..model.reference import AUTO, RULES
-from .detect import CheckpointInfo
+from .checkpoint import CheckpointInfo
 from .downloads import GEMMA
 from .headers import PICKLED, map_file, read_file, read_tensors
 from .load import text_reference

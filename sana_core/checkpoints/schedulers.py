@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..model.known_models import DEFAULTS, SPRINT
 from ..sampling.samplers import SAMPLERS
+from .checkpoint import CheckpointInfo
 from .files import Json, brief, read_json
-from .parts import FOLDERS
-
-if TYPE_CHECKING:
-    from .detect import CheckpointInfo
+from .kinds import KINDS
 
 EULER, DPM_SOLVER = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"
 # For each class, the settings that this package computes with. Without a setting, diffusers has the same value.
@@ -45,7 +43,7 @@ def scheduler_file(info: CheckpointInfo) -> Path | None:
     """Return the scheduler's configuration in the diffusers folder of the transformer `info`, None if there is none."""
     folder = info.path.absolute().parent
     file = folder.parent / "scheduler" / "scheduler_config.json"
-    return file if folder.name == FOLDERS["transformer"] and file.exists() else None
+    return file if folder.name == KINDS["transformer"].folder and file.exists() else None
 
 
 def scheduler_of(info: CheckpointInfo) -> Scheduler:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from ..errors import CheckpointError
 from ..model.known_models import SPRINT
 from ..model.latents import CHANNELS
 from ..sampling.samplers import SAMPLERS
-from .files import INCOMPLETE, REDOWNLOAD, Json, brief, read_json, shown
-from .headers import Header
+from .files import REDOWNLOAD, Json, brief, read_json, shown
 
 Check = Callable[[Any], bool]
 MOST_BLOCKS = 256
@@ -216,14 +215,6 @@ GEMMA = {
     # what a saved CLIP adds to the library's
     "reference": word,
 }
-FIELDS = {
-    "transformer": TRANSFORMER,
-    "video_transformer": VIDEO,
-    "controlnet": TRANSFORMER,
-    "autoencoder": AUTOENCODER,
-    "video_autoencoder": VIDEO_AUTOENCODER,
-    "text_encoder": GEMMA,
-}
 # what PEFT says of an adapter, and in words; adapters that begin in other ways change the model's own weights too
 ABOVE_ZERO = (FACTOR, "a number above 0")
 PATTERNS = (patterns, "a table of numbers above 0 by simple patterns")
@@ -240,79 +231,14 @@ PEFT: dict[str, tuple[Check, str]] = {
         "true, or a way that leaves the model as it is",
     ),
 }
-# the tensors that tell an architecture, and their dimensions
-TELLING = {
-    "transformer": {
-        "patch_embed.proj.weight": 4,
-        "caption_projection.linear_1.weight": 2,
-        "transformer_blocks.0.ff.conv_depth.weight": 4,
-        "transformer_blocks.0.ff.conv_point.weight": 4,
-    },
-    "video_transformer": {
-        "patch_embedding.weight": 5,
-        "caption_projection.linear_1.weight": 2,
-        "transformer_blocks.0.ff.conv_depth.weight": 4,
-        "transformer_blocks.0.ff.conv_point.weight": 4,
-    },
-    "autoencoder": {"decoder.conv_in.weight": 4},
-    "video_autoencoder": {},
-    "text_encoder": {
-        "embed_tokens.weight": 2,
-        "layers.0.pre_feedforward_layernorm.weight": 1,
-        "layers.0.mlp.gate_proj.weight": 2,
-        "layers.0.self_attn.q_proj.weight": 2,
-        "layers.0.self_attn.k_proj.weight": 2,
-    },
-}
-TELLING["controlnet"] = TELLING["transformer"]
-BLOCK_NUMBER = re.compile(r"\.0*(\d+)(?=\.)", re.ASCII)
-
-
-def check_config(name: str, kind: str, config: Json) -> Json:
-    """Return what the library's class for `kind` may be given of `config`. `name` is the file's.
-
-    Raises CheckpointError for a field out of its bounds, and for one that would have code of others run.
-    """
-    refuse_code(name, config)
-    fields = FIELDS[kind]
-    for field, check in fields.items():
-        if field in config and not check(config[field]):
-            raise CheckpointError(
-                f"{name}: its config has {field}: {brief(config[field])}, which no SANA model has; use the model's own "
-                "config.json"
-            )
-    # diffusers ignores what it does not know; transformers keeps it and may act on it, as on attn_implementation, which
-    # can name a kernel to download
-    known_only = kind in ("text_encoder", "video_autoencoder")
-    return {key: config[key] for key in fields if key in config} if known_only else dict(config)
 
 
 def refuse_code(name: str, config: Json) -> None:
-    """Raise CheckpointError for a configuration that names code of its own."""
+    """Raise CheckpointError for a configuration that names code."""
     if "auto_map" in config:
         raise CheckpointError(
             f"{name}: got auto_map, code that comes with the model, which is never run; use the released model's file"
         )
-
-
-def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
-    """Raise CheckpointError for a component without the tensors that tell its architecture, or with too many blocks."""
-    for tensor, dimensions in TELLING[kind].items():
-        if tensor not in headers:
-            raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
-        shape = headers[tensor].shape
-        if len(shape) != dimensions or not all(0 < side <= 10 * LARGEST_WIDTH for side in shape):
-            raise CheckpointError(
-                f"{name}: {tensor} is {brief(list(shape))}, expected {dimensions} dimensions; use another file"
-            )
-    largest = largest_number(headers)
-    if largest >= MOST_BLOCKS:
-        raise CheckpointError(f"{name}: got a block {largest}, expected at most {MOST_BLOCKS}; use another file")
-
-
-def largest_number(names: Iterable[str]) -> int:
-    """Return the largest number between two dots of `names`, cut to 9 digits."""
-    return max((int(digits[:9]) for digits in BLOCK_NUMBER.findall("\n".join(names))), default=0)
 
 
 def read_shift(file: Path) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import CheckpointError, MissingFileError
 from ..model.text import Tokenizer
-from .detect import CheckpointInfo
+from .checkpoint import CheckpointInfo
 from .files import REDOWNLOAD, brief, read_bytes, read_json, shown
 from .headers import tensor_bytes
 from .schemas import refuse_code

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoints.files import brief
-from ..checkpoints.parts import FOLDERS
+from ..checkpoints.kinds import FOLDERS
 from ..model.known_models import DEMO_MODEL
 
 # a path from the root on, but its last name: it may have the user's
@@ -38,7 +38,7 @@ SECRET = re.compile(
 USUAL_FOLDERS = {
     *("checkpoints", "clip", "clip_vision", "controlnet", "diffusers", "diffusion_models", "loras", "models"),
     *("text_encoders", "unet", "upscale_models", "vae_approx"),
-    *FOLDERS.values(),
+    *FOLDERS,
     *("scheduler", "tokenizer", "demo", DEMO_MODEL),
 }
 

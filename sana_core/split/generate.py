@@ -24,7 +24,8 @@ from ..batch.pipeline import (
     sample,
 )
 from ..batch.plan import ImageSpec, Workload
-from ..checkpoints.detect import Source, inspect_checkpoint
+from ..checkpoints import inspect_checkpoint
+from ..checkpoints.checkpoint import Source
 from ..errors import InputError, first_line
 from ..model.fp8 import check_fp8
 from ..model.latents import DOWNSCALE

@@ -10,7 +10,7 @@ import torch
 from ..batch.pipeline import DTYPES, check_prompts
 from ..batch.plan import LARGEST_SEED
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encoder, load_video_transformer
-from ..checkpoints.detect import Source
+from ..checkpoints.checkpoint import Source
 from ..checkpoints.load import config_of, shift_of
 from ..errors import InputError
 from ..model.forward import Constants

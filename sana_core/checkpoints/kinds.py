@@ -1,0 +1,156 @@
+"""The kinds of checkpoints and components, a row each, and the checks of their configurations and tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ..errors import CheckpointError
+from .files import INCOMPLETE, Json, brief
+from .headers import Header
+from .schemas import (
+    AUTOENCODER,
+    GEMMA,
+    LARGEST_WIDTH,
+    MOST_BLOCKS,
+    TRANSFORMER,
+    VIDEO,
+    VIDEO_AUTOENCODER,
+    Check,
+    refuse_code,
+)
+
+TRANSFORMERS = ("transformer", "video_transformer")
+EMPTY: Mapping = MappingProxyType({})
+
+
+class CheckpointKind(NamedTuple):
+    """A row of KINDS."""
+
+    # The name in descriptions, as in "a DC-AE".
+    title: str
+    # What an error says if a file of this kind was expected: its name, and where to get one.
+    wanted: str = ""
+    remedy: str = ""
+    # The subfolder of a diffusers folder.
+    folder: str | None = None
+    # The classes of diffusers or transformers that build it. The first one is the usual one.
+    classes: tuple[str, ...] = ()
+    # A check for each field of its configuration.
+    fields: Mapping[str, Check] = EMPTY
+    # transformers keeps unknown fields and may act on them: attn_implementation can name a kernel to download.
+    drops_unknown: bool = False
+    # The tensors that determine its architecture, with their number of dimensions.
+    tensors: Mapping[str, int] = EMPTY
+
+
+TRANSFORMER_TENSORS = {
+    "caption_projection.linear_1.weight": 2,
+    "transformer_blocks.0.ff.conv_depth.weight": 4,
+    "transformer_blocks.0.ff.conv_point.weight": 4,
+}
+KINDS = {
+    "transformer": CheckpointKind(
+        title="SANA transformer",
+        wanted="a SANA transformer",
+        remedy="get one from Efficient-Large-Model on Hugging Face, such as Sana_1600M_1024px_BF16_diffusers",
+        folder="transformer",
+        classes=("SanaTransformer2DModel",),
+        fields=TRANSFORMER,
+        tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
+    ),
+    "video_transformer": CheckpointKind(
+        title="SANA-Video transformer",
+        wanted="a SANA-Video transformer",
+        remedy="get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face",
+        folder="transformer",
+        classes=("SanaVideoTransformer3DModel",),
+        fields=VIDEO,
+        tensors={"patch_embedding.weight": 5, **TRANSFORMER_TENSORS},
+    ),
+    "controlnet": CheckpointKind(
+        title="SANA ControlNet",
+        wanted="a SANA ControlNet",
+        remedy="get Sana_1600M_1024px_BF16_ControlNet_HED from Efficient-Large-Model on Hugging Face",
+        classes=("SanaControlNetModel",),
+        fields=TRANSFORMER,
+        tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
+    ),
+    "autoencoder": CheckpointKind(
+        title="DC-AE",
+        wanted="SANA's VAE, DC-AE f32c32",
+        remedy="get dc-ae-f32c32-sana-1.1-diffusers from mit-han-lab on Hugging Face",
+        folder="vae",
+        classes=("AutoencoderDC",),
+        fields=AUTOENCODER,
+        tensors={"decoder.conv_in.weight": 4},
+    ),
+    "video_autoencoder": CheckpointKind(
+        title="video VAE",
+        wanted="SANA-Video's VAE",
+        remedy="get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face, whole",
+        folder="vae",
+        classes=("AutoencoderKLWan", "AutoencoderKLLTX2Video"),
+        fields=VIDEO_AUTOENCODER,
+        drops_unknown=True,
+    ),
+    "text_encoder": CheckpointKind(
+        title="Gemma 2 text encoder",
+        wanted="SANA's text encoder, Gemma-2-2b-it",
+        remedy="get gemma-2-2b-it from Efficient-Large-Model on Hugging Face; no account is needed",
+        folder="text_encoder",
+        classes=("Gemma2Model", "Gemma2ForCausalLM"),
+        fields=GEMMA,
+        drops_unknown=True,
+        tensors={
+            "embed_tokens.weight": 2,
+            "layers.0.pre_feedforward_layernorm.weight": 1,
+            "layers.0.mlp.gate_proj.weight": 2,
+            "layers.0.self_attn.q_proj.weight": 2,
+            "layers.0.self_attn.k_proj.weight": 2,
+        },
+    ),
+    "lora": CheckpointKind(title="LoRA", wanted="a LoRA", remedy="choose a LoRA trained on SANA"),
+    "pipeline": CheckpointKind(title="SANA pipeline"),
+}
+# Subfolders of a diffusers folder, each once.
+FOLDERS = tuple(dict.fromkeys(row.folder for row in KINDS.values() if row.folder is not None))
+BLOCK_NUMBER = re.compile(r"\.0*(\d+)(?=\.)", re.ASCII)
+
+
+def check_config(name: str, kind: str, config: Json) -> Json:
+    """Return the fields of `config` that the library's class for `kind` may receive. Errors name the file `name`.
+
+    Raises CheckpointError for a field out of its bounds, and for a field that makes the library run foreign code.
+    """
+    refuse_code(name, config)
+    row = KINDS[kind]
+    for field, check in row.fields.items():
+        if field in config and not check(config[field]):
+            raise CheckpointError(
+                f"{name}: its config has {field}: {brief(config[field])}, which no SANA model has; use the model's own "
+                "config.json"
+            )
+    return {key: config[key] for key in row.fields if key in config} if row.drops_unknown else dict(config)
+
+
+def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
+    """Raise CheckpointError for missing or misshapen tensors that determine the architecture, and for too many blocks."""
+    for tensor, dimensions in KINDS[kind].tensors.items():
+        if tensor not in headers:
+            raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
+        shape = headers[tensor].shape
+        if len(shape) != dimensions or not all(0 < side <= 10 * LARGEST_WIDTH for side in shape):
+            raise CheckpointError(
+                f"{name}: {tensor} is {brief(list(shape))}, expected {dimensions} dimensions; use another file"
+            )
+    largest = largest_number(headers)
+    if largest >= MOST_BLOCKS:
+        raise CheckpointError(f"{name}: got a block {largest}, expected at most {MOST_BLOCKS}; use another file")
+
+
+def largest_number(names: Iterable[str]) -> int:
+    """Return the largest number between two dots of `names`, cut to 9 digits."""
+    return max((int(digits[:9]) for digits in BLOCK_NUMBER.findall("\n".join(names))), default=0)
