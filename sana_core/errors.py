@@ -10,12 +10,10 @@ holds both to it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-    from .batch.best import Pick
 
 
 class SanaError(Exception):
@@ -74,8 +72,8 @@ class FailedImagesError(SanaError, RuntimeError):
     failed: dict[int, str]
     # What generate() would have returned, with NaN in place of the failed images.
     images: torch.Tensor | None
-    # What generate_best() would have returned, without the failed images.
-    picks: list[Pick]
+    # The Pick objects of generate_best(), without the failed images.
+    picks: list[Any]
 
     def __init__(self, message: str, failed: dict[int, str] | None = None) -> None:
         super().__init__(message)

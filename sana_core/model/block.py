@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .constants import Constants, RowOperations
 from .layers import pointwise, with_weights
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from diffusers.models.attention_processor import Attention
     from diffusers.models.normalization import RMSNorm
     from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
-
-    from .forward import Constants
-    from .sharded_ops import ShardedOps
 
 NO_KERNELS: frozenset[str] = frozenset()
 
@@ -47,7 +45,7 @@ class BlockInputs(NamedTuple):
     modulation: torch.Tensor
     constants: Constants
     size: tuple[int, int]
-    ops: ShardedOps | None
+    ops: RowOperations | None
 
 
 def run_block(
@@ -124,7 +122,7 @@ def self_attention(
     perturbed: torch.Tensor | None = None,
     eps: float = 1e-15,
     kernels: frozenset[str] = NO_KERNELS,
-    ops: ShardedOps | None = None,
+    ops: RowOperations | None = None,
 ) -> torch.Tensor:
     """Linear attention with ReLU over `states` [B, N, D] (SANA paper, section 2.2), summed in float32.
 

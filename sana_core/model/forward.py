@@ -9,7 +9,7 @@ follows the module's reference.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,40 +17,20 @@ import torch.nn.functional as F
 from ..kernels.trial import kernels_on
 from ..runtime.accelerator import has_float64
 from .block import BlockInputs, Carried, add, add_then_norm, run_block, split_heads
+from .constants import Constants, Perturbation, RowOperations
 from .reference import all_blocks, reference_of
-from .row_shards import shard_constants
+from .row_shards import Shard, shard_constants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
-    from .row_shards import Shard
-    from .sharded_ops import ShardedOps
 
 # head sizes of the linear attention that its kernels take: powers of two that a product of matrices can have
 FUSED_HEADS = (16, 32, 64)
 # what diffusers adds to the attention scores of tokens that the mask drops; their weight becomes exactly 0
 DROPPED = -10000.0
-
-
-class Constants(NamedTuple):
-    """What a batch of prompts and a size fix for all steps. P prompts of T tokens, N positions, L blocks."""
-
-    keys: list[torch.Tensor]  # L of [P, heads, T, head_dim]
-    values: list[torch.Tensor]
-    bias: torch.Tensor | None  # [P, 1, 1, T], or None where no prompt is padded
-    position: torch.Tensor | None  # [1, N, D], of models with a position embedding; SANA-Video's rotation (video.py)
-    tables: torch.Tensor  # [L, 6, D]
-    kernels: frozenset[str]  # those of sana_core.kernels that do what lies between the layers
-    eps: float  # in the denominator of the linear attention
-
-
-class Perturbation(NamedTuple):
-    """Perturbed attention: in `blocks`, the self-attention of the images in `images` becomes the identity."""
-
-    images: torch.Tensor  # bool [B, 1, 1]
-    blocks: frozenset[int]
 
 
 def longest_prompt(mask: torch.Tensor) -> int:
@@ -169,7 +149,7 @@ def velocity(
     guidance: torch.Tensor | None = None,
     perturbation: Perturbation | None = None,
     control: Sequence[torch.Tensor | None] = (),
-    ops: ShardedOps | None = None,
+    ops: RowOperations | None = None,
 ) -> torch.Tensor:
     """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the model's reference computes it.
 
@@ -235,7 +215,7 @@ def embed(
     model: SanaTransformer2DModel | SanaControlNetModel,
     x: torch.Tensor,
     position: torch.Tensor | None,
-    ops: ShardedOps | None = None,
+    ops: RowOperations | None = None,
 ) -> torch.Tensor:
     """[B, 32, h, w] to hidden states [B, N, D]."""
     if ops is None:
@@ -251,7 +231,7 @@ def embed_time(
     timestep: torch.Tensor,
     hidden: torch.Tensor,
     guidance: torch.Tensor | None = None,
-    ops: ShardedOps | None = None,
+    ops: RowOperations | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what modulates the blocks [B, 6 D], and the embedded time [B, D], which the last layer takes."""
     if ops is not None and len(timestep) == 1 and hidden.device.type == "cpu":

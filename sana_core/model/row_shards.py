@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import InputError
+from .constants import Constants, RowOperations
 
 if TYPE_CHECKING:
     import torch
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
-
-    from .forward import Constants
-    from .sharded_ops import ShardedOps
 
 
 # groups of which the slowest has less of its equal part of the speed than this would keep the others waiting
@@ -49,7 +47,7 @@ class Shard(NamedTuple):
     x: torch.Tensor
     spec: ShardSpec
     height: int
-    ops: ShardedOps | None
+    ops: RowOperations | None
 
 
 def shard_specs(parts: int, speeds: Sequence[float], rows: int) -> list[ShardSpec]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import InputError
+from ..model.constants import Constants, Perturbation
 from ..model.controlnet import Control, control_residuals
-from ..model.forward import Constants, Perturbation, pad_prompts, prepare, shard_velocity, velocity
+from ..model.forward import pad_prompts, prepare, shard_velocity, velocity
 from ..model.known_models import Defaults, TransformerConfig, perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, ShardSpec

@@ -1,0 +1,50 @@
+"""The inputs of a forward that are shared by its files: constants, perturbation, and the operations of a shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from diffusers.models.transformers.sana_transformer import GLUMBConv
+
+
+class Constants(NamedTuple):
+    """Everything that the prompts and the size fix for all steps. P prompts of T tokens, N positions, L blocks."""
+
+    keys: list[torch.Tensor]  # L of [P, heads, T, head_dim]
+    values: list[torch.Tensor]
+    bias: torch.Tensor | None  # [P, 1, 1, T], or None if no prompt is padded
+    # [1, N, D] of models with a position embedding; for SANA-Video, the rotation (sana_core/video/forward.py)
+    position: torch.Tensor | None
+    tables: torch.Tensor  # [L, 6, D]
+    kernels: frozenset[str]  # names of the fused kernels in sana_core.kernels to use between the layers
+    eps: float  # in the denominator of the linear attention
+
+
+class Perturbation(NamedTuple):
+    """Perturbed attention: in `blocks`, the self-attention of the images in `images` becomes the identity."""
+
+    images: torch.Tensor  # bool [B, 1, 1]
+    blocks: frozenset[int]
+
+
+class RowOperations(Protocol):
+    """The operations of a forward that need the rows of other shards. sharded_ops.py implements them."""
+
+    def embed(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the patch embedding [B, N, D] of `x` [B, 32, n, w]."""
+        ...
+
+    def sums(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the sums [B, heads, d, d + 1] of the linear attention over the whole image."""
+        ...
+
+    def kernel_sums(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the same sums as [B, heads, d + 1, d], from the parts of the fused kernel."""
+        ...
+
+    def feed_forward(self, block: GLUMBConv, states: torch.Tensor, kernels: frozenset[str]) -> torch.Tensor:
+        """Return the feed-forward of `states` [B, N, D], whose convolution reads a row of each neighbour."""
+        ...
