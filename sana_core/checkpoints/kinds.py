@@ -137,7 +137,7 @@ def check_config(name: str, kind: str, config: Json) -> Json:
 
 
 def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
-    """Raise CheckpointError for missing or misshapen tensors that determine the architecture, and for too many blocks."""
+    """Raise CheckpointError if tensors that identify the architecture are missing or misshapen, or for many blocks."""
     for tensor, dimensions in KINDS[kind].tensors.items():
         if tensor not in headers:
             raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
