@@ -155,8 +155,7 @@ def run_phases(now: Run) -> None:
         with saved_when_cancelled(now):
             now.callbacks.poll()
         line = learn(now.state, now.data[now.progress.phase], now.groups[now.progress.position], now.progress)
-        if now.ranks.first:
-            now.log.add(line)
+        now.ranks.run_on_rank0(partial(now.log.add, line))
         now.progress = after_step(now.phase, now.progress, len(now.groups))
         if now.progress.position == len(now.groups) or now.progress.phase_step == now.phase.steps:
             now.advance()
@@ -166,12 +165,16 @@ def run_phases(now: Run) -> None:
 
 @contextmanager
 def saved_when_cancelled(now: Run) -> Iterator[None]:
-    """Save when a callback in this context cancels."""
+    """Save when a callback in this context cancels, or something fails in it that all ranks know of.
+
+    A rank that fails alone ends at once, and the others hear of that.
+    """
     try:
         yield
-    except BaseException:
-        save(now)
-        settle(now)
+    except BaseException as error:
+        if now.ranks.all_know(error):
+            save(now)
+            settle(now)
         raise
 
 
@@ -225,8 +228,7 @@ def validate_if_due(now: Run) -> None:
         if data.held_out:
             found = validation_loss(state, data, now.callbacks.poll)
             line: Line = {"step": step, "validation_loss": found}
-            if now.ranks.first:
-                now.log.add(line)
+            now.ranks.run_on_rank0(partial(now.log.add, line))
             now.callbacks.report(line)
         if preview is not None and now.settings.validation.prompts:
             whole = gather_weights(state, state.device, trained_alone=False)

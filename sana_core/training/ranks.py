@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from os import _exit, getpid
@@ -44,7 +44,7 @@ BEAT = 2.0
 LOST = 20.0
 # seconds in which the others end by themselves after a rank has failed
 GRACE = 10.0
-BEATS, NAMES, FAILED = "beat", "name", "failed"
+BEATS, NAMES, FAILED, HEARD = "beat", "name", "failed", "heard"
 
 
 class Ranks(NamedTuple):
@@ -93,7 +93,8 @@ class Ranks(NamedTuple):
     def run_on_all(self, action: Callable[[], T]) -> T:
         """Return what `action` returns here, once it is done on all ranks.
 
-        Raises what it raises, and TrainingError where it has failed on another rank alone.
+        `action` may not talk to other ranks: one that fails in it would leave the others waiting there. Raises what it
+        raises, and TrainingError where it has failed on another rank alone.
         """
         error = None
         found: list[T] = []
@@ -112,18 +113,35 @@ class Ranks(NamedTuple):
         return self.run_on_all(chosen)
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise `error` once all ranks have called this; without one of its own, a rank ends as the others do."""
+        """Raise `error` once all ranks have called this; without one of its own, a rank ends as the others do.
+
+        `all_know` the errors that this raises.
+        """
         if not self.total(float(error is not None))[0]:
             return
         said = self.all_gather(None if error is None else (type(error).__name__, str(error)))
-        if error is not None:
-            raise error
-        number, (kind, text) = next((number, each) for number, each in enumerate(said) if each is not None)
-        if kind in ("KeyboardInterrupt", "SystemExit"):
-            raise KeyboardInterrupt
-        raise TrainingError(f"training: rank {number} has failed ({text or kind:.200}); see what it says")
+        if error is None:
+            number, (kind, text) = next((number, each) for number, each in enumerate(said) if each is not None)
+            if kind in ("KeyboardInterrupt", "SystemExit"):
+                error = KeyboardInterrupt()
+            else:
+                error = TrainingError(f"training: rank {number} has failed ({text or kind:.200}); see what it says")
+        vars(error)[AGREED] = True
+        raise error
+
+    def all_know(self, error: BaseException) -> bool:
+        """Whether all ranks raise an error at this point. After any other error this rank may not enter a collective:
+        the others are in another one, and wait there."""
+        if self.size == 1:
+            return True
+        cause: BaseException | None = error
+        while cause is not None and AGREED not in vars(cause):
+            cause = cause.__cause__
+        return cause is not None
 
 
+# Attribute of an error that all ranks have agreed on.
+AGREED = "agreed_by_all_ranks"
 ALONE = Ranks()
 
 
@@ -139,30 +157,31 @@ def joined(device: str) -> Iterator[Ranks]:
         yield ALONE
         return
     store, rank, count = found
-    ranks = Ranks(rank, count, True, own_device(device))
     attempt = meet(store, rank, count)
-    begin_group(ranks, torch.distributed.PrefixStore(attempt, store))
     own_store = torch.distributed.PrefixStore(attempt, store.clone())
     heartbeat = Heartbeat(own_store, rank, count, f"rank {rank} on {node()}, process {getpid()}")
     heartbeat.start()
+    ranks = Ranks(rank, count, True)
     try:
+        ranks = ranks._replace(device=own_device(device))
+        begin_group(ranks, torch.distributed.PrefixStore(attempt, store))
         with warnings.catch_warnings():
             for message in HARMLESS:
                 warnings.filterwarnings("ignore", message)
             yield ranks
         # the rank that keeps the store goes last
         ranks.total(0.0)
-    except RuntimeError as error:
-        if not is_lost(error):
+    except BaseException as error:
+        if is_lost(error):
+            raise TrainingError(f"training: {name_lost(heartbeat, error)}; the same command resumes") from error
+        if not ranks.all_know(error):
             heartbeat.announce(error)
-            raise
-        raise TrainingError(f"training: {name_lost(heartbeat)}; the same command resumes") from error
-    except (SanaError, OSError) as error:
-        heartbeat.announce(error)
         raise
     finally:
+        # A backend may wait for the other ranks while it is destroyed. The heartbeat, still running, ends the process.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         heartbeat.stop()
-        torch.distributed.destroy_process_group()
 
 
 def launched() -> tuple[Store, int, int] | None:
@@ -233,11 +252,12 @@ def meet(store: Store, rank: int, count: int) -> str:
     )
 
 
-def is_lost(error: RuntimeError) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether `error` comes from talking to another rank."""
     errors = tuple(getattr(torch.distributed, name) for name in ("DistBackendError", "DistNetworkError"))
     # gloo's errors have no class of their own
-    return isinstance(error, errors) or "gloo" in str(error)
+    is_gloo = isinstance(error, RuntimeError) and not isinstance(error, SanaError) and "gloo" in str(error)
+    return isinstance(error, errors) or is_gloo
 
 
 def log_line(line: str) -> None:
@@ -258,6 +278,8 @@ class Heartbeat:
         self.store, self.rank, self.count, self.name = store, rank, count, name
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.run, name="sana training heartbeat", daemon=True)
+        # The name and the error of a rank that has failed, once the heartbeat has read them. The store may end then.
+        self.failure = ""
         # of each rank that is listened to, its last number, and when it was seen to change
         self.seen: dict[int, tuple[bytes, float]] = {}
 
@@ -271,9 +293,15 @@ class Heartbeat:
         self.thread.join()
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others why this rank ends."""
+        """Tell the others why this rank ends, unless another rank has failed before."""
+        answers = [f"{HEARD}/{rank}" for rank in range(1, self.count)]
+        # Without an agent the store ends with the first rank, so the others have to read the error before that.
+        waits = self.rank == 0 and answers and isinstance(error, Exception)
+        end = time.monotonic() + (2 * BEAT + 1.0 if waits else 0.0)
         try:
-            self.store.set(FAILED, f"{self.name}: {error!s:.300}")
+            self.store.compare_set(FAILED, "", f"{self.name}: {str(error) or type(error).__name__:.300}")
+            while time.monotonic() < end and not self.store.check(answers):
+                time.sleep(0.05)
         except RuntimeError:
             # the rank that keeps the store is gone, and its keys with it
             return
@@ -285,7 +313,7 @@ class Heartbeat:
             number += 1
             try:
                 self.store.set(f"{BEATS}/{self.rank}", str(number))
-                lost = self.failed() or self.silent()
+                lost = self.failed() or self.silent(range(self.count) if self.rank == 0 else (0,))
             except RuntimeError:
                 lost = "the machine that the run was started on is gone"
             if lost and not self.ended.wait(GRACE):
@@ -296,14 +324,15 @@ class Heartbeat:
 
     def failed(self) -> str:
         """Return what a rank that has failed says of it."""
-        if not self.store.check([FAILED]):
-            return ""
-        return f"{self.store.get(FAILED).decode(errors='replace')}"
+        if not self.failure and self.store.check([FAILED]):
+            self.failure = self.store.get(FAILED).decode(errors="replace")
+            self.store.set(f"{HEARD}/{self.rank}", "")
+        return self.failure
 
-    def silent(self) -> str:
-        """Return the names of the ranks that have given no sign of life for LOST seconds."""
+    def silent(self, ranks: Iterable[int]) -> str:
+        """Return which of `ranks` have given no sign of life for LOST seconds, by their names."""
         found, now = [], time.monotonic()
-        for rank in range(self.count) if self.rank == 0 else (0,):
+        for rank in ranks:
             key = f"{BEATS}/{rank}"
             number = self.store.get(key) if self.store.check([key]) else b""
             if rank not in self.seen or self.seen[rank][0] != number:
@@ -313,17 +342,21 @@ class Heartbeat:
         return f"lost {' and '.join(found)}" if found else ""
 
 
-def name_lost(heartbeat: Heartbeat) -> str:
-    """Return who is dead, once a collective has failed; that takes as long as nobody beats."""
+def name_lost(heartbeat: Heartbeat, error: BaseException) -> str:
+    """Return who is dead, once a collective has failed with `error`; that takes as long as nobody beats.
+
+    Where all live, the others hear of `error`.
+    """
     end = time.monotonic() + LOST + 3 * BEAT
-    # all of them, for any may be the dead one
-    monitor = Heartbeat(heartbeat.store, 0, heartbeat.count, heartbeat.name)
+    monitor = Heartbeat(heartbeat.store, heartbeat.rank, heartbeat.count, heartbeat.name)
     while time.monotonic() < end:
         try:
-            lost = monitor.failed() or monitor.silent()
+            # any rank may be the dead one
+            lost = heartbeat.failure or monitor.failed() or monitor.silent(range(monitor.count))
         except RuntimeError:
-            return "lost the machine that the run was started on"
+            return heartbeat.failure or "lost the machine that the run was started on"
         if lost:
             return lost
         time.sleep(BEAT / 4)
-    return "lost the connection to another rank"
+    heartbeat.announce(error)
+    return f"lost the connection to another rank ({' '.join(str(error).split()):.200})"

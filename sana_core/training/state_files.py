@@ -179,40 +179,46 @@ def is_shared(key: str) -> bool:
 def chosen_save(state: TrainState) -> Callable[[Mapping[str, torch.Tensor], Path], dict[str, str]]:
     """Return what writes the tensors of a state: all ranks together, or where one has everything, and torch has no
     files for that yet (2.9 has), the first alone."""
-    if state.ranks.size == 1:
+    ranks = state.ranks
+    if ranks.size == 1:
         return save_whole
     import torch.distributed.checkpoint as checkpoint
 
     if state.layout.shards is None and not hasattr(checkpoint, "HuggingFaceStorageWriter"):
-        return save_whole if state.ranks.first else lambda tensors, part: {}
+        return lambda tensors, part: ranks.run_on_rank0(partial(save_whole, tensors, part)) or {}
     return partial(save_shards, state)
 
 
 def save_shards(state: TrainState, tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:
     """Write this rank's part of `tensors`, those of a state, into the folder `part`; all ranks have to.
 
-    Returns the digests of its files by their names in `part`. Raises OutputError on all of them where one cannot write.
+    Returns the digests of its files by their names in `part`. Where one rank fails all raise: OutputError where it
+    cannot write, TrainingError on the others where it fails before or after.
     """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
 
-    shown = {}
-    for name, tensor in tensors.items():
+    def show() -> dict[str, torch.Tensor]:
         # a number by itself has no place in those files
-        name, tensor = as_part(state, name, tensor.detach().reshape(tensor.shape or (1,)).contiguous())
-        shown[name] = tensor
+        plain = {name: tensor.detach().reshape(tensor.shape or (1,)) for name, tensor in tensors.items()}
+        return dict(as_part(state, name, tensor.contiguous()) for name, tensor in plain.items())
+
+    def finish() -> dict[str, str]:
+        files = sorted((part / SHARDS).glob(f"shard-{state.ranks.rank + 1:05d}-*"))
+        for file in files:
+            # each rank waits for its own disk
+            sync(file)
+        return {f"{SHARDS}/{file.name}": digest_file(file) for file in files}
+
+    shown, failure = state.ranks.run_on_all(show), None
     writer = HuggingFaceStorageWriter(str(part / SHARDS), save_distributed=True)
     try:
         with quiet():
             save(shown, storage_writer=writer)
     except CheckpointException as error:
-        raise OutputError(
-            f"out: cannot write the state ({brief(reason(error))}); see its rights and its disk"
-        ) from None
-    files = sorted((part / SHARDS).glob(f"shard-{state.ranks.rank + 1:05d}-*"))
-    for file in files:
-        # each rank waits for its own disk
-        sync(file)
-    return {f"{SHARDS}/{file.name}": digest_file(file) for file in files}
+        # all ranks raise it together
+        failure = OutputError(f"out: cannot write the state ({brief(reason(error))}); see its rights and its disk")
+    state.ranks.agree(failure)
+    return state.ranks.run_on_all(finish)
 
 
 def as_part(state: TrainState, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:

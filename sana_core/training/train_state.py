@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -281,7 +282,7 @@ def validation_loss(state: TrainState, data: Data, poll: Poll) -> float:
     # each rank looks at its share, and as often as the others, whose shards it takes to look
     for number in range(ranks.rank, -(-len(held_out) // ranks.size) * ranks.size, ranks.size):
         index, counts = held_out[number % len(held_out)], number < len(held_out)
-        batch = data.cache.load([index])
+        batch = ranks.run_on_all(partial(data.cache.load, [index]))
         noise = validation_noise(batch.latents.shape[1:], (state.settings.seed, index))[None]
         for time in validation_times(VALIDATION_TIMES):
             poll()
