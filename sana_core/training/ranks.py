@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from uuid import uuid4
 
 import torch
 
-from ..errors import SanaError, TrainingError
+from ..errors import InputError, SanaError, TrainingError
 from ..runtime.accelerator import chosen_device, set_current_device
 
 if TYPE_CHECKING:
@@ -37,14 +38,29 @@ PATIENCE = timedelta(hours=24)
 # known harmless warnings: nothing here works in place on what a projection returns; and the gradients of depthwise
 # convolutions, 0.2 % of all, are copied into their bucket
 HARMLESS = ("FSDP2-wrapped module .* returned a view", "Grad strides do not match bucket view")
-# to find each other in
+# Time in which the processes of a run have to find each other, and seconds after which a waiting process logs a line.
 MEETING = timedelta(minutes=10)
+SILENCE = 2.0
 # seconds between two signs of life, and without one until a rank is taken for dead
 BEAT = 2.0
 LOST = 20.0
 # seconds in which the others end by themselves after a rank has failed
 GRACE = 10.0
 BEATS, NAMES, FAILED, HEARD = "beat", "name", "failed", "heard"
+# Settings of accelerate launch that this package does not read, with the names of its own settings. They reach the
+# processes as ACCELERATE_MIXED_PRECISION and so on.
+ACCELERATE = {
+    "mixed_precision": "dtype",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clipping": "optimizer.clip",
+    "dynamo_backend": "none, nothing is compiled",
+    "use_cpu": "device",
+    "use_fsdp": "parallel.kind",
+    "use_deepspeed": "parallel.kind",
+    "use_megatron_lm": "parallel.kind",
+}
+# Their values, in lower case, that ask for nothing.
+UNSET = ("", "no", "none", "false", "0", "0.0", "1")
 
 
 class Ranks(NamedTuple):
@@ -150,7 +166,8 @@ def joined(device: str) -> Iterator[Ranks]:
     """Give the ranks that a launcher has started this process as one of, ALONE where none has.
 
     `device` is the setting of that name; of several accelerators each rank of a machine takes its own. Raises
-    TrainingError that names what died when another rank does, and InputError as `chosen_device` does.
+    TrainingError that names what died when another rank does, or that not all have come, and InputError as
+    `chosen_device` and `launched` do.
     """
     found = launched()
     if found is None:
@@ -165,6 +182,8 @@ def joined(device: str) -> Iterator[Ranks]:
     try:
         ranks = ranks._replace(device=own_device(device))
         begin_group(ranks, torch.distributed.PrefixStore(attempt, store))
+        if ranks.first:
+            say_unused()
         with warnings.catch_warnings():
             for message in HARMLESS:
                 warnings.filterwarnings("ignore", message)
@@ -185,16 +204,76 @@ def joined(device: str) -> Iterator[Ranks]:
 
 
 def launched() -> tuple[Store, int, int] | None:
-    """Return the launcher's store, the rank and the number of ranks, None where no launcher has started this."""
+    """Return the launcher's store, the rank and the number of ranks. None: no launcher has started this process.
+
+    Waits for the other processes, and logs this after SILENCE seconds. Raises InputError for a port that another
+    program uses and for variables that are no numbers, and TrainingError if the other processes do not come.
+    """
     if not torch.distributed.is_available():
         return None
     from torch.distributed.rendezvous import rendezvous
 
-    try:
-        return next(rendezvous("env://", timeout=MEETING))
-    except ValueError:
-        # a variable of the launcher is missing
-        return None
+    results: list[tuple[Store, int, int] | Exception] = []
+
+    def connect() -> None:
+        try:
+            # A longer timeout than the wait below: the process would abort if the thread returned while Python ends.
+            results.append(next(rendezvous("env://", timeout=2 * MEETING)))
+        except (ValueError, RuntimeError) as error:
+            results.append(error)
+
+    # In a thread, because torch does not notice Ctrl+C while it waits, and waits forever if another program answers.
+    thread = threading.Thread(target=connect, name="sana training rendezvous", daemon=True)
+    thread.start()
+    thread.join(SILENCE)
+    if not results:
+        log_line(f"waiting for the other processes of this run, as {launch()}; to train in one process, unset RANK")
+        thread.join(MEETING.total_seconds() - SILENCE)
+    result = results[0] if results else None
+    if isinstance(result, tuple):
+        result[0].set_timeout(MEETING)
+        return result
+    if isinstance(result, ValueError):
+        if "expected, but not set" in str(result):
+            return None
+        raise InputError(
+            f"launcher: got {launch()}, expected numbers in RANK, WORLD_SIZE and MASTER_PORT ({result!s:.100}); set "
+            "them, or unset RANK to train in one process"
+        ) from result
+    if re.search("EADDRINUSE|[Aa]ddress already in use", str(result)):
+        raise InputError(
+            f"MASTER_PORT: another program on this machine uses it, got {launch()}; set another port, or end that "
+            "program"
+        ) from result
+    raise not_met(int(variable("RANK")), int(variable("WORLD_SIZE"))) from result
+
+
+def launch() -> str:
+    """Return the launcher's variables as text."""
+    rank, count, host, port = map(variable, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return f"rank {rank:.10} of {count:.10} at {host:.80}:{port:.10}"
+
+
+def not_met(rank: int, count: int) -> TrainingError:
+    return TrainingError(
+        f"training: rank {rank} has not met the {count - 1} others in {MEETING.total_seconds():.0f} s; start them all"
+    )
+
+
+def variable(name: str) -> str:
+    """Return the environment variable `name`, which accelerate reads. Empty: it is not set."""
+    from accelerate.utils.environment import parse_choice_from_env
+
+    return parse_choice_from_env(name, "")
+
+
+def say_unused() -> None:
+    """Log the settings of accelerate launch that have no effect here."""
+    values = {name: variable(f"ACCELERATE_{name.upper()}") for name in ACCELERATE}
+    unused = [name for name, value in values.items() if value.lower() not in UNSET]
+    if unused:
+        named = ", ".join(f"{name} {values[name]:.20} (here: {ACCELERATE[name]})" for name in unused)
+        log_line(f"warning: these settings of accelerate launch are not used, set them in the settings file: {named}")
 
 
 def own_device(name: str) -> torch.device:
@@ -223,33 +302,50 @@ def meet(store: Store, rank: int, count: int) -> str:
     """Return a name for this start of the run, which all ranks have once each has heard it from the first.
 
     A launcher that starts a run again keeps its store, with the words of those who died. So the first rank proposes a
-    name with what each has said of itself, and whoever is meant by that agrees. Raises TrainingError for ranks that do
-    not come.
+    name with what each has said of itself, and whoever is meant by that agrees. Logs after SILENCE seconds which ranks
+    it waits for. Raises TrainingError for ranks that do not come.
     """
-    own, end, name = uuid4().hex, time.monotonic() + MEETING.total_seconds(), ""
+    own, began, name, said = uuid4().hex, time.monotonic(), "", False
+    end = began + MEETING.total_seconds()
     proposed: list[str] = []
-    store.set(f"here/{rank}", own)
-    while time.monotonic() < end:
-        if rank == 0:
-            keys = [f"here/{each}" for each in range(count)]
-            present = [store.get(key).decode() for key in keys] if store.check(keys) else []
-            if present and present != proposed:
-                proposed, name = present, uuid4().hex
-                store.set("proposal", json.dumps([name, present]))
-            keys = [f"agreed/{each}" for each in range(1, count)]
-            if present and (not keys or store.check(keys)) and all(store.get(key).decode() == name for key in keys):
-                store.set("begun", name)
-                return name
-        elif store.check(["proposal"]):
-            name, present = json.loads(store.get("proposal"))
-            if present[rank] == own:
-                store.set(f"agreed/{rank}", name)
-                if store.check(["begun"]) and store.get("begun").decode() == name:
+
+    def missing() -> str:
+        """Return the ranks that have not come yet, as text."""
+        if rank:
+            return "rank 0"
+        late = [str(other) for other in range(1, count) if not store.check([f"here/{other}"])]
+        return f"rank {', '.join(late[:8])}" if late else "the others"
+
+    try:
+        store.set(f"here/{rank}", own)
+        while time.monotonic() < end:
+            if rank == 0:
+                keys = [f"here/{each}" for each in range(count)]
+                present = [store.get(key).decode() for key in keys] if store.check(keys) else []
+                if present and present != proposed:
+                    proposed, name = present, uuid4().hex
+                    store.set("proposal", json.dumps([name, present]))
+                keys = [f"agreed/{each}" for each in range(1, count)]
+                if present and (not keys or store.check(keys)) and all(store.get(key).decode() == name for key in keys):
+                    store.set("begun", name)
                     return name
-        time.sleep(0.02)
-    raise TrainingError(
-        f"training: rank {rank} has not met the {count - 1} others in {MEETING.total_seconds():.0f} s; start them all"
-    )
+            elif store.check(["proposal"]):
+                name, present = json.loads(store.get("proposal"))
+                if present[rank] == own:
+                    store.set(f"agreed/{rank}", name)
+                    if store.check(["begun"]) and store.get("begun").decode() == name:
+                        return name
+            if not said and time.monotonic() > began + SILENCE:
+                said = True
+                log_line(f"waiting for {missing()} of this run, as rank {rank} of {count}")
+            time.sleep(0.02)
+        raise not_met(rank, count)
+    except SanaError:
+        raise
+    except RuntimeError as error:
+        raise TrainingError(
+            f"training: rank {rank} has lost the machine that the run was started on; the same command resumes"
+        ) from error
 
 
 def is_lost(error: BaseException) -> bool:
