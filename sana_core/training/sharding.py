@@ -22,6 +22,7 @@ from .ranks import ALONE, Ranks
 from .settings import DDP, TrainingSettings
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 # what others call SANA's block: the first two are NVIDIA's (SanaMSBlock in its training), the last is diffusers'
@@ -36,6 +37,7 @@ class Shards(NamedTuple):
     trained: dict[str, DTensor]
     models: Sequence[nn.Module]  # transformer, and a ControlNet where that is trained
     whole: Sequence[nn.Module]  # the same without weights, copies of which are filled on one rank
+    cpu_mesh: DeviceMesh  # the ranks in the order of the weights' mesh, for tensors in the memory of the CPU
 
 
 class Layout(NamedTuple):
@@ -142,21 +144,27 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
         for each in model.parameters()
     }
     whole = copy.deepcopy(list(models), empty)
-    options = fsdp_options(settings, ranks)
+    device = ranks.device
+    assert device is not None
+    options = fsdp_options(settings, device, ranks)
+    mesh = options["mesh"]
     given: dict[nn.Parameter, nn.Parameter] = {}
     for block in [*find_blocks(models, settings.parallel.block), *parts_outside(models)]:
         if not isinstance(block, fsdp.FSDPModule):
-            materialize_params(block, given)
+            materialize_params(block, given, device)
             fsdp.fully_shard(block, **options)
     for model in models:
-        materialize_params(model, given)
+        # FSDP moves only the parameters that it divides and the buffers of their modules.
+        materialize_params(model, given, device)
         for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
             if isinstance(module, fsdp.FSDPModule):
                 # gloo's mean of a reduce-scatter has been its sum (pytorch issue 162338); sums are the same everywhere
                 module.set_force_sum_reduction_for_comms(True)
     trained: dict[str, Any] = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
     check_sharded(trained, settings.parallel.block)
-    return Shards(trained, models, whole)
+    return Shards(trained, models, whole, mesh if device.type == "cpu" else make_mesh("cpu", settings, ranks))
 
 
 def row_slices(rows: int, parts: int) -> list[slice]:
@@ -182,9 +190,11 @@ def local_parameters(layout: Layout) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def materialize_params(module: nn.Module, given: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Give all ranks the first one's parameters of `module` that are in no rows yet, on the CPU where they have no
-    numbers; `given` is what they have become, for those that several modules share."""
+def materialize_params(module: nn.Module, given: dict[nn.Parameter, nn.Parameter], device: torch.device) -> None:
+    """Give all ranks the first rank's parameters of `module` that are in no rows yet, on `device`.
+
+    `given` maps parameters to their replacements, because several modules may share one.
+    """
     from torch.distributed.tensor import DTensor
 
     for owner in module.modules():
@@ -196,32 +206,36 @@ def materialize_params(module: nn.Module, given: dict[nn.Parameter, nn.Parameter
                 if whole.is_meta:
                     whole = torch.empty_like(whole, device="cpu")
                 torch.distributed.broadcast(whole, src=0)
-                made = nn.Parameter(whole, parameter.requires_grad) if parameter.is_meta else parameter
+                made = nn.Parameter(whole.to(device), parameter.requires_grad)
                 given[parameter] = given[made] = made
             owner._parameters[name] = given[parameter]
 
 
-def fsdp_options(settings: TrainingSettings, ranks: Ranks) -> Json:
-    """Return what `fully_shard` takes besides a module."""
+def make_mesh(kind: str, settings: TrainingSettings, ranks: Ranks) -> DeviceMesh:
+    """Return the ranks as `settings.parallel` arranges them, for tensors on devices of this `kind`."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    replicas = settings.parallel.replicas
+    if replicas > 1:
+        return init_device_mesh(kind, (replicas, ranks.size // replicas), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(kind, (ranks.size,), mesh_dim_names=("shard",))
+
+
+def fsdp_options(settings: TrainingSettings, device: torch.device, ranks: Ranks) -> Json:
+    """Return the arguments of `fully_shard` except the module."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    assert ranks.device is not None
-    own, kind = settings.parallel, ranks.device.type
-    shape, names = (ranks.size,), ("shard",)
-    if own.replicas > 1:
-        shape, names = (own.replicas, ranks.size // own.replicas), ("replicate", "shard")  # type: ignore[assignment]
     # what stays gathered after a forward would not notice that validation has put the average in its place
     options: Json = {
-        "mesh": init_device_mesh(kind, shape, mesh_dim_names=names),
+        "mesh": make_mesh(device.type, settings, ranks),
         "reshard_after_forward": True,
     }
     if settings.method.whole and settings.dtype != "float32":
         # weights in fp32 travel as the bf16 that is computed in; gradients are summed in fp32
         compute = getattr(torch, settings.dtype)
         options["mp_policy"] = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
-    if own.kind == "fsdp_offload":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=kind != "cpu")
+    if settings.parallel.kind == "fsdp_offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     return options
 
 

@@ -230,7 +230,7 @@ def as_part(state: TrainState, name: str, tensor: torch.Tensor) -> tuple[str, to
         return f"{name}{OWN}{state.layout.part}", tensor
     if is_shared(key):
         return name, tensor
-    return name, in_rows(tensor, owner, whole_shape(owner, key))
+    return name, in_rows(state, tensor, owner, whole_shape(owner, key))
 
 
 def whole_shape(owner: DTensor, key: str) -> torch.Size:
@@ -238,12 +238,15 @@ def whole_shape(owner: DTensor, key: str) -> torch.Size:
     return owner.shape[:1] if key.endswith(ROWS) else owner.shape
 
 
-def in_rows(tensor: torch.Tensor, owner: DTensor, shape: torch.Size) -> DTensor:
-    """Return `tensor` as this rank's rows of one of `shape`, divided as `owner` is."""
+def in_rows(state: TrainState, tensor: torch.Tensor, owner: DTensor, shape: torch.Size) -> DTensor:
+    """Return `tensor` as this rank's rows of one of `shape`, divided as `owner` is, in the memory where it is."""
     from torch.distributed.tensor import DTensor
 
+    assert state.layout.shards is not None
+    # A mesh of GPUs would move a tensor of the CPU to the GPU.
+    mesh = state.layout.shards.cpu_mesh if tensor.device.type == "cpu" else owner.device_mesh
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(tensor, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(tensor, mesh, owner.placements, run_check=False, shape=shape, stride=stride)
 
 
 def read_tensors(state: TrainState, folder: Path, count: int) -> dict[str, torch.Tensor]:
@@ -293,8 +296,8 @@ def read_shards(state: TrainState, folder: Path, count: int) -> dict[str, torch.
         owner, _ = owner_of(state, plain)
         rows = None if number else own_rows(state, plain, wanted[name].shape)
         if owner is not None and rows is not None:
-            own = wanted[name][rows].to(owner.to_local().device, copy=True)
-            wanted[name] = in_rows(own, owner, wanted[name].shape)
+            # A copy, so that the whole tensor is freed.
+            wanted[name] = in_rows(state, wanted[name][rows].clone(), owner, wanted[name].shape)
     try:
         with quiet():
             load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)

@@ -112,9 +112,10 @@ def make_train_state(
         if method.base != "full":
             quantise_base(transformer)
     sharded = ranks.launched and settings.parallel.kind != DDP
-    if device is not None and not sharded:
-        transformer.to(device)
     models = [transformer] if controlnet is None else [transformer, controlnet]
+    if device is not None and not sharded:
+        for model in models:
+            model.to(device)
     if settings.checkpoint_gradients:
         for model in models:
             model.enable_gradient_checkpointing()

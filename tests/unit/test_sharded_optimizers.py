@@ -52,8 +52,9 @@ def sharded_state(ranks, name):
 
     model = make_model(torch.float32)
     whole = copy.deepcopy(model)
-    fully_shard(model, mesh=init_device_mesh("cpu", (ranks.size,)))
-    layout = Layout(ranks, None, Shards(dict(model.named_parameters()), [model], [whole]))
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    fully_shard(model, mesh=mesh)
+    layout = Layout(ranks, None, Shards(dict(model.named_parameters()), [model], [whole], mesh))
     parameters = local_parameters(layout)
     optimizer = make_optimizer(name, parameters.values(), 1e-2, 0.01)
     if isinstance(optimizer, CAME):

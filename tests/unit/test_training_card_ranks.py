@@ -1,0 +1,118 @@
+"""Ranks with a GPU each, which are pretended: everything is on its device, and states and images leave room there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from card_ranks import card_of, misplaced
+from launched import OLD, results_of
+from test_training_ranks import KINDS, METHODS, numbers, settings
+from tiny import tiny_transformer
+
+from sana_core.model.reference import NVIDIA
+from sana_core.training import state_files
+from sana_core.training.ranks import ALONE
+from sana_core.training.schedule import TrainProgress
+from sana_core.training.settings import Method
+from sana_core.training.train_state import gather_weights, make_train_state, take_step
+
+pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
+GROUP = ((0, 1), (2, 3))
+OTHERS = {
+    "dora": Method("dora", rank=2, targets="both"),
+    "lokr": Method("lokr", rank=2, targets="both"),
+    "lora with dropout": Method(rank=2, dropout=0.5),
+}
+VARIANTS = ("sana", "sana-1.5", "sana-4k")
+
+
+def begin(own, ranks, variant="sana", reference=None, layers=2):
+    """A state of `ranks` whose model lies on the CPU at first, as `train` loads one that is divided."""
+    base = tiny_transformer(variant, layers=layers).requires_grad_(own.method.kind != "controlnet")
+    if reference:
+        base.register_to_config(reference=reference)
+    return make_train_state(base, 3.0, own, ranks.device, ranks)
+
+
+def models_of(state):
+    return [model for model in (state.transformer, state.controlnet) if model is not None]
+
+
+def cases():
+    for variant in VARIANTS:
+        for name, method in {**METHODS, **OTHERS}.items():
+            if not (name == "controlnet" and variant == "sana-1.5"):
+                yield variant, name, method, None
+    yield "sana", "controlnet", METHODS["controlnet"], NVIDIA
+
+
+def one_step(own, ranks, variant, reference):
+    state = begin(own, ranks, variant, reference)
+    loss, norm = take_step(state, numbers(), GROUP, TrainProgress(), 1e-3)
+    whole = gather_weights(state, torch.device("cpu"), trained_alone=True)
+    return (
+        state,
+        loss,
+        norm,
+        {} if whole is None else {name: each.detach().cpu() for name, each in whole.parameters.items()},
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_is_on_the_device_of_its_rank_and_a_step_is_that_of_one_process(kind):
+    def learn_all(ranks):
+        found = []
+        with card_of(ranks, 2) as (own_ranks, _):
+            for variant, _, method, reference in cases():
+                own = replace(settings(kind), method=method)
+                state, loss, norm, weights = one_step(own, own_ranks, variant, reference)
+                wrong = misplaced(models_of(state), own_ranks.device, kind == "fsdp_offload")
+                device = "cpu" if kind == "fsdp_offload" else "cuda"
+                wrong += [name for name, each in state.parameters.items() if each.device.type != device]
+                found.append((wrong, loss, norm, weights))
+        return found
+
+    for case, (first, second) in zip(cases(), zip(*results_of(2, learn_all, 300), strict=True), strict=True):
+        variant, name, method, reference = case
+        assert first[0] == second[0] == [], (variant, name)
+        state, loss, norm, weights = one_step(replace(settings(), method=method), ALONE, variant, reference)
+        assert first[1:3] == second[1:3]
+        if method.dropout:
+            continue  # each rank drops others
+        assert first[1:3] == (pytest.approx(loss, abs=2e-6), pytest.approx(norm, rel=1e-4)), (variant, name)
+        # AdamW's first steps make much of what rounding leaves of gradients near zero
+        mean = sum(float((first[3][key] - each).abs().mean()) for key, each in weights.items()) / len(weights)
+        assert mean < 1e-5, (variant, name)
+
+
+def bytes_of(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("method", ["full", "controlnet"])
+def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method):
+    own = settings("fsdp_offload", method, optimizer="came")
+
+    def save_and_resume(ranks):
+        with card_of(ranks, 2) as (own_ranks, cards):
+            first = begin(own, own_ranks)
+            take_step(first, numbers(), GROUP, TrainProgress(), 1e-3)
+            (tmp_path / "shards").mkdir(exist_ok=True)
+            ranks.agree(None)
+            device = own_ranks.device
+            torch.cuda.reset_peak_memory_stats()
+            before = cards.alive[device]
+            tensors, values = state_files.tensors_of(first)
+            state_files.save_shards(first, tensors, tmp_path)
+            saved = cards.peak[device] - before
+            second = begin(own, own_ranks)
+            torch.cuda.reset_peak_memory_stats()
+            before = cards.alive[device]
+            restored = state_files.read_tensors(second, tmp_path, ranks.size)
+            state_files.restore(second, restored, values, "state")
+            resumed = cards.peak[device] - before
+            same = all(torch.equal(one, second.parameters[name]) for name, one in first.parameters.items())
+            return saved, resumed, bytes_of(tensors.values()), same
+
+    for saved, resumed, whole, same in results_of(2, save_and_resume):
+        assert same and whole > 50_000 and saved == resumed == 0
