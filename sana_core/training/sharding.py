@@ -302,10 +302,13 @@ def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], devi
     )
 
 
-def gather(shards: Shards, device: torch.device, first: bool, trained_alone: bool) -> list[nn.Module] | None:
+def gather(
+    shards: Shards, device: torch.device, dtype: torch.dtype | None, first: bool, trained_alone: bool
+) -> list[nn.Module] | None:
     """Return, on the first rank, the models with whole weights on `device`; None on the others, which have to call it.
 
-    With `trained_alone` frozen weights stay empty.
+    Trained weights have `dtype`, or where that is None their own. One weight after another is gathered. With
+    `trained_alone` frozen weights stay empty.
     """
     models = copy.deepcopy(list(shards.whole)) if first else []
     for number, model in enumerate(shards.models):
@@ -313,6 +316,9 @@ def gather(shards: Shards, device: torch.device, first: bool, trained_alone: boo
         for name, parameter in model.named_parameters():
             if parameter.requires_grad or not trained_alone:
                 whole = parameter.detach()
+                if parameter.requires_grad and dtype is not None:
+                    # Before it is gathered, so that no rank holds it in both.
+                    whole = whole.to(dtype)
                 whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
                 if first:
                     filled[name] = whole.to(device, copy=True)

@@ -14,6 +14,7 @@ from ..model.controlnet import Control
 from ..model.forward import allow_no_float64
 from ..model.known_models import GUIDANCE
 from ..model.reference import reference_of
+from ..runtime.accelerator import current_device
 from ..runtime.cancellation import Poll
 from .adapters import add_adapter, begin_at, needs_start, without_dropout
 from .cache import Batch
@@ -200,8 +201,14 @@ def take_step(
 def seeded_dropout(state: TrainState, key: Sequence[int]) -> Iterator[None]:
     """Let what an adapter drops depend on the run's seed and `key` alone, and torch's generators stay as they are."""
     device = state.device
+    seed = int(generator(DROPOUT, (state.settings.seed, *key)).integers(2**63))
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        torch.manual_seed(int(generator(DROPOUT, (state.settings.seed, *key)).integers(2**63)))
+        # torch.manual_seed would seed the generators of all GPUs, of which only this one's is restored.
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            with current_device(device):
+                torch.get_device_module(device).manual_seed(seed)
         yield
 
 
@@ -303,17 +310,21 @@ def image_loss(state: TrainState, data: Data, batch: Batch, noise: torch.Tensor,
 
 def gather_weights(state: TrainState, device: torch.device, trained_alone: bool) -> TrainState | None:
     """Return `state` with all its weights on `device`, or with those that are trained alone, to be saved or generated
-    with; None on all ranks but the first. All have to call this."""
-    first, shards = state.ranks.first, state.layout.shards
+    with; None on all ranks but the first. All have to call this.
+
+    Whole weights in shards are gathered in the dtype in which they are saved; adapters are scaled before that.
+    """
+    first, shards, settings = state.ranks.first, state.layout.shards, state.settings
     if shards is None:
         return state if first else None
-    found: Any = gather(shards, device, first, trained_alone)
+    dtype = getattr(torch, settings.dtype) if settings.method.whole else None
+    found: Any = gather(shards, device, dtype, first, trained_alone)
     if found is None:
         return None
     parameters = {name: each for name, each in found[-1].named_parameters() if each.requires_grad}
     controlnet = found[1] if len(found) > 1 else None
     # it keeps the optimizer of the rows, for nothing learns any more
-    return TrainState(found[0], state.shift, state.settings, parameters, state.optimizer, None, controlnet)
+    return TrainState(found[0], state.shift, settings, parameters, state.optimizer, None, controlnet)
 
 
 def microbatches(group: Sequence[Sequence[int]], rank: int, count: int) -> list[Microbatch]:

@@ -14,7 +14,8 @@ from sana_core.training import state_files
 from sana_core.training.ranks import ALONE
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method
-from sana_core.training.train_state import gather_weights, make_train_state, take_step
+from sana_core.training.train import as_saved
+from sana_core.training.train_state import averaged, gather_weights, make_train_state, seeded_dropout, take_step
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 GROUP = ((0, 1), (2, 3))
@@ -116,3 +117,49 @@ def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method):
 
     for saved, resumed, whole, same in results_of(2, save_and_resume):
         assert same and whole > 50_000 and saved == resumed == 0
+
+
+def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
+    own = replace(settings("fsdp", "full"), dtype="bfloat16")
+
+    def preview(ranks):
+        with card_of(ranks, 2) as (own_ranks, cards):
+            state = begin(own, own_ranks, layers=6)
+            sizes = [each.numel() for each in state.layout.shards.trained.values()]
+            device = own_ranks.device
+            torch.cuda.reset_peak_memory_stats()
+            before = cards.alive[device]
+            with averaged(state):
+                whole = gather_weights(state, device, trained_alone=False)
+                if whole is not None:
+                    with as_saved(whole) as saved:
+                        assert {each.dtype for each in saved.transformer.parameters()} == {torch.bfloat16}
+            return cards.peak[device] - before, 2 * sum(sizes), 4 * max(sizes)
+
+    (first, copy, largest), (second, *_) = results_of(2, preview)
+    assert copy <= first <= copy + 2 * largest and second <= 2 * largest
+    assert copy > 5 * largest
+
+
+def test_dropout_seeds_the_generator_of_its_own_gpu_alone(monkeypatch):
+    own = replace(settings(), method=OTHERS["lora with dropout"])
+
+    def seeds(ranks):
+        seeded = []
+
+        def fail(seed):
+            raise AssertionError("the generators of all GPUs are seeded")
+
+        with card_of(ranks, 2) as (own_ranks, _):
+            state = begin(own, own_ranks)
+            monkeypatch.setattr(torch.cuda, "manual_seed_all", fail)
+            monkeypatch.setattr(torch, "manual_seed", fail)
+            monkeypatch.setattr(
+                torch.cuda, "manual_seed", lambda seed: seeded.append((torch.cuda.current_device(), seed))
+            )
+            with seeded_dropout(state, (1, 2)):
+                pass
+        return seeded
+
+    ((device, seed),), ((other, same),) = results_of(2, seeds)
+    assert (device, other) == (0, 1) and seed == same
