@@ -1,0 +1,93 @@
+"""Every optimizer in every arrangement: a run on several ranks that is killed and resumed ends as one process ends."""
+
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from launched import OLD, results_of, start_ranks
+from pictures import write_pictures
+from safetensors.torch import load_file
+
+from sana_core import load_transformer
+from sana_core.training import optimizers, train
+from sana_core.training.runs import find_states
+from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, check_settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")]
+STEPS = 6
+# The largest mean difference from one process, as a share of the mean change of a weight. In 8 bits, the blocks of a
+# shard are other blocks than those of the whole weight.
+TOLERANCES = {"came8bit": 0.05, "adamw8bit": 0.05}
+RATES = {"prodigy": 1.0, "schedulefree": 1e-3}
+CASES = [
+    (kind, name, count)
+    for kind in ("ddp", "fsdp", "fsdp_offload")
+    for name in optimizers.NAMES
+    for count in ((2, 3, 5, 8) if kind == "fsdp" and "8bit" in name else (2, 5))
+    if kind == "ddp" or name not in (*optimizers.WHOLE, *(["adamw8bit"] if kind == "fsdp_offload" else []))
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("training")
+    write_pictures(folder / "pictures", 9)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def without_compiler():
+    """torchao's step is compiled, which takes a minute in each process."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def make(folder, checkpoint, out, name, kind="ddp"):
+    phase = Phase(
+        (str(folder / "pictures"),), 128, batch=2, accumulate=4, steps=STEPS, learning_rate=RATES.get(name, 1e-4)
+    )
+    paths = {"model": str(checkpoint), "out": str(out), "cache": str(folder / "cache")}
+    own = {"dtype": "float32", "save_every": 1, "keep": 2, "method": Method("full"), "optimizer": Optimizer(name)}
+    return check_settings(TrainingSettings(phase=(phase,), parallel=Parallel(kind), **paths, **own))
+
+
+def weights(path):
+    files = sorted(path.glob("*.safetensors"))
+    return {name: each for file in files for name, each in load_file(file).items()}
+
+
+def kill_one(own, count):
+    """Train on `count` ranks until a state is there, kill one of them, and wait for the others."""
+    processes, _ = start_ranks(count, lambda ranks: train.train(own, ranks=ranks))
+    end = time.monotonic() + 300
+    while not find_states(Path(own.out)) and time.monotonic() < end and all(each.is_alive() for each in processes):
+        time.sleep(0.02)
+    time.sleep(random.Random(count).random())
+    psutil.Process(processes[count // 2].pid).kill()
+    for process in processes:
+        process.join(90)
+    alive = [process.is_alive() for process in processes]
+    for process in processes:
+        process.kill()
+    assert not any(alive) and find_states(Path(own.out))
+
+
+@pytest.mark.parametrize(("kind", "name", "count"), CASES)
+def test_a_killed_run_resumes_and_ends_as_one_process(kind, name, count, folder, tmp_path, checkpoint):
+    if name in ("prodigy", "schedulefree"):
+        pytest.importorskip("pytorch_optimizer")
+    if name == "adamw8bit":
+        pytest.importorskip("torchao.optim")
+    alone = folder / f"alone-{name}"
+    expected = weights(train.train(make(folder, checkpoint, alone, name)))
+    own = make(folder, checkpoint, tmp_path / "out", name, kind)
+    kill_one(own, count)
+    paths = results_of(count, lambda ranks: train.train(own, ranks=ranks), 300)
+    result, started = weights(paths[0]), load_transformer(checkpoint).state_dict()
+    assert result.keys() == expected.keys()
+    differs = sum(float((result[key] - each).abs().sum()) for key, each in expected.items())
+    changed = sum(float((started[key] - each).abs().sum()) for key, each in expected.items())
+    assert changed > 0 and differs < TOLERANCES.get(name, 0.01) * changed, (differs, changed)
