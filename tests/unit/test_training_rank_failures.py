@@ -41,10 +41,11 @@ def settings(folder, tmp_path, checkpoint):
 
 
 class Failing:
-    """Where and how a rank fails: in `module.name`, when it is called after `calls` other calls."""
+    """Where and how a rank fails: in `module.name`, after `calls` calls whose arguments are as `when` asks."""
 
-    def __init__(self, module, name, error, calls=0, saved=None, victims=(0, 1)):
+    def __init__(self, module, name, error, calls=0, saved=None, victims=(0, 1), when=lambda *arguments: True):
         self.module, self.name, self.error, self.calls, self.victims = module, name, error, calls, victims
+        self.when = when
         # The step of the last state. None: it does not matter.
         self.saved = saved
 
@@ -52,7 +53,7 @@ class Failing:
         real, called = getattr(self.module, self.name), []
 
         def fail(*arguments, **named):
-            if int(os.environ.get("RANK", -1)) == victim:
+            if int(os.environ.get("RANK", -1)) == victim and self.when(*arguments):
                 called.append(1)
                 if len(called) == self.calls + 1:
                     raise self.error
@@ -75,7 +76,10 @@ PHASES = {
     "step": Failing(train_state, "microbatch_loss", MEMORY, calls=2),
     "optimizer": Failing(train_state, "step_optimizer", MEMORY, calls=1),
     "log": Failing(run_log.RunLog, "add", DISK, calls=2, victims=(0,)),
-    "image of a validation": Failing(cache.Cache, "load", ReadError("cache: gone in this test"), calls=6, saved=4),
+    # Validations load one image, steps load two.
+    "image of a validation": Failing(
+        cache.Cache, "load", ReadError("cache: gone in this test"), 2, 4, when=lambda _, indices: len(indices) == 1
+    ),
     "validation": Failing(train_state, "image_loss", MEMORY, calls=20, saved=2),
     "image of a preview": Failing(train, "generate_validation", MEMORY, calls=2, saved=4, victims=(0,)),
     "gathering for a preview": Failing(train_state, "gather", MEMORY),
