@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..memory import CONTEXT, count
 from ..model.known_models import CARDS
 from .memory_model import FP32, backward_bytes, step_bytes, trained_shapes, weights_dtype
-from .plan import Base, Plan, largest_shape, plan_training, resident, streaming
+from .plan import Base, Plan, largest_shape, plan_training, resident, streaming, validation_stage
 from .settings import DDP, FSDP, KINDS, OFFLOADED, QUANTISED, Parallel, Phase, TrainingSettings, check_parallel
 
 # of the optimizers the one with the least state
@@ -277,8 +277,27 @@ def arranged(
 
 
 def largest_memory(settings: TrainingSettings, base: Base, cards: int) -> RankMemory:
-    """Return that of the phase that takes most."""
-    return max((rank_memory(settings, base, phase, cards) for phase in settings.phase), key=lambda memory: memory.card)
+    """Return the memory of the phase that takes most, or of the validation's images on the first GPU."""
+    steps = [rank_memory(settings, base, phase, cards) for phase in settings.phase]
+    largest = max(steps, key=lambda memory: memory.card)
+    if settings.validation.every and settings.validation.prompts:
+        images = images_on_rank(settings, base, cards)
+        if images.card > largest.card:
+            return images._replace(sent=largest.sent, host=largest.host)
+    return largest
+
+
+def images_on_rank(settings: TrainingSettings, base: Base, cards: int) -> RankMemory:
+    """Return the memory of the first of `cards` while it generates the validation's images."""
+    if settings.parallel.kind == DDP:
+        stage = validation_stage(settings, base, True)
+        return RankMemory(stage.weights, stage.state, stage.work, 0, 0)
+    # The whole model is gathered in the precision of the forward, beside the rows of this GPU.
+    stage, kept = validation_stage(compute_settings(settings), base, True), resident(settings, base)
+    shards = cards // settings.parallel.replicas
+    if settings.parallel.kind == OFFLOADED:
+        return RankMemory(stage.weights, 0, stage.work, 0, 0)
+    return RankMemory(stage.weights + kept.weights // shards, kept.state // shards, stage.work, 0, 0)
 
 
 def cheapest(settings: TrainingSettings, base: Base, cards: int, card: float) -> Choice | None:

@@ -1,6 +1,7 @@
 """What several cards take is planned, and held against what was counted of the trainer's own step on one of four."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,9 @@ from setup import ROOT
 
 from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings
 from sana_core.commands import train as command
-from sana_core.training.autofit import arrangement_lines, cheapest, pieces_of, rank_memory
+from sana_core.training.autofit import arrangement_lines, cheapest, largest_memory, pieces_of, rank_memory
 from sana_core.training.released import released_base
-from sana_core.training.settings import Parallel
+from sana_core.training.settings import Parallel, Validation
 from sana_core.training.settings_file import read_settings
 from sana_core.training.train_state import microbatches
 
@@ -93,3 +94,17 @@ def test_what_prodigy_cannot_train_is_not_planned():
     settings, base = make_settings(optimizer="prodigy", accumulate=2), released_base("1.6B")
     lines = arrangement_lines(settings, base, 2, 8 * GB)
     assert [line.split()[0] for line in lines[1:-1]] == ["ddp"] and 'fits 2 GPUs of 8 GB with kind = "ddp"' in lines[-1]
+
+
+@pytest.mark.parametrize("cards", [2, 4, 8])
+def test_images_of_a_divided_model_are_planned_and_fit_24_gb(cards):
+    plain = replace(make_settings(method=FULL, accumulate=cards, optimizer="came8bit"), parallel=Parallel("fsdp"))
+    prompts = replace(plain, validation=Validation(every=100, prompts=("a red circle",)))
+    base = released_base("1.5-4.8B")
+    steps, images = (largest_memory(own, base, cards) for own in (plain, prompts))
+    # the whole model in bf16, and the rows of this GPU in fp32 with their state
+    copy = 2 * sum(map(math.prod, base.shapes.values()))
+    assert copy < images.weights + images.state <= copy + (steps.weights + steps.state) * 1.01 or images == steps
+    assert steps.card <= images.card < 24 * GB and images.sent == steps.sent
+    offloaded = largest_memory(replace(prompts, parallel=Parallel("fsdp_offload")), base, cards)
+    assert copy < offloaded.card < copy + 3 * GB and offloaded.host > 0
