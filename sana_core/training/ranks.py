@@ -170,6 +170,8 @@ def joined(device: str) -> Iterator[Ranks]:
     `chosen_device` and `launched` do.
     """
     found = launched()
+    if found is None or found[1] == 0:
+        say_unused()
     if found is None:
         yield ALONE
         return
@@ -182,8 +184,6 @@ def joined(device: str) -> Iterator[Ranks]:
     try:
         ranks = ranks._replace(device=own_device(device))
         begin_group(ranks, torch.distributed.PrefixStore(attempt, store))
-        if ranks.first:
-            say_unused()
         with warnings.catch_warnings():
             for message in HARMLESS:
                 warnings.filterwarnings("ignore", message)

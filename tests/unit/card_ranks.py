@@ -77,6 +77,9 @@ class Stream(torch.cpu.Stream):
     def synchronize(self):
         pass
 
+    def record_event(self, event=None):
+        return event or Event()
+
 
 @contextmanager
 def card_of(ranks, count):

@@ -90,12 +90,12 @@ def bytes_of(tensors):
     return sum(tensor.nbytes for tensor in tensors)
 
 
-@pytest.mark.parametrize("method", ["full", "controlnet"])
-def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method):
-    own = settings("fsdp_offload", method, optimizer="came")
+@pytest.mark.parametrize(("method", "count", "replicas"), [("full", 2, 1), ("controlnet", 2, 1), ("full", 4, 2)])
+def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method, count, replicas):
+    own = settings("fsdp_offload", method, optimizer="came", replicas=replicas)
 
     def save_and_resume(ranks):
-        with card_of(ranks, 2) as (own_ranks, cards):
+        with card_of(ranks, count) as (own_ranks, cards):
             first = begin(own, own_ranks)
             take_step(first, numbers(), GROUP, TrainProgress(), 1e-3)
             (tmp_path / "shards").mkdir(exist_ok=True)
@@ -109,13 +109,13 @@ def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method):
             second = begin(own, own_ranks)
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
-            restored = state_files.read_tensors(second, tmp_path, ranks.size)
+            restored = state_files.read_tensors(second, tmp_path, count // replicas)
             state_files.restore(second, restored, values, "state")
             resumed = cards.peak[device] - before
             same = all(torch.equal(one, second.parameters[name]) for name, one in first.parameters.items())
             return saved, resumed, bytes_of(tensors.values()), same
 
-    for saved, resumed, whole, same in results_of(2, save_and_resume):
+    for saved, resumed, whole, same in results_of(count, save_and_resume):
         assert same and whole > 50_000 and saved == resumed == 0
 
 
