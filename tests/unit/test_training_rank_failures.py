@@ -73,7 +73,7 @@ PHASES = {
     "encoding": Failing(prepare, "prepare_phase", MEMORY),
     "loading": Failing(train, "load_base", MEMORY),
     "dividing": Failing(train_state, "lay_out", MEMORY),
-    "step": Failing(train_state, "microbatch_loss", MEMORY, calls=2),
+    "step": Failing(train_state, "seeded_dropout", MEMORY, calls=2),
     "optimizer": Failing(train_state, "step_optimizer", MEMORY, calls=1),
     "log": Failing(run_log.RunLog, "add", DISK, calls=2, victims=(0,)),
     # One image is loaded by each validation, and by steps 2 and 4, which have the fifth image of an epoch.
