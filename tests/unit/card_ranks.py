@@ -103,10 +103,10 @@ def card_of(ranks, count):
 
 def misplaced(models, device, offloaded=False):
     """Return the names of parameters and buffers that are not where they should be."""
-    found = []
+    names = []
     for model in models:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             expected = "cpu" if offloaded and isinstance(tensor, DTensor) else device.type
             if tensor.device.type != expected:
-                found.append(f"{type(model).__name__}.{name} on {tensor.device}")
-    return found
+                names.append(f"{type(model).__name__}.{name} on {tensor.device}")
+    return names

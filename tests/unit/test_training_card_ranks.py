@@ -27,12 +27,12 @@ OTHERS = {
 VARIANTS = ("sana", "sana-1.5", "sana-4k")
 
 
-def begin(own, ranks, variant="sana", reference=None, layers=2):
+def begin(run_settings, ranks, variant="sana", reference=None, layers=2):
     """A state of `ranks` whose model lies on the CPU at first, as `train` loads one that is divided."""
-    base = tiny_transformer(variant, layers=layers).requires_grad_(own.method.kind != "controlnet")
+    base = tiny_transformer(variant, layers=layers).requires_grad_(run_settings.method.kind != "controlnet")
     if reference:
         base.register_to_config(reference=reference)
-    return make_train_state(base, 3.0, own, ranks.device, ranks)
+    return make_train_state(base, 3.0, run_settings, ranks.device, ranks)
 
 
 def models_of(state):
@@ -47,8 +47,8 @@ def cases():
     yield "sana", "controlnet", METHODS["controlnet"], NVIDIA
 
 
-def one_step(own, ranks, variant, reference):
-    state = begin(own, ranks, variant, reference)
+def one_step(run_settings, ranks, variant, reference):
+    state = begin(run_settings, ranks, variant, reference)
     loss, norm = take_step(state, numbers(), GROUP, TrainProgress(), 1e-3)
     whole = gather_weights(state, torch.device("cpu"), trained_alone=True)
     return (
@@ -62,16 +62,16 @@ def one_step(own, ranks, variant, reference):
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_is_on_the_device_of_its_rank_and_a_step_is_that_of_one_process(kind):
     def learn_all(ranks):
-        found = []
+        results = []
         with card_of(ranks, 2) as (own_ranks, _):
             for variant, _, method, reference in cases():
-                own = replace(settings(kind), method=method)
-                state, loss, norm, weights = one_step(own, own_ranks, variant, reference)
+                run_settings = replace(settings(kind), method=method)
+                state, loss, norm, weights = one_step(run_settings, own_ranks, variant, reference)
                 wrong = misplaced(models_of(state), own_ranks.device, kind == "fsdp_offload")
                 device = "cpu" if kind == "fsdp_offload" else "cuda"
                 wrong += [name for name, each in state.parameters.items() if each.device.type != device]
-                found.append((wrong, loss, norm, weights))
-        return found
+                results.append((wrong, loss, norm, weights))
+        return results
 
     for case, (first, second) in zip(cases(), zip(*results_of(2, learn_all, 300), strict=True), strict=True):
         variant, name, method, reference = case
@@ -92,11 +92,11 @@ def bytes_of(tensors):
 
 @pytest.mark.parametrize(("method", "count", "replicas"), [("full", 2, 1), ("controlnet", 2, 1), ("full", 4, 2)])
 def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method, count, replicas):
-    own = settings("fsdp_offload", method, optimizer="came", replicas=replicas)
+    run_settings = settings("fsdp_offload", method, optimizer="came", replicas=replicas)
 
     def save_and_resume(ranks):
         with card_of(ranks, count) as (own_ranks, cards):
-            first = begin(own, own_ranks)
+            first = begin(run_settings, own_ranks)
             take_step(first, numbers(), GROUP, TrainProgress(), 1e-3)
             (tmp_path / "shards").mkdir(exist_ok=True)
             ranks.agree(None)
@@ -106,7 +106,7 @@ def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method, co
             tensors, values = state_files.tensors_of(first)
             state_files.save_shards(first, tensors, tmp_path)
             saved = cards.peak[device] - before
-            second = begin(own, own_ranks)
+            second = begin(run_settings, own_ranks)
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
             restored = state_files.read_tensors(second, tmp_path, count // replicas)
@@ -120,11 +120,11 @@ def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method, co
 
 
 def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
-    own = replace(settings("fsdp", "full"), dtype="bfloat16")
+    run_settings = replace(settings("fsdp", "full"), dtype="bfloat16")
 
     def preview(ranks):
         with card_of(ranks, 2) as (own_ranks, cards):
-            state = begin(own, own_ranks, layers=6)
+            state = begin(run_settings, own_ranks, layers=6)
             sizes = [each.numel() for each in state.layout.shards.trained.values()]
             device = own_ranks.device
             torch.cuda.reset_peak_memory_stats()
@@ -142,7 +142,7 @@ def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
 
 
 def test_dropout_seeds_the_generator_of_its_own_gpu_alone(monkeypatch):
-    own = replace(settings(), method=OTHERS["lora with dropout"])
+    run_settings = replace(settings(), method=OTHERS["lora with dropout"])
 
     def seeds(ranks):
         seeded = []
@@ -151,7 +151,7 @@ def test_dropout_seeds_the_generator_of_its_own_gpu_alone(monkeypatch):
             raise AssertionError("the generators of all GPUs are seeded")
 
         with card_of(ranks, 2) as (own_ranks, _):
-            state = begin(own, own_ranks)
+            state = begin(run_settings, own_ranks)
             monkeypatch.setattr(torch.cuda, "manual_seed_all", fail)
             monkeypatch.setattr(torch, "manual_seed", fail)
             monkeypatch.setattr(

@@ -21,8 +21,8 @@ from sana_core.errors import SanaError
 from sana_core.training import ranks
 ranks.MEETING = timedelta(seconds={meeting})
 try:
-    with ranks.joined("cpu") as found:
-        sys.stdout.write(f"rank {{found.rank}} of {{found.size}}")
+    with ranks.joined("cpu") as rank:
+        sys.stdout.write(f"rank {{rank.rank}} of {{rank.size}}")
 except SanaError as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
 """
@@ -31,10 +31,10 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def start(meeting=8, **variables):
     """Start a process with a launcher's `variables`, which waits `meeting` seconds for others."""
-    own = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    own |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in variables.items() if value is not None}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    environment |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in variables.items()}
     command = [sys.executable, "-c", CODE.format(root=str(ROOT), meeting=meeting)]
-    return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def ended(process, limit=60):
@@ -44,7 +44,7 @@ def ended(process, limit=60):
         out, err = process.communicate(timeout=limit)
     finally:
         process.kill()
-    # torch writes warnings of its own sockets.
+    # torch also writes warnings about its sockets.
     lines = [line for line in err.splitlines() if re.match(r"\d\d:\d\d:\d\d |\w+Error: ", line)]
     return process.returncode, out, lines, time.monotonic() - began
 
@@ -53,18 +53,18 @@ def ended(process, limit=60):
 def other_program():
     """The port of a program that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        kept = []
+        connections = []
 
         def accept():
             try:
                 while True:
-                    kept.append(server.accept()[0])
+                    connections.append(server.accept()[0])
             except OSError:
                 return
 
         threading.Thread(target=accept, daemon=True).start()
         yield server.getsockname()[1]
-        for connection in kept:
+        for connection in connections:
             connection.close()
         server.shutdown(socket.SHUT_RDWR)
 
@@ -112,16 +112,16 @@ def test_processes_wait_for_one_that_comes_late():
     port = free_port()
     early = [start(60, RANK=rank, WORLD_SIZE=3, MASTER_PORT=port) for rank in (0, 1)]
     time.sleep(8)
-    found = [ended(process) for process in [start(60, RANK=2, WORLD_SIZE=3, MASTER_PORT=port), *early]]
-    assert [(status, out) for status, out, *_ in found] == [(0, f"rank {rank} of 3") for rank in (2, 0, 1)]
-    assert "waiting for" in found[1][2][0]
+    results = [ended(process) for process in [start(60, RANK=2, WORLD_SIZE=3, MASTER_PORT=port), *early]]
+    assert [(status, out) for status, out, *_ in results] == [(0, f"rank {rank} of 3") for rank in (2, 0, 1)]
+    assert "waiting for" in results[1][2][0]
 
 
 def test_settings_of_accelerate_launch_that_have_no_effect_are_named():
     launcher = {"RANK": 0, "WORLD_SIZE": 1}
-    given = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 4}
+    unused = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 4}
     plain = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False"}
-    status, _, (line,), _ = ended(start(**launcher, **given, ACCELERATE_USE_FSDP="true", MASTER_PORT=free_port()))
+    status, _, (line,), _ = ended(start(**launcher, **unused, ACCELERATE_USE_FSDP="true", MASTER_PORT=free_port()))
     assert status == 0 and "settings of accelerate launch are not used" in line
     for words in (
         "mixed_precision fp16 (here: dtype)",
@@ -131,7 +131,7 @@ def test_settings_of_accelerate_launch_that_have_no_effect_are_named():
         assert words in line
     assert ended(start(**launcher, **plain, MASTER_PORT=free_port()))[:3] == (0, "rank 0 of 1", [])
     # accelerate launch starts a single process without RANK
-    status, _, (line,), _ = ended(start(**given))
+    status, _, (line,), _ = ended(start(**unused))
     assert status == 0 and "mixed_precision fp16" in line
 
 

@@ -34,14 +34,14 @@ def settings(folder, tmp_path, checkpoint):
         phase = Phase((str(folder / "pictures"),), 128, batch=2, accumulate=2, steps=STEPS, learning_rate=1e-3)
         prompts = Validation(every=2, share=0.3, prompts=("a red circle",), steps=1, width=64, height=32)
         paths = {"model": str(checkpoint), "out": str(tmp_path / out), "cache": str(folder / "cache")}
-        own = {"dtype": "float32", "save_every": 100, "method": Method(rank=2), "validation": prompts}
-        return check_settings(TrainingSettings(phase=(phase,), parallel=Parallel(kind), **paths, **own))
+        options = {"dtype": "float32", "save_every": 100, "method": Method(rank=2), "validation": prompts}
+        return check_settings(TrainingSettings(phase=(phase,), parallel=Parallel(kind), **paths, **options))
 
     return make
 
 
 class Failing:
-    """Where and how a rank fails: in `module.name`, after `calls` calls whose arguments are as `when` asks."""
+    """A failure in `module.name` after `calls` calls. Only calls whose arguments satisfy `when` are counted."""
 
     def __init__(self, module, name, error, calls=0, saved=None, victims=(0, 1), when=lambda *arguments: True):
         self.module, self.name, self.error, self.calls, self.victims = module, name, error, calls, victims
@@ -97,7 +97,7 @@ QUICK = [("step", 1), ("validation", 1), ("validation", 0), ("image of a validat
 
 
 def run_failing(count, function, capfd):
-    """Run `function` on `count` ranks and return by rank what it raised, what all wrote, and the seconds."""
+    """Run `function` on `count` ranks. Returns the results by rank, the text of stderr, and the seconds."""
     began = time.monotonic()
     processes, results = start_ranks(count, function)
     for process in processes:
@@ -105,30 +105,30 @@ def run_failing(count, function, capfd):
     seconds, alive = time.monotonic() - began, [process.is_alive() for process in processes]
     for process in processes:
         process.kill()
-    found = {}
+    results_of_ranks = {}
     while not results.empty():
         rank, outcome = results.get()
-        found[rank] = outcome
+        results_of_ranks[rank] = outcome
     said = capfd.readouterr().err
-    assert not any(alive), (alive, found, said[-2000:])
-    return found, said, seconds
+    assert not any(alive), (alive, results_of_ranks, said[-2000:])
+    return results_of_ranks, said, seconds
 
 
 def check_ends(phase, victim, kind, count, settings, monkeypatch, capfd):
-    failing, own = PHASES[phase], settings(kind)
+    failing, run_settings = PHASES[phase], settings(kind)
     failing.install(monkeypatch, victim)
-    found, said, _ = run_failing(count, lambda ranks: train.train(own, ranks=ranks), capfd)
+    results_of_ranks, said, _ = run_failing(count, lambda ranks: train.train(run_settings, ranks=ranks), capfd)
     monkeypatch.undo()
     cause = str(failing.error)[-20:] if failing.error is not DISK else "No space left"
     for rank in range(count):
         # A rank that waits in a collective ends with a line on stderr instead of an exception.
-        words = found[rank][1] if rank in found else said
-        assert rank not in found or found[rank][0] != "done", (rank, found)
-        assert cause in words, (rank, found, said[-2000:])
+        words = results_of_ranks[rank][1] if rank in results_of_ranks else said
+        assert rank not in results_of_ranks or results_of_ranks[rank][0] != "done", (rank, results_of_ranks)
+        assert cause in words, (rank, results_of_ranks, said[-2000:])
         assert rank == victim or f"rank {victim}" in words, (rank, words)
     if failing.saved is not None:
-        assert find_states(Path(own.out))[-1][0] == failing.saved
-    return own
+        assert find_states(Path(run_settings.out))[-1][0] == failing.saved
+    return run_settings
 
 
 @pytest.mark.parametrize(("phase", "victim"), QUICK)
@@ -147,9 +147,9 @@ def cases():
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "victim", "kind"), list(cases()))
 def test_each_phase_of_each_kind_ends_and_resumes(phase, victim, kind, settings, monkeypatch, capfd):
-    own = check_ends(phase, victim, kind, 2, settings, monkeypatch, capfd)
-    results_of(2, lambda ranks: train.train(own, ranks=ranks))
-    steps = [line["step"] for line in lines_of(own.out) if "loss" in line]
+    run_settings = check_ends(phase, victim, kind, 2, settings, monkeypatch, capfd)
+    results_of(2, lambda ranks: train.train(run_settings, ranks=ranks))
+    steps = [line["step"] for line in lines_of(run_settings.out) if "loss" in line]
     assert steps == list(range(1, STEPS + 1))
 
 
@@ -164,9 +164,9 @@ def test_one_of_four_ranks_that_fails_ends_all(phase, settings, monkeypatch, cap
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_end_by_themselves_where_the_backend_waits_for_the_failed_one(victim, settings, monkeypatch, capfd):
     """NCCL waits for the others in the end of a process group, and never hears that a process has failed."""
-    own = settings("fsdp")
+    run_settings = settings("fsdp")
     PHASES["validation"].install(monkeypatch, victim)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: time.sleep(2 * LIMIT))
-    _, said, seconds = run_failing(2, lambda ranks: train.train(own, ranks=ranks), capfd)
+    _, said, seconds = run_failing(2, lambda ranks: train.train(run_settings, ranks=ranks), capfd)
     assert said.count(f"training: rank {victim} on ") == 2 and said.count("CUDA out of memory in this test") == 2
     assert seconds < LIMIT

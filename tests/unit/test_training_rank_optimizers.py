@@ -50,8 +50,8 @@ def make(folder, checkpoint, out, name, kind="ddp"):
         (str(folder / "pictures"),), 128, batch=2, accumulate=4, steps=STEPS, learning_rate=RATES.get(name, 1e-4)
     )
     paths = {"model": str(checkpoint), "out": str(out), "cache": str(folder / "cache")}
-    own = {"dtype": "float32", "save_every": 1, "keep": 2, "method": Method("full"), "optimizer": Optimizer(name)}
-    return check_settings(TrainingSettings(phase=(phase,), parallel=Parallel(kind), **paths, **own))
+    options = {"dtype": "float32", "save_every": 1, "keep": 2, "method": Method("full"), "optimizer": Optimizer(name)}
+    return check_settings(TrainingSettings(phase=(phase,), parallel=Parallel(kind), **paths, **options))
 
 
 def weights(path):
@@ -59,11 +59,15 @@ def weights(path):
     return {name: each for file in files for name, each in load_file(file).items()}
 
 
-def kill_one(own, count):
+def kill_one(run_settings, count):
     """Train on `count` ranks until a state is there, kill one of them, and wait for the others."""
-    processes, _ = start_ranks(count, lambda ranks: train.train(own, ranks=ranks))
+    processes, _ = start_ranks(count, lambda ranks: train.train(run_settings, ranks=ranks))
     end = time.monotonic() + 300
-    while not find_states(Path(own.out)) and time.monotonic() < end and all(each.is_alive() for each in processes):
+    while (
+        not find_states(Path(run_settings.out))
+        and time.monotonic() < end
+        and all(each.is_alive() for each in processes)
+    ):
         time.sleep(0.02)
     time.sleep(random.Random(count).random())
     psutil.Process(processes[count // 2].pid).kill()
@@ -72,7 +76,7 @@ def kill_one(own, count):
     alive = [process.is_alive() for process in processes]
     for process in processes:
         process.kill()
-    assert not any(alive) and find_states(Path(own.out))
+    assert not any(alive) and find_states(Path(run_settings.out))
 
 
 @pytest.mark.parametrize(("kind", "name", "count"), CASES)
@@ -83,9 +87,9 @@ def test_a_killed_run_resumes_and_ends_as_one_process(kind, name, count, folder,
         pytest.importorskip("torchao.optim")
     alone = folder / f"alone-{name}"
     expected = weights(train.train(make(folder, checkpoint, alone, name)))
-    own = make(folder, checkpoint, tmp_path / "out", name, kind)
-    kill_one(own, count)
-    paths = results_of(count, lambda ranks: train.train(own, ranks=ranks), 300)
+    run_settings = make(folder, checkpoint, tmp_path / "out", name, kind)
+    kill_one(run_settings, count)
+    paths = results_of(count, lambda ranks: train.train(run_settings, ranks=ranks), 300)
     result, started = weights(paths[0]), load_transformer(checkpoint).state_dict()
     assert result.keys() == expected.keys()
     differs = sum(float((result[key] - each).abs().sum()) for key, each in expected.items())
