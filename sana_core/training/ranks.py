@@ -137,7 +137,7 @@ class Ranks(NamedTuple):
             return
         said = self.all_gather(None if error is None else (type(error).__name__, str(error)))
         if error is None:
-            number, (kind, text) = next((number, each) for number, each in enumerate(said) if each is not None)
+            number, (kind, text) = next((number, words) for number, words in enumerate(said) if words is not None)
             if kind in ("KeyboardInterrupt", "SystemExit"):
                 error = KeyboardInterrupt()
             else:
@@ -305,7 +305,7 @@ def meet(store: Store, rank: int, count: int) -> str:
     name with what each has said of itself, and whoever is meant by that agrees. Logs after SILENCE seconds which ranks
     it waits for. Raises TrainingError for ranks that do not come.
     """
-    own, began, name, said = uuid4().hex, time.monotonic(), "", False
+    identity, began, name, said = uuid4().hex, time.monotonic(), "", False
     end = began + MEETING.total_seconds()
     proposed: list[str] = []
 
@@ -317,21 +317,21 @@ def meet(store: Store, rank: int, count: int) -> str:
         return f"rank {', '.join(late[:8])}" if late else "the others"
 
     try:
-        store.set(f"here/{rank}", own)
+        store.set(f"here/{rank}", identity)
         while time.monotonic() < end:
             if rank == 0:
-                keys = [f"here/{each}" for each in range(count)]
+                keys = [f"here/{number}" for number in range(count)]
                 present = [store.get(key).decode() for key in keys] if store.check(keys) else []
                 if present and present != proposed:
                     proposed, name = present, uuid4().hex
                     store.set("proposal", json.dumps([name, present]))
-                keys = [f"agreed/{each}" for each in range(1, count)]
+                keys = [f"agreed/{number}" for number in range(1, count)]
                 if present and (not keys or store.check(keys)) and all(store.get(key).decode() == name for key in keys):
                     store.set("begun", name)
                     return name
             elif store.check(["proposal"]):
                 name, present = json.loads(store.get("proposal"))
-                if present[rank] == own:
+                if present[rank] == identity:
                     store.set(f"agreed/{rank}", name)
                     if store.check(["begun"]) and store.get("begun").decode() == name:
                         return name

@@ -148,14 +148,14 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
     assert device is not None
     options = fsdp_options(settings, device, ranks)
     mesh = options["mesh"]
-    given: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for block in [*find_blocks(models, settings.parallel.block), *parts_outside(models)]:
         if not isinstance(block, fsdp.FSDPModule):
-            materialize_params(block, given, device)
+            materialize_params(block, replacements, device)
             fsdp.fully_shard(block, **options)
     for model in models:
         # FSDP moves only the parameters that it divides and the buffers of their modules.
-        materialize_params(model, given, device)
+        materialize_params(model, replacements, device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
@@ -190,10 +190,10 @@ def local_parameters(layout: Layout) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def materialize_params(module: nn.Module, given: dict[nn.Parameter, nn.Parameter], device: torch.device) -> None:
+def materialize_params(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter], device: torch.device) -> None:
     """Give all ranks the first rank's parameters of `module` that are in no rows yet, on `device`.
 
-    `given` maps parameters to their replacements, because several modules may share one.
+    `replacements` maps parameters to their replacements, because several modules may share one.
     """
     from torch.distributed.tensor import DTensor
 
@@ -201,14 +201,14 @@ def materialize_params(module: nn.Module, given: dict[nn.Parameter, nn.Parameter
         for name, parameter in owner._parameters.items():
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            if parameter not in given:
+            if parameter not in replacements:
                 whole = parameter.detach()
                 if whole.is_meta:
                     whole = torch.empty_like(whole, device="cpu")
                 torch.distributed.broadcast(whole, src=0)
-                made = nn.Parameter(whole.to(device), parameter.requires_grad)
-                given[parameter] = given[made] = made
-            owner._parameters[name] = given[parameter]
+                replacement = nn.Parameter(whole.to(device), parameter.requires_grad)
+                replacements[parameter] = replacements[replacement] = replacement
+            owner._parameters[name] = replacements[parameter]
 
 
 def make_mesh(kind: str, settings: TrainingSettings, ranks: Ranks) -> DeviceMesh:

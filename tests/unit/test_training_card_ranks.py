@@ -28,7 +28,7 @@ VARIANTS = ("sana", "sana-1.5", "sana-4k")
 
 
 def begin(run_settings, ranks, variant="sana", reference=None, layers=2):
-    """A state of `ranks` whose model lies on the CPU at first, as `train` loads one that is divided."""
+    """Return a state of `ranks`. Its model is on the CPU at first, where `train` loads a divided model."""
     base = tiny_transformer(variant, layers=layers).requires_grad_(run_settings.method.kind != "controlnet")
     if reference:
         base.register_to_config(reference=reference)
@@ -55,7 +55,7 @@ def one_step(run_settings, ranks, variant, reference):
         state,
         loss,
         norm,
-        {} if whole is None else {name: each.detach().cpu() for name, each in whole.parameters.items()},
+        {} if whole is None else {name: weight.detach().cpu() for name, weight in whole.parameters.items()},
     )
 
 
@@ -69,7 +69,7 @@ def test_everything_is_on_the_device_of_its_rank_and_a_step_is_that_of_one_proce
                 state, loss, norm, weights = one_step(run_settings, own_ranks, variant, reference)
                 wrong = misplaced(models_of(state), own_ranks.device, kind == "fsdp_offload")
                 device = "cpu" if kind == "fsdp_offload" else "cuda"
-                wrong += [name for name, each in state.parameters.items() if each.device.type != device]
+                wrong += [name for name, weight in state.parameters.items() if weight.device.type != device]
                 results.append((wrong, loss, norm, weights))
         return results
 
@@ -79,10 +79,10 @@ def test_everything_is_on_the_device_of_its_rank_and_a_step_is_that_of_one_proce
         state, loss, norm, weights = one_step(replace(settings(), method=method), ALONE, variant, reference)
         assert first[1:3] == second[1:3]
         if method.dropout:
-            continue  # each rank drops others
+            continue  # Each rank drops other values.
         assert first[1:3] == (pytest.approx(loss, abs=2e-6), pytest.approx(norm, rel=1e-4)), (variant, name)
         # AdamW's first steps make much of what rounding leaves of gradients near zero
-        mean = sum(float((first[3][key] - each).abs().mean()) for key, each in weights.items()) / len(weights)
+        mean = sum(float((first[3][key] - weight).abs().mean()) for key, weight in weights.items()) / len(weights)
         assert mean < 1e-5, (variant, name)
 
 
@@ -125,7 +125,7 @@ def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
     def preview(ranks):
         with card_of(ranks, 2) as (own_ranks, cards):
             state = begin(run_settings, own_ranks, layers=6)
-            sizes = [each.numel() for each in state.layout.shards.trained.values()]
+            sizes = [weight.numel() for weight in state.layout.shards.trained.values()]
             device = own_ranks.device
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
@@ -133,7 +133,7 @@ def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
                 whole = gather_weights(state, device, trained_alone=False)
                 if whole is not None:
                     with as_saved(whole) as saved:
-                        assert {each.dtype for each in saved.transformer.parameters()} == {torch.bfloat16}
+                        assert {weight.dtype for weight in saved.transformer.parameters()} == {torch.bfloat16}
             return cards.peak[device] - before, 2 * sum(sizes), 4 * max(sizes)
 
     (first, copy, largest), (second, *_) = results_of(2, preview)

@@ -1,4 +1,4 @@
-"""Processes that a launcher started, or that have its variables left over: what they say, and how they end."""
+"""The log lines and errors of processes with the variables of a launcher, which may be left over from another job."""
 
 import os
 import re

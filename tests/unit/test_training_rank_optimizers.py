@@ -56,7 +56,7 @@ def make(folder, checkpoint, out, name, kind="ddp"):
 
 def weights(path):
     files = sorted(path.glob("*.safetensors"))
-    return {name: each for file in files for name, each in load_file(file).items()}
+    return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
 def kill_one(run_settings, count):
@@ -66,7 +66,7 @@ def kill_one(run_settings, count):
     while (
         not find_states(Path(run_settings.out))
         and time.monotonic() < end
-        and all(each.is_alive() for each in processes)
+        and all(process.is_alive() for process in processes)
     ):
         time.sleep(0.02)
     time.sleep(random.Random(count).random())
@@ -92,6 +92,6 @@ def test_a_killed_run_resumes_and_ends_as_one_process(kind, name, count, folder,
     paths = results_of(count, lambda ranks: train.train(run_settings, ranks=ranks), 300)
     result, started = weights(paths[0]), load_transformer(checkpoint).state_dict()
     assert result.keys() == expected.keys()
-    differs = sum(float((result[key] - each).abs().sum()) for key, each in expected.items())
-    changed = sum(float((started[key] - each).abs().sum()) for key, each in expected.items())
+    differs = sum(float((result[key] - weight).abs().sum()) for key, weight in expected.items())
+    changed = sum(float((started[key] - weight).abs().sum()) for key, weight in expected.items())
     assert changed > 0 and differs < TOLERANCES.get(name, 0.01) * changed, (differs, changed)
