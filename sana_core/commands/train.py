@@ -105,10 +105,10 @@ def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
     from ..training.autofit import arrangement_lines, fit_lines, table_lines
+    from ..training.parallel import DDP
     from ..training.plan import duration_lines, plan_training, read_base
     from ..training.preflight import check_base, check_shares
     from ..training.released import released_base, released_variant
-    from ..training.settings import DDP
 
     if card is not None:
         check_number("card", card, 1, 10_000)

@@ -12,8 +12,9 @@ from ..errors import InputError
 from ..memory import CONTEXT, count
 from ..model.known_models import CARDS
 from .memory_model import FP32, backward_bytes, step_bytes, trained_shapes, weights_dtype
+from .parallel import DDP, FSDP, KINDS, OFFLOADED
 from .plan import Base, Plan, largest_shape, plan_training, resident, streaming, validation_stage
-from .settings import DDP, FSDP, KINDS, OFFLOADED, QUANTISED, Parallel, Phase, TrainingSettings, check_parallel
+from .settings import QUANTISED, Parallel, Phase, TrainingSettings, check_parallel
 
 # of the optimizers the one with the least state
 LEAST = "came8bit"

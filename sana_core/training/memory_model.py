@@ -20,7 +20,7 @@ import torch
 from ..memory import Shapes, count
 from ..model.known_models import MAX_TOKENS, TEXT_WIDTH, Architecture
 from .adapters import layer_names
-from .came import BLOCK, BUCKET, SMALLEST
+from .optimizers import OPTIMIZERS
 from .settings import Method, Phase, TrainingSettings
 
 FP32 = torch.float32.itemsize
@@ -89,20 +89,7 @@ def nearest_factors(number: int) -> tuple[int, int]:
 
 def state_bytes(optimizer: str, shapes: Iterable[tuple[int, ...]]) -> int:
     """Return the bytes of the state of the optimizer of that name for parameters of `shapes`."""
-    return sum(round(parameter_state(optimizer, shape)) for shape in shapes)
-
-
-def parameter_state(optimizer: str, shape: tuple[int, ...]) -> float:
-    size = math.prod(shape)
-    coded = size + FP32 * size / BLOCK if size >= SMALLEST else FP32 * size
-    if optimizer in ("came", "came8bit"):
-        is_matrix = len(shape) >= 2 and math.prod(shape[2:]) == 1
-        moments = 2 * FP32 * sum(shape[:2]) if is_matrix else FP32 * size
-        return moments + (coded if optimizer == "came8bit" else FP32 * size)
-    if optimizer == "adamw8bit":
-        return 2 * coded
-    # two moments, and with prodigy the first weights and what it estimates the distance by
-    return (4 if optimizer == "prodigy" else 2) * FP32 * size
+    return sum(round(OPTIMIZERS[optimizer].state_bytes(shape)) for shape in shapes)
 
 
 def maps(cells: float, tokens: float, weights: float = 0.0) -> np.ndarray:
@@ -215,13 +202,9 @@ RANK_MAPS = {"attention": (6, 2), "feed_forward": (2, 0), "both": (8, 2)}
 # all tokens. Of each, dropout keeps a byte a number, and beside a forward in fp32 what it has left in
 INPUTS = {"attention": maps(6, 2), "feed_forward": maps(3.5, 0), "both": maps(9.5, 2)}
 
-# copies in fp32 of the largest parameter in an optimizer's step; schedulefree's are of all parameters
-STEP_COPIES = {"adamw": 0, "adamw8bit": 2, "came": 2, "came8bit": 3, "prodigy": 1}
-
-# beside them, where the parameter is in bf16: itself and its gradient; and then itself, and the bits to round by
+# Further copies if the parameter is in bf16: the parameter and its gradient during the step, then the parameter and the
+# random bits for rounding.
 ROUNDING_COPIES, ROUNDED = 2, 3
-
-MOMENTS = 2
 
 
 class StepMemory(NamedTuple):
@@ -319,13 +302,14 @@ def held_by(settings: TrainingSettings, model: Architecture) -> Held:
 
 def step_bytes(optimizer: str, trained: Iterable[tuple[int, ...]], dtype: torch.dtype, shards: int = 1) -> int:
     """Return what the optimizer's step takes beside gradients and state, of the weights' rows on one of `shards`."""
+    spec = OPTIMIZERS[optimizer]
     sizes = [math.prod(shape) // shards for shape in trained]
-    if optimizer == "schedulefree":
-        return MOMENTS * FP32 * sum(sizes)
+    if spec.copies_of_all:
+        return spec.copies_of_all * FP32 * sum(sizes)
     together = max(sizes)
-    if shards > 1 and optimizer in ("came", "came8bit"):
-        together = max(together, min(BUCKET, sum(sizes)))
-    copies = STEP_COPIES[optimizer]
+    if shards > 1:
+        together = max(together, min(spec.bucket, sum(sizes)))
+    copies = spec.step_copies
     if dtype == torch.bfloat16:
         copies = max(copies + ROUNDING_COPIES, ROUNDED)
     return copies * FP32 * together

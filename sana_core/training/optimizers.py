@@ -1,4 +1,4 @@
-"""The optimizers by name, stochastic rounding of weights in bf16, and the moving average of what is trained.
+"""OPTIMIZERS, the table of them, stochastic rounding of weights in bf16, and the moving average of what is trained.
 
 bf16 has 8 bits of precision: an update of less than 1/512 of a weight is rounded away every time. Computed in fp32 and
 rounded up or down by chance, in proportion to how near each is, it is there in expectation (Zamirai et al. 2020, arXiv
@@ -7,30 +7,159 @@ rounded up or down by chance, in proportion to how near each is, it is there in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from ..checkpoints.files import Json
 from ..errors import InputError, VersionError
-from .came import CAME, SMALLEST, shard_sizes
+from .came import BLOCK, BUCKET, CAME, SMALLEST, shard_sizes
+from .parallel import DDP, FSDP, KINDS
 
-# the rates of the averages, the authors' own
-BETAS = {
-    "adamw": (0.9, 0.999),
-    "adamw8bit": (0.9, 0.999),
-    "came": (0.9, 0.999, 0.9999),
-    "came8bit": (0.9, 0.999, 0.9999),
-    "prodigy": (0.9, 0.999),
-    "schedulefree": (0.9, 0.999),
-}
-NAMES = tuple(BETAS)
-# their steps join sums over all parameters or count for a whole group, so that no parameter can step by itself
-WHOLE = ("prodigy", "schedulefree")
-# of fp32's 23 bits of fraction those that bf16 leaves out
+# Bits of fp32's fraction that bf16 leaves out.
 DROPPED = 16
 Tensors = Mapping[str, torch.Tensor]
+
+
+FP32 = torch.float32.itemsize
+Shape = tuple[int, ...]
+
+
+class OptimizerSpec(NamedTuple):
+    """A row of OPTIMIZERS: everything that distinguishes one optimizer from another."""
+
+    # (groups, settings) -> the optimizer. `settings` has lr, weight_decay and betas.
+    make: Callable[[list[dict], Json], torch.optim.Optimizer]
+    # The decay of the moving averages, as the authors recommend.
+    betas: tuple[float, ...]
+    # Bytes of the state for a parameter of that shape.
+    state_bytes: Callable[[Shape], float]
+    # The package that has it, None for torch and this package.
+    library: str | None = None
+    # A step can treat one parameter at a time, so that updates of bf16 weights can be rounded stochastically. Otherwise
+    # the step sums over all parameters, and only fp32 weights can be trained.
+    per_parameter: bool = True
+    # How GPUs may divide the training.
+    parallel: tuple[str, ...] = KINDS
+    # Temporary copies in fp32 during a step: of the largest parameter, and of all parameters.
+    step_copies: int = 0
+    copies_of_all: int = 0
+    # Numbers that several GPUs update together, to exchange their sums at once.
+    bucket: int = 0
+    # Only prodigy has the settings d0 and d_coef.
+    finds_rate: bool = False
+
+
+def moments(count: int) -> Callable[[Shape], float]:
+    """Return the state's size for `count` values in fp32 per number."""
+    return lambda shape: count * FP32 * math.prod(shape)
+
+
+def eight_bit(shape: Shape) -> float:
+    """Return the bytes of a moment in 8 bits, with a scale in fp32 per block. Small tensors stay in fp32."""
+    size = math.prod(shape)
+    return size + FP32 * size / BLOCK if size >= SMALLEST else FP32 * size
+
+
+def came_state(shape: Shape, moment: Callable[[Shape], float]) -> float:
+    """Return the bytes of a moment, and of the row and column averages that a matrix has in place of two more."""
+    is_matrix = len(shape) >= 2 and math.prod(shape[2:]) == 1
+    averages = 2 * FP32 * sum(shape[:2]) if is_matrix else FP32 * math.prod(shape)
+    return averages + moment(shape)
+
+
+def make_adamw(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
+    # The fused step passes once over each parameter and makes no temporary tensors.
+    devices = {parameter.device for group in groups for parameter in group["params"]}
+    return torch.optim.AdamW(groups, fused=True if all(map(has_fused, devices)) else None, **settings)
+
+
+def make_adamw8bit(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    class ShardedAdamW8bit(AdamW8bit):
+        """AdamW8bit that stores the moments of a weight in 8 bits on all ranks or on none."""
+
+        def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
+            # torchao stores a tensor in 8 bits from 4096 elements, in whole blocks.
+            if all(size >= SMALLEST and size % self.block_size == 0 for size in shard_sizes(parameter)):
+                return super()._new_buffer(parameter, signed)
+            return torch.zeros_like(parameter)
+
+    return ShardedAdamW8bit(groups, **settings)
+
+
+def make_came(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
+    return CAME(groups, eight_bit=False, **settings)
+
+
+def make_came8bit(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
+    return CAME(groups, eight_bit=True, **settings)
+
+
+def make_prodigy(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
+    from pytorch_optimizer import Prodigy
+
+    # The authors also advise safeguard_warmup for diffusion. With bias correction, it divides the estimates of the
+    # first hundred steps by up to ten, and a short run ends before the rate has grown.
+    return Prodigy(groups, bias_correction=True, **settings)
+
+
+def make_schedulefree(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
+    from pytorch_optimizer import ScheduleFreeAdamW
+
+    return ScheduleFreeAdamW(groups, **settings)
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerSpec(make_adamw, betas=(0.9, 0.999), state_bytes=moments(2)),
+    "adamw8bit": OptimizerSpec(
+        make_adamw8bit,
+        betas=(0.9, 0.999),
+        state_bytes=lambda shape: 2 * eight_bit(shape),
+        library="torchao",
+        # Offloaded, its step would need a compiler for the CPU.
+        parallel=(DDP, FSDP),
+        step_copies=2,
+    ),
+    "came": OptimizerSpec(
+        make_came,
+        betas=(0.9, 0.999, 0.9999),
+        state_bytes=partial(came_state, moment=moments(1)),
+        step_copies=2,
+        bucket=BUCKET,
+    ),
+    "came8bit": OptimizerSpec(
+        make_came8bit,
+        betas=(0.9, 0.999, 0.9999),
+        state_bytes=partial(came_state, moment=eight_bit),
+        step_copies=3,
+        bucket=BUCKET,
+    ),
+    "prodigy": OptimizerSpec(
+        make_prodigy,
+        betas=(0.9, 0.999),
+        # Besides two moments, it stores the first weights and its estimate of the distance.
+        state_bytes=moments(4),
+        library="pytorch_optimizer",
+        per_parameter=False,
+        parallel=(DDP,),
+        step_copies=1,
+        finds_rate=True,
+    ),
+    "schedulefree": OptimizerSpec(
+        make_schedulefree,
+        betas=(0.9, 0.999),
+        state_bytes=moments(2),
+        library="pytorch_optimizer",
+        per_parameter=False,
+        copies_of_all=2,
+    ),
+}
 
 
 def make_optimizer(
@@ -41,15 +170,15 @@ def make_optimizer(
     d0: float = 1e-6,
     d_coef: float = 1.0,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer `name` of NAMES, with one group that holds all of `parameters` and its name as "optimizer".
+    """Return the optimizer `name` of OPTIMIZERS, with one group of all `parameters`, and its name there as "optimizer".
 
-    `learning_rate` is used as it is; prodigy finds the rate itself and takes a factor for it, 1 as a rule.
-    `weight_decay` is decoupled from the gradient in all of them. `d0` and `d_coef` are prodigy's first estimate of the
-    distance and the factor of what it finds. Raises InputError for a dtype that the optimizer cannot train, and
-    VersionError where the library of an optimizer is not installed.
+    `weight_decay` is decoupled from the gradient in all of them. prodigy finds the rate itself: `learning_rate` is a
+    factor of it, usually 1, `d0` is its first estimate of the distance, and `d_coef` a factor of the estimates. Raises
+    InputError for a dtype that the optimizer cannot train, and VersionError if its library is not installed.
     """
+    spec = OPTIMIZERS[name]
     parameters = list(parameters)
-    trained = (torch.float32,) if name in WHOLE else (torch.float32, torch.bfloat16)
+    trained = (torch.float32, torch.bfloat16) if spec.per_parameter else (torch.float32,)
     for parameter in parameters:
         if parameter.dtype not in trained:
             got, expected = (str(dtype).removeprefix("torch.") for dtype in (parameter.dtype, trained[-1]))
@@ -57,45 +186,25 @@ def make_optimizer(
                 f"optimizer: got parameters in {got} for {name}, expected {expected}; train in fp32, or choose "
                 "came8bit for weights in bf16"
             )
-    groups = [{"params": parameters, "optimizer": name}]
-    settings: Json = {"lr": learning_rate, "weight_decay": weight_decay, "betas": BETAS[name]}
-    return build(name, groups, settings | ({"d0": d0, "d_coef": d_coef} if name == "prodigy" else {}))
-
-
-def build(name: str, groups: list[dict], settings: dict) -> torch.optim.Optimizer:
-    if name == "adamw":
-        # one pass over each parameter, and no temporary tensors
-        devices = {parameter.device for group in groups for parameter in group["params"]}
-        return torch.optim.AdamW(groups, fused=True if all(map(has_fused, devices)) else None, **settings)
-    if name in ("came", "came8bit"):
-        return CAME(groups, eight_bit=name == "came8bit", **settings)
-    library = "torchao" if name == "adamw8bit" else "pytorch_optimizer"
+    settings: Json = {"lr": learning_rate, "weight_decay": weight_decay, "betas": spec.betas}
+    if spec.finds_rate:
+        settings |= {"d0": d0, "d_coef": d_coef}
     try:
-        if name == "adamw8bit":
-            from torchao.optim import AdamW8bit
-
-            class ShardedAdamW8bit(AdamW8bit):
-                """AdamW8bit that stores the moments of a weight in 8 bits on all ranks or on none."""
-
-                def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
-                    # torchao stores a tensor in 8 bits from 4096 elements, in whole blocks.
-                    if all(size >= SMALLEST and size % self.block_size == 0 for size in shard_sizes(parameter)):
-                        return super()._new_buffer(parameter, signed)
-                    return torch.zeros_like(parameter)
-
-            return ShardedAdamW8bit(groups, **settings)
-        from pytorch_optimizer import Prodigy, ScheduleFreeAdamW
+        return spec.make([{"params": parameters, "optimizer": name}], settings)
     except (ImportError, AttributeError) as error:
-        # the latter from a torchao that is too new for torch
+        # A torchao that is too new for torch raises AttributeError.
+        if spec.library is None:
+            raise
+        built_in = [other for other, row in OPTIMIZERS.items() if row.library is None]
         raise VersionError(
-            f"optimizer: {name} needs {library}, which cannot be imported ({error!s:.80}); "
-            "pip install '.[optimizers]', or choose adamw, came or came8bit"
+            f"optimizer: {name} needs {spec.library}, which cannot be imported ({error!s:.80}); "
+            f"pip install '.[optimizers]', or choose {alternatives(built_in)}"
         ) from error
-    if name == "prodigy":
-        # as its authors advise for diffusion, but for safeguard_warmup: with bias correction that divides what the
-        # first hundred steps find by up to ten, and a short run ends before the rate has grown
-        return Prodigy(groups, bias_correction=True, **settings)
-    return ScheduleFreeAdamW(groups, **settings)
+
+
+def alternatives(names: list[str]) -> str:
+    """Return names as "a, b or c"."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def has_fused(device: torch.device) -> bool:

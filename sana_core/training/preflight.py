@@ -17,8 +17,9 @@ from ..errors import InputError
 from ..model.known_models import TransformerConfig
 from .adapters import add_adapter, begin_at, check_layers, needs_start
 from .controlnet import check_steerable
+from .parallel import DDP
 from .ranks import Ranks
-from .settings import DDP, FLOW, Loss, Place, TrainingSettings
+from .settings import FLOW, Loss, Place, TrainingSettings
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
 from ..runtime.checks import RENAME, check_number, check_text
-from .optimizers import NAMES, WHOLE
+from .optimizers import OPTIMIZERS, alternatives
+from .parallel import DDP, KINDS
 
 ADAPTERS = ("lora", "dora", "lokr")
 METHODS = (*ADAPTERS, "controlnet", "full")
@@ -25,7 +26,6 @@ SHAPED = ("cosine_with_restarts", "polynomial")
 LOGIT_NORMAL, MODE, UNIFORM = TIMES = ("logit_normal", "mode", "uniform")
 DTYPES = ("float32", "bfloat16")
 FLOW, CONSISTENCY = "flow", "consistency"
-DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
 # Names of Windows that are no files, with any ending.
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10))}
 # bytes in UTF-8; disks take 255 with the ending
@@ -138,7 +138,7 @@ class Optimizer:
 
     name: Annotated[
         str,
-        among(NAMES),
+        among(tuple(OPTIMIZERS)),
         Help(
             "Take adamw to start with. came needs half of its memory and came8bit an eighth. Both need a warmup of "
             "some hundred steps."
@@ -454,15 +454,10 @@ def check_parallel(settings: TrainingSettings) -> None:
         raise InputError(f"base: got {method.base} with parallel {own.kind}, expected full; or choose ddp")
     if settings.loss.kind == CONSISTENCY:
         raise InputError(f"loss: got consistency with parallel {own.kind}, expected flow; or choose ddp")
-    if name in WHOLE and name != "schedulefree":
-        raise InputError(
-            f"optimizer: got {name} with parallel {own.kind}, expected adamw, came or came8bit; or choose ddp"
-        )
-    if name == "adamw8bit" and own.kind == OFFLOADED:
-        raise InputError(
-            "optimizer: got adamw8bit with parallel fsdp_offload, whose step needs a compiler for the CPU; choose "
-            "came8bit"
-        )
+    if own.kind not in OPTIMIZERS[name].parallel:
+        expected = alternatives([other for other, row in OPTIMIZERS.items() if own.kind in row.parallel])
+        others = alternatives(list(OPTIMIZERS[name].parallel))
+        raise InputError(f"optimizer: got {name} with parallel {own.kind}, expected {expected}; or choose {others}")
 
 
 def check_phase(name: str, phase: Phase) -> None:

@@ -18,8 +18,9 @@ from torch import nn
 
 from ..checkpoints.files import Json
 from ..errors import InputError, VersionError
+from .parallel import DDP
 from .ranks import ALONE, Ranks
-from .settings import DDP, TrainingSettings
+from .settings import TrainingSettings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

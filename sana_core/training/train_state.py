@@ -47,10 +47,11 @@ from .optimizers import (
     update_average,
     validation_weights,
 )
+from .parallel import DDP
 from .quantised_base import quantise_base
 from .ranks import ALONE, Ranks
 from .schedule import Data, TrainProgress
-from .settings import CONSISTENCY, DDP, TrainingSettings
+from .settings import CONSISTENCY, TrainingSettings
 from .sharding import Layout, gather, lay_out, local_parameters
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from sana_core import CheckpointError, InputError, VersionError
 from sana_core.training.optimizers import (
-    NAMES,
+    OPTIMIZERS,
     average_decay,
     averaged_weights,
     make_optimizer,
@@ -42,7 +42,7 @@ def weights(dtype=torch.float32):
     return [torch.nn.Parameter(normal(*shape, seed=index).to(dtype)) for index, shape in enumerate(SHAPES)]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=OPTIMIZERS)
 def name(request):
     if request.param in LIBRARIES:
         pytest.importorskip(LIBRARIES[request.param])
