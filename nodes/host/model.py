@@ -16,7 +16,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.model.controlnet import check_width as check_control_width
 from ...sana_core.model.forward import velocity
 from ...sana_core.model.known_models import GUIDANCE, size_note, trained_size
-from ...sana_core.model.latents import DOWNSCALE, check_channels
+from ...sana_core.model.latents import DOWNSCALE, check_channels, check_patches
 from ...sana_core.model.reference import model_timestep
 from .core_nodes import note_unused
 from .patches import SPLIT
@@ -104,6 +104,7 @@ class SanaModel(comfy.model_base.BaseModel):
     def check_latent(self, field: str, shape: torch.Size) -> None:
         """Raise InputError unless `shape` is that of latents of the model."""
         check_channels(field, shape)
+        check_patches(field, shape, self.diffusion_model.config.patch_size)
 
     def check_control(self, control) -> None:
         """Raise InputError unless `control`, None or a chain of ControlNets, steers the model."""

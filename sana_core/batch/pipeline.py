@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..model.forward import longest_prompt
 from ..model.fp8 import quantise_products
 from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, Defaults, model_defaults
-from ..model.latents import latent_shape, noise_stream
+from ..model.latents import check_patches, latent_shape, noise_stream
 from ..model.layers import join_projections
 from ..model.reference import AUTO, reference_of
 from ..model.text import TextEncoder, encode_prompts
@@ -88,7 +88,7 @@ def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> Sampling
     )
     assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     check_text("negative_prompt", settings.negative_prompt)
-    latent_shape(settings.width, settings.height, 1)
+    check_patches("size", latent_shape(settings.width, settings.height, 1), config.patch_size)
     check_sampling(config, Defaults(settings.sampler, settings.steps, settings.guidance))
     check_number("guidance_interval", settings.guidance_interval[0], 0, 1)
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)

@@ -76,6 +76,7 @@ def transformer_config(headers: Headers, resolution: int) -> Json:
         # 4-bit formats pack two values into a byte
         "caption_channels": caption.shape[1] * (2 if caption.dtype == torch.uint8 else 1),
         "mlp_ratio": hidden_width(headers) / found.width,
+        "patch_size": headers["patch_embed.proj.weight"].shape[-1],
         "guidance_embeds": found.guidance_embeds,
         "qk_norm": "rms_norm_across_heads" if found.qk_norm else None,
         **resolution_config(resolution),
@@ -90,7 +91,7 @@ def contradiction(kind: str, headers: Headers, config: Json) -> str:
     pairs: dict[str, tuple[object, object]] = {}
     if kind in ("transformer", "controlnet") and architecture(headers).width in CROSS_HEADS:
         shapes = transformer_config(headers, DEFAULT_RESOLUTION)
-        fields = ["num_layers", "num_attention_heads", "attention_head_dim", "caption_channels"]
+        fields = ["num_layers", "num_attention_heads", "attention_head_dim", "caption_channels", "patch_size"]
         pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
         if kind == "transformer":
             flags = ("qk_norm", "guidance_embeds")

@@ -209,9 +209,9 @@ def recognise(
     elif kind in (*TRANSFORMERS, "controlnet"):
         reference = NVIDIA if layout == "original" else DIFFUSERS
     if kind in ("transformer", "controlnet"):
-        positions = stored.get("pos_embed")
-        resolution, source = find_resolution(file, config, positions)
-        evidence = own_resolution(file, positions) if is_beside and source == "config" else None
+        positions, patch = stored.get("pos_embed"), headers["patch_embed.proj.weight"].shape[-1]
+        resolution, source = find_resolution(file, config, positions, patch)
+        evidence = own_resolution(file, positions, patch) if is_beside and source == "config" else None
         if config is not None and evidence is not None and evidence[0] != resolution:
             notes.append(
                 f"{shown(file)}: {evidence[0]} px by its {evidence[1]}; config.json beside it has {resolution} px and "
@@ -340,7 +340,7 @@ def part_header(name: str, header: Header, origin: Origin) -> Header:
     return header._replace(shape=(first // origin.parts, *rest))
 
 
-def own_resolution(file: Path, positions: Header | None) -> tuple[int, str] | None:
+def own_resolution(file: Path, positions: Header | None, patch: int) -> tuple[int, str] | None:
     """Return the resolution in pixels that the position embedding or the file's name states, and which of them did.
 
     A number in a name counts with its unit alone, as in 512px or 4Kpx: others are steps or dates. Raises
@@ -353,20 +353,20 @@ def own_resolution(file: Path, positions: Header | None) -> tuple[int, str] | No
                 f"{shown(file)}: pos_embed is {brief(list(positions.shape))}, expected the cells of a square image; "
                 "use another file"
             )
-        return DOWNSCALE * side, "position embedding"
+        return DOWNSCALE * patch * side, "position embedding"
     matches = [match[0].lower() for match in RESOLUTION_WITH_UNIT.finditer(file.stem)]
     stated = {NAMED[match.removesuffix("px")] for match in matches}
     return (stated.pop(), "file name") if len(stated) == 1 else None
 
 
-def find_resolution(file: Path, config: Json | None, positions: Header | None) -> tuple[int, str]:
+def find_resolution(file: Path, config: Json | None, positions: Header | None, patch: int) -> tuple[int, str]:
     """Return the size in pixels that the model was trained at, and what told it. Raises CheckpointError.
 
     NVIDIA's files carry a position embedding of that many latent cells, read or not; diffusers' carry none.
     """
     if config is not None and "sample_size" in config:
         return DOWNSCALE * config["sample_size"], "config"
-    evidence = own_resolution(file, positions)
+    evidence = own_resolution(file, positions, patch)
     if evidence is not None:
         return evidence
     for name in (file.stem, file.parent.name, file.parent.parent.name):

@@ -45,6 +45,16 @@ def check_channels(field: str, shape: torch.Size) -> None:
         )
 
 
+def check_patches(field: str, shape: torch.Size | tuple[int, ...], patch: int) -> None:
+    """Raise InputError unless h and w of latents [B, 32, h, w] are multiples of the transformer's `patch`."""
+    height, width = shape[2:]
+    if height % patch or width % patch:
+        raise InputError(
+            f"{field}: got {DOWNSCALE * width} x {DOWNSCALE * height}, expected multiples of {DOWNSCALE * patch} for a "
+            f"model of patches of {patch} cells; change the size"
+        )
+
+
 def noise_stream(latents: torch.Tensor, seed: int, indices: list[int] | None = None) -> Iterator[torch.Tensor]:
     """Yield float32 noise on the CPU like `latents`, again and again.
 

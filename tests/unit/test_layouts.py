@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 
 import sana_core
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.checkpoints import find_part
 from sana_core.checkpoints.load import build_module, latent_scale, shift_of
 from sana_core.memory import transformer_parameters
@@ -100,6 +101,28 @@ def test_nvidias_layout_loads_exactly(tmp_path, options, suffix):
     loaded = sana_core.load_transformer(file, reference="diffusers")
     assert type(loaded) is SanaTransformer2DModel and not loaded.training
     assert torch.equal(run_transformer(loaded), run_transformer(model))
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "nvidia"])
+def test_a_bare_file_with_larger_patches_and_other_captions_loads_exactly(tmp_path, layout):
+    model = layouts.transformer(patch_size=2, caption_channels=24)
+    tensors = layouts.nvidia(model, unused=False) if layout == "nvidia" else model.state_dict()
+    file = layouts.save(tensors, tmp_path / "Sana_1024px.safetensors")
+    loaded = sana_core.load_transformer(file, reference="diffusers").float()
+    assert (loaded.config.patch_size, loaded.config.caption_channels) == (2, 24)
+    torch.manual_seed(0)
+    inputs = torch.randn(1, 32, 4, 6), torch.randn(1, 7, 24), torch.tensor([700.0])
+    with torch.no_grad():
+        assert torch.equal(loaded(*inputs).sample, model.float()(*inputs).sample)
+
+
+def test_a_size_that_is_no_multiple_of_the_patches_is_refused_in_one_line(tmp_path):
+    file = layouts.save(layouts.transformer(patch_size=2).state_dict(), tmp_path / "Sana_1024px.safetensors")
+    with pytest.raises(
+        ValueError, match="^size: got 128 x 96, expected multiples of 64 for a model of patches of 2 cel"
+    ):
+        resolve_settings(SamplingSettings(128, 96), file)
+    assert resolve_settings(SamplingSettings(128, 64), file).steps == 20
 
 
 def test_the_unused_tensors_of_nvidias_files_may_be_absent(tmp_path):
